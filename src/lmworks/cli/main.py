@@ -1,0 +1,36 @@
+"""The `lmworks` command: gathers the groups, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ..spec.errors import LMWorksError
+from . import models
+
+app = typer.Typer(
+    name="lmworks",
+    help="Plan, train, post-train and serve language models with one spec.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("models")(models.models)
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 the job failed, 2 bad usage, 130 interrupted."""
+    try:
+        app()
+    except LMWorksError as error:
+        typer.echo(f"lmworks: error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.echo("lmworks: interrupted", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""What every command shares: the `--json` option, tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
+
+
+def print_json(result: Any) -> None:
+    typer.echo(json.dumps(result, indent=2, allow_nan=False))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table; columns whose cells are all numbers or start with a digit are right-aligned."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for index, column in enumerate(columns):
+        cells = [str(row[index]) for row in rows]
+        numeric = all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    Console().print(table)

@@ -1,0 +1,32 @@
+"""Floor 0: what a run is, as validated data. Imports neither torch nor any other part of LMWorks."""
+
+from .errors import CheckpointError, DataError, LMWorksError, SpecError, TrainingError
+from .hardware import Cluster, Gpu, catalogue, recognise
+from .load import dump_toml, load_run
+from .model import ModelSpec, RopeScaling
+from .presets import PRESETS
+from .run import CheckpointSpec, DataSpec, LogSpec, OptimSpec, ParallelSpec, PrecisionSpec, RunSpec
+
+__all__ = [
+    "PRESETS",
+    "CheckpointError",
+    "CheckpointSpec",
+    "Cluster",
+    "DataError",
+    "DataSpec",
+    "Gpu",
+    "LMWorksError",
+    "LogSpec",
+    "ModelSpec",
+    "OptimSpec",
+    "ParallelSpec",
+    "PrecisionSpec",
+    "RopeScaling",
+    "RunSpec",
+    "SpecError",
+    "TrainingError",
+    "catalogue",
+    "dump_toml",
+    "load_run",
+    "recognise",
+]

@@ -1,0 +1,39 @@
+"""Errors that speak to the user: one line that says what was wrong, where, and what would work."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LMWorksError(Exception):
+    """Something the user can mend. The command line prints it as one line, without a traceback."""
+
+    exit_code = 1
+
+
+class SpecError(LMWorksError):
+    """The request itself is wrong (a spec, an option, a name): bad usage, nothing was started."""
+
+    exit_code = 2
+
+
+class DataError(LMWorksError):
+    """Training data is missing, short or damaged."""
+
+
+class CheckpointError(LMWorksError):
+    """A checkpoint is missing, damaged, or could not be written."""
+
+
+class TrainingError(LMWorksError):
+    """The run cannot go on (a loss that is not finite, a device that is not there)."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """' (did you mean …?)' with the nearest known word, or the whole list where nothing is near."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean '{near[0]}'?"
+    return f"; known: {', '.join(names)}" if names else ""

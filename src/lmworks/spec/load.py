@@ -1,0 +1,114 @@
+"""Specs as files: TOML in (with `extends` and dotted overrides), TOML out."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import SpecError, did_you_mean
+from .presets import PRESETS
+from .run import RunSpec
+
+
+def load_run(source: str | Path, overrides: Iterable[str] = ()) -> RunSpec:
+    """Read a spec: a TOML file, a run folder (its spec.toml), or the name of a model preset."""
+    data = apply_overrides(read_source(source), overrides)
+    data.setdefault("name", Path(source).stem if str(source) not in PRESETS else str(source))
+    return RunSpec.from_dict(data)
+
+
+def read_source(source: str | Path) -> dict[str, Any]:
+    path = Path(source)
+    if path.is_dir():
+        path = path / "spec.toml"
+    if path.is_file():
+        return read_toml(path)
+    if str(source) in PRESETS:
+        return {"model": {"preset": str(source)}}
+    if path.suffix == ".toml" or path.parent != Path("."):
+        raise SpecError(f"no spec at {path}: the file does not exist")
+    raise SpecError(f"'{source}' is neither a file nor a model preset{did_you_mean(str(source), PRESETS)}")
+
+
+def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """One file, laid over the files that it extends (paths relative to itself)."""
+    path = path.resolve()
+    if path in seen:
+        chain = " → ".join(p.name for p in (*seen, path))
+        raise SpecError(f"{path}: 'extends' goes in a circle: {chain}")
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        origin = f" (extended by {seen[-1]})" if seen else ""
+        raise SpecError(f"no spec at {path}: the file does not exist{origin}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise SpecError(f"cannot read {path}: {error.strerror}") from None
+    extends = data.pop("extends", [])
+    bases = [extends] if isinstance(extends, str) else extends
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise SpecError(f"{path}: 'extends' must be a file name or a list of them, got {extends!r}")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        merged = merge(merged, read_toml(path.parent / base, (*seen, path)))
+    return merge(merged, data)
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` wins; tables are merged key by key."""
+    result = dict(below)
+    for key, value in above.items():
+        both_tables = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merge(result[key], value) if both_tables else value
+    return result
+
+
+def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not key or key.startswith("-"):
+            raise SpecError(f"'{override}' is not an override; write section.key=value, e.g. optim.lr=3e-4")
+        value: Any = parse_value(text.strip())
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        data = merge(data, value)
+    return data
+
+
+def parse_value(text: str) -> Any:
+    """A TOML value where it is one (3e-4, true, [1, 2], "x"), else the bare word as a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def dump_toml(data: Mapping[str, Any], prefix: str = "") -> str:
+    """Plain values first, then tables; the inverse of reading for everything a spec can hold."""
+    lines = [f"{toml_key(k)} = {toml_value(v)}" for k, v in data.items() if not isinstance(v, Mapping)]
+    for key, table in data.items():
+        if isinstance(table, Mapping):
+            path = f"{prefix}.{toml_key(key)}" if prefix else toml_key(key)
+            lines += ["", f"[{path}]", dump_toml(table, path).rstrip("\n")]
+    return "\n".join(lines) + "\n"
+
+
+def toml_key(key: str) -> str:
+    return key if key.replace("_", "a").replace("-", "a").isalnum() and key.isascii() else toml_value(key)
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        plain = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in plain) + '"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    raise TypeError(f"a spec cannot hold {value!r}")

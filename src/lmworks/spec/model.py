@@ -1,0 +1,195 @@
+"""The shape of a decoder-only language model, and what follows from it by arithmetic alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from .errors import SpecError, did_you_mean
+from .presets import PRESETS
+from .schema import Section, opt
+
+
+@dataclass(frozen=True)
+class RopeScaling(Section):
+    """How rotary frequencies are stretched beyond the context the model was first trained with."""
+
+    section: ClassVar[str] = "model.rope_scaling"
+
+    type: str = opt("none", "stretching rule", choices=("none", "linear", "ntk", "yarn", "llama3"))
+    factor: float = opt(1.0, "context is stretched by this factor", ge=1.0)
+    original_context: int = opt(0, "context before stretching (0: model.context / factor)", ge=0)
+    low_freq_factor: float = opt(1.0, "llama3: below this many turns a frequency is divided by factor", gt=0)
+    high_freq_factor: float = opt(4.0, "llama3: above this many turns a frequency is kept", gt=0)
+    beta_fast: float = opt(32.0, "yarn: above this many turns a frequency is kept", gt=0)
+    beta_slow: float = opt(1.0, "yarn: below this many turns a frequency is divided by factor", gt=0)
+
+    def check(self) -> None:
+        if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise SpecError(
+                f"{self.section}.low_freq_factor = {self.low_freq_factor:g} must be below "
+                f"high_freq_factor = {self.high_freq_factor:g}"
+            )
+
+
+@dataclass(frozen=True)
+class ModelSpec(Section):
+    section: ClassVar[str] = "model"
+
+    preset: str = opt("", "start from this named shape; other keys then change it")
+    layers: int = opt(4, "transformer blocks", ge=1)
+    hidden: int = opt(256, "width of the residual stream", ge=1)
+    heads: int = opt(4, "query heads", ge=1)
+    kv_heads: int = opt(0, "key/value heads (0: as many as heads)", ge=0)
+    head_dim: int = opt(0, "width of one head (0: hidden / heads)", ge=0)
+    ffn: int = opt(
+        0, "width of the MLP (0: 4 × hidden for gelu, 8/3 × hidden rounded up to 64 for swiglu)", ge=0
+    )
+    vocab: int = opt(512, "rows of the embedding; at least the tokenizer's size", ge=2)
+    context: int = opt(256, "longest sequence the model is made for", ge=1)
+    norm: str = opt("rms", "normalisation", choices=("rms", "layer"))
+    norm_eps: float = opt(1e-5, "added to the variance", gt=0)
+    positions: str = opt("rope", "how position enters", choices=("rope", "learned", "alibi", "none"))
+    rope_theta: float = opt(10_000.0, "base of the rotary frequencies", gt=0)
+    rope_scaling: RopeScaling = opt(RopeScaling, "stretching of the rotary frequencies")
+    mlp: str = opt("swiglu", "feed-forward block", choices=("swiglu", "gelu"))
+    bias: bool = opt(False, "bias on every linear layer and on LayerNorm")
+    qkv_bias: bool = opt(False, "bias on the query, key and value projections (Qwen2); `bias` implies it")
+    qk_norm: bool = opt(False, "RMSNorm over each query and key head (Qwen3)")
+    sliding_window: int = opt(0, "a query sees this many keys, itself included (0: all before it)", ge=0)
+    tie_embeddings: bool = opt(False, "the head uses the embedding matrix")
+    experts: int = opt(0, "experts per MoE layer (0: dense)", ge=0)
+    top_k: int = opt(2, "experts that each token visits", ge=1)
+    shared_experts: int = opt(0, "experts that every token visits", ge=0)
+    expert_ffn: int = opt(0, "width of one expert (0: ffn)", ge=0)
+    attention: str = opt("auto", "attention backend", choices=("auto", "reference", "sdpa", "flex"))
+    init_std: float = opt(
+        0.02, "standard deviation of initial weights; residual outputs are scaled by 1/√(2·layers)", gt=0
+    )
+
+    @classmethod
+    def from_preset(cls, name: str, **changes: Any) -> Self:
+        return cls.from_dict({"preset": name, **changes})
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        name = data.get("preset", "") if isinstance(data, dict) else ""
+        if name:
+            if name not in PRESETS:
+                raise SpecError(f"model.preset = {name!r} is not known{did_you_mean(str(name), PRESETS)}")
+            data = {**PRESETS[name], **data}
+        return super().from_dict(data)
+
+    def check(self) -> None:
+        self.derive("kv_heads", self.kv_heads or self.heads)
+        if self.heads % self.kv_heads:
+            fitting = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise SpecError(
+                f"model.heads = {self.heads} is not divisible by model.kv_heads = {self.kv_heads}; "
+                f"kv_heads can be {', '.join(map(str, fitting))}"
+            )
+        if not self.head_dim:
+            if self.hidden % self.heads:
+                raise SpecError(
+                    f"model.hidden = {self.hidden} is not divisible by model.heads = {self.heads}; "
+                    f"use hidden = {self.heads * round(self.hidden / self.heads) or self.heads} or set model.head_dim"
+                )
+            self.derive("head_dim", self.hidden // self.heads)
+        if self.positions == "rope" and self.head_dim % 2:
+            raise SpecError(f"model.head_dim = {self.head_dim} must be even for model.positions = 'rope'")
+        if not self.ffn:
+            width = 4 * self.hidden if self.mlp == "gelu" else -(-8 * self.hidden // (3 * 64)) * 64
+            self.derive("ffn", width)
+        if self.bias:
+            self.derive("qkv_bias", True)
+        self.check_moe()
+        self.check_rope()
+
+    def check_moe(self) -> None:
+        if not self.experts:
+            if self.shared_experts:
+                raise SpecError("model.shared_experts needs model.experts > 0")
+            return
+        if self.top_k > self.experts:
+            raise SpecError(f"model.top_k = {self.top_k} is more than model.experts = {self.experts}")
+        if self.mlp != "swiglu" or self.bias:
+            raise SpecError("model.experts needs model.mlp = 'swiglu' and model.bias = false")
+        self.derive("expert_ffn", self.expert_ffn or self.ffn)
+
+    def check_rope(self) -> None:
+        scaling = self.rope_scaling
+        if scaling.type == "none":
+            return
+        if self.positions != "rope":
+            raise SpecError(
+                f"model.rope_scaling.type = '{scaling.type}' needs model.positions = 'rope', not '{self.positions}'"
+            )
+        if not scaling.original_context:
+            self.derive(
+                "rope_scaling", scaling.replace(original_context=max(1, int(self.context / scaling.factor)))
+            )
+
+    # --- parameter counts -------------------------------------------------------------------------
+
+    @property
+    def q_dim(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def norm_params(self) -> int:
+        """Of one norm over the residual stream: a weight, and a bias for LayerNorm with biases."""
+        return self.hidden * (2 if self.norm == "layer" and self.bias else 1)
+
+    @property
+    def attention_matrix(self) -> int:
+        """Weights of the four projections of one attention layer."""
+        return self.hidden * (self.q_dim + 2 * self.kv_dim) + self.q_dim * self.hidden
+
+    def mlp_matrix(self, width: int) -> int:
+        return self.hidden * width * (3 if self.mlp == "swiglu" else 2)
+
+    @property
+    def block_params(self) -> int:
+        params = self.attention_matrix + 2 * self.norm_params
+        params += (self.q_dim + 2 * self.kv_dim) * self.qkv_bias + self.hidden * self.bias
+        params += 2 * self.head_dim * self.qk_norm
+        if self.experts:
+            params += self.hidden * self.experts  # router
+            params += (self.experts + self.shared_experts) * self.mlp_matrix(self.expert_ffn)
+        else:
+            up_biases = self.ffn * (2 if self.mlp == "swiglu" else 1)
+            params += self.mlp_matrix(self.ffn) + (up_biases + self.hidden) * self.bias
+        return params
+
+    @property
+    def embedding_params(self) -> int:
+        """Look-up tables: tokens, and positions where they are learned."""
+        return self.vocab * self.hidden + (self.context * self.hidden if self.positions == "learned" else 0)
+
+    @property
+    def params(self) -> int:
+        """Every trainable number; a tied head is counted once."""
+        head = 0 if self.tie_embeddings else self.vocab * self.hidden
+        return self.embedding_params + self.layers * self.block_params + self.norm_params + head
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token meets: all of them, less the experts it does not visit."""
+        if not self.experts:
+            return self.params
+        return self.params - self.layers * (self.experts - self.top_k) * self.mlp_matrix(self.expert_ffn)
+
+    @property
+    def matmul_params(self) -> int:
+        """Weights that one token is multiplied with: the head counts, the input embedding does not."""
+        block = self.attention_matrix
+        if self.experts:
+            visited = self.top_k + self.shared_experts
+            block += self.hidden * self.experts + visited * self.mlp_matrix(self.expert_ffn)
+        else:
+            block += self.mlp_matrix(self.ffn)
+        return self.layers * block + self.vocab * self.hidden

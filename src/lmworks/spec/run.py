@@ -1,0 +1,209 @@
+"""A run, described once: what the planner predicts, the trainer does, and the report compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .errors import SpecError
+from .hardware import Cluster
+from .model import ModelSpec
+from .schema import Section, opt
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
+
+
+@dataclass(frozen=True)
+class DataSpec(Section):
+    """Where tokens come from and how many go into a step. Batch sizes count sequences."""
+
+    section: ClassVar[str] = "data"
+
+    path: str = opt(
+        "stdlib:bytes", "a folder made by `lmworks data prepare`, or stdlib:TOKENIZER for the embedded corpus"
+    )
+    mix: dict[str, float] = opt({}, "several such folders with a weight each, instead of path")
+    seq: int = opt(128, "tokens in one training sequence", ge=1)
+    micro_batch: int = opt(8, "sequences that one rank runs at once", ge=1)
+    global_batch: int = opt(0, "sequences in one optimizer step (0: micro_batch × data-parallel ranks)", ge=0)
+    shuffle: bool = opt(True, "visit sequences in a random order, another one each epoch")
+    document_mask: bool = opt(
+        False, "attention stays inside a document; a target in the next document is not counted"
+    )
+    workers: int = opt(0, "processes that read ahead (0: read in the training process)", ge=0)
+    verify: bool = opt(True, "compare the shards with their checksums before training")
+
+    def check(self) -> None:
+        for name, weight in self.mix.items():
+            if weight <= 0:
+                raise SpecError(f"data.mix: the weight of {name!r} is {weight:g}; it must be more than 0")
+
+    @property
+    def sources(self) -> dict[str, float]:
+        return self.mix or {self.path: 1.0}
+
+
+@dataclass(frozen=True)
+class OptimSpec(Section):
+    """AdamW and its schedule."""
+
+    section: ClassVar[str] = "optim"
+
+    steps: int = opt(1000, "optimizer steps in the whole run", ge=1)
+    lr: float = opt(3e-4, "peak learning rate", gt=0, le=10)
+    schedule: str = opt(
+        "cosine", "shape of the learning rate", choices=("cosine", "linear", "wsd", "constant")
+    )
+    warmup: int = opt(100, "steps over which the rate rises from 0", ge=0)
+    min_lr_ratio: float = opt(0.1, "final rate as a part of the peak", ge=0, le=1)
+    decay_ratio: float = opt(0.2, "wsd: the last part of the run, in which the rate falls", gt=0, le=1)
+    beta1: float = opt(0.9, "decay of the mean of gradients", ge=0, lt=1)
+    beta2: float = opt(0.95, "decay of the mean of squared gradients", ge=0, lt=1)
+    eps: float = opt(1e-8, "added to the root of the second moment", gt=0)
+    weight_decay: float = opt(0.1, "decoupled decay, on matrices only", ge=0)
+    clip: float = opt(1.0, "largest norm of the whole gradient (0: off)", ge=0)
+
+    def check(self) -> None:
+        if self.warmup > self.steps:
+            raise SpecError(
+                f"optim.warmup = {self.warmup} is longer than optim.steps = {self.steps}; "
+                f"use at most {self.steps}, e.g. {max(1, self.steps // 10)}"
+            )
+
+
+@dataclass(frozen=True)
+class ParallelSpec(Section):
+    """How the model is laid over ranks, and over one rank's memory."""
+
+    section: ClassVar[str] = "parallel"
+
+    dp: int = opt(0, "shorthand: data-parallel ranks, resolved by strategy", ge=0)
+    dp_replicate: int = opt(1, "copies of the model (DDP, or the outer part of HSDP)", ge=1)
+    dp_shard: int = opt(1, "ranks over which parameters or optimizer states are sharded", ge=1)
+    tp: int = opt(1, "tensor-parallel ranks", ge=1)
+    sp: bool = opt(False, "sequence-parallel regions between tensor-parallel ones")
+    pp: int = opt(1, "pipeline stages", ge=1)
+    cp: int = opt(1, "context-parallel ranks", ge=1)
+    ep: int = opt(1, "expert-parallel ranks (folded into the data-parallel ones)", ge=1)
+    strategy: str = opt("ddp", "what dp means", choices=("ddp", "fsdp1", "fsdp2", "zero"))
+    zero: int = opt(0, "ZeRO stage, with strategy = 'zero' or engine = 'deepspeed'", ge=0, le=3)
+    engine: str = opt("native", "who runs data parallelism", choices=("native", "deepspeed"))
+    offload: str = opt("none", "what lives in host memory", choices=("none", "optimizer", "full"))
+    schedule: str = opt("1f1b", "pipeline schedule", choices=SCHEDULES)
+    virtual_stages: int = opt(1, "pipeline stages that one rank holds", ge=1)
+    reshard: bool = opt(True, "FSDP: free gathered parameters after the forward pass")
+    recompute: str = opt(
+        "none", "activations computed again in the backward pass", choices=("none", "full", "selective")
+    )
+    compile: bool = opt(False, "torch.compile each transformer block")
+
+    def check(self) -> None:
+        if self.dp:
+            axis = "dp_replicate" if self.strategy == "ddp" else "dp_shard"
+            if self.dp_replicate * self.dp_shard == 1:
+                self.derive(axis, self.dp)
+            elif self.dp != self.dp_replicate * self.dp_shard:
+                raise SpecError(
+                    f"parallel.dp = {self.dp} contradicts parallel.dp_replicate × parallel.dp_shard = "
+                    f"{self.dp_replicate} × {self.dp_shard}; give one or the other"
+                )
+        self.derive("dp", self.dp_replicate * self.dp_shard)
+        if self.strategy == "ddp" and self.engine == "native" and self.dp_shard > 1:
+            raise SpecError(
+                f"parallel.strategy = 'ddp' replicates, but parallel.dp_shard = {self.dp_shard}; "
+                "use strategy = 'fsdp2' or dp_replicate"
+            )
+        if self.zero and self.strategy != "zero" and self.engine != "deepspeed":
+            raise SpecError(
+                f"parallel.zero = {self.zero} needs parallel.strategy = 'zero' or parallel.engine = 'deepspeed', "
+                f"not strategy = '{self.strategy}' with engine = '{self.engine}'"
+            )
+        if self.sp and self.tp == 1:
+            raise SpecError(
+                "parallel.sp = true needs parallel.tp > 1: it splits what tensor parallelism leaves whole"
+            )
+        if self.virtual_stages > 1 and self.pp == 1:
+            raise SpecError(f"parallel.virtual_stages = {self.virtual_stages} needs parallel.pp > 1")
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+
+@dataclass(frozen=True)
+class PrecisionSpec(Section):
+    """Weights and optimizer states are fp32; `dtype` is what the matrix products run in."""
+
+    section: ClassVar[str] = "precision"
+
+    dtype: str = opt("fp32", "compute precision", choices=("fp32", "bf16", "fp16"))
+    loss_scale: float = opt(65_536.0, "fp16: first loss scale; it halves on overflow", gt=0)
+    loss_scale_window: int = opt(2000, "fp16: steps without overflow before the scale doubles", ge=1)
+
+
+@dataclass(frozen=True)
+class CheckpointSpec(Section):
+    section: ClassVar[str] = "checkpoint"
+
+    every: int = opt(100, "steps between checkpoints; the last step is always saved (0: only that)", ge=0)
+    keep: int = opt(3, "newest checkpoints to keep (0: all)", ge=0)
+
+
+@dataclass(frozen=True)
+class LogSpec(Section):
+    section: ClassVar[str] = "log"
+
+    every: int = opt(10, "steps between printed lines where there is no terminal", ge=1)
+    eval_every: int = opt(100, "steps between evaluations on held-out data (0: only at the end)", ge=0)
+    eval_batches: int = opt(16, "micro-batches in one evaluation (0: all held-out data)", ge=0)
+    tensorboard: bool = opt(False, "also write TensorBoard events to the run folder")
+    wandb: str = opt("off", "also log to Weights & Biases", choices=("off", "offline", "online"))
+    project: str = opt("lmworks", "Weights & Biases project")
+
+
+@dataclass(frozen=True)
+class RunSpec(Section):
+    """One run. `load.load_run` reads it from TOML, `Trainer(spec, run_dir)` does it."""
+
+    name: str = opt("run", "what the run is called")
+    seed: int = opt(0, "initial weights and data order follow from it", ge=0, lt=2**63)
+    deterministic: bool = opt(False, "only algorithms that repeat bitwise on a GPU, at some cost in speed")
+    model: ModelSpec = opt(ModelSpec, "the network")
+    data: DataSpec = opt(DataSpec, "the tokens")
+    optim: OptimSpec = opt(OptimSpec, "the optimizer")
+    parallel: ParallelSpec = opt(ParallelSpec, "the layout")
+    precision: PrecisionSpec = opt(PrecisionSpec, "the number formats")
+    checkpoint: CheckpointSpec = opt(CheckpointSpec, "what is saved")
+    log: LogSpec = opt(LogSpec, "what is recorded")
+    cluster: Cluster = opt(Cluster, "the machines")
+
+    def check(self) -> None:
+        data, dp = self.data, self.parallel.dp
+        if data.seq > self.model.context:
+            raise SpecError(
+                f"data.seq = {data.seq} is longer than model.context = {self.model.context}; "
+                f"lower data.seq or raise model.context"
+            )
+        per_pass = data.micro_batch * dp
+        if not data.global_batch:
+            object.__setattr__(self, "data", data.replace(global_batch=per_pass))
+        elif data.global_batch % per_pass:
+            below = data.global_batch // per_pass * per_pass
+            fits = f"{below} or {below + per_pass}" if below else f"{per_pass}"
+            raise SpecError(
+                f"data.global_batch = {data.global_batch} is not divisible by data.micro_batch × data-parallel ranks = "
+                f"{data.micro_batch} × {dp} = {per_pass}; {fits} would fit"
+            )
+        if self.parallel.ep > 1 and self.model.experts % self.parallel.ep:
+            raise SpecError(
+                f"parallel.ep = {self.parallel.ep} does not divide model.experts = {self.model.experts}"
+            )
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that one rank runs for one optimizer step."""
+        return self.data.global_batch // (self.data.micro_batch * self.parallel.dp)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.data.global_batch * self.data.seq

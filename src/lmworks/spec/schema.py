@@ -1,0 +1,131 @@
+"""Sections of a spec: frozen dataclasses whose fields carry their range, choices and meaning.
+
+A section is valid by construction. Types and ranges are checked field by field, then `check` looks at
+combinations; both hold however the object is made (TOML, override, Python), and every message names
+the key as the user writes it, e.g. `optim.lr`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from .errors import SpecError, did_you_mean
+
+
+def opt(
+    default: Any,
+    doc: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A field with a default, a one-line meaning and optional limits. A mapping default is copied."""
+    metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le, "lt": lt, "choices": choices}
+    if isinstance(default, type) or isinstance(default, dict):
+        factory = default if isinstance(default, type) else default.copy
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@functools.cache
+def hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+class Section:
+    """Base of every section: validates itself when constructed. `section` is its dotted path in a spec."""
+
+    section: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = coerce(self.key(field.name), hints(type(self))[field.name], getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+            check_range(self.key(field.name), value, field.metadata)
+        self.check()
+
+    def check(self) -> None:
+        """Fill derived fields with `derive` and refuse combinations that cannot work."""
+
+    @classmethod
+    def key(cls, name: str) -> str:
+        return f"{cls.section}.{name}" if cls.section else name
+
+    def derive(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Build from parsed TOML; nested tables become nested sections."""
+        if not isinstance(data, Mapping):
+            raise SpecError(f"{cls.section or 'spec'}: expected a table, got {data!r}")
+        fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        for name in data:
+            if name not in fields:
+                raise SpecError(f"unknown key '{cls.key(name)}'{did_you_mean(name, fields)}")
+        values = {}
+        for name, value in data.items():
+            hint = hints(cls)[name]
+            nested = isinstance(hint, type) and issubclass(hint, Section)
+            values[name] = hint.from_dict(value) if nested and not isinstance(value, hint) else value
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            field.name: value.to_dict() if isinstance(value, Section) else value
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            for value in [getattr(self, field.name)]
+        }
+
+    def replace(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+
+NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
+
+
+def coerce(key: str, hint: Any, value: Any) -> Any:
+    """Check `value` against the annotated type; an int is welcome where a float is meant, nothing else bends."""
+    if isinstance(hint, types.UnionType):
+        allowed = typing.get_args(hint)
+        if any(fits(value, option) for option in allowed):
+            return value
+        raise SpecError(f"{key} must be {' or '.join(NAMES[a] for a in allowed)}, got {value!r}")
+    origin = typing.get_origin(hint) or hint
+    if origin is float and fits(value, int):
+        return float(value)
+    if not fits(value, origin):
+        raise SpecError(f"{key} must be {NAMES.get(origin, 'a table')}, got {value!r}")
+    if origin is dict:
+        _, item_type = typing.get_args(hint)
+        return {name: coerce(f"{key}.{name}", item_type, item) for name, item in value.items()}
+    return value
+
+
+def fits(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def check_range(key: str, value: Any, limits: Mapping[str, Any]) -> None:
+    choices = limits.get("choices")
+    if choices and value not in choices:
+        raise SpecError(f"{key} = {value!r} is not one of: {', '.join(choices)}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SpecError(f"{key} = {value} is not a finite number")
+    words = {"ge": ("at least", lambda v, x: v >= x), "gt": ("more than", lambda v, x: v > x)}
+    words |= {"le": ("at most", lambda v, x: v <= x), "lt": ("less than", lambda v, x: v < x)}
+    bounds = [(word, limits[name], ok) for name, (word, ok) in words.items() if limits.get(name) is not None]
+    if not all(ok(value, bound) for _, bound, ok in bounds):
+        allowed = " and ".join(f"{word} {bound:g}" for word, bound, _ in bounds)
+        raise SpecError(f"{key} = {value:g} is out of range: it must be {allowed}")
