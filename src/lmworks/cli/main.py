@@ -11,13 +11,17 @@ from . import models
 
 app = typer.Typer(
     name="lmworks",
-    help="Plan, train, post-train and serve language models with one spec.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("models")(models.models)
+
+
+@app.callback()
+def root() -> None:
+    """Plan, train, post-train and serve language models with one spec."""
 
 
 def main() -> None:

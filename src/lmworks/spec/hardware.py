@@ -84,9 +84,7 @@ class Cluster(Section):
     def check(self) -> None:
         known = catalogue(self.catalogue)
         if self.gpu != "auto" and self.gpu not in known:
-            raise SpecError(
-                f"cluster.gpu = {self.gpu!r} is not in the catalogue{did_you_mean(self.gpu, known)}"
-            )
+            raise SpecError(f"cluster.gpu = {self.gpu!r} is not in the catalogue{did_you_mean(self.gpu, known)}")
 
     @property
     def accelerator(self) -> Gpu | None:

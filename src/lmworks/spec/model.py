@@ -42,9 +42,7 @@ class ModelSpec(Section):
     heads: int = opt(4, "query heads", ge=1)
     kv_heads: int = opt(0, "key/value heads (0: as many as heads)", ge=0)
     head_dim: int = opt(0, "width of one head (0: hidden / heads)", ge=0)
-    ffn: int = opt(
-        0, "width of the MLP (0: 4 × hidden for gelu, 8/3 × hidden rounded up to 64 for swiglu)", ge=0
-    )
+    ffn: int = opt(0, "width of the MLP (0: 4 × hidden for gelu, 8/3 × hidden rounded up to 64 for swiglu)", ge=0)
     vocab: int = opt(512, "rows of the embedding; at least the tokenizer's size", ge=2)
     context: int = opt(256, "longest sequence the model is made for", ge=1)
     norm: str = opt("rms", "normalisation", choices=("rms", "layer"))
@@ -125,9 +123,7 @@ class ModelSpec(Section):
                 f"model.rope_scaling.type = '{scaling.type}' needs model.positions = 'rope', not '{self.positions}'"
             )
         if not scaling.original_context:
-            self.derive(
-                "rope_scaling", scaling.replace(original_context=max(1, int(self.context / scaling.factor)))
-            )
+            self.derive("rope_scaling", scaling.replace(original_context=max(1, int(self.context / scaling.factor))))
 
     # --- parameter counts -------------------------------------------------------------------------
 

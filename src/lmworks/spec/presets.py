@@ -44,6 +44,13 @@ def mistral(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def mellum() -> dict[str, Any]:
+    """A Llama-shaped code model, written from memory of its public config: no other count was at hand."""
+    return {
+        "layers": 30, "hidden": 3072, "heads": 24, "ffn": 8256, "vocab": 49_152, "context": 8192, "norm_eps": 1e-6,
+    }  # fmt: skip
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     # Small ones for a CPU. Bytes need 257 rows (256 and end-of-text); 320 keeps the matrix a multiple of 64.
     "tiny": {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 320, "context": 128},
@@ -67,14 +74,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": qwen3(48, 2048, 32, 6144, tied=False, kv_heads=4, experts=128, top_k=8, expert_ffn=768),
     "mistral-7b": mistral(sliding_window=4096),  # v0.1
     "mixtral-8x7b": mistral(rope_theta=1_000_000.0, experts=8, top_k=2),
-    # A Llama-shaped code model; from memory of its public config, so the count is by our own arithmetic only.
-    "mellum-4b": {
-        "layers": 30,
-        "hidden": 3072,
-        "heads": 24,
-        "ffn": 8256,
-        "vocab": 49_152,
-        "context": 8192,
-        "norm_eps": 1e-6,
-    },  # fmt: skip
+    "mellum-4b": mellum(),
 }

@@ -27,9 +27,7 @@ class DataSpec(Section):
     micro_batch: int = opt(8, "sequences that one rank runs at once", ge=1)
     global_batch: int = opt(0, "sequences in one optimizer step (0: micro_batch × data-parallel ranks)", ge=0)
     shuffle: bool = opt(True, "visit sequences in a random order, another one each epoch")
-    document_mask: bool = opt(
-        False, "attention stays inside a document; a target in the next document is not counted"
-    )
+    document_mask: bool = opt(False, "attention stays inside a document; a target in the next document is not counted")
     workers: int = opt(0, "processes that read ahead (0: read in the training process)", ge=0)
     verify: bool = opt(True, "compare the shards with their checksums before training")
 
@@ -51,9 +49,7 @@ class OptimSpec(Section):
 
     steps: int = opt(1000, "optimizer steps in the whole run", ge=1)
     lr: float = opt(3e-4, "peak learning rate", gt=0, le=10)
-    schedule: str = opt(
-        "cosine", "shape of the learning rate", choices=("cosine", "linear", "wsd", "constant")
-    )
+    schedule: str = opt("cosine", "shape of the learning rate", choices=("cosine", "linear", "wsd", "constant"))
     warmup: int = opt(100, "steps over which the rate rises from 0", ge=0)
     min_lr_ratio: float = opt(0.1, "final rate as a part of the peak", ge=0, le=1)
     decay_ratio: float = opt(0.2, "wsd: the last part of the run, in which the rate falls", gt=0, le=1)
@@ -119,9 +115,7 @@ class ParallelSpec(Section):
                 f"not strategy = '{self.strategy}' with engine = '{self.engine}'"
             )
         if self.sp and self.tp == 1:
-            raise SpecError(
-                "parallel.sp = true needs parallel.tp > 1: it splits what tensor parallelism leaves whole"
-            )
+            raise SpecError("parallel.sp = true needs parallel.tp > 1: it splits what tensor parallelism leaves whole")
         if self.virtual_stages > 1 and self.pp == 1:
             raise SpecError(f"parallel.virtual_stages = {self.virtual_stages} needs parallel.pp > 1")
 
@@ -195,9 +189,7 @@ class RunSpec(Section):
                 f"{data.micro_batch} × {dp} = {per_pass}; {fits} would fit"
             )
         if self.parallel.ep > 1 and self.model.experts % self.parallel.ep:
-            raise SpecError(
-                f"parallel.ep = {self.parallel.ep} does not divide model.experts = {self.model.experts}"
-            )
+            raise SpecError(f"parallel.ep = {self.parallel.ep} does not divide model.experts = {self.model.experts}")
 
     @property
     def accumulation(self) -> int:

@@ -30,14 +30,14 @@ def opt(
 ) -> Any:
     """A field with a default, a one-line meaning and optional limits. A mapping default is copied."""
     metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le, "lt": lt, "choices": choices}
-    if isinstance(default, type) or isinstance(default, dict):
+    if isinstance(default, type | dict):
         factory = default if isinstance(default, type) else default.copy
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @functools.cache
-def hints(cls: type) -> dict[str, Any]:
+def hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
