@@ -1,0 +1,167 @@
+"""The run folder: the one place where a run leaves anything, and where every tool looks.
+
+Kinds of events, so that writers and readers agree:
+
+    start, resume     a process began an attempt (fields: attempt)
+    finish            the last step is done and saved
+    interrupt         somebody asked it to stop; it can be resumed
+    fail              it stopped by itself (fields: error)
+    save, eval        a checkpoint was committed; held-out loss was measured
+    fault, skip, …    anything else worth telling: a damaged checkpoint, a skipped window, a spike
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from ..spec import RunSpec, SpecError, dump_toml, load_run
+from .jsonl import LineWriter, read_lines
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and small records of one run. `create` makes a new one, `open` takes one that is there."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: str | Path, spec: RunSpec) -> Self:
+        """A new folder holding the resolved spec. A folder that already holds a run is left as it is."""
+        folder = cls(Path(path))
+        try:
+            if any(found.exists() for found in (folder.spec_path, folder.metrics_path, folder.checkpoints)):
+                raise SpecError(
+                    f"{folder.path} already holds a run; continue it with `lmworks resume {folder.path}`, "
+                    "or choose another --run-dir"
+                )
+            folder.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder.spec_path, dump_toml(spec.to_dict()))
+        except FileExistsError:
+            raise SpecError(f"cannot create the run folder {folder.path}: a file of that name is there") from None
+        except OSError as error:
+            raise SpecError(f"cannot create the run folder {folder.path}: {error.strerror}") from None
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        folder = cls(Path(path))
+        try:
+            if not folder.path.is_dir():
+                why = "it is a file" if folder.path.exists() else "it does not exist"
+                raise SpecError(f"{folder.path} is not a run folder: {why}")
+            if not folder.spec_path.is_file():
+                raise SpecError(f"{folder.path} is not a run folder: it has no {folder.spec_path.name}")
+        except OSError as error:
+            raise SpecError(f"cannot read the run folder {folder.path}: {error.strerror}") from None
+        return folder
+
+    @property
+    def spec_path(self) -> Path:
+        return self.path / "spec.toml"
+
+    @property
+    def prediction_path(self) -> Path:
+        return self.path / "prediction.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def traces(self) -> Path:
+        return self.path / "traces"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    def spec(self) -> RunSpec:
+        return load_run(self.path)
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        with LineWriter(self.events_path) as lines:
+            lines.append({"time": now(), "kind": kind, "step": step, **fields})
+
+    def events(self) -> list[dict[str, Any]]:
+        return read_lines(self.events_path)
+
+    def next_attempt(self) -> int:
+        """0 for a run that has recorded nothing, else one more than the highest attempt on record."""
+        records = [*read_lines(self.metrics_path), *self.events()]
+        return 1 + max((record["attempt"] for record in records if isinstance(record.get("attempt"), int)), default=-1)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep the run for this process: two trainers in one folder would write over each other.
+
+        The lock is the kernel's and ends with the process, however that ends; nothing is left to clean up.
+        It lies on events.jsonl, the one file of a run that is always there and never replaced.
+        """
+        try:
+            descriptor = os.open(self.events_path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise SpecError(f"cannot write {self.events_path}: {error.strerror}") from None
+        try:
+            if not lock(descriptor, fcntl.LOCK_EX):
+                raise SpecError(f"{self.path} is in use: another process is training this run")
+            yield
+        finally:
+            os.close(descriptor)
+
+    def held(self) -> bool:
+        """Whether a process (this one too) is training the run now."""
+        try:
+            descriptor = os.open(self.events_path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            return not lock(descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)
+
+
+def lock(descriptor: int, kind: int) -> bool:
+    """False where another open file has the lock. A file system without locks cannot tell: taken as free."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file is there whole or not at all, also after a crash."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,56 @@
+"""`metrics.jsonl`: one line a step. A step that is replayed after a resume is written again with a higher `attempt`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from ..spec.errors import LMWorksError
+from .jsonl import LineWriter, read_lines
+
+
+class StepMetrics(TypedDict, total=False):
+    """What a line can hold. None is "not known here": `mfu` without a peak, `memory_bytes` without a way to ask."""
+
+    step: int  # 1 for the first optimizer step
+    attempt: int  # 0 for the first start of the run, one more for each resume
+    loss: float | None  # mean over the tokens of the global batch
+    lr: float
+    grad_norm: float | None  # before clipping
+    tokens: int  # trained on in this step; the run's total is the sum over steps
+    tokens_per_s: float
+    step_s: float  # wall time of the step: everything below, evaluation left out
+    data_s: float  # of that: waiting for the batch
+    forward_backward_s: float
+    optimizer_s: float
+    checkpoint_s: float
+    memory_bytes: int | None  # peak so far: allocated on a device, resident on a CPU
+    model_tflops: float
+    mfu: float | None
+    val_loss: float  # on the steps that evaluate
+    loss_scale: float  # fp16
+    nonfinite: dict[str, str]  # added by the writer: the keys that are null because they were nan, inf or -inf
+
+
+class MetricsWriter(LineWriter):
+    """Appends steps, each stamped with this process's attempt."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        super().__init__(path)
+        self.attempt = attempt
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self.append({"step": step, "attempt": self.attempt, **values})
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps in order, each once: the line of its highest attempt (the later one where attempts are equal)."""
+    steps: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(read_lines(path), 1):
+        if not isinstance(line.get("step"), int) or not isinstance(line.get("attempt"), int):
+            raise LMWorksError(f"{path}, line {number} is damaged: it has no whole 'step' and 'attempt'")
+        known = steps.get(line["step"])
+        if known is None or line["attempt"] >= known["attempt"]:
+            steps[line["step"]] = line
+    return [steps[step] for step in sorted(steps)]

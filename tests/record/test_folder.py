@@ -1,0 +1,120 @@
+"""The run folder: created once, opened by everybody, held by one."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from lmworks.record import MetricsWriter, RunFolder
+from lmworks.spec import RunSpec, SpecError, load_run
+
+SPEC = RunSpec.from_dict({"name": "first", "seed": 7, "optim": {"steps": 5, "warmup": 1}})
+
+
+def test_the_spec_comes_back_equal(tmp_path):
+    folder = RunFolder.create(tmp_path / "a" / "b", SPEC)
+    assert folder.spec() == SPEC
+    assert load_run(folder.path) == SPEC
+    assert [entry.name for entry in folder.path.iterdir()] == ["spec.toml"]
+    assert RunFolder.open(folder.path) == folder
+
+
+def test_a_run_is_never_written_over(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", SPEC)
+    with pytest.raises(SpecError, match=r"already holds a run; continue it with `lmworks resume .*run`.*--run-dir"):
+        RunFolder.create(folder.path, SPEC.replace(seed=8))
+    assert folder.spec().seed == 7
+
+
+def test_a_folder_with_checkpoints_but_no_spec_is_a_run_too(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(SpecError, match="already holds a run"):
+        RunFolder.create(tmp_path / "run", SPEC)
+
+
+def test_places_that_cannot_hold_a_run(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(SpecError, match=r"cannot create the run folder .*file: a file of that name"):
+        RunFolder.create(file, SPEC)
+    with pytest.raises(SpecError, match=r"cannot create the run folder .*below: Not a directory"):
+        RunFolder.create(file / "below", SPEC)
+    with pytest.raises(SpecError, match=r"cannot create the run folder .*: File name too long"):
+        RunFolder.create(tmp_path / ("x" * 300), SPEC)
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_place(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(SpecError, match="Permission denied"):
+        RunFolder.create(tmp_path / "run", SPEC)
+
+
+def test_open_says_what_is_missing(tmp_path):
+    with pytest.raises(SpecError, match="is not a run folder: it does not exist"):
+        RunFolder.open(tmp_path / "nowhere")
+    with pytest.raises(SpecError, match=r"is not a run folder: it has no spec\.toml"):
+        RunFolder.open(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(SpecError, match="is not a run folder: it is a file"):
+        RunFolder.open(tmp_path / "file")
+
+
+def test_events_are_lines_with_a_time(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", SPEC)
+    assert folder.events() == []
+    folder.event("start", 0, attempt=0)
+    folder.event("fault", 3, what="loss", value=float("inf"))
+    first, second = [json.loads(line) for line in folder.events_path.read_text().splitlines()]
+    assert folder.events() == [first, second]
+    assert (first["kind"], first["step"], first["attempt"]) == ("start", 0, 0)
+    assert (second["kind"], second["value"], second["nonfinite"]) == ("fault", None, {"value": "inf"})
+    stamp = datetime.fromisoformat(first["time"])
+    assert stamp.utcoffset() == timedelta(0)
+    assert abs(datetime.now(UTC) - stamp) < timedelta(minutes=1)
+
+
+def test_attempts_count_from_zero(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", SPEC)
+    assert folder.next_attempt() == 0
+    folder.event("start", 0, attempt=0)
+    assert folder.next_attempt() == 1
+    with MetricsWriter(folder.metrics_path, 4) as metrics:
+        metrics.write(1, {"loss": 1.0})
+    assert folder.next_attempt() == 5
+
+
+def test_only_one_process_holds_a_run(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", SPEC)
+    assert not folder.held()
+    holder = "import sys; from lmworks.record import RunFolder\nwith RunFolder.open(sys.argv[1]).hold(): pass"
+    with folder.hold():
+        assert folder.held()
+        folder.event("start", 0)
+        assert folder.held()
+        other = subprocess.run([sys.executable, "-c", holder, folder.path], capture_output=True, text=True)
+        assert "run is in use: another process is training this run" in other.stderr
+    assert not folder.held()
+
+
+def test_a_kill_lets_go_of_the_run(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", SPEC)
+    holder = (
+        "import sys, time; from lmworks.record import RunFolder\n"
+        "with RunFolder.open(sys.argv[1]).hold(): print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", holder, folder.path], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    assert folder.held()
+    process.kill()
+    process.communicate()
+    assert not folder.held()
+
+
+def test_recording_needs_no_torch():
+    code = "import sys, lmworks.record; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
