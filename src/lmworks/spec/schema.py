@@ -37,7 +37,7 @@ def opt(
 
 
 @functools.cache
-def hints(cls: Any) -> dict[str, Any]:
+def annotations(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -47,8 +47,9 @@ class Section:
     section: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
+        hints = annotations(type(self))  # type: ignore[arg-type]
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = coerce(self.key(field.name), hints(type(self))[field.name], getattr(self, field.name))
+            value = coerce(self.key(field.name), hints[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
             check_range(self.key(field.name), value, field.metadata)
         self.check()
@@ -72,9 +73,10 @@ class Section:
         for name in data:
             if name not in fields:
                 raise SpecError(f"unknown key '{cls.key(name)}'{did_you_mean(name, fields)}")
+        hints = annotations(cls)  # type: ignore[arg-type]
         values = {}
         for name, value in data.items():
-            hint = hints(cls)[name]
+            hint = hints[name]
             nested = isinstance(hint, type) and issubclass(hint, Section)
             values[name] = hint.from_dict(value) if nested and not isinstance(value, hint) else value
         return cls(**values)

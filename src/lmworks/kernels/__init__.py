@@ -1,0 +1,1 @@
+"""Fused operations, each beside the plain-torch expression that it must equal. Imports only `spec`."""

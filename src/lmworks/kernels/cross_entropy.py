@@ -1,0 +1,78 @@
+"""Linear layer + cross-entropy that never holds all the logits.
+
+The logits of a batch are its largest tensor by far: tokens × vocab, several times over once softmax and its
+gradient are saved. Here the loss is a sum over tokens, so each chunk of tokens can be finished at once: its
+logits, its loss, and, with p = softmax(logits), the gradient of the logits, p − onehot(target), which is
+multiplied into the gradients of hidden states and weight and then thrown away. Backward only scales those two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100  # a target that is not counted, as in torch's cross_entropy
+CHUNK_LOGITS = 2**22  # elements of one chunk of logits: 16 MiB in fp32, small beside a batch, large beside a GEMM
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Sum over tokens of −log softmax(hidden · weightᵀ)[target]."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=IGNORE, reduction="sum")
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """As `reference`: hidden (tokens, width), weight (vocab, width), targets (tokens) → a float32 scalar."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    return LinearCrossEntropy.apply(hidden, weight, targets)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        want_hidden, want_weight, _ = ctx.needs_input_grad
+        cast_weight = weight.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight = torch.zeros_like(weight) if want_weight else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        rows = max(1, CHUNK_LOGITS // weight.shape[0])
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], rows):
+                part = slice(start, start + rows)
+                h, target = hidden[part], targets[part]
+                counted = (target != IGNORE).unsqueeze(1)  # (rows, 1)
+                index = target.clamp(min=0).unsqueeze(1)
+                log_p = F.log_softmax(h @ cast_weight.t(), dim=-1, dtype=torch.float32)  # (rows, vocab)
+                loss -= (log_p.gather(1, index) * counted).sum()
+                if not (want_hidden or want_weight):
+                    continue
+                grad = log_p.exp_()
+                grad.scatter_add_(1, index, grad.new_full(index.shape, -1.0))
+                grad = grad.mul_(counted).to(hidden.dtype)
+                if grad_hidden is not None:
+                    torch.mm(grad, cast_weight, out=grad_hidden[part])
+                if grad_weight is not None:
+                    accumulate_outer(grad_weight, grad, h)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = (grad_hidden * grad_loss).to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(grad_loss)
+        return grad_hidden, grad_weight, None
+
+
+def accumulate_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """total += gradᵀ · hidden, in total's precision."""
+    if grad.dtype == total.dtype:
+        total.addmm_(grad.t(), hidden)
+    else:
+        total += grad.t() @ hidden

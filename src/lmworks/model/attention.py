@@ -1,0 +1,164 @@
+"""Attention backends: the only part of the network that changes between training, generation and serving.
+
+A backend is called as `attend(q, k, v, layer)` with q (batch, seq, heads, head_dim) and k, v
+(batch, seq, kv_heads, head_dim), and returns the mixture of values in q's shape. `Dense` covers training and the
+KV cache; a paged backend will have the same signature. All of them see a `Pattern`: who may look at whom.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..spec import ModelSpec, SpecError
+
+Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Geometric slopes 2^(−8i/n) (Press et al. 2022); for other head counts, every second one of the next power."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    extra = [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (heads - power), 2)]
+    return slopes + extra
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Causal, optionally within a window, within documents, or with ALiBi's penalty on distance."""
+
+    window: int = 0  # keys that a query sees, itself included; 0: all before it
+    alibi: bool = False
+    documents: Tensor | None = None  # (batch, seq): index of the document that a position belongs to
+    offset: int = 0  # position of the first query among the keys: what a KV cache already holds
+
+    @property
+    def plain(self) -> bool:
+        return not (self.window or self.alibi or self.offset) and self.documents is None
+
+    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """True where a query may look: (queries, keys), or (batch, 1, queries, keys) with documents."""
+        q = torch.arange(queries, device=device).unsqueeze(1) + self.offset
+        k = torch.arange(keys, device=device)
+        allowed = k <= q
+        if self.window:
+            allowed &= k > q - self.window
+        if self.documents is not None:
+            same = self.documents.unsqueeze(2) == self.documents.unsqueeze(1)
+            allowed = (allowed & same).unsqueeze(1)
+        return allowed
+
+    def bias(self, heads: int, queries: int, keys: int, device: torch.device) -> Tensor:
+        """What is added to the scores: −∞ where looking is not allowed, ALiBi's penalty elsewhere."""
+        allowed = self.mask(queries, keys, device)
+        bias = torch.zeros(allowed.shape, device=device).masked_fill(~allowed, -math.inf)
+        if self.alibi:
+            q = torch.arange(queries, device=device).unsqueeze(1) + self.offset
+            distance = q - torch.arange(keys, device=device)
+            slopes = torch.tensor(alibi_slopes(heads), device=device).view(heads, 1, 1)
+            bias = bias - slopes * distance
+        return bias
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    """Attention as it is written on paper: softmax(q·kᵀ/√d + bias)·v, every score in memory."""
+    heads, groups = q.shape[2], q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (batch, heads, seq, head_dim)
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = (q @ k.transpose(2, 3)).float() / math.sqrt(q.shape[-1])
+    scores = scores + pattern.bias(heads, q.shape[2], k.shape[2], q.device)
+    return (scores.softmax(dim=-1).type_as(v) @ v).transpose(1, 2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Tensor | None) -> Tensor:
+    """PyTorch's fused attention. `bias` is the pattern spelled out, made once a pass, or None when it is plain."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
+    if bias is not None and bias.is_floating_point():
+        bias = bias.to(q.dtype)
+    causal = pattern.plain and q.shape[2] > 1
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=gqa)
+    return out.transpose(1, 2)
+
+
+@functools.cache
+def flex_kernel(device_type: str) -> Any:
+    """FlexAttention: compiled to a block-sparse kernel on a GPU, run op by op on a CPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False) if device_type == "cuda" else flex_attention
+
+
+def flex_block_mask(pattern: Pattern, batch: int, queries: int, keys: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    documents = pattern.documents
+
+    def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q = q + pattern.offset
+        allowed = k <= q
+        if pattern.window:
+            allowed = allowed & (k > q - pattern.window)
+        if documents is not None:
+            allowed = allowed & (documents[b, q] == documents[b, k])
+        return allowed
+
+    rows = batch if documents is not None else None
+    return create_block_mask(visible, rows, None, queries, keys, device=str(device))
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_mask: Any) -> Tensor:
+    """Block-sparse attention: masked-out blocks of documents and windows are never computed."""
+    heads = q.shape[2]
+    if q.device.type == "cpu" and q.requires_grad:
+        raise SpecError("model.attention = 'flex' cannot train on a CPU (PyTorch has no backward for it); use 'sdpa'")
+    score_mod = None
+    if pattern.alibi:
+        slopes = torch.tensor(alibi_slopes(heads), device=q.device)
+
+        def score_mod(score: Tensor, _b: Tensor, h: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+            return score - slopes[h] * (q_pos + pattern.offset - k_pos)
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
+    out = flex_kernel(q.device.type)(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=gqa)
+    return out.transpose(1, 2)
+
+
+@dataclass
+class Dense:
+    """Attention over keys that lie side by side. The mask is made by the first layer and shared by the rest."""
+
+    backend: str
+    pattern: Pattern
+    mask: Any = field(default=None)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        queries, keys = q.shape[1], k.shape[1]
+        if self.backend == "reference":
+            return reference(q, k, v, self.pattern)
+        if self.backend == "flex":
+            if self.mask is None:
+                self.mask = flex_block_mask(self.pattern, q.shape[0], queries, keys, q.device)
+            return flex(q, k, v, self.pattern, self.mask)
+        if self.mask is None and not self.pattern.plain:
+            make = self.pattern.bias if self.pattern.alibi else lambda _heads, *shape: self.pattern.mask(*shape)
+            self.mask = make(q.shape[2], queries, keys, q.device)
+        return sdpa(q, k, v, self.pattern, self.mask)
+
+
+def dense(spec: ModelSpec, device: torch.device, documents: Tensor | None = None, offset: int = 0) -> Dense:
+    """The backend that the spec names. `auto` takes the fastest that handles the pattern on this device."""
+    pattern = Pattern(spec.sliding_window, spec.positions == "alibi", documents, offset)
+    backend = spec.attention
+    if backend == "auto":
+        sparse = documents is not None or spec.sliding_window > 0
+        backend = "flex" if sparse and not offset and device.type == "cuda" else "sdpa"
+    return Dense(backend, pattern)

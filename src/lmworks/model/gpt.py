@@ -1,0 +1,231 @@
+"""The network: one decoder-only transformer for training, generation and serving.
+
+Read top to bottom: norm, attention, MLP (dense or mixture of experts), block, model. It knows nothing of ranks,
+precision or optimizers; what attends to what is an argument (`attend`), so a KV cache or a paged backend can stand in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.cross_entropy import IGNORE, linear_cross_entropy
+from ..spec import ModelSpec
+from . import rope
+from .attention import Attend, dense
+from .recompute import recomputed
+
+Rope = tuple[Tensor, Tensor] | None
+
+
+class Linear(nn.Linear):
+    """nn.Linear without its own initialisation: weights are a function of (seed, name), see `init_weights`."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        pass
+
+
+def make_norm(spec: ModelSpec) -> nn.Module:
+    if spec.norm == "layer":
+        return nn.LayerNorm(spec.hidden, eps=spec.norm_eps, bias=spec.bias)
+    return nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; kv_heads < heads is grouped-query, kv_heads = 1 multi-query."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, spec.head_dim
+        self.q = Linear(spec.hidden, spec.q_dim, bias=spec.qkv_bias)
+        self.k = Linear(spec.hidden, spec.kv_dim, bias=spec.qkv_bias)
+        self.v = Linear(spec.hidden, spec.kv_dim, bias=spec.qkv_bias)
+        self.out = Linear(spec.q_dim, spec.hidden, bias=spec.bias)
+        self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+
+    def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
+        # The number of heads is inferred, so that a rank may hold a part of them: (batch, seq, heads, head_dim)
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if turn is not None:
+            q, k = rope.rotate(q, *turn), rope.rotate(k, *turn)
+        return self.out(attend(q, k, v, self.layer).flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x)), or GELU: down(gelu(up(x)))."""
+
+    def __init__(self, spec: ModelSpec, width: int) -> None:
+        super().__init__()
+        self.gate = Linear(spec.hidden, width, bias=spec.bias) if spec.mlp == "swiglu" else None
+        self.up = Linear(spec.hidden, width, bias=spec.bias)
+        self.down = Linear(width, spec.hidden, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class MoE(nn.Module):
+    """Every token visits its top_k experts (none is dropped) and all shared ones; weights of the top_k sum to 1."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.top_k = spec.top_k
+        self.router = Linear(spec.hidden, spec.experts, bias=False)
+        self.gate = nn.Parameter(torch.empty(spec.experts, spec.expert_ffn, spec.hidden))
+        self.up = nn.Parameter(torch.empty(spec.experts, spec.expert_ffn, spec.hidden))
+        self.down = nn.Parameter(torch.empty(spec.experts, spec.hidden, spec.expert_ffn))
+        self.shared = MLP(spec, spec.shared_experts * spec.expert_ffn) if spec.shared_experts else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)  # (tokens, hidden)
+        probs = self.router(flat).float().softmax(dim=-1)
+        weights, chosen = probs.topk(self.top_k, dim=-1)  # (tokens, top_k)
+        weights = (weights / weights.sum(dim=-1, keepdim=True)).type_as(flat)
+        out = torch.zeros_like(flat)
+        for expert in range(self.gate.shape[0]):
+            token, slot = torch.where(chosen == expert)
+            h = flat[token]
+            h = F.silu(F.linear(h, self.gate[expert])) * F.linear(h, self.up[expert])
+            h = F.linear(h, self.down[expert]) * weights[token, slot].unsqueeze(-1)
+            out = out.index_add(0, token, h.type_as(out))
+        if self.shared is not None:
+            out = out + self.shared(flat)
+        return out.view_as(x)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(spec)
+        self.attention = Attention(spec, layer)
+        self.mlp_norm = make_norm(spec)
+        self.mlp = MoE(spec) if spec.experts else MLP(spec, spec.ffn)
+
+    def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), turn, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """`GPT(spec)(tokens)` gives logits; `GPT(spec)(tokens, targets)` gives (logits, loss).
+
+    `targets[:, t]` is the token after `tokens[:, t]`: the data path shifts by one. A target of −100 is not counted.
+    On the meta device the model is only a shape; call `init_weights(seed)` after materialising it.
+    """
+
+    def __init__(self, spec: ModelSpec, seed: int = 0) -> None:
+        super().__init__()
+        self.spec = spec
+        self.recompute = "none"
+        self.embed = Embedding(spec.vocab, spec.hidden)
+        self.positions = Embedding(spec.context, spec.hidden) if spec.positions == "learned" else None
+        # Stable names rather than a list: a pipeline stage keeps a part of them.
+        self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in range(spec.layers)})
+        self.norm = make_norm(spec)
+        self.head = None if spec.tie_embeddings else Linear(spec.hidden, spec.vocab, bias=False)
+        if not self.embed.weight.is_meta:
+            self.init_weights(seed)
+
+    def forward(
+        self,
+        tokens: Tensor,  # (batch, seq)
+        targets: Tensor | None = None,
+        *,
+        documents: Tensor | None = None,  # (batch, seq): attention and positions stay inside a document
+        positions: Tensor | None = None,  # (seq) or (batch, seq); by default they count from 0
+        attend: Attend | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        keep_logits: bool = True,  # False: the loss is computed in chunks and the logits are never held
+    ) -> Tensor | tuple[Tensor | None, Tensor]:
+        if positions is None:
+            positions = default_positions(tokens, documents)
+        if attend is None:
+            attend = dense(self.spec, tokens.device, documents)
+        x = self.embed(tokens)  # (batch, seq, hidden)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        turn = rope.tables(self.spec, positions) if self.spec.positions == "rope" else None
+        for block in self.blocks.values():
+            x = recomputed(block, self.recompute)(x, turn, attend)
+        x = self.norm(x)
+        if targets is None:
+            return F.linear(x, self.head_weight)
+        if keep_logits:
+            logits = F.linear(x, self.head_weight)
+            flat = logits.flatten(0, 1).float()
+            loss = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        else:
+            logits = None
+            loss = linear_cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten())
+        if reduction == "mean":
+            loss = loss / (targets != IGNORE).sum()
+        return logits, loss
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Each weight is drawn from a generator keyed by (seed, its name): equal under every layout and device."""
+        residual = self.spec.init_std / math.sqrt(2 * self.spec.layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                writes_residual = name.endswith(("attention.out.weight", "down.weight", "mlp.down"))
+                std = residual if writes_residual else self.spec.init_std
+                digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+    @classmethod
+    def from_hf(cls, folder: str | Path) -> Self:
+        """Read a Hugging Face checkpoint (config.json and safetensors) of a family in `model.hf`."""
+        from .hf import load_hf
+
+        return load_hf(cls, Path(folder))
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write a checkpoint that `transformers` loads."""
+        from .hf import save_hf
+
+        save_hf(self, Path(folder))
+
+
+def default_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
+    """0, 1, 2, …; with documents they start again at each, as if it stood alone."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    if documents is None:
+        return index
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    start = torch.where(begins, index, 0).cummax(dim=1).values
+    return index - start
+
+
+if __name__ == "__main__":
+    spec = ModelSpec.from_preset("tiny")
+    tokens = torch.randint(0, spec.vocab, (2, spec.context + 1), generator=torch.Generator().manual_seed(0))
+    logits, loss = GPT(spec)(tokens[:, :-1], tokens[:, 1:])
+    print(f"{spec.params:,} parameters; logits {tuple(logits.shape)}")
+    print(f"loss {loss:.4f}; guessing evenly costs ln {spec.vocab} = {math.log(spec.vocab):.4f}")

@@ -1,0 +1,41 @@
+"""Recompute: throw activations away after the forward pass and compute them again for the backward pass.
+
+`full` keeps only a block's input. `selective` keeps what is dear to compute, the results of matrix products and of
+attention, and computes the cheap rest (norms, activations, rotations) again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+DEAR = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
+}
+
+
+def keep_dear(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recomputed(block: Callable[..., Tensor], policy: str) -> Callable[..., Tensor]:
+    """`block` under the named policy: none, full or selective."""
+    if policy == "none":
+        return block
+    if policy == "full":
+        return partial(checkpoint, block, use_reentrant=False)
+    contexts = partial(create_selective_checkpoint_contexts, keep_dear)
+    return partial(checkpoint, block, use_reentrant=False, context_fn=contexts)

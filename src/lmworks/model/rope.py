@@ -1,0 +1,56 @@
+"""Rotary position embedding in the rotate-half layout of Hugging Face, with the usual ways to stretch it.
+
+A pair (x_i, x_{i+d/2}) of a head is turned by the angle position × frequency_i; query · key then depends on the
+distance alone. Stretching changes the frequencies: all (linear, ntk) or the slow ones more (yarn, llama3).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..spec import ModelSpec
+
+
+def frequencies(spec: ModelSpec, device: torch.device) -> tuple[Tensor, float]:
+    """Angle per position of each pair, (head_dim / 2), and the factor on cos and sin (yarn's temperature)."""
+    dim, theta, scaling = spec.head_dim, spec.rope_theta, spec.rope_scaling
+    exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    if scaling.type == "ntk":  # raise the base so that the slowest pair is stretched by `factor`, the fastest not
+        theta *= scaling.factor ** (dim / (dim - 2))
+    freqs = 1.0 / theta**exponent
+    if scaling.type == "linear":
+        return freqs / scaling.factor, 1.0
+    if scaling.type == "llama3":
+        # Turns within the original context: few → divide, many → keep, linear in between.
+        turns = scaling.original_context * freqs / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return freqs * (keep + (1 - keep) / scaling.factor), 1.0
+    if scaling.type == "yarn":
+        # The same idea, linear in the index of the pair (Peng et al. 2023, eq. 23 and 24).
+        def pair_with(turns: float) -> float:
+            return dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low_pair = max(math.floor(pair_with(scaling.beta_fast)), 0)
+        high_pair = min(math.ceil(pair_with(scaling.beta_slow)), dim - 1)
+        index = torch.arange(dim // 2, dtype=torch.float32, device=device)
+        divide = ((index - low_pair) / max(high_pair - low_pair, 1e-3)).clamp(0, 1)
+        temperature = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+        return freqs * ((1 - divide) + divide / scaling.factor), temperature
+    return freqs, 1.0
+
+
+def tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin for `positions` (…, seq): each (…, seq, 1, head_dim / 2), broadcasting over heads."""
+    freqs, temperature = frequencies(spec, positions.device)
+    angles = (positions.unsqueeze(-1).float() * freqs).unsqueeze(-2)
+    return angles.cos() * temperature, angles.sin() * temperature
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs of x (…, seq, heads, head_dim)."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
