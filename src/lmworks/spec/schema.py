@@ -37,7 +37,7 @@ def opt(
 
 
 @functools.cache
-def annotations(cls: Any) -> dict[str, Any]:
+def field_types(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -47,7 +47,7 @@ class Section:
     section: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        hints = annotations(type(self))  # type: ignore[arg-type]
+        hints = field_types(type(self))  # type: ignore[arg-type]
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = coerce(self.key(field.name), hints[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
@@ -73,7 +73,7 @@ class Section:
         for name in data:
             if name not in fields:
                 raise SpecError(f"unknown key '{cls.key(name)}'{did_you_mean(name, fields)}")
-        hints = annotations(cls)  # type: ignore[arg-type]
+        hints = field_types(cls)  # type: ignore[arg-type]
         values = {}
         for name, value in data.items():
             hint = hints[name]
