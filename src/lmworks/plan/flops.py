@@ -1,0 +1,65 @@
+"""FLOPs of a model: what it needs (model FLOPs) and what the kernels really do (hardware FLOPs).
+
+Model FLOPs are the yardstick of MFU: 2 per weight that a token is multiplied with (the head counts, the input
+embedding is a look-up), plus attention over the keys that a query may see, causal or windowed, counted once;
+the backward pass is twice the forward pass; nothing that is computed again counts. Hardware FLOPs add what is
+computed again. Norms, activations, softmax and the optimizer are bound by memory, not by FLOPs: they are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..spec import ModelSpec, RunSpec
+
+
+def keys_per_query(seq: int, window: int = 0) -> float:
+    """Mean over the positions t = 1 … seq of min(t, window): the keys that causal attention must look at."""
+    reach = min(window or seq, seq)
+    return (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
+
+
+def attention_flops_per_token(model: ModelSpec, seq: int) -> float:
+    """Forward, all layers: q·kᵀ and p·v are two products of 2 × q_dim FLOPs a key."""
+    return model.layers * 4 * model.q_dim * keys_per_query(seq, model.sliding_window)
+
+
+def forward_flops_per_token(model: ModelSpec, seq: int) -> float:
+    """Evaluation: one forward pass with its loss."""
+    return 2 * model.matmul_params + attention_flops_per_token(model, seq)
+
+
+def model_flops_per_token(model: ModelSpec, seq: int) -> float:
+    """Training: forward, and a backward pass of twice as much (one product for inputs, one for weights)."""
+    return 3 * forward_flops_per_token(model, seq)
+
+
+def hardware_flops_per_token(model: ModelSpec, seq: int, recompute: str = "none") -> float:
+    """Model FLOPs and what is computed again.
+
+    Flash attention computes q·kᵀ again in its backward pass: half its forward FLOPs. `full` recompute runs every
+    block forward a second time, the head excepted; `selective` keeps every product, so it adds none.
+    """
+    attention = attention_flops_per_token(model, seq)
+    again = attention / 2
+    if recompute == "full":
+        again += 2 * (model.matmul_params - model.vocab * model.hidden) + attention
+    return model_flops_per_token(model, seq) + again
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """One optimizer step, all ranks together."""
+
+    tokens: int
+    model: float
+    hardware: float
+
+
+def step_flops(spec: RunSpec) -> StepFlops:
+    tokens, seq = spec.tokens_per_step, spec.data.seq
+    return StepFlops(
+        tokens=tokens,
+        model=tokens * model_flops_per_token(spec.model, seq),
+        hardware=tokens * hardware_flops_per_token(spec.model, seq, spec.parallel.recompute),
+    )
