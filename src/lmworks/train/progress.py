@@ -1,0 +1,109 @@
+"""What a person sees while a run goes on: one live line in a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import IO, Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+REFRESH_S = 0.2  # drawing costs half a millisecond: five times a second is smooth and free
+WINDOW = 100  # steps over which the pace is measured, long enough to hold evaluations and saves
+
+
+class Progress:
+    """`step` after every optimizer step, `note` for anything else worth a line. `quiet` prints nothing."""
+
+    def __init__(
+        self, total: int, start: int = 0, every: int = 10, quiet: bool = False, stream: IO[str] | None = None
+    ) -> None:
+        self.total, self.every, self.quiet = total, every, quiet
+        self.val_loss: float | None = None
+        self.ends = deque([time.perf_counter()], maxlen=WINDOW)  # when the latest steps ended
+        self.drawn = 0.0
+        self.console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self.bar: Bar | None = None
+        if not quiet and self.console.is_terminal and not self.console.is_dumb_terminal:
+            # No refresh thread: it would compete with training for the interpreter.
+            columns = (
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(20),
+                TextColumn("{task.fields[line]}"),
+            )
+            self.bar = Bar(*columns, console=self.console, auto_refresh=False)
+            self.task = self.bar.add_task("", total=total, completed=start, line="")
+            self.bar.start()
+
+    def step(self, values: Mapping[str, Any]) -> None:
+        """`values` is the step's line of metrics.jsonl."""
+        step = values["step"]
+        self.ends.append(time.perf_counter())
+        evaluated = values.get("val_loss") is not None
+        if evaluated:
+            self.val_loss = values["val_loss"]
+        last = step >= self.total
+        if self.bar:
+            if last or evaluated or self.ends[-1] - self.drawn > REFRESH_S:
+                self.drawn = self.ends[-1]
+                self.bar.update(self.task, completed=step, line=self.describe(values), refresh=True)
+        elif not self.quiet and (last or evaluated or step % self.every == 0):
+            width = len(str(self.total))
+            print(f"step {step:>{width}}/{self.total}  {self.describe(values)}", file=self.console.file, flush=True)
+
+    def note(self, text: str) -> None:
+        if self.bar:
+            self.bar.console.print(text, markup=False)
+        elif not self.quiet:
+            print(text, file=self.console.file, flush=True)
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.stop()
+            self.bar = None
+
+    def describe(self, values: Mapping[str, Any]) -> str:
+        loss = values.get("loss")
+        parts = [f"loss {'-' if loss is None else format(loss, '.4f')}"]
+        if self.val_loss is not None:
+            parts.append(f"val {self.val_loss:.4f}")
+        if values.get("lr") is not None:
+            parts.append(f"lr {values['lr']:.2e}")
+        if values.get("tokens_per_s") is not None:
+            parts.append(f"{short(values['tokens_per_s'])} tokens/s")
+        parts.append(f"ETA {clock(self.pace() * max(0, self.total - values['step']))}")
+        return "  ".join(parts)
+
+    def pace(self) -> float:
+        """Seconds a step, by the clock: what happens between steps (evaluations, saves) is in it."""
+        return (self.ends[-1] - self.ends[0]) / max(1, len(self.ends) - 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def short(number: float) -> str:
+    """1234567 as 1.23M: three digits are all that fits in a glance."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(number) < 999.5 or unit == "T":
+            break
+        number /= 1000
+    digits = 0 if abs(number) >= 99.95 or (not unit and number == int(number)) else 1 if abs(number) >= 9.995 else 2
+    return f"{number:.{digits}f}{unit}"
+
+
+def clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
