@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lmworks.train.progress import WINDOW, Progress, clock, short
+from lmworks.train.progress import WINDOW, Progress
 
 
 class Terminal(io.StringIO):
@@ -81,30 +81,6 @@ def test_the_eta_follows_the_latest_pace(monkeypatch):
         clock_now[0] += 0.5
         progress.step(line(step))
     assert progress.pace() == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0"),
-        (7, "7"),
-        (0.5, "0.50"),
-        (999.4, "999"),
-        (1000, "1.00k"),
-        (12_345, "12.3k"),
-        (999_700, "1.00M"),
-        (2e15, "2000T"),
-    ],
-)
-def test_short(number, text):
-    assert short(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00"), (90_061, "1d 01:01:01")]
-)
-def test_clock(seconds, text):
-    assert clock(seconds) == text
 
 
 def test_a_step_costs_less_than_a_millisecond(terminal):

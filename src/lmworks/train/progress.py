@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from ..record.figures import clock, short
+
 REFRESH_S = 0.2  # drawing costs half a millisecond: five times a second is smooth and free
 WINDOW = 100  # steps over which the pace is measured, long enough to hold evaluations and saves
 
@@ -88,22 +90,3 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-def short(number: float) -> str:
-    """1234567 as 1.23M: three digits are all that fits in a glance."""
-    for unit in ("", "k", "M", "G", "T"):
-        if abs(number) < 999.5 or unit == "T":
-            break
-        number /= 1000
-    digits = 0 if abs(number) >= 99.95 or (not unit and number == int(number)) else 1 if abs(number) >= 9.995 else 2
-    return f"{number:.{digits}f}{unit}"
-
-
-def clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour:02}:{minute:02}:{second:02}"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
