@@ -1,0 +1,113 @@
+"""One part of a source → tokens on disk: what a worker process does.
+
+A part leaves `part-000007.bin` (tokens) and, written last, `part-000007.npz` (a line for each document).
+Whoever finds the second may trust the first, so a killed run continues after its last finished part.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .index import dtype_for, write_atomic
+from .sources import Part, Reading, documents_of
+from .tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
+
+
+@dataclass(frozen=True)
+class Job:
+    number: int
+    part: Part
+    reading: Reading
+    tokenizer: str  # "bytes" or the path of a tokenizer.json
+    eot: int
+    folder: Path
+
+    @property
+    def bin(self) -> Path:
+        return self.folder / f"part-{self.number:06d}.bin"
+
+    @property
+    def done(self) -> Path:
+        return self.folder / f"part-{self.number:06d}.npz"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The documents of one finished part, in order."""
+
+    digests: NDArray[np.uint64]  # (documents, 2): 128 bits of the content
+    tokens: NDArray[np.int64]  # (documents,) with end-of-text
+    text_bytes: NDArray[np.int64]  # (documents,)
+    empty: int
+    unreadable: tuple[str, ...]
+
+
+def content_digest(text: str) -> bytes:
+    """128 bits: a billion documents collide with a chance of 1e-21, and the split follows from the same bits."""
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
+
+
+def as_digests(raw: list[bytes]) -> NDArray[np.uint64]:
+    return np.frombuffer(b"".join(raw), np.dtype("<u8")).reshape(-1, 2).astype(np.uint64)
+
+
+def encode_part(job: Job) -> int:
+    """Tokenize one part, unless that is done already; the number of the part, to tell which one came back."""
+    if job.done.exists():
+        return job.number
+    tokenizer = open_tokenizer(job.tokenizer, job.eot)
+    dtype = dtype_for(tokenizer.vocab_size)
+    digests: list[bytes] = []
+    tokens: list[int] = []
+    text_bytes: list[int] = []
+    empty = 0
+    unreadable: list[str] = []
+    with open(job.bin, "wb") as file:
+        for document in documents_of(job.part, job.reading):
+            if document.skipped:
+                unreadable.append(document.skipped)
+            elif not document.text.strip():
+                empty += 1
+            else:
+                ids = np.array([*tokenizer.encode(document.text), tokenizer.eot], dtype)
+                file.write(ids.tobytes())
+                digests.append(content_digest(document.text))
+                tokens.append(len(ids))
+                text_bytes.append(len(document.text.encode("utf-8")))
+        file.flush()
+        os.fsync(file.fileno())
+    table = io.BytesIO()
+    np.savez(
+        table,
+        digests=as_digests(digests),
+        tokens=np.array(tokens, np.int64),
+        text_bytes=np.array(text_bytes, np.int64),
+        empty=np.array(empty),
+        unreadable=np.array(unreadable, np.str_),
+    )
+    write_atomic(job.done, table.getvalue())
+    return job.number
+
+
+def read_encoded(job: Job) -> Encoded:
+    with np.load(job.done) as table:
+        return Encoded(
+            digests=table["digests"],
+            tokens=table["tokens"],
+            text_bytes=table["text_bytes"],
+            empty=int(table["empty"]),
+            unreadable=tuple(str(name) for name in table["unreadable"]),
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def open_tokenizer(name: str, eot: int) -> Tokenizer:
+    return ByteTokenizer() if name == "bytes" else read_tokenizer(Path(name), eot)

@@ -1,0 +1,204 @@
+"""The batch of a cursor.
+
+A batch is a pure function of (seed, cursor), whatever the number of ranks and workers that read it, so the state
+of the loader is one integer. Documents lie end to end in stored order; window w of a source is its tokens
+[w·seq, w·seq + seq], one more than a sequence so that every token has a successor to predict. Sample number
+cursor · global_batch + row belongs to one source of the mixture (mixture.py) and is the k-th sample of it: position
+k mod windows of that source's order in epoch k div windows (permute.py). Every window comes once an epoch; a batch
+may reach over the end of one. The last tokens of a source, fewer than a sequence, fill no window.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..spec.errors import DataError, SpecError
+from ..spec.run import DataSpec
+from .cache import resolve
+from .mixture import Mixture
+from .permute import key_of, permute
+from .progress import Progress, silent
+from .store import TokenData
+from .tokenizer import Tokenizer, load_tokenizer
+
+IGNORED = -100  # a target that is not counted; cross_entropy's own default
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens: Tensor  # (micro_batch, seq) int64
+    targets: Tensor  # (micro_batch, seq) int64: the next token, or -100
+    documents: Tensor | None = None  # (micro_batch, seq) int64: 0, 1, … within a row; only with document_mask
+
+    def to(self, device: torch.device | str) -> Batch:
+        return Batch(*(t if t is None else t.to(device, non_blocking=True) for t in self.parts))
+
+    def pin_memory(self) -> Batch:
+        return Batch(*(t if t is None else t.pin_memory() for t in self.parts))
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.tokens, self.targets, self.documents
+
+
+class Batches:
+    """The batches of one rank."""
+
+    def __init__(
+        self,
+        data: DataSpec,
+        *,
+        seed: int,
+        split: str = "train",
+        rank: int = 0,
+        world: int = 1,
+        shuffle: bool | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        self.seq = data.seq
+        self.micro_batch = data.micro_batch
+        self.global_batch = data.global_batch or data.micro_batch * world
+        self.document_mask = data.document_mask
+        self.seed, self.rank, self.world = seed, rank, world
+        self.shuffle = data.shuffle if shuffle is None else shuffle
+        if self.global_batch % (self.micro_batch * world):
+            raise SpecError(
+                f"data.global_batch = {self.global_batch} is not divisible by data.micro_batch × ranks = "
+                f"{self.micro_batch} × {world}"
+            )
+        self.mixture = Mixture.of(data.sources)
+        self.sources = [TokenData.open(resolve(path, progress), split, verify=False) for path in data.sources]
+        check_same_tokenizer(self.sources)
+        self.source_windows = np.array([windows_of(source, self.seq) for source in self.sources])
+        if data.verify:
+            for source in self.sources:
+                source.verify(rank, world)  # every shard is hashed by one rank, not by all
+
+    def at(self, cursor: int) -> list[Batch]:
+        """This rank's micro-batches for the optimizer step at `cursor`."""
+        mine = self.global_batch // self.world
+        first = cursor * self.global_batch + self.rank * mine
+        samples = np.arange(first, first + mine, dtype=np.int64)
+        sources, windows = self.locate(samples)
+        return [
+            self.batch_of(sources[i : i + self.micro_batch], windows[i : i + self.micro_batch])
+            for i in range(0, mine, self.micro_batch)
+        ]
+
+    def stream(self, start: int, stop: int, workers: int = 0) -> Iterator[list[Batch]]:
+        """`at(start)` … `at(stop - 1)`, read ahead by `workers` processes; their number changes nothing."""
+        if not workers:
+            for cursor in range(start, stop):
+                yield self.at(cursor)
+            return
+        loader = torch.utils.data.DataLoader(
+            Cursors(self),
+            batch_size=None,
+            sampler=range(start, stop),
+            num_workers=workers,
+            # Workers touch no device, so forking is safe, and importing torch anew in each takes seconds.
+            multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
+            worker_init_fn=ignore_interrupt,
+            pin_memory=torch.cuda.is_available(),
+            # Else the loader draws from the global generator, and dropout after a resume is not what it was.
+            generator=torch.Generator(),
+        )
+        yield from loader
+
+    def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(source, window of that source) of each sample."""
+        sources, ordinals = self.mixture.locate(samples)
+        counts = self.source_windows[sources]
+        epochs, windows = np.divmod(ordinals, counts)
+        if self.shuffle:
+            for number in np.unique(sources):
+                here = sources == number
+                keys = key_of(self.seed, int(number), epochs[here])
+                windows[here] = permute(windows[here], int(self.source_windows[number]), keys)
+        return sources, windows
+
+    def batch_of(self, sources: NDArray[np.int64], windows: NDArray[np.int64]) -> Batch:
+        rows = np.empty((len(windows), self.seq + 1), np.int64)
+        begins = np.zeros(rows.shape, np.int64)  # 1 where a token is the first of a document, but for column 0
+        for row, (number, window) in enumerate(zip(sources.tolist(), windows.tolist(), strict=True)):
+            source, start = self.sources[number], window * self.seq
+            rows[row] = source.read(start, start + self.seq + 1)
+            if self.document_mask:
+                begins[row, source.document_starts(start + 1, start + self.seq + 1) - start] = 1
+        tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
+        if not self.document_mask:
+            return Batch(torch.from_numpy(tokens), torch.from_numpy(targets))
+        targets[begins[:, 1:] == 1] = IGNORED
+        documents = np.cumsum(begins[:, :-1], axis=1)
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents))
+
+    def epoch_of(self, cursor: int) -> int:
+        """How often a source of the mixture has been read through before `cursor` (the one read most often)."""
+        length = len(self.mixture.source)
+        rounds, rest = divmod(cursor * self.global_batch, length)
+        taken = rounds * self.mixture.counts + np.bincount(self.mixture.source[:rest], minlength=len(self.sources))
+        return int((taken // self.source_windows).max())
+
+    @property
+    def windows(self) -> int:
+        """Full windows of all sources."""
+        return int(self.source_windows.sum())
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        return self.windows * self.seq
+
+    @property
+    def vocab_size(self) -> int:
+        return self.sources[0].index.vocab_size
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.sources[0].folder)
+
+    @property
+    def digest(self) -> str:
+        """Of the tokens themselves: a resumed run can tell that its data are still the same."""
+        return "+".join(source.index.digest for source in self.sources)
+
+
+class Cursors(torch.utils.data.Dataset[list[Batch]]):
+    """The map-style view of the stream that DataLoader wants."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __getitem__(self, cursor: int) -> list[Batch]:
+        return self.batches.at(cursor)
+
+
+def ignore_interrupt(worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's to handle
+
+
+def windows_of(source: TokenData, seq: int) -> int:
+    count = (len(source) - 1) // seq
+    if count < 1:
+        raise DataError(
+            f"{source.folder}: the {source.split} split has {len(source)} tokens, fewer than one window of "
+            f"data.seq + 1 = {seq + 1}; use data.seq of at most {max(1, len(source) - 1)} or more data"
+        )
+    return count
+
+
+def check_same_tokenizer(sources: list[TokenData]) -> None:
+    first = sources[0]
+    for other in sources[1:]:
+        if other.index.tokenizer_sha256 != first.index.tokenizer_sha256:
+            raise DataError(
+                f"data.mix: {first.folder} has the tokenizer {first.index.tokenizer} and {other.folder} another one, "
+                f"{other.index.tokenizer}; prepare both with --tokenizer {first.folder / 'tokenizer.json'}"
+            )

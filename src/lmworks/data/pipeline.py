@@ -1,0 +1,184 @@
+"""`prepare`: sources → a folder of token shards, in parallel, resumable, the same whatever the number of workers.
+
+    sources ─ parts ─┬─ encode ─┐
+                     ├─ encode ─┼─ assemble (drop duplicates, split, write shards) ─ index.json
+                     └─ encode ─┘
+
+Everything that was asked for is hashed into a fingerprint. A folder whose index carries it is up to date; parts
+that an interrupted run left under `.work/FINGERPRINT` are kept; anything else is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..spec.errors import DataError, SpecError
+from .assemble import assemble, held_out
+from .encode import Job, as_digests, content_digest, encode_part, open_tokenizer, read_encoded
+from .folder import begin_work, end_work, exclusive, up_to_date
+from .index import INDEX_FILE, TOKENIZER_FILE, VERSION, Index, dtype_for, write_atomic
+from .progress import Progress, silent
+from .sources import Part, Reading, documents_of, fingerprint_of, parts_of
+from .tokenizer import ByteTokenizer, bpe_size, read_tokenizer, tokenizer_digest, train_bpe
+from .workers import available_cores, each_done, pool_of
+
+SHARD_TOKENS = 2**27
+BPE_SAMPLE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for: all that the result depends on."""
+
+    sources: tuple[str, ...]
+    tokenizer: str
+    eot: str
+    val_fraction: float
+    reading: Reading
+    shard_tokens: int
+
+    def check(self) -> None:
+        if not self.sources:
+            raise SpecError("no source: give files, folders, stdlib, or hf:NAME")
+        if not 0 <= self.val_fraction < 1:
+            raise SpecError(f"--val-fraction {self.val_fraction:g} is out of range: it must be at least 0, less than 1")
+        if min(self.shard_tokens, self.reading.part_bytes) < 1:
+            raise SpecError(f"shard_tokens = {self.shard_tokens}, part_bytes = {self.reading.part_bytes}: at least 1")
+
+    def fingerprint(self, parts: Sequence[Part]) -> str:
+        reading = [self.reading.text_field, self.reading.glob, self.reading.separator]
+        rules = [tokenizer_digest(self.tokenizer), self.eot, self.val_fraction, self.shard_tokens]
+        text = json.dumps([VERSION, self.sources, fingerprint_of(parts), reading, rules])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    folder: Path
+    index: Index
+    up_to_date: bool  # it was, and nothing was done
+    unreadable: tuple[str, ...] = ()  # files of a folder that are not UTF-8 text
+
+
+def prepare(
+    sources: Sequence[str],
+    out: str | Path,
+    tokenizer: str = "bytes",
+    *,
+    val_fraction: float = 0.05,
+    workers: int = 0,
+    progress: Progress = silent,
+    reading: Reading = Reading(),
+    eot: str = "",
+    shard_tokens: int = SHARD_TOKENS,
+) -> Prepared:
+    """Tokenize `sources` into the folder `out`. `workers` = 0 means one a core; it never changes the result."""
+    request = Request(tuple(sources), tokenizer, eot, val_fraction, reading, shard_tokens)
+    request.check()
+    if workers < 0:
+        raise SpecError(f"--workers {workers} is out of range: it must be at least 0 (0: one a core)")
+    out = Path(out)
+    try:
+        parts = [part for source in sources for part in parts_of(source, reading, out)]
+        fingerprint = request.fingerprint(parts)
+        with exclusive(out):
+            index = up_to_date(out, fingerprint)
+            if index:
+                return Prepared(out, index, up_to_date=True)
+            work = begin_work(out, f"{fingerprint[:16]}-{reading.part_bytes}")
+            with pool_of(min(workers or available_cores(), max(1, len(parts)))) as pool:
+                token_file, end = settle_tokenizer(pool, request, parts, work, progress)
+                jobs = [Job(number, part, reading, token_file, end, work) for number, part in enumerate(parts)]
+                encode(pool, jobs, progress)
+            return finish(request, fingerprint, jobs, out, progress)
+    except OSError as error:
+        where = error.filename or out
+        raise DataError(f"cannot prepare {out}: {where}: {error.strerror or error}; run again to continue") from None
+
+
+def settle_tokenizer(
+    pool: Executor, request: Request, parts: list[Part], work: Path, progress: Progress
+) -> tuple[str, int]:
+    """('bytes' or a tokenizer.json in the work folder, end-of-text): the given one copied, or one trained now."""
+    name = request.tokenizer
+    if name == "bytes":
+        return name, ByteTokenizer.eot
+    path = work / TOKENIZER_FILE
+    if not name.startswith("bpe:"):
+        eot = read_tokenizer(Path(name), request.eot).eot
+        write_atomic(path, Path(name).read_bytes())
+        return str(path), eot
+    if not path.exists():
+        progress("train tokenizer", 0, 0)
+        # In the pool: training starts threads, and a process should not be forked after that.
+        text = pool.submit(trained_bpe, parts, request.reading, request.val_fraction, bpe_size(name)).result()
+        write_atomic(path, text.encode("utf-8"))
+    return str(path), read_tokenizer(path).eot
+
+
+def trained_bpe(parts: list[Part], reading: Reading, val_fraction: float, size: int) -> str:
+    """Trained on the train split, or on an even sample of it where that is large."""
+    texts: dict[bytes, str] = {}
+    for part in parts:
+        budget = BPE_SAMPLE_BYTES // len(parts)
+        for document in documents_of(part, reading):
+            if document.text.strip():
+                texts[content_digest(document.text)] = document.text
+            budget -= len(document.text)
+            if budget <= 0:
+                break
+    val = held_out(as_digests(list(texts)), val_fraction)
+    return train_bpe([text for text, out in zip(texts.values(), val, strict=True) if not out], size)
+
+
+def encode(pool: Executor, jobs: list[Job], progress: Progress) -> None:
+    waiting = [job for job in jobs if not job.done.exists()]
+    done = len(jobs) - len(waiting)
+    progress("tokenize", done, len(jobs))
+    for _ in each_done(pool, encode_part, waiting):
+        done += 1
+        progress("tokenize", done, len(jobs))
+
+
+def finish(request: Request, fingerprint: str, jobs: list[Job], out: Path, progress: Progress) -> Prepared:
+    encoded = [read_encoded(job) for job in jobs]
+    read = sum(len(part.tokens) for part in encoded)
+    unreadable = tuple(name for part in encoded for name in part.unreadable)
+    if not read:
+        raise DataError(f"no text in {', '.join(request.sources)}: {len(unreadable)} files that are not UTF-8")
+    tokenizer = open_tokenizer(jobs[0].tokenizer, jobs[0].eot)
+    dtype = dtype_for(tokenizer.vocab_size)
+    splits = assemble(jobs, encoded, out, dtype, request.val_fraction, request.shard_tokens, progress)
+    kept = sum(shard.documents for shards in splits.values() for shard in shards)
+    if request.val_fraction and len(splits) < 2:
+        raise DataError(
+            f"{', '.join(request.sources)}: only one document, nothing can be held out; cut text files into documents "
+            r"with --separator, e.g. '\n\n', or use --val-fraction 0"
+        )
+    given = b"bytes"
+    if request.tokenizer != "bytes":
+        given = Path(jobs[0].tokenizer).read_bytes()
+        write_atomic(out / TOKENIZER_FILE, given)
+    index = Index(
+        tokenizer=request.tokenizer if request.tokenizer.startswith("bpe:") else Path(request.tokenizer).name,
+        tokenizer_sha256=hashlib.sha256(given).hexdigest(),
+        vocab_size=tokenizer.vocab_size,
+        eot=tokenizer.eot,
+        dtype=dtype.name,
+        splits=splits,
+        sources=request.sources,
+        dropped={
+            "duplicate": read - kept,
+            "empty": sum(part.empty for part in encoded),
+            "unreadable": len(unreadable),
+        },
+        fingerprint=fingerprint,
+    )
+    write_atomic(out / INDEX_FILE, index.to_json().encode("utf-8"))
+    end_work(out)
+    return Prepared(out, index, up_to_date=False, unreadable=unreadable)
