@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..spec.errors import LMWorksError
-from . import models
+from . import data, models, train, use
 
 app = typer.Typer(
     name="lmworks",
@@ -17,6 +17,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("models")(models.models)
+app.add_typer(data.app, name="data")
+app.command("train")(train.train)
+app.command("resume")(train.resume)
+app.command("eval")(use.evaluate)
+app.command("generate")(use.generate)
 
 
 @app.callback()

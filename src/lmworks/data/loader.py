@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,14 +39,14 @@ class Batch:
     documents: Tensor | None = None  # (micro_batch, seq) int64: 0, 1, … within a row; only with document_mask
 
     def to(self, device: torch.device | str) -> Batch:
-        return Batch(*(t if t is None else t.to(device, non_blocking=True) for t in self.parts))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        return Batch(*(t if t is None else t.pin_memory() for t in self.parts))
+        return self.each(Tensor.pin_memory)
 
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.tokens, self.targets, self.documents
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        documents = None if self.documents is None else change(self.documents)
+        return Batch(change(self.tokens), change(self.targets), documents)
 
 
 class Batches:
@@ -159,6 +159,12 @@ class Batches:
     @property
     def vocab_size(self) -> int:
         return self.sources[0].index.vocab_size
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text behind a token, end-of-text included: turns nats per token into bits per byte."""
+        shards = [shard for source in self.sources for shard in source.shards]
+        return sum(shard.text_bytes for shard in shards) / sum(shard.tokens for shard in shards)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -1,0 +1,84 @@
+"""`lmworks train` and `lmworks resume`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .output import Json, print_json
+
+if TYPE_CHECKING:
+    from ..train import Trainer
+
+Spec = Annotated[str, typer.Argument(metavar="SPEC", help="A TOML file, a run folder, or the name of a model preset.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the spec, e.g. optim.lr=3e-4.")
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+
+
+def train(
+    spec: Spec,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Where the run is kept (by default runs/NAME).")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train a model as the spec says, and leave a run folder behind.
+
+    \b
+    Examples:
+      lmworks train configs/tiny.toml
+      lmworks train configs/small.toml optim.lr=3e-4 model.layers=8 --run-dir runs/wide
+      lmworks train gpt2-small data.path=data/code precision.dtype=bf16
+    """
+    from ..spec import load_run
+
+    loaded = load_run(spec, overrides or ())
+    from ..observe.probe import cached_machine
+    from ..train import Trainer
+
+    machine = cached_machine(loaded.cluster)
+    run_to_the_end(Trainer(loaded, run_dir or free_folder(loaded.name), machine=machine, quiet=json), json)
+
+
+def resume(run: RunDir, json: Json = False) -> None:
+    """Go on with a run from its newest intact checkpoint.
+
+    \b
+    Examples:
+      lmworks resume runs/tiny
+    """
+    from ..train import Trainer
+
+    run_to_the_end(Trainer.resume(run, quiet=json), json)
+
+
+def run_to_the_end(trainer: Trainer, json: bool) -> None:
+    """Run, write the report whatever happened, and say where everything is."""
+    from ..observe.report import write_report
+
+    folder = trainer.folder
+    try:
+        result = trainer.run()
+    finally:
+        if folder.metrics_path.exists():
+            write_report(folder)
+    if json:
+        summary = {"run": str(folder.path), "step": trainer.step, "val_loss": result.loss, "val_tokens": result.tokens}
+        print_json({**summary, "report": str(folder.report_path)})
+    else:
+        typer.echo(f"done: {trainer.step} steps, held-out loss {result.loss:.4f} nats/token")
+        typer.echo(f"run: {folder.path}   report: {folder.report_path}")
+
+
+def free_folder(name: str) -> Path:
+    """runs/NAME, or runs/NAME-2, -3 … where that is taken."""
+    first = Path("runs") / name
+    path, number = first, 2
+    while path.exists():
+        path, number = first.with_name(f"{first.name}-{number}"), number + 1
+    return path

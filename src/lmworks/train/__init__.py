@@ -1,0 +1,5 @@
+"""Floor 3: the loop, optimizer, schedules, checkpoints and health of a run."""
+
+from .trainer import Trainer
+
+__all__ = ["Trainer"]

@@ -1,0 +1,63 @@
+"""The device of a run: which one, what it is called, and how much of its memory the run takes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from ..spec import Cluster, Gpu, TrainingError, recognise
+
+
+def pick_device(cluster: Cluster) -> torch.device:
+    if cluster.device == "cuda" and not torch.cuda.is_available():
+        raise TrainingError("cluster.device = 'cuda', but no CUDA device is there; use 'cpu' or 'auto'")
+    use_cuda = cluster.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+
+
+def find_gpu(cluster: Cluster, device: torch.device) -> Gpu | None:
+    """The catalogue's entry for the device; None where it is unknown, and then MFU is unknown too."""
+    if device.type != "cuda":
+        return None
+    return cluster.accelerator or recognise(torch.cuda.get_device_name(device), cluster.catalogue)
+
+
+def make_deterministic() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with fixed workspaces
+    torch.use_deterministic_algorithms(True)
+
+
+class PeakMemory:
+    """Bytes that the run added at its highest: allocated on a GPU, resident above the starting point on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: the high-water mark starts again from here
+        except OSError:
+            pass
+        self.base = resident_peak()
+
+    def read(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resident_peak() - self.base
+
+
+def resident_peak() -> int:
+    """Highest resident set of this process, in bytes."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
