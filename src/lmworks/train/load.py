@@ -13,6 +13,7 @@ from ..record import RunFolder
 from ..spec import CheckpointError, Cluster, RunSpec, SpecError
 from . import checkpoint
 from .device import pick_device
+from .manifest import step_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def load_trained(run_dir: str | Path, step: int | None = None) -> Trained:
     model.to_empty(device=pick_device(spec.cluster))
 
     def refused(path: Path, reason: str) -> None:
-        folder.event("refused", checkpoint.step_of(path), path=path.name, reason=reason)
+        folder.event("refused", step_of(path), path=path.name, reason=reason)
 
     manifest = checkpoint.load(folder.checkpoints, {"model": model.state_dict()}, step=step, refused=refused)
     if manifest is None:
