@@ -20,11 +20,11 @@ class StepMetrics(TypedDict, total=False):
     grad_norm: float | None  # before clipping
     tokens: int  # trained on in this step; the run's total is the sum over steps
     tokens_per_s: float
-    step_s: float  # wall time of the step: everything below, evaluation left out
-    data_s: float  # of that: waiting for the batch
+    step_s: float  # wall time of the step, of which:
+    data_s: float  # waiting for the batch
     forward_backward_s: float
     optimizer_s: float
-    checkpoint_s: float
+    checkpoint_s: float  # not in step_s: the save since the step before
     memory_bytes: int | None  # peak so far: allocated on a device, resident on a CPU
     model_tflops: float
     mfu: float | None
