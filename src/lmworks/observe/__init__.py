@@ -1,0 +1,1 @@
+"""Floor 3: looking at runs: reports, lists, comparisons."""
