@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 U64 = NDArray[np.uint64]
 ROUNDS = 6
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio: multiples of it spread evenly
 
 
 def mix(x: U64) -> U64:
@@ -24,10 +25,9 @@ def mix(x: U64) -> U64:
 
 def key_of(seed: int, stream: int, epochs: NDArray[np.int64]) -> U64:
     """One key for each element: a stream (a source of a mixture) has another order in every epoch."""
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    key = mix(np.full(epochs.shape, seed, np.uint64) + golden)
-    key = mix(key ^ (np.uint64(stream) * golden + np.uint64(1)))
-    return mix(key ^ (epochs.astype(np.uint64) * golden + np.uint64(2)))
+    key = mix(np.full(epochs.shape, seed, np.uint64) + GOLDEN)
+    key = mix(key ^ mix(np.full(epochs.shape, stream, np.uint64) * GOLDEN + np.uint64(1)))
+    return mix(key ^ (epochs.astype(np.uint64) * GOLDEN + np.uint64(2)))
 
 
 def permute(positions: NDArray[np.int64], n: int, keys: U64) -> NDArray[np.int64]:

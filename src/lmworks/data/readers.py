@@ -137,5 +137,14 @@ def hf_shards(source: str) -> int:
 
 def hf_texts(source: str, shard: int, shards: int, field: str) -> Iterator[str]:
     stream = hf_stream(source)
-    for record in stream.shard(num_shards=shards, index=shard) if shards > 1 else stream:
+    records = iter(stream.shard(num_shards=shards, index=shard) if shards > 1 else stream)
+    while True:
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except Exception as error:  # the network, mostly
+            raise DataError(
+                f"{source} broke off: {' '.join(str(error).split())[:300]}; run again to continue"
+            ) from None
         yield field_text(record, field, lambda: source)

@@ -38,7 +38,7 @@ class TokenData:
         shards = index.splits.get(split, ())
         if not shards:
             raise DataError(
-                f"{folder} has no split '{split}' (it has: {', '.join(index.splits)}); prepare it with --val-fraction > 0"
+                f"{folder} has no split '{split}', only {', '.join(index.splits)}; prepare it with --val-fraction"
             )
         for shard in shards:
             check_sizes(folder, shard, index)
@@ -66,9 +66,7 @@ class TokenData:
             found = pool.map(sha256_of, [self.folder / name for name, _ in mine])
             for (name, expected), actual in zip(mine, found, strict=True):
                 if actual != expected:
-                    raise DataError(
-                        f"{self.folder / name} is damaged: its SHA-256 is not the one in the index; {AGAIN}"
-                    )
+                    raise DataError(f"{self.folder / name} is damaged: its SHA-256 is not the index's; {AGAIN}")
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens [start, stop), over shard boundaries; a view of the file where they lie in one shard."""

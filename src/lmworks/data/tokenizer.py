@@ -89,7 +89,7 @@ def read_tokenizer(path: Path, eot: int | str = "") -> FileTokenizer:
     if isinstance(eot, int):
         return FileTokenizer(inner, eot)
     names = (eot,) if eot else COMMON_END_OF_TEXT
-    known = [inner.token_to_id(name) for name in names if inner.token_to_id(name) is not None]
+    known = [number for number in map(inner.token_to_id, names) if number is not None]
     if not known:
         tried = f"no token {eot!r}" if eot else f"none of the usual end-of-text tokens ({', '.join(names[:5])} …)"
         raise DataError(f"{path} has {tried}; name the one that ends a document with --eot")

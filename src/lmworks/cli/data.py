@@ -1,0 +1,139 @@
+"""`lmworks data`: text → tokens, and what lies in them."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..spec.errors import SpecError
+from .output import Json, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..data.survey import Survey
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prepare training data, and look into it.")
+
+
+@app.command()
+def prepare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE...",
+            help="Text files, .jsonl, .parquet, folders of source files, stdlib, or hf:NAME[:CONFIG][:SPLIT].",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to make.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, bpe:N (trained on the sources), or a tokenizer.json.")
+    ] = "bytes",
+    val_fraction: Annotated[float, typer.Option(help="Share of the documents to hold out.")] = 0.05,
+    workers: Annotated[int, typer.Option(help="Processes; 0: one a core. The result does not depend on it.")] = 0,
+    text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    glob: Annotated[str, typer.Option(help="Which files of a folder to take.")] = "**/*",
+    separator: Annotated[
+        str, typer.Option(help=r"Cuts text files into documents, e.g. '\n\n' or '<|endoftext|>'.")
+    ] = "",
+    eot: Annotated[str, typer.Option(help="End-of-text token of a tokenizer.json, if it has an unusual name.")] = "",
+    json: Json = False,
+) -> None:
+    """Turn text into memory-mapped token shards, in parallel.
+
+    Killed in the middle, it continues where it was; run again, it does nothing unless something changed.
+
+    \b
+    Examples:
+      lmworks data prepare stdlib --tokenizer bpe:4096 --out data/stdlib
+      lmworks data prepare src/ docs/ --glob '**/*.py' --out data/code
+      lmworks data prepare shakespeare.txt --separator '\\n\\n' --out data/plays
+      lmworks data prepare a.jsonl b.parquet --tokenizer gpt2/tokenizer.json --out data/web
+      lmworks data prepare hf:HuggingFaceFW/fineweb:sample-10BT --tokenizer bpe:32768 --out data/fineweb
+    """
+    from ..data import Reading, console_progress
+    from ..data import prepare as run
+
+    reading = Reading(text_field, glob, unescaped(separator))
+    with console_progress() as progress:
+        done = run(
+            sources,
+            out,
+            tokenizer,
+            val_fraction=val_fraction,
+            workers=workers,
+            progress=progress,
+            reading=reading,
+            eot=eot,
+        )
+    index = done.index
+    splits = {s: {"documents": index.documents(s), "tokens": index.tokens(s)} for s in index.splits}
+    if json:
+        result = {"folder": str(out), "up_to_date": done.up_to_date, "tokenizer": index.tokenizer}
+        print_json({**result, "vocab_size": index.vocab_size, "splits": splits, "dropped": index.dropped})
+        return
+    if done.unreadable:
+        typer.echo(f"{len(done.unreadable)} files are not UTF-8 text and were left out, e.g. {done.unreadable[0]}")
+    for name, figures in splits.items():
+        typer.echo(f"{name}: {figures['documents']:,} documents, {figures['tokens']:,} tokens")
+    typer.echo(f"{out} is up to date, nothing to do" if done.up_to_date else f'{out} is ready: data.path = "{out}"')
+
+
+def unescaped(separator: str) -> str:
+    r"""A shell passes \n as two characters; here it means a new line."""
+    try:
+        return codecs.decode(separator.encode("latin-1", "backslashreplace"), "unicode_escape")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"--separator {separator!r}: {error.reason}; write a backslash as \\\\") from None
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A prepared folder, or stdlib:TOKENIZER.")],
+    samples: Annotated[int, typer.Option(min=0, help="Documents to show the beginning of.")] = 3,
+    json: Json = False,
+) -> None:
+    """Check the shards against their checksums and say what lies in them.
+
+    \b
+    Examples:
+      lmworks data inspect stdlib:bytes
+      lmworks data inspect data/code --samples 0 --json
+    """
+    from ..data import console_progress, resolve
+    from ..data.survey import survey
+
+    with console_progress() as progress:
+        folder = resolve(path, progress)
+    result = survey(folder, samples)
+    if json:
+        print_json(dataclasses.asdict(result))
+    else:
+        show(result)
+
+
+def show(result: Survey) -> None:
+    typer.echo(f"{result.folder}: every shard matches its checksum")
+    typer.echo(f"sources: {', '.join(result.sources)}")
+    typer.echo(f"tokenizer: {result.tokenizer}, {result.vocab_size:,} tokens, stored as {result.dtype}")
+    typer.echo("left out: " + ", ".join(f"{count:,} {why}" for why, count in result.dropped.items()))
+    splits = result.splits.items()
+    sizes = [[n, s.shards, f"{s.documents:,}", f"{s.tokens:,}", f"{s.file_bytes / 1e6:.1f}"] for n, s in splits]
+    print_table("Size", ["split", "shards", "documents", "tokens", "MB"], sizes)
+    content = [[n, f"{s.bytes_per_token:.2f}", f"{s.entropy_bits:.2f}", f"{s.used_vocab:,}"] for n, s in splits]
+    print_table("Tokens", ["split", "bytes of text each", "entropy in bits", "different ones"], content)
+    lengths = [[n, *(f"{tokens:,}" for tokens in s.document_tokens.values())] for n, s in splits]
+    print_table("Tokens in a document", ["split", *next(iter(result.splits.values())).document_tokens], lengths)
+    repeats = [[n, f"{s.duplicate_documents:,}", f"{s.repeated_spans:.2%}"] for n, s in splits]
+    print_table("Repetition", ["split", "duplicate documents", "32-token passages seen before"], repeats)
+    if result.val_spans_in_train is not None:
+        typer.echo(
+            f"Of val, {result.val_spans_in_train:.2%} of the 32-token passages and {result.shared_documents} documents "
+            "are in train too.\n"
+        )
+    top = [[t.id, repr(t.text), f"{t.count:,}", f"{t.share:.2%}"] for t in result.splits["train"].top_tokens]
+    print_table("Most frequent tokens of train", ["id", "text", "count", "share"], top)
+    for number, text in enumerate(result.samples, 1):
+        typer.echo(f"─── sample {number} ───\n{text}\n")
