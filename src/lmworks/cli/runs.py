@@ -1,0 +1,114 @@
+"""`lmworks runs` and `lmworks report`: look at what runs left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .output import Json, print_json, print_table
+
+
+def runs(
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[DIR]...", help="Runs, or folders with runs below (by default runs/)."),
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Show where the given runs differ, side by side.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw their loss curves into this file.")] = None,
+    json: Json = False,
+) -> None:
+    """List runs, the newest first, or compare some of them.
+
+    \b
+    Examples:
+      lmworks runs
+      lmworks runs runs/sweep --json
+      lmworks runs --compare runs/tiny runs/tiny-2 --plot loss.png
+    """
+    from ..observe.plots import overlay
+    from ..observe.runs import compare_runs, find_runs, list_runs, locate
+    from ..spec import SpecError
+
+    if compare:
+        if len(places or ()) < 2:
+            raise SpecError("--compare needs at least two runs, e.g. `lmworks runs --compare runs/a runs/b`")
+        folders = [locate(place) for place in places or ()]
+        compared = compare_runs(folders)
+    else:
+        folders = find_runs(places or ())
+        listed = list_runs(folders)
+    if plot:
+        overlay(folders, plot)
+    if json:
+        print_json(compared if compare else listed)
+    elif compare:
+        print_comparison(compared)
+    else:
+        print_list(listed)
+    if plot and not json:
+        typer.echo(f"loss curves: {plot}")
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
+    json: Json = False,
+) -> None:
+    """Write a run's report.html again, and say where it is.
+
+    \b
+    Examples:
+      lmworks report runs/tiny
+    """
+    from ..observe.report import write_report
+    from ..observe.runs import locate
+
+    path = write_report(locate(run))
+    if json:
+        print_json({"report": str(path)})
+    else:
+        typer.echo(str(path))
+
+
+def print_list(listed: list[dict[str, Any]]) -> None:
+    if not listed:
+        typer.echo("no runs yet; start one with `lmworks train configs/tiny.toml`")
+        return
+    columns = ["run", "parameters", "steps", "status", "loss", "val loss", "tokens/s", "started (UTC)"]
+    readable = [row for row in listed if row["status"] != "unreadable"]
+    print_table("Runs", columns, [[row["path"], *figures(row).values()] for row in readable])
+    for row in listed:
+        if row["status"] == "unreadable":
+            typer.echo(f"{row['path']}: {row['error']}", err=True)
+
+
+def print_comparison(compared: dict[str, Any]) -> None:
+    names = [row["path"] for row in compared["runs"]]
+    differs = [
+        [key, *("-" if value is None else value for value in values)] for key, values in compared["differs"].items()
+    ]
+    if differs:
+        print_table("Where the specs differ", ["key", *names], differs)
+    else:
+        typer.echo("The specs are the same.")
+    columns = [figures(row) for row in compared["runs"]]
+    print_table("What came of it", ["", *names], [[key, *(column[key] for column in columns)] for key in columns[0]])
+
+
+def figures(row: dict[str, Any]) -> dict[str, str]:
+    """The figures of a run for people, in the order of the list's columns."""
+    from ..record.figures import short
+
+    def loss(key: str) -> str:
+        return "-" if row[key] is None else f"{row[key]:.4f}"
+
+    return {
+        "parameters": short(row["params"]),
+        "steps": f"{row['steps']:,}/{row['total_steps']:,}",
+        "status": row["status"],
+        "loss": loss("loss"),
+        "val loss": loss("val_loss"),
+        "tokens/s": "-" if row["tokens_per_s"] is None else short(row["tokens_per_s"]),
+        "started": row["started"][:16].replace("T", " "),
+    }
