@@ -102,3 +102,9 @@ def test_overlay(make_run, tmp_path):
     refused = lmworks("runs", "--plot", "loss.docx", cwd=tmp_path)
     assert refused.returncode == 1
     assert refused.stderr.startswith("lmworks: error: cannot write loss.docx: Format 'docx' is not supported")
+
+
+def test_a_pipe_gets_whole_names(make_run, tmp_path):
+    name = "[bold]" + "long-name-" * 12
+    make_run("odd", path=tmp_path / "runs" / name)
+    assert f"runs/{name} " in lmworks("runs", cwd=tmp_path).stdout

@@ -25,7 +25,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
     for index, column in enumerate(columns):
         cells = [str(row[index]) for row in rows]
         numeric = all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
-        table.add_column(column, justify="right" if numeric else "left")
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    Console().print(table)
+    console = Console(markup=False, highlight=False)  # a name like [x] is text, not a style
+    if not console.is_terminal:  # a pipe has no width to respect: nothing is cut off
+        endless = console.options.update(max_width=10_000)
+        console.width = max(console.width, console.measure(table, options=endless).maximum)
+    console.print(table)

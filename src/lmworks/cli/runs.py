@@ -13,7 +13,7 @@ from .output import Json, print_json, print_table
 def runs(
     places: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[DIR]...", help="Runs, or folders with runs below (by default runs/)."),
+        typer.Argument(metavar="DIR", help="Runs, or folders with runs below (by default runs/)."),
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Show where the given runs differ, side by side.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw their loss curves into this file.")] = None,
@@ -75,7 +75,7 @@ def print_list(listed: list[dict[str, Any]]) -> None:
     if not listed:
         typer.echo("no runs yet; start one with `lmworks train configs/tiny.toml`")
         return
-    columns = ["run", "parameters", "steps", "status", "loss", "val loss", "tokens/s", "started (UTC)"]
+    columns = ["run", "params", "steps", "status", "loss", "val", "tokens/s", "date"]
     readable = [row for row in listed if row["status"] != "unreadable"]
     print_table("Runs", columns, [[row["path"], *figures(row).values()] for row in readable])
     for row in listed:
@@ -110,5 +110,5 @@ def figures(row: dict[str, Any]) -> dict[str, str]:
         "loss": loss("loss"),
         "val loss": loss("val_loss"),
         "tokens/s": "-" if row["tokens_per_s"] is None else short(row["tokens_per_s"]),
-        "started": row["started"][:16].replace("T", " "),
+        "date": row["started"][:10],
     }
