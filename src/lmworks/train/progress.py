@@ -32,13 +32,10 @@ class Progress:
         self.console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self.bar: Bar | None = None
         if not quiet and self.console.is_terminal and not self.console.is_dumb_terminal:
+            columns = [TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.fields[line]}")]
+            bar = [BarColumn(20)] if self.console.width >= 100 else []  # the figures matter more
             # No refresh thread: it would compete with training for the interpreter.
-            columns = (
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(20),
-                TextColumn("{task.fields[line]}"),
-            )
-            self.bar = Bar(*columns, console=self.console, auto_refresh=False)
+            self.bar = Bar(columns[0], *bar, columns[1], console=self.console, auto_refresh=False)
             self.task = self.bar.add_task("", total=total, completed=start, line="")
             self.bar.start()
 
