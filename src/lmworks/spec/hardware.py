@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ class Gpu(Section):
     section: ClassVar[str] = "gpu"
 
     name: str = opt("", "how the catalogue calls it")
-    match: str = opt("", "part of the name that the driver reports, to recognise it")
+    match: str = opt("", "how the name that the driver reports ends, to recognise it")
     fp32_tflops: float = opt(0.0, "dense peak without tensor cores", ge=0)
     bf16_tflops: float = opt(0.0, "dense peak", ge=0)
     fp16_tflops: float = opt(0.0, "dense peak", ge=0)
@@ -53,19 +54,24 @@ def catalogue(own: str = "") -> dict[str, Gpu]:
             tables = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise SpecError(f"cluster.catalogue: cannot read {path}: {error.strerror}") from None
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:  # TOML's, or of text that is not UTF-8
             raise SpecError(f"cluster.catalogue: {path} is not valid TOML: {error}") from None
         for name, figures in tables.items():
             try:
-                gpus[name] = Gpu.from_dict({**figures, "name": name})
-            except (SpecError, TypeError) as error:
-                raise SpecError(f"{path}, [{name}]: {error}") from None
+                gpus[name] = Gpu.from_dict(figures).replace(name=name)
+            except SpecError as error:
+                raise SpecError(f"cluster.catalogue: {path}, [{name}]: {error}") from None
     return gpus
 
 
 def recognise(device_name: str, own: str = "") -> Gpu | None:
-    """The catalogue's entry for what the driver calls a device, the longest match winning."""
-    fitting = [g for g in catalogue(own).values() if g.match and g.match.lower() in device_name.lower()]
+    """The catalogue's entry for what the driver calls a device, the longest match winning.
+
+    Whole words at the end of the name: an H200 is not an H20, and a laptop's chip or a MIG slice, which say so
+    after the name, is not the card. No entry is better than the figures of another one.
+    """
+    ends = {gpu: rf"(?i)\b{re.escape(gpu.match)}$" for gpu in catalogue(own).values() if gpu.match}
+    fitting = [gpu for gpu, end in ends.items() if re.search(end, device_name)]
     return max(fitting, key=lambda gpu: len(gpu.match), default=None)
 
 
