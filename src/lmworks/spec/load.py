@@ -10,6 +10,7 @@ from typing import Any
 from .errors import SpecError, did_you_mean
 from .presets import PRESETS
 from .run import RunSpec
+from .schema import merge
 
 
 def load_run(source: str | Path, overrides: Iterable[str] = ()) -> RunSpec:
@@ -21,10 +22,13 @@ def load_run(source: str | Path, overrides: Iterable[str] = ()) -> RunSpec:
 
 def read_source(source: str | Path) -> dict[str, Any]:
     path = Path(source)
-    if path.is_dir():
-        path = path / "spec.toml"
-    if path.is_file():
-        return read_toml(path)
+    try:
+        if path.is_dir():
+            path = path / "spec.toml"
+        if path.is_file():
+            return read_toml(path)
+    except OSError as error:  # a name too long, a folder above that may not be entered
+        raise SpecError(f"cannot read {source}: {error.strerror}") from None
     if str(source) in PRESETS:
         return {"model": {"preset": str(source)}}
     if path.suffix == ".toml" or path.parent != Path("."):
@@ -43,7 +47,7 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     except FileNotFoundError:
         origin = f" (extended by {seen[-1]})" if seen else ""
         raise SpecError(f"no spec at {path}: the file does not exist{origin}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # TOML's, or of text that is not UTF-8
         raise SpecError(f"{path} is not valid TOML: {error}") from None
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror}") from None
@@ -55,15 +59,6 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     for base in bases:
         merged = merge(merged, read_toml(path.parent / base, (*seen, path)))
     return merge(merged, data)
-
-
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` wins; tables are merged key by key."""
-    result = dict(below)
-    for key, value in above.items():
-        both_tables = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = merge(result[key], value) if both_tables else value
-    return result
 
 
 def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -83,7 +78,7 @@ def parse_value(text: str) -> Any:
     """A TOML value where it is one (3e-4, true, [1, 2], "x"), else the bare word as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return text
 
 
@@ -108,7 +103,7 @@ def toml_value(value: Any) -> str:
         return repr(value)
     if isinstance(value, str):
         plain = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in plain) + '"'
+        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in plain) + '"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     raise TypeError(f"a spec cannot hold {value!r}")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from .errors import SpecError, did_you_mean
 from .presets import PRESETS
-from .schema import Section, opt
+from .schema import Section, merge, opt
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class RopeScaling(Section):
     beta_slow: float = opt(1.0, "yarn: below this many turns a frequency is divided by factor", gt=0)
 
     def check(self) -> None:
+        if self.type == "none" and self.factor != 1:
+            raise SpecError(f"{self.section}.factor = {self.factor:g} needs {self.section}.type, e.g. 'yarn'")
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise SpecError(
                 f"{self.section}.low_freq_factor = {self.low_freq_factor:g} must be below "
@@ -71,14 +73,16 @@ class ModelSpec(Section):
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        name = data.get("preset", "") if isinstance(data, dict) else ""
-        if name:
+        name = data.get("preset") if isinstance(data, dict) else None
+        if name and isinstance(name, str):
             if name not in PRESETS:
-                raise SpecError(f"model.preset = {name!r} is not known{did_you_mean(str(name), PRESETS)}")
-            data = {**PRESETS[name], **data}
+                raise SpecError(f"model.preset = {name!r} is not known{did_you_mean(name, PRESETS)}")
+            data = merge(PRESETS[name], data)
         return super().from_dict(data)
 
     def check(self) -> None:
+        if self.preset and self.given == {**ModelSpec().given, "preset": self.preset}:
+            raise SpecError(f"a preset is a starting point: write ModelSpec.from_preset({self.preset!r}, …)")
         self.derive("kv_heads", self.kv_heads or self.heads)
         if self.heads % self.kv_heads:
             fitting = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
@@ -123,7 +127,8 @@ class ModelSpec(Section):
                 f"model.rope_scaling.type = '{scaling.type}' needs model.positions = 'rope', not '{self.positions}'"
             )
         if not scaling.original_context:
-            self.derive("rope_scaling", scaling.replace(original_context=max(1, int(self.context / scaling.factor))))
+            before = max(1, int(self.context / scaling.factor))
+            self.derive("rope_scaling", scaling.with_derived("original_context", before))
 
     # --- parameter counts -------------------------------------------------------------------------
 

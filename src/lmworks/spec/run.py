@@ -50,7 +50,7 @@ class OptimSpec(Section):
     steps: int = opt(1000, "optimizer steps in the whole run", ge=1)
     lr: float = opt(3e-4, "peak learning rate", gt=0, le=10)
     schedule: str = opt("cosine", "shape of the learning rate", choices=("cosine", "linear", "wsd", "constant"))
-    warmup: int = opt(100, "steps over which the rate rises from 0", ge=0)
+    warmup: int = opt(-1, "steps over which the rate rises from 0 (-1: a tenth of all, at most 100)", ge=-1)
     min_lr_ratio: float = opt(0.1, "final rate as a part of the peak", ge=0, le=1)
     decay_ratio: float = opt(0.2, "wsd: the last part of the run, in which the rate falls", gt=0, le=1)
     beta1: float = opt(0.9, "decay of the mean of gradients", ge=0, lt=1)
@@ -60,6 +60,8 @@ class OptimSpec(Section):
     clip: float = opt(1.0, "largest norm of the whole gradient (0: off)", ge=0)
 
     def check(self) -> None:
+        if self.warmup < 0:
+            self.derive("warmup", min(100, self.steps // 10))
         if self.warmup > self.steps:
             raise SpecError(
                 f"optim.warmup = {self.warmup} is longer than optim.steps = {self.steps}; "
@@ -180,7 +182,7 @@ class RunSpec(Section):
             )
         per_pass = data.micro_batch * dp
         if not data.global_batch:
-            object.__setattr__(self, "data", data.replace(global_batch=per_pass))
+            self.derive("data", data.with_derived("global_batch", per_pass))
         elif data.global_batch % per_pass:
             below = data.global_batch // per_pass * per_pass
             fits = f"{below} or {below + per_pass}" if below else f"{per_pass}"
@@ -188,8 +190,12 @@ class RunSpec(Section):
                 f"data.global_batch = {data.global_batch} is not divisible by data.micro_batch × data-parallel ranks = "
                 f"{data.micro_batch} × {dp} = {per_pass}; {fits} would fit"
             )
-        if self.parallel.ep > 1 and self.model.experts % self.parallel.ep:
-            raise SpecError(f"parallel.ep = {self.parallel.ep} does not divide model.experts = {self.model.experts}")
+        ep, experts = self.parallel.ep, self.model.experts
+        if ep > 1 and (not experts or experts % ep):
+            fitting = [str(n) for n in range(1, experts + 1) if experts % n == 0] or ["1 (the model is dense)"]
+            raise SpecError(
+                f"parallel.ep = {ep} does not divide model.experts = {experts}; ep can be {', '.join(fitting)}"
+            )
 
     @property
     def accumulation(self) -> int:

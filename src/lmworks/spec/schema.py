@@ -7,10 +7,10 @@ the key as the user writes it, e.g. `optim.lr`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
-import types
 import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -45,8 +45,10 @@ class Section:
     """Base of every section: validates itself when constructed. `section` is its dotted path in a spec."""
 
     section: ClassVar[str] = ""
+    given: dict[str, Any]  # the fields as they were given, before anything was derived from them
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "given", dict(vars(self)))
         hints = field_types(type(self))  # type: ignore[arg-type]
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = coerce(self.key(field.name), hints[field.name], getattr(self, field.name))
@@ -64,22 +66,22 @@ class Section:
     def derive(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    def with_derived(self, name: str, value: Any) -> Self:
+        """A copy with a field filled in by the section above."""
+        section = copy.copy(self)
+        section.derive(name, value)
+        return section
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Build from parsed TOML; nested tables become nested sections."""
+        """Build from parsed TOML."""
         if not isinstance(data, Mapping):
             raise SpecError(f"{cls.section or 'spec'}: expected a table, got {data!r}")
         fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name in data:
             if name not in fields:
                 raise SpecError(f"unknown key '{cls.key(name)}'{did_you_mean(name, fields)}")
-        hints = field_types(cls)  # type: ignore[arg-type]
-        values = {}
-        for name, value in data.items():
-            hint = hints[name]
-            nested = isinstance(hint, type) and issubclass(hint, Section)
-            values[name] = hint.from_dict(value) if nested and not isinstance(value, hint) else value
-        return cls(**values)
+        return cls(**data)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -89,24 +91,35 @@ class Section:
         }
 
     def replace(self, **changes: Any) -> Self:
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+        """As if it had been written with these changes: what follows from them is derived anew."""
+        return type(self)(**{**self.given, **changes})
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` wins; tables are merged key by key."""
+    result = dict(below)
+    for key, value in above.items():
+        both_tables = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merge(result[key], value) if both_tables else value
+    return result
 
 
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
 
 
 def coerce(key: str, hint: Any, value: Any) -> Any:
-    """Check `value` against the annotated type; an int is welcome where a float is meant, nothing else bends."""
-    if isinstance(hint, types.UnionType):
-        allowed = typing.get_args(hint)
-        if any(fits(value, option) for option in allowed):
-            return value
-        raise SpecError(f"{key} must be {' or '.join(NAMES[a] for a in allowed)}, got {value!r}")
+    """Check `value` against the annotated type. A table may become a section and an int a float; nothing else bends."""
     origin = typing.get_origin(hint) or hint
+    if issubclass(origin, Section):
+        return value if isinstance(value, origin) else origin.from_dict(value)
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise SpecError(f"{key} is out of range: it does not fit in 64 bits")
     if origin is float and fits(value, int):
-        return float(value)
+        value = float(value)
     if not fits(value, origin):
-        raise SpecError(f"{key} must be {NAMES.get(origin, 'a table')}, got {value!r}")
+        raise SpecError(f"{key} must be {NAMES[origin]}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SpecError(f"{key} = {value} is not a finite number")
     if origin is dict:
         _, item_type = typing.get_args(hint)
         return {name: coerce(f"{key}.{name}", item_type, item) for name, item in value.items()}
@@ -123,11 +136,9 @@ def check_range(key: str, value: Any, limits: Mapping[str, Any]) -> None:
         raise SpecError(f"{key} = {value!r} is not one of: {', '.join(choices)}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    if isinstance(value, float) and not math.isfinite(value):
-        raise SpecError(f"{key} = {value} is not a finite number")
     words = {"ge": ("at least", lambda v, x: v >= x), "gt": ("more than", lambda v, x: v > x)}
     words |= {"le": ("at most", lambda v, x: v <= x), "lt": ("less than", lambda v, x: v < x)}
     bounds = [(word, limits[name], ok) for name, (word, ok) in words.items() if limits.get(name) is not None]
     if not all(ok(value, bound) for _, bound, ok in bounds):
         allowed = " and ".join(f"{word} {bound:g}" for word, bound, _ in bounds)
-        raise SpecError(f"{key} = {value:g} is out of range: it must be {allowed}")
+        raise SpecError(f"{key} = {value} is out of range: it must be {allowed}")

@@ -1,0 +1,110 @@
+"""A run: batches, layouts, schedules; what follows from what, and what contradicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmworks.spec import DataSpec, OptimSpec, ParallelSpec, RunSpec, SpecError
+
+
+def run(**sections: Any) -> RunSpec:
+    return RunSpec.from_dict(sections)
+
+
+def test_batches() -> None:
+    spec = run(data={"micro_batch": 4, "seq": 64}, parallel={"dp": 2})
+    assert (spec.data.global_batch, spec.accumulation, spec.tokens_per_step) == (8, 1, 512)
+    spec = run(data={"micro_batch": 4, "global_batch": 24}, parallel={"dp": 2})
+    assert spec.accumulation == 3
+
+
+def test_replace_derives_anew() -> None:
+    spec = RunSpec(data=DataSpec(micro_batch=4))
+    assert spec.replace(data=spec.data.replace(micro_batch=6)).data.global_batch == 6
+    assert spec.replace(parallel=ParallelSpec(dp=2)).data.global_batch == 8
+    assert OptimSpec(steps=1000).replace(steps=20).warmup == 2
+    assert ParallelSpec(dp=2).replace(strategy="fsdp2").dp_shard == 2
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (50, 5), (1000, 100), (100_000, 100)])
+def test_warmup_fits_the_run(steps: int, warmup: int) -> None:
+    assert OptimSpec(steps=steps).warmup == warmup
+    assert OptimSpec(steps=steps, warmup=0).warmup == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "replicate", "shard"),
+    [
+        ({}, 1, 1),
+        ({"dp": 4}, 4, 1),
+        ({"dp": 4, "strategy": "fsdp1"}, 1, 4),
+        ({"dp": 4, "strategy": "fsdp2"}, 1, 4),
+        ({"dp": 4, "strategy": "zero", "zero": 2}, 1, 4),
+        ({"dp": 4, "engine": "deepspeed", "zero": 3}, 4, 1),
+        ({"dp_replicate": 2, "dp_shard": 4, "strategy": "fsdp2"}, 2, 4),
+        ({"dp": 8, "dp_replicate": 2, "dp_shard": 4, "strategy": "fsdp2"}, 2, 4),
+    ],
+    ids=str,
+)
+def test_dp_is_resolved_by_strategy(fields: dict[str, Any], replicate: int, shard: int) -> None:
+    spec = ParallelSpec(**fields)
+    assert (spec.dp, spec.dp_replicate, spec.dp_shard) == (replicate * shard, replicate, shard)
+    assert ParallelSpec.from_dict(spec.to_dict()) == spec
+
+
+def test_world() -> None:
+    assert ParallelSpec(dp=2, tp=4, pp=3, cp=5, ep=2).world == 120  # ep is folded into dp
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"optm": {}}, "unknown key 'optm'; did you mean 'optim'?"),
+    ({"optim": 3}, "optim: expected a table, got 3"),
+    ({"optim": {"lr": "fast"}}, "optim.lr must be a number, got 'fast'"),
+    ({"optim": {"lr": 0}}, "optim.lr = 0.0 is out of range: it must be more than 0 and at most 10"),
+    ({"optim": {"lr": 10**400}}, "optim.lr is out of range"),
+    ({"optim": {"beta2": 1.0}}, "optim.beta2 = 1.0 is out of range: it must be at least 0 and less than 1"),
+    ({"optim": {"schedule": "cosin"}}, "optim.schedule = 'cosin' is not one of: cosine, linear, wsd, constant"),
+    (
+        {"optim": {"steps": 50, "warmup": 100}},
+        "optim.warmup = 100 is longer than optim.steps = 50; use at most 50, e.g. 5",
+    ),
+    ({"seed": -1}, "seed = -1 is out of range: it must be at least 0"),
+    ({"seed": "x"}, "seed must be a whole number, got 'x'"),
+    ({"data": {"seq": 512}, "model": {"context": 256}}, "data.seq = 512 is longer than model.context = 256"),
+    (
+        {"data": {"micro_batch": 4, "global_batch": 10}},
+        "data.global_batch = 10 is not divisible by data.micro_batch × data-parallel ranks = 4 × 1 = 4; 8 or 12 would",
+    ),
+    ({"data": {"micro_batch": 4, "global_batch": 2}}, "; 4 would fit"),
+    ({"data": {"mix": {"a": 0}}}, "data.mix: the weight of 'a' is 0; it must be more than 0"),
+    ({"data": {"mix": {"a": float("nan")}}}, "data.mix.a = nan is not a finite number"),
+    ({"data": {"mix": {"a": "much"}}}, "data.mix.a must be a number, got 'much'"),
+    ({"data": {"mix": ["a"]}}, "data.mix must be a table, got"),
+    (
+        {"parallel": {"zero": 2, "strategy": "fsdp2"}},
+        "parallel.zero = 2 needs parallel.strategy = 'zero' or parallel.engine = 'deepspeed'",
+    ),
+    ({"parallel": {"zero": 4, "strategy": "zero"}}, "parallel.zero = 4 is out of range: it must be at least 0 and at"),
+    ({"parallel": {"dp_shard": 2}}, "parallel.strategy = 'ddp' replicates, but parallel.dp_shard = 2; use strategy"),
+    (
+        {"parallel": {"dp": 3, "dp_replicate": 2, "dp_shard": 2, "strategy": "fsdp2"}},
+        "parallel.dp = 3 contradicts parallel.dp_replicate × parallel.dp_shard = 2 × 2",
+    ),
+    ({"parallel": {"sp": True}}, "parallel.sp = true needs parallel.tp > 1"),
+    ({"parallel": {"virtual_stages": 2}}, "parallel.virtual_stages = 2 needs parallel.pp > 1"),
+    ({"parallel": {"ep": 2}}, "parallel.ep = 2 does not divide model.experts = 0; ep can be 1 .the model is dense"),
+    ({"parallel": {"ep": 4}, "model": {"experts": 6}}, "does not divide model.experts = 6; ep can be 1, 2, 3, 6"),
+    ({"precision": {"dtype": "bf61"}}, "precision.dtype = 'bf61' is not one of: fp32, bf16, fp16"),
+    ({"checkpoint": {"evry": 3}}, "unknown key 'checkpoint.evry'; did you mean 'every'?"),
+    ({"log": {"wandb": True}}, "log.wandb must be a string, got True"),
+    ({"cluster": {"gpu": "H100"}}, "cluster.gpu = 'H100' is not in the catalogue; did you mean 'H"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG, ids=[str(fields)[:60] for fields, _ in WRONG])
+def test_wrong(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message) as caught:
+        RunSpec.from_dict(fields)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
