@@ -206,11 +206,11 @@ class GPT(nn.Module):
 
         return load_hf(cls, Path(folder))
 
-    def save_hf(self, folder: str | Path) -> None:
-        """Write a checkpoint that `transformers` loads."""
+    def save_hf(self, folder: str | Path, eos: int | list[int] | None = None) -> None:
+        """Write a checkpoint that `transformers` loads; `eos` are the tokens at which its `generate` stops."""
         from .hf import save_hf
 
-        save_hf(self, Path(folder))
+        save_hf(self, Path(folder), eos)
 
 
 def default_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:

@@ -1,0 +1,190 @@
+"""Hugging Face checkpoints, in and out: a folder with config.json and safetensors, as `transformers` reads and writes.
+
+One tensor is handled at a time, so reading needs the model once plus its largest tensor, and writing the model once
+plus one shard. `hf_config` translates the shape, `hf_layout` the names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..spec import CheckpointError, SpecError
+from .hf_config import config_of_spec, family_of_config, family_of_spec, spec_of_config
+from .hf_layout import Stored, layout
+
+if TYPE_CHECKING:
+    from .gpt import GPT
+
+Model = TypeVar("Model", bound="GPT")
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 4 * 10**9
+# Tensors that some checkpoints hold and no network needs: causal masks and rotary frequencies, kept as buffers once.
+BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+class Checkpoint:
+    """The tensors of a folder by name, whichever file they lie in."""
+
+    def __init__(self, folder: Path, files: ExitStack) -> None:
+        self.folder = folder
+        self.file_of: dict[str, Path] = {}
+        self.open: dict[Path, Any] = {}
+        for path in weight_files(folder):
+            try:
+                self.open[path] = files.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
+            self.file_of |= dict.fromkeys(self.open[path].keys(), path)
+
+    def find(self, name: str) -> str:
+        """The name under which the checkpoint holds it. Published GPT-2 leaves out 'transformer.' in front."""
+        for candidate in (name, name.split(".", 1)[1]):
+            if candidate in self.file_of:
+                return candidate
+        raise CheckpointError(f"{self.folder}: tensor '{name}' is missing")
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        file = self.open[self.file_of[name]]
+        stored = tuple(file.get_slice(name).get_shape())
+        if stored != shape:
+            where = self.file_of[name]
+            raise CheckpointError(f"{where}: tensor '{name}' has shape {stored}, but config.json asks for {shape}")
+        return file.get_tensor(name)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if not (folder / INDEX).exists():
+        raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX} is there (other formats are not read)")
+    index = read_json(folder / INDEX)
+    files = sorted(set((index.get("weight_map") or {}).values()))
+    if missing := [name for name in files if not (folder / name).exists()]:
+        raise CheckpointError(f"{folder / missing[0]}: {INDEX} names this file, but it is not there")
+    return [folder / name for name in files]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({one_line(error)})") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return data
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+@torch.no_grad()
+def load_hf(cls: type[Model], folder: Path) -> Model:
+    """The model of a Hugging Face folder, in fp32 whatever the precision of its files."""
+    config = read_json(folder / "config.json")
+    try:
+        family, spec = family_of_config(config), spec_of_config(config)
+    except SpecError as error:
+        raise SpecError(f"{folder / 'config.json'}: {error}") from None
+    with torch.device("meta"):
+        model = cls(spec)
+    with ExitStack() as files:
+        checkpoint = Checkpoint(folder, files)
+        plan = {checkpoint.find(stored.name): stored for stored in layout(spec, family, checkpoint.file_of)}
+        refuse_surplus(checkpoint, plan)
+        model.to_empty(device="cpu")
+        parameters: dict[str, Tensor] = dict(model.named_parameters())
+        for name, stored in plan.items():
+            stored.scatter(checkpoint.read(name, stored.shape(parameters)), parameters)
+    return model
+
+
+def refuse_surplus(checkpoint: Checkpoint, plan: Iterable[str]) -> None:
+    """A tensor that nothing uses means that the config says less than the weights: the logits would be wrong."""
+    surplus = sorted(name for name in checkpoint.file_of.keys() - set(plan) if not BUFFERS.search(name))
+    if surplus := [name for name in surplus if name != "lm_head.weight"]:  # a copy of the tied embedding
+        raise CheckpointError(
+            f"{checkpoint.folder}: {len(surplus)} tensors belong to nothing that config.json describes, "
+            f"the first is '{surplus[0]}'"
+        )
+
+
+# --- writing ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def save_hf(model: GPT, folder: Path, eos: int | list[int] | None = None, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write `model` in its own precision. Weights that an earlier export left in the folder are replaced."""
+    config = config_of_spec(model.spec, eos)
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    config["torch_dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")
+    shards = list(split(layout(model.spec, family_of_spec(model.spec)), parameters, shard_bytes))
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written ({one_line(error)})") from None
+    weight_map: dict[str, str] = {}
+    for file, shard in zip(names, shards, strict=True):
+        write_shard(folder / file, shard, parameters)
+        weight_map |= {stored.name: file for stored in shard}
+    if count > 1:
+        total = sum(parameter.nbytes for parameter in parameters.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        names.append(INDEX)
+    for stale in set(folder.glob("model*.safetensors")) | set(folder.glob(INDEX)):
+        if stale.name not in names and re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", stale.name):
+            stale.unlink()
+    write_json(folder / "config.json", config)
+
+
+def split(tensors: Iterable[Stored], parameters: dict[str, Tensor], limit: int) -> Iterator[list[Stored]]:
+    """Consecutive tensors in groups of at most `limit` bytes (one that is larger stands alone)."""
+    group: list[Stored] = []
+    size = 0
+    for stored in tensors:
+        nbytes = sum(view.nbytes for view in stored.views(parameters))
+        if group and size + nbytes > limit:
+            yield group
+            group, size = [], 0
+        group.append(stored)
+        size += nbytes
+    yield group
+
+
+def write_shard(path: Path, shard: list[Stored], parameters: dict[str, Tensor]) -> None:
+    tensors = {stored.name: stored.gather(parameters) for stored in shard}
+    replace(path, lambda part: save_file(tensors, part, metadata={"format": "pt"}))
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    replace(path, lambda part: part.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8"))
+
+
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside the file and rename: a reader sees the old one or the whole new one."""
+    part = path.with_name(path.name + ".part")
+    try:
+        write(part)
+        os.replace(part, path)
+    except (SafetensorError, OSError) as error:
+        part.unlink(missing_ok=True)
+        raise CheckpointError(f"{path}: cannot be written ({one_line(error)})") from None

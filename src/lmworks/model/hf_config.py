@@ -1,0 +1,270 @@
+"""A model's shape as Hugging Face writes it: config.json ↔ ModelSpec, for the families that share our network.
+
+Every family is a row of `FAMILIES`: what its config may ask for, and which specs it can express. Dropout is no part
+of our network: its keys are ignored, and written as 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..spec import ModelSpec, SpecError
+from ..spec.errors import did_you_mean
+from .hf_rope import Config, need, rope_of_spec, scaling_of_config
+
+
+@dataclass(frozen=True)
+class Family:
+    architecture: str
+    defaults: dict[str, Any]  # of keys that a config may leave out, as `transformers` fills them in
+    must_be: dict[str, tuple[Any, ...]]  # values that our network computes; anything else is refused
+    writes: dict[str, Any]  # spec keys and the value that this family can express; a callable says whether it can
+
+
+ROPE_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
+ROPE_MUST_BE = {"hidden_act": ("silu", None)}
+ROPE_WRITES: dict[str, Any] = {
+    "norm": "rms",
+    "positions": "rope",
+    "mlp": "swiglu",
+    "bias": False,
+    "qkv_bias": False,
+    "qk_norm": False,
+    "experts": 0,
+}
+EXPERTS_WRITES = {**ROPE_WRITES, "experts": lambda spec: spec.experts > 0, "shared_experts": 0}
+QWEN_MUST_BE = {**ROPE_MUST_BE, "attention_bias": (False, None)}
+
+# In the order in which a spec looks for a family to be saved as.
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {"tie_word_embeddings": True, "activation_function": "gelu_new"},
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True, None),
+            "scale_attn_by_inverse_layer_idx": (False, None),
+            "add_cross_attention": (False, None),
+        },
+        {
+            "norm": "layer",
+            "positions": "learned",
+            "mlp": "gelu",
+            "bias": True,
+            "kv_heads": lambda spec: spec.kv_heads == spec.heads,
+            "head_dim": lambda spec: spec.head_dim * spec.heads == spec.hidden,
+            "qk_norm": False,
+            "sliding_window": 0,
+            "experts": 0,
+        },
+    ),
+    "llama": Family(
+        "LlamaForCausalLM",
+        {**ROPE_DEFAULTS, "max_position_embeddings": 2048},
+        ROPE_MUST_BE,
+        {
+            **ROPE_WRITES,
+            "bias": lambda spec: True,  # Llama has attention_bias and mlp_bias: all of them or none
+            "qkv_bias": lambda spec: spec.qkv_bias == spec.bias,
+            "sliding_window": 0,
+            "hidden": lambda spec: spec.hidden % spec.heads == 0,
+        },
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {**ROPE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
+        ROPE_MUST_BE,
+        ROPE_WRITES,
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", ROPE_DEFAULTS, ROPE_MUST_BE, {**ROPE_WRITES, "qkv_bias": True}),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", {**ROPE_DEFAULTS, "head_dim": 128}, QWEN_MUST_BE, {**ROPE_WRITES, "qk_norm": True}
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+        ROPE_MUST_BE,
+        EXPERTS_WRITES,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {**ROPE_DEFAULTS, "norm_topk_prob": False},
+        {**QWEN_MUST_BE, "norm_topk_prob": (True,), "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
+        {**EXPERTS_WRITES, "qk_norm": True},
+    ),
+}
+
+
+# --- config.json → spec -------------------------------------------------------------------------------
+
+
+def family_of_config(config: Config) -> str:
+    name = str(config.get("model_type"))
+    if name not in FAMILIES:
+        raise SpecError(f"model_type {name!r} is not supported{did_you_mean(name, FAMILIES)}")
+    return name
+
+
+def spec_of_config(config: Config) -> ModelSpec:
+    """The spec of a parsed config.json; what the network cannot compute is refused by key."""
+    name = family_of_config(config)
+    family = FAMILIES[name]
+    config = {**family.defaults, **config}
+    for key, allowed in family.must_be.items():
+        if config.get(key) not in allowed:
+            raise SpecError(f"{key} = {config.get(key)!r} is not supported for {name}; it must be {allowed[0]!r}")
+    if config.get("quantization_config"):
+        raise SpecError("quantization_config: quantized weights are not supported; export the model in bf16 or fp32")
+    return gpt2_spec(config) if name == "gpt2" else rope_spec(name, config)
+
+
+def gpt2_spec(config: Config) -> ModelSpec:
+    return ModelSpec(
+        layers=need(config, "n_layer"),
+        hidden=need(config, "n_embd"),
+        heads=need(config, "n_head"),
+        ffn=config.get("n_inner") or 4 * need(config, "n_embd"),
+        vocab=need(config, "vocab_size"),
+        context=need(config, "n_positions"),
+        norm="layer",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        positions="learned",
+        mlp="gelu",
+        bias=True,
+        tie_embeddings=config["tie_word_embeddings"],
+        init_std=config.get("initializer_range", 0.02),
+    )
+
+
+def rope_spec(name: str, config: Config) -> ModelSpec:
+    experts = {}
+    if name == "mixtral":
+        experts = {"experts": need(config, "num_local_experts"), "top_k": need(config, "num_experts_per_tok")}
+    elif name == "qwen3_moe":
+        # transformers 5 renamed `num_experts`.
+        count = config.get("num_local_experts") or need(config, "num_experts")
+        experts = {"experts": count, "top_k": need(config, "num_experts_per_tok")}
+        experts["expert_ffn"] = need(config, "moe_intermediate_size")
+    bias = bool(config.get("attention_bias"))
+    if bias != bool(config.get("mlp_bias")):
+        raise SpecError("attention_bias and mlp_bias must be equal: biases are on every projection or on none")
+    rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    return ModelSpec(
+        layers=need(config, "num_hidden_layers"),
+        hidden=need(config, "hidden_size"),
+        heads=need(config, "num_attention_heads"),
+        kv_heads=config.get("num_key_value_heads") or need(config, "num_attention_heads"),
+        head_dim=config.get("head_dim") or 0,
+        ffn=need(config, "intermediate_size"),
+        vocab=need(config, "vocab_size"),
+        context=need(config, "max_position_embeddings"),
+        norm_eps=config["rms_norm_eps"],
+        rope_theta=rope["rope_theta"],
+        rope_scaling=scaling_of_config(rope),
+        bias=bias,
+        qkv_bias=name == "qwen2" or bias,
+        qk_norm=name in ("qwen3", "qwen3_moe"),
+        sliding_window=window_of_config(name, config),
+        tie_embeddings=config["tie_word_embeddings"],
+        init_std=config.get("initializer_range", 0.02),
+        **experts,
+    )
+
+
+def window_of_config(name: str, config: Config) -> int:
+    """The window that every layer uses, or 0. A mixture of layers with and without one is refused."""
+    layers = need(config, "num_hidden_layers")
+    window = config.get("sliding_window") or 0
+    if name.startswith("qwen") and not config.get("use_sliding_window"):
+        window = 0
+    kinds = set(config.get("layer_types") or ())
+    if window and not kinds and name in ("qwen2", "qwen3"):  # layers from max_window_layers on have the window
+        full = min(config.get("max_window_layers", 28), layers)
+        kinds = {"full_attention"} if full == layers else {"sliding_attention"} if full <= 0 else {"a mixture", ""}
+    if kinds - {"full_attention", "sliding_attention"} or (window and len(kinds) > 1):
+        raise SpecError("layers that differ in attention (layer_types, max_window_layers) are not supported")
+    return 0 if kinds == {"full_attention"} else window
+
+
+# --- spec → config.json -------------------------------------------------------------------------------
+
+
+def obstacles(spec: ModelSpec, family: Family) -> list[str]:
+    """Keys of the spec that this family cannot express."""
+
+    def fits(key: str, wanted: Any) -> bool:
+        return bool(wanted(spec)) if callable(wanted) else getattr(spec, key) == wanted
+
+    return [key for key, wanted in family.writes.items() if not fits(key, wanted)]
+
+
+def family_of_spec(spec: ModelSpec) -> str:
+    """The first family that has this shape; where none has, the nearest one names the keys that are in the way."""
+    in_the_way = {name: obstacles(spec, family) for name, family in FAMILIES.items()}
+    nearest = min(in_the_way, key=lambda name: ("experts" in in_the_way[name], len(in_the_way[name])))
+    if keys := in_the_way[nearest]:
+        values = ", ".join(f"model.{key} = {getattr(spec, key)!r}" for key in keys)
+        raise SpecError(f"no Hugging Face family has this shape; the nearest, {nearest}, cannot express {values}")
+    return nearest
+
+
+def config_of_spec(spec: ModelSpec, eos: int | list[int] | None = None) -> dict[str, Any]:
+    """A config.json for `transformers`, 4.5x and 5.x. Token ids are always named: its defaults are another model's."""
+    name = family_of_spec(spec)
+    common = {
+        "model_type": name,
+        "architectures": [FAMILIES[name].architecture],
+        "vocab_size": spec.vocab,
+        "initializer_range": spec.init_std,
+        "tie_word_embeddings": spec.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "use_cache": True,
+    }
+    return common | (gpt2_config(spec) if name == "gpt2" else rope_config(name, spec))
+
+
+def gpt2_config(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "n_layer": spec.layers,
+        "n_embd": spec.hidden,
+        "n_head": spec.heads,
+        "n_inner": spec.ffn,
+        "n_positions": spec.context,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": spec.norm_eps,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def rope_config(name: str, spec: ModelSpec) -> dict[str, Any]:
+    theta, scaling = rope_of_spec(spec)
+    config = {
+        "num_hidden_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.expert_ffn if name == "mixtral" else spec.ffn,
+        "max_position_embeddings": spec.context,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "attention_dropout": 0.0,
+    }
+    if name == "llama":
+        config |= {"attention_bias": spec.bias, "mlp_bias": spec.bias}
+    else:
+        config["sliding_window"] = spec.sliding_window or None
+    if name.startswith("qwen"):
+        config |= {"use_sliding_window": spec.sliding_window > 0, "max_window_layers": 0}
+    if name == "mixtral":
+        config |= {"num_local_experts": spec.experts, "num_experts_per_tok": spec.top_k}
+    if name == "qwen3_moe":
+        config |= {"num_experts": spec.experts, "num_experts_per_tok": spec.top_k, "norm_topk_prob": True}
+        config |= {"moe_intermediate_size": spec.expert_ffn, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return config

@@ -1,0 +1,118 @@
+"""Where each of our parameters lies in a Hugging Face checkpoint.
+
+A stored tensor is one or several of our parameters side by side (GPT-2's fused q, k, v), possibly transposed (GPT-2's
+Conv1D keeps (in, out)), possibly one expert of a parameter that holds them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Stored:
+    name: str  # in the checkpoint
+    parts: tuple[str, ...]  # our parameters, laid side by side along their output dimension
+    expert: int | None = None  # only this row of them
+    transposed: bool = False
+
+    def views(self, parameters: dict[str, Tensor]) -> list[Tensor]:
+        parts = [parameters[name] for name in self.parts]
+        return parts if self.expert is None else [part[self.expert] for part in parts]
+
+    def gather(self, parameters: dict[str, Tensor]) -> Tensor:
+        """The tensor as the checkpoint holds it; a copy only where the layouts differ."""
+        parts = self.views(parameters)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=output_dim(parts[0]))
+        return (whole.t() if self.transposed else whole).contiguous()
+
+    def shape(self, parameters: dict[str, Tensor]) -> tuple[int, ...]:
+        parts = self.views(parameters)
+        shape = list(parts[0].shape)
+        shape[output_dim(parts[0])] = sum(part.shape[output_dim(part)] for part in parts)
+        return tuple(reversed(shape)) if self.transposed else tuple(shape)
+
+    def scatter(self, tensor: Tensor, parameters: dict[str, Tensor]) -> None:
+        """Copy a stored tensor into our parameters, in their precision."""
+        parts = self.views(parameters)
+        tensor = tensor.t() if self.transposed else tensor
+        dim = output_dim(parts[0])
+        for part, piece in zip(parts, tensor.split([part.shape[dim] for part in parts], dim=dim), strict=True):
+            part.copy_(piece)
+
+
+def output_dim(parameter: Tensor) -> int:
+    """Of a bias (out), a matrix (out, in) or all experts' matrices (experts, out, in)."""
+    return max(0, parameter.dim() - 2)
+
+
+def layout(spec: ModelSpec, family: str, names: Container[str] = ()) -> Iterator[Stored]:
+    """Every tensor of a checkpoint of this family; `names` are those of the one at hand, which may pack its experts."""
+    yield from gpt2(spec) if family == "gpt2" else decoder(spec, family, names)
+    if not spec.tie_embeddings:
+        yield Stored("lm_head.weight", ("head.weight",))
+
+
+def linear(theirs: str, *ours: str, bias: bool, transposed: bool = False) -> Iterator[Stored]:
+    yield Stored(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed=transposed)
+    if bias:
+        yield Stored(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))
+
+
+def gpt2(spec: ModelSpec) -> Iterator[Stored]:
+    yield Stored("transformer.wte.weight", ("embed.weight",))
+    yield Stored("transformer.wpe.weight", ("positions.weight",))
+    for layer in range(spec.layers):
+        h, block = f"transformer.h.{layer}", f"blocks.{layer}"
+        yield from linear(f"{h}.ln_1", f"{block}.attention_norm", bias=True)
+        qkv = (f"{block}.attention.{name}" for name in "qkv")
+        yield from linear(f"{h}.attn.c_attn", *qkv, bias=True, transposed=True)
+        yield from linear(f"{h}.attn.c_proj", f"{block}.attention.out", bias=True, transposed=True)
+        yield from linear(f"{h}.ln_2", f"{block}.mlp_norm", bias=True)
+        yield from linear(f"{h}.mlp.c_fc", f"{block}.mlp.up", bias=True, transposed=True)
+        yield from linear(f"{h}.mlp.c_proj", f"{block}.mlp.down", bias=True, transposed=True)
+    yield from linear("transformer.ln_f", "norm", bias=True)
+
+
+def decoder(spec: ModelSpec, family: str, names: Container[str]) -> Iterator[Stored]:
+    """Llama, Mistral, Qwen, Mixtral: one layout, with or without biases, qk-norm and experts."""
+    yield Stored("model.embed_tokens.weight", ("embed.weight",))
+    for layer in range(spec.layers):
+        theirs, block = f"model.layers.{layer}", f"blocks.{layer}"
+        yield from linear(f"{theirs}.input_layernorm", f"{block}.attention_norm", bias=False)
+        for name in "qkv":
+            yield from linear(f"{theirs}.self_attn.{name}_proj", f"{block}.attention.{name}", bias=spec.qkv_bias)
+        yield from linear(f"{theirs}.self_attn.o_proj", f"{block}.attention.out", bias=spec.bias)
+        for name in ("q_norm", "k_norm") if spec.qk_norm else ():
+            yield from linear(f"{theirs}.self_attn.{name}", f"{block}.attention.{name}", bias=False)
+        yield from linear(f"{theirs}.post_attention_layernorm", f"{block}.mlp_norm", bias=False)
+        if spec.experts:
+            yield from moe(spec, family, theirs, f"{block}.mlp", names)
+        else:
+            for name in ("gate", "up", "down"):
+                yield from linear(f"{theirs}.mlp.{name}_proj", f"{block}.mlp.{name}", bias=spec.bias)
+    yield from linear("model.norm", "norm", bias=False)
+
+
+def moe(spec: ModelSpec, family: str, theirs: str, ours: str, names: Container[str]) -> Iterator[Stored]:
+    """Published checkpoints hold each expert's matrices; transformers 5 packs them in memory, and may save them so."""
+    packed = f"{theirs}.mlp.experts.gate_up_proj"
+    if packed in names:
+        yield from linear(f"{theirs}.mlp.gate", f"{ours}.router", bias=False)
+        yield Stored(packed, (f"{ours}.gate", f"{ours}.up"))
+        yield Stored(f"{theirs}.mlp.experts.down_proj", (f"{ours}.down",))
+        return
+    if family == "mixtral":
+        place, matrices = f"{theirs}.block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
+    else:
+        place, matrices = f"{theirs}.mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    yield from linear(f"{place}.gate", f"{ours}.router", bias=False)
+    for expert in range(spec.experts):
+        for name, matrix in matrices.items():
+            yield Stored(f"{place}.experts.{expert}.{matrix}.weight", (f"{ours}.{name}",), expert=expert)
