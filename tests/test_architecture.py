@@ -1,0 +1,84 @@
+"""The plan of the house, enforced: a room imports only from the floors below it (docs: DESIGN, "The rooms")."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lmworks
+
+SOURCE = Path(lmworks.__file__).parent
+
+FLOORS = [
+    {"spec"},
+    {"plan", "record", "kernels", "data", "model"},
+    {"parallel", "engine"},
+    {"train", "serve", "observe"},
+    {"align", "tune", "scaling", "evals", "study"},
+    {"cli", "ui", "learn"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+DOORS = {("model", "kernels")}  # within one floor: the network is made of kernels
+WITHOUT_TORCH = {"spec", "plan", "record"}
+
+
+def modules() -> list[Path]:
+    """Every module that lives in a room; those beside the rooms (the package itself, __main__) are above all floors."""
+    return sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Absolute names of all that a module imports, anywhere in it: at its top, in functions, for type checkers."""
+    package = ["lmworks", *path.relative_to(SOURCE).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0]
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(path) for path in modules()} <= FLOOR.keys()
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_imports_go_down(path: Path) -> None:
+    room = room_of(path)
+    for name in imports(path):
+        top, *rest = name.split(".")
+        if top == "torch":
+            assert room not in WITHOUT_TORCH, f"{room}/ does without torch, but {path.name} imports {name}"
+        if top != "lmworks":
+            continue
+        other = rest[0] if rest else ""
+        if other == "__version__" or other == room or (room, other) in DOORS:
+            continue
+        assert other in FLOOR, f"{path.name} imports {name}: go to the room that holds it"
+        assert FLOOR[other] < FLOOR[room], f"{room}/{path.name} (floor {FLOOR[room]}) imports {name} ({FLOOR[other]})"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import lmworks; lmworks.RunSpec, lmworks.ModelSpec, lmworks.Cluster, dir(lmworks)",
+        "import lmworks.spec, lmworks.plan, lmworks.record",
+        "from lmworks.cli.main import app; app(['--help'], standalone_mode=False)",
+        "from lmworks.cli.main import app; app(['train', '--help'], standalone_mode=False)",
+        "from lmworks.cli.main import app; app(['models', '--json'], standalone_mode=False)",
+    ],
+)
+def test_no_torch_before_it_is_needed(code: str) -> None:
+    check = "import sys; heavy = {'torch', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    result = subprocess.run([sys.executable, "-c", f"{code}\n{check}"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
