@@ -2,20 +2,27 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
 
+from lmworks.cli.main import main
 from lmworks.observe.runs import compare_runs, find_runs, list_runs
 from lmworks.spec import SpecError
 
 
-def lmworks(*words, cwd):
-    """The commands of this room through the real `main`, exit codes included."""
-    return subprocess.run(
-        [sys.executable, "-m", "lmworks", *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=60
-    )
+@pytest.fixture
+def lmworks(tmp_path, monkeypatch, capsys):
+    """Commands through the real `main`, in a folder of their own: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["lmworks", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return (end.value.code, *capsys.readouterr())
+
+    return call
 
 
 def test_listing(make_run, tmp_path):
@@ -57,54 +64,52 @@ def test_comparison(make_run):
     assert [row["loss"] for row in compared["runs"]] == [2.0, 4.0]
 
 
-def test_commands(make_run, tmp_path):
-    empty = lmworks("runs", cwd=tmp_path)
-    assert (empty.returncode, empty.stdout) == (0, "no runs yet; start one with `lmworks train configs/tiny.toml`\n")
+def test_commands(make_run, tmp_path, lmworks):
+    assert lmworks("runs") == (0, "no runs yet; start one with `lmworks train configs/tiny.toml`\n", "")
     make_run("a")
     make_run("b", seed=7)
 
-    listed = json.loads(lmworks("runs", "--json", cwd=tmp_path).stdout)
-    assert [(row["name"], row["path"], row["steps"]) for row in listed] == [("b", "runs/b", 4), ("a", "runs/a", 4)]
-    shown = lmworks("runs", cwd=tmp_path).stdout
+    _, listed, _ = lmworks("runs", "--json")
+    assert [(row["name"], row["path"], row["steps"]) for row in json.loads(listed)] == [
+        ("b", "runs/b", 4),
+        ("a", "runs/a", 4),
+    ]
+    _, shown, _ = lmworks("runs")
     assert "runs/a" in shown
     assert "4/4" in shown
 
-    both = lmworks("runs", "--compare", "a", "runs/b", "--json", cwd=tmp_path)
-    assert json.loads(both.stdout)["differs"] == {"seed": [0, 7]}
-    assert "seed" in lmworks("runs", "--compare", "a", "b", cwd=tmp_path).stdout
+    _, compared, _ = lmworks("runs", "--compare", "a", "runs/b", "--json")
+    assert json.loads(compared)["differs"] == {"seed": [0, 7]}
+    _, shown, _ = lmworks("runs", "--compare", "a", "b")
+    assert "seed" in shown
+    assert "optim.steps" not in shown
 
-    written = lmworks("report", "a", cwd=tmp_path)
-    assert (written.returncode, written.stdout) == (0, "runs/a/report.html\n")
+    assert lmworks("report", "a") == (0, "runs/a/report.html\n", "")
     assert (tmp_path / "runs/a/report.html").exists()
 
 
-def test_bad_usage(make_run, tmp_path):
+def test_bad_usage(make_run, lmworks):
     make_run("a")
-    alone = lmworks("runs", "--compare", "a", cwd=tmp_path)
-    assert alone.returncode == 2
-    assert alone.stderr == (
-        "lmworks: error: --compare needs at least two runs, e.g. `lmworks runs --compare runs/a runs/b`\n"
-    )
-    missing = lmworks("report", "nothing", cwd=tmp_path)
-    assert (missing.returncode, missing.stderr) == (
-        2,
-        "lmworks: error: nothing is not a run folder: it does not exist\n",
-    )
+    alone = "lmworks: error: --compare needs at least two runs, e.g. `lmworks runs --compare runs/a runs/b`\n"
+    assert lmworks("runs", "--compare", "a") == (2, "", alone)
+    missing = "lmworks: error: nothing is not a run folder: it does not exist\n"
+    assert lmworks("report", "nothing") == (2, "", missing)
 
 
-def test_overlay(make_run, tmp_path):
+def test_overlay(make_run, tmp_path, lmworks):
     pytest.importorskip("matplotlib")
     make_run("a")
     make_run("b")
-    drawn = lmworks("runs", "--plot", "loss.png", cwd=tmp_path)
-    assert drawn.stdout.endswith("loss curves: loss.png\n")
+    _, said, _ = lmworks("runs", "--plot", "loss.png")
+    assert said.endswith("loss curves: loss.png\n")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    refused = lmworks("runs", "--plot", "loss.docx", cwd=tmp_path)
-    assert refused.returncode == 1
-    assert refused.stderr.startswith("lmworks: error: cannot write loss.docx: Format 'docx' is not supported")
+    code, _, error = lmworks("runs", "--plot", "loss.docx")
+    assert code == 1
+    assert error.startswith("lmworks: error: cannot write loss.docx: Format 'docx' is not supported")
 
 
-def test_a_pipe_gets_whole_names(make_run, tmp_path):
+def test_a_pipe_gets_whole_names(make_run, tmp_path, lmworks):
     name = "[bold]" + "long-name-" * 12
     make_run("odd", path=tmp_path / "runs" / name)
-    assert f"runs/{name} " in lmworks("runs", cwd=tmp_path).stdout
+    _, shown, _ = lmworks("runs")
+    assert f"runs/{name} " in shown

@@ -21,11 +21,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for index, column in enumerate(columns):
         cells = [str(row[index]) for row in rows]
         numeric = all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        # In a narrow terminal the first column, a name, folds; figures stay in one piece.
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=index > 0, overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     console = Console(markup=False, highlight=False)  # a name like [x] is text, not a style

@@ -75,7 +75,7 @@ def print_list(listed: list[dict[str, Any]]) -> None:
     if not listed:
         typer.echo("no runs yet; start one with `lmworks train configs/tiny.toml`")
         return
-    columns = ["run", "params", "steps", "status", "loss", "val", "tokens/s", "date"]
+    columns = ["run", "params", "steps", "status", "loss", "val", "tok/s", "date"]
     readable = [row for row in listed if row["status"] != "unreadable"]
     print_table("Runs", columns, [[row["path"], *figures(row).values()] for row in readable])
     for row in listed:
