@@ -78,6 +78,14 @@ def test_events_are_lines_with_a_time(tmp_path):
     assert abs(datetime.now(UTC) - stamp) < timedelta(minutes=1)
 
 
+def test_an_event_can_hold_anything_a_fault_leaves(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", SPEC)
+    folder.event("fault", 3, losses=[1.5, float("nan")], worst={"norm": float("-inf")}, text="ü\n")
+    (event,) = folder.events()
+    assert (event["losses"], event["worst"], event["text"]) == ([1.5, "nan"], {"norm": "-inf"}, "ü\n")
+    assert folder.events_path.read_bytes().count(b"\n") == 1
+
+
 def test_attempts_count_from_zero(tmp_path):
     folder = RunFolder.create(tmp_path / "run", SPEC)
     assert folder.next_attempt() == 0

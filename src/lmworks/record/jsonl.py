@@ -53,7 +53,16 @@ def encode(record: Mapping[str, Any]) -> bytes:
     odd = {key: str(value) for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
     if odd:
         record = {**record, **dict.fromkeys(odd), "nonfinite": odd}
-    return json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(without_nan(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def without_nan(value: Any) -> Any:
+    """Inside lists and tables a number that is not finite is written as a word, e.g. "nan"."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def mend_tail(descriptor: int) -> None:
