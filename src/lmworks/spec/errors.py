@@ -31,9 +31,10 @@ class TrainingError(LMWorksError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """' (did you mean …?)' with the nearest known word, or the whole list where nothing is near."""
+    """'; did you mean …?' with what begins or is spelt almost like it, or all that is known where nothing is."""
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    near = [name for name in names if word and name.lower().startswith(word.lower())][:3]
+    near = near or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:
-        return f"; did you mean '{near[0]}'?"
+        return f"; did you mean {' or '.join(map(repr, near))}?"
     return f"; known: {', '.join(names)}" if names else ""
