@@ -23,7 +23,7 @@ def prepare(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="SOURCE...",
+            metavar="SOURCE",
             help="Text files, .jsonl, .parquet, folders of source files, stdlib, or hf:NAME[:CONFIG][:SPLIT].",
         ),
     ],
