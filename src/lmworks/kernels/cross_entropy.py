@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100  # a target that is not counted, as in torch's cross_entropy
-CHUNK_LOGITS = 2**22  # elements of one chunk of logits: 16 MiB in fp32, small beside a batch, large beside a GEMM
+CHUNK_LOGITS = 2**21  # elements of one chunk of logits: 8 MiB in fp32, small beside a batch, large beside a GEMM
 
 
 def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

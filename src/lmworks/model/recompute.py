@@ -31,6 +31,29 @@ def keep_dear(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPoli
     return CheckpointPolicy.MUST_SAVE if op in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def through(activation: Callable[..., Tensor], *inputs: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
+    """`into(activation(*inputs))`, keeping `inputs` for the backward pass but not what lies between.
+
+    The activation of an MLP is as wide as its input, which is saved anyway, and costs next to nothing to compute
+    again. A compiled block decides such things by itself.
+    """
+    middle = activation(*inputs)
+    if torch.compiler.is_compiling() or not middle.requires_grad:
+        return into(middle)
+    address = middle.data_ptr()
+
+    def pack(saved: Tensor) -> Tensor | torch.Size:
+        same = saved.data_ptr() == address and saved.numel() == middle_size
+        return saved.shape if same else saved
+
+    def unpack(kept: Tensor | torch.Size) -> Tensor:
+        return kept if isinstance(kept, Tensor) else activation(*inputs).view(kept)
+
+    middle_size = middle.numel()
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return into(middle)
+
+
 def recomputed(block: Callable[..., Tensor], policy: str) -> Callable[..., Tensor]:
     """`block` under the named policy: none, full or selective."""
     if policy == "none":
