@@ -1,0 +1,150 @@
+"""The network as an op list: embedding, blocks, loss, and the optimizer step. Mirrors `model/gpt.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..spec import ModelSpec
+from .ops import (
+    CHUNK_LOGITS,
+    Kernel,
+    Op,
+    Workload,
+    activation,
+    attention,
+    gemm,
+    head_norm,
+    linear,
+    norm,
+    residual,
+    rotary,
+    stream,
+)
+
+
+def embedding(load: Workload) -> list[Op]:
+    m, t, h = load.model, load.tokens, load.model.hidden
+    # Backward scatters into a dense gradient of the whole table; a tied head's gradient is added to it.
+    back = [stream(m.vocab * h), stream(3 * t * h)] + ([stream(3 * m.vocab * h)] if m.tie_embeddings else [])
+    ops = [Op("token embedding", "embedding", (stream(2 * t * h),), tuple(back), saved=4 * t * h)]
+    if m.positions == "learned":  # the sum replaces the look-up as the stream's first tensor; positions are int64
+        indices = 8 * load.seq * (load.batch if load.documents else 1)
+        ops.append(Op("position embedding", "embedding", (stream(3 * t * h),), (stream(2 * t * h),), saved=indices))
+    if m.positions == "rope":  # cos and sin of every position, shared by all layers
+        table = load.seq * (load.batch if load.documents else 1) * m.head_dim // 2
+        ops.append(Op("rotary tables", "embedding", (stream(2 * table, kind="math", count=2),), saved=8 * table))
+    return ops + mask(load)
+
+
+def mask(load: Workload) -> list[Op]:
+    """Who may look at whom, made once a pass where attention is not plainly causal.
+
+    Autograd keeps it only where it is the very tensor that the kernel takes; under recompute the blocks hold it (dear).
+    """
+    m = load.model
+    size = load.seq**2 * (load.batch if load.documents else 1)
+    if m.attention == "reference" or load.device == "cuda":  # made anew in every layer, or block-sparse and small
+        return []
+    if m.positions == "alibi":  # one fp32 bias a head
+        kept = 4 * m.heads * size if load.attention == "fused" else 0
+        return [Op("mask", "attention", (stream(4 * m.heads * size),), saved=kept, dear=4 * m.heads * size - kept)]
+    if m.sliding_window or load.documents:
+        return [Op("mask", "attention", (stream(size),), dear=size)]
+    return []
+
+
+def mlp(load: Workload, width: int, prefix: str = "") -> list[Op]:
+    h, bias = load.model.hidden, load.model.bias
+    gate = [linear(f"{prefix}gate", load, h, width, bias)] if load.model.mlp == "swiglu" else []
+    up, down = linear(f"{prefix}up", load, h, width, bias), linear(f"{prefix}down", load, width, h, bias)
+    return [*gate, up, activation(load, width, load.tokens), down]
+
+
+def experts(load: Workload) -> list[Op]:
+    """Router, then expert after expert over the tokens that chose it: tokens × top_k slots, taken as spread evenly."""
+    m, t, w, h = load.model, load.tokens, load.width, load.model.hidden
+    count, ffn, slots = m.experts, m.expert_ffn, load.tokens * m.top_k
+    rows = max(1, slots // count)  # tokens of one expert
+    # softmax, the chosen values (fp32) and indices (int64), their sum; per slot its (token, slot) index and weight
+    routing = t * (4 * count + 12 * m.top_k + 4) + slots * 20
+    route = Op("routing", "experts", (stream(2 * t * count, kind="math"),), (stream(3 * t * count),), saved=routing)
+    gathered = slots * h * (2 * 2 if load.cast else 4)  # one fp32 gather, or a cast of it for gate and one for up
+    # index_add keeps the weighted result (fp32), the weighting keeps the expert's result
+    kept = gathered + slots * h * (w + 4)
+    move = [stream(2 * rows * h, count=2 * count), stream(3 * rows * h, count=count), stream(2 * t * h, count=count)]
+    # The gradient of weight[expert] is a zeroed tensor of all experts each time, then added to the others.
+    whole = count * ffn * h
+    select = [stream(whole, count=3 * count), stream(3 * whole, count=3 * (count - 1))]
+    dispatch = Op("dispatch", "experts", tuple(move), (*move, *select), saved=kept)
+    forward = [gemm(rows, h, ffn, 2 * count), gemm(rows, ffn, h, count)]
+    backward = [gemm(rows, ffn, h, 2 * count), gemm(rows, h, ffn, count)]
+    backward += [gemm(ffn, rows, h, 2 * count), gemm(h, rows, ffn, count)]
+    if load.cast:
+        forward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
+        backward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
+    products = Op("experts", "matmul", tuple(forward), tuple(backward), dear=slots * w * (2 * ffn + h))
+    ops = [linear("router", load, h, count), route, dispatch, products, activation(load, ffn, slots / count, count)]
+    return ops + (mlp(load, m.shared_experts * ffn, "shared ") if m.shared_experts else [])
+
+
+def block(load: Workload) -> list[Op]:
+    m, h = load.model, load.model.hidden
+    ops = [norm("attention norm", load, readers=3)]
+    ops += [linear("query", load, h, m.q_dim, m.qkv_bias)]
+    ops += [linear(name, load, h, m.kv_dim, m.qkv_bias) for name in ("key", "value")]
+    if m.qk_norm:
+        ops += [head_norm("query norm", load, m.heads), head_norm("key norm", load, m.kv_heads)]
+    if m.positions == "rope":
+        ops += [rotary("rotary query", load, m.q_dim), rotary("rotary key", load, m.kv_dim)]
+    ops += [attention(load), linear("attention out", load, m.q_dim, h, m.bias), residual("attention residual", load)]
+    if m.experts:
+        readers = 1 + 2 * (m.shared_experts > 0)
+        ops += [norm("mlp norm", load, readers), *experts(load)]
+    else:
+        ops += [norm("mlp norm", load, 2 if m.mlp == "swiglu" else 1), *mlp(load, m.ffn)]
+    return [*ops, residual("mlp residual", load)]
+
+
+def loss(load: Workload) -> list[Op]:
+    """Final norm, head and cross-entropy in chunks: all three products and both gradients within the forward pass."""
+    t, h, vocab = load.tokens, load.model.hidden, load.model.vocab
+    rows = min(t, max(1, CHUNK_LOGITS // vocab))
+    chunks = t / rows
+    products = [gemm(rows, h, vocab, chunks), gemm(rows, vocab, h, chunks), gemm(vocab, rows, h, chunks)]
+    logits = rows * vocab
+    softmax = [
+        stream(2 * logits, kind="math", count=2 * chunks),
+        stream(2 * logits, count=chunks),
+    ]  # log p, exp, · counted
+    if load.cast:
+        softmax += [
+            stream(1.5 * logits, count=2 * chunks),
+            stream(1.5 * vocab * h),
+            stream(2 * vocab * h, count=chunks),
+        ]
+    return [
+        norm("final norm", load, readers=0),
+        Op("head", "loss", tuple(products), saved=0.0),
+        Op("cross-entropy", "loss", (*softmax, stream(vocab * h)), (stream(2 * vocab * h), stream(2 * t * h))),
+    ]
+
+
+@dataclass(frozen=True)
+class Network:
+    """Ops before the blocks, of one block, and after them."""
+
+    load: Workload
+    stem: tuple[Op, ...]
+    block: tuple[Op, ...]
+    loss: tuple[Op, ...]
+
+
+def network(load: Workload) -> Network:
+    return Network(load, tuple(embedding(load)), tuple(block(load)), tuple(loss(load)))
+
+
+def optimizer(model: ModelSpec) -> list[Op]:
+    """Clipping reads the gradients, then scales them; fused AdamW reads p, g, m, v and writes p, m, v."""
+    clip = Op("clip", "optimizer", (stream(model.params), stream(2 * model.params)))
+    adamw = Op("adamw", "optimizer", (Kernel("optimizer", bytes=28.0 * model.params),))
+    return [clip, adamw]

@@ -1,0 +1,196 @@
+"""The op list of one micro-batch: what the model's code runs and what it keeps, op by op.
+
+One list, read three times: `time` prices its kernels, `memory` sums what is kept for the backward pass, and its matrix
+products add up to `flops`. It follows `model/gpt.py` and `kernels/cross_entropy.py` line by line as PyTorch runs
+them eagerly; tests hold the kept bytes, the products and the traffic against what PyTorch really does.
+
+Widths are elements per token. Weights and the residual stream are fp32 (4 bytes); under autocast the matrix products,
+attention and activations are `width` = 2 bytes wide, and every input of a linear layer is cast by that layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..spec import ModelSpec, RunSpec
+from .flops import keys_per_query
+
+CHUNK_LOGITS = 2**22  # as in kernels/cross_entropy.py, which a test compares
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch, `count` times over.
+
+    kind: 'gemm' (shape m, k, n), 'attention' and 'attention_backward' (shape seq, head_dim), or a pass over memory:
+    'stream' (contiguous), 'strided' (rows of half a head, as rotary embedding reads them), 'math' (exp, tanh: bound
+    by arithmetic on a CPU), 'optimizer'.
+    """
+
+    kind: str
+    bytes: float = 0.0  # read and written
+    flops: float = 0.0
+    shape: tuple[int, ...] = ()
+    count: float = 1.0
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    part: str  # the line of the step-time sheet it belongs to
+    forward: tuple[Kernel, ...] = ()
+    backward: tuple[Kernel, ...] = ()
+    saved: float = 0.0  # bytes kept for the backward pass
+    dear: float = 0.0  # bytes kept under selective recompute: results of products and of attention
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One micro-batch on one rank."""
+
+    model: ModelSpec
+    batch: int  # sequences
+    seq: int
+    dtype: str = "fp32"
+    device: str = "cpu"
+    documents: bool = False  # attention stays inside documents
+
+    @classmethod
+    def of(cls, spec: RunSpec, device: str) -> Workload:
+        data = spec.data
+        return cls(spec.model, data.micro_batch, data.seq, spec.precision.dtype, device, data.document_mask)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+    @property
+    def width(self) -> int:
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def cast(self) -> bool:
+        return self.width == 2
+
+    @property
+    def attention(self) -> str:
+        """'fused' keeps no scores; 'scores' holds every one, as the reference does.
+
+        PyTorch's fused CPU attention takes a mask of 2 or 4 dimensions; ALiBi's (heads, seq, seq) is its math path.
+        """
+        alibi = self.model.positions == "alibi" and not self.documents and self.device == "cpu"
+        return "scores" if self.model.attention == "reference" or alibi else "fused"
+
+
+def stream(elements: float, *, kind: str = "stream", count: float = 1) -> Kernel:
+    """A pass that reads and writes `elements` × 4 bytes in all."""
+    return Kernel(kind, bytes=4 * elements, count=count)
+
+
+def gemm(m: int, k: int, n: int, count: float = 1) -> Kernel:
+    return Kernel("gemm", flops=2.0 * m * k * n, shape=(m, k, n), count=count)
+
+
+def linear(name: str, load: Workload, inputs: int, outputs: int, bias: bool = False) -> Op:
+    """y = x·Wᵀ; backward: grad·W and gradᵀ·x, and a sum over tokens for the bias. Its result counts as dear only."""
+    t, w = load.tokens, load.width
+    backward = [gemm(t, outputs, inputs), gemm(outputs, t, inputs)]
+    if bias:
+        backward.append(Kernel("stream", bytes=t * outputs * w))
+    forward = [gemm(t, inputs, outputs)]
+    if load.cast:  # the weight is cast once a micro-batch, its gradient back
+        forward.append(Kernel("stream", bytes=6.0 * inputs * outputs))
+        backward.append(Kernel("stream", bytes=6.0 * inputs * outputs))
+    return Op(name, "matmul", tuple(forward), tuple(backward), dear=t * outputs * w)
+
+
+def norm(name: str, load: Workload, readers: int) -> Op:
+    """Normalise the residual stream for `readers` linear layers.
+
+    Kept: the result once (fp32), or one cast of it per reader; mean and/or 1/σ; and, where RMSNorm runs as separate
+    ops (CPU), the normalised x besides.
+    """
+    t, h = load.tokens, load.model.hidden
+    x = t * h
+    layer = load.model.norm == "layer"
+    saved = t * (8 if layer else 4) + (2 * x * readers if load.cast else 4 * x * (readers > 0))
+    forward, backward = [stream(2 * x)], [stream(3 * x)]
+    if not layer and load.device == "cpu":
+        saved += 4 * x
+        forward = [stream(2 * x, count=3), stream(x)]  # x², mean, x·(1/σ), ·weight
+        backward = [stream(3 * x, count=4), stream(2 * x, count=4), stream(x, count=3)]
+    if load.cast:
+        forward.append(stream(1.5 * x, count=readers))
+        backward.append(stream(1.5 * x, count=readers))
+    backward.append(stream(3 * x, count=max(0, readers - 1)))  # gradients of the readers are added up
+    return Op(name, "norms", tuple(forward), tuple(backward), saved)
+
+
+def residual(name: str, load: Workload) -> Op:
+    """x + f(x): the sum is kept, as the next norm needs it; backward adds the two gradients."""
+    x = load.tokens * load.model.hidden
+    back = [stream(3 * x)] + ([stream(1.5 * x)] if load.cast else [])
+    return Op(name, "residual", (stream(3 * x),), tuple(back), saved=4 * x)
+
+
+def head_norm(name: str, load: Workload, heads: int) -> Op:
+    """RMSNorm over each head. Kept: its fp32 input and normalised input, 1/σ per head."""
+    x = load.tokens * heads * load.model.head_dim
+    saved = 8 * x + 4 * load.tokens * heads
+    forward = [stream(2 * x, count=3), stream(x)]
+    backward = [stream(3 * x, count=4), stream(2 * x, count=4), stream(x, count=3)]
+    if not load.cast and load.device == "cuda":  # one fused kernel keeps its input and 1/σ
+        saved, forward, backward = saved - 4 * x, [stream(2 * x)], [stream(3 * x)]
+    return Op(name, "norms", tuple(forward), tuple(backward), saved)
+
+
+def rotary(name: str, load: Workload, width: int) -> Op:
+    """Rotate-half in fp32: four products, a sum, a difference and a cat of halves; keeps only the shared tables."""
+    x = load.tokens * width
+    casts = [stream(1.5 * x, count=2)] if load.cast else []
+    forward = [stream(1.0625 * x, kind="strided", count=4), stream(1.5 * x, kind="strided", count=2), stream(2 * x)]
+    backward = [*forward, stream(x, kind="strided")]
+    return Op(name, "rotary", (*forward, *casts), (*backward, *casts))
+
+
+def attention(load: Workload) -> Op:
+    """softmax(q·kᵀ)·v. Fused: keeps q, k, v, the result and a log-sum-exp per head and token."""
+    m, t, w = load.model, load.tokens, load.width
+    result = t * m.q_dim * w
+    inputs = t * (m.q_dim + 2 * m.kv_dim) * w
+    flops = 4.0 * t * m.q_dim * keys_per_query(load.seq, m.sliding_window)
+    masked = bool(m.sliding_window or m.positions == "alibi" or load.documents)
+    shape = (load.seq, m.head_dim)
+    forward, backward = [], []
+    if load.attention == "scores":
+        scores = t * load.seq * m.heads
+        product = 4.0 * t * m.q_dim * load.seq  # nothing is left out above the diagonal
+        forward = [gemm(t * m.heads, m.head_dim, load.seq), gemm(t * m.heads, load.seq, m.head_dim)]
+        forward += [stream(2 * scores, count=2), stream(2 * scores, kind="math")]
+        backward = [Kernel("attention_backward", flops=2 * product, shape=shape), stream(3 * scores, count=2)]
+        inner = w if m.attention == "reference" else 4  # SDPA's math path computes in fp32
+        saved = 4 * scores + t * 3 * m.q_dim * inner + result  # k and v repeated for every head
+        if load.cast and m.attention == "reference":
+            saved += 2 * scores
+        dear = (scores + t * m.q_dim) * inner
+        return Op("attention", "attention", tuple(forward), tuple(backward), saved, dear)
+    forward = [Kernel("attention", flops=flops, shape=shape)]
+    backward = [Kernel("attention_backward", flops=2.5 * flops, shape=shape)]  # 5 products against 2: scores again
+    saved = inputs + result + 4 * t * m.heads
+    if masked and load.device == "cpu" and m.positions != "alibi":
+        # SDPA turns the Boolean mask into a float one in every layer: (seq, seq), one a sequence with documents.
+        mask = load.seq**2 * (load.batch if load.documents else 1)
+        saved += mask * w
+        forward.append(stream(1.25 * mask))
+    return Op("attention", "attention", tuple(forward), tuple(backward), saved, dear=result + 4 * t * m.heads)
+
+
+def activation(load: Workload, width: int, tokens: float, count: float = 1) -> Op:
+    """SwiGLU keeps gate, silu(gate), up and their product; GELU keeps its input and its result."""
+    x = tokens * width * load.width / 4  # in units of 4 bytes
+    if load.model.mlp == "gelu":
+        forward, backward = [stream(2 * x, kind="math", count=count)], [stream(3 * x, kind="math", count=count)]
+        return Op("gelu", "activation", tuple(forward), tuple(backward), saved=count * 8 * x)
+    forward = [stream(2 * x, kind="math", count=count), stream(3 * x, count=count)]
+    backward = [stream(3 * x, count=2 * count), stream(3 * x, kind="math", count=count)]
+    return Op("swiglu", "activation", tuple(forward), tuple(backward), saved=count * 16 * x)
