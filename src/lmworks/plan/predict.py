@@ -1,0 +1,47 @@
+"""The first sheet: what is said about a run before its first step, and written to its prediction.json."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..spec import RunSpec
+from .flops import StepFlops, step_flops
+from .machine import Machine
+from .memory import MemorySheet, memory
+from .time import StepTime, step_time
+
+
+@dataclass(frozen=True)
+class Prediction:
+    params: int
+    flops: StepFlops
+    memory: MemorySheet
+    time: StepTime | None  # None without a machine: a time is never made up
+    machine: Machine | None
+
+    def to_dict(self) -> dict[str, Any]:
+        time, machine = self.time, self.machine
+        return {
+            "params": self.params,
+            "tokens_per_step": self.flops.tokens,
+            "model_flops_per_step": self.flops.model,
+            "hardware_flops_per_step": self.flops.hardware,
+            "memory_bytes": self.memory.total,
+            "memory_moment": self.memory.moment,
+            "memory": [asdict(row) for row in self.memory.rows],
+            "memory_moments": self.memory.moments,
+            "step_s": time.total if time else None,
+            "tokens_per_s": time.tokens_per_s if time else None,
+            "step_parts": time.parts if time else None,
+            "machine": {"name": machine.name, "device": machine.device, "tag": machine.tag} if machine else None,
+            "tags": {"memory": "modelled", **(time.tags if time else {})},
+            "notes": list(self.memory.notes),
+        }
+
+
+def predict(spec: RunSpec, machine: Machine | None = None, device: str = "cpu") -> Prediction:
+    """`device` says whose kernels run where no machine is given: it changes what they keep."""
+    sheet = memory(spec, machine.device if machine else device)
+    time = step_time(spec, machine) if machine else None
+    return Prediction(spec.model.params, step_flops(spec), sheet, time, machine)

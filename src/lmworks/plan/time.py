@@ -1,0 +1,84 @@
+"""The time of one optimizer step: every kernel of the op list at the machine's rate for its kind and size.
+
+Nothing overlaps on one eager rank, save that a GPU runs while the host launches: there a pass costs the larger of the
+two, on a CPU their sum. Parts add up to the total. Reading data, logging, evaluation and checkpoints are not in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..spec import RunSpec
+from .machine import Machine
+from .memory import kept, refuse_unpredicted
+from .network import Network, network, optimizer
+from .ops import Kernel, Op, Workload
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds by part, and what each part's figure rests on: 'measured', 'datasheet' or 'modelled'."""
+
+    parts: dict[str, float]
+    tags: dict[str, str]
+    tokens: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.total
+
+
+def step_time(spec: RunSpec, machine: Machine) -> StepTime:
+    refuse_unpredicted(spec)
+    load = Workload.of(spec, machine.device)
+    net = network(load)
+    accumulation = spec.accumulation
+    parts: dict[str, float] = defaultdict(float)
+    for op, times, kernels, _ in passes(spec, net):
+        parts[op.part] += accumulation * times * sum(machine.seconds(kernel) for kernel in kernels)
+    for op in optimizer(spec.model):
+        parts[op.part] += sum(machine.seconds(kernel) for kernel in op.forward)
+    tags = dict.fromkeys(parts, machine.tag)
+    tags["norms"] = tags["residual"] = tags["embedding"] = "modelled" if machine.tag == "measured" else machine.tag
+
+    parts["launches"] = launch_seconds(spec, net, machine, sum(parts.values()))
+    tags["launches"] = "modelled"
+    if machine.fresh_s_per_byte:
+        parts["fresh memory"] = fresh_bytes(spec, net) * machine.fresh_s_per_byte
+        tags["fresh memory"] = "modelled"
+    return StepTime(dict(parts), tags, spec.tokens_per_step // spec.parallel.dp)
+
+
+def passes(spec: RunSpec, net: Network) -> Iterable[tuple[Op, int, tuple[Kernel, ...], str]]:
+    """(op, how often, its kernels, direction) of one micro-batch."""
+    recompute, layers = spec.parallel.recompute, spec.model.layers
+    for op in (*net.stem, *net.loss):
+        yield op, 1, op.forward, "forward"
+        yield op, 1, op.backward, "backward"
+    for op in net.block:
+        yield op, layers, op.forward, "forward"
+        yield op, layers, op.backward, "backward"
+        # `full` runs a block forward again; `selective` all but its products and attention.
+        if recompute == "full" or (recompute == "selective" and not op.dear):
+            yield op, layers, op.forward, "forward"
+
+
+def launch_seconds(spec: RunSpec, net: Network, machine: Machine, busy: float) -> float:
+    """Host time of all launches; on a GPU only what exceeds the time the device is busy anyway."""
+    seconds = 0.0
+    for _, times, kernels, direction in passes(spec, net):
+        each = machine.launch_s if direction == "forward" else machine.launch_backward_s
+        seconds += spec.accumulation * times * each * sum(kernel.count for kernel in kernels)
+    return max(0.0, seconds - busy) if machine.device == "cuda" else seconds
+
+
+def fresh_bytes(spec: RunSpec, net: Network) -> float:
+    """Memory that a step touches for the first time: what is kept in the forward pass, and the gradients."""
+    stem, each, _ = kept(net, spec.parallel.recompute)
+    return spec.accumulation * (stem + spec.model.layers * each) + 4 * spec.model.params
