@@ -19,14 +19,17 @@ def make_text(number: int, words: int) -> str:
     return f"document {number}\n" + " ".join(rng.choice(WORDS) for _ in range(words))
 
 
+def corpus_texts(documents: int = 60, words: int = 30) -> list[str]:
+    return [make_text(number, words + number % 7 * 5) for number in range(documents)]
+
+
 def make_corpus(folder: Path, documents: int = 60, words: int = 30) -> list[str]:
     """One file a document, in nested folders; the texts in the order in which prepare reads the files."""
-    texts = []
-    for number in range(documents):
+    texts = corpus_texts(documents, words)
+    for number, text in enumerate(texts):
         path = folder / f"d{number // 10:02d}" / f"{number:04d}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        texts.append(make_text(number, words + number % 7 * 5))
-        path.write_text(texts[-1], encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     return texts
 
 

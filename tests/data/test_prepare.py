@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import SMALL_PARTS, folder_bytes, make_corpus, make_text, stored_documents, stored_texts
+from corpora import SMALL_PARTS, corpus_texts, folder_bytes, make_corpus, make_text, stored_documents, stored_texts
 
 from lmworks.data import Reading, TokenData, load_tokenizer, prepare
 from lmworks.spec import DataError, SpecError
 
 
-def test_every_document_is_stored_once_in_order(corpus: Path, prepared: Path) -> None:
-    texts = make_corpus(corpus)
+def test_every_document_is_stored_once_in_order(prepared: Path) -> None:
+    texts = corpus_texts()
     train, val = stored_texts(prepared, "train"), stored_texts(prepared, "val")
     assert sorted(train + val) == sorted(texts)
     assert not set(train) & set(val)
@@ -193,12 +193,11 @@ def test_one_document_cannot_be_split(tmp_path: Path) -> None:
 
 
 def test_bpe_is_trained_on_the_train_split_alone(tmp_path: Path) -> None:
-    """A word that only held-out documents have must not become a token."""
+    """It is the tokenizer that one gets when the held-out documents are not there at all."""
     source = tmp_path / "source"
-    texts = make_corpus(source, documents=30)
+    make_corpus(source, documents=30)
     prepare([str(source)], tmp_path / "first", val_fraction=0.3, workers=1)
     held = stored_texts(tmp_path / "first", "val")
-    del texts
     tokenizer_of = {}
     for name, val_fraction in (("with", 0.0), ("without", 0.3)):
         prepare([str(source)], tmp_path / name, "bpe:400", val_fraction=val_fraction, workers=1)

@@ -78,14 +78,10 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'lmworks\[data\]'"):
-        texts_of_touched(tmp_path / "a.parquet")
-
-
-def texts_of_touched(path: Path) -> list[str]:
-    path.touch()
-    return texts_of(path)
+        texts_of(tmp_path / "a.parquet")
 
 
 def test_text_files_whole_or_cut(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def read_index(folder: str | Path) -> Index:
     path = folder / INDEX_FILE
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(missing(folder)) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None

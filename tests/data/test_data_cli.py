@@ -1,0 +1,79 @@
+"""The commands as they are typed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def lmworks(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lmworks", "data", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_prepare_then_inspect(corpus: Path, tmp_path: Path) -> None:
+    made = lmworks("prepare", corpus, "--out", tmp_path / "out", "--tokenizer", "bpe:300", "--json")
+    assert made.returncode == 0, made.stderr
+    result = json.loads(made.stdout)
+    assert (result["up_to_date"], result["vocab_size"]) == (False, 300)
+    assert sum(split["documents"] for split in result["splits"].values()) == 60
+    assert "tokenize: 1 of 1" in made.stderr  # no terminal: plain lines, and not on standard output
+
+    again = lmworks("prepare", corpus, "--out", tmp_path / "out", "--tokenizer", "bpe:300")
+    assert again.returncode == 0
+    assert "is up to date, nothing to do" in again.stdout
+
+    seen = lmworks("inspect", tmp_path / "out", "--json", "--samples", "1")
+    figures = json.loads(seen.stdout)
+    assert figures["splits"]["train"]["tokens"] == result["splits"]["train"]["tokens"]
+    assert len(figures["samples"]) == 1
+    shown = lmworks("inspect", tmp_path / "out").stdout
+    assert "every shard matches its checksum" in shown
+    assert "document " in shown
+
+
+def test_a_separator_may_be_escaped(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("one\n\ntwo\n\nthree")
+    made = lmworks("prepare", tmp_path / "t.txt", "--separator", r"\n\n", "--out", tmp_path / "out", "--json")
+    assert sum(split["documents"] for split in json.loads(made.stdout)["splits"].values()) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "culprit"),
+    [
+        (["prepare", "gone.txt", "--out", "{}/o"], 1, "gone.txt"),
+        (["prepare", "stdlib", "--out", "{}/o", "--tokenizer", "bpe:7"], 2, "bpe:7"),
+        (["prepare", "stdlib", "--out", "{}/o", "--val-fraction", "2"], 2, "--val-fraction 2"),
+        (["prepare", "{}/a.jsonl", "--out", "{}/o"], 1, "a.jsonl line 1"),
+        (["prepare", "{}/a.jsonl", "--out", "{}/a.jsonl"], 1, "a.jsonl"),
+        (["inspect", "{}/nothing"], 1, "nothing"),
+        (["inspect", "stdlib:word"], 2, "stdlib:word"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], code: int, culprit: str) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    run = lmworks(*[argument.replace("{}", str(tmp_path)) for argument in arguments])
+    assert run.returncode == code
+    errors = [line for line in run.stderr.splitlines() if not line.startswith("tokenize:")]
+    assert len(errors) == 1, run.stderr
+    assert errors[0].startswith("lmworks: error: ")
+    assert culprit in errors[0]
+
+
+def test_wrong_usage_is_exit_code_2() -> None:
+    for arguments in (["prepare", "stdlib"], ["inspect"], ["prepare", "stdlib", "--out", "x", "--workers", "many"]):
+        run = lmworks(*arguments)
+        assert run.returncode == 2
+        assert "Traceback" not in run.stderr
+
+
+def test_preparing_needs_no_torch() -> None:
+    script = (
+        "import sys, lmworks.data as d; d.prepare, d.TokenData, d.resolve, d.bigram_loss; print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.stdout.strip() == "False", run.stderr
