@@ -31,15 +31,15 @@ def learning_rate(optim: OptimSpec, step: int) -> float:
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
     floor = optim.min_lr_ratio
-    done = (step - optim.warmup) / max(1, optim.steps - 1 - optim.warmup)  # 0 at the peak, 1 at the last step
-    done = min(done, 1.0)
+    left = max(1, optim.steps - 1 - optim.warmup)  # steps over which the rate can fall
+    done = min((step - optim.warmup) / left, 1.0)  # 0 at the peak, 1 at the last step
     if optim.schedule == "cosine":
         shape = (1 + math.cos(math.pi * done)) / 2
     elif optim.schedule == "linear":
         shape = 1 - done
     elif optim.schedule == "wsd":  # warm up, stay, decay over the last part of the run
-        decay_steps = max(1, round(optim.decay_ratio * optim.steps))
-        shape = min(1.0, (optim.steps - 1 - step) / decay_steps)
+        decay_steps = min(left, max(1, round(optim.decay_ratio * optim.steps)))
+        shape = min(1.0, (1 - done) * left / decay_steps)
     else:
         shape = 1.0
         floor = 0.0
