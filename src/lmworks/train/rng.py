@@ -11,6 +11,13 @@ import torch
 from torch import Tensor
 
 
+def seed_everything(seed: int) -> None:
+    """Where a run starts, so that it does not depend on what ran before it in the process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # all that NumPy takes
+    torch.manual_seed(seed)  # and every CUDA device's
+
+
 def rng_state() -> dict[str, Tensor]:
     """Python's, NumPy's global and torch's generators; one more entry for each CUDA device."""
     version, words, gauss = random.getstate()

@@ -29,7 +29,7 @@ from .evaluate import Evaluation, evaluate, held_out
 from .optim import learning_rate, make_optimizer
 from .precision import autocast, make_scaler
 from .progress import Progress
-from .rng import rng_state, set_rng_state
+from .rng import rng_state, seed_everything, set_rng_state
 from .signals import Interrupted, StopSignals
 from .sinks import open_sinks
 from .state import restore, training_state
@@ -42,8 +42,8 @@ class Trainer:
         self, spec: RunSpec, run_dir: str | Path, *, machine: Machine | None = None, quiet: bool = False
     ) -> None:
         self.prepare(spec, quiet)
-        self.folder = RunFolder.create(run_dir, self.spec)
         prediction = json.dumps(predict(self.spec, machine).to_dict(), indent=2)
+        self.folder = RunFolder.create(run_dir, self.spec)
         write_atomically(self.folder.prediction_path, prediction)
 
     @classmethod
@@ -81,6 +81,7 @@ class Trainer:
     def build(self) -> None:
         """Model, optimizer and loss scale: on the meta device first, so that weights exist once."""
         self.memory = PeakMemory(self.device)
+        seed_everything(self.spec.seed)
         with torch.device("meta"):
             self.model = GPT(self.spec.model)
         self.model.to_empty(device=self.device)

@@ -1,0 +1,30 @@
+"""What every test shares: one thread for each process, a cache of its own, and tiny data made on the spot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported, and inherited by every process a test starts. Tiny matrices gain nothing from threads,
+# and two processes with a thread a core each wait for one another more than they compute.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["LMWORKS_CACHE"] = tempfile.mkdtemp(prefix="lmworks-test-cache-")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["LMWORKS_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short documents as bytes, prepared as `lmworks data prepare` does."""
+    from tiny import write_documents
+
+    from lmworks.data import prepare
+
+    root = tmp_path_factory.mktemp("data")
+    return prepare([str(write_documents(root / "text.jsonl"))], root / "tokens", workers=1).folder
