@@ -268,6 +268,16 @@ def test_leftovers_are_swept(tmp_path: Path) -> None:
 # --- a process killed at any point loses nothing ----------------------------------------------------
 
 
+@pytest.fixture
+def may_fork(request: pytest.FixtureRequest) -> None:
+    """CUDA does not survive a fork: where it is there, the test runs in a process that cannot see it."""
+    if torch.cuda.is_available():
+        again = [sys.executable, "-m", "pytest", f"{request.path}::{request.node.name}"]
+        result = subprocess.run(again, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
+        pytest.skip("passed in a process without CUDA")
+
+
 def fork(work: Callable[[], object]) -> int:
     pid = os.fork()
     if pid:
@@ -282,7 +292,7 @@ def killed(pid: int) -> bool:
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
-def test_killed_at_every_system_call_that_matters(tmp_path: Path) -> None:
+def test_killed_at_every_system_call_that_matters(tmp_path: Path, may_fork: None) -> None:
     """kill -9 at the first, second, … sync, rename or unlink of a save, of a new step and of one that exists."""
     for before in (2, 3):
         for point in range(1000):
@@ -321,7 +331,7 @@ def test_killed_at_every_system_call_that_matters(tmp_path: Path) -> None:
         assert point > 8, "the faults were never injected"
 
 
-def test_killed_at_random(tmp_path: Path) -> None:
+def test_killed_at_random(tmp_path: Path, may_fork: None) -> None:
     """A loop of saves, killed again and again by another process, goes on where it stood."""
     last = 0
     for round in range(25):
@@ -355,7 +365,7 @@ def test_killed_at_random(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 300, 5_000, 60_000])
-def test_a_full_disk(tmp_path: Path, limit: int) -> None:
+def test_a_full_disk(tmp_path: Path, may_fork: None, limit: int) -> None:
     """A real limit of the system on the size of a file: the error arises where a full disk's would."""
     save(tmp_path, 1)
     save(tmp_path, 2)
