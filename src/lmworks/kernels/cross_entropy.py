@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100  # a target that is not counted, as in torch's cross_entropy
-CHUNK_LOGITS = 2**21  # elements of one chunk of logits: 8 MiB in fp32, small beside a batch, large beside a GEMM
+# Elements of one chunk of logits: small beside a batch, large enough that its products run at full rate.
+CHUNK_LOGITS = 2**21  # on a CPU: 8 MiB in fp32
+CHUNK_LOGITS_GPU = 2**27  # 512 MiB in fp32: at least a thousand tokens of a vocabulary of 128k
 
 
 def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -31,6 +33,11 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     return LinearCrossEntropy.apply(hidden, weight, targets)
 
 
+def chunk_rows(vocab: int, device_type: str) -> int:
+    """Tokens in one chunk."""
+    return max(1, (CHUNK_LOGITS if device_type == "cpu" else CHUNK_LOGITS_GPU) // vocab)
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -39,7 +46,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.zeros_like(weight) if want_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        rows = max(1, CHUNK_LOGITS // weight.shape[0])
+        rows = chunk_rows(weight.shape[0], hidden.device.type)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows):
                 part = slice(start, start + rows)
