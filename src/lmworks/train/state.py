@@ -2,8 +2,8 @@
 
 Optimizers number their parameters in the order of their groups, an order that another layout (or another
 split into decay and no decay) changes. Names do not. What a parameter group is *set* to (betas, decay,
-fused …) follows from the spec and the device and is not state; only the learning rate is kept, as a
-check and for readers.
+fused …) follows from the spec and the device, so that a checkpoint can move between devices; of it, only the
+learning rate is kept.
 """
 
 from __future__ import annotations
