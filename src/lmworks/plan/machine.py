@@ -27,11 +27,13 @@ class Rate:
 
 @dataclass(frozen=True)
 class Machine:
-    """`rates` maps a kernel's kind (see `ops.Kernel`) to measured points; one point means: the same at every size."""
+    """`rates` maps a kernel's kind (see `ops.Kernel`) to measured points; one point means: the same at every size.
+
+    Products and attention have a table for each number format, e.g. `gemm.bf16`.
+    """
 
     name: str
     device: str  # "cpu" or "cuda"
-    dtype: str  # of the products
     tag: str  # "measured" or "datasheet"
     rates: Mapping[str, tuple[Rate, ...]]
     launch_s: float = 0.0  # host time of one small op, forward
@@ -39,9 +41,12 @@ class Machine:
     fresh_s_per_byte: float = 0.0  # first touch of memory that the allocator gave back to the system
     memory_bytes: int = 0
 
-    def rate(self, kernel: Kernel) -> float:
+    def covers(self, dtype: str) -> bool:
+        return f"gemm.{dtype}" in self.rates
+
+    def rate(self, kernel: Kernel, dtype: str) -> float:
         """FLOP/s or bytes/s, between the measured points: their log-rates, weighted by 1/distance² of log-shapes."""
-        points = self.rates[kernel.kind]
+        points = self.rates.get(f"{kernel.kind}.{dtype}") or self.rates[kernel.kind]
         shape = kernel.shape or (kernel.bytes,)
         if len(points) == 1:
             return points[0].rate
@@ -53,22 +58,23 @@ class Machine:
             log_sum += weight * math.log(point.rate)
         return math.exp(log_sum / weight_sum)
 
-    def seconds(self, kernel: Kernel) -> float:
+    def seconds(self, kernel: Kernel, dtype: str) -> float:
         """All launches of this kernel, host time not counted."""
         amount = kernel.flops if kernel.flops else kernel.bytes
-        return kernel.count * amount / self.rate(kernel) if amount else 0.0
+        return kernel.count * amount / self.rate(kernel, dtype) if amount else 0.0
 
     @classmethod
-    def from_gpu(cls, gpu: Gpu, dtype: str) -> Machine:
+    def from_gpu(cls, gpu: Gpu) -> Machine:
         """Datasheet peaks: no kernel reaches them, so what follows is a lower bound on time."""
-        flops = gpu.peak_flops(dtype)
-        if not flops or not gpu.bandwidth_gbs:
-            missing = f"{dtype}_tflops" if not flops else "bandwidth_gbs"
-            raise SpecError(f"{gpu.name}: {missing} is not in the catalogue, so no time can be predicted for it")
-        compute, memory = (Rate((1.0,), flops),), (Rate((1.0,), gpu.bandwidth_gbs * 1e9),)
-        rates = dict.fromkeys(("gemm", "attention", "attention_backward"), compute)
-        rates |= dict.fromkeys(("stream", "strided", "math", "optimizer"), memory)
-        return cls(gpu.name, "cuda", dtype, "datasheet", rates, memory_bytes=round(gpu.memory_gb * 1e9))
+        if not gpu.bandwidth_gbs:
+            raise SpecError(f"{gpu.name}: bandwidth_gbs is not in the catalogue, so no time can be predicted for it")
+        memory = (Rate((1.0,), gpu.bandwidth_gbs * 1e9),)
+        rates = dict.fromkeys(("stream", "strided", "math", "optimizer"), memory)
+        for dtype in ("fp32", "bf16", "fp16"):
+            if flops := gpu.peak_flops(dtype):
+                compute = (Rate((1.0,), flops),)
+                rates |= {f"{kind}.{dtype}": compute for kind in ("gemm", "attention", "attention_backward")}
+        return cls(gpu.name, "cuda", "datasheet", rates, memory_bytes=round(gpu.memory_gb * 1e9))
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}

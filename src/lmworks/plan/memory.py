@@ -164,10 +164,9 @@ def at_backward(spec: RunSpec, net: Network, accumulated: bool, block: int) -> l
         again = total(net.block) - stream + weight_casts(load) / m.layers
     if recompute == "selective":  # taken over from what was kept, all but the last product, which nothing asks for
         again -= total(net.block, "dear") - t * w * m.hidden
-    # swiglu: gradients of silu(gate) and of up beside that of their product; gelu: of its input beside its result's.
-    # The product's saved input is freed as they are made, so one of them is already paid for.
+    # Beside what is saved. swiglu: gradients of its result, of silu(gate) and of up; gelu: of its result, of its input.
     ffn, slots = (m.expert_ffn, t * m.top_k / m.experts) if m.experts else (m.ffn, t)
-    beside = 2 if m.mlp == "swiglu" else 1
+    beside = 3 if m.mlp == "swiglu" else 2
     temporaries = beside * ffn * slots * w + stream * (2 if load.cast else 1) + 4 * ffn * m.hidden
     if m.experts:  # the gradient of every slot; a zeroed gradient of all experts for each of them, and the sum
         temporaries += stream + 8 * m.experts * ffn * m.hidden

@@ -30,8 +30,8 @@ def embedding(load: Workload) -> list[Op]:
     if m.positions == "learned":  # the sum replaces the look-up as the stream's first tensor; positions are int64
         indices = 8 * load.seq * (load.batch if load.documents else 1)
         ops.append(Op("position embedding", "embedding", (stream(3 * t * h),), (stream(2 * t * h),), saved=indices))
-    if m.positions == "rope":  # cos and sin of every position, shared by all layers
-        table = load.seq * (load.batch if load.documents else 1) * m.head_dim // 2
+    if m.positions == "rope":  # cos and sin of every position, twice a head's half; shared by all layers
+        table = load.seq * (load.batch if load.documents else 1) * m.head_dim
         ops.append(Op("rotary tables", "embedding", (stream(2 * table, kind="math", count=2),), saved=8 * table))
     return ops + mask(load)
 
@@ -83,7 +83,13 @@ def experts(load: Workload) -> list[Op]:
         forward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
         backward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
     products = Op("experts", "matmul", tuple(forward), tuple(backward), dear=slots * w * (2 * ffn + h))
-    ops = [linear("router", load, h, count), route, dispatch, products, activation(load, ffn, slots / count, count)]
+    ops = [
+        linear("router", load, h, count),
+        route,
+        dispatch,
+        products,
+        activation(load, ffn, slots / count, count, kept=True),
+    ]
     return ops + (mlp(load, m.shared_experts * ffn, "shared ") if m.shared_experts else [])
 
 

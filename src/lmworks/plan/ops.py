@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..spec import ModelSpec, RunSpec
 from .flops import keys_per_query
 
-CHUNK_LOGITS = 2**22  # as in kernels/cross_entropy.py, which a test compares
+CHUNK_LOGITS = 2**21  # as in kernels/cross_entropy.py, which a test compares
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,15 @@ def head_norm(name: str, load: Workload, heads: int) -> Op:
 
 
 def rotary(name: str, load: Workload, width: int) -> Op:
-    """Rotate-half in fp32: four products, a sum, a difference and a cat of halves; keeps only the shared tables."""
+    """x·cos + swap(x)·sin in fp32: two products with a table per position, a cat of swapped halves, a sum.
+
+    Nothing is kept but the tables, which all layers share; backward is the same four passes.
+    """
     x = load.tokens * width
-    casts = [stream(1.5 * x, count=2)] if load.cast else []
-    forward = [stream(1.0625 * x, kind="strided", count=4), stream(1.5 * x, kind="strided", count=2), stream(2 * x)]
-    backward = [*forward, stream(x, kind="strided")]
-    return Op(name, "rotary", (*forward, *casts), (*backward, *casts))
+    passes = [stream(2 * x, kind="strided", count=3), stream(3 * x)]
+    if load.cast:  # 2 bytes in and out, fp32 within
+        passes = [stream(1.5 * x, kind="strided", count=2), stream(x, kind="strided"), stream(3 * x), stream(1.5 * x)]
+    return Op(name, "rotary", tuple(passes), tuple(passes))
 
 
 def attention(load: Workload) -> Op:
@@ -185,12 +188,16 @@ def attention(load: Workload) -> Op:
     return Op("attention", "attention", tuple(forward), tuple(backward), saved, dear=result + 4 * t * m.heads)
 
 
-def activation(load: Workload, width: int, tokens: float, count: float = 1) -> Op:
-    """SwiGLU keeps gate, silu(gate), up and their product; GELU keeps its input and its result."""
+def activation(load: Workload, width: int, tokens: float, count: float = 1, kept: bool = False) -> Op:
+    """SwiGLU keeps gate, silu(gate) and up; GELU keeps its input. Their result, as wide, is computed again when the
+    next product's backward pass needs it, unless it is `kept`, as experts do."""
     x = tokens * width * load.width / 4  # in units of 4 bytes
     if load.model.mlp == "gelu":
         forward, backward = [stream(2 * x, kind="math", count=count)], [stream(3 * x, kind="math", count=count)]
-        return Op("gelu", "activation", tuple(forward), tuple(backward), saved=count * 8 * x)
-    forward = [stream(2 * x, kind="math", count=count), stream(3 * x, count=count)]
-    backward = [stream(3 * x, count=2 * count), stream(3 * x, kind="math", count=count)]
-    return Op("swiglu", "activation", tuple(forward), tuple(backward), saved=count * 16 * x)
+        tensors = 1
+    else:
+        forward = [stream(2 * x, kind="math", count=count), stream(3 * x, count=count)]
+        backward = [stream(3 * x, count=2 * count), stream(3 * x, kind="math", count=count)]
+        tensors = 3
+    again = [] if kept else forward
+    return Op(load.model.mlp, "activation", tuple(forward), (*again, *backward), saved=count * 4 * x * (tensors + kept))

@@ -40,8 +40,15 @@ class Prediction:
         }
 
 
-def predict(spec: RunSpec, machine: Machine | None = None, device: str = "cpu") -> Prediction:
-    """`device` says whose kernels run where no machine is given: it changes what they keep."""
-    sheet = memory(spec, machine.device if machine else device)
-    time = step_time(spec, machine) if machine else None
-    return Prediction(spec.model.params, step_flops(spec), sheet, time, machine)
+def predict(spec: RunSpec, machine: Machine | None = None) -> Prediction:
+    """Without a machine, or where its rate for this precision is unknown, there is no time."""
+    device = machine.device if machine else likely_device(spec)
+    time = step_time(spec, machine) if machine and machine.covers(spec.precision.dtype) else None
+    return Prediction(spec.model.params, step_flops(spec), memory(spec, device), time, machine)
+
+
+def likely_device(spec: RunSpec) -> str:
+    """Whose kernels will run (they differ in what they keep): as the spec says, else a named accelerator's."""
+    if spec.cluster.device != "auto":
+        return spec.cluster.device
+    return "cpu" if spec.cluster.gpu == "auto" else "cuda"

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..spec import RunSpec
+from ..spec import RunSpec, SpecError
 from .machine import Machine
 from .memory import kept, refuse_unpredicted
 from .network import Network, network, optimizer
@@ -37,13 +37,15 @@ class StepTime:
 def step_time(spec: RunSpec, machine: Machine) -> StepTime:
     refuse_unpredicted(spec)
     load = Workload.of(spec, machine.device)
+    if not machine.covers(load.dtype):
+        raise SpecError(f"precision.dtype = '{load.dtype}': the rate of {machine.name} for it is not known")
     net = network(load)
     accumulation = spec.accumulation
     parts: dict[str, float] = defaultdict(float)
     for op, times, kernels, _ in passes(spec, net):
-        parts[op.part] += accumulation * times * sum(machine.seconds(kernel) for kernel in kernels)
+        parts[op.part] += accumulation * times * sum(machine.seconds(kernel, load.dtype) for kernel in kernels)
     for op in optimizer(spec.model):
-        parts[op.part] += sum(machine.seconds(kernel) for kernel in op.forward)
+        parts[op.part] += sum(machine.seconds(kernel, load.dtype) for kernel in op.forward)
     tags = dict.fromkeys(parts, machine.tag)
     tags["norms"] = tags["residual"] = tags["embedding"] = "modelled" if machine.tag == "measured" else machine.tag
 
