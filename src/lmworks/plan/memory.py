@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..spec import RunSpec, SpecError
 from .network import Network, network
-from .ops import CHUNK_LOGITS, Op, Workload
+from .ops import Op, Workload
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def gradient_row(spec: RunSpec, there: bool) -> Row:
 def at_loss(spec: RunSpec, net: Network, accumulated: bool) -> list[Row]:
     load, m = net.load, spec.model
     w, hidden, head = load.width, load.tokens * m.hidden, m.vocab * m.hidden
-    rows = min(load.tokens, max(1, CHUNK_LOGITS // m.vocab))
+    rows = load.chunk_rows
     logits = rows * m.vocab
     if load.cast:
         # 2-byte logits, an fp32 copy where softmax cannot read 2 bytes itself (CPU), log p; then its gradient in
@@ -166,7 +166,7 @@ def at_backward(spec: RunSpec, net: Network, accumulated: bool, block: int) -> l
         again -= total(net.block, "dear") - t * w * m.hidden
     # Beside what is saved. swiglu: gradients of its result, of silu(gate) and of up; gelu: of its result, of its input.
     ffn, slots = (m.expert_ffn, t * m.top_k / m.experts) if m.experts else (m.ffn, t)
-    beside = 3 if m.mlp == "swiglu" else 2
+    beside = (3 if m.mlp == "swiglu" else 2) - (m.experts > 0)  # experts keep their result: its gradient replaces it
     temporaries = beside * ffn * slots * w + stream * (2 if load.cast else 1) + 4 * ffn * m.hidden
     if m.experts:  # the gradient of every slot; a zeroed gradient of all experts for each of them, and the sum
         temporaries += stream + 8 * m.experts * ffn * m.hidden

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ..spec import ModelSpec
 from .ops import (
-    CHUNK_LOGITS,
     Kernel,
     Op,
     Workload,
@@ -114,7 +113,7 @@ def block(load: Workload) -> list[Op]:
 def loss(load: Workload) -> list[Op]:
     """Final norm, head and cross-entropy in chunks: all three products and both gradients within the forward pass."""
     t, h, vocab = load.tokens, load.model.hidden, load.model.vocab
-    rows = min(t, max(1, CHUNK_LOGITS // vocab))
+    rows = load.chunk_rows
     chunks = t / rows
     products = [gemm(rows, h, vocab, chunks), gemm(rows, vocab, h, chunks), gemm(vocab, rows, h, chunks)]
     logits = rows * vocab

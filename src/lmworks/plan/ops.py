@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..spec import ModelSpec, RunSpec
 from .flops import keys_per_query
 
-CHUNK_LOGITS = 2**21  # as in kernels/cross_entropy.py, which a test compares
+CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # as in kernels/cross_entropy.py, which a test compares
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,11 @@ class Workload:
         return self.width == 2
 
     @property
+    def chunk_rows(self) -> int:
+        """Tokens whose logits are held at once."""
+        return min(self.tokens, max(1, CHUNK_LOGITS[self.device] // self.model.vocab))
+
+    @property
     def attention(self) -> str:
         """'fused' keeps no scores; 'scores' holds every one, as the reference does.
 
@@ -104,21 +109,22 @@ def linear(name: str, load: Workload, inputs: int, outputs: int, bias: bool = Fa
     return Op(name, "matmul", tuple(forward), tuple(backward), dear=t * outputs * w)
 
 
+def normalise(load: Workload, x: float) -> tuple[list[Kernel], list[Kernel]]:
+    """Passes of a norm over x elements: a fused kernel each way, but for RMSNorm on a CPU, made of small ops."""
+    if load.model.norm == "layer" or load.device == "cuda":
+        return [stream(2 * x)], [stream(3 * x)]
+    return [stream(2 * x, count=3), stream(x)], [stream(3 * x, count=2), stream(2 * x, count=4), stream(x, count=2)]
+
+
 def norm(name: str, load: Workload, readers: int) -> Op:
     """Normalise the residual stream for `readers` linear layers.
 
-    Kept: the result once (fp32), or one cast of it per reader; mean and/or 1/σ; and, where RMSNorm runs as separate
-    ops (CPU), the normalised x besides.
+    Kept: the result once (fp32), or one cast of it per reader; 1/σ, and LayerNorm's mean. Its input is kept by
+    whoever made it.
     """
-    t, h = load.tokens, load.model.hidden
-    x = t * h
-    layer = load.model.norm == "layer"
-    saved = t * (8 if layer else 4) + (2 * x * readers if load.cast else 4 * x * (readers > 0))
-    forward, backward = [stream(2 * x)], [stream(3 * x)]
-    if not layer and load.device == "cpu":
-        saved += 4 * x
-        forward = [stream(2 * x, count=3), stream(x)]  # x², mean, x·(1/σ), ·weight
-        backward = [stream(3 * x, count=4), stream(2 * x, count=4), stream(x, count=3)]
+    t, x = load.tokens, load.tokens * load.model.hidden
+    saved = t * (8 if load.model.norm == "layer" else 4) + (2 * x * readers if load.cast else 4 * x * (readers > 0))
+    forward, backward = normalise(load, x)
     if load.cast:
         forward.append(stream(1.5 * x, count=readers))
         backward.append(stream(1.5 * x, count=readers))
@@ -134,14 +140,10 @@ def residual(name: str, load: Workload) -> Op:
 
 
 def head_norm(name: str, load: Workload, heads: int) -> Op:
-    """RMSNorm over each head. Kept: its fp32 input and normalised input, 1/σ per head."""
+    """RMSNorm over each head. Kept: its input, and 1/σ of every head."""
     x = load.tokens * heads * load.model.head_dim
-    saved = 8 * x + 4 * load.tokens * heads
-    forward = [stream(2 * x, count=3), stream(x)]
-    backward = [stream(3 * x, count=4), stream(2 * x, count=4), stream(x, count=3)]
-    if not load.cast and load.device == "cuda":  # one fused kernel keeps its input and 1/σ
-        saved, forward, backward = saved - 4 * x, [stream(2 * x)], [stream(3 * x)]
-    return Op(name, "norms", tuple(forward), tuple(backward), saved)
+    forward, backward = normalise(load, x)
+    return Op(name, "norms", tuple(forward), tuple(backward), saved=load.width * x + 4 * load.tokens * heads)
 
 
 def rotary(name: str, load: Workload, width: int) -> Op:
