@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.cross_entropy import IGNORE, linear_cross_entropy
+from ..kernels.rms_norm import rms_norm
 from ..spec import ModelSpec
 from . import rope
 from .attention import Attend, dense
@@ -36,10 +37,19 @@ class Embedding(nn.Embedding):
         pass
 
 
+class RMSNorm(nn.RMSNorm):
+    """x / √(mean(x²) + ε) · weight."""
+
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
 def make_norm(spec: ModelSpec) -> nn.Module:
     if spec.norm == "layer":
         return nn.LayerNorm(spec.hidden, eps=spec.norm_eps, bias=spec.bias)
-    return nn.RMSNorm(spec.hidden, eps=spec.norm_eps)
+    return RMSNorm(spec.hidden, eps=spec.norm_eps)
 
 
 class Attention(nn.Module):
@@ -52,8 +62,8 @@ class Attention(nn.Module):
         self.k = Linear(spec.hidden, spec.kv_dim, bias=spec.qkv_bias)
         self.v = Linear(spec.hidden, spec.kv_dim, bias=spec.qkv_bias)
         self.out = Linear(spec.q_dim, spec.hidden, bias=spec.bias)
-        self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+        self.q_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
 
     def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
         # The number of heads is inferred, so that a rank may hold a part of them: (batch, seq, heads, head_dim)
@@ -111,7 +121,7 @@ class MoE(nn.Module):
             h = flat[token]
             h = F.silu(F.linear(h, self.gate[expert])) * F.linear(h, self.up[expert])
             h = F.linear(h, self.down[expert]) * weights[token, slot].unsqueeze(-1)
-            out = out.index_add(0, token, h.type_as(out))
+            out.index_add_(0, token, h.type_as(out))
         if self.shared is not None:
             out = out + self.shared(flat)
         return out.view_as(x)
@@ -162,6 +172,7 @@ class GPT(nn.Module):
         attend: Attend | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         keep_logits: bool = True,  # False: the loss is computed in chunks and the logits are never held
+        only_last: bool = False,  # logits of the last position alone, (batch, 1, vocab): all that generation needs
     ) -> Tensor | tuple[Tensor | None, Tensor]:
         if positions is None:
             positions = default_positions(tokens, documents)
@@ -175,7 +186,7 @@ class GPT(nn.Module):
             x = recomputed(block, self.recompute)(x, turn, attend)
         x = self.norm(x)
         if targets is None:
-            return F.linear(x, self.head_weight)
+            return F.linear(x[:, -1:] if only_last else x, self.head_weight)
         if keep_logits:
             logits = F.linear(x, self.head_weight)
             flat = logits.flatten(0, 1).float()
