@@ -77,14 +77,13 @@ def reference(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
     return (scores.softmax(dim=-1).type_as(v) @ v).transpose(1, 2)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Tensor | None) -> Tensor:
-    """PyTorch's fused attention. `bias` is the pattern spelled out, made once a pass, or None when it is plain."""
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """PyTorch's fused attention. `mask` spells a pattern out (bool, or what to add); the plain one is just `causal`."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
-    if bias is not None and bias.is_floating_point():
-        bias = bias.to(q.dtype)
-    causal = pattern.plain and q.shape[2] > 1
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=gqa)
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(q.dtype)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
     return out.transpose(1, 2)
 
 
@@ -141,17 +140,22 @@ class Dense:
     mask: Any = field(default=None)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        queries, keys = q.shape[1], k.shape[1]
+        pattern, queries, keys = self.pattern, q.shape[1], k.shape[1]
         if self.backend == "reference":
-            return reference(q, k, v, self.pattern)
+            return reference(q, k, v, pattern)
         if self.backend == "flex":
             if self.mask is None:
-                self.mask = flex_block_mask(self.pattern, q.shape[0], queries, keys, q.device)
-            return flex(q, k, v, self.pattern, self.mask)
-        if self.mask is None and not self.pattern.plain:
-            make = self.pattern.bias if self.pattern.alibi else lambda _heads, *shape: self.pattern.mask(*shape)
-            self.mask = make(q.shape[2], queries, keys, q.device)
-        return sdpa(q, k, v, self.pattern, self.mask)
+                self.mask = flex_block_mask(pattern, q.shape[0], queries, keys, q.device)
+            return flex(q, k, v, pattern, self.mask)
+        if pattern.plain:
+            return sdpa(q, k, v, None, causal=queries > 1)
+        if queries == 1 and not pattern.alibi and pattern.documents is None:
+            # Decoding: the newest position sees the last `window` keys (0: all of them), and that needs no mask.
+            return sdpa(q, k[:, -pattern.window :], v[:, -pattern.window :], None, causal=False)
+        if self.mask is None:
+            shape = (queries, keys, q.device)
+            self.mask = pattern.bias(q.shape[2], *shape) if pattern.alibi else pattern.mask(*shape)
+        return sdpa(q, k, v, self.mask, causal=False)
 
 
 def dense(spec: ModelSpec, device: torch.device, documents: Tensor | None = None, offset: int = 0) -> Dense:

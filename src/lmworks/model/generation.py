@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,22 +17,27 @@ from .gpt import GPT
 class KVCache:
     """Keys and values of every layer, as an attention backend: it appends, then attends over all it holds."""
 
-    def __init__(self, spec: ModelSpec, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.spec = spec
-        shape = (spec.layers, 2, batch, capacity, spec.kv_heads, spec.head_dim)
-        self.store = torch.empty(shape, device=device, dtype=dtype)
+    def __init__(self, spec: ModelSpec, capacity: int, device: torch.device) -> None:
+        # Prompts come in every length, and FlexAttention would be compiled for each.
+        self.spec = spec.replace(attention="sdpa") if spec.attention == "auto" else spec
+        self.capacity, self.device = capacity, device
+        self.store: Tensor | None = None  # made by the first layer, in the precision that attention runs in
         self.length = 0
+        self.attend = dense(self.spec, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        if self.store is None:
+            shape = (self.spec.layers, 2, q.shape[0], self.capacity, *k.shape[2:])
+            self.store = torch.empty(shape, device=self.device, dtype=v.dtype)
         end = self.length + q.shape[1]
         keys, values = self.store[layer]
         keys[:, self.length : end], values[:, self.length : end] = k, v
-        attend = dense(self.spec, q.device, offset=self.length)
-        return attend(q, keys[:, :end].type_as(q), values[:, :end].type_as(q), layer)
+        return self.attend(q, keys[:, :end], values[:, :end], layer)
 
     def advance(self, tokens: int) -> None:
         """Called once all layers have written."""
         self.length += tokens
+        self.attend = dense(self.spec, self.device, offset=self.length)
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise SpecError(f"temperature = {self.temperature:g} is out of range: it must be at least 0")
+        if not 0 <= self.temperature < math.inf:
+            raise SpecError(f"temperature = {self.temperature:g} is out of range: it must be at least 0 and finite")
         if self.top_k < 0:
             raise SpecError(f"top-k = {self.top_k} is out of range: it must be at least 0")
         if not 0 < self.top_p <= 1:
@@ -62,7 +68,8 @@ def sample(logits: Tensor, how: Sampling, generator: torch.Generator | None) -> 
         logits = logits.masked_fill(logits < smallest, -torch.inf)
     if how.top_p < 1:
         ordered, index = logits.sort(dim=-1, descending=True)
-        before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)  # mass of likelier tokens
+        probs = ordered.softmax(dim=-1)
+        before = probs.cumsum(dim=-1) - probs  # mass of likelier tokens
         ordered = ordered.masked_fill(before >= how.top_p, -torch.inf)
         logits = torch.empty_like(logits).scatter_(-1, index, ordered)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(-1)
@@ -81,11 +88,11 @@ def stream(model: GPT, prompt: Tensor, max_tokens: int, how: Sampling) -> Iterat
         )
     device = prompt.device
     generator = torch.Generator(device=device).manual_seed(how.seed)
-    cache = KVCache(model.spec, prompt.shape[0], prompt.shape[1] + max_tokens, device, model.embed.weight.dtype)
+    cache = KVCache(model.spec, prompt.shape[1] + max_tokens, device)
     fresh = prompt
     for _ in range(max_tokens):
         positions = torch.arange(cache.length, cache.length + fresh.shape[1], device=device)
-        logits = model(fresh, positions=positions, attend=cache)
+        logits = model(fresh, positions=positions, attend=cache, only_last=True)
         cache.advance(fresh.shape[1])
         token = sample(logits[:, -1], how, generator)
         yield token
@@ -95,12 +102,14 @@ def stream(model: GPT, prompt: Tensor, max_tokens: int, how: Sampling) -> Iterat
 def generate(
     model: GPT, prompt: Tensor, max_tokens: int, how: Sampling | None = None, stop: int | None = None
 ) -> Tensor:
-    """Prompt and continuation, (batch, seq + new). Ends early once every row has produced `stop`."""
+    """Prompt and continuation, (batch, seq + new). A row that produced `stop` repeats it until all of them have."""
     rows = [prompt]
     done = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
     for token in stream(model, prompt, max_tokens, how or Sampling(temperature=0)):
+        if stop is not None:
+            token = token.masked_fill(done, stop)
+            done |= token == stop
         rows.append(token.unsqueeze(1))
-        done |= token == stop if stop is not None else False
-        if bool(done.all()):
+        if stop is not None and bool(done.all()):
             break
     return torch.cat(rows, dim=1)

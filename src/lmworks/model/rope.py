@@ -44,13 +44,14 @@ def frequencies(spec: ModelSpec, device: torch.device) -> tuple[Tensor, float]:
 
 
 def tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin for `positions` (…, seq): each (…, seq, 1, head_dim / 2), broadcasting over heads."""
+    """(cos, cos) and (−sin, sin) for `positions` (…, seq): each (…, seq, 1, head_dim), broadcasting over heads."""
     freqs, temperature = frequencies(spec, positions.device)
     angles = (positions.unsqueeze(-1).float() * freqs).unsqueeze(-2)
-    return angles.cos() * temperature, angles.sin() * temperature
+    cos, sin = angles.cos() * temperature, angles.sin() * temperature
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs of x (…, seq, heads, head_dim)."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
+    """Turn the pairs of x (…, seq, heads, head_dim): (a, b) → (a·cos − b·sin, b·cos + a·sin), in fp32."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((second, first), dim=-1) * sin).type_as(x)
