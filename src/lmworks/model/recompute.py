@@ -31,6 +31,19 @@ def keep_dear(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPoli
     return CheckpointPolicy.MUST_SAVE if op in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+class Kept(torch.autograd.Function):
+    """Holds tensors the way autograd holds them: inside a recomputed block they are dropped and come back."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor) -> None:
+        raise NotImplementedError("nothing is computed from kept tensors")
+
+
 def through(activation: Callable[..., Tensor], *inputs: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
     """`into(activation(*inputs))`, keeping `inputs` for the backward pass but not what lies between.
 
@@ -40,16 +53,16 @@ def through(activation: Callable[..., Tensor], *inputs: Tensor, into: Callable[[
     middle = activation(*inputs)
     if torch.compiler.is_compiling() or not middle.requires_grad:
         return into(middle)
-    address = middle.data_ptr()
+    address, size = middle.data_ptr(), middle.numel()
+    keeper: Any = Kept.apply(*inputs).grad_fn
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        same = saved.data_ptr() == address and saved.numel() == middle_size
+        same = saved.data_ptr() == address and saved.numel() == size
         return saved.shape if same else saved
 
     def unpack(kept: Tensor | torch.Size) -> Tensor:
-        return kept if isinstance(kept, Tensor) else activation(*inputs).view(kept)
+        return kept if isinstance(kept, Tensor) else activation(*keeper.saved_tensors).view(kept)
 
-    middle_size = middle.numel()
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return into(middle)
 
@@ -58,7 +71,7 @@ def recomputed(block: Callable[..., Tensor], policy: str) -> Callable[..., Tenso
     """`block` under the named policy: none, full or selective."""
     if policy == "none":
         return block
+    again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)  # no block draws random numbers
     if policy == "full":
-        return partial(checkpoint, block, use_reentrant=False)
-    contexts = partial(create_selective_checkpoint_contexts, keep_dear)
-    return partial(checkpoint, block, use_reentrant=False, context_fn=contexts)
+        return again
+    return partial(again, context_fn=partial(create_selective_checkpoint_contexts, keep_dear))
