@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..spec.errors import LMWorksError
-from . import data, models, runs, train, use
+from . import data, hardware, models, plan, runs, train, use
 
 app = typer.Typer(
     name="lmworks",
@@ -17,6 +17,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("models")(models.models)
+app.command("hardware")(hardware.hardware)
+app.command("plan")(plan.plan)
 app.command("runs")(runs.runs)
 app.command("report")(runs.report)
 app.add_typer(data.app, name="data")

@@ -1,0 +1,83 @@
+"""`lmworks hardware`: the catalogue of accelerators, and what this machine can do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .output import Json, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..plan.machine import Machine
+    from ..spec import Gpu
+
+
+def hardware(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One accelerator, with its sources.")] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure this machine anew, and keep the result.")] = False,
+    json: Json = False,
+) -> None:
+    """List the known accelerators with where each figure comes from, or measure this machine.
+
+    \b
+    Examples:
+      lmworks hardware
+      lmworks hardware H100-SXM-80GB
+      lmworks hardware --probe
+    """
+    from ..spec import Cluster, SpecError, catalogue
+    from ..spec.errors import did_you_mean
+
+    if probe:
+        if name:
+            raise SpecError("--probe measures the machine at hand; it takes no name")
+        from ..observe.probe import this_machine
+
+        machine = this_machine(Cluster(), refresh=True)
+        print_json(machine.to_dict()) if json else print_machine(machine)
+        return
+    gpus = catalogue()
+    if name and name not in gpus:
+        raise SpecError(f"'{name}' is not in the catalogue{did_you_mean(name, gpus)}")
+    if json:
+        print_json(gpus[name].to_dict() if name else [gpu.to_dict() for gpu in gpus.values()])
+    elif name:
+        print_gpu(gpus[name])
+    else:
+        print_catalogue(list(gpus.values()))
+
+
+def print_catalogue(gpus: list[Gpu]) -> None:
+    columns = {
+        "fp32": "fp32_tflops", "bf16": "bf16_tflops", "fp16": "fp16_tflops", "fp8": "fp8_tflops", "GB": "memory_gb",
+        "GB/s": "bandwidth_gbs", "link GB/s": "link_gbs", "W": "tdp_w",
+    }  # fmt: skip
+    rows = []
+    for gpu in gpus:
+        figures = [getattr(gpu, field) for field in columns.values()]
+        rows.append([gpu.name, *(f"{figure:g}" if figure else "-" for figure in figures)])
+    print_table("Accelerators: dense peaks in TFLOP/s, memory in GB = 1e9 bytes (-: unknown)", ["name", *columns], rows)
+    typer.echo("lmworks hardware NAME names the sources; cluster.catalogue = FILE adds accelerators of your own")
+
+
+def print_gpu(gpu: Gpu) -> None:
+    for key, value in gpu.to_dict().items():
+        if value:
+            typer.echo(f"{key:15}{value:g}" if isinstance(value, float) else f"{key:15}{value}")
+
+
+def print_machine(machine: Machine) -> None:
+    from ..record.figures import binary_bytes, duration, short
+
+    rows = []
+    for kind, points in machine.rates.items():
+        unit = "FLOP/s" if "." in kind else "B/s"
+        for point in points:
+            size = " × ".join(f"{n:.0f}" for n in point.shape) if "." in kind else binary_bytes(point.shape[0])
+            rows.append([kind, size, f"{short(point.rate)}{unit}"])
+    print_table(f"Measured: {machine.name}", ["kernel", "size", "rate"], rows)
+    typer.echo(f"one small op: {duration(machine.launch_s)} forward, {duration(machine.launch_backward_s)} backward")
+    if machine.fresh_s_per_byte:
+        typer.echo(f"memory touched for the first time: {short(1 / machine.fresh_s_per_byte)}B/s besides")
+    typer.echo(f"memory: {binary_bytes(machine.memory_bytes)} ({machine.memory_bytes / 1e9:.3g} GB)")

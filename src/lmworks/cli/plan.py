@@ -1,0 +1,116 @@
+"""`lmworks plan`: what a run will take, before it is started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .output import Json, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..plan.machine import Machine
+    from ..plan.predict import Prediction
+    from ..spec import Cluster
+
+
+def plan(
+    spec: Annotated[
+        str, typer.Argument(metavar="SPEC", help="A TOML file, a run folder, or the name of a model preset.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the spec, e.g. data.micro_batch=4."),
+    ] = None,
+    no_probe: Annotated[bool, typer.Option("--no-probe", help="Do not measure this machine: no step time.")] = False,
+    json: Json = False,
+) -> None:
+    """Predict the memory and the step time of a run on one device.
+
+    The time is for this machine, measured in a few seconds the first time, or for the accelerator that cluster.gpu
+    names, from its datasheet.
+
+    \b
+    Examples:
+      lmworks plan configs/tiny.toml
+      lmworks plan cpu-10m data.seq=256 data.micro_batch=8
+      lmworks plan llama3-1b cluster.gpu=H200-SXM-141GB data.seq=4096 data.micro_batch=4 precision.dtype=bf16
+      lmworks plan gpt2-small parallel.recompute=full --no-probe --json
+    """
+    from ..plan.predict import predict
+    from ..spec import load_run
+
+    run = load_run(spec, overrides or ())
+    machine = find_machine(run.cluster, no_probe)
+    prediction = predict(run, machine)
+    if json:
+        print_json({"name": run.name, **prediction.to_dict(), "fits": fits(prediction)})
+        return
+    typer.echo(f"{run.name}: {run.model.params:,} parameters, {run.tokens_per_step:,} tokens a step")
+    print_memory(prediction)
+    print_time(prediction, run.precision.dtype)
+
+
+def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
+    from ..plan.machine import Machine
+
+    if cluster.accelerator:
+        return Machine.from_gpu(cluster.accelerator)
+    if no_probe:
+        return None
+    from ..observe.probe import this_machine
+
+    return this_machine(cluster)
+
+
+def fits(prediction: Prediction) -> bool | None:
+    """None where the machine, or its memory, is unknown."""
+    memory = prediction.machine.memory_bytes if prediction.machine else 0
+    return prediction.memory.total <= memory if memory else None
+
+
+def print_memory(prediction: Prediction) -> None:
+    from ..record.figures import binary_bytes
+
+    sheet, machine = prediction.memory, prediction.machine
+    rows = [[row.name, binary_bytes(row.bytes), row.how] for row in sheet.rows]
+    print_table(f"Memory of tensors at the highest moment of a step: {sheet.moment}", ["what", "bytes", "how"], rows)
+    typer.echo(f"peak {both(sheet.total)}")
+    for note in sheet.notes:
+        typer.echo(f"note: {note}")
+    answer = fits(prediction)
+    if machine and answer is not None:
+        share = sheet.total / machine.memory_bytes
+        verdict = "fits in" if answer else "does NOT fit in"
+        typer.echo(f"{verdict} the {both(machine.memory_bytes)} of {machine.name}: {share:.1%} of it, before what the")
+        typer.echo("framework, the driver and the allocator take besides")
+
+
+def print_time(prediction: Prediction, dtype: str) -> None:
+    from ..record.figures import duration, short
+
+    time, machine = prediction.time, prediction.machine
+    if machine is None:
+        typer.echo("\nstep time: not predicted; leave out --no-probe to measure this machine")
+        return
+    if time is None:
+        typer.echo(f"\nstep time: not predicted; the rate of {machine.name} in {dtype} is not known")
+        return
+    rows = [
+        [part, duration(seconds), f"{seconds / time.total:.0%}", time.tags[part]]
+        for part, seconds in sorted(time.parts.items(), key=lambda item: -item[1])
+    ]
+    print_table(f"Time of one step on {machine.name}", ["part", "time", "share", "rests on"], rows)
+    flops = prediction.flops.model / time.total
+    typer.echo(
+        f"step {duration(time.total)}, {short(time.tokens_per_s)} tokens/s, {short(flops)}FLOP/s of the model's own"
+    )
+    if machine.tag == "datasheet":
+        typer.echo("from datasheet peaks, which no kernel reaches: the time is a lower bound, the speed an upper bound")
+
+
+def both(count: int) -> str:
+    """Bytes in both units, as the two are often mistaken for each other."""
+    from ..record.figures import binary_bytes
+
+    return f"{binary_bytes(count)} ({count / 1e9:.3g} GB)"
