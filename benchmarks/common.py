@@ -1,0 +1,44 @@
+"""What every benchmark records beside its figures: the machine, the versions and the commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith(("model name", "CPU part")):
+            cpu = f"{platform.machine()} {line.split(':')[1].strip()}"
+            break
+    return {
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str:
+    answer = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"
+
+
+def write_result(name: str, result: dict[str, Any]) -> Path:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    stamp = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine()}
+    path.write_text(json.dumps({**stamp, **result}, indent=1) + "\n")
+    return path

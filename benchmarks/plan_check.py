@@ -1,0 +1,126 @@
+"""Hold the planner's first sheet against real steps: peak memory and step time, each case in a process of its own.
+
+    python benchmarks/plan_check.py                         the CPU presets
+    python benchmarks/plan_check.py --device cuda           small models on a GPU
+    python benchmarks/plan_check.py --save                  also write benchmarks/results/plan_check_DEVICE.json
+
+Memory: on a CPU the growth of the resident set (VmHWM) above the imports, on a GPU the allocator's peak. Time: the median
+of the steps after three to warm up. The rates are measured in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+from lmworks.model import GPT
+from lmworks.observe.probe import probe
+from lmworks.plan.memory import memory
+from lmworks.plan.time import step_time
+from lmworks.spec import RunSpec, load_run
+from lmworks.train.device import PeakMemory
+from lmworks.train.optim import make_optimizer
+from lmworks.train.precision import autocast, make_scaler
+
+CASES: dict[str, list[list[str]]] = {
+    "cpu": [
+        ["cpu-3m", "data.seq=256", "data.micro_batch=8"],
+        ["cpu-10m", "data.seq=256", "data.micro_batch=4"],
+        ["cpu-10m", "data.seq=256", "data.micro_batch=8"],
+        ["cpu-10m", "data.seq=256", "data.micro_batch=4", "data.global_batch=8"],
+        ["cpu-10m", "data.seq=256", "data.micro_batch=8", "parallel.recompute=full"],
+        ["cpu-10m", "data.seq=256", "data.micro_batch=8", "model.mlp=swiglu", "model.bias=false", "model.norm=rms",
+         "model.positions=rope", "model.ffn=704"],
+    ],
+    "cuda": [
+        ["gpt2-small", "data.seq=1024", "data.micro_batch=16", "precision.dtype=bf16"],
+        ["gpt2-small", "data.seq=1024", "data.micro_batch=32", "precision.dtype=bf16"],
+        ["gpt2-small", "data.seq=1024", "data.micro_batch=16", "precision.dtype=bf16", "parallel.recompute=full"],
+        ["gpt2-small", "data.seq=1024", "data.micro_batch=16", "precision.dtype=bf16", "parallel.recompute=selective"],
+        ["gpt2-small", "data.seq=1024", "data.micro_batch=8", "precision.dtype=fp32"],
+        ["llama3-1b", "data.seq=4096", "data.micro_batch=2", "precision.dtype=bf16"],
+        ["qwen3-0.6b", "data.seq=2048", "data.micro_batch=4", "precision.dtype=bf16"],
+    ],
+}  # fmt: skip
+
+
+def train_steps(spec: RunSpec, device: torch.device, steps: int) -> tuple[int, list[float]]:
+    """What the trainer does in a step: (peak bytes, seconds of each step)."""
+    peak = PeakMemory(device)
+    model = GPT(spec.model).to(device)
+    model.recompute = spec.parallel.recompute
+    optimizer, scaler = make_optimizer(model, spec.optim), make_scaler(spec.precision, device)
+    shape = (spec.data.micro_batch, spec.data.seq)
+    tokens = torch.randint(0, spec.model.vocab, shape, device=device)
+    seconds = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        for _ in range(spec.accumulation):
+            with autocast(spec.precision, device):
+                _, loss = model(tokens, tokens, reduction="sum", keep_logits=False)
+            scaler.scale(loss / spec.tokens_per_step).backward()
+            del loss
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return peak.read(), seconds
+
+
+def check(case: list[str], device: str, steps: int) -> dict[str, Any]:
+    spec = load_run(case[0], [*case[1:], f"cluster.device={device}"])
+    where = torch.device(device)
+    sheet = memory(spec, device)
+    measured, seconds = train_steps(spec, where, steps)
+    step = statistics.median(seconds[3:])
+    result: dict[str, Any] = {"case": " ".join(case), "memory": measured, "memory_predicted": sheet.total}
+    result |= {"memory_moment": sheet.moment, "step": step, "step_best": min(seconds)}
+    predicted = step_time(spec, probe(where))
+    return result | {"step_predicted": predicted.total, "parts": predicted.parts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--one", nargs="+", help="one case: SPEC [section.key=value …]; prints JSON")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(check(options.one, options.device, options.steps)))
+        return
+    results = []
+    print(f"{'memory MB':>10} {'predicted':>10} {'error':>7}   {'step ms':>8} {'predicted':>9} {'error':>7}   case")
+    for case in CASES[options.device]:
+        command = [sys.executable, __file__, "--device", options.device, "--steps", str(options.steps), "--one", *case]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode:
+            print(f"failed: {' '.join(case)}\n{answer.stderr[-1500:]}")
+            continue
+        r = json.loads(answer.stdout.splitlines()[-1])
+        results.append(r)
+        memory_error = r["memory_predicted"] / r["memory"] - 1
+        time_error = r["step_predicted"] / r["step"] - 1
+        print(
+            f"{r['memory'] / 1e6:10.1f} {r['memory_predicted'] / 1e6:10.1f} {memory_error:+7.1%}   "
+            f"{r['step'] * 1e3:8.1f} {r['step_predicted'] * 1e3:9.1f} {time_error:+7.1%}   {r['case']}",
+            flush=True,
+        )
+    if options.save:
+        from common import write_result
+
+        write_result(f"plan_check_{options.device}", {"cases": results})
+
+
+if __name__ == "__main__":
+    main()
