@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..spec.errors import LMWorksError
-from . import data, hardware, models, plan, runs, train, use
+from . import data, demo, hardware, models, plan, runs, train, use
 
 app = typer.Typer(
     name="lmworks",
@@ -16,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("hardware")(hardware.hardware)
 app.command("plan")(plan.plan)

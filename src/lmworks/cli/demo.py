@@ -1,0 +1,132 @@
+"""`lmworks demo`: the whole path once, on this machine, in a few minutes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .output import print_table
+
+if TYPE_CHECKING:
+    from ..plan.predict import Prediction
+    from ..record import RunFolder
+    from ..spec import RunSpec
+
+SPEC = Path(__file__).with_name("demo.toml")
+PROMPTS = ("def __init__(self, name, value=None):\n", "for line in ")
+
+
+def demo(
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Where the run is kept (runs/demo).")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="How long training should take.")] = 120,
+) -> None:
+    """Plan, train, compare and use a small code model on this machine.
+
+    \b
+    Examples:
+      lmworks demo
+      lmworks demo --seconds 30 --run-dir runs/short
+    """
+    from ..observe.report import write_report
+    from ..spec import load_run
+    from ..train import Trainer
+    from .plan import find_machine, print_memory, print_time
+    from .train import free_folder
+
+    heading(1, "Data: the standard library of this Python, as tokens")
+    spec = load_run(SPEC)
+    baseline = bigram_baseline(spec)
+
+    heading(2, "Plan: what will it take?")
+    spec, prediction = fit_to_time(spec, seconds)
+    print_memory(prediction)
+    print_time(prediction, spec.precision.dtype)
+    typer.echo(f"{spec.optim.steps:,} steps fit into {seconds:.0f} s")
+
+    heading(3, "Train")
+    trainer = Trainer(spec, run_dir or free_folder("demo"), machine=find_machine(spec.cluster, no_probe=False))
+    result = trainer.run()
+    report = write_report(trainer.folder)
+
+    heading(4, "Compare: predicted against measured")
+    compare(trainer.folder, prediction)
+    better = "below" if result.loss < baseline else "NOT below"
+    typer.echo(f"held-out loss {result.loss:.3f} nats/token, {better} the bigram baseline of {baseline:.3f}")
+
+    heading(5, "Use: let it complete some Python")
+    for prompt in PROMPTS:
+        typer.echo(complete(trainer.folder.path, prompt) + "\n")
+
+    heading(6, "Where it lies, and what to try next")
+    run = trainer.folder.path
+    typer.echo(f"report: {report}")
+    typer.echo(f'more text:      lmworks generate {run} --prompt "import " --max-tokens 60')
+    typer.echo(f"exact loss:     lmworks eval {run}")
+    typer.echo("another shape:  lmworks train configs/small.toml model.layers=8 --run-dir runs/deeper")
+    typer.echo("your own code:  lmworks data prepare src/ --tokenizer bpe:2048 --out data/mine")
+    typer.echo("a large model:  lmworks plan llama3-8b cluster.gpu=H200-SXM-141GB precision.dtype=bf16")
+    if result.loss >= baseline:
+        raise typer.Exit(1)
+
+
+def heading(number: int, text: str) -> None:
+    typer.secho(f"\n{number}. {text}", bold=True)
+
+
+def bigram_baseline(spec: RunSpec) -> float:
+    """Held-out loss of a model that knows only which token follows which, counted on all training data."""
+    from ..data import TokenData, bigram_loss, console_progress, read_index, resolve
+
+    folder = resolve(spec.data.path, console_progress)
+    index = read_index(folder)
+    typer.echo(
+        f"{index.documents('train'):,} files, {index.tokens('train'):,} tokens to train on; "
+        f"{index.documents('val'):,} files, {index.tokens('val'):,} tokens held out"
+    )
+    loss = bigram_loss(TokenData.open(folder, "train"), TokenData.open(folder, "val"), index.vocab_size)
+    typer.echo(f"a bigram table of all of it predicts the held-out files at {loss:.3f} nats/token")
+    return loss
+
+
+def fit_to_time(spec: RunSpec, seconds: float) -> tuple[RunSpec, Prediction]:
+    """As many steps as the planner thinks fit, and its prediction for them."""
+    from ..plan.predict import predict
+    from .plan import find_machine
+
+    prediction = predict(spec, find_machine(spec.cluster, no_probe=False))
+    if prediction.time:
+        steps = max(1, round(seconds / prediction.time.total))
+        spec = spec.replace(optim=spec.optim.replace(steps=steps))
+    return spec, prediction
+
+
+def compare(folder: RunFolder, prediction: Prediction) -> None:
+    from ..observe.summary import summarize
+    from ..record.figures import binary_bytes, duration, short
+
+    measured = summarize(folder)
+    rows = [["peak memory", binary_bytes(prediction.memory.total), binary_bytes(measured.memory_bytes or math.nan)]]
+    ratios = [(measured.memory_bytes or math.nan) / prediction.memory.total]
+    if prediction.time and measured.step_s and measured.tokens_per_s:
+        rows.append(["step time", duration(prediction.time.total), duration(measured.step_s)])
+        rows.append(["tokens/s", short(prediction.time.tokens_per_s), short(measured.tokens_per_s)])
+        ratios += [measured.step_s / prediction.time.total, measured.tokens_per_s / prediction.time.tokens_per_s]
+    table = [[*row, f"{ratio:.2f}"] for row, ratio in zip(rows, ratios, strict=True)]
+    print_table("", ["", "predicted", "measured", "ratio"], table)
+
+
+def complete(run: Path, prompt: str) -> str:
+    """The prompt and what the model makes of it."""
+    import torch
+
+    from ..model import Sampling, generate
+    from ..train.load import load_trained
+
+    trained = load_trained(run)
+    ids = torch.tensor([trained.tokenizer.encode(prompt)])
+    room = trained.model.spec.context - ids.shape[1]
+    out = generate(trained.model, ids.to(trained.model.embed.weight.device), min(96, room), Sampling(0.6, top_p=0.9))
+    return trained.tokenizer.decode(out[0].tolist())
