@@ -80,7 +80,8 @@ def bigram_baseline(spec: RunSpec) -> float:
     """Held-out loss of a model that knows only which token follows which, counted on all training data."""
     from ..data import TokenData, bigram_loss, console_progress, read_index, resolve
 
-    folder = resolve(spec.data.path, console_progress)
+    with console_progress() as progress:
+        folder = resolve(spec.data.path, progress)
     index = read_index(folder)
     typer.echo(
         f"{index.documents('train'):,} files, {index.tokens('train'):,} tokens to train on; "
