@@ -54,14 +54,14 @@ def through(activation: Callable[..., Tensor], *inputs: Tensor, into: Callable[[
     if torch.compiler.is_compiling() or not middle.requires_grad:
         return into(middle)
     address, size = middle.data_ptr(), middle.numel()
-    keeper: Any = Kept.apply(*inputs).grad_fn
+    keeper: Any = Kept.apply(*inputs)  # the tensor, not its node: torch 2.11 empties a node whose tensor is gone
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
         same = saved.data_ptr() == address and saved.numel() == size
         return saved.shape if same else saved
 
     def unpack(kept: Tensor | torch.Size) -> Tensor:
-        return kept if isinstance(kept, Tensor) else activation(*keeper.saved_tensors).view(kept)
+        return kept if isinstance(kept, Tensor) else activation(*keeper.grad_fn.saved_tensors).view(kept)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return into(middle)
