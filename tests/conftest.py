@@ -22,9 +22,8 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Short documents as bytes, prepared as `lmworks data prepare` does."""
-    from tiny import write_documents
-
     from lmworks.data import prepare
+    from tiny import write_documents
 
     root = tmp_path_factory.mktemp("data")
     return prepare([str(write_documents(root / "text.jsonl"))], root / "tokens", workers=1).folder

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import before_step, built, curve, differences, events, live, make_spec, saved, steps_of, train
 from torch import Tensor
 
 from lmworks.data import Batches
@@ -20,6 +19,7 @@ from lmworks.record import read_metrics
 from lmworks.spec import RunSpec, SpecError
 from lmworks.train import Trainer
 from lmworks.train.optim import learning_rate
+from tiny import before_step, built, curve, differences, events, live, make_spec, saved, steps_of, train
 
 LLAMA: tuple[str, ...] = ()
 GPT2 = (

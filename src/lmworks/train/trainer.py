@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..data import Batch, Batches
 from ..kernels.cross_entropy import IGNORE
@@ -26,6 +28,7 @@ from ..spec import DataError, RunSpec, SpecError, TrainingError
 from . import checkpoint
 from .device import PeakMemory, find_gpu, make_deterministic, pick_device
 from .evaluate import Evaluation, evaluate, held_out
+from .manifest import step_of
 from .optim import learning_rate, make_optimizer
 from .precision import autocast, make_scaler
 from .progress import Progress
@@ -137,11 +140,10 @@ class Trainer:
                 values["val_loss"] = evaluation.loss
             self.report(values)
             save_s = 0.0
-            if last or (spec.checkpoint.every and self.step % spec.checkpoint.every == 0):
+            saved = last or self.stop.asked or (spec.checkpoint.every and self.step % spec.checkpoint.every == 0)
+            if saved:
                 save_s = self.save()
-            elif self.stop.asked:
-                self.save()
-            if self.stop.asked and not last:
+            if saved and self.stop.asked and not last:
                 raise Interrupted(self.stop.signal, self.step, self.folder.path)
         evaluation = evaluation or self.evaluate()  # a run that was already finished
         self.folder.event("finish", self.step)
@@ -163,39 +165,44 @@ class Trainer:
             self.scaler.scale(loss / max(1, tokens)).backward()
             loss_sum += loss.detach()
         self.scaler.unscale_(self.optimizer)
-        limit = self.spec.optim.clip or math.inf
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
-        loss_mean = loss_sum.item() / max(1, tokens)
+        grad_norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        norm, loss_mean = grad_norm.item(), loss_sum.item() / max(1, tokens)
         computed = time.perf_counter()
-        self.refuse_nonfinite(loss_mean, grad_norm)
-        lr = learning_rate(self.spec.optim, self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)  # with fp16: leaves the weights alone if a gradient overflowed
+        self.refuse_nonfinite(loss_mean, norm)
+        lr, scale = learning_rate(self.spec.optim, self.step), self.scaler.get_scale()
+        overflow = not math.isfinite(norm)  # of fp16: the weights are left alone, and the scale is halved
+        if not overflow:
+            if self.spec.optim.clip:
+                clip_grads_with_norm_(self.model.parameters(), self.spec.optim.clip, grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        values = {"loss": loss_mean, "lr": lr, "grad_norm": grad_norm, "tokens": tokens}
+        if overflow:
+            self.folder.event("overflow", self.step + 1, loss_scale=scale, next_scale=self.scaler.get_scale())
+        values = {"loss": loss_mean, "lr": lr, "grad_norm": norm, "tokens": tokens}
         values |= {"forward_backward_s": computed - began, "optimizer_s": time.perf_counter() - computed}
         if self.scaler.is_enabled():
             values["loss_scale"] = scale
-            if not math.isfinite(grad_norm):
-                self.folder.event("overflow", self.step + 1, loss_scale=scale, next_scale=self.scaler.get_scale())
         return values
 
     def refuse_nonfinite(self, loss: float, grad_norm: float) -> None:
-        """Stop before a NaN or Inf reaches the weights. An fp16 gradient may overflow: the scaler skips that step."""
-        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.scaler.is_enabled()):
+        """Stop before a NaN or Inf reaches the weights. fp16 may overflow while its scale can be lowered."""
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.scaler.get_scale() > 1):
             return
         what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {grad_norm}"
-        bad = next(
-            (n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()), None
-        )
-        where = f", first in the gradient of {bad}" if bad else ""
-        self.folder.event("fault", self.step + 1, loss=loss, grad_norm=grad_norm, parameter=bad)
+        # Backward runs from the last parameter to the first, so the last bad gradient is where it began.
+        named = list(self.model.named_parameters())
+        bad = next((name for name, p in named if not p.isfinite().all()), None)
+        where = f", from the weight {bad}" if bad else ""
+        if bad is None:
+            bad = next((n for n, p in reversed(named) if p.grad is not None and not p.grad.isfinite().all()), None)
+            where = f", first in the gradient of {bad}" if bad else ""
+        self.folder.event("fault", self.step + 1, loss=loss, grad_norm=grad_norm, parameter=bad, cursor=self.cursor)
         raise TrainingError(
-            f"step {self.step + 1}: {what}{where}; the step was not taken and the weights are as they were; "
-            f"resume from the last checkpoint with a lower optim.lr, or look at the data of cursor {self.cursor}"
+            f"step {self.step + 1}: {what}{where}; the step was not taken and the weights are as they were; lower "
+            f"optim.lr in {self.folder.spec_path} and resume, or look at the data of cursor {self.cursor}"
         )
 
     def evaluate(self) -> Evaluation:
@@ -235,8 +242,8 @@ class Trainer:
             return
 
         def refused(path: Path, reason: str) -> None:
-            self.folder.event("refused", self.step, path=path.name, reason=reason)
-            print(f"refused a damaged checkpoint: {reason}", flush=True)
+            self.folder.event("refused", step_of(path), path=path.name, reason=reason)
+            print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
 
         state = {**training_state(self.model, self.optimizer), "rng": None}
         manifest = checkpoint.load(self.folder.checkpoints, state, refused=refused)
