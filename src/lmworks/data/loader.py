@@ -106,7 +106,7 @@ class Batches:
             num_workers=workers,
             # Workers touch no device, so forking is safe, and importing torch anew in each takes seconds.
             multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
-            worker_init_fn=ignore_interrupt,
+            worker_init_fn=leave_signals_to_trainer,
             pin_memory=torch.cuda.is_available(),
             # Else the loader draws from the global generator, and dropout after a resume is not what it was.
             generator=torch.Generator(),
@@ -186,8 +186,13 @@ class Cursors(torch.utils.data.Dataset[list[Batch]]):
         return self.batches.at(cursor)
 
 
-def ignore_interrupt(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's to handle
+def leave_signals_to_trainer(worker: int) -> None:
+    """Ctrl-C, or a batch system's SIGTERM, reaches workers too, but the training process ends its step with them.
+
+    A second SIGTERM is meant: it comes from whoever lost patience, or from the training process cleaning up.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def windows_of(source: TokenData, seq: int) -> int:
