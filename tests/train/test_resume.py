@@ -1,0 +1,295 @@
+"""A run that was stopped, killed or damaged ends bitwise where the run that never stopped ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmworks.data import prepare
+from lmworks.model import Sampling, generate
+from lmworks.record import RunFolder
+from lmworks.spec import CheckpointError, DataError, SpecError
+from lmworks.train import Trainer, checkpoint
+from lmworks.train.load import load_trained
+from tiny import (
+    Crash,
+    before_step,
+    crash,
+    curve,
+    differences,
+    events,
+    flip_a_bit,
+    make_spec,
+    resume,
+    saved,
+    shard,
+    start,
+    train,
+    write_documents,
+    write_spec,
+)
+
+
+def crashed(spec: Any, run_dir: Path, at_step: int) -> None:
+    """A new run (or, with spec None, the one that is there) dies before the named step."""
+    trainer = Trainer(spec, run_dir, quiet=True) if spec else Trainer.resume(run_dir, quiet=True)
+    before_step(trainer, at_step, crash)
+    with pytest.raises(Crash):
+        trainer.run()
+
+
+def sample(run_dir: Path) -> list[int]:
+    trained = load_trained(run_dir)
+    prompt = torch.tensor([trained.tokenizer.encode("def x")])
+    return generate(trained.model, prompt, 24, Sampling(temperature=1.0, seed=5))[0].tolist()
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Every recorded step, every weight, every optimizer tensor, every random generator, and what is generated."""
+    assert curve(one) == curve(other)
+    assert differences(saved(one), saved(other)) == []
+    assert sample(one) == sample(other)
+
+
+# --- in one process ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sixty(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 steps that nothing disturbed, with accumulation, documents, evaluations and a checkpoint every 10."""
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    train(sixty_spec(dataset), run_dir)
+    return run_dir
+
+
+def sixty_spec(dataset: Path, *overrides: str) -> Any:
+    more = ("optim.steps=60", "checkpoint.every=10", "log.eval_every=15", "data.document_mask=true")
+    return make_spec(dataset, *more, *overrides)
+
+
+@pytest.mark.parametrize("deaths", [[31], [35], [3], [31, 46], [14, 14, 59]], ids=str)
+def test_a_resumed_run_is_the_same_run_to_the_last_bit(
+    dataset: Path, tmp_path: Path, sixty: Path, deaths: list[int]
+) -> None:
+    """Dying before step 31 leaves step 30 saved; before 35, four steps are replayed; before 3, all of them."""
+    run_dir = tmp_path / "run"
+    crashed(sixty_spec(dataset), run_dir, deaths[0])
+    for step in deaths[1:]:
+        crashed(None, run_dir, step)
+    resume(run_dir)
+    assert_same_run(run_dir, sixty)
+    starts = [(e["kind"], e["attempt"], e["step"]) for e in RunFolder(run_dir).events() if "attempt" in e]
+    expected = [("start", 0, 0)]
+    expected += [("resume", number, (step - 1) // 10 * 10) for number, step in enumerate(deaths, 1)]
+    assert starts == expected
+
+
+def test_resuming_at_another_number_of_workers_changes_nothing(dataset: Path, tmp_path: Path, sixty: Path) -> None:
+    crashed(sixty_spec(dataset, "data.workers=2"), tmp_path / "run", 35)
+    resume(tmp_path / "run")
+    assert_same_run(tmp_path / "run", sixty)
+
+
+def test_a_finished_run_resumes_to_nothing_but_its_result(dataset: Path, tmp_path: Path) -> None:
+    first = train(make_spec(dataset), tmp_path / "run")
+    metrics, state = curve(tmp_path / "run"), saved(tmp_path / "run")
+    again = Trainer.resume(tmp_path / "run", quiet=True)
+    assert again.run() == first.evaluate()
+    assert again.step == 12
+    assert curve(tmp_path / "run") == metrics
+    assert differences(saved(tmp_path / "run"), state) == []
+
+
+# --- damage --------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+    dataset: Path, tmp_path: Path, sixty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    crashed(sixty_spec(dataset), run_dir, 45)
+    flip_a_bit(shard(run_dir, 40))
+    resume(run_dir)
+    captured = capsys.readouterr()
+    assert str(shard(run_dir, 40)) in captured.err and "refused" in captured.err
+    assert captured.out == ""  # a program that reads the result from stdout is not disturbed
+    (refused,) = events(run_dir, "refused")
+    assert refused["step"] == 40 and refused["path"] == "step-000040" and "__0_0.distcp" in refused["reason"]
+    assert events(run_dir, "resume")[0]["step"] == 30
+    assert_same_run(run_dir, sixty)
+
+
+def test_with_every_checkpoint_damaged_the_run_refuses_and_deletes_nothing(dataset: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    train(make_spec(dataset, "checkpoint.every=4"), run_dir)
+    for step in (4, 8, 12):
+        flip_a_bit(shard(run_dir, step))
+    before = {path: path.read_bytes() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match="no usable checkpoint") as error:
+        resume(run_dir)
+    assert all(str(shard(run_dir, step)) in str(error.value) for step in (4, 8, 12))
+    assert {path: path.read_bytes() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()} == before
+
+
+def test_other_data_under_a_run_are_refused(tmp_path: Path) -> None:
+    prepare([str(write_documents(tmp_path / "a.jsonl"))], tmp_path / "data", workers=1)
+    crashed(make_spec(tmp_path / "data", "checkpoint.every=4"), tmp_path / "run", 6)
+    prepare([str(write_documents(tmp_path / "b.jsonl", seed=1))], tmp_path / "data", workers=1)
+    with pytest.raises(DataError, match="holds other tokens than those this run was trained on"):
+        resume(tmp_path / "run")
+
+
+# --- two at once ---------------------------------------------------------------------------------------
+
+
+def test_a_run_in_use_is_refused(dataset: Path, tmp_path: Path) -> None:
+    crashed(make_spec(dataset, "checkpoint.every=4"), tmp_path / "run", 6)
+    files = sorted((tmp_path / "run").rglob("*"))
+    with RunFolder(tmp_path / "run").hold(), pytest.raises(SpecError, match="is in use"):
+        resume(tmp_path / "run")
+    assert sorted((tmp_path / "run").rglob("*")) == files
+    resume(tmp_path / "run")
+
+
+def test_a_folder_that_holds_a_run_is_not_started_over(dataset: Path, tmp_path: Path) -> None:
+    train(make_spec(dataset), tmp_path / "run")
+    state = saved(tmp_path / "run")
+    with pytest.raises(SpecError, match=f"already holds a run; continue it with `lmworks resume {tmp_path / 'run'}`"):
+        train(make_spec(dataset, "seed=1"), tmp_path / "run")
+    assert differences(saved(tmp_path / "run"), state) == []
+
+
+# --- processes that are killed, interrupted, or run out of disk ---------------------------------------
+
+STEPS = 200
+LONG = (f"optim.steps={STEPS}", "checkpoint.every=0", "log.eval_every=50")
+
+
+@pytest.fixture(scope="module")
+def long(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    train(make_spec(dataset, *LONG), run_dir)
+    return run_dir
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+    """Poll; a process that ends first has its output shown."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, f"ended early with {process.returncode}: {process.communicate()}"
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.002)
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def working(run_dir: Path, process: subprocess.Popen[str], steps: int = 1) -> None:
+    """Wait until this process has recorded `steps` steps of its own."""
+    metrics = run_dir / "metrics.jsonl"
+    before = lines(metrics)
+    wait_until(lambda: lines(metrics) >= before + steps, process)
+
+
+def test_killed_ten_times_at_random_moments_it_ends_bitwise_as_if_never_killed(
+    dataset: Path, tmp_path: Path, long: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    spec = write_spec(make_spec(dataset, *LONG, "checkpoint.every=3"), tmp_path / "spec.toml")
+    draw = random.Random(7)
+    during_a_save = 0
+    for kill in range(10):
+        process = start("resume", run_dir) if kill else start("train", spec, "--run-dir", run_dir)
+        working(run_dir, process, steps=draw.randint(1, 8))
+        time.sleep(draw.uniform(0, 0.04))  # a step takes about 10 ms, a save 50
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "it finished before it could be killed: raise optim.steps"
+        during_a_save += any(path.name.startswith(".") for path in (run_dir / "checkpoints").glob("*"))
+    assert during_a_save, "no kill came during a save: choose another seed"
+    resume(run_dir)
+    assert [line["attempt"] for line in events(run_dir, "resume")] == list(range(1, 11))
+    assert [line[0] for line in curve(run_dir)] == list(range(1, STEPS + 1))
+    attempts = [json.loads(line)["attempt"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert attempts == sorted(attempts) and set(attempts) == set(range(11))
+    assert_same_run(run_dir, long)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_and_the_way_to_go_on(
+    dataset: Path, tmp_path: Path, long: Path, number: signal.Signals
+) -> None:
+    """The signal goes to the whole group, as from a terminal or a batch system: read-ahead workers get it too."""
+    run_dir = tmp_path / "run"
+    spec = make_spec(dataset, *LONG, "data.workers=2")
+    process = start("train", write_spec(spec, tmp_path / "spec.toml"), "--run-dir", run_dir)
+    working(run_dir, process, steps=2)
+    os.killpg(process.pid, number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    last = curve(run_dir)[-1][0]
+    assert err.splitlines() == [
+        f"lmworks: error: stopped by {number.name} after step {last}; go on with: lmworks resume {run_dir}"
+    ]
+    assert [step for step in range(1, STEPS + 1) if shard(run_dir, step).exists()] == [last]
+    assert [event["step"] for event in events(run_dir, "interrupt")] == [last]
+    resume(run_dir)
+    assert curve(run_dir) == curve(long)
+    assert differences(saved(run_dir), saved(long)) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_second_signal_ends_it_at_once_and_harms_nothing(
+    dataset: Path, tmp_path: Path, long: Path, number: signal.Signals
+) -> None:
+    run_dir = tmp_path / "run"
+    spec = make_spec(dataset, *LONG, "checkpoint.every=5")
+    process = start("train", write_spec(spec, tmp_path / "spec.toml"), "--run-dir", run_dir)
+    working(run_dir, process, steps=8)
+    process.send_signal(number)
+    time.sleep(0.03)  # it is in the save that follows the step, or past it
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (128 + number, -number)
+    assert "Traceback" not in err
+    resume(run_dir)
+    assert_same_run(run_dir, long)
+
+
+def test_a_full_disk_during_a_save_is_one_clear_line_and_costs_nothing_but_the_save(
+    dataset: Path, tmp_path: Path
+) -> None:
+    """A limit on file sizes stands in for the disk: weights fit at first, the optimizer's moments do not."""
+    overrides = ("checkpoint.every=4", "checkpoint.keep=0", "model.hidden=64")
+    straight = train(make_spec(dataset, *overrides), tmp_path / "straight")
+    run_dir = tmp_path / "run"
+    crashed(make_spec(dataset, *overrides), run_dir, 6)
+    size = shard(run_dir, 4).stat().st_size
+
+    def small_disk() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+
+    process = start("resume", run_dir, preexec_fn=small_disk)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    (line,) = err.splitlines()
+    assert line.startswith(f"lmworks: error: cannot save {run_dir / 'checkpoints' / 'step-000008'}: File too large")
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-000004"]
+    assert checkpoint.intact(run_dir / "checkpoints" / "step-000004")
+    assert [event["step"] for event in events(run_dir, "fail")] == [5, 8]
+    resume(run_dir)
+    assert curve(run_dir) == curve(straight.folder.path)
+    assert differences(saved(run_dir), saved(straight.folder.path)) == []
