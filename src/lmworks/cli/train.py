@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,15 +59,21 @@ def resume(run: RunDir, json: Json = False) -> None:
 
 
 def run_to_the_end(trainer: Trainer, json: bool) -> None:
-    """Run, write the report whatever happened, and say where everything is."""
+    """Run, write the report whatever came of it, and say where everything is."""
     from ..observe.report import write_report
+    from ..spec import LMWorksError, SpecError
 
     folder = trainer.folder
     try:
         result = trainer.run()
-    finally:
-        if folder.metrics_path.exists():
-            write_report(folder)
+    except SpecError:  # nothing was started
+        raise
+    except Exception:  # a second Ctrl-C is none: it does not wait for a report
+        with contextlib.suppress(LMWorksError):  # a full disk has no room for the report either
+            if folder.metrics_path.exists():
+                write_report(folder)
+        raise
+    write_report(folder)
     if json:
         summary = {"run": str(folder.path), "step": trainer.step, "val_loss": result.loss, "val_tokens": result.tokens}
         print_json({**summary, "report": str(folder.report_path)})

@@ -88,9 +88,9 @@ def generate(
     tokens = torch.tensor([ids], device=model.embed.weight.device)
     new: list[int] = []
     shown = ""
-    if not json:
-        typer.echo(prompt, nl=False)
-    for token in stream(model, tokens, max_tokens, how):
+    for number, token in enumerate(stream(model, tokens, max_tokens, how)):
+        if not json and number == 0:  # not before: a prompt that is too long is refused by now
+            typer.echo(prompt, nl=False)
         if int(token) == tokenizer.eot:
             break
         new.append(int(token))

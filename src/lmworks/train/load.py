@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from ..record import RunFolder
 from ..spec import CheckpointError, Cluster, RunSpec, SpecError
 from . import checkpoint
 from .device import pick_device
-from .manifest import step_of
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ def load_trained(run_dir: str | Path, step: int | None = None) -> Trained:
         model = GPT(spec.model)
     model.to_empty(device=pick_device(spec.cluster))
 
-    def refused(path: Path, reason: str) -> None:
-        folder.event("refused", step_of(path), path=path.name, reason=reason)
+    def refused(_path: Path, reason: str) -> None:  # no event: whoever reads a run writes nothing into it
+        print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
 
     manifest = checkpoint.load(folder.checkpoints, {"model": model.state_dict()}, step=step, refused=refused)
     if manifest is None:
