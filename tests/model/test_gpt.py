@@ -121,8 +121,9 @@ def test_no_logit_depends_on_a_later_token(shape: str) -> None:
     changed[:, 13] = (changed[:, 13] + 1) % VOCAB
     with torch.no_grad():
         before, after = model(TOKENS), model(changed)
-    assert torch.equal(before[:, :13], after[:, :13])
-    assert not torch.equal(before[:, 13], after[:, 13])
+    # Not bitwise: a token that goes to another expert changes the shape of its neighbours' products.
+    torch.testing.assert_close(before[:, :13], after[:, :13], rtol=0, atol=1e-5)
+    assert (before[:, 13] - after[:, 13]).abs().max() > 1e-2
 
 
 def test_a_window_hides_what_lies_further_back() -> None:
