@@ -127,7 +127,11 @@ def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_mask: Any) -> 
 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
-    out = flex_kernel(q.device.type)(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=gqa)
+    # Left to itself, grouped-query attention below 128 positions goes to a decoding kernel that cannot be built (2.11).
+    options: Any = {"BACKEND": "TRITON"} if q.device.type == "cuda" else None
+    out = flex_kernel(q.device.type)(
+        q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=gqa, kernel_options=options
+    )
     return out.transpose(1, 2)
 
 
