@@ -11,8 +11,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from ..spec.files import sync_folder
 from .encode import Encoded, Job
-from .index import OFFSET_DTYPE, Shard, sync_folder
+from .index import OFFSET_DTYPE, Shard
 from .progress import Progress
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .index import dtype_for, write_atomic
+from ..spec.files import write_whole
+from .index import dtype_for
 from .sources import Part, Reading, documents_of
 from .tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
 
@@ -93,7 +94,7 @@ def encode_part(job: Job) -> int:
         empty=np.array(empty),
         unreadable=np.array(unreadable, np.str_),
     )
-    write_atomic(job.done, table.getvalue())
+    write_whole(job.done, table.getvalue())
     return job.number
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,22 +113,3 @@ def missing(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder} is a file, not a folder of prepared data; make one with: {command}-tokens"
     return f"{folder / INDEX_FILE} is missing: preparing was not finished; run the same `lmworks data prepare` again"
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """All of it or none of it, also when the power goes: the name appears only after the bytes are on disk."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..spec.errors import DataError, SpecError
+from ..spec.files import write_whole
 from .assemble import assemble, held_out
 from .encode import Job, as_digests, content_digest, encode_part, open_tokenizer, read_encoded
 from .folder import begin_work, end_work, exclusive, up_to_date
-from .index import INDEX_FILE, TOKENIZER_FILE, VERSION, Index, dtype_for, write_atomic
+from .index import INDEX_FILE, TOKENIZER_FILE, VERSION, Index, dtype_for
 from .progress import Progress, silent
 from .sources import Part, Reading, documents_of, fingerprint_of, parts_of
 from .tokenizer import ByteTokenizer, bpe_size, read_tokenizer, tokenizer_digest, train_bpe
@@ -111,13 +112,13 @@ def settle_tokenizer(
     path = work / TOKENIZER_FILE
     if not name.startswith("bpe:"):
         eot = read_tokenizer(Path(name), request.eot).eot
-        write_atomic(path, Path(name).read_bytes())
+        write_whole(path, Path(name).read_bytes())
         return str(path), eot
     if not path.exists():
         progress("train tokenizer", 0, 0)
         # In the pool: training starts threads, and a process should not be forked after that.
         text = pool.submit(trained_bpe, parts, request.reading, request.val_fraction, bpe_size(name)).result()
-        write_atomic(path, text.encode("utf-8"))
+        write_whole(path, text.encode("utf-8"))
     return str(path), read_tokenizer(path).eot
 
 
@@ -163,7 +164,7 @@ def finish(request: Request, fingerprint: str, jobs: list[Job], out: Path, progr
     given = b"bytes"
     if request.tokenizer != "bytes":
         given = Path(jobs[0].tokenizer).read_bytes()
-        write_atomic(out / TOKENIZER_FILE, given)
+        write_whole(out / TOKENIZER_FILE, given)
     index = Index(
         tokenizer=request.tokenizer if request.tokenizer.startswith("bpe:") else Path(request.tokenizer).name,
         tokenizer_sha256=hashlib.sha256(given).hexdigest(),
@@ -179,6 +180,6 @@ def finish(request: Request, fingerprint: str, jobs: list[Job], out: Path, progr
         },
         fingerprint=fingerprint,
     )
-    write_atomic(out / INDEX_FILE, index.to_json().encode("utf-8"))
+    write_whole(out / INDEX_FILE, index.to_json().encode("utf-8"))
     end_work(out)
     return Prepared(out, index, up_to_date=False, unreadable=unreadable)

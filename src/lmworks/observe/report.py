@@ -10,8 +10,8 @@ from typing import Any
 
 from ..record import RunFolder, read_metrics
 from ..record.figures import binary_bytes, clock, duration, short
-from ..record.folder import write_atomically
 from ..spec import LMWorksError
+from ..spec.files import write_whole
 from . import prediction
 from .page import page, table
 from .plots import draw_plots
@@ -39,7 +39,7 @@ def write_report(folder: RunFolder) -> Path:
         specification(folder),
     ]
     try:
-        write_atomically(folder.report_path, page(f"{summary.name} · LMWorks", "\n".join(filter(None, sections))))
+        write_whole(folder.report_path, page(f"{summary.name} · LMWorks", "\n".join(filter(None, sections))))
     except OSError as error:
         raise LMWorksError(f"cannot write {folder.report_path}: {error.strerror}") from None
     return folder.report_path

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..spec import RunSpec, SpecError, dump_toml, load_run
+from ..spec.files import write_whole
 from .jsonl import LineWriter, read_lines
 
 
@@ -42,7 +43,7 @@ class RunFolder:
                     "or choose another --run-dir"
                 )
             folder.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder.spec_path, dump_toml(spec.to_dict()))
+            write_whole(folder.spec_path, dump_toml(spec.to_dict()))
         except FileExistsError:
             raise SpecError(f"cannot create the run folder {folder.path}: a file of that name is there") from None
         except OSError as error:
@@ -148,19 +149,6 @@ def lock(descriptor: int, kind: int) -> bool:
     except OSError:
         pass
     return True
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file is there whole or not at all, also after a crash."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def now() -> str:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ..spec import CheckpointError
+from ..spec.files import sync_folder
 from . import shards
-from .manifest import FOLDER, MARKER, Manifest, commit, seal, step_of, sync_folder, verify
+from .manifest import FOLDER, MARKER, Manifest, commit, seal, step_of, verify
 
 LEFTOVER = re.compile(r"\.step-\d+\.tmp-(\d+)")
 

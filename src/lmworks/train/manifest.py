@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import time
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from ..spec import CheckpointError
+from ..spec.files import write_whole
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -54,13 +54,11 @@ def seal(folder: Path, step: int, meta: dict[str, Any]) -> None:
     files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     manifest = Manifest(step, meta, files, time=now, torch=str(torch.__version__))
-    write_durably(folder / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1).encode())
-    sync_folder(folder)
+    write_whole(folder / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1))
 
 
 def commit(folder: Path) -> None:
-    write_durably(folder / MARKER, sha256(folder / MANIFEST).encode())
-    sync_folder(folder)
+    write_whole(folder / MARKER, sha256(folder / MANIFEST))
 
 
 def verify(folder: Path) -> Manifest:
@@ -107,22 +105,3 @@ def read(path: Path, meaning: str) -> bytes:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """All or nothing, even if the machine loses power: a torn marker must never look like a marker."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def sync_folder(folder: Path) -> None:
-    """A new or renamed entry survives a power cut only once its folder has been synced."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

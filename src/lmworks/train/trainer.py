@@ -23,8 +23,8 @@ from ..plan.flops import model_flops_per_token
 from ..plan.machine import Machine
 from ..plan.predict import predict
 from ..record import MetricsWriter, RunFolder
-from ..record.folder import write_atomically
 from ..spec import DataError, RunSpec, SpecError, TrainingError
+from ..spec.files import write_whole
 from . import checkpoint
 from .device import PeakMemory, find_gpu, make_deterministic, pick_device
 from .evaluate import Evaluation, evaluate, held_out
@@ -47,7 +47,7 @@ class Trainer:
         self.prepare(spec, quiet)
         prediction = json.dumps(predict(self.spec, machine).to_dict(), indent=2)
         self.folder = RunFolder.create(run_dir, self.spec)
-        write_atomically(self.folder.prediction_path, prediction)
+        write_whole(self.folder.prediction_path, prediction)
 
     @classmethod
     def resume(cls, run_dir: str | Path, *, quiet: bool = False) -> Self:
