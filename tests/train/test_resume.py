@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +94,32 @@ def test_a_resumed_run_is_the_same_run_to_the_last_bit(
     expected = [("start", 0, 0)]
     expected += [("resume", number, (step - 1) // 10 * 10) for number, step in enumerate(deaths, 1)]
     assert starts == expected
+
+
+def test_random_numbers_go_on_where_they_stood(dataset: Path, tmp_path: Path) -> None:
+    """Nothing in a step draws from them today; dropout will."""
+
+    def drawing(trainer: Trainer, drawn: dict[int, tuple[float, ...]]) -> Trainer:
+        take = trainer.train_step
+
+        def draw_too(batches: Any) -> dict[str, Any]:
+            drawn[trainer.step] = (random.gauss(0, 1), float(np.random.randn()), float(torch.rand(())))
+            return take(batches)
+
+        trainer.train_step = draw_too  # type: ignore[method-assign]
+        return trainer
+
+    straight: dict[int, tuple[float, ...]] = {}
+    resumed: dict[int, tuple[float, ...]] = {}
+    spec = make_spec(dataset, "checkpoint.every=3")
+    drawing(Trainer(spec, tmp_path / "straight", quiet=True), straight).run()
+    trainer = drawing(Trainer(spec, tmp_path / "run", quiet=True), {})
+    before_step(trainer, 6, crash)
+    with pytest.raises(Crash):
+        trainer.run()
+    drawing(Trainer.resume(tmp_path / "run", quiet=True), resumed).run()
+    assert resumed == {step: numbers for step, numbers in straight.items() if step >= 3}
+    assert differences(saved(tmp_path / "run"), saved(tmp_path / "straight")) == []
 
 
 def test_resuming_at_another_number_of_workers_changes_nothing(dataset: Path, tmp_path: Path, sixty: Path) -> None:
