@@ -122,7 +122,7 @@ def test_random_numbers_go_on_where_they_stood(dataset: Path, tmp_path: Path) ->
     assert differences(saved(tmp_path / "run"), saved(tmp_path / "straight")) == []
 
 
-def test_resuming_at_another_number_of_workers_changes_nothing(dataset: Path, tmp_path: Path, sixty: Path) -> None:
+def test_a_run_with_read_ahead_workers_resumes_as_one_without(dataset: Path, tmp_path: Path, sixty: Path) -> None:
     crashed(sixty_spec(dataset, "data.workers=2"), tmp_path / "run", 35)
     resume(tmp_path / "run")
     assert_same_run(tmp_path / "run", sixty)

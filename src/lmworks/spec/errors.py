@@ -31,9 +31,10 @@ class TrainingError(LMWorksError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """'; did you mean …?' with what begins or is spelt almost like it, or all that is known where nothing is."""
+    """'; did you mean …?' with what begins, abbreviates or is spelt almost like it, or else all that is known."""
     names = sorted(known)
-    near = [name for name in names if word and name.lower().startswith(word.lower())][:3]
+    initials = "".join(part[:1] for part in word.lower().split("_"))  # learning_rate: lr
+    near = [name for name in names if word and (name.lower().startswith(word.lower()) or name == initials)][:3]
     near = near or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {' or '.join(map(repr, near))}?"
