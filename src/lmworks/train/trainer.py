@@ -10,13 +10,15 @@ import json
 import math
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ..data import Batch, Batches
+from ..data import Batch, Batches, console_progress
+from ..data.progress import silent
 from ..kernels.cross_entropy import IGNORE
 from ..model import GPT
 from ..plan.flops import model_flops_per_token
@@ -69,7 +71,10 @@ class Trainer:
         self.device = pick_device(spec.cluster)
         if spec.deterministic:
             make_deterministic()
-        self.batches = Batches(spec.data, seed=spec.seed)
+        with (
+            nullcontext(silent) if quiet else console_progress() as progress
+        ):  # the embedded corpus is made on first use
+            self.batches = Batches(spec.data, seed=spec.seed, progress=progress)
         self.held_out = held_out(spec)
         if self.batches.vocab_size > spec.model.vocab:
             raise SpecError(
