@@ -235,17 +235,21 @@ def test_killed_ten_times_at_random_moments_it_ends_bitwise_as_if_never_killed(
 ) -> None:
     run_dir = tmp_path / "run"
     spec = write_spec(make_spec(dataset, *LONG, "checkpoint.every=3"), tmp_path / "spec.toml")
+    checkpoints = run_dir / "checkpoints"
     draw = random.Random(7)
-    during_a_save = 0
+    torn = 0
     for kill in range(10):
         process = start("resume", run_dir) if kill else start("train", spec, "--run-dir", run_dir)
         working(run_dir, process, steps=draw.randint(1, 8))
+        if kill % 2:  # every second time a save is under way, or has ended just now
+            unfinished = f".step-*.tmp-{process.pid}"
+            wait_until(lambda: any(checkpoints.glob(unfinished)), process)  # noqa: B023
         time.sleep(draw.uniform(0, 0.04))  # a step takes about 10 ms, a save 50
         process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL, "it finished before it could be killed: raise optim.steps"
-        during_a_save += any(path.name.startswith(".") for path in (run_dir / "checkpoints").glob("*"))
-    assert during_a_save, "no kill came during a save: choose another seed"
+        torn += any(checkpoints.glob(f".step-*.tmp-{process.pid}"))
+    assert torn, "no kill came during a save"
     resume(run_dir)
     assert [line["attempt"] for line in events(run_dir, "resume")] == list(range(1, 11))
     assert [line[0] for line in curve(run_dir)] == list(range(1, STEPS + 1))
