@@ -78,6 +78,4 @@ def print_machine(machine: Machine) -> None:
             rows.append([kind, size, f"{short(point.rate)}{unit}"])
     print_table(f"Measured: {machine.name}", ["kernel", "size", "rate"], rows)
     typer.echo(f"one small op: {duration(machine.launch_s)} forward, {duration(machine.launch_backward_s)} backward")
-    if machine.fresh_s_per_byte:
-        typer.echo(f"memory touched for the first time: {short(1 / machine.fresh_s_per_byte)}B/s besides")
     typer.echo(f"memory: {binary_bytes(machine.memory_bytes)} ({machine.memory_bytes / 1e9:.3g} GB)")

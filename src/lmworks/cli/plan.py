@@ -74,7 +74,7 @@ def print_memory(prediction: Prediction) -> None:
 
     sheet, machine = prediction.memory, prediction.machine
     rows = [[row.name, binary_bytes(row.bytes), row.how] for row in sheet.rows]
-    print_table(f"Memory of tensors at the highest moment of a step: {sheet.moment}", ["what", "bytes", "how"], rows)
+    print_table(f"Memory at the highest moment of a step ({sheet.moment})", ["what", "bytes", "how"], rows)
     typer.echo(f"peak {both(sheet.total)}")
     for note in sheet.notes:
         typer.echo(f"note: {note}")
@@ -82,8 +82,8 @@ def print_memory(prediction: Prediction) -> None:
     if machine and answer is not None:
         share = sheet.total / machine.memory_bytes
         verdict = "fits in" if answer else "does NOT fit in"
-        typer.echo(f"{verdict} the {both(machine.memory_bytes)} of {machine.name}: {share:.1%} of it, before what the")
-        typer.echo("framework, the driver and the allocator take besides")
+        besides = "; driver and allocator come on top" if machine.device == "cuda" else ""
+        typer.echo(f"{verdict} the {both(machine.memory_bytes)} of {machine.name}: {share:.1%} of it{besides}")
 
 
 def print_time(prediction: Prediction, dtype: str) -> None:

@@ -90,7 +90,6 @@ def probe(device: str | torch.device = "cpu", seconds: float = 4.0) -> Machine:
         rates=rates,
         launch_s=launch,
         launch_backward_s=launch_backward,
-        fresh_s_per_byte=first_touch(clock) if device.type == "cpu" else 0.0,
         memory_bytes=memory_bytes(device),
     )
 
@@ -179,15 +178,6 @@ def launches(clock: Clock) -> tuple[float, float]:
     once = clock(forward, count)
     both = clock(lambda: forward().sum().backward(), count)
     return once, max(0.0, both - once) / 2  # two products and a sum for each node's backward: see plan/ops.py
-
-
-def first_touch(clock: Clock) -> float:
-    """Extra seconds per byte of memory that was given back to the system after a step and is faulted in again."""
-    size, count = 2**20, 16  # 16 tensors of 4 MiB, held together as activations are
-    a = torch.randn(size)
-    reused = clock(lambda: a * a)
-    held = clock(lambda: [a * a for _ in range(count)], count)
-    return max(0.0, held - reused) / (4 * size)
 
 
 def device_name(device: torch.device) -> str:

@@ -38,7 +38,6 @@ class Machine:
     rates: Mapping[str, tuple[Rate, ...]]
     launch_s: float = 0.0  # host time of one small op, forward
     launch_backward_s: float = 0.0
-    fresh_s_per_byte: float = 0.0  # first touch of memory that the allocator gave back to the system
     memory_bytes: int = 0
 
     def covers(self, dtype: str) -> bool:

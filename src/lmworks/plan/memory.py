@@ -4,18 +4,23 @@ Four moments of a step can be the highest: the loss (all activations, a chunk of
 block (activations, few gradients), of the lowest block (few activations, nearly all gradients), and the end of the
 backward pass (all gradients, the embedding's last). In between every block swaps its activations for its gradients,
 so the highest point lies at an end; the optimizer works in place and never exceeds the last.
-Every moment is a list of rows; the peak is the largest sum. Bytes are what tensors hold (`max_memory_allocated` on a
-GPU); the interpreter, libraries, a CUDA context and an allocator's slack come on top.
+Every moment is a list of rows; the peak is the largest sum. On a GPU it is what tensors hold, as
+`max_memory_allocated` counts it: context and allocator come on top. On a CPU it is the growth of the resident set,
+so what the allocator cannot use again and what PyTorch loads on first use are rows as well.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..spec import RunSpec, SpecError
 from .network import Network, network
 from .ops import Op, Workload
+
+RUNTIME = 55_000_000  # code and workspaces on first use: measured with torch 2.13 on x86-64
+OVERHEAD = ("allocator holes", "runtime")  # rows that are not tensors
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,17 @@ class MemorySheet:
     def total(self) -> int:
         return sum(row.bytes for row in self.rows)
 
+    @property
+    def tensors(self) -> int:
+        """What tensors hold; exact for dense models, see tests/plan/test_memory.py."""
+        return sum(row.bytes for row in self.rows if row.name not in OVERHEAD)
+
 
 def memory(spec: RunSpec, device: str = "cpu") -> MemorySheet:
     refuse_unpredicted(spec)
     load = Workload.of(spec, device)
     net = network(load)
-    static = static_rows(spec, load)
+    static = static_rows(spec, load) + overhead_rows(spec, net)
     accumulated = spec.accumulation > 1
     moments = {
         "loss": at_loss(spec, net, accumulated),
@@ -92,6 +102,21 @@ def static_rows(spec: RunSpec, load: Workload) -> list[Row]:
         row("optimizer states", 8 * params, f"AdamW's two moments: 8 B × {params:,}"),
         row("batch", 8 * ids * load.tokens, f"int64 tokens and targets: {8 * ids} B × {load.tokens:,} tokens"),
     ]
+
+
+def overhead_rows(spec: RunSpec, net: Network) -> list[Row]:
+    """glibc serves an aligned block only from a larger one, so a freed tensor leaves a hole that the next tensor of
+    the same size cannot take: what every block frees in its forward pass stays resident until all is freed."""
+    if net.load.device != "cpu":
+        return []
+    rows = [row("runtime", RUNTIME, "code and workspaces that PyTorch loads on first use")]
+    if platform.libc_ver()[0] == "glibc":
+        _, each, _ = kept(net, spec.parallel.recompute)
+        hole = max(0.0, total(net.block) + total(net.block, "freed") - each)
+        rows.append(
+            row("allocator holes", spec.model.layers * hole, f"{spec.model.layers} × {hole:,.0f} B freed by a block")
+        )
+    return rows
 
 
 def weight_casts(load: Workload) -> float:

@@ -42,6 +42,7 @@ class Op:
     backward: tuple[Kernel, ...] = ()
     saved: float = 0.0  # bytes kept for the backward pass
     dear: float = 0.0  # bytes kept under selective recompute: results of products and of attention
+    freed: float = 0.0  # bytes that the forward pass makes and frees again, its input included where nobody keeps it
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,15 @@ def norm(name: str, load: Workload, readers: int) -> Op:
         forward.append(stream(1.5 * x, count=readers))
         backward.append(stream(1.5 * x, count=readers))
     backward.append(stream(3 * x, count=max(0, readers - 1)))  # gradients of the readers are added up
-    return Op(name, "norms", tuple(forward), tuple(backward), saved)
+    freed = 4 * x * ((load.model.norm == "rms" and load.device == "cpu") + load.cast)  # x², and what was cast
+    return Op(name, "norms", tuple(forward), tuple(backward), saved, freed=freed)
 
 
 def residual(name: str, load: Workload) -> Op:
     """x + f(x): the sum is kept, as the next norm needs it; backward adds the two gradients."""
     x = load.tokens * load.model.hidden
     back = [stream(3 * x)] + ([stream(1.5 * x)] if load.cast else [])
-    return Op(name, "residual", (stream(3 * x),), tuple(back), saved=4 * x)
+    return Op(name, "residual", (stream(3 * x),), tuple(back), saved=4 * x, freed=load.width * x)
 
 
 def head_norm(name: str, load: Workload, heads: int) -> Op:
@@ -155,7 +157,8 @@ def rotary(name: str, load: Workload, width: int) -> Op:
     passes = [stream(2 * x, kind="strided", count=3), stream(3 * x)]
     if load.cast:  # 2 bytes in and out, fp32 within
         passes = [stream(1.5 * x, kind="strided", count=2), stream(x, kind="strided"), stream(3 * x), stream(1.5 * x)]
-    return Op(name, "rotary", tuple(passes), tuple(passes))
+    freed = (14 if load.cast else 12) * x + load.width * x * (not load.model.qk_norm)
+    return Op(name, "rotary", tuple(passes), tuple(passes), freed=freed)
 
 
 def attention(load: Workload) -> Op:
@@ -202,4 +205,6 @@ def activation(load: Workload, width: int, tokens: float, count: float = 1, kept
         backward = [stream(3 * x, count=2 * count), stream(3 * x, kind="math", count=count)]
         tensors = 3
     again = [] if kept else forward
-    return Op(load.model.mlp, "activation", tuple(forward), (*again, *backward), saved=count * 4 * x * (tensors + kept))
+    size = 4 * x * count
+    saved, freed = (size * (tensors + 1), 0.0) if kept else (size * tensors, size)
+    return Op(load.model.mlp, "activation", tuple(forward), (*again, *backward), saved, freed=freed)

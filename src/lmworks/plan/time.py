@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..spec import RunSpec, SpecError
 from .machine import Machine
-from .memory import kept, refuse_unpredicted
+from .memory import refuse_unpredicted
 from .network import Network, network, optimizer
 from .ops import Kernel, Op, Workload
 
@@ -51,9 +51,6 @@ def step_time(spec: RunSpec, machine: Machine) -> StepTime:
 
     parts["launches"] = launch_seconds(spec, net, machine, sum(parts.values()))
     tags["launches"] = "modelled"
-    if machine.fresh_s_per_byte:
-        parts["fresh memory"] = fresh_bytes(spec, net) * machine.fresh_s_per_byte
-        tags["fresh memory"] = "modelled"
     return StepTime(dict(parts), tags, spec.tokens_per_step // spec.parallel.dp)
 
 
@@ -78,9 +75,3 @@ def launch_seconds(spec: RunSpec, net: Network, machine: Machine, busy: float) -
         each = machine.launch_s if direction == "forward" else machine.launch_backward_s
         seconds += spec.accumulation * times * each * sum(kernel.count for kernel in kernels)
     return max(0.0, seconds - busy) if machine.device == "cuda" else seconds
-
-
-def fresh_bytes(spec: RunSpec, net: Network) -> float:
-    """Memory that a step touches for the first time: what is kept in the forward pass, and the gradients."""
-    stem, each, _ = kept(net, spec.parallel.recompute)
-    return spec.accumulation * (stem + spec.model.layers * each) + 4 * spec.model.params
