@@ -219,7 +219,7 @@ def main() -> None:
         rows.append(row)
         print(
             f"batch {batch} × 256: ours {row['tokens_per_s']['ours']:,.0f} tokens/s "
-            f"({row['gflops']['ours']:.1f} GFLOP/s; GEMM limit {row['gemm_limit_gflops']['mlp']:.0f} at its MLP's shape, "
+            f"({row['gflops']['ours']:.1f} GFLOP/s; GEMM limit {row['gemm_limit_gflops']['mlp']:.0f} at its MLP shape, "
             f"{row['gemm_limit_gflops']['square']:.0f} square), peer {row['tokens_per_s']['peer']:,.0f}: "
             f"{row['speed_ratio']:.2f}× the speed (quartiles {row['speed_ratio_quartiles'][0]:.2f}–"
             f"{row['speed_ratio_quartiles'][1]:.2f}); peak memory {row['peak_bytes']['ours'] / 2**20:.0f} MiB against "

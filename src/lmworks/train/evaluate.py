@@ -27,7 +27,7 @@ def held_out(spec: RunSpec) -> Batches:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Batches, spec: RunSpec, limit: int = 0) -> Evaluation:
-    """Over the first `limit` micro-batches (0: every full window once)."""
+    """Over the first `limit` micro-batches (0: as many as there are full windows; a mixture keeps its proportions)."""
     device = next(model.parameters()).device
     passes = -(-batches.windows // spec.data.micro_batch)  # the last one may hold windows of the next epoch
     total, tokens = 0.0, 0
