@@ -14,7 +14,7 @@ from typing import Any
 from ..spec import Gpu, SpecError
 from .ops import Kernel
 
-FORMAT = 1  # of the JSON; a probe written by another version is measured again
+FORMAT = 2  # of the JSON; a probe written by another version is measured again
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Machine:
         if not gpu.bandwidth_gbs:
             raise SpecError(f"{gpu.name}: bandwidth_gbs is not in the catalogue, so no time can be predicted for it")
         memory = (Rate((1.0,), gpu.bandwidth_gbs * 1e9),)
-        rates = dict.fromkeys(("stream", "strided", "math", "optimizer"), memory)
+        rates = dict.fromkeys(("stream", "strided", "exp", "tanh", "optimizer"), memory)
         for dtype in ("fp32", "bf16", "fp16"):
             if flops := gpu.peak_flops(dtype):
                 compute = (Rate((1.0,), flops),)

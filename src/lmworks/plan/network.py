@@ -31,7 +31,7 @@ def embedding(load: Workload) -> list[Op]:
         ops.append(Op("position embedding", "embedding", (stream(3 * t * h),), (stream(2 * t * h),), saved=indices))
     if m.positions == "rope":  # cos and sin of every position, twice a head's half; shared by all layers
         table = load.seq * (load.batch if load.documents else 1) * m.head_dim
-        ops.append(Op("rotary tables", "embedding", (stream(2 * table, kind="math", count=2),), saved=8 * table))
+        ops.append(Op("rotary tables", "embedding", (stream(2 * table, kind="exp", count=2),), saved=8 * table))
     return ops + mask(load)
 
 
@@ -66,7 +66,7 @@ def experts(load: Workload) -> list[Op]:
     rows = max(1, slots // count)  # tokens of one expert
     # softmax, the chosen values (fp32) and indices (int64), their sum; per slot its (token, slot) index and weight
     routing = t * (4 * count + 12 * m.top_k + 4) + slots * 20
-    route = Op("routing", "experts", (stream(2 * t * count, kind="math"),), (stream(3 * t * count),), saved=routing)
+    route = Op("routing", "experts", (stream(2 * t * count, kind="exp"),), (stream(3 * t * count),), saved=routing)
     gathered = slots * h * (2 * 2 if load.cast else 4)  # one fp32 gather, or a cast of it for gate and one for up
     # index_add keeps the weighted result (fp32), the weighting keeps the expert's result
     kept = gathered + slots * h * (w + 4)
@@ -118,7 +118,7 @@ def loss(load: Workload) -> list[Op]:
     products = [gemm(rows, h, vocab, chunks), gemm(rows, vocab, h, chunks), gemm(vocab, rows, h, chunks)]
     logits = rows * vocab
     softmax = [
-        stream(2 * logits, kind="math", count=2 * chunks),
+        stream(2 * logits, kind="exp", count=2 * chunks),
         stream(2 * logits, count=chunks),
     ]  # log p, exp, · counted
     if load.cast:

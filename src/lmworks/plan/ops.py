@@ -23,8 +23,8 @@ class Kernel:
     """One launch, `count` times over.
 
     kind: 'gemm' (shape m, k, n), 'attention' and 'attention_backward' (shape seq, head_dim), or a pass over memory:
-    'stream' (contiguous), 'strided' (rows of half a head, as rotary embedding reads them), 'math' (exp, tanh: bound
-    by arithmetic on a CPU), 'optimizer'.
+    'stream' (contiguous), 'strided' (a row of a table for every head, as rotary embedding reads them), 'exp' (silu,
+    softmax) and 'tanh' (gelu), which arithmetic bounds on a CPU, or 'optimizer'.
     """
 
     kind: str
@@ -174,7 +174,7 @@ def attention(load: Workload) -> Op:
         scores = t * load.seq * m.heads
         product = 4.0 * t * m.q_dim * load.seq  # nothing is left out above the diagonal
         forward = [gemm(t * m.heads, m.head_dim, load.seq), gemm(t * m.heads, load.seq, m.head_dim)]
-        forward += [stream(2 * scores, count=2), stream(2 * scores, kind="math")]
+        forward += [stream(2 * scores, count=2), stream(2 * scores, kind="exp")]
         backward = [Kernel("attention_backward", flops=2 * product, shape=shape), stream(3 * scores, count=2)]
         inner = w if m.attention == "reference" else 4  # SDPA's math path computes in fp32
         saved = 4 * scores + t * 3 * m.q_dim * inner + result  # k and v repeated for every head
@@ -198,11 +198,11 @@ def activation(load: Workload, width: int, tokens: float, count: float = 1, kept
     next product's backward pass needs it, unless it is `kept`, as experts do."""
     x = tokens * width * load.width / 4  # in units of 4 bytes
     if load.model.mlp == "gelu":
-        forward, backward = [stream(2 * x, kind="math", count=count)], [stream(3 * x, kind="math", count=count)]
+        forward, backward = [stream(2 * x, kind="tanh", count=count)], [stream(3 * x, kind="tanh", count=count)]
         tensors = 1
     else:
-        forward = [stream(2 * x, kind="math", count=count), stream(3 * x, count=count)]
-        backward = [stream(3 * x, count=2 * count), stream(3 * x, kind="math", count=count)]
+        forward = [stream(2 * x, kind="exp", count=count), stream(3 * x, count=count)]
+        backward = [stream(3 * x, count=2 * count), stream(3 * x, kind="exp", count=count)]
         tensors = 3
     again = [] if kept else forward
     size = 4 * x * count

@@ -1,0 +1,81 @@
+"""`lmworks plan` and `lmworks hardware` as they are typed."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from lmworks.cli.main import main
+from lmworks.spec import catalogue
+
+
+def lmworks(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    argv, sys.argv = sys.argv, ["lmworks", *args]
+    try:
+        main()
+        code: object = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    finally:
+        sys.argv = argv
+    out, err = capsys.readouterr()
+    assert isinstance(code, int)
+    return code, out, err
+
+
+def test_plan_prints_a_sheet(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = lmworks(capsys, "plan", "tiny", "data.micro_batch=4", "--no-probe")
+    assert code == 0
+    assert "parameters" in out and "optimizer states" in out and "peak" in out and "GB)" in out
+    assert "step time: not predicted" in out
+
+
+def test_plan_for_a_named_accelerator(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "llama3-8b", "cluster.gpu=H200-SXM-141GB", "data.seq=4096", "precision.dtype=bf16"]
+    code, out, _ = lmworks(capsys, *args)
+    assert code == 0
+    assert "does NOT fit" in out  # 8 sequences of 4096 beside 16 bytes a parameter
+    assert "lower bound" in out
+    code, out, _ = lmworks(capsys, *args, "data.micro_batch=1", "parallel.recompute=full", "--json")
+    result = json.loads(out)
+    assert result["fits"] is True
+    assert result["machine"] == {"name": "H200-SXM-141GB", "device": "cuda", "tag": "datasheet"}
+    assert result["step_s"] > 0
+
+
+def test_plan_measures_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = lmworks(capsys, "plan", "tiny", "cluster.device=cpu", "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["machine"]["tag"] == "measured"
+    assert result["step_s"] == pytest.approx(sum(result["step_parts"].values()))
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["plan", "tiny", "parallel.tp=2"], "parallel.tp = 2: memory of this layout is not predicted yet"),
+        (["plan", "tiny", "cluster.gpu=H100"], "did you mean"),
+        (["plan", "tinny"], "did you mean 'tiny'"),
+        (["hardware", "H100"], "did you mean"),
+        (["hardware", "T4", "--probe"], "--probe measures the machine at hand"),
+    ],
+)
+def test_bad_usage(capsys: pytest.CaptureFixture[str], args: list[str], words: str) -> None:
+    code, _, err = lmworks(capsys, *args)
+    assert code == 2
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_hardware_lists_the_catalogue_with_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = lmworks(capsys, "hardware", "--json")
+    listed = json.loads(out)
+    assert [gpu["name"] for gpu in listed] == list(catalogue())
+    assert all(gpu["source"] for gpu in listed)
+    _, out, _ = lmworks(capsys, "hardware", "A100-SXM-80GB")
+    assert "source" in out and "2039" in out
+    assert lmworks(capsys, "hardware")[0] == 0

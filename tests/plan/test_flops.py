@@ -1,0 +1,91 @@
+"""FLOPs against those that PyTorch counts in a real forward and backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from tracker import Steps, make_run
+
+from lmworks.plan.flops import (
+    attention_flops_per_token,
+    forward_flops_per_token,
+    hardware_flops_per_token,
+    keys_per_query,
+    model_flops_per_token,
+    step_flops,
+)
+from lmworks.plan.network import network
+from lmworks.plan.ops import Workload
+from lmworks.spec import ModelSpec, RunSpec
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "grouped": {"kv_heads": 2, "tie_embeddings": True},
+    "gpt2": {"norm": "layer", "mlp": "gelu", "bias": True, "positions": "learned"},
+    "experts": {"experts": 4, "top_k": 2, "shared_experts": 1},
+}
+
+
+def counted(spec: RunSpec) -> float:
+    """What FlopCounterMode sees. The reference attention spells its products out: all keys, above the diagonal too.
+
+    It does not know `addmm_`, in which the loss adds to the head's gradient: one product with the head is put back.
+    """
+    run = Steps(spec)
+    with FlopCounterMode(display=False) as counter:
+        run.forward().backward()
+    return counter.get_total_flops() + 2 * spec.tokens_per_step * spec.model.vocab * spec.model.hidden
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_model_flops_are_those_that_run(shape: dict[str, Any]) -> None:
+    """Exact once attention, which runs over every key here, is counted over every key."""
+    spec = make_run(attention="reference", **shape)
+    model, seq, tokens = spec.model, spec.data.seq, spec.tokens_per_step
+    unmasked = seq / keys_per_query(seq)
+    attention = 3 * attention_flops_per_token(model, seq)
+    expected = model_flops_per_token(model, seq) + attention * (unmasked - 1)
+    assert counted(spec) == pytest.approx(tokens * expected, rel=1e-9)
+
+
+def test_recompute_runs_the_blocks_forward_again() -> None:
+    spec = make_run(attention="reference", recompute="full")
+    model, seq, tokens = spec.model, spec.data.seq, spec.tokens_per_step
+    attention = attention_flops_per_token(model, seq)
+    unmasked = seq / keys_per_query(seq)
+    # Less the flash kernel's own recompute, and the last product of a block, which nobody asks for again.
+    expected = hardware_flops_per_token(model, seq, "full") - attention / 2 + 4 * attention * (unmasked - 1)
+    expected -= model.layers * 2 * model.ffn * model.hidden
+    assert counted(spec) == pytest.approx(tokens * expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_the_op_list_adds_up_to_the_closed_form(shape: dict[str, Any]) -> None:
+    spec = make_run(**shape)
+    net = network(Workload.of(spec, "cpu"))
+    ops = [*net.stem, *net.loss, *(spec.model.layers * net.block)]
+    flops = sum(kernel.flops * kernel.count for op in ops for kernel in (*op.forward, *op.backward))
+    tokens, seq = spec.tokens_per_step, spec.data.seq
+    assert flops == pytest.approx(tokens * hardware_flops_per_token(spec.model, seq), rel=1e-9)
+
+
+def test_keys_per_query() -> None:
+    mask = torch.ones(12, 12).tril()
+    assert keys_per_query(12) == mask.sum() / 12
+    assert keys_per_query(12, window=5) == (mask.triu(-4)).sum() / 12
+    assert keys_per_query(12, window=50) == keys_per_query(12)
+
+
+def test_the_head_counts_and_the_input_embedding_does_not() -> None:
+    model = ModelSpec.from_preset("gpt2-small")
+    per_token = 6 * (12 * 12 * 768**2 + 50_257 * 768) + 6 * 12 * 768 * (1024 + 1)
+    assert model_flops_per_token(model, 1024) == per_token
+    assert 3 * forward_flops_per_token(model, 1024) == per_token
+
+
+def test_a_step_counts_every_token_of_the_global_batch() -> None:
+    spec = make_run(accumulation=3)
+    assert step_flops(spec).model == 3 * 2 * 32 * model_flops_per_token(spec.model, 32)

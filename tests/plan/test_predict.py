@@ -1,0 +1,113 @@
+"""The first sheet: its JSON, its sums, what it says without a machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tracker import make_run
+
+from lmworks.plan.machine import Machine, Rate
+from lmworks.plan.ops import Kernel
+from lmworks.plan.predict import predict
+from lmworks.plan.time import step_time
+from lmworks.spec import RunSpec, SpecError, catalogue
+
+KINDS = ("stream", "strided", "exp", "tanh", "optimizer")
+
+
+def make_machine(rate: float = 1e12, bandwidth: float = 1e11, launch: float = 0.0, device: str = "cpu") -> Machine:
+    rates = {kind: (Rate((1.0,), bandwidth),) for kind in KINDS}
+    rates |= {f"{kind}.fp32": (Rate((1.0,), rate),) for kind in ("gemm", "attention", "attention_backward")}
+    return Machine(
+        "a machine", device, "measured", rates, launch_s=launch, launch_backward_s=launch, memory_bytes=10**9
+    )
+
+
+def test_json_shape() -> None:
+    spec = make_run(accumulation=2)
+    result = json.loads(json.dumps(predict(spec, make_machine()).to_dict(), allow_nan=False))
+    assert result["params"] == spec.model.params
+    assert result["tokens_per_step"] == spec.tokens_per_step
+    assert result["memory_bytes"] == sum(row["bytes"] for row in result["memory"])
+    assert {"name", "bytes", "how"} == set(result["memory"][0])
+    assert result["step_s"] == pytest.approx(sum(result["step_parts"].values()))
+    assert result["tokens_per_s"] == pytest.approx(spec.tokens_per_step / result["step_s"])
+    assert set(result["step_parts"]) <= set(result["tags"])
+    assert set(result["tags"].values()) <= {"measured", "datasheet", "modelled"}
+
+
+def test_without_a_machine_no_time_is_made_up() -> None:
+    result = predict(make_run()).to_dict()
+    assert result["memory_bytes"] > 0
+    assert result["step_s"] is result["tokens_per_s"] is result["step_parts"] is result["machine"] is None
+
+
+def test_a_precision_that_was_not_measured_has_no_time() -> None:
+    spec = make_run(dtype="bf16")
+    assert predict(spec, make_machine()).time is None
+    with pytest.raises(SpecError, match=r"precision\.dtype = 'bf16': the rate of a machine for it is not known"):
+        step_time(spec, make_machine())
+
+
+def test_time_follows_the_work() -> None:
+    machine = make_machine()
+    once, thrice = (step_time(make_run(accumulation=n), machine).parts for n in (1, 3))
+    assert thrice["matmul"] == pytest.approx(3 * once["matmul"])
+    assert thrice["optimizer"] == once["optimizer"]
+    none, full, selective = (
+        step_time(make_run(recompute=name), machine).parts for name in ("none", "full", "selective")
+    )
+    assert full["matmul"] > selective["matmul"] == none["matmul"]
+    assert selective["norms"] > none["norms"]
+
+
+def test_a_gpu_hides_launches_behind_work_and_a_cpu_does_not() -> None:
+    spec = make_run(norm="layer")  # the same kernels on both
+    assert step_time(spec, make_machine(launch=1e-9, device="cuda")).parts["launches"] == 0
+    assert step_time(spec, make_machine(launch=1e-9)).parts["launches"] > 0
+    bound = step_time(spec, make_machine(launch=1e-2, device="cuda"))
+    assert bound.total == pytest.approx(step_time(spec, make_machine(launch=1e-2)).parts["launches"])
+
+
+def test_a_rate_lies_between_its_neighbours() -> None:
+    rates = {"gemm.fp32": (Rate((64, 64, 64), 1e9), Rate((1024, 1024, 1024), 4e9))}
+    machine = Machine("a machine", "cpu", "measured", rates)
+    between = machine.rate(Kernel("gemm", flops=1, shape=(256, 256, 256)), "fp32")
+    assert 1e9 < between < 4e9
+    assert machine.rate(Kernel("gemm", flops=1, shape=(64, 64, 64)), "fp32") == pytest.approx(1e9, rel=1e-3)
+
+
+def test_a_machine_survives_its_json() -> None:
+    machine = make_machine(launch=1e-6)
+    assert Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine
+
+
+def test_a_datasheet_is_tagged_as_one() -> None:
+    gpu = catalogue()["H200-SXM-141GB"]
+    prediction = predict(make_run(dtype="bf16"), Machine.from_gpu(gpu))
+    assert prediction.time is not None
+    assert prediction.time.tags["matmul"] == "datasheet"
+    # No step is faster than its model FLOPs at the peak.
+    assert prediction.time.total >= prediction.flops.model / (gpu.bf16_tflops * 1e12)
+
+
+def test_an_accelerator_without_a_bandwidth_is_refused() -> None:
+    unknown = next(iter(catalogue().values())).replace(name="mine", bandwidth_gbs=0.0)
+    with pytest.raises(SpecError, match="mine: bandwidth_gbs is not in the catalogue"):
+        Machine.from_gpu(unknown)
+
+
+def test_the_device_of_a_spec_decides_whose_kernels_run() -> None:
+    cuda = RunSpec.from_dict({"cluster": {"device": "cuda"}})
+    named = RunSpec.from_dict({"cluster": {"gpu": "H200-SXM-141GB"}})
+    assert predict(cuda).memory == predict(named).memory != predict(RunSpec()).memory
+
+
+def test_planning_loads_no_torch() -> None:
+    code = (
+        "import sys, lmworks.plan.predict as p, lmworks.spec as s; p.predict(s.RunSpec()); exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
