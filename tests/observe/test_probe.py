@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from lmworks.spec import PRESETS, Cluster, ModelSpec, RunSpec, SpecError
 
 @pytest.fixture(scope="module")
 def machine() -> Machine:
-    return probing.probe("cpu", seconds=0.1)
+    return dataclasses.replace(probing.probe("cpu", seconds=0.1), noise=1.0)
 
 
 def test_every_kernel_of_every_preset_has_a_rate(machine: Machine) -> None:
@@ -62,7 +63,15 @@ def test_a_machine_is_measured_once(calls: list[torch.device], machine: Machine)
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 0}', "[1]", '{"format": 2, "rates": {}}'])
+def test_what_a_busy_machine_showed_is_not_kept(
+    calls: list[torch.device], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "probe", lambda _device: dataclasses.replace(machine, noise=2.0))
+    assert probing.this_machine(CPU).noise == 2.0
+    assert probing.cached_machine(CPU) is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 0}', "[1]", '{"format": 3, "rates": {}}'])
 def test_a_cache_that_cannot_be_read_is_measured_again(calls: list[torch.device], text: str, machine: Machine) -> None:
     path = probing.cache_path(torch.device("cpu"))
     path.parent.mkdir(parents=True)

@@ -105,6 +105,10 @@ def print_time(prediction: Prediction, dtype: str) -> None:
     typer.echo(
         f"step {duration(time.total)}, {short(time.tokens_per_s)} tokens/s, {short(flops)}FLOP/s of the model's own"
     )
+    if machine.noise > 1.3:
+        typer.echo(
+            f"this machine was busy while it was measured (runs took {machine.noise:.1f} × the fastest): expect better"
+        )
     if machine.tag == "datasheet":
         typer.echo("from datasheet peaks, which no kernel reaches: the time is a lower bound, the speed an upper bound")
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -42,6 +43,7 @@ ATTENTIONS = {
 }
 PASSES = {"cpu": [2**16, 2**18, 2**20, 2**22], "cuda": [2**18, 2**22, 2**24, 2**26]}  # elements of one fp32 tensor
 OPTIMIZER = {"cpu": 2**22, "cuda": 2**27}  # parameters
+BUSY = 1.3  # noise above which a measurement is not kept: it would say the machine is slower than it is
 
 
 class Clock:
@@ -54,6 +56,7 @@ class Clock:
     def __init__(self, device: torch.device, seconds: float) -> None:
         self.device, self.share = device, seconds / 50  # about fifty points are measured
         self.others = torch.zeros(2**23, device=device)
+        self.noise: list[float] = []  # median over fastest run of each point
 
     def once(self, work: Callable[[], object]) -> float:
         self.others.add_(1)
@@ -72,6 +75,7 @@ class Clock:
         times = [self.once(work) for _ in range(5)]
         while time.perf_counter() < deadline:
             times.append(self.once(work))
+        self.noise.append(statistics.median(times) / min(times))
         return min(times) / calls
 
 
@@ -95,6 +99,7 @@ def probe(device: str | torch.device = "cpu", seconds: float = 4.0) -> Machine:
         launch_s=launch,
         launch_backward_s=launch_backward,
         memory_bytes=memory_bytes(device),
+        noise=statistics.median(clock.noise),
     )
 
 
@@ -242,11 +247,13 @@ def cached_machine(cluster: Cluster) -> Machine | None:
 
 
 def this_machine(cluster: Cluster, *, refresh: bool = False) -> Machine:
-    """The cached measurement, or a new one, cached where the folder can be written."""
+    """The cached measurement, or a new one, kept unless the machine was busy or the folder cannot be written."""
     machine = None if refresh else cached_machine(cluster)
     if machine is None:
         device = pick(cluster)
         machine = probe(device)
+        if machine.noise > BUSY:
+            return machine
         path = cache_path(device)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

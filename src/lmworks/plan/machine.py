@@ -14,7 +14,7 @@ from typing import Any
 from ..spec import Gpu, SpecError
 from .ops import Kernel
 
-FORMAT = 2  # of the JSON; a probe written by another version is measured again
+FORMAT = 3  # of the JSON; a probe written by another version is measured again
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Machine:
     launch_s: float = 0.0  # host time of one small op, forward
     launch_backward_s: float = 0.0
     memory_bytes: int = 0
+    noise: float = 1.0  # median run over fastest run while it was measured: well above 1, something else was running
 
     def covers(self, dtype: str) -> bool:
         return f"gemm.{dtype}" in self.rates
