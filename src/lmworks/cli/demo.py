@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..record import RunFolder
     from ..spec import RunSpec
 
+FEWEST, MOST = 600, 4000  # steps: enough to beat a bigram table, and few enough to wait for
 SPEC = Path(__file__).with_name("demo.toml")
 PROMPTS = ("def __init__(self, name, value=None):\n", "for line in ")
 
@@ -31,6 +32,7 @@ def demo(
       lmworks demo --seconds 30 --run-dir runs/short
     """
     from ..observe.report import write_report
+    from ..plan.predict import predict
     from ..spec import load_run
     from ..train import Trainer
     from .plan import find_machine, print_memory, print_time
@@ -41,13 +43,15 @@ def demo(
     baseline = bigram_baseline(spec)
 
     heading(2, "Plan: what will it take?")
-    spec, prediction = fit_to_time(spec, seconds)
+    machine = find_machine(spec.cluster, no_probe=False)
+    prediction = predict(spec, machine)
+    spec = fit_to_time(spec, prediction, seconds)
     print_memory(prediction)
     print_time(prediction, spec.precision.dtype)
-    typer.echo(f"{spec.optim.steps:,} steps fit into {seconds:.0f} s")
+    typer.echo(f"so training takes {spec.optim.steps:,} steps")
 
     heading(3, "Train")
-    trainer = Trainer(spec, run_dir or free_folder("demo"), machine=find_machine(spec.cluster, no_probe=False))
+    trainer = Trainer(spec, run_dir or free_folder("demo"), machine=machine)
     result = trainer.run()
     report = write_report(trainer.folder)
 
@@ -92,16 +96,12 @@ def bigram_baseline(spec: RunSpec) -> float:
     return loss
 
 
-def fit_to_time(spec: RunSpec, seconds: float) -> tuple[RunSpec, Prediction]:
-    """As many steps as the planner thinks fit, and its prediction for them."""
-    from ..plan.predict import predict
-    from .plan import find_machine
-
-    prediction = predict(spec, find_machine(spec.cluster, no_probe=False))
-    if prediction.time:
-        steps = max(1, round(seconds / prediction.time.total))
-        spec = spec.replace(optim=spec.optim.replace(steps=steps))
-    return spec, prediction
+def fit_to_time(spec: RunSpec, prediction: Prediction, seconds: float) -> RunSpec:
+    """As many steps as the planner thinks fit, within limits: a busy machine looks slower than it is."""
+    if not prediction.time:
+        return spec
+    steps = round(seconds / prediction.time.total)
+    return spec.replace(optim=spec.optim.replace(steps=min(max(steps, FEWEST), MOST)))
 
 
 def compare(folder: RunFolder, prediction: Prediction) -> None:
