@@ -4,7 +4,7 @@
     python benchmarks/plan_check.py --device cuda           small models on a GPU
     python benchmarks/plan_check.py --save                  also write benchmarks/results/plan_check_DEVICE.json
 
-Memory: on a CPU the growth of the resident set above the imports, on a GPU the allocator's peak. Time: the median
+Memory: on a CPU the growth of the resident set after a tiny step, on a GPU the allocator's peak. Time: the median
 of the steps after three to warm up. The rates are measured in the same process.
 """
 

@@ -29,7 +29,7 @@ from lmworks.data import Batch, Batches
 from lmworks.plan.flops import model_flops_per_token
 from lmworks.spec import RunSpec, load_run
 from lmworks.train import Trainer
-from lmworks.train.device import PeakMemory
+from lmworks.train.device import resident_now, resident_peak
 
 BATCHES = (4, 8)
 PRESET = "cpu-10m"
@@ -132,11 +132,11 @@ def peak_memory(side: str, batch: int, compile: bool) -> int:
     if side == "peer":
         import transformers.models.gpt2.modeling_gpt2  # noqa: F401  (imports are not the loop's memory)
     data = batches_of(spec)
-    memory = PeakMemory(torch.device("cpu"))
+    base = resident_now()
     step = SIDES[side](spec)
     for cursor in range(6):
         step(data.at(cursor))
-    return memory.read()
+    return resident_peak() - base
 
 
 def gemm_limit(tokens: int, width: int) -> dict[str, float]:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from ..record import RunFolder
     from ..spec import RunSpec
 
-FEWEST, MOST = 600, 4000  # steps: enough to beat a bigram table, and few enough to wait for
+FEWEST, MOST = 600, 3000  # steps: enough to beat a bigram table, and few enough to wait for
 SPEC = Path(__file__).with_name("demo.toml")
-PROMPTS = ("def __init__(self, name, value=None):\n", "for line in ")
+PROMPTS = ("def __init__(self, name, value):\n        self.", "    if isinstance(value, ")
 
 
 def demo(
@@ -129,5 +129,5 @@ def complete(run: Path, prompt: str) -> str:
     trained = load_trained(run)
     ids = torch.tensor([trained.tokenizer.encode(prompt)])
     room = trained.model.spec.context - ids.shape[1]
-    out = generate(trained.model, ids.to(trained.model.embed.weight.device), min(96, room), Sampling(0.6, top_p=0.9))
+    out = generate(trained.model, ids.to(trained.model.embed.weight.device), min(64, room), Sampling(0.5, top_p=0.9))
     return trained.tokenizer.decode(out[0].tolist())

@@ -2,7 +2,7 @@
 
 Each kind of kernel in `plan/ops.py` is run at a handful of sizes, as training runs it: products in their three
 layouts (forward, gradient of the input, gradient of the weight), attention both ways, passes over memory, fused
-AdamW, and ops too small to cost anything but their launch. The fastest of several runs is kept. The result is cached
+AdamW, and ops too small to cost anything but their launch. The median of several runs is kept. The result is cached
 per host, device, thread count and torch version, and `lmworks train` reads it from there.
 """
 
@@ -47,10 +47,11 @@ BUSY = 1.3  # noise above which a measurement is not kept: it would say the mach
 
 
 class Clock:
-    """Seconds of one call: the fastest of at least five runs after a warm-up, within a share of the time budget.
+    """Seconds of one call: the median of at least five runs after a warm-up, within a share of the time budget.
 
-    The fastest, as what other processes take away says nothing about the machine. Before each run another 32 MiB
-    are written: in training, too, an op finds its operands where the ops in between have pushed them.
+    The median, as a training step gets what is usual, not what is best; a machine busy with other work betrays
+    itself by `noise`. Before each run another 32 MiB are written: in training, too, an op finds its operands where
+    the ops in between have pushed them.
     """
 
     def __init__(self, device: torch.device, seconds: float) -> None:
@@ -76,7 +77,7 @@ class Clock:
         while time.perf_counter() < deadline:
             times.append(self.once(work))
         self.noise.append(statistics.median(times) / min(times))
-        return min(times) / calls
+        return statistics.median(times) / calls
 
 
 def probe(device: str | torch.device = "cpu", seconds: float = 4.0) -> Machine:

@@ -19,8 +19,7 @@ from ..spec import RunSpec, SpecError
 from .network import Network, network
 from .ops import Op, Workload
 
-RUNTIME = 55_000_000  # code and workspaces on first use: measured with torch 2.13 on x86-64
-OVERHEAD = ("allocator holes", "runtime")  # rows that are not tensors
+OVERHEAD = ("allocator holes",)  # rows that are not tensors
 
 
 @dataclass(frozen=True)
@@ -107,16 +106,11 @@ def static_rows(spec: RunSpec, load: Workload) -> list[Row]:
 def overhead_rows(spec: RunSpec, net: Network) -> list[Row]:
     """glibc serves an aligned block only from a larger one, so a freed tensor leaves a hole that the next tensor of
     the same size cannot take: what every block frees in its forward pass stays resident until all is freed."""
-    if net.load.device != "cpu":
+    if net.load.device != "cpu" or platform.libc_ver()[0] != "glibc":
         return []
-    rows = [row("runtime", RUNTIME, "code and workspaces that PyTorch loads on first use")]
-    if platform.libc_ver()[0] == "glibc":
-        _, each, _ = kept(net, spec.parallel.recompute)
-        hole = max(0.0, total(net.block) + total(net.block, "freed") - each)
-        rows.append(
-            row("allocator holes", spec.model.layers * hole, f"{spec.model.layers} × {hole:,.0f} B freed by a block")
-        )
-    return rows
+    _, each, _ = kept(net, spec.parallel.recompute)
+    hole = max(0.0, total(net.block) + total(net.block, "freed") - each)
+    return [row("allocator holes", spec.model.layers * hole, f"{spec.model.layers} × {hole:,.0f} B freed by a block")]
 
 
 def weight_casts(load: Workload) -> float:
