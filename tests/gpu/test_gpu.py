@@ -154,9 +154,10 @@ def test_predicted_memory_is_what_is_allocated(dataset: Path, tmp_path: Path, re
     changes = ["precision.dtype=bf16", "data.micro_batch=8", "data.global_batch=8", "data.seq=512", "optim.steps=3"]
     changes += [f"data.path={dataset}", f"parallel.recompute={recompute}", "optim.warmup=1", "cluster.device=cuda"]
     spec = load_run("gpt2-small", changes)
+    others = torch.cuda.memory_allocated()  # what earlier tests still hold
     trainer = Trainer(spec, tmp_path / "run", quiet=True)
     trainer.run()
-    measured = read_metrics(tmp_path / "run/metrics.jsonl")[1]["memory_bytes"]
+    measured = read_metrics(tmp_path / "run/metrics.jsonl")[1]["memory_bytes"] - others
     predicted = predict(spec).memory.total
     print(json.dumps({"recompute": recompute, "predicted": predicted, "measured": measured}))
     assert predicted == pytest.approx(measured, rel=0.10)

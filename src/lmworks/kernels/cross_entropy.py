@@ -50,20 +50,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows):
                 part = slice(start, start + rows)
-                h, target = hidden[part], targets[part]
-                counted = (target != IGNORE).unsqueeze(1)  # (rows, 1)
-                index = target.clamp(min=0).unsqueeze(1)
-                log_p = F.log_softmax(h @ cast_weight.t(), dim=-1, dtype=torch.float32)  # (rows, vocab)
-                loss -= (log_p.gather(1, index) * counted).sum()
-                if not (want_hidden or want_weight):
-                    continue
-                grad = log_p.exp_()
-                grad.scatter_add_(1, index, grad.new_full(index.shape, -1.0))
-                grad = grad.mul_(counted).to(hidden.dtype)
-                if grad_hidden is not None:
-                    torch.mm(grad, cast_weight, out=grad_hidden[part])
-                if grad_weight is not None:
-                    accumulate_outer(grad_weight, grad, h)
+                into = None if grad_hidden is None else grad_hidden[part]
+                loss += chunk_loss(hidden[part], cast_weight, targets[part], into, grad_weight)
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
@@ -75,6 +63,30 @@ class LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_loss)
         return grad_hidden, grad_weight, None
+
+
+def chunk_loss(
+    hidden: Tensor, weight: Tensor, target: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None
+) -> Tensor:
+    """Loss of one chunk; its gradients are written to grad_hidden and added to grad_weight where they are wanted.
+
+    A function of its own, so that a chunk's logits are gone before the next chunk's are made.
+    """
+    counted = (target != IGNORE).unsqueeze(1)  # (rows, 1)
+    index = target.clamp(min=0).unsqueeze(1)
+    log_p = F.log_softmax(hidden @ weight.t(), dim=-1, dtype=torch.float32)  # (rows, vocab)
+    loss = -(log_p.gather(1, index) * counted).sum()
+    if grad_hidden is None and grad_weight is None:
+        return loss
+    p = log_p.exp_()
+    p.scatter_add_(1, index, p.new_full(index.shape, -1.0))
+    # Rows that do not count become zero, and the gradient takes the precision of the products, in one pass.
+    grad = torch.mul(p, counted, out=p if p.dtype == hidden.dtype else torch.empty_like(p, dtype=hidden.dtype))
+    if grad_hidden is not None:
+        torch.mm(grad, weight, out=grad_hidden)
+    if grad_weight is not None:
+        accumulate_outer(grad_weight, grad, hidden)
+    return loss
 
 
 def accumulate_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:

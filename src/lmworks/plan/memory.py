@@ -163,9 +163,9 @@ def at_loss(spec: RunSpec, net: Network, accumulated: bool) -> list[Row]:
     rows = load.chunk_rows
     logits = rows * m.vocab
     if load.cast:
-        # 2-byte logits, an fp32 copy where softmax cannot read 2 bytes itself (CPU), log p; then its gradient in
+        # 2-byte logits, their fp32 copy (softmax cannot read 2 bytes itself), log p; then its gradient in
         # 2 bytes beside log p, and the product that is added to the head's gradient.
-        chunk = max(logits * (10 if load.device == "cpu" else 6), logits * 6 + 2 * head)
+        chunk = max(logits * 10, logits * 6 + 2 * head)
     else:
         chunk = 8 * logits  # logits and log p
     held = 4 * hidden + (2 * hidden + 2 * head if load.cast else 0)

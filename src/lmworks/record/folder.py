@@ -37,11 +37,7 @@ class RunFolder:
         """A new folder holding the resolved spec. A folder that already holds a run is left as it is."""
         folder = cls(Path(path))
         try:
-            if any(found.exists() for found in (folder.spec_path, folder.metrics_path, folder.checkpoints)):
-                raise SpecError(
-                    f"{folder.path} already holds a run; continue it with `lmworks resume {folder.path}`, "
-                    "or choose another --run-dir"
-                )
+            folder.refuse_taken()
             folder.path.mkdir(parents=True, exist_ok=True)
             write_whole(folder.spec_path, dump_toml(spec.to_dict()))
         except FileExistsError:
@@ -49,6 +45,13 @@ class RunFolder:
         except OSError as error:
             raise SpecError(f"cannot create the run folder {folder.path}: {error.strerror}") from None
         return folder
+
+    def refuse_taken(self) -> None:
+        if any(found.exists() for found in (self.spec_path, self.metrics_path, self.checkpoints)):
+            raise SpecError(
+                f"{self.path} already holds a run; continue it with `lmworks resume {self.path}`, "
+                "or choose another --run-dir"
+            )
 
     @classmethod
     def open(cls, path: str | Path) -> Self:

@@ -46,6 +46,7 @@ class Trainer:
     def __init__(
         self, spec: RunSpec, run_dir: str | Path, *, machine: Machine | None = None, quiet: bool = False
     ) -> None:
+        RunFolder(Path(run_dir)).refuse_taken()  # at once, not after data were prepared
         self.prepare(spec, quiet)
         prediction = json.dumps(predict(self.spec, machine).to_dict(), indent=2)
         self.folder = RunFolder.create(run_dir, self.spec)
