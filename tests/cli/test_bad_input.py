@@ -121,6 +121,13 @@ def test_train_in_a_process_of_its_own(folder: Path, case: str) -> None:
     assert not (folder / "run").exists()
 
 
+def prepare_corpus() -> None:
+    """The embedded corpus, made on first use with lines of progress that are not this test's."""
+    from lmworks.data import resolve
+
+    resolve("stdlib:bytes")
+
+
 def test_a_run_folder_that_is_taken(folder: Path) -> None:
     (folder / "run").mkdir()
     (folder / "run" / "spec.toml").write_text("seed = 1")
@@ -131,16 +138,13 @@ def test_a_run_folder_that_is_taken(folder: Path) -> None:
 
 def test_a_run_folder_that_cannot_be(folder: Path) -> None:
     """Below a file: nobody may create it, not even root."""
+    prepare_corpus()
     check(*command(folder, "train", "good.toml", "--run-dir", "good.toml/run"), ["good.toml/run", "Not a directory"])
 
 
 def test_a_full_disk_during_a_save(folder: Path) -> None:
     """A real limit on the size of files, above all that a run writes but its checkpoint. Nothing is lost by it."""
-    from lmworks.data import Batches
-    from lmworks.spec import load_run
-
-    spec = load_run("good.toml")
-    Batches(spec.data, seed=spec.seed)  # the embedded corpus is prepared without the limit
+    prepare_corpus()  # without the limit
 
     def limit_files() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
