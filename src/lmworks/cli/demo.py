@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,7 +55,7 @@ def demo(
     report = write_report(trainer.folder)
 
     heading(4, "Compare: predicted against measured")
-    compare(trainer.folder, prediction)
+    compare(trainer.folder)
     better = "below" if result.loss < baseline else "NOT below"
     typer.echo(f"held-out loss {result.loss:.3f} nats/token, {better} the bigram baseline of {baseline:.3f}")
 
@@ -104,19 +103,15 @@ def fit_to_time(spec: RunSpec, prediction: Prediction, seconds: float) -> RunSpe
     return spec.replace(optim=spec.optim.replace(steps=min(max(steps, FEWEST), MOST)))
 
 
-def compare(folder: RunFolder, prediction: Prediction) -> None:
-    from ..observe.summary import summarize
-    from ..record.figures import binary_bytes, duration, short
+def compare(folder: RunFolder) -> None:
+    from ..observe.prediction import compare
+    from ..record import read_metrics
 
-    measured = summarize(folder)
-    rows = [["peak memory", binary_bytes(prediction.memory.total), binary_bytes(measured.memory_bytes or math.nan)]]
-    ratios = [(measured.memory_bytes or math.nan) / prediction.memory.total]
-    if prediction.time and measured.step_s and measured.tokens_per_s:
-        rows.append(["step time", duration(prediction.time.total), duration(measured.step_s)])
-        rows.append(["tokens/s", short(prediction.time.tokens_per_s), short(measured.tokens_per_s)])
-        ratios += [measured.step_s / prediction.time.total, measured.tokens_per_s / prediction.time.tokens_per_s]
-    table = [[*row, f"{ratio:.2f}"] for row, ratio in zip(rows, ratios, strict=True)]
-    print_table("", ["", "predicted", "measured", "ratio"], table)
+    rows = [
+        [row.label, row.show(row.predicted), row.show(row.measured), "–" if row.ratio is None else f"{row.ratio:.2f}"]
+        for row in compare(folder, read_metrics(folder.metrics_path))
+    ]
+    print_table("", ["", "predicted", "measured", "ratio"], rows)
 
 
 def complete(run: Path, prompt: str) -> str:

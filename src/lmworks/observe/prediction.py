@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ..record import RunFolder
 from ..record.figures import binary_bytes, duration, short
 from ..spec import LMWorksError
 from .summary import Steps, column, median
 
+# What a run measures of the things that are predicted; the rest of prediction.json says how they follow.
 LABELS = {
-    "params": "parameters",
     "memory_bytes": "peak memory",
     "step_s": "step time",
     "tokens_per_s": "tokens/s",
-    "model_tflops": "model TFLOP/s",
-    "mfu": "MFU",
 }
 
 
@@ -32,8 +28,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """In words: `optimizer_s` is the time of the optimizer, the unit stands beside the figure."""
-        return LABELS.get(self.name) or self.name.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+        return LABELS[self.name]
 
     @property
     def ratio(self) -> float | None:
@@ -43,15 +38,12 @@ class Row:
     def show(self, value: float | None) -> str:
         if value is None:
             return "–"
-        if self.name.endswith("_bytes"):
-            return binary_bytes(value)
-        if self.name.endswith("_s") and not self.name.endswith("_per_s"):
-            return duration(value)
-        return f"{value:.1%}" if self.name == "mfu" else short(value)
+        forms = {"memory_bytes": binary_bytes, "step_s": duration}
+        return forms.get(self.name, short)(value)
 
 
 def compare(folder: RunFolder, steps: Steps) -> list[Row]:
-    """Every number of prediction.json, in its order; [] where nothing was predicted."""
+    """The predicted figures that a run measures too; [] where nothing was predicted."""
     path = folder.prediction_path
     try:
         prediction = json.loads(path.read_text(encoding="utf-8"))
@@ -61,22 +53,10 @@ def compare(folder: RunFolder, steps: Steps) -> list[Row]:
         raise LMWorksError(f"cannot read {path}: {error}") from None
     if not isinstance(prediction, dict):
         raise LMWorksError(f"cannot read {path}: it is not a JSON object")
-    params = folder.spec().model.params
-    return [Row(name, value, measure(name, steps, params)) for name, value in leaves(prediction)]
+    known = [(name, prediction[name]) for name in LABELS if isinstance(prediction.get(name), int | float)]
+    return [Row(name, value, measure(name, steps)) for name, value in known]
 
 
-def leaves(prediction: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in prediction.items():
-        if isinstance(value, dict):
-            yield from leaves(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield name, value
-
-
-def measure(name: str, steps: Steps, params: int) -> float | None:
+def measure(name: str, steps: Steps) -> float | None:
     """A peak for memory, a median for what every step has anew."""
-    if name == "params":
-        return params
-    if name == "memory_bytes":
-        return max(column(steps, name), default=None)
-    return median(steps, name)
+    return max(column(steps, name), default=None) if name == "memory_bytes" else median(steps, name)
