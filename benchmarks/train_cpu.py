@@ -1,9 +1,10 @@
 """Training on a CPU beside a plain PyTorch loop over Hugging Face's GPT-2 of the same shape.
 
 10M parameters, vocabulary 8192, context 256, fp32, no dropout; the same batches, AdamW, decay groups and clipping on
-both sides. Speed: both models live in one process and take turns, so that both see the same machine; the figure is the
-median of paired ratios. Memory: one process each, highest resident set above what the imports took. Ours is the
-trainer's own step (`Trainer.train_step`), from one configuration for both figures.
+both sides. Each side lives in a process of its own: in one they would share a heap, and the lean side would pay for the
+page faults of the other. Speed: they take turns step by step, so that both see the same machine; the figure is the
+median of paired ratios. Memory: highest resident set above what the imports took. Ours is the trainer's own step
+(`Trainer.train_step`), from one configuration for both figures.
 
     python benchmarks/train_cpu.py            # about five minutes on two cores
     python benchmarks/train_cpu.py --quick    # fewer turns, nothing written
@@ -95,24 +96,52 @@ def batches_of(spec: RunSpec) -> Batches:
     return Batches(spec.data, seed=spec.seed)
 
 
-def take_turns(batch: int, turns: int, compile: bool) -> dict[str, Any]:
-    """Step time of both sides, alternating."""
+def serve(side: str, batch: int, compile: bool) -> None:
+    """A side in its own process: a step for every line on standard input, answered with its seconds."""
     spec = run_spec(batch, compile)
-    data = batches_of(spec)
-    steps = {name: make(spec) for name, make in SIDES.items()}
-    warm = {}
-    for name, step in steps.items():
+    if side == "peer":
+        import transformers.models.gpt2.modeling_gpt2  # noqa: F401  (imports are not the loop's memory)
+    data = Batches(spec.data, seed=spec.seed)
+    base = resident_now()
+    step = SIDES[side](spec)
+    for cursor, _ in enumerate(sys.stdin):
+        batches = data.at(cursor)
         began = time.perf_counter()
-        step(data.at(0))
-        warm[name] = time.perf_counter() - began
-        step(data.at(1))
-    times: dict[str, list[float]] = {name: [] for name in steps}
+        step(batches)
+        print(json.dumps({"seconds": time.perf_counter() - began, "bytes": resident_peak() - base}), flush=True)
+
+
+class Side:
+    def __init__(self, name: str, batch: int, flags: list[str]) -> None:
+        command = [sys.executable, __file__, "--serve", name, "--batch", str(batch), *flags]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def step(self) -> dict[str, Any]:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def take_turns(batch: int, turns: int, flags: list[str]) -> dict[str, Any]:
+    """Step time and peak memory of both sides, alternating."""
+    spec = run_spec(batch, bool(flags))
+    sides = {name: Side(name, batch, flags) for name in SIDES}
+    warm = {name: side.step()["seconds"] for name, side in sides.items()}
+    for side in sides.values():
+        side.step()
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    peak = {}
     for turn in range(turns):
-        batches = data.at(2 + turn)
-        for name in sorted(steps, reverse=turn % 2 == 1):  # who goes first alternates too
-            began = time.perf_counter()
-            steps[name](batches)
-            times[name].append(time.perf_counter() - began)
+        for name in sorted(sides, reverse=turn % 2 == 1):  # who goes first alternates too
+            answer = sides[name].step()
+            times[name].append(answer["seconds"])
+            peak[name] = answer["bytes"]
+    for side in sides.values():
+        side.close()
     ratios = sorted(p / o for p, o in zip(times["peer"], times["ours"], strict=True))
     flops = model_flops_per_token(spec.model, spec.data.seq) * spec.tokens_per_step
     step_s = {name: statistics.median(values) for name, values in times.items()}
@@ -124,19 +153,9 @@ def take_turns(batch: int, turns: int, compile: bool) -> dict[str, Any]:
         "speed_ratio": statistics.median(ratios),
         "speed_ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
         "first_step_s": warm,
+        "peak_bytes": peak,
+        "memory_ratio": peak["ours"] / peak["peer"],
     }
-
-
-def peak_memory(side: str, batch: int, compile: bool) -> int:
-    spec = run_spec(batch, compile)
-    if side == "peer":
-        import transformers.models.gpt2.modeling_gpt2  # noqa: F401  (imports are not the loop's memory)
-    data = batches_of(spec)
-    base = resident_now()
-    step = SIDES[side](spec)
-    for cursor in range(6):
-        step(data.at(cursor))
-    return resident_peak() - base
 
 
 def gemm_limit(tokens: int, width: int) -> dict[str, float]:
@@ -172,7 +191,7 @@ def where_time_goes(batch: int, compile: bool) -> dict[str, float]:
     from torch.profiler import ProfilerActivity, profile
 
     spec = run_spec(batch, compile)
-    data, step = batches_of(spec), ours(spec)
+    data, step = Batches(spec.data, seed=spec.seed), ours(spec)
     step(data.at(0))
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
         for cursor in range(1, 4):
@@ -185,36 +204,22 @@ def where_time_goes(batch: int, compile: bool) -> dict[str, float]:
     return {kind: share / total for kind, share in sorted(shares.items(), key=lambda item: -item[1])}
 
 
-def in_process(*arguments: str) -> Any:
-    command = [sys.executable, __file__, *arguments]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        raise SystemExit(answer.stderr)
-    return json.loads(answer.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--compile", action="store_true", help="torch.compile our blocks (the peer stays plain)")
-    parser.add_argument("--memory", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--speed", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, default=8, help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=int, default=40)
     options = parser.parse_args()
-    if options.memory:
-        print(json.dumps(peak_memory(options.memory, options.batch, options.compile)))
-        return
-    if options.speed:
-        print(json.dumps(take_turns(options.batch, options.turns, options.compile)))
+    if options.serve:
+        serve(options.serve, options.batch, options.compile)
         return
     turns = 6 if options.quick else options.turns
     flags = ["--compile"] if options.compile else []
     rows = []
     for batch in BATCHES:
-        row = in_process("--speed", "--batch", str(batch), "--turns", str(turns), *flags)
-        row["peak_bytes"] = {s: in_process("--memory", s, "--batch", str(batch), *flags) for s in SIDES}
-        row["memory_ratio"] = row["peak_bytes"]["ours"] / row["peak_bytes"]["peer"]
+        row = take_turns(batch, turns, flags)
         row["gemm_limit_gflops"] = gemm_limit(batch * 256, 256)
         rows.append(row)
         print(

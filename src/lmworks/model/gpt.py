@@ -20,7 +20,7 @@ from ..kernels.rms_norm import rms_norm
 from ..spec import ModelSpec
 from . import rope
 from .attention import Attend, dense
-from .recompute import recomputed, through
+from .recompute import recomputed
 
 Rope = tuple[Tensor, Tensor] | None
 
@@ -75,14 +75,6 @@ class Attention(nn.Module):
         return self.out(attend(q, k, v, self.layer).flatten(-2))
 
 
-def gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) · up(x)), or GELU: down(gelu(up(x)))."""
 
@@ -94,8 +86,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return through(gelu, self.up(x), into=self.down)
-        return through(swiglu, self.gate(x), self.up(x), into=self.down)
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class MoE(nn.Module):

@@ -31,42 +31,6 @@ def keep_dear(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPoli
     return CheckpointPolicy.MUST_SAVE if op in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Kept(torch.autograd.Function):
-    """Holds tensors the way autograd holds them: inside a recomputed block they are dropped and come back."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return tensors[0].new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_grads: Tensor) -> None:
-        raise NotImplementedError("nothing is computed from kept tensors")
-
-
-def through(activation: Callable[..., Tensor], *inputs: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
-    """`into(activation(*inputs))`, keeping `inputs` for the backward pass but not what lies between.
-
-    The activation of an MLP is as wide as its input, which is saved anyway, and costs next to nothing to compute
-    again. A compiled block decides such things by itself.
-    """
-    middle = activation(*inputs)
-    if torch.compiler.is_compiling() or not middle.requires_grad:
-        return into(middle)
-    address, size = middle.data_ptr(), middle.numel()
-    keeper: Any = Kept.apply(*inputs)  # the tensor, not its node: torch 2.11 empties a node whose tensor is gone
-
-    def pack(saved: Tensor) -> Tensor | torch.Size:
-        same = saved.data_ptr() == address and saved.numel() == size
-        return saved.shape if same else saved
-
-    def unpack(kept: Tensor | torch.Size) -> Tensor:
-        return kept if isinstance(kept, Tensor) else activation(*keeper.grad_fn.saved_tensors).view(kept)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return into(middle)
-
-
 def recomputed(block: Callable[..., Tensor], policy: str) -> Callable[..., Tensor]:
     """`block` under the named policy: none, full or selective."""
     if policy == "none":

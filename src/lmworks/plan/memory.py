@@ -122,13 +122,6 @@ def weight_casts(load: Workload) -> float:
     return 2.0 * (m.matmul_params - m.vocab * m.hidden + unvisited)
 
 
-def held_cast(load: Workload) -> float:
-    """Per block, under recompute: the MLP saves by hooks of its own, which hold the cast of `down` as well."""
-    m = load.model
-    width = m.shared_experts * m.expert_ffn if m.experts else m.ffn
-    return 2.0 * width * m.hidden if load.cast else 0.0
-
-
 def kept(net: Network, recompute: str) -> tuple[float, float, str]:
     """Bytes that the stem and one block keep between forward and backward, and how the block's follow."""
     stream = 4.0 * net.load.tokens * net.load.model.hidden
@@ -136,7 +129,7 @@ def kept(net: Network, recompute: str) -> tuple[float, float, str]:
     if recompute == "none":
         return stem, total(net.block), "what each op saves for the backward pass"
     stem += total(net.stem, "dear")
-    each = stream + held_cast(net.load)
+    each = stream
     if recompute == "full":
         return stem, each, "the block's input: 4 B × tokens × hidden"
     return stem, each + total(net.block, "dear"), "the block's input, results of products and of attention"
@@ -169,11 +162,10 @@ def at_loss(spec: RunSpec, net: Network, accumulated: bool) -> list[Row]:
     else:
         chunk = 8 * logits  # logits and log p
     held = 4 * hidden + (2 * hidden + 2 * head if load.cast else 0)
-    casts = weight_casts(load) - (spec.parallel.recompute != "none") * m.layers * held_cast(load)  # counted above
     return [
         gradient_row(spec, accumulated),
         *activation_rows(spec, net),
-        row("weight casts", casts, f"2 B × matrices of the blocks, as {load.dtype}"),
+        row("weight casts", weight_casts(load), f"2 B × matrices of the blocks, as {load.dtype}"),
         row("loss: gradients", w * hidden + 4 * head, f"{w} B × tokens × hidden + 4 B × vocab × hidden"),
         row("loss: chunk of logits", chunk, f"{rows:,} tokens × {m.vocab:,} logits, {chunk / logits:.3g} B each"),
         row("loss: inputs", held, "final hidden states, and casts of them and of the head under autocast"),
@@ -192,9 +184,9 @@ def at_backward(spec: RunSpec, net: Network, accumulated: bool, block: int) -> l
         again = total(net.block) - stream + weight_casts(load) / m.layers
     if recompute == "selective":  # taken over from what was kept, all but the last product, which nothing asks for
         again -= total(net.block, "dear") - t * w * m.hidden
-    # Beside what is saved. swiglu: gradients of its result, of silu(gate) and of up; gelu: of its result, of its input.
+    # Gradients beside what is saved (the result's takes its place): swiglu of silu(gate) and up, gelu of its input.
     ffn, slots = (m.expert_ffn, t * m.top_k / m.experts) if m.experts else (m.ffn, t)
-    beside = (3 if m.mlp == "swiglu" else 2) - (m.experts > 0)  # experts keep their result: its gradient replaces it
+    beside = 2 if m.mlp == "swiglu" else 1
     temporaries = beside * ffn * slots * w + stream * (2 if load.cast else 1) + 4 * ffn * m.hidden
     if m.experts:  # the gradient of every slot; a zeroed gradient of all experts for each of them, and the sum
         temporaries += stream + 8 * m.experts * ffn * m.hidden

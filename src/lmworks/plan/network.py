@@ -87,7 +87,7 @@ def experts(load: Workload) -> list[Op]:
         route,
         dispatch,
         products,
-        activation(load, ffn, slots / count, count, kept=True),
+        activation(load, ffn, slots / count, count),
     ]
     return ops + (mlp(load, m.shared_experts * ffn, "shared ") if m.shared_experts else [])
 

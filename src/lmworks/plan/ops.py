@@ -193,9 +193,8 @@ def attention(load: Workload) -> Op:
     return Op("attention", "attention", tuple(forward), tuple(backward), saved, dear=result + 4 * t * m.heads)
 
 
-def activation(load: Workload, width: int, tokens: float, count: float = 1, kept: bool = False) -> Op:
-    """SwiGLU keeps gate, silu(gate) and up; GELU keeps its input. Their result, as wide, is computed again when the
-    next product's backward pass needs it, unless it is `kept`, as experts do."""
+def activation(load: Workload, width: int, tokens: float, count: float = 1) -> Op:
+    """SwiGLU keeps gate, silu(gate) and up; GELU keeps its input; the next product keeps their result, as wide."""
     x = tokens * width * load.width / 4  # in units of 4 bytes
     if load.model.mlp == "gelu":
         forward, backward = [stream(2 * x, kind="tanh", count=count)], [stream(3 * x, kind="tanh", count=count)]
@@ -204,7 +203,4 @@ def activation(load: Workload, width: int, tokens: float, count: float = 1, kept
         forward = [stream(2 * x, kind="exp", count=count), stream(3 * x, count=count)]
         backward = [stream(3 * x, count=2 * count), stream(3 * x, kind="exp", count=count)]
         tensors = 3
-    again = [] if kept else forward
-    size = 4 * x * count
-    saved, freed = (size * (tensors + 1), 0.0) if kept else (size * tensors, size)
-    return Op(load.model.mlp, "activation", tuple(forward), (*again, *backward), saved, freed=freed)
+    return Op(load.model.mlp, "activation", tuple(forward), tuple(backward), saved=4 * x * count * (tensors + 1))
