@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,30 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], code: int, 
     assert len(errors) == 1, run.stderr
     assert errors[0].startswith("lmworks: error: ")
     assert culprit in errors[0]
+
+
+def test_ctrl_c_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, lmworks.data.assemble as a\n"
+        "a.ShardWriter.write = lambda self, raw: os.kill(os.getpid(), signal.SIGINT)\n"
+        "from lmworks.cli.main import main\nmain()"
+    )
+    arguments = ["data", "prepare", str(corpus), "--out", str(tmp_path / "out")]
+
+    def default_sigint() -> None:  # a background job of a shell may have inherited that it is ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    run = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=default_sigint,
+    )
+    assert run.returncode == 130, run.stderr
+    assert run.stderr.splitlines()[-1] == "lmworks: interrupted; run the same command again to go on where it was"
+    assert "Traceback" not in run.stderr
+    assert lmworks(*arguments[1:]).returncode == 0
 
 
 def test_wrong_usage_is_exit_code_2() -> None:

@@ -95,6 +95,78 @@ def test_a_damaged_folder_is_mended_by_running_again(corpus: Path, tmp_path: Pat
     assert folder_bytes(out) == good
 
 
+@pytest.mark.parametrize("failure", ["one document", "no text", "tokenizer", "full disk", "interrupted"])
+def test_a_finished_dataset_outlives_a_prepare_that_fails(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    import lmworks.data.assemble as assemble
+
+    out, other = tmp_path / "out", tmp_path / "other.txt"
+    prepare([str(corpus)], out, "bpe:300", workers=1)
+    good = folder_bytes(out)
+    other.write_text("" if failure == "no text" else "all there is")
+    tokenizer, val_fraction = "bytes", 0.05 if failure == "one document" else 0.0
+    if failure == "tokenizer":
+        (tmp_path / "broken.json").write_text("{}")
+        tokenizer = str(tmp_path / "broken.json")
+
+    def fails(self: object, raw: bytes) -> None:
+        raise KeyboardInterrupt if failure == "interrupted" else OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        if failure in ("full disk", "interrupted"):
+            patched.setattr(assemble.ShardWriter, "write", fails)
+        with pytest.raises((DataError, SpecError, KeyboardInterrupt)):
+            prepare([str(other)], out, tokenizer, val_fraction=val_fraction, workers=1)
+    assert folder_bytes(out) == good
+    assert prepare([str(corpus)], out, "bpe:300", workers=1).up_to_date
+
+
+@pytest.mark.parametrize("renames", range(6))
+def test_stopped_while_the_new_takes_the_place_of_the_old(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """After any number of its renames the folder is not finished, and the same request finishes it."""
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    prepare([str(corpus)], out, "bpe:300", workers=1, shard_tokens=500)  # more shards than its successor
+    prepare([str(corpus)], whole, "bpe:280", workers=1)
+    replace, left = Path.replace, [renames]
+
+    def stopping(self: Path, target: Path) -> Path:
+        if Path(target).parent == out:
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+        return replace(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([str(corpus)], out, "bpe:280", workers=1)
+    with pytest.raises(DataError, match=r"index\.json is missing: preparing was not finished"):
+        TokenData.open(out, "train")
+    assert not prepare([str(corpus)], out, "bpe:280", workers=1).up_to_date
+    assert folder_bytes(out) == folder_bytes(whole)
+    assert not (out / ".work").exists()
+
+
+def test_the_tokenizer_of_the_old_dataset_may_be_that_of_the_new(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare([str(corpus)], out, "bpe:300", workers=1)
+    given = (out / "tokenizer.json").read_bytes()
+    prepare([str(corpus)], out, str(out / "tokenizer.json"), val_fraction=0.3, workers=1)
+    assert (out / "tokenizer.json").read_bytes() == given
+    TokenData.open(out, "val", verify=True)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_empty_file_is_called_empty(tmp_path: Path, content: str, tokenizer: str) -> None:
+    (tmp_path / "afile").write_text(content)
+    with pytest.raises(DataError, match=r"no text in .*afile: empty, or nothing but white space$"):
+        prepare([str(tmp_path / "afile")], tmp_path / "out", tokenizer, workers=1)
+
+
 KILLED = """
 import multiprocessing, os, signal, sys
 from lmworks.data import Reading, prepare

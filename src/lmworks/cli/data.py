@@ -57,17 +57,21 @@ def prepare(
     from ..data import prepare as run
 
     reading = Reading(text_field, glob, unescaped(separator))
-    with console_progress() as progress:
-        done = run(
-            sources,
-            out,
-            tokenizer,
-            val_fraction=val_fraction,
-            workers=workers,
-            progress=progress,
-            reading=reading,
-            eot=eot,
-        )
+    try:
+        with console_progress() as progress:
+            done = run(
+                sources,
+                out,
+                tokenizer,
+                val_fraction=val_fraction,
+                workers=workers,
+                progress=progress,
+                reading=reading,
+                eot=eot,
+            )
+    except KeyboardInterrupt:
+        typer.echo("lmworks: interrupted; run the same command again to go on where it was", err=True)
+        raise typer.Exit(130) from None
     index = done.index
     splits = {s: {"documents": index.documents(s), "tokens": index.tokens(s)} for s in index.splits}
     if json:

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..spec.errors import DataError
+from ..spec.files import sync_folder
 from .index import INDEX_FILE, TOKENIZER_FILE, Index, read_index
 from .store import TokenData
 
 WORK_FOLDER, LOCK_FILE = ".work", ".lock"
+RESULT_FOLDER = "result"  # in the work folder of a request
 
 
 @contextmanager
@@ -41,18 +43,40 @@ def up_to_date(out: Path, fingerprint: str) -> Index | None:
 
 
 def begin_work(out: Path, name: str) -> Path:
-    """Keep what an interrupted run of the same request left; remove what belongs to another one."""
-    (out / INDEX_FILE).unlink(missing_ok=True)
-    (out / TOKENIZER_FILE).unlink(missing_ok=True)
-    for split in ("train", "val"):
-        for old in out.glob(f"{split}-[0-9]*"):
-            old.unlink()  # not overwritten: a job that has it mapped goes on reading the old one
+    """Keep what an interrupted run of the same request left; remove what another one did not finish."""
     work = out / WORK_FOLDER / name
     work.mkdir(parents=True, exist_ok=True)
     for stale in work.parent.iterdir():
         if stale != work:
             shutil.rmtree(stale)
     return work
+
+
+def begin_result(work: Path) -> Path:
+    """An empty folder for the result; what a killed run left in it is made again from the finished parts."""
+    result = work / RESULT_FOLDER
+    if result.exists():
+        shutil.rmtree(result)
+    result.mkdir()
+    return result
+
+
+def swap_in(result: Path, out: Path) -> None:
+    """A complete result takes the place of what `out` held. Killed in between, `out` has no index: not finished.
+
+    Files are renamed and unlinked, never overwritten: a job that has an old one mapped goes on reading it.
+    """
+    (out / INDEX_FILE).unlink(missing_ok=True)
+    sync_folder(out)
+    new = {path.name for path in result.iterdir()}
+    for name in sorted(new - {INDEX_FILE}):
+        (result / name).replace(out / name)
+    for old in (out / TOKENIZER_FILE, *out.glob("train-[0-9]*"), *out.glob("val-[0-9]*")):
+        if old.name not in new:
+            old.unlink(missing_ok=True)
+    sync_folder(out)
+    (result / INDEX_FILE).replace(out / INDEX_FILE)
+    sync_folder(out)
 
 
 def end_work(out: Path) -> None:

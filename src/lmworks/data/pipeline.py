@@ -5,7 +5,8 @@
                      └─ encode ─┘
 
 Everything that was asked for is hashed into a fingerprint. A folder whose index carries it is up to date; parts
-that an interrupted run left under `.work/FINGERPRINT` are kept; anything else is made anew.
+that an interrupted run left under `.work/FINGERPRINT` are kept; anything else is made anew. The result is
+completed there too: a dataset that the folder held before stays readable until its successor takes its place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..spec.errors import DataError, SpecError
 from ..spec.files import write_whole
 from .assemble import assemble, held_out
 from .encode import Job, as_digests, content_digest, encode_part, open_tokenizer, read_encoded
-from .folder import begin_work, end_work, exclusive, up_to_date
+from .folder import begin_result, begin_work, end_work, exclusive, swap_in, up_to_date
 from .index import INDEX_FILE, TOKENIZER_FILE, VERSION, Index, dtype_for
 from .progress import Progress, silent
 from .sources import Part, Reading, documents_of, fingerprint_of, parts_of
@@ -151,10 +152,11 @@ def finish(request: Request, fingerprint: str, jobs: list[Job], out: Path, progr
     read = sum(len(part.tokens) for part in encoded)
     unreadable = tuple(name for part in encoded for name in part.unreadable)
     if not read:
-        raise DataError(f"no text in {', '.join(request.sources)}: {len(unreadable)} files that are not UTF-8")
+        raise DataError(no_text(request.sources, len(unreadable)))
     tokenizer = open_tokenizer(jobs[0].tokenizer, jobs[0].eot)
     dtype = dtype_for(tokenizer.vocab_size)
-    splits = assemble(jobs, encoded, out, dtype, request.val_fraction, request.shard_tokens, progress)
+    result = begin_result(jobs[0].folder)
+    splits = assemble(jobs, encoded, result, dtype, request.val_fraction, request.shard_tokens, progress)
     kept = sum(shard.documents for shards in splits.values() for shard in shards)
     if request.val_fraction and len(splits) < 2:
         raise DataError(
@@ -164,7 +166,7 @@ def finish(request: Request, fingerprint: str, jobs: list[Job], out: Path, progr
     given = b"bytes"
     if request.tokenizer != "bytes":
         given = Path(jobs[0].tokenizer).read_bytes()
-        write_whole(out / TOKENIZER_FILE, given)
+        write_whole(result / TOKENIZER_FILE, given)
     index = Index(
         tokenizer=request.tokenizer if request.tokenizer.startswith("bpe:") else Path(request.tokenizer).name,
         tokenizer_sha256=hashlib.sha256(given).hexdigest(),
@@ -180,6 +182,12 @@ def finish(request: Request, fingerprint: str, jobs: list[Job], out: Path, progr
         },
         fingerprint=fingerprint,
     )
-    write_whole(out / INDEX_FILE, index.to_json().encode("utf-8"))
+    write_whole(result / INDEX_FILE, index.to_json().encode("utf-8"))
+    swap_in(result, out)
     end_work(out)
     return Prepared(out, index, up_to_date=False, unreadable=unreadable)
+
+
+def no_text(sources: Sequence[str], unreadable: int) -> str:
+    why = f"{unreadable} files that are not UTF-8" if unreadable else "empty, or nothing but white space"
+    return f"no text in {', '.join(sources)}: {why}"
