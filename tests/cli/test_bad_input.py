@@ -43,6 +43,11 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     # keys
     "unknown section": (["section.toml"], ["unknown key 'optimizer'", "did you mean 'optim'"]),
     "unknown key at the top": (["flat.toml"], ["unknown key 'lr'"]),
+    "a name that leaves its folder": (["tiny", 'name="../x"'], ["name = '../x'"]),
+    "an empty name": (["tiny", "name="], ["name = ''"]),
+    "an engine that does not train yet": (["tiny", "parallel.engine=deepspeed"], ["parallel.engine = 'deepspeed'"]),
+    "offload that does not train yet": (["tiny", "parallel.offload=full"], ["parallel.offload = 'full'"]),
+    "more machines than are used": (["tiny", "cluster.nodes=4"], ["cluster.nodes = 4"]),
     "unknown key": (["tiny", "optim.learning_rate=1"], ["unknown key 'optim.learning_rate'", "lr"]),
     "unknown nested key": (["tiny", "model.rope_scaling.fctor=2"], ["model.rope_scaling.fctor", "factor"]),
     "not an override": (["tiny", "optim.lr"], ["'optim.lr' is not an override", "section.key=value"]),

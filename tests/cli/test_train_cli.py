@@ -77,7 +77,9 @@ def test_train_leaves_a_whole_run_folder_and_says_where(lmworks: Run, dataset: P
     assert (code, err) == (0, "")
     folder = RunFolder(tmp_path / "run")
     (result,) = events(folder.path, "eval")
-    assert f"done: 12 steps, held-out loss {result['val_loss']:.4f} nats/token" in out
+    assert (
+        f"done: 12 steps, loss {result['val_loss']:.4f} nats/token over {result['val_tokens']:,} held-out tokens" in out
+    )
     assert str(folder.report_path) in out and folder.report_path.exists()
     assert json.loads(folder.prediction_path.read_text())
     written = folder.spec()
@@ -299,7 +301,8 @@ def test_sampling_repeats_with_its_seed_and_differs_with_another(lmworks: Run, f
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["generate", "RUN", "--prompt", "x" * 200], 2, "exceed the model's context of 128"),
+        (["generate", "RUN", "--prompt", "x" * 200], 2, "the prompt has 200 tokens, and the model's context only 128"),
+        (["generate", "RUN", "--prompt", "x", "--seed", "99999999999999999999"], 2, "seed = 99999999999999999999"),
         (["generate", "RUN", "--prompt", "x" * 100, "--max-tokens", "29"], 2, "at most 28 new tokens fit"),
         (["generate", "RUN", "--prompt", "x", "--temperature", "-1"], 2, "temperature = -1 is out of range"),
         (["generate", "RUN", "--prompt", "x", "--step", "5"], 1, "no checkpoint of step 5; steps there: 30, 20"),

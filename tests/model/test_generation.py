@@ -185,3 +185,17 @@ def test_a_request_beyond_the_context_says_what_fits() -> None:
 def test_impossible_sampling_is_refused(wrong: dict[str, float], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         Sampling(**wrong)
+
+
+def test_ids_beyond_the_tokenizer_are_never_sampled() -> None:
+    """A head is often padded; even a wild temperature must stay within the ids that decode to something."""
+    model = lively()
+    wild = Sampling(temperature=50.0, vocab=7)
+    assert generate(model, PROMPT, 20, wild)[:, PROMPT.shape[1] :].max() < 7
+    assert generate(model, PROMPT, 20, Sampling(temperature=0, vocab=7))[:, PROMPT.shape[1] :].max() < 7
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(SpecError, match="seed"):
+        Sampling(seed=seed)

@@ -148,7 +148,9 @@ ODD = [
 
 @pytest.mark.parametrize("text", ODD, ids=repr)
 def test_odd_strings_survive(text: str) -> None:
-    spec = RunSpec.from_dict({"name": text, "data": {"path": text, "mix": {text: 0.1, "plain_key-1": 1e-300}}})
+    spec = RunSpec.from_dict(
+        {"log": {"project": text}, "data": {"path": text, "mix": {text: 0.1, "plain_key-1": 1e-300}}}
+    )
     written = dump_toml(spec.to_dict())
     assert RunSpec.from_dict(tomllib.loads(written)) == spec
 

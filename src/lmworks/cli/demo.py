@@ -124,5 +124,10 @@ def complete(run: Path, prompt: str) -> str:
     trained = load_trained(run)
     ids = torch.tensor([trained.tokenizer.encode(prompt)])
     room = trained.model.spec.context - ids.shape[1]
-    out = generate(trained.model, ids.to(trained.model.embed.weight.device), min(64, room), Sampling(0.5, top_p=0.9))
+    out = generate(
+        trained.model,
+        ids.to(trained.model.embed.weight.device),
+        min(64, room),
+        Sampling(0.5, top_p=0.9, vocab=trained.tokenizer.vocab_size),
+    )
     return trained.tokenizer.decode(out[0].tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -78,7 +79,10 @@ def generate(
     from ..train.load import load_for_generation
 
     how = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
+    if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
+        raise SpecError("--prompt is not valid UTF-8")
     model, tokenizer = load_for_generation(run, step)
+    how = replace(how, vocab=tokenizer.vocab_size)
     ids = tokenizer.encode(prompt) or [tokenizer.eot]
     outside = [i for i in ids if i >= model.spec.vocab]
     if outside:

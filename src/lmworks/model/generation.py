@@ -42,12 +42,16 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is picked. temperature = 0 is greedy; top_k = 0 and top_p = 1 switch those off."""
+    """How the next token is picked. temperature = 0 is greedy; top_k = 0 and top_p = 1 switch those off.
+
+    `vocab` is how many ids the tokenizer has (0: as many as the model); rows of the head beyond it are only padding.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    vocab: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -56,10 +60,13 @@ class Sampling:
             raise SpecError(f"top-k = {self.top_k} is out of range: it must be at least 0")
         if not 0 < self.top_p <= 1:
             raise SpecError(f"top-p = {self.top_p:g} is out of range: it must be more than 0 and at most 1")
+        if not 0 <= self.seed < 2**63:
+            raise SpecError(f"seed = {self.seed} is out of range: it must be at least 0 and less than 2**63")
 
 
 def sample(logits: Tensor, how: Sampling, generator: torch.Generator | None) -> Tensor:
     """Next token of each row of logits (batch, vocab)."""
+    logits = logits[:, : how.vocab or None]
     if how.temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.float() / how.temperature
@@ -81,10 +88,12 @@ def stream(model: GPT, prompt: Tensor, max_tokens: int, how: Sampling) -> Iterat
     limit = model.spec.context
     if prompt.shape[1] == 0:
         raise SpecError("the prompt is empty: give at least one token")
+    if prompt.shape[1] >= limit:
+        raise SpecError(f"the prompt has {prompt.shape[1]} tokens, and the model's context only {limit}; shorten it")
     if prompt.shape[1] + max_tokens > limit:
         raise SpecError(
             f"prompt ({prompt.shape[1]} tokens) + max tokens ({max_tokens}) exceed the model's context of {limit}; "
-            f"at most {max(0, limit - prompt.shape[1])} new tokens fit"
+            f"at most {limit - prompt.shape[1]} new tokens fit"
         )
     device = prompt.device
     generator = torch.Generator(device=device).manual_seed(how.seed)

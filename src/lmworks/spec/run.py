@@ -174,6 +174,8 @@ class RunSpec(Section):
     cluster: Cluster = opt(Cluster, "the machines")
 
     def check(self) -> None:
+        if not self.name or self.name in (".", "..") or set(self.name) & set("/\\"):
+            raise SpecError(f"name = {self.name!r} cannot name a folder: use a word without slashes, e.g. 'run'")
         data, dp = self.data, self.parallel.dp
         if data.seq > self.model.context:
             raise SpecError(

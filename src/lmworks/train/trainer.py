@@ -63,11 +63,7 @@ class Trainer:
 
     def prepare(self, spec: RunSpec, quiet: bool) -> None:
         """Everything that can be refused is refused here, before a folder is made or a file is written."""
-        if spec.parallel.world > 1:
-            raise SpecError(
-                f"this layout needs {spec.parallel.world} ranks, and training runs in one process so far; "
-                "set parallel.dp, tp, pp and cp to 1"
-            )
+        refuse_layouts(spec)
         self.spec, self.quiet = with_absolute_paths(spec), quiet
         self.device = pick_device(spec.cluster)
         if spec.deterministic:
@@ -109,6 +105,12 @@ class Trainer:
             attempt = self.folder.next_attempt()
             self.build()
             self.load()
+            if self.step == optim.steps:
+                if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
+                    self.folder.event("finish", self.step)
+                return evaluate(self.model, self.held_out, self.spec, self.spec.log.eval_batches)
+            if attempt and not self.step and not self.quiet:
+                print("no checkpoint yet: starting at step 0", flush=True)
             self.folder.event("resume" if attempt else "start", self.step, attempt=attempt)
             with (
                 StopSignals() as self.stop,
@@ -151,9 +153,8 @@ class Trainer:
                 save_s = self.save()
             if saved and self.stop.asked and not last:
                 raise Interrupted(self.stop.signal, self.step, self.folder.path)
-        evaluation = evaluation or self.evaluate()  # a run that was already finished
         self.folder.event("finish", self.step)
-        return evaluation
+        return evaluation or self.evaluate()
 
     def train_step(self, batches: list[Batch]) -> dict[str, Any]:
         """One optimizer step over the micro-batches of a global batch."""
@@ -264,6 +265,27 @@ class Trainer:
         set_rng_state(state["rng"])
         self.scaler.load_state_dict(manifest.meta["scaler"])
         self.step, self.cursor = manifest.step, manifest.meta["cursor"]
+
+
+def refuse_layouts(spec: RunSpec) -> None:
+    """One process trains so far; a key that asks for more must not be passed over in silence."""
+    if spec.parallel.world > 1:
+        raise SpecError(
+            f"this layout needs {spec.parallel.world} ranks, and training runs in one process so far; "
+            "set parallel.dp, tp, pp and cp to 1"
+        )
+    parallel, cluster = spec.parallel, spec.cluster
+    only = {
+        "parallel.engine": (parallel.engine, "native"),
+        "parallel.offload": (parallel.offload, "none"),
+        "parallel.zero": (parallel.zero, 0),
+        "parallel.ep": (parallel.ep, 1),
+        "cluster.nodes": (cluster.nodes, 1),
+        "cluster.gpus_per_node": (cluster.gpus_per_node, 1),
+    }
+    for key, (asked, possible) in only.items():
+        if asked != possible:
+            raise SpecError(f"{key} = {asked!r}: training runs in one process so far, which needs {possible!r}")
 
 
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
