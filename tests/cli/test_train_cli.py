@@ -77,9 +77,7 @@ def test_train_leaves_a_whole_run_folder_and_says_where(lmworks: Run, dataset: P
     assert (code, err) == (0, "")
     folder = RunFolder(tmp_path / "run")
     (result,) = events(folder.path, "eval")
-    assert (
-        f"done: 12 steps, loss {result['val_loss']:.4f} nats/token over {result['val_tokens']:,} held-out tokens" in out
-    )
+    assert f"done: 12 steps, loss {result['val_loss']:.4f} nats/token over {result['tokens']:,} held-out tokens" in out
     assert str(folder.report_path) in out and folder.report_path.exists()
     assert json.loads(folder.prediction_path.read_text())
     written = folder.spec()
