@@ -83,7 +83,7 @@ def test_events_and_spec_are_in_it(make_run):
 
 
 def test_what_comes_from_the_user_is_text(make_run, tmp_path):
-    evil = "<script>alert(1)</script>"
+    evil = "<script>alert(1)<script>"
     folder = make_run(name=evil, path=tmp_path / "run")
     folder.event("fault", 4, error="<img src=x onerror=alert(2)> \"quoted\" & 'more'")
     text = write_report(folder).read_text()
