@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FEWEST, MOST = 600, 3000  # steps: enough to beat a bigram table, and few enough to wait for
 SPEC = Path(__file__).with_name("demo.toml")
-PROMPTS = ("def __init__(self, name, value):\n        self.", "    if isinstance(value, ")
+PROMPTS = ("    for name in", "    def __init__(self, name):\n        self.name")
 
 
 def demo(
@@ -70,7 +70,9 @@ def demo(
     typer.echo(f"exact loss:     lmworks eval {run}")
     typer.echo("another shape:  lmworks train configs/small.toml model.layers=8 --run-dir runs/deeper")
     typer.echo("your own code:  lmworks data prepare src/ --tokenizer bpe:2048 --out data/mine")
-    typer.echo("a large model:  lmworks plan llama3-8b cluster.gpu=H200-SXM-141GB precision.dtype=bf16")
+    typer.echo(
+        "a large model:  lmworks plan llama3-3b cluster.gpu=H200-SXM-141GB data.micro_batch=1 precision.dtype=bf16"
+    )
     if result.loss >= baseline:
         raise typer.Exit(1)
 
@@ -127,7 +129,7 @@ def complete(run: Path, prompt: str) -> str:
     out = generate(
         trained.model,
         ids.to(trained.model.embed.weight.device),
-        min(64, room),
-        Sampling(0.5, top_p=0.9, vocab=trained.tokenizer.vocab_size),
+        min(48, room),
+        Sampling(0.4, top_p=0.9, vocab=trained.tokenizer.vocab_size),
     )
     return trained.tokenizer.decode(out[0].tolist())
