@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,6 +70,7 @@ def run_to_the_end(trainer: Trainer, json: bool) -> None:
     except SpecError:  # nothing was started
         raise
     except Exception:  # a second Ctrl-C is none: it does not wait for a report
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         with contextlib.suppress(LMWorksError):  # a full disk has no room for the report either
             if folder.metrics_path.exists():
                 write_report(folder)

@@ -22,7 +22,7 @@ class Interrupted(LMWorksError):
 
 
 class StopSignals:
-    """While active, the first SIGINT or SIGTERM only sets `asked`; the next is handled as before."""
+    """While active, the first SIGINT or SIGTERM only sets `asked`; the next ends the process at once."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -40,7 +40,8 @@ class StopSignals:
 
     def note(self, number: int, _frame: FrameType | None) -> None:
         self.signal = number
-        self.restore()
+        for each in self.before:  # the next one ends the process as the system does, wherever Python is
+            signal.signal(each, signal.SIG_DFL)
 
     def restore(self) -> None:
         for number, handler in self.before.items():
