@@ -6,7 +6,7 @@ backward pass (all gradients, the embedding's last). In between every block swap
 so the highest point lies at an end; the optimizer works in place and never exceeds the last.
 Every moment is a list of rows; the peak is the largest sum. On a GPU it is what tensors hold, as
 `max_memory_allocated` counts it: context and allocator come on top. On a CPU it is the growth of the resident set,
-so what the allocator cannot use again and what PyTorch loads on first use are rows as well.
+so what the allocator cannot use again is a row as well.
 """
 
 from __future__ import annotations
