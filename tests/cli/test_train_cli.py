@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -233,6 +234,16 @@ def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_failed(
     spec = write_spec(make_spec(dataset), tmp_path / "spec.toml")
     code, _, err = lmworks("train", spec, "--run-dir", tmp_path / "run")
     assert code == 1 and "step 1: gradient norm nan" in one_line(err)
+
+
+def test_a_failed_run_leaves_the_signals_of_its_caller_as_they_were(
+    lmworks: Run, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmworks.train.trainer.get_total_norm", lambda _: torch.tensor(float("nan")))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    spec = write_spec(make_spec(dataset), tmp_path / "spec.toml")
+    assert lmworks("train", spec, "--run-dir", tmp_path / "run")[0] == 1
+    assert {number: signal.getsignal(number) for number in before} == before
 
 
 # --- eval ----------------------------------------------------------------------------------------------

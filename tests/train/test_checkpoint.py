@@ -427,7 +427,9 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
 
 def test_ctrl_c_during_a_save_is_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
     monkeypatch.setattr(os, "fsync", lambda descriptor: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2)
+    signal.signal(signal.SIGINT, before)
     assert names(tmp_path) == ["step-000001"]

@@ -70,10 +70,11 @@ def run_to_the_end(trainer: Trainer, json: bool) -> None:
     except SpecError:  # nothing was started
         raise
     except Exception:  # a second Ctrl-C is none: it does not wait for a report
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         with contextlib.suppress(LMWorksError):  # a full disk has no room for the report either
             if folder.metrics_path.exists():
                 write_report(folder)
+        signal.signal(signal.SIGINT, before)
         raise
     write_report(folder)
     if json:
