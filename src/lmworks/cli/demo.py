@@ -128,7 +128,7 @@ def complete(run: Path, prompt: str) -> str:
     room = trained.model.spec.context - ids.shape[1]
     out = generate(
         trained.model,
-        ids.to(trained.model.embed.weight.device),
+        ids.to(trained.model.device),
         min(48, room),
         Sampling(0.4, top_p=0.9, vocab=trained.tokenizer.vocab_size),
     )

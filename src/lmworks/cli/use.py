@@ -89,7 +89,7 @@ def generate(
         raise SpecError(
             f"the tokenizer gives id {outside[0]}, but the model's vocabulary ends at {model.spec.vocab - 1}"
         )
-    tokens = torch.tensor([ids], device=model.embed.weight.device)
+    tokens = torch.tensor([ids], device=model.device)
     new: list[int] = []
     shown = ""
     for number, token in enumerate(stream(model, tokens, max_tokens, how)):

@@ -35,13 +35,13 @@ class Pattern:
     """Causal, optionally within a window, within documents, or with ALiBi's penalty on distance."""
 
     window: int = 0  # keys that a query sees, itself included; 0: all before it
-    alibi: bool = False
+    slopes: tuple[float, ...] = ()  # ALiBi's, one for each query head that is here; empty: no ALiBi
     documents: Tensor | None = None  # (batch, seq): index of the document that a position belongs to
     offset: int = 0  # position of the first query among the keys: what a KV cache already holds
 
     @property
     def plain(self) -> bool:
-        return not (self.window or self.alibi or self.offset) and self.documents is None
+        return not (self.window or self.slopes or self.offset) and self.documents is None
 
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """True where a query may look: (queries, keys), or (batch, 1, queries, keys) with documents."""
@@ -55,25 +55,25 @@ class Pattern:
             allowed = (allowed & same).unsqueeze(1)
         return allowed
 
-    def bias(self, heads: int, queries: int, keys: int, device: torch.device) -> Tensor:
+    def bias(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """What is added to the scores: −∞ where looking is not allowed, ALiBi's penalty elsewhere."""
         allowed = self.mask(queries, keys, device)
         bias = torch.zeros(allowed.shape, device=device).masked_fill(~allowed, -math.inf)
-        if self.alibi:
+        if self.slopes:
             q = torch.arange(queries, device=device).unsqueeze(1) + self.offset
             distance = q - torch.arange(keys, device=device)
-            slopes = torch.tensor(alibi_slopes(heads), device=device).view(heads, 1, 1)
+            slopes = torch.tensor(self.slopes, device=device).view(-1, 1, 1)
             bias = bias - slopes * distance
         return bias
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
     """Attention as it is written on paper: softmax(q·kᵀ/√d + bias)·v, every score in memory."""
-    heads, groups = q.shape[2], q.shape[2] // k.shape[2]
+    groups = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (batch, heads, seq, head_dim)
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q @ k.transpose(2, 3)).float() / math.sqrt(q.shape[-1])
-    scores = scores + pattern.bias(heads, q.shape[2], k.shape[2], q.device)
+    scores = scores + pattern.bias(q.shape[2], k.shape[2], q.device)
     return (scores.softmax(dim=-1).type_as(v) @ v).transpose(1, 2)
 
 
@@ -115,12 +115,11 @@ def flex_block_mask(pattern: Pattern, batch: int, queries: int, keys: int, devic
 
 def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_mask: Any) -> Tensor:
     """Block-sparse attention: masked-out blocks of documents and windows are never computed."""
-    heads = q.shape[2]
     if q.device.type == "cpu" and q.requires_grad:
         raise SpecError("model.attention = 'flex' cannot train on a CPU (PyTorch has no backward for it); use 'sdpa'")
     score_mod = None
-    if pattern.alibi:
-        slopes = torch.tensor(alibi_slopes(heads), device=q.device)
+    if pattern.slopes:
+        slopes = torch.tensor(pattern.slopes, device=q.device)
 
         def score_mod(score: Tensor, _b: Tensor, h: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
             return score - slopes[h] * (q_pos + pattern.offset - k_pos)
@@ -153,20 +152,33 @@ class Dense:
             return flex(q, k, v, pattern, self.mask)
         if pattern.plain:
             return sdpa(q, k, v, None, causal=queries > 1)
-        if queries == 1 and not pattern.alibi and pattern.documents is None:
+        if queries == 1 and not pattern.slopes and pattern.documents is None:
             # Decoding: the newest position sees the last `window` keys (0: all of them), and that needs no mask.
             return sdpa(q, k[:, -pattern.window :], v[:, -pattern.window :], None, causal=False)
         if self.mask is None:
             shape = (queries, keys, q.device)
-            self.mask = pattern.bias(q.shape[2], *shape) if pattern.alibi else pattern.mask(*shape)
+            self.mask = pattern.bias(*shape) if pattern.slopes else pattern.mask(*shape)
         return sdpa(q, k, v, self.mask, causal=False)
 
 
-def dense(spec: ModelSpec, device: torch.device, documents: Tensor | None = None, offset: int = 0) -> Dense:
+def make_pattern(
+    spec: ModelSpec, documents: Tensor | None = None, offset: int = 0, heads: slice = slice(None)
+) -> Pattern:
+    """Who may look at whom in this model; `heads` are those that this rank holds."""
+    slopes = tuple(alibi_slopes(spec.heads)[heads]) if spec.positions == "alibi" else ()
+    return Pattern(spec.sliding_window, slopes, documents, offset)
+
+
+def dense(
+    spec: ModelSpec,
+    device: torch.device,
+    documents: Tensor | None = None,
+    offset: int = 0,
+    heads: slice = slice(None),
+) -> Dense:
     """The backend that the spec names. `auto` takes the fastest that handles the pattern on this device."""
-    pattern = Pattern(spec.sliding_window, spec.positions == "alibi", documents, offset)
     backend = spec.attention
     if backend == "auto":
         sparse = documents is not None or spec.sliding_window > 0
         backend = "flex" if sparse and not offset and device.type == "cuda" else "sdpa"
-    return Dense(backend, pattern)
+    return Dense(backend, make_pattern(spec, documents, offset, heads))

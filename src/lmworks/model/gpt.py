@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -128,6 +129,7 @@ class Block(nn.Module):
         self.attention = Attention(spec, layer)
         self.mlp_norm = make_norm(spec)
         self.mlp = MoE(spec) if spec.experts else MLP(spec, spec.ffn)
+        self.recompute = "none"  # what this block computes again in the backward pass: see model.recompute
 
     def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turn, attend)
@@ -141,22 +143,31 @@ class GPT(nn.Module):
     On the meta device the model is only a shape; call `init_weights(seed)` after materialising it.
     """
 
-    def __init__(self, spec: ModelSpec, seed: int = 0) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        seed: int = 0,
+        *,
+        layers: Iterable[int] | None = None,  # a part of the network: these blocks, and with `first` the embedding,
+        first: bool = True,  # with `last` the head. A part that is not first takes hidden states instead of tokens;
+        last: bool = True,  # one that is not last returns them.
+    ) -> None:
         super().__init__()
-        self.spec = spec
-        self.recompute = "none"
-        self.embed = Embedding(spec.vocab, spec.hidden)
-        self.positions = Embedding(spec.context, spec.hidden) if spec.positions == "learned" else None
-        # Stable names rather than a list: a pipeline stage keeps a part of them.
-        self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in range(spec.layers)})
-        self.norm = make_norm(spec)
-        self.head = None if spec.tie_embeddings else Linear(spec.hidden, spec.vocab, bias=False)
-        if not self.embed.weight.is_meta:
+        self.spec, self.first, self.last = spec, first, last
+        self.cross_entropy = linear_cross_entropy  # (hidden, head weight, targets) → sum of the loss
+        self.embed = Embedding(spec.vocab, spec.hidden) if first or (last and spec.tie_embeddings) else None
+        self.positions = Embedding(spec.context, spec.hidden) if first and spec.positions == "learned" else None
+        # Names that say which layer it is, so that a part of the network has the names of the whole.
+        chosen = range(spec.layers) if layers is None else layers
+        self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in chosen})
+        self.norm = make_norm(spec) if last else None
+        self.head = Linear(spec.hidden, spec.vocab, bias=False) if last and not spec.tie_embeddings else None
+        if not next(self.parameters()).is_meta:
             self.init_weights(seed)
 
     def forward(
         self,
-        tokens: Tensor,  # (batch, seq)
+        tokens: Tensor,  # (batch, seq); hidden states (batch, seq, hidden) where the part is not the first
         targets: Tensor | None = None,
         *,
         documents: Tensor | None = None,  # (batch, seq): attention and positions stay inside a document
@@ -170,12 +181,14 @@ class GPT(nn.Module):
             positions = default_positions(tokens, documents)
         if attend is None:
             attend = dense(self.spec, tokens.device, documents)
-        x = self.embed(tokens)  # (batch, seq, hidden)
+        x = self.embed(tokens) if self.first and self.embed is not None else tokens  # (batch, seq, hidden)
         if self.positions is not None:
             x = x + self.positions(positions)
         turn = rope.tables(self.spec, positions) if self.spec.positions == "rope" else None
-        for block in self.blocks.values():
-            x = recomputed(block, self.recompute)(x, turn, attend)
+        for block in self.layers():
+            x = recomputed(block, block.recompute)(x, turn, attend)
+        if self.norm is None:
+            return x
         x = self.norm(x)
         if targets is None:
             return F.linear(x[:, -1:] if only_last else x, self.head_weight)
@@ -185,30 +198,38 @@ class GPT(nn.Module):
             loss = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
         else:
             logits = None
-            loss = linear_cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten())
+            loss = self.cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten())
         if reduction == "mean":
             loss = loss / (targets != IGNORE).sum()
         return logits, loss
 
+    def layers(self) -> list[Block]:
+        return cast("list[Block]", list(self.blocks.values()))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
     @property
     def head_weight(self) -> Tensor:
-        return self.embed.weight if self.head is None else self.head.weight
+        weights = self.embed if self.head is None else self.head
+        assert weights is not None, "only the last part of a network has a head"
+        return weights.weight
+
+    @property
+    def recompute(self) -> str:
+        """The policy of the blocks; setting it sets every block's."""
+        return ", ".join({block.recompute: None for block in self.layers()})
+
+    @recompute.setter
+    def recompute(self, policy: str) -> None:
+        for block in self.layers():
+            block.recompute = policy
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Each weight is drawn from a generator keyed by (seed, its name): equal under every layout and device."""
-        residual = self.spec.init_std / math.sqrt(2 * self.spec.layers)
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                writes_residual = name.endswith(("attention.out.weight", "down.weight", "mlp.down"))
-                std = residual if writes_residual else self.spec.init_std
-                digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            parameter.copy_(initial_weight(self.spec, seed, name, parameter.shape))
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> Self:
@@ -222,6 +243,19 @@ class GPT(nn.Module):
         from .hf import save_hf
 
         save_hf(self, Path(folder), eos)
+
+
+def initial_weight(spec: ModelSpec, seed: int, name: str, shape: torch.Size) -> Tensor:
+    """A whole weight, drawn from a generator keyed by (seed, its name): equal under every layout and device."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "norm" in name:
+        return torch.ones(shape)
+    writes_residual = name.endswith(("attention.out.weight", "down.weight", "mlp.down"))
+    std = spec.init_std / math.sqrt(2 * spec.layers) if writes_residual else spec.init_std
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
 def default_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:

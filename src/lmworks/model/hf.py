@@ -134,7 +134,7 @@ def save_hf(model: GPT, folder: Path, eos: int | list[int] | None = None, shard_
     """Write `model` in its own precision. Weights that an earlier export left in the folder are replaced."""
     config = config_of_spec(model.spec, eos)
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    config["torch_dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")
+    config["torch_dtype"] = str(model.head_weight.dtype).removeprefix("torch.")
     shards = list(split(layout(model.spec, family_of_spec(model.spec)), parameters, shard_bytes))
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

@@ -1,6 +1,7 @@
 """Floor 0: what a run is, as validated data. Imports neither torch nor any other part of LMWorks."""
 
 from .errors import CheckpointError, DataError, LMWorksError, SpecError, TrainingError
+from .grid import Grid
 from .hardware import Cluster, Gpu, catalogue, recognise
 from .load import dump_toml, load_run
 from .model import ModelSpec, RopeScaling
@@ -15,6 +16,7 @@ __all__ = [
     "DataError",
     "DataSpec",
     "Gpu",
+    "Grid",
     "LMWorksError",
     "LogSpec",
     "ModelSpec",

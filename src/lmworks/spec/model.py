@@ -62,6 +62,15 @@ class ModelSpec(Section):
     top_k: int = opt(2, "experts that each token visits", ge=1)
     shared_experts: int = opt(0, "experts that every token visits", ge=0)
     expert_ffn: int = opt(0, "width of one expert (0: ffn)", ge=0)
+    capacity: float = opt(
+        0.0,
+        "an expert takes at most capacity × seq × top_k / experts tokens of a sequence (0: no token is dropped)",
+        ge=0,
+    )
+    balance_loss: float = opt(0.0, "weight of the loss that spreads each sequence's tokens over experts", ge=0)
+    balance_bias: float = opt(
+        0.0, "step by which busy experts are made less likely, without a loss (DeepSeek-V3; 0: off)", ge=0
+    )
     attention: str = opt("auto", "attention backend", choices=("auto", "reference", "sdpa", "flex"))
     init_std: float = opt(
         0.02, "standard deviation of initial weights; residual outputs are scaled by 1/√(2·layers)", gt=0
@@ -109,8 +118,9 @@ class ModelSpec(Section):
 
     def check_moe(self) -> None:
         if not self.experts:
-            if self.shared_experts:
-                raise SpecError("model.shared_experts needs model.experts > 0")
+            for key in ("shared_experts", "capacity", "balance_loss", "balance_bias"):
+                if getattr(self, key):
+                    raise SpecError(f"model.{key} needs model.experts > 0")
             return
         if self.top_k > self.experts:
             raise SpecError(f"model.top_k = {self.top_k} is more than model.experts = {self.experts}")

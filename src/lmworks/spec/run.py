@@ -7,9 +7,11 @@ from typing import ClassVar
 
 from .errors import SpecError
 from .hardware import Cluster
+from .layout import LOOPED, V_SHAPED, check_layout, least_micro_batches
 from .model import ModelSpec
 from .schema import Section, opt
 
+RECOMPUTE = ("none", "full", "selective", "budget")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
 
 
@@ -25,7 +27,7 @@ class DataSpec(Section):
     mix: dict[str, float] = opt({}, "several such folders with a weight each, instead of path")
     seq: int = opt(128, "tokens in one training sequence", ge=1)
     micro_batch: int = opt(8, "sequences that one rank runs at once", ge=1)
-    global_batch: int = opt(0, "sequences in one optimizer step (0: micro_batch × data-parallel ranks)", ge=0)
+    global_batch: int = opt(0, "sequences in one optimizer step (0: micro_batch × dp, times pp for a pipeline)", ge=0)
     shuffle: bool = opt(True, "visit sequences in a random order, another one each epoch")
     document_mask: bool = opt(False, "attention stays inside a document; a target in the next document is not counted")
     workers: int = opt(0, "processes that read ahead (0: read in the training process)", ge=0)
@@ -43,10 +45,11 @@ class DataSpec(Section):
 
 @dataclass(frozen=True)
 class OptimSpec(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
     section: ClassVar[str] = "optim"
 
+    optimizer: str = opt("adamw", "rule of the update; sgd is plain, without momentum", choices=("adamw", "sgd"))
     steps: int = opt(1000, "optimizer steps in the whole run", ge=1)
     lr: float = opt(3e-4, "peak learning rate", gt=0, le=10)
     schedule: str = opt("cosine", "shape of the learning rate", choices=("cosine", "linear", "wsd", "constant"))
@@ -86,14 +89,25 @@ class ParallelSpec(Section):
     strategy: str = opt("ddp", "what dp means", choices=("ddp", "fsdp1", "fsdp2", "zero"))
     zero: int = opt(0, "ZeRO stage, with strategy = 'zero' or engine = 'deepspeed'", ge=0, le=3)
     engine: str = opt("native", "who runs data parallelism", choices=("native", "deepspeed"))
-    offload: str = opt("none", "what lives in host memory", choices=("none", "optimizer", "full"))
-    schedule: str = opt("1f1b", "pipeline schedule", choices=SCHEDULES)
-    virtual_stages: int = opt(1, "pipeline stages that one rank holds", ge=1)
-    reshard: bool = opt(True, "FSDP: free gathered parameters after the forward pass")
-    recompute: str = opt(
-        "none", "activations computed again in the backward pass", choices=("none", "full", "selective")
+    offload: str = opt(
+        "none",
+        "what lives in host memory: optimizer states and the update, or parameters and gradients too",
+        choices=("none", "optimizer", "full"),
     )
+    cp_method: str = opt(
+        "ring", "how attention spans context-parallel ranks: keys travel, or heads do", choices=("ring", "ulysses")
+    )
+    schedule: str = opt("1f1b", "pipeline schedule", choices=SCHEDULES)
+    virtual_stages: int = opt(0, "pipeline stages that one rank holds (0: 1, or 2 where the schedule needs it)", ge=0)
+    reshard: bool = opt(True, "FSDP: free gathered parameters after the forward pass")
+    prefetch: int = opt(1, "FSDP2: blocks whose parameters are gathered ahead", ge=1)
+    bucket_mb: float = opt(25.0, "DDP and ZeRO: MiB of gradients that are reduced at once", gt=0)
+    static_graph: bool = opt(False, "DDP: every step uses the same parameters, which saves its search for unused ones")
+    recompute: str = opt("none", "activations computed again in the backward pass", choices=RECOMPUTE)
+    recompute_every: int = opt(1, "with recompute = 'full': every how many blocks", ge=1)
+    recompute_budget: float = opt(0.0, "with recompute = 'budget': GiB of activations a rank may keep", ge=0)
     compile: bool = opt(False, "torch.compile each transformer block")
+    async_tp: bool = opt(False, "with compile: overlap tensor-parallel products with their communication (CUDA)")
 
     def check(self) -> None:
         if self.dp:
@@ -116,8 +130,17 @@ class ParallelSpec(Section):
                 f"parallel.zero = {self.zero} needs parallel.strategy = 'zero' or parallel.engine = 'deepspeed', "
                 f"not strategy = '{self.strategy}' with engine = '{self.engine}'"
             )
+        if self.async_tp and not (self.compile and self.tp > 1):
+            raise SpecError("parallel.async_tp = true needs parallel.compile = true and parallel.tp > 1")
         if self.sp and self.tp == 1:
             raise SpecError("parallel.sp = true needs parallel.tp > 1: it splits what tensor parallelism leaves whole")
+        if not self.virtual_stages:
+            several = self.pp > 1 and self.schedule in (*LOOPED, *V_SHAPED)
+            self.derive("virtual_stages", 2 if several else 1)
+        if self.recompute == "budget" and not self.recompute_budget:
+            raise SpecError(
+                "parallel.recompute = 'budget' needs parallel.recompute_budget: GiB of activations a rank may keep"
+            )
         if self.virtual_stages > 1 and self.pp == 1:
             raise SpecError(f"parallel.virtual_stages = {self.virtual_stages} needs parallel.pp > 1")
 
@@ -133,6 +156,7 @@ class PrecisionSpec(Section):
     section: ClassVar[str] = "precision"
 
     dtype: str = opt("fp32", "compute precision", choices=("fp32", "bf16", "fp16"))
+    reduce: str = opt("fp32", "what gradients are summed in across ranks", choices=("fp32", "bf16"))
     loss_scale: float = opt(65_536.0, "fp16: first loss scale; it halves on overflow", gt=0)
     loss_scale_window: int = opt(2000, "fp16: steps without overflow before the scale doubles", ge=1)
 
@@ -143,6 +167,7 @@ class CheckpointSpec(Section):
 
     every: int = opt(100, "steps between checkpoints; the last step is always saved (0: only that)", ge=0)
     keep: int = opt(3, "newest checkpoints to keep (0: all)", ge=0)
+    init: str = opt("", "a run folder or Hugging Face folder whose weights the run starts from")
 
 
 @dataclass(frozen=True)
@@ -155,6 +180,15 @@ class LogSpec(Section):
     tensorboard: bool = opt(False, "also write TensorBoard events to the run folder")
     wandb: str = opt("off", "also log to Weights & Biases", choices=("off", "offline", "online"))
     project: str = opt("lmworks", "Weights & Biases project")
+    profile: list[int] = opt([], "[start, stop]: steps to record as a profiler trace and a memory snapshot")
+    profile_ranks: list[int] = opt([0], "ranks that record them")
+
+    def check(self) -> None:
+        ordered = len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1]
+        if self.profile and not ordered:
+            raise SpecError(
+                f"log.profile = {self.profile} must be [first step, last step], counted from 1, e.g. [10, 12]"
+            )
 
 
 @dataclass(frozen=True)
@@ -184,7 +218,7 @@ class RunSpec(Section):
             )
         per_pass = data.micro_batch * dp
         if not data.global_batch:
-            self.derive("data", data.with_derived("global_batch", per_pass))
+            self.derive("data", data.with_derived("global_batch", per_pass * least_micro_batches(self.parallel)))
         elif data.global_batch % per_pass:
             below = data.global_batch // per_pass * per_pass
             fits = f"{below} or {below + per_pass}" if below else f"{per_pass}"
@@ -192,12 +226,7 @@ class RunSpec(Section):
                 f"data.global_batch = {data.global_batch} is not divisible by data.micro_batch × data-parallel ranks = "
                 f"{data.micro_batch} × {dp} = {per_pass}; {fits} would fit"
             )
-        ep, experts = self.parallel.ep, self.model.experts
-        if ep > 1 and (not experts or experts % ep):
-            fitting = [str(n) for n in range(1, experts + 1) if experts % n == 0] or ["1 (the model is dense)"]
-            raise SpecError(
-                f"parallel.ep = {ep} does not divide model.experts = {experts}; ep can be {', '.join(fitting)}"
-            )
+        check_layout(self)
 
     @property
     def accumulation(self) -> int:

@@ -30,7 +30,7 @@ def opt(
 ) -> Any:
     """A field with a default, a one-line meaning and optional limits. A mapping default is copied."""
     metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le, "lt": lt, "choices": choices}
-    if isinstance(default, type | dict):
+    if isinstance(default, type | dict | list):
         factory = default if isinstance(default, type) else default.copy
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -104,7 +104,14 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
+NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    dict: "a table",
+    list: "a list",
+}
 
 
 def coerce(key: str, hint: Any, value: Any) -> Any:
@@ -123,6 +130,9 @@ def coerce(key: str, hint: Any, value: Any) -> Any:
     if origin is dict:
         _, item_type = typing.get_args(hint)
         return {name: coerce(f"{key}.{name}", item_type, item) for name, item in value.items()}
+    if origin is list:
+        (item_type,) = typing.get_args(hint)
+        return [coerce(f"{key}[{index}]", item_type, item) for index, item in enumerate(value)]
     return value
 
 

@@ -1,0 +1,51 @@
+"""The grid of ranks with its process groups: `spec.Grid` says who talks to whom, this makes them able to."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..spec import Grid
+from ..spec.grid import AXES
+
+
+class Mesh:
+    """This rank's place in the grid. Made once by every rank, after `init_process_group`."""
+
+    def __init__(self, grid: Grid, device_type: str) -> None:
+        self.grid, self.device_type = grid, device_type
+        self.place = grid.coordinates(dist.get_rank())
+        # One mesh for each way to cut the same ranks: axes that act together are one axis of theirs.
+        cuts = [AXES, ("pp", "dp", "cp", "tp"), ("pp", "dp_cp", "tp"), ("pp", "dp_replicate", "shard", "tp")]
+        self.cuts = {axes: self.cut(axes) for axes in cuts}
+        if grid.ep > 1:  # copies of the model are part of edp where nothing is sharded
+            replicas = ("dp_replicate",) if grid.experts_over == "shard" else ()
+            axes = ("pp", *replicas, "edp", "ep", "tp")
+            self.cuts[axes] = self.cut(axes)
+
+    def cut(self, axes: tuple[str, ...]) -> DeviceMesh:
+        ranks = torch.arange(self.grid.world).view([self.grid.size(axis) for axis in axes])
+        return DeviceMesh(self.device_type, ranks, mesh_dim_names=axes)
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """A mesh of these axes in grid order, e.g. ("dp_replicate", "shard") for HSDP."""
+        for names, mesh in self.cuts.items():
+            if set(axes) <= set(names):
+                return mesh[axes if len(axes) > 1 else axes[0]]
+        raise KeyError(f"{axes} are not axes of one cut of the grid")
+
+    def group(self, axis: str) -> ProcessGroup:
+        if axis == "world":
+            group = dist.group.WORLD
+            assert group is not None
+            return group
+        return self.device_mesh(axis).get_group()
+
+    def size(self, axis: str) -> int:
+        return self.grid.size(axis)
+
+    def rank(self, axis: str) -> int:
+        """This rank's place on an axis."""
+        return self.place[axis]
