@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import traceback
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: flo
         for _ in range(world):
             rank, ok, value = results.get(timeout=timeout)
             assert ok, f"rank {rank}:\n{value}"
-            outcomes[rank] = value
+            outcomes[rank] = torch.load(io.BytesIO(value), weights_only=False)
         return [outcomes[rank] for rank in range(world)]
     finally:
         for process in processes:
@@ -45,6 +46,8 @@ def enter(rank: int, world: int, port: int, results: Any, work: Callable[..., An
         value = work(rank, *arguments)
         dist.barrier()
         dist.destroy_process_group()
-        results.put((rank, True, value))
+        content = io.BytesIO()
+        torch.save(value, content)  # as bytes: a tensor in a queue lives only as long as its sender
+        results.put((rank, True, content.getvalue()))
     except BaseException:
         results.put((rank, False, traceback.format_exc()))

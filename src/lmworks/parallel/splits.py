@@ -1,8 +1,8 @@
 """Which part of each weight a rank holds.
 
 Tensor and expert parallelism cut a weight before anything else sees it: from then on a rank's module holds a plain,
-smaller tensor. `Splits` remembers, by name, how each was cut, so that initial weights, checkpoints and norms can speak of
-the whole. Data-parallel sharding (FSDP2, ZeRO) comes after it and always cuts rows of what is left.
+smaller tensor. `Splits` remembers, by name, how each was cut, so that initial weights, checkpoints and norms can speak
+of the whole. Data-parallel sharding (FSDP2, ZeRO) comes after it and always cuts rows of what is left.
 """
 
 from __future__ import annotations

@@ -1,0 +1,49 @@
+"""What every data-parallel strategy offers the training loop; ddp.py, fsdp1.py, fsdp2.py, zero.py, deepspeed.py do it.
+
+A step is: for each micro-batch, `with strategy.micro_batch(last): loss = strategy(…); (loss · loss_factor).backward()`,
+then `finish()`, after which every shard's `leaf.grad` is the sum over all data-parallel (and context-parallel) ranks of
+what they computed; the optimizer updates the leaves; `after_step()` makes the model whole again.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Shard:
+    """The part of one weight that this rank's optimizer updates."""
+
+    name: str  # of the parameter in the model
+    leaf: Tensor  # a plain local tensor with .grad; it shares its memory with the model's weight, or is copied to it
+    shape: torch.Size  # of the weight before data-parallel sharding (after tensor and expert parallelism)
+    rows: (
+        str | None
+    )  # the mesh axis over which its rows (dim 0, chunked as torch.chunk does) are cut; None: it is whole
+
+
+class DataParallel(Protocol):
+    loss_factor: float  # the loss is multiplied by this, so that what the strategy averages comes out as a sum
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Around one forward and backward pass; gradients need to meet only after the last."""
+
+    def finish(self) -> None:
+        """After the last backward pass: every leaf has its whole gradient."""
+
+    def shards(self) -> list[Shard]:
+        """What this rank updates; the same objects each time."""
+
+    def after_step(self) -> None:
+        """After the optimizer: what was updated elsewhere is brought here."""
+
+    def clear(self) -> None:
+        """Drop all gradients."""
