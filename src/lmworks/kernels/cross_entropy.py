@@ -8,6 +8,7 @@ multiplied into the gradients of hidden states and weight and then thrown away. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,12 +26,17 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=IGNORE, reduction="sum")
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """As `reference`: hidden (tokens, width), weight (vocab, width), targets (tokens) → a float32 scalar."""
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: Callable[..., Tensor] | None = None
+) -> Tensor:
+    """As `reference`: hidden (tokens, width), weight (vocab, width), targets (tokens) → a float32 scalar.
+
+    `chunk` stands in for `chunk_loss` where a rank holds only some rows of the vocabulary.
+    """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
-    return LinearCrossEntropy.apply(hidden, weight, targets)
+    return LinearCrossEntropy.apply(hidden, weight, targets, chunk or chunk_loss)
 
 
 def chunk_rows(vocab: int, device_type: str) -> int:
@@ -40,8 +46,8 @@ def chunk_rows(vocab: int, device_type: str) -> int:
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        want_hidden, want_weight, _ = ctx.needs_input_grad
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: Callable[..., Tensor]) -> Tensor:
+        want_hidden, want_weight, *_ = ctx.needs_input_grad
         cast_weight = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.zeros_like(weight) if want_weight else None
@@ -51,18 +57,18 @@ class LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden.shape[0], rows):
                 part = slice(start, start + rows)
                 into = None if grad_hidden is None else grad_hidden[part]
-                loss += chunk_loss(hidden[part], cast_weight, targets[part], into, grad_weight)
+                loss += chunk(hidden[part], cast_weight, targets[part], into, grad_weight)
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * grad_loss).to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_loss)
-        return grad_hidden, grad_weight, None
+        return grad_hidden, grad_weight, None, None
 
 
 def chunk_loss(
