@@ -1,0 +1,64 @@
+"""DistributedDataParallel: every rank holds the whole model; gradients are all-reduced in buckets during backward.
+
+memory per rank      16ψ bytes (fp32 weights, gradients and two Adam moments of ψ parameters)
+traffic per step     one all-reduce of 4ψ bytes (2ψ with precision.reduce = "bf16"), whatever the accumulation
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..model import GPT
+from ..spec import RunSpec
+from .data import Shard
+from .mesh import Mesh
+
+
+class DDP:
+    """Not for expert parallelism, whose gradients meet in another group, nor for a pipeline, whose split backward pass
+    goes round DDP's hooks: ZeRO stage 0 does the same there.
+    """
+
+    def __init__(self, part: GPT, spec: RunSpec, mesh: Mesh, experts: set[str]) -> None:
+        assert not experts, "DDP reduces every gradient in one group"
+        self.part = part
+        self.loss_factor = float(mesh.size("dp_cp"))  # DDP averages over its group
+        group = mesh.group("dp_cp")
+        self.ddp = DistributedDataParallel(
+            part,
+            process_group=group,
+            bucket_cap_mb=spec.parallel.bucket_mb,
+            gradient_as_bucket_view=True,
+            static_graph=spec.parallel.static_graph,
+            broadcast_buffers=False,
+            init_sync=False,  # weights are equal already: they follow from the seed
+        )
+        if spec.precision.reduce == "bf16":
+            self.ddp.register_comm_hook(group, bf16_compress_hook)
+        # With a static graph the first backward pass is the one that DDP learns from, and it has to reduce: gradients
+        # that have met already are equal on all ranks, and their mean in the next reduction leaves them as they are.
+        self.learning = spec.parallel.static_graph
+        self.whole = [Shard(name, p, p.shape, None) for name, p in part.named_parameters()]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.ddp(*args, **kwargs)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        meet, self.learning = last or self.learning, False
+        return nullcontext() if meet else self.ddp.no_sync()
+
+    def finish(self) -> None:
+        pass
+
+    def shards(self) -> list[Shard]:
+        return self.whole
+
+    def after_step(self) -> None:
+        pass
+
+    def clear(self) -> None:
+        self.part.zero_grad(set_to_none=True)

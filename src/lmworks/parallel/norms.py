@@ -1,0 +1,45 @@
+"""The norm of the whole gradient under any layout, and clipping by it.
+
+Every element of the gradient must count once. A rank sums the squares of what it holds, each divided by the number of
+ranks that hold the same elements; the sum over all ranks is then ‖g‖² of the whole model:
+
+    ‖g‖ = √( Σ over ranks  Σ over its shards  ‖g_shard‖² / replicas(shard) )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.utils import clip_grads_with_norm_
+
+from .data import Shard
+
+
+def squared_norm(shards: list[Shard], replicas: Callable[[Shard], int]) -> Tensor:
+    """This rank's share of ‖g‖², for the caller to sum over the world together with what else it sums."""
+    by_count: dict[int, list[Tensor]] = {}
+    for shard in shards:
+        if shard.leaf.grad is not None:
+            by_count.setdefault(replicas(shard), []).append(shard.leaf.grad)
+    total = torch.zeros((), device=shards[0].leaf.device if shards else None)
+    for count, gradients in by_count.items():
+        norms = torch._foreach_norm(gradients, dtype=torch.float32)
+        total += torch.stack(norms).square().sum() / count
+    return total
+
+
+def total_norm(shards: list[Shard], replicas: Callable[[Shard], int], group: ProcessGroup | None) -> Tensor:
+    """A float32 scalar, equal on all ranks, for which nothing waits. `group` is the world; None: this rank is alone."""
+    total = squared_norm(shards, replicas)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def clip(shards: list[Shard], max_norm: float, norm: Tensor) -> None:
+    """Scale every gradient by min(1, max_norm / norm)."""
+    clip_grads_with_norm_([shard.leaf for shard in shards], max_norm, norm)
