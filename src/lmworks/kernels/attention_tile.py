@@ -1,0 +1,159 @@
+"""Attention of some queries over some of their keys, with what is needed to put such tiles together.
+
+A tile gives its mixture of values and the log-sum-exp of its scores. Two tiles of the same queries over different keys
+merge exactly (the online softmax of Milakov & Gimelshein 2018, as in FlashAttention):
+
+    lse = log(e^lse₁ + e^lse₂),   out = out₁·e^(lse₁ − lse) + out₂·e^(lse₂ − lse)
+
+Backward, a tile needs only the *final* out and lse of its queries: P = exp(S − lse) are its columns of the whole
+softmax, and with D = rowsum(dO ∘ O)
+
+    dV = Pᵀ·dO,   dS = P ∘ (dO·Vᵀ − D),   dQ = scale·dS·K,   dK = scale·dSᵀ·Q
+
+so tiles can be taken in any order, on any rank, and their gradients summed.
+
+All tensors here are (batch, heads, seq, head_dim), k and v with kv_heads; lse is (batch, heads, seq) in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+# Added to a score that may not be seen. It is finite, so that a row that sees nothing in a tile is an ordinary row of
+# weight e^(−1e30) = 0 rather than 0/0; and small enough to survive a sum with any score. fp16 ends at −65504.
+HIDDEN = -1e30
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Take a tile into the fp32 accumulators `out` and `lse`, in place; they start as 0 and −∞."""
+    both = torch.logaddexp(lse, more_lse)
+    out.mul_((lse - both).exp().unsqueeze(-1)).add_(more * (more_lse - both).exp().unsqueeze(-1))
+    lse.copy_(both)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, fused: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse). `bias` is fp32, (1 or batch, 1 or heads, queries, keys); `causal`: the tile lies on the diagonal."""
+    kernel = choose(q, k, bias) if fused else "plain"
+    if kernel == "plain":
+        return plain_forward(q, k, v, bias, causal)
+    k, v = repeat(k, q), repeat(v, q)
+    if kernel == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
+    if kernel == "flash":
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    spread = spread_bias(bias, q, k)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, spread, True, 0.0, causal)
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,  # the final one of these queries, over all their keys
+    lse: Tensor,  # and its log-sum-exp
+    bias: Tensor | None,
+    causal: bool,
+    fused: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tile's part of the gradients of q, k and v."""
+    kernel = choose(q, k, bias) if fused else "plain"
+    if kernel == "plain":
+        return plain_backward(grad, q, k, v, out, lse, bias, causal)
+    groups = q.shape[1] // k.shape[1]
+    k, v = repeat(k, q), repeat(v, q)
+    lse = lse.contiguous()
+    if kernel == "cpu":
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+        )
+    else:
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's random state
+        if kernel == "flash":
+            dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+                grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
+            )
+        else:
+            spread = spread_bias(bias, q, k)
+            wanted = [True, True, True, False]
+            dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+                grad, q, k, v, spread, out, lse, unused, unused, 0.0, wanted, causal
+            )
+    if groups > 1:  # in fp32: the sum over a group must not be rounded once more for every head
+        dk, dv = (x.unflatten(1, (-1, groups)).float().sum(dim=2) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def choose(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
+    """PyTorch's fused operation for this tile; where none takes it, `plain`."""
+    if q.device.type == "cpu":
+        return "cpu" if q.dtype in (torch.float32, torch.bfloat16, torch.float16) else "plain"
+    if q.device.type != "cuda" or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return "plain"
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if half and bias is None:
+        return "flash"
+    # Its log-sum-exp is padded to 32 queries and its bias must be aligned.
+    fits = not (q.shape[2] % 32 or k.shape[2] % 8) and (half or q.dtype == torch.float32)
+    return "efficient" if fits else "plain"
+
+
+def repeat(x: Tensor, q: Tensor) -> Tensor:
+    """One key/value head for every query head."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def spread_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """As the efficient kernel wants it: in q's dtype, and of full shape without being copied."""
+    if bias is None:
+        return None
+    least = torch.finfo(q.dtype).min / 2
+    return bias.clamp(min=least).to(q.dtype).expand(*q.shape[:3], k.shape[2])
+
+
+def plain_scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    """(batch, kv_heads, groups, queries, keys) in fp32."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, HIDDEN)
+    if bias is not None:
+        per_head = bias.shape[1] > 1
+        scores = scores + (bias.unflatten(1, scores.shape[1:3]) if per_head else bias.unsqueeze(1))
+    return scores
+
+
+def grouped(q: Tensor, k: Tensor) -> Tensor:
+    """Query heads beside the key/value head they share: (batch, kv_heads, groups, …) in fp32 (fp64 stays)."""
+    return full(q.unflatten(1, (k.shape[1], -1)))
+
+
+def full(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    scores = plain_scores(grouped(q, k), full(k).unsqueeze(2), bias, causal)
+    lse = scores.logsumexp(dim=-1)
+    out = (scores - lse.unsqueeze(-1)).exp() @ full(v).unsqueeze(2)
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale = 1 / math.sqrt(q.shape[-1])
+    q, grad, out, lse = grouped(q, k), grouped(grad, k), grouped(out, k), grouped(lse, k)
+    k, v = full(k).unsqueeze(2), full(v).unsqueeze(2)
+    p = (plain_scores(q, k, bias, causal) - lse.unsqueeze(-1)).exp()
+    ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(dim=-1, keepdim=True)) * scale
+    dq = ds @ k
+    dk = (ds.transpose(-1, -2) @ q).sum(dim=2)
+    dv = (p.transpose(-1, -2) @ grad).sum(dim=2)
+    return dq.flatten(1, 2), dk, dv
