@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint bench gpu-test clean
+.PHONY: help setup demo test test-ray lint bench gpu-test clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,7 +22,11 @@ demo: $(READY)  ## plan, train, compare and use a small code model on this machi
 	$(BIN)/lmworks demo
 
 test: $(READY)  ## the whole test-suite that a CPU can run
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not ray"
+
+test-ray: $(READY)  ## train on a local Ray cluster of two workers (installs the extra `ray`)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	$(BIN)/python -m pytest -m ray
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

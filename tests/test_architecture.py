@@ -16,7 +16,7 @@ SOURCE = Path(lmworks.__file__).parent
 
 FLOORS = [
     {"spec"},
-    {"plan", "record", "kernels", "data", "model"},
+    {"plan", "record", "launch", "kernels", "data", "model"},
     {"parallel", "engine"},
     {"train", "serve", "observe"},
     {"align", "tune", "scaling", "evals", "study"},
@@ -24,7 +24,7 @@ FLOORS = [
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 DOORS = {("model", "kernels")}  # within one floor: the network is made of kernels
-WITHOUT_TORCH = {"spec", "plan", "record"}
+WITHOUT_TORCH = {"spec", "plan", "record", "launch"}
 
 
 def modules() -> list[Path]:
@@ -72,7 +72,7 @@ def test_imports_go_down(path: Path) -> None:
     "code",
     [
         "import lmworks; lmworks.RunSpec, lmworks.ModelSpec, lmworks.Cluster, dir(lmworks)",
-        "import lmworks.spec, lmworks.plan, lmworks.record",
+        "import lmworks.spec, lmworks.plan, lmworks.record, lmworks.launch",
         "from lmworks.cli.main import app; app(['--help'], standalone_mode=False)",
         "from lmworks.cli.main import app; app(['train', '--help'], standalone_mode=False)",
         "from lmworks.cli.main import app; app(['models', '--json'], standalone_mode=False)",

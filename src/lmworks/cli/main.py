@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..spec.errors import LMWorksError
-from . import data, demo, hardware, models, plan, runs, train, use
+from . import data, demo, hardware, launch, models, plan, runs, train, use
 
 app = typer.Typer(
     name="lmworks",
@@ -25,6 +25,7 @@ app.command("report")(runs.report)
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("resume")(train.resume)
+app.add_typer(launch.app, name="launch")
 app.command("eval")(use.evaluate)
 app.command("generate")(use.generate)
 

@@ -1,0 +1,135 @@
+"""`lmworks launch`: write what a cluster needs to start a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..spec.errors import SpecError, did_you_mean
+from .train import Overrides, Spec
+
+if TYPE_CHECKING:
+    from ..launch import Job
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Write a job that starts a run on Slurm, Kubernetes or Ray."
+)
+
+Nodes = Annotated[int | None, typer.Option(min=1, help="Machines (by default cluster.nodes, or what the ranks need).")]
+PerNode = Annotated[int | None, typer.Option(min=1, help="Ranks on each (by default cluster.gpus_per_node).")]
+RunDir = Annotated[str, typer.Option("--run-dir", help="Where the run is kept, seen by all nodes (runs/NAME).")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="The file to write (by default: print it).")]
+Grace = Annotated[int, typer.Option(min=60, help="Seconds that a run has to save itself when it must stop.")]
+
+
+@app.command()
+def slurm(
+    spec: Spec,
+    overrides: Overrides = None,
+    nodes: Nodes = None,
+    gpus_per_node: PerNode = None,
+    time: Annotated[str, typer.Option(help="Time limit, e.g. 1-12:00:00.")] = "",
+    partition: Annotated[str, typer.Option(help="Partition to run in.")] = "",
+    account: Annotated[str, typer.Option(help="Account to charge.")] = "",
+    container: Annotated[str, typer.Option(help="Image to run in, with the pyxis plugin.")] = "",
+    cpus_per_node: Annotated[int, typer.Option(min=0, help="CPUs of a shared node (0: whole nodes).")] = 0,
+    grace: Grace = 300,
+    requeue: Annotated[bool, typer.Option(help="Queue again when the time is up.")] = True,
+    run_dir: RunDir = "",
+    out: Out = None,
+) -> None:
+    """Write an sbatch script: srun starts one torchrun agent a node.
+
+    Before the time limit the run saves a checkpoint and is queued again; it then goes on where it was.
+
+    \b
+    Examples:
+      lmworks launch slurm configs/tiny.toml parallel.dp=16 --nodes 2 --gpus-per-node 8 --time 4:00:00 -o tiny.sbatch
+      lmworks launch slurm configs/tiny.toml parallel.dp=2 cluster.device=cpu --nodes 2 --cpus-per-node 4
+    """
+    from ..launch import Allocation, slurm_script
+
+    job = make_job(spec, overrides, nodes, gpus_per_node, run_dir)
+    ask = Allocation(time, partition, account, container, cpus_per_node, grace, requeue)
+    deliver(slurm_script(job, ask), out, "sbatch {}")
+
+
+@app.command()
+def kubernetes(
+    spec: Spec,
+    image: Annotated[str, typer.Option(help="Container image with LMWorks in it.")],
+    claim: Annotated[str, typer.Option(help="PersistentVolumeClaim for data and runs (ReadWriteMany).")],
+    overrides: Overrides = None,
+    kind: Annotated[str, typer.Option(help="pytorchjob, trainjob, or job (needs no operator).")] = "pytorchjob",
+    nodes: Nodes = None,
+    gpus_per_node: PerNode = None,
+    mount: Annotated[str, typer.Option(help="Where the claim is mounted; relative paths start there.")] = "/work",
+    grace: Grace = 300,
+    run_dir: RunDir = "",
+    out: Out = None,
+) -> None:
+    """Write manifests: a Kubeflow PyTorchJob or TrainJob, or an Indexed Job with a headless Service.
+
+    \b
+    Examples:
+      lmworks launch kubernetes configs/tiny.toml parallel.dp=8 --nodes 2 --image registry/lmworks --claim shared
+      lmworks launch kubernetes gpt2-small parallel.dp=8 --nodes 2 --image registry/lmworks --claim shared --kind job
+    """
+    from ..launch import KINDS, Pods, manifests, to_yaml
+
+    if kind not in KINDS:
+        raise SpecError(f"--kind {kind!r} is unknown{did_you_mean(kind, KINDS)}")
+    job = make_job(spec, overrides, nodes, gpus_per_node, run_dir)
+    deliver(to_yaml(manifests(job, Pods(image, claim, mount, grace), kind)), out, "kubectl apply -f {}")
+
+
+@app.command()
+def ray(
+    spec: Spec,
+    overrides: Overrides = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Ray workers: one a rank of the layout.")] = None,
+    run_dir: RunDir = "",
+    out: Out = None,
+) -> None:
+    """Write a Ray Train driver: a TorchTrainer that runs our trainer in each worker.
+
+    \b
+    Examples:
+      lmworks launch ray configs/tiny.toml parallel.dp=2 cluster.device=cpu --workers 2 -o driver.py
+    """
+    from ..launch import ray_driver
+
+    job = make_job(spec, overrides, workers, 1 if workers else None, run_dir, absolute=True)
+    storage = str(Path(job.run_dir).parent / "ray")
+    deliver(ray_driver(job, storage), out, "python {}")
+
+
+def make_job(
+    source: str,
+    overrides: list[str] | None,
+    nodes: int | None,
+    per_node: int | None,
+    run_dir: str,
+    absolute: bool = False,
+) -> Job:
+    from ..launch import Job
+    from ..spec import load_run
+
+    loaded = load_run(source, overrides or ())
+    folder = Path(run_dir or f"runs/{loaded.name}")
+    where = str(folder.absolute() if absolute else folder)
+    return Job.of(loaded, source, overrides or (), nodes=nodes, per_node=per_node, run_dir=where)
+
+
+def deliver(text: str, out: Path | None, command: str) -> None:
+    """Print it, or write it and say how to start it."""
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"--out {out}: {error.strerror}") from None
+    typer.echo(f"wrote {out}; start it with: {command.format(out)}")

@@ -1,0 +1,134 @@
+"""An sbatch script: one torchrun agent a node, stopped with a checkpoint before the time is up, and queued again."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+from ..spec import SpecError
+from .job import Job, one_word
+
+TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")  # minutes, or [days-]hours:minutes:seconds
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What to ask Slurm for; an empty string leaves the choice to the cluster."""
+
+    time: str = ""
+    partition: str = ""
+    account: str = ""
+    container: str = ""  # an image for the pyxis plugin (enroot)
+    cpus_per_node: int = 0  # 0: whole nodes
+    grace: int = 300  # seconds before the limit at which the run is asked to save and stop
+    requeue: bool = True
+
+
+def slurm_script(job: Job, ask: Allocation) -> str:
+    return "\n".join([*header(job, ask), "", *environment(ask), "", *start(job, ask), "", *finish(ask), ""])
+
+
+def header(job: Job, ask: Allocation) -> list[str]:
+    if ask.time and not TIME.fullmatch(ask.time):
+        raise SpecError(f"--time {ask.time!r} is not a Slurm time; write [days-]hours:minutes:seconds, e.g. 1-12:00:00")
+    options = {
+        "job-name": job.label,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(job.per_node) if job.on_gpus else "",
+        "cpus-per-task": str(ask.cpus_per_node) if ask.cpus_per_node else "",
+        "time": ask.time,
+        "partition": ask.partition and one_word("--partition", ask.partition),
+        "account": ask.account and one_word("--account", ask.account),
+        "output": "%x-%j.log",
+        "open-mode": "append",
+        "signal": f"B:USR1@{ask.grace}",
+    }
+    switches = [*([] if ask.cpus_per_node else ["exclusive"]), "requeue" if ask.requeue else "no-requeue"]
+    return [
+        "#!/bin/bash",
+        f"# Run '{job.label}' on {job.nodes} × {job.per_node} ranks. Submit it with: sbatch THIS-FILE",
+        *(f"#SBATCH --{name}={value}" for name, value in options.items() if value),
+        *(f"#SBATCH --{name}" for name in switches),
+        "",
+        "set -euo pipefail",
+    ]
+
+
+def environment(ask: Allocation) -> list[str]:
+    return [
+        "# One thread a rank for what runs on the CPU: ranks share the cores of a node.",
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+        "# A rank whose neighbour died raises instead of waiting for ever.",
+        "export TORCH_NCCL_ASYNC_ERROR_HANDLING=1",
+        "# How long an agent waits for its ranks to save after a signal, before it kills them.",
+        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(ask.grace - 30, 30)}",
+        "# Uncomment what your network needs:",
+        "# export NCCL_SOCKET_IFNAME=ib0    # the interface of NCCL's first contact (and its traffic without RDMA)",
+        "# export GLOO_SOCKET_IFNAME=ib0    # the same for gloo: CPU ranks and checkpoints",
+        "# export NCCL_IB_HCA=mlx5          # which InfiniBand or RoCE adapters to use",
+        "# export NCCL_DEBUG=INFO           # what NCCL chose, and why",
+    ]
+
+
+def start(job: Job, ask: Allocation) -> list[str]:
+    again = shlex.join(["lmworks", "resume", job.run_dir])
+    first = shlex.join(["lmworks.train", job.source, *job.overrides, "--run-dir", job.run_dir])
+    container = (
+        ['  --container-image="$image" --container-mounts="$PWD:$PWD" --container-workdir="$PWD" \\']
+        if ask.container
+        else []
+    )
+    return [
+        "# A job that comes back from the queue goes on with the run that it began.",
+        f"if [[ -e {shlex.quote(job.run_dir + '/spec.toml')} ]]; then",
+        f"  work=({again})",
+        "else",
+        f"  work=({first})",
+        "fi",
+        *([f"image={shlex.quote(ask.container)}"] if ask.container else []),
+        "",
+        "# The agents meet on the first node, at a port that follows from the job: two jobs on a node do not collide.",
+        'first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "port=$((20000 + SLURM_JOB_ID % 20000))",
+        "mkdir -p logs",
+        "",
+        "# What every node runs; $SLURM_NODEID and $SLURMD_NODENAME are known only there.",
+        "# shellcheck disable=SC2016",
+        'agent=\'torchrun --rdzv-conf is_host=$((SLURM_NODEID == 0)) --local-addr "$SLURMD_NODENAME" "$@"\'',
+        "",
+        "# Once a node has ended, the others have two minutes: to end too, or to finish writing.",
+        "srun --kill-on-bad-exit=0 --wait=120 --cpu-bind=none --open-mode=append \\",
+        '  --output="logs/%x-%j-node%n.log" \\',
+        *container,
+        '  bash -c "$agent" agent \\',
+        f"  --nnodes {job.nodes} --nproc-per-node {job.per_node} --max-restarts 0 \\",
+        '  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:$port" \\',
+        '  -m "${work[@]}" &',
+        "step=$!",
+    ]
+
+
+def finish(ask: Allocation) -> list[str]:
+    """Before the limit Slurm sends USR1 to this script alone, which so knows why the run ended."""
+    trap = """'stopped=1; kill -TERM "$step"'""" if ask.requeue else """'kill -TERM "$step"'"""
+    again = [
+        "if ((stopped && status)); then",
+        '  echo "the time is nearly up: the run has saved itself and is queued again"',
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+    ]
+    return [
+        f"# {ask.grace} s before the limit Slurm sends USR1 to this script. It asks all ranks to save and stop:",
+        "# srun hands SIGTERM on to its tasks.",
+        *(["stopped=0"] if ask.requeue else []),
+        f"trap {trap} USR1",
+        "while true; do",
+        "  status=0",
+        '  wait "$step" || status=$?',
+        '  kill -0 "$step" 2>/dev/null || break # still there: it was the signal that ended `wait`',
+        "done",
+        *(again if ask.requeue else []),
+        'exit "$status"',
+    ]

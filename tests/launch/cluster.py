@@ -1,0 +1,48 @@
+"""A cluster for tests: stand-ins for what Slurm puts on PATH, which start every node's command on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# A node's command in the background for each node; SIGTERM is handed on, as srun does. Nodes differ in their number.
+SRUN = """\
+#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+tasks=()
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
+  SLURM_NODEID=$node SLURMD_NODENAME=127.0.0.1 "$@" >"node$node.log" 2>&1 &
+  tasks+=($!)
+done
+trap 'kill -TERM "${tasks[@]}"' TERM
+worst=0
+for task in "${tasks[@]}"; do
+  while true; do
+    status=0
+    wait "$task" || status=$?
+    kill -0 "$task" 2>/dev/null || break
+  done
+  ((status > worst)) && worst=$status
+done
+exit "$worst"
+"""
+SCONTROL = """\
+#!/bin/bash
+case "$1" in
+  show) echo 127.0.0.1 ;;
+  requeue) echo "$2" >requeued ;;
+esac
+"""
+
+
+def slurm(root: Path, nodes: int) -> dict[str, str]:
+    """The environment of an sbatch script on `nodes` nodes, with srun and scontrol first on PATH."""
+    tools = root / "bin"
+    tools.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = {"SLURM_JOB_ID": str(1000 + os.getpid()), "SLURM_JOB_NODELIST": "here", "SLURM_JOB_NUM_NODES": str(nodes)}
+    return {**os.environ, **job, "PATH": path, "GLOO_SOCKET_IFNAME": "lo"}
