@@ -1,0 +1,194 @@
+"""ZeRO stages 0 to 2: whole fp32 weights on every rank; rows of the optimizer's work dealt out (stage 3 is FSDP2).
+
+    resident bytes    weights   gradients   Adam moments    of ψ parameters over n ranks
+    stage 0           4ψ        4ψ          8ψ              all-reduce after the last micro-batch (as DDP)
+    stage 1           4ψ        4ψ          8ψ/n            reduce-scatter after the last, all-gather of new weights
+    stage 2           4ψ        4ψ/n        8ψ/n            reduce-scatter after every one, all-gather
+
+ψ/n is ⌈rows/n⌉ rows of each weight, as `torch.chunk` deals them. Beyond that, transient: what backward has made and not
+yet reduced (stage 2: at most the buckets not yet complete), and at most two buckets on their way, (1 + 1/n) buckets of
+parallel.bucket_mb each. A leaf is a view of its weight's rows, so no weight is held twice.
+
+Under a pipeline there is no `micro_batch`, and a split backward pass goes round gradient hooks: `finish` then reduces
+everything at once, and stage 2 holds whole gradients until it does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..model import GPT
+from ..spec import RunSpec
+from .buckets import Bucket, make_buckets
+from .data import Shard
+from .mesh import Mesh
+
+IN_FLIGHT = 2  # buckets: one is filled or emptied while the other travels
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes that one rank holds between two steps (gradients: just before the update)."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    padding: int  # of all buffers together, never all there at once: counted in none of the above
+
+
+class Zero:
+    """Over a part that has its memory and weights."""
+
+    loss_factor = 1.0  # gradients are summed
+
+    def __init__(self, part: GPT, spec: RunSpec, mesh: Mesh, experts: set[str], stage: int) -> None:
+        self.part, self.stage, self.spec = part, stage, spec
+        self.dtype = torch.bfloat16 if spec.precision.reduce == "bf16" else torch.float32
+        named = dict(part.named_parameters())
+        order = list(reversed(named))  # gradients come last weight first
+        placed: list[tuple[int, Bucket]] = []
+        for axis, names in split_by_axis(order, experts, stage).items():
+            ranks, rank = (mesh.size(axis), mesh.rank(axis)) if stage else (1, 0)
+            size = spec.parallel.bucket_mb * 2**20
+            buckets = make_buckets([named[name] for name in names], size, mesh.group(axis), ranks, rank)
+            placed += [(order.index(names[last]), bucket) for last, bucket in buckets]
+        # In the order in which they fill up: every rank must start the collectives of all groups in one order.
+        self.buckets = [bucket for _, bucket in sorted(placed, key=lambda item: item[0])]
+        leaves: dict[int, nn.Parameter] = {}  # by the id of their weight
+        for bucket in self.buckets:
+            for index, weight in enumerate(bucket.parameters):
+                leaves[id(weight)] = weight if not stage else nn.Parameter(bucket.own(index, weight.detach()))
+                weight.register_post_accumulate_grad_hook(self.when_ready(bucket))
+        self.leaves = {bucket: [leaves[id(weight)] for weight in bucket.parameters] for bucket in self.buckets}
+        self.made = [
+            Shard(name, leaves[id(p)], p.shape, ("edp" if name in experts else "shard") if stage else None)
+            for name, p in named.items()
+        ]
+        self.listening = False  # hooks start reductions: only in a backward pass after which gradients meet
+        self.started = 0  # buckets of this pass that are on their way or arrived
+        self.met = False  # the last micro-batch's gradients were reduced
+        # Collectives that run, with what they send (it has to live on) and what is done once they have ended.
+        self.flying: deque[tuple[dist.Work | None, Tensor, Callable[[], None]]] = deque()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.part(*args, **kwargs)
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        if not (last or self.stage == 2):
+            yield
+            return
+        self.listening = True
+        try:
+            yield
+            self.reduce_rest()
+        finally:
+            self.listening = False
+        self.met = last
+
+    def when_ready(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            if self.listening:
+                bucket.ready += 1
+                while self.started < len(self.buckets) and self.buckets[self.started].complete:
+                    self.reduce(self.buckets[self.started])
+
+        return hook
+
+    def reduce_rest(self) -> None:
+        """What no hook has started: weights that were not used, or a backward pass without hooks."""
+        while self.started < len(self.buckets):
+            self.reduce(self.buckets[self.started])
+        self.started = 0
+        for bucket in self.buckets:
+            bucket.ready = 0
+
+    def reduce(self, bucket: Bucket) -> None:
+        self.started += 1
+        self.land(IN_FLIGHT - 1)
+        alone = bucket.group.size() == 1
+        flat = bucket.pack([weight.grad for weight in bucket.parameters], torch.float32 if alone else self.dtype)
+        if self.stage == 2:
+            for weight in bucket.parameters:
+                weight.grad = None
+        part, work = flat, None
+        if not alone and self.stage == 0:
+            work = dist.all_reduce(flat, group=bucket.group, async_op=True)
+        elif not alone:
+            part = flat.new_empty(bucket.length)
+            work = dist.reduce_scatter_tensor(part, flat, group=bucket.group, async_op=True)
+        self.flying.append((work, flat, partial(self.take, bucket, part)))
+
+    @torch.no_grad()
+    def take(self, bucket: Bucket, part: Tensor) -> None:
+        """Put this rank's summed rows where they belong."""
+        leaves = self.leaves[bucket]
+        rows = bucket.own_views(part, leaves)
+        if self.stage < 2:
+            for index, (weight, leaf, row) in enumerate(zip(bucket.parameters, leaves, rows, strict=True)):
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                leaf.grad = bucket.own(index, weight.grad) if self.stage else weight.grad
+                leaf.grad.copy_(row)
+            return
+        for leaf, row in zip(leaves, rows, strict=True):
+            leaf.grad = row.to(torch.float32, copy=True) if leaf.grad is None else leaf.grad.add_(row)
+
+    def land(self, still_flying: int = 0) -> None:
+        while len(self.flying) > still_flying:
+            work, _, then = self.flying.popleft()
+            if work is not None:
+                work.wait()
+            then()
+
+    def finish(self) -> None:
+        if not self.met:
+            self.reduce_rest()
+        self.land()
+        self.met = False
+
+    def shards(self) -> list[Shard]:
+        return self.made
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Bring the rows that other ranks have updated."""
+        for bucket in self.buckets:
+            if bucket.ranks > 1:
+                self.land(IN_FLIGHT - 1)
+                self.gather(bucket)
+        self.land()
+
+    def gather(self, bucket: Bucket) -> None:
+        part = bucket.pack_own(self.leaves[bucket])
+        flat = part.new_empty(bucket.ranks * bucket.length)
+        work = dist.all_gather_into_tensor(flat, part, group=bucket.group, async_op=True)
+        self.flying.append((work, part, partial(bucket.unpack, flat, bucket.parameters)))
+
+    def clear(self) -> None:
+        self.part.zero_grad(set_to_none=True)
+        for shard in self.made:
+            shard.leaf.grad = None
+
+    def resident(self) -> Resident:
+        weights = sum(weight.nbytes for weight in self.part.parameters())
+        owned = sum(shard.leaf.nbytes for shard in self.made)
+        moments = 2 if self.spec.optim.optimizer == "adamw" else 0
+        padding = sum(bucket.padding * self.dtype.itemsize for bucket in self.buckets)
+        return Resident(weights, owned if self.stage == 2 else weights, moments * owned, padding)
+
+
+def split_by_axis(names: list[str], experts: set[str], stage: int) -> dict[str, list[str]]:
+    """Names by the axis over which their gradients are summed, in the order given."""
+    axes: dict[str, list[str]] = {}
+    for name in names:
+        axes.setdefault("edp" if name in experts else "shard" if stage else "dp_cp", []).append(name)
+    return axes
