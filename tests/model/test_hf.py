@@ -277,6 +277,7 @@ def test_configs_that_the_network_cannot_compute_are_refused(case: str, tmp_path
         ({"mlp": "gelu"}, "model.mlp = 'gelu'"),
         ({"bias": True, "sliding_window": 8}, "model.sliding_window = 8"),
         ({"experts": 4, "shared_experts": 1}, "model.shared_experts = 1"),
+        ({"experts": 4, "balance_bias": 0.001}, "model.balance_bias = 0.001"),
         ({"qkv_bias": True, "qk_norm": True}, "model.qk"),
     ],
 )

@@ -26,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gelu": {"mlp": "gelu", "positions": "none"},
     "experts": {"experts": 4, "top_k": 2},
     "shared expert": {"experts": 4, "top_k": 2, "shared_experts": 1},
+    "balanced experts": {"experts": 4, "top_k": 2, "balance_loss": 0.01},
     "window": {"sliding_window": 8},
     "documents": {"documents": True},
     "alibi": {"positions": "alibi"},

@@ -1,6 +1,6 @@
 """The network: one decoder-only transformer for training, generation and serving.
 
-Read top to bottom: norm, attention, MLP (dense or mixture of experts), block, model. It knows nothing of ranks,
+Read top to bottom: norm, attention, MLP (a mixture of experts is in `moe`), block, model. It knows nothing of ranks,
 precision or optimizers; what attends to what is an argument (`attend`), so a KV cache or a paged backend can stand in.
 """
 
@@ -21,6 +21,7 @@ from ..kernels.rms_norm import rms_norm
 from ..spec import ModelSpec
 from . import rope
 from .attention import Attend, dense
+from .moe import MoE
 from .recompute import recomputed
 
 Rope = tuple[Tensor, Tensor] | None
@@ -91,33 +92,8 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class MoE(nn.Module):
-    """Every token visits its top_k experts (none is dropped) and all shared ones; weights of the top_k sum to 1."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.top_k = spec.top_k
-        self.router = Linear(spec.hidden, spec.experts, bias=False)
-        self.gate = nn.Parameter(torch.empty(spec.experts, spec.expert_ffn, spec.hidden))
-        self.up = nn.Parameter(torch.empty(spec.experts, spec.expert_ffn, spec.hidden))
-        self.down = nn.Parameter(torch.empty(spec.experts, spec.hidden, spec.expert_ffn))
-        self.shared = MLP(spec, spec.shared_experts * spec.expert_ffn) if spec.shared_experts else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, -2)  # (tokens, hidden)
-        probs = self.router(flat).float().softmax(dim=-1)
-        weights, chosen = probs.topk(self.top_k, dim=-1)  # (tokens, top_k)
-        weights = (weights / weights.sum(dim=-1, keepdim=True)).type_as(flat)
-        out = torch.zeros_like(flat)
-        for expert in range(self.gate.shape[0]):
-            token, slot = torch.where(chosen == expert)
-            h = flat[token]
-            h = F.silu(F.linear(h, self.gate[expert])) * F.linear(h, self.up[expert])
-            h = F.linear(h, self.down[expert]) * weights[token, slot].unsqueeze(-1)
-            out.index_add_(0, token, h.type_as(out))
-        if self.shared is not None:
-            out = out + self.shared(flat)
-        return out.view_as(x)
+def make_moe(spec: ModelSpec) -> MoE:
+    return MoE(spec, MLP(spec, spec.shared_experts * spec.expert_ffn) if spec.shared_experts else None)
 
 
 class Block(nn.Module):
@@ -128,7 +104,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(spec)
         self.attention = Attention(spec, layer)
         self.mlp_norm = make_norm(spec)
-        self.mlp = MoE(spec) if spec.experts else MLP(spec, spec.ffn)
+        self.mlp = make_moe(spec) if spec.experts else MLP(spec, spec.ffn)
         self.recompute = "none"  # what this block computes again in the backward pass: see model.recompute
 
     def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
@@ -230,6 +206,8 @@ class GPT(nn.Module):
     def init_weights(self, seed: int) -> None:
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_weight(self.spec, seed, name, parameter.shape))
+        for buffer in self.buffers():  # the choice bias of experts
+            buffer.zero_()
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> Self:

@@ -33,7 +33,13 @@ ROPE_WRITES: dict[str, Any] = {
     "qk_norm": False,
     "experts": 0,
 }
-EXPERTS_WRITES = {**ROPE_WRITES, "experts": lambda spec: spec.experts > 0, "shared_experts": 0}
+# capacity and balance_loss act in training alone; a choice bias changes the logits, and none of these families has one.
+EXPERTS_WRITES = {
+    **ROPE_WRITES,
+    "experts": lambda spec: spec.experts > 0,
+    "shared_experts": 0,
+    "balance_bias": 0,
+}
 QWEN_MUST_BE = {**ROPE_MUST_BE, "attention_bias": (False, None)}
 
 # In the order in which a spec looks for a family to be saved as.

@@ -185,11 +185,17 @@ def at_backward(spec: RunSpec, net: Network, accumulated: bool, block: int) -> l
     if recompute == "selective":  # taken over from what was kept, all but the last product, which nothing asks for
         again -= total(net.block, "dear") - t * w * m.hidden
     # Gradients beside what is saved (the result's takes its place): swiglu of silu(gate) and up, gelu of its input.
-    ffn, slots = (m.expert_ffn, t * m.top_k / m.experts) if m.experts else (m.ffn, t)
     beside = 2 if m.mlp == "swiglu" else 1
-    temporaries = beside * ffn * slots * w + stream * (2 if load.cast else 1) + 4 * ffn * m.hidden
-    if m.experts:  # the gradient of every slot; a zeroed gradient of all experts for each of them, and the sum
-        temporaries += stream + 8 * m.experts * ffn * m.hidden
+    temporaries: float = stream * (2 if load.cast else 1)
+    if m.experts:
+        whole, slots = m.experts * m.expert_ffn * m.hidden, t * m.top_k
+        # Experts run one after another: at first the gradient of every slot is there, at last all experts' gradients,
+        # one of them joined already, and the rows' gradient, twice; what they kept is gone by then.
+        first = slots * w * m.hidden + beside * m.expert_ffn * slots / m.experts * w + 4 * m.expert_ffn * m.hidden
+        last = 16 * whole + 2 * slots * w * m.hidden - slots * w * (4 * m.expert_ffn + m.hidden)
+        temporaries += max(first, last)
+    else:
+        temporaries += beside * m.ffn * t * w + 4 * m.ffn * m.hidden
     return [
         gradient_row(spec, True)
         if accumulated

@@ -60,21 +60,22 @@ def mlp(load: Workload, width: int, prefix: str = "") -> list[Op]:
 
 
 def experts(load: Workload) -> list[Op]:
-    """Router, then expert after expert over the tokens that chose it: tokens × top_k slots, taken as spread evenly."""
+    """Router, rows grouped by expert, expert after expert, rows back: tokens × top_k slots, taken as spread evenly."""
     m, t, w, h = load.model, load.tokens, load.width, load.model.hidden
     count, ffn, slots = m.experts, m.expert_ffn, load.tokens * m.top_k
     rows = max(1, slots // count)  # tokens of one expert
-    # softmax, the chosen values (fp32) and indices (int64), their sum; per slot its (token, slot) index and weight
-    routing = t * (4 * count + 12 * m.top_k + 4) + slots * 20
+    # softmax, the chosen values (fp32) and indices (int64), their sum; per slot two permutations and its weight; counts
+    routing = t * (4 * count + 12 * m.top_k + 4) + slots * 20 + 8 * count
+    if m.balance_loss:
+        routing += 4 * load.batch * count  # each sequence's shares
     route = Op("routing", "experts", (stream(2 * t * count, kind="exp"),), (stream(3 * t * count),), saved=routing)
-    gathered = slots * h * (2 * 2 if load.cast else 4)  # one fp32 gather, or a cast of it for gate and one for up
-    # index_add keeps the weighted result (fp32), the weighting keeps the expert's result
-    kept = gathered + slots * h * (w + 4)
-    move = [stream(2 * rows * h, count=2 * count), stream(3 * rows * h, count=count), stream(2 * t * h, count=count)]
-    # The gradient of weight[expert] is a zeroed tensor of all experts each time, then added to the others.
-    whole = count * ffn * h
-    select = [stream(whole, count=3 * count), stream(3 * whole, count=3 * (count - 1))]
-    dispatch = Op("dispatch", "experts", tuple(move), (*move, *select), saved=kept)
+    x = slots * h * w / 4  # rows that move, in units of 4 bytes
+    # Rows grouped by expert and their results in place are kept; results are joined, moved, weighted and added up.
+    move = [stream(2 * x, count=3), stream(x + slots * h), stream(slots * h + t * h)]
+    # The other way; the weights' gradient reads the results, gradients of gate's and up's input are added.
+    back = [stream(2 * x, count=3), stream(x + slots * h, count=2), stream(x + t * h), stream(3 * x)]
+    join = [stream(2 * count * ffn * h, count=3)]  # gradients of single experts into one tensor
+    dispatch = Op("dispatch", "experts", tuple(move), (*back, *join), saved=8 * x)
     forward = [gemm(rows, h, ffn, 2 * count), gemm(rows, ffn, h, count)]
     backward = [gemm(rows, ffn, h, 2 * count), gemm(rows, h, ffn, count)]
     backward += [gemm(ffn, rows, h, 2 * count), gemm(h, rows, ffn, count)]

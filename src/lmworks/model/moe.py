@@ -1,0 +1,208 @@
+"""Mixture of experts: a router sends each token to a few of many MLPs.
+
+Tokens are grouped by expert once, every expert multiplies its rows in one run, and the results go back to their
+places. Both moves are gathers, forward and backward, so that nothing is scattered and a GPU repeats them bitwise.
+
+A router that nobody minds sends everything to few experts. Two remedies, alone or together: `balance_loss`, a loss of
+each sequence's own, and `balance_bias` (DeepSeek-V3, arXiv 2412.19437), a bias for choosing that follows the counts
+of each step. The loss reaches the gradient without passing through the model's result (see `Account`), so that a part
+of a pipeline, which returns hidden states alone, has it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..spec import ModelSpec
+
+
+class Router(nn.Linear):
+    """Logits of the experts. Initial weights are a function of (seed, name), see `gpt.init_weights`."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class MoE(nn.Module):
+    """Every token visits its top_k experts and all shared ones; weights of the top_k sum to 1.
+
+    `capacity` bounds what an expert takes of one sequence where gradients are taken: it passes over later tokens.
+    Evaluation and generation drop nothing, as a token must get the same result whatever the length of its text.
+    """
+
+    choice_bias: Tensor | None
+
+    def __init__(self, spec: ModelSpec, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.experts, self.top_k, self.capacity = spec.experts, spec.top_k, spec.capacity
+        self.balance_loss, self.balance_rate = spec.balance_loss, spec.balance_bias
+        self.router = Router(spec.hidden, spec.experts, bias=False)
+        self.gate = nn.Parameter(torch.empty(spec.experts, spec.expert_ffn, spec.hidden))
+        self.up = nn.Parameter(torch.empty(spec.experts, spec.expert_ffn, spec.hidden))
+        self.down = nn.Parameter(torch.empty(spec.experts, spec.hidden, spec.expert_ffn))
+        self.shared = shared
+        # A buffer: it is saved with the model, always fp32, and no optimizer or sharding touches it.
+        self.register_buffer("choice_bias", torch.zeros(spec.experts) if spec.balance_bias else None)
+        self.visit: Callable[[MoE, Tensor, Tensor], Tensor] = visit_here  # how rows reach their experts
+        # What the main loss is multiplied by before the backward pass; None: 1 / tokens of the pass, as for a mean.
+        self.balance_scale: float | None = None
+        self.balance_share = 1.0  # 1/n where n ranks compute the same tokens and their gradients are summed
+        self.sequence_total: Callable[[Tensor], Tensor] = same  # sum over the ranks that hold parts of a sequence
+        self.visits: Tensor | None = None  # (experts): choices of tokens trained on since the last step
+        self.load: Tensor | None = None  # (experts): those of the last step, of all ranks
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, hidden)
+        flat = x.flatten(0, 1)
+        probs = self.router(flat).float().softmax(dim=-1)  # (tokens, experts)
+        with torch.no_grad():
+            scores = probs if self.choice_bias is None else probs + self.choice_bias
+            chosen = scores.topk(self.top_k, dim=-1).indices  # (tokens, top_k)
+            picked = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, chosen, True).view(*x.shape[:2], -1)
+            counts = picked.sum(dim=1)  # (batch, experts)
+        weights = probs.gather(-1, chosen)
+        weights = (weights / weights.sum(dim=-1, keepdim=True)).type_as(flat)
+
+        goal, taken = chosen.flatten(), counts
+        limited = self.capacity > 0 and self.training and torch.is_grad_enabled()
+        if limited:  # a pair that is dropped goes behind all experts
+            limit = math.ceil(self.capacity * x.shape[1] * self.top_k / self.experts)
+            inside = picked.cumsum(dim=1) <= limit
+            goal = torch.where(inside.flatten(0, 1).gather(-1, chosen).flatten(), goal, self.experts)
+            taken = (picked & inside).sum(dim=1)
+        order = goal.argsort(stable=True)  # (token, choice) pairs, expert after expert
+        back = order.argsort()
+        rows = Rows.apply(flat, order, back, self.top_k, compute_dtype(flat))  # (pairs, hidden)
+        result = self.visit(self, rows, taken.sum(dim=0))
+        if limited:
+            result = F.pad(result, (0, 0, 0, order.shape[0] - result.shape[0]))
+        result = Rows.apply(result, back, order, 1, result.dtype).unflatten(0, (-1, self.top_k))
+        out = (result * weights.unsqueeze(-1)).sum(dim=1)
+        if self.shared is not None:
+            out = out + self.shared(flat)
+        balance = self.imbalance(probs.view_as(picked), counts) if self.balance_loss else None
+        return Account.apply(out.view_as(x), balance, counts.sum(dim=0), self)
+
+    def imbalance(self, probs: Tensor, counts: Tensor) -> Tensor:
+        """balance_loss · Σ over sequences of tokens · experts/top_k · Σₑ fₑ·Pₑ, which is 1 a token when all is even.
+
+        f is the share of a sequence's tokens that chose expert e (no gradient), P the mean of its probability.
+        """
+        visits, mass = self.sequence_total(torch.stack((counts.float(), probs.sum(dim=1)))).unbind()  # (batch, experts)
+        share = (visits / visits.sum(dim=-1, keepdim=True)).detach()  # = f / top_k
+        return self.balance_loss * self.experts * (share * mass).sum()
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products run in: rows are moved in it, not in the wider type that autocast would make it from."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class Rows(torch.autograd.Function):
+    """x[order // copies]: rows of x, each `copies` times, in another order; `back` is the inverse permutation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.copies, ctx.dtype = copies, x.dtype
+        return x.to(dtype)[order // copies if copies > 1 else order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return grad[back].unflatten(0, (-1, ctx.copies)).sum(dim=1, dtype=ctx.dtype), None, None, None, None
+
+
+class Account(torch.autograd.Function):
+    """The layer's result as it is. Its backward pass counts the choices and hands the balance loss its gradient.
+
+    A backward pass runs once for every token that is trained on: recompute does not count twice, evaluation not at all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, balance: Tensor | None, counts: Tensor, moe: MoE) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.moe = moe
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        moe, (counts,) = ctx.moe, ctx.saved_tensors
+        moe.visits = counts if moe.visits is None else moe.visits + counts
+        if not ctx.needs_input_grad[1]:
+            return grad, None, None, None
+        scale = 1 / (grad.shape[0] * grad.shape[1]) if moe.balance_scale is None else moe.balance_scale
+        injected = torch.full((), scale * moe.balance_share, device=grad.device)
+        return grad, injected, None, None
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def visit_here(moe: MoE, rows: Tensor, counts: Tensor) -> Tensor:
+    """All experts are here: rows (pairs, hidden), grouped by expert, and how many each gets."""
+    return run_experts(moe, rows, counts.tolist())
+
+
+def run_experts(moe: MoE, rows: Tensor, sizes: list[int]) -> Tensor:
+    """SwiGLU of the experts that this module holds, each over its run of rows. Rows behind all runs are left out.
+
+    `unbind`, as the gradient of weight[expert] would be a zeroed tensor of all experts, once for each of them.
+    """
+    runs = rows[: sum(sizes)].split(sizes)
+    # An expert without tokens gets a gradient of zeros, so that ranks agree on which parameters have one.
+    needed = [size > 0 or torch.is_grad_enabled() for size in sizes]
+    results = [
+        F.linear(F.silu(F.linear(run, gate)) * F.linear(run, up), down)
+        for run, gate, up, down, wanted in zip(
+            runs, moe.gate.unbind(), moe.up.unbind(), moe.down.unbind(), needed, strict=True
+        )
+        if wanted
+    ]
+    return torch.cat([rows[:0], *results])
+
+
+# --- what the training loop calls ---------------------------------------------------------------------
+
+
+def moe_layers(model: nn.Module) -> list[MoE]:
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+def set_balance_scale(model: nn.Module, scale: float) -> None:
+    """Before a backward pass: what the main loss (a sum over tokens) is multiplied by, 1 / global tokens and so on."""
+    for moe in moe_layers(model):
+        moe.balance_scale = scale
+
+
+@torch.no_grad()
+def update_balance(model: nn.Module, group: ProcessGroup | None = None) -> None:
+    """After an optimizer step: add up the choices of all ranks in `group`, which see other tokens of the same layers,
+    and make experts with more than the mean less likely by balance_bias, those with fewer more likely."""
+    layers = moe_layers(model)
+    if not layers:
+        return
+    device = layers[0].router.weight.device
+    none = torch.zeros(layers[0].experts, dtype=torch.int64, device=device)
+    visits = torch.stack([none if moe.visits is None else moe.visits for moe in layers])
+    if group is not None:
+        dist.all_reduce(visits, group=group)
+    for moe, load in zip(layers, visits, strict=True):
+        moe.visits, moe.load = None, load
+        if moe.choice_bias is not None:
+            moe.choice_bias += moe.balance_rate * (load.float().mean() - load).sign()
+
+
+def expert_load(model: nn.Module) -> float:
+    """Choices of the busiest expert over the mean, in the worst layer of the last step; 1 is even."""
+    loads = [moe.load.float() for moe in moe_layers(model) if moe.load is not None]
+    return max((float(load.max() / load.mean()) for load in loads if load.any()), default=1.0)
