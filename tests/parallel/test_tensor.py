@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-2": {"norm": "layer", "bias": True, "positions": "learned", "mlp": "gelu", "tie_embeddings": True},
     "qk-norm": {"qk_norm": True, "tie_embeddings": True},
     "alibi": {"positions": "alibi"},
-    "experts": {"experts": 4, "top_k": 2, "expert_ffn": 16, "shared_experts": 1},
+    "experts": {"experts": 4, "top_k": 2, "expert_ffn": 16, "shared_experts": 1, "balance_loss": 0.3},
 }
 LAYOUTS = [{"tp": tp, "dp": 4 // tp, "sp": sp} for tp in (2, 4) for sp in (False, True)]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from ..kernels.cross_entropy import linear_cross_entropy
 from ..model.gpt import GPT, MLP, Attention, Embedding, Linear
+from ..model.moe import MoE
 from ..spec import ModelSpec, ParallelSpec, SpecError
 from . import collectives
 from .mesh import Mesh
@@ -45,13 +46,13 @@ def apply_tensor_parallel(part: GPT, parallel: ParallelSpec, mesh: Mesh, splits:
     if mesh.size("tp") == 1:
         return
     cutter = Cutter(mesh, splits, Region(mesh.group("tp"), parallel.sp))
-    for layer, block in part.blocks.items():
+    for layer, block in zip(part.blocks, part.layers(), strict=True):
         prefix = f"blocks.{layer}."
-        cutter.cut_attention(cast(Attention, block.attention), f"{prefix}attention.", part.spec)
+        cutter.cut_attention(block.attention, f"{prefix}attention.", part.spec)
         if isinstance(block.mlp, MLP):
             cutter.cut_mlp(block.mlp, f"{prefix}mlp.")
         else:
-            cutter.cut_experts(cast(nn.Module, block.mlp), f"{prefix}mlp.")
+            cutter.cut_experts(block.mlp, f"{prefix}mlp.")
         for name in ("attention_norm", "mlp_norm"):
             cutter.partial_if_sequence(getattr(block, name), f"{prefix}{name}.")
     cutter.cut_ends(part)
@@ -187,18 +188,19 @@ class Cutter:
         mlp.down = self.rows(mlp.down, f"{prefix}down.")
         mlp.register_forward_pre_hook(on_input(self.region.enter_narrow))
 
-    def cut_experts(self, moe: nn.Module, prefix: str) -> None:
+    def cut_experts(self, moe: MoE, prefix: str) -> None:
         """Every expert by its ffn; the router is whole, and all ranks choose alike.
 
         A rank has only a part of each expert's output, so what reaches the routing weights is a part of their gradient.
+        The balance loss is whole on every rank: each brings in its share of it.
         """
         for name, dim in (("gate", 1), ("up", 1), ("down", 2)):  # (experts, ffn, hidden), (experts, hidden, ffn)
             self.cut(moe, prefix, name, dim)
-        self.partial(cast(nn.Module, moe.router), f"{prefix}router.")
+        self.partial(moe.router, f"{prefix}router.")
+        moe.balance_share /= self.mesh.size("tp")
         if moe.shared is not None:
-            shared = cast(MLP, moe.shared)
             for name, dim in (("gate", 0), ("up", 0), ("down", 1)):
-                self.cut(getattr(shared, name), f"{prefix}shared.{name}.", "weight", dim)
+                self.cut(getattr(moe.shared, name), f"{prefix}shared.{name}.", "weight", dim)
         moe.register_forward_pre_hook(on_input(self.region.enter))
         moe.register_forward_hook(on_output(self.region.leave))
 
