@@ -36,6 +36,12 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(both)
 
 
+# One operation to those who watch operations: selective recompute would otherwise keep the result of every tile.
+@torch.library.custom_op(
+    "lmworks::attention_tile",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, bool fused) -> (Tensor, Tensor)",
+)
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, fused: bool) -> tuple[Tensor, Tensor]:
     """(out, lse). `bias` is fp32, (1 or batch, 1 or heads, queries, keys); `causal`: the tile lies on the diagonal."""
     kernel = choose(q, k, bias) if fused else "plain"
@@ -49,6 +55,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, 
     spread = spread_bias(bias, q, k)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, spread, True, 0.0, causal)
     return out, lse
+
+
+@forward.register_fake
+def shapes(q: Tensor, k: Tensor, _v: Tensor, bias: Tensor | None, _causal: bool, fused: bool) -> tuple[Tensor, Tensor]:
+    """What `forward` gives, without computing it."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    is_plain = not fused or choose(q, k, bias) == "plain"
+    return q.new_empty(q.shape, dtype=wide if is_plain else q.dtype), q.new_empty(q.shape[:3], dtype=wide)
 
 
 def backward(
@@ -99,8 +113,8 @@ def choose(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
     half = q.dtype in (torch.bfloat16, torch.float16)
     if half and bias is None:
         return "flash"
-    # Its log-sum-exp is padded to 32 queries and its bias must be aligned.
-    fits = not (q.shape[2] % 32 or k.shape[2] % 8) and (half or q.dtype == torch.float32)
+    # Its log-sum-exp is padded to 32 queries and its bias must be aligned to 16 keys.
+    fits = not (q.shape[2] % 32 or k.shape[2] % 16) and (half or q.dtype == torch.float32)
     return "efficient" if fits else "plain"
 
 

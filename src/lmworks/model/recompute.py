@@ -2,11 +2,15 @@
 
 `full` keeps only a block's input. `selective` keeps what is dear to compute, the results of matrix products and of
 attention, and computes the cheap rest (norms, activations, rotations) again.
+
+Attention that is not one operation (it runs over several ranks) keeps its result itself, in `kept`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -31,6 +35,32 @@ def keep_dear(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPoli
     return CheckpointPolicy.MUST_SAVE if op in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+# What a block under `selective` put away in its forward pass, for when it is computed again; None elsewhere.
+kept: ContextVar[dict[str, Any] | None] = ContextVar("kept", default=None)
+
+
+class Keeping(AbstractContextManager[None]):
+    """A policy's pass over a block, with the place for what the block keeps itself. Can be entered again."""
+
+    def __init__(self, policy: AbstractContextManager[Any], place: dict[str, Any]) -> None:
+        self.policy, self.place = policy, place
+
+    def __enter__(self) -> None:
+        self.policy.__enter__()
+        self.before = kept.set(self.place)
+
+    def __exit__(self, *error: Any) -> None:
+        kept.reset(self.before)
+        self.policy.__exit__(*error)
+
+
+def selective() -> tuple[Keeping, Keeping]:
+    """Contexts of the forward pass and of the recomputation."""
+    place: dict[str, Any] = {}
+    forward, again = create_selective_checkpoint_contexts(keep_dear)
+    return Keeping(forward, place), Keeping(again, place)
+
+
 def recomputed(block: Callable[..., Tensor], policy: str) -> Callable[..., Tensor]:
     """`block` under the named policy: none, full or selective."""
     if policy == "none":
@@ -38,4 +68,4 @@ def recomputed(block: Callable[..., Tensor], policy: str) -> Callable[..., Tenso
     again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)  # no block draws random numbers
     if policy == "full":
         return again
-    return partial(again, context_fn=partial(create_selective_checkpoint_contexts, keep_dear))
+    return partial(again, context_fn=selective)

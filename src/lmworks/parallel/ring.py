@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 
 from ..kernels import attention_tile
 from ..model.attention import Pattern
+from ..model.recompute import kept
 
 TILE = 1024  # scores of a tile with a bias may lie in memory: batch · heads · TILE² numbers
 
@@ -175,24 +176,16 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
         q, kv = heads_first(q), torch.stack((heads_first(k), heads_first(v)))
-        block = kv
-        out = torch.zeros(q.shape, dtype=accumulator(q), device=q.device)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
-        for step in range(ring.cp):
-            if step + 1 < ring.cp:
-                coming, works = ring.pass_on(block, KEYS)
-            for tile in ring.tiles((ring.rank - step) % ring.cp):
-                rows, (tk, tv) = tile.queries, block[:, :, :, tile.keys]
-                bias = ring.bias(tile, q.device)
-                more = attention_tile.forward(q[:, :, rows], tk, tv, bias, tile.causal, ring.fused)
-                attention_tile.merge(out[:, :, rows], lse[:, :, rows], *more)
-            if step + 1 < ring.cp:
-                wait(works)
-                block = coming
-        result = out.to(q.dtype)
+        place = kept.get()
+        if place:
+            out, lse = place.pop("ring")
+        else:
+            out, lse = go_around(ring, q, kv)
+            if place is not None:
+                place["ring"] = out, lse
         ctx.ring = ring
-        ctx.save_for_backward(q, kv, result, lse)
-        return result.transpose(1, 2)
+        ctx.save_for_backward(q, kv, out, lse)
+        return out.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -201,6 +194,24 @@ class RingAttention(torch.autograd.Function):
 
 
 KEYS, GRADIENTS = 0, 1  # tags of the two kinds of message
+
+
+def go_around(ring: Ring, q: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries over all keys; `block` holds its own keys and values."""
+    out = torch.zeros(q.shape, dtype=accumulator(q), device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
+    for step in range(ring.cp):
+        if step + 1 < ring.cp:
+            coming, works = ring.pass_on(block, KEYS)
+        for tile in ring.tiles((ring.rank - step) % ring.cp):
+            rows, (tk, tv) = tile.queries, block[:, :, :, tile.keys]
+            bias = ring.bias(tile, q.device)
+            more = attention_tile.forward(q[:, :, rows], tk, tv, bias, tile.causal, ring.fused)
+            attention_tile.merge(out[:, :, rows], lse[:, :, rows], *more)
+        if step + 1 < ring.cp:
+            wait(works)
+            block = coming
+    return out.to(q.dtype), lse
 
 
 def go_around_again(
