@@ -67,7 +67,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * grad_loss).to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad_loss)
+            # A pipeline's split backward pass comes twice, for inputs and for weights, and keeps the graph in between.
+            again = torch._C._autograd._get_current_graph_task_keep_graph()
+            grad_weight = grad_weight * grad_loss if again else grad_weight.mul_(grad_loss)
         return grad_hidden, grad_weight, None, None
 
 

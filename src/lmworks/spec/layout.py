@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 LOOPED = ("interleaved", "looped-bfs", "interleaved-zero-bubble")  # several stages a rank, each rank's in a loop
 V_SHAPED = ("zbv", "dualpipev")  # two stages a rank: r on the way down, 2P−1−r on the way up
 SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv", "dualpipev")  # gradients of inputs first, of weights later
+IN_ROUNDS = ("interleaved", "interleaved-zero-bubble")  # of at least pp micro-batches, every round of the same size
 DEGREES = ("pp", "tp", "cp", "dp")
 
 
@@ -88,15 +89,23 @@ def pipeline(run: RunSpec) -> list[str]:
         found.append(f"parallel.schedule = '{schedule}' has one stage a rank, not virtual_stages = {virtual}")
     if schedule in V_SHAPED and virtual != 2:
         found.append(f"parallel.schedule = '{schedule}' has two stages a rank, not virtual_stages = {virtual}")
-    least = least_micro_batches(run.parallel)
+    least = {"1f1b": pp, "dualpipev": 2 * pp}.get(schedule, 1)
+    rounds = max(1, batches // pp)
     if batches < least:
         found.append(
             f"parallel.schedule = '{schedule}' over pp = {pp} needs at least {least} micro-batches, not {batches}: "
             f"data.global_batch = {least * run.data.micro_batch * layout.dp} would do"
         )
-    elif schedule in LOOPED and schedule != "looped-bfs" and batches % pp:
+    elif schedule in IN_ROUNDS and batches % rounds:
+        fit = (batches - batches % pp) * run.data.micro_batch * layout.dp
         found.append(
-            f"parallel.schedule = '{schedule}' needs micro-batches ({batches}) divisible by parallel.pp = {pp}"
+            f"parallel.schedule = '{schedule}' over pp = {pp} runs micro-batches in rounds of equal size, and "
+            f"{batches} are not {rounds} such rounds: data.global_batch = {fit} would do"
+        )
+    if layout.recompute in ("selective", "budget") and schedule in SPLIT_BACKWARD:
+        found.append(
+            f"parallel.recompute = '{layout.recompute}' keeps its results for one backward pass, and schedule = "
+            f"'{schedule}' runs two, for inputs and for weights; use recompute = 'full', or schedule = 'interleaved'"
         )
     if layout.compile and schedule in SPLIT_BACKWARD:
         found.append(f"parallel.compile does not work with schedule = '{schedule}' (PyTorch #161904); use '1f1b'")
@@ -104,7 +113,7 @@ def pipeline(run: RunSpec) -> list[str]:
 
 
 def least_micro_batches(layout: ParallelSpec) -> int:
-    """What a step must have at least to fill the pipeline's schedule."""
+    """What fills the pipeline: micro-batches of a step whose size the spec leaves open."""
     return 2 * layout.pp if layout.pp > 1 and layout.schedule == "dualpipev" else layout.pp
 
 

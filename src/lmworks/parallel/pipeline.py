@@ -1,0 +1,246 @@
+"""Pipeline parallelism: each rank holds one or more stages, and micro-batches stream through them.
+
+    memory per rank      1/p of the layers; activations of the micro-batches under way (all of them in GPipe, p in 1F1B)
+    traffic per step     2 · m · v messages of (micro_batch, seq, hidden) between neighbours, m micro-batches, v stages
+    idle share           (p − 1)/(v·m + p − 1), less where the backward pass is split: see timeline.py
+
+`torch.distributed.pipelining` runs the schedule. Its chunking knows tensors only, so micro-batches do not go through
+it: a stage looks its own inputs up by the index of the micro-batch that the schedule tells it to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from ..spec import RunSpec, TrainingError
+from ..spec.layout import V_SHAPED
+from .mesh import Mesh
+from .timeline import Recorder
+
+SINGLE: dict[str, type[ScheduleGPipe | Schedule1F1B]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SEVERAL: dict[str, Any] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "looped-bfs": ScheduleLoopedBFS,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Inputs = dict[str, Any]  # the keywords of GPT.forward for one micro-batch
+
+
+def stages_of_rank(schedule: str, pp: int, virtual: int, pp_rank: int) -> list[int]:
+    """Stages that a rank holds, in order: r, r + p, r + 2p, … in a loop, or r and 2p − 1 − r in a V."""
+    if schedule in V_SHAPED:
+        return [pp_rank, 2 * pp - 1 - pp_rank]
+    return [pp_rank + turn * pp for turn in range(virtual)]
+
+
+class PartStage(PipelineStage):
+    """A stage whose inputs, but for the hidden states, are looked up by micro-batch."""
+
+    micro_batches: list[Inputs]
+    recorder: Recorder | None = None
+    dtype: torch.dtype | None = None
+    running = 0  # index of the micro-batch in its forward pass
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.running = fwd_chunk_id
+        with self.work("F", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        with self.work("B" if full_backward else "I", bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+        with self.work("W", bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    @contextmanager
+    def work(self, kind: str, micro_batch: int) -> Iterator[None]:
+        """Forward in the run's precision, backward as autograd recorded it, and a note of when."""
+        low = self.dtype if kind == "F" else None
+        noted = self.recorder.note(self.stage_index, kind, micro_batch) if self.recorder else nullcontext()
+        with noted, torch.autocast(torch.device(self.device).type, low, enabled=low is not None):
+            yield
+
+    def forward_maybe_with_nosync(self, *received: Any, **_kwargs: Any) -> Tensor:
+        return self.run(self.micro_batches[self.running], *received)
+
+    def run(self, inputs: Inputs, received: Tensor | None = None) -> Tensor:
+        """Hidden states in fp32, or the loss sum (1,) of the last stage."""
+        if received is not None:
+            inputs = {**inputs, "tokens": received}
+        result = self.submod(**inputs)
+        if not self.is_last:
+            return result.float()  # does nothing where the residual stream is fp32 already
+        # Not a view of the loss: PyTorch frees its graph by detaching it in place, which views cannot be.
+        return torch.stack([result[1]])
+
+
+class Pipeline:
+    """Runs steps and evaluations over the pipeline; every rank of a "pp" group calls it with the same micro-batches."""
+
+    def __init__(self, stages: dict[int, nn.Module], spec: RunSpec, mesh: Mesh, device: torch.device) -> None:
+        layout = spec.parallel
+        self.spec, self.modules, self.group, self.device = spec, stages, mesh.group("pp"), device
+        self.count = layout.pp * layout.virtual_stages
+        self.rank = mesh.rank("pp")
+        self.rank_of = {
+            stage: rank
+            for rank in range(layout.pp)
+            for stage in stages_of_rank(layout.schedule, layout.pp, layout.virtual_stages, rank)
+        }
+        self.shrink = layout.tp if layout.sp else 1  # a hidden state has 1/tp of the tokens' positions
+        self.stages = self.make_stages()
+        self.schedule = self.make_schedule()
+        self.losses: list[Tensor] = []
+        self.scale: float | Tensor = 1.0
+
+    @property
+    def recorder(self) -> Recorder | None:
+        return self.stages[0].recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        for stage in self.stages:
+            stage.recorder = recorder
+
+    @property
+    def has_loss(self) -> bool:
+        return self.count - 1 in self.modules
+
+    def make_stages(self) -> list[PartStage]:
+        data, layout = self.spec.data, self.spec.parallel
+        seq = data.seq // layout.cp // self.shrink
+        hidden = torch.empty(data.micro_batch, seq, self.spec.model.hidden, device="meta", requires_grad=True)
+        loss = torch.empty(1, device="meta", requires_grad=True)
+        made = []
+        for index, module in sorted(self.modules.items()):
+            received = (hidden,) if index else ()
+            sent = loss if index == self.count - 1 else hidden
+            stage = PartStage(module, index, self.count, self.device, received, (sent,), group=self.group)
+            stage.dtype = AUTOCAST[self.spec.precision.dtype]
+            made.append(stage)
+        return made
+
+    def make_schedule(self) -> Any:
+        name, micro_batches = self.spec.parallel.schedule, self.spec.accumulation
+        if name in SINGLE:
+            return SINGLE[name](self.stages[0], micro_batches, loss_fn=self.scaled_loss, scale_grads=False)
+        # The schedule itself says when a stage is gathered and let go. Where FSDP did so too after every forward pass,
+        # a split backward pass would look for its gradients on weights that are no longer there.
+        for module in fsdp_units(self.modules):
+            module.set_reshard_after_forward(False, recurse=False)
+        return SEVERAL[name](self.stages, micro_batches, loss_fn=self.scaled_loss, scale_grads=False)
+
+    def scaled_loss(self, loss: Tensor, _target: Tensor) -> Tensor:
+        self.losses.append(loss.detach())
+        return loss * self.scale
+
+    def train(self, inputs: list[Inputs], scale: float | Tensor) -> Tensor:
+        """Forward and backward of a step: gradients of scale · loss, summed over micro-batches.
+
+        Returns the loss sum, unscaled, on ranks with the last stage; zero elsewhere.
+        """
+        expected = self.spec.accumulation
+        if len(inputs) != expected:
+            raise TrainingError(f"a step of this pipeline has {expected} micro-batches, but was given {len(inputs)}")
+        self.losses, self.scale = [], scale
+        for stage in self.stages:
+            stage.micro_batches = inputs
+        try:
+            self.schedule.step(target=torch.zeros(expected))  # a stand-in: the targets are among the inputs
+        finally:
+            for stage in self.stages:
+                stage.micro_batches = []  # what the last step ran on is not kept until the next
+        return self.total(expected)
+
+    def total(self, expected: int) -> Tensor:
+        if not self.has_loss:
+            return torch.zeros((), device=self.device)
+        if len(self.losses) != expected:
+            raise TrainingError(f"the last stage saw {len(self.losses)} of {expected} micro-batches")
+        return torch.cat(self.losses).sum()
+
+    @torch.no_grad()
+    def evaluate(self, inputs: list[Inputs]) -> Tensor:
+        """Forward only, of any number of micro-batches: the loss sum on ranks with the last stage, zero elsewhere.
+
+        In wave t, stage s runs micro-batch t − s, and then all exchange at once. Schedules have no say: those with
+        a V cannot run without their backward pass, and no activation is kept that an order could save.
+        """
+        self.losses = []
+        arrived: dict[int, Tensor] = {}  # stage → hidden states for its next wave
+        for wave in range(len(inputs) + self.count - 1):
+            arrived = self.exchange(self.advance(wave, inputs, arrived), wave, inputs)
+        for module in fsdp_units(self.modules):
+            module.reshard()  # no backward pass will do it, and a gathered weight is stale after the next update
+        return self.total(len(inputs))
+
+    def advance(self, wave: int, inputs: list[Inputs], arrived: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Run this rank's stages that have a micro-batch in this wave; hidden states by the stage that needs them."""
+        sent = {}
+        for stage in self.stages:
+            index = stage.stage_index
+            if not 0 <= wave - index < len(inputs):
+                continue
+            with stage.work("F", wave - index):
+                out = stage.run(inputs[wave - index], arrived.get(index))
+            if stage.is_last:
+                self.losses.append(out)
+            else:
+                sent[index + 1] = out
+        return sent
+
+    def exchange(self, sent: dict[int, Tensor], wave: int, inputs: list[Inputs]) -> dict[int, Tensor]:
+        """All messages of a wave as one batch, in order of stages on both sides: nothing can wait in a circle."""
+        arrived: dict[int, Tensor] = {}
+        operations = []
+        for stage in range(1, self.count):
+            if not 0 <= wave - (stage - 1) < len(inputs):
+                continue
+            source, target = self.rank_of[stage - 1], self.rank_of[stage]
+            if self.rank == source == target:  # the turn of a V
+                arrived[stage] = sent[stage]
+            elif self.rank == source:
+                operations.append(self.message(dist.isend, sent[stage].contiguous(), target))
+            elif self.rank == target:
+                arrived[stage] = self.hidden_like(inputs[wave - (stage - 1)]["tokens"])
+                operations.append(self.message(dist.irecv, arrived[stage], source))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        return arrived
+
+    def message(self, direction: Any, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(direction, tensor, dist.get_global_rank(self.group, peer), self.group)
+
+    def hidden_like(self, tokens: Tensor) -> Tensor:
+        batch, seq = tokens.shape
+        return torch.empty(batch, seq // self.shrink, self.spec.model.hidden, device=self.device)
+
+
+def fsdp_units(modules: dict[int, nn.Module]) -> Iterator[FSDPModule]:
+    for part in modules.values():
+        yield from (module for module in part.modules() if isinstance(module, FSDPModule))
