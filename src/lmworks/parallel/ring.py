@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 
 from ..kernels import attention_tile
@@ -67,6 +68,7 @@ class Ring:
     seq: int  # S
     fused: bool = True  # False: the plain formulas, for comparison
     plans: dict[int, list[Tile]] = field(default_factory=dict)
+    ranges: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def cp(self) -> int:
@@ -120,7 +122,7 @@ class Ring:
             return False
         if self.document_ids is None:
             return True
-        (q_low, q_high), (k_low, k_high) = (self.document_range(first[i], last[i]) for i in (0, 1))
+        (q_low, q_high), (k_low, k_high) = map(self.document_range, first, last)
         return bool(((q_low <= k_high) & (k_low <= q_high)).any())
 
     def biased(self, first: tuple[int, int], last: tuple[int, int]) -> bool:
@@ -129,19 +131,23 @@ class Ring:
         if self.pattern.slopes or (window and first[1] <= last[0] - window):
             return True
         if self.document_ids is None:
-            return False
-        (q_low, q_high), (k_low, k_high) = (self.document_range(first[i], last[i]) for i in (0, 1))
+            return self.pattern.documents is not None
+        (q_low, q_high), (k_low, k_high) = map(self.document_range, first, last)
         return not bool(((q_low == q_high) & (k_low == k_high) & (q_low == k_low)).all())
 
     @cached_property
     def document_ids(self) -> Tensor | None:
-        """On the CPU: which tiles there are is decided before any is computed."""
-        return None if self.pattern.documents is None else self.pattern.documents.cpu()
+        """On the CPU: which tiles there are is decided before any is computed. A simulated step has no ids to read."""
+        documents = self.pattern.documents
+        return None if documents is None or isinstance(documents, FakeTensor) else documents.cpu()
 
     def document_range(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        assert self.document_ids is not None
-        ids = self.document_ids[:, first : last + 1]
-        return ids.amin(dim=1), ids.amax(dim=1)
+        """Lowest and highest id between two positions, in each row."""
+        if (first, last) not in self.ranges:
+            assert self.document_ids is not None
+            ids = self.document_ids[:, first : last + 1]
+            self.ranges[first, last] = ids.amin(dim=1), ids.amax(dim=1)
+        return self.ranges[first, last]
 
     def bias(self, tile: Tile, device: torch.device) -> Tensor | None:
         """What is added to a tile's scores: (1 or batch, 1 or heads, queries, keys)."""
