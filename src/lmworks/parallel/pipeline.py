@@ -11,7 +11,7 @@ it: a stage looks its own inputs up by the index of the micro-batch that the sch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ SEVERAL: dict[str, Any] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Inputs = dict[str, Any]  # the keywords of GPT.forward for one micro-batch
 
@@ -59,7 +58,7 @@ class PartStage(PipelineStage):
 
     micro_batches: list[Inputs]
     recorder: Recorder | None = None
-    dtype: torch.dtype | None = None
+    whole_backward = False  # where the schedule would split it: everything in I, nothing in W
     running = 0  # index of the micro-batch in its forward pass
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -71,19 +70,17 @@ class PartStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
         with self.work("B" if full_backward else "I", bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            whole = full_backward or self.whole_backward
+            return super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+        if self.whole_backward:
+            return None
         with self.work("W", bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
-    @contextmanager
-    def work(self, kind: str, micro_batch: int) -> Iterator[None]:
-        """Forward in the run's precision, backward as autograd recorded it, and a note of when."""
-        low = self.dtype if kind == "F" else None
-        noted = self.recorder.note(self.stage_index, kind, micro_batch) if self.recorder else nullcontext()
-        with noted, torch.autocast(torch.device(self.device).type, low, enabled=low is not None):
-            yield
+    def work(self, kind: str, micro_batch: int) -> AbstractContextManager[Any]:
+        return self.recorder.note(self.stage_index, kind, micro_batch) if self.recorder else nullcontext()
 
     def forward_maybe_with_nosync(self, *received: Any, **_kwargs: Any) -> Tensor:
         return self.run(self.micro_batches[self.running], *received)
@@ -141,7 +138,8 @@ class Pipeline:
             received = (hidden,) if index else ()
             sent = loss if index == self.count - 1 else hidden
             stage = PartStage(module, index, self.count, self.device, received, (sent,), group=self.group)
-            stage.dtype = AUTOCAST[self.spec.precision.dtype]
+            # PyTorch asks for each weight's gradient in a pass of its own, and each would compute the block again.
+            stage.whole_backward = layout.recompute != "none"
             made.append(stage)
         return made
 

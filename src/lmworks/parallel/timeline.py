@@ -117,9 +117,15 @@ def flat(entry: Any) -> list[Action]:
     return [Action(entry.stage_index, entry.computation_type.value, entry.microbatch_index)]
 
 
-def durations(forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0) -> dict[str, float]:
-    """Of each kind of work, for a stage of average cost; a whole backward pass is both of its halves."""
-    return {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
+def durations(recompute: str = "none") -> dict[str, float]:
+    """Of each kind of work in forward passes of one stage: F = I = W, and a whole backward pass B is both its halves.
+
+    With recompute the backward pass is never split (all of it is in I), and `full` runs the stage forward once more.
+    """
+    if recompute == "none":
+        return {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    whole = 3.0 if recompute == "full" else 2.0
+    return {"F": 1.0, "B": whole, "I": whole, "W": 0.0}
 
 
 def simulate(
@@ -169,7 +175,7 @@ def needs(action: Action, last: int) -> list[tuple[int, str, int]]:
 
 def length(action: Action, times: Mapping[str, float]) -> float:
     """The first stage has no inputs that want a gradient: PyTorch runs its whole backward pass in W, nothing in I."""
-    if action.stage == 0 and action.kind in ("I", "W"):
+    if action.stage == 0 and action.kind in ("I", "W") and times["W"]:
         return times["B"] if action.kind == "W" else 0.0
     return times[action.kind]
 

@@ -102,11 +102,6 @@ def pipeline(run: RunSpec) -> list[str]:
             f"parallel.schedule = '{schedule}' over pp = {pp} runs micro-batches in rounds of equal size, and "
             f"{batches} are not {rounds} such rounds: data.global_batch = {fit} would do"
         )
-    if layout.recompute in ("selective", "budget") and schedule in SPLIT_BACKWARD:
-        found.append(
-            f"parallel.recompute = '{layout.recompute}' keeps its results for one backward pass, and schedule = "
-            f"'{schedule}' runs two, for inputs and for weights; use recompute = 'full', or schedule = 'interleaved'"
-        )
     if layout.compile and schedule in SPLIT_BACKWARD:
         found.append(f"parallel.compile does not work with schedule = '{schedule}' (PyTorch #161904); use '1f1b'")
     return found
