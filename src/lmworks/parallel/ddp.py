@@ -9,7 +9,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..model import GPT
@@ -38,7 +42,7 @@ class DDP:
             init_sync=False,  # weights are equal already: they follow from the seed
         )
         if spec.precision.reduce == "bf16":
-            self.ddp.register_comm_hook(group, bf16_compress_hook)
+            self.ddp.register_comm_hook(None, lambda _, bucket: mean_in_bf16(bucket.buffer(), group))
         # With a static graph the first backward pass is the one that DDP learns from, and it has to reduce: gradients
         # that have met already are equal on all ranks, and their mean in the next reduction leaves them as they are.
         self.learning = spec.parallel.static_graph
@@ -62,3 +66,9 @@ class DDP:
 
     def clear(self) -> None:
         self.part.zero_grad(set_to_none=True)
+
+
+def mean_in_bf16(buffer: Tensor, group: ProcessGroup) -> Future[Tensor]:
+    """The mean over ranks, sent in bf16. PyTorch's own hook does this too, but refuses to on a CPU."""
+    work = dist.all_reduce(buffer.to(torch.bfloat16).div_(group.size()), group=group, async_op=True)
+    return work.get_future().then(lambda sent: buffer.copy_(sent.value()[0]))
