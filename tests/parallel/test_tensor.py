@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from ranks import on_ranks
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lmworks.kernels import cross_entropy
 from lmworks.model.attention import dense
@@ -21,16 +20,14 @@ from lmworks.parallel import collectives
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.splits import Splits
 from lmworks.parallel.tensor import apply_tensor_parallel, enable_async_tp, local_heads
-from lmworks.parallel.vocab import VocabLoss
 from lmworks.spec import Grid, ModelSpec, ParallelSpec, SpecError
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 64, "context": 16, "init_std": 0.2}
 MODELS: dict[str, dict[str, Any]] = {
-    "grouped queries": {"heads": 8, "kv_heads": 4},
+    "grouped queries": {"heads": 8, "kv_heads": 4, "qk_norm": True, "tie_embeddings": True},
     "fewer kv heads than ranks": {"heads": 8, "kv_heads": 2, "qkv_bias": True},
     "one kv head": {"heads": 8, "kv_heads": 1, "qk_norm": True},
     "gpt-2": {"norm": "layer", "bias": True, "positions": "learned", "mlp": "gelu", "tie_embeddings": True},
-    "qk-norm": {"qk_norm": True, "tie_embeddings": True},
     "alibi": {"positions": "alibi"},
     "experts": {"experts": 4, "top_k": 2, "expert_ffn": 16, "shared_experts": 1, "balance_loss": 0.3},
 }
@@ -67,8 +64,8 @@ def make_whole(spec: ModelSpec) -> GPT:
     return model
 
 
-def make_batch(spec: ModelSpec) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
+def make_batch(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     tokens, targets = torch.randint(0, spec.vocab, (2, 3, spec.context), generator=generator)
     targets[0, :5] = cross_entropy.IGNORE
     documents = torch.tensor([[0] * 16, [0] * 7 + [1] * 9, [0] * 3 + [1] * 8 + [2] * 5])
@@ -89,6 +86,10 @@ def whole_gradients(model: GPT, splits: Splits, mesh: Mesh) -> dict[str, Tensor]
     return found
 
 
+def gradients(model: GPT) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """‖Δ‖/‖g‖ of each gradient.
 
@@ -105,7 +106,6 @@ def compare(
     rank: int,
     changes: dict[str, Any],
     layouts: list[dict[str, Any]],
-    recompute: str = "none",
     prepare: Callable[[GPT], object] = lambda _: None,
 ) -> dict[str, dict[str, float]]:
     """For each layout: the relative difference of the loss and of every gradient from one rank's."""
@@ -114,13 +114,15 @@ def compare(
     reference = make_whole(spec)
     _, expected_loss = reference(**batch, keep_logits=False)
     expected_loss.backward()
-    expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    expected = gradients(reference)
     outcome = {}
+    meshes: dict[Grid, Mesh] = {}
     for layout in layouts:
         parallel = ParallelSpec(**layout)
-        mesh = Mesh(Grid.of(parallel), "cpu")
+        grid = Grid.of(parallel)
+        mesh = meshes[grid] = meshes.get(grid) or Mesh(grid, "cpu")
         model, splits = make_part(spec, parallel, mesh)
-        model.recompute = recompute
+        model.recompute = parallel.recompute
         prepare(model)
         attend = dense(spec, torch.device("cpu"), batch["documents"], heads=local_heads(spec, mesh))
         _, loss = model(**batch, attend=attend, keep_logits=False)
@@ -145,9 +147,9 @@ def test_loss_and_every_gradient_are_those_of_one_rank(model: str) -> None:
     assert_exact(on_ranks(4, compare, MODELS[model], LAYOUTS))
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recompute_changes_nothing(recompute: str) -> None:
-    assert_exact(on_ranks(2, compare, MODELS["gpt-2"] | {"qk_norm": True}, [{"tp": 2, "sp": True}], recompute))
+def test_recompute_changes_nothing() -> None:
+    layouts = [{"tp": 2, "sp": True, "recompute": policy} for policy in ("full", "selective")]
+    assert_exact(on_ranks(2, compare, MODELS["gpt-2"] | {"qk_norm": True}, layouts))
 
 
 def compile_blocks(model: GPT) -> None:
@@ -158,36 +160,66 @@ def compile_blocks(model: GPT) -> None:
 def test_blocks_compile_whole() -> None:
     """Hooks and collectives are part of the graph of a block; aot_eager: traced forward and backward, not lowered."""
     changes = MODELS["fewer kv heads than ranks"] | {"kv_heads": 1, "heads": 4, "layers": 1}
-    assert_exact(on_ranks(2, compare, changes, [{"tp": 2, "sp": True}], "none", compile_blocks))
+    assert_exact(on_ranks(2, compare, changes, [{"tp": 2, "sp": True}], compile_blocks))
 
 
-def close_in_bf16(rank: int, changes: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """(what, error of one rank in bf16, error of two): both against one rank in fp32."""
+def found_by_inductor(rank: int) -> tuple[int, int]:
+    from torch._inductor.fx_passes import micro_pipeline_tp
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    group = Mesh(Grid(), "cpu").group("tp")
+
+    def region(x: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
+        y = F.linear(collectives.all_gather(x, 1, group), columns)
+        return collectives.reduce_scatter(F.linear(y, rows), 1, group)
+
+    shapes = (2, 8, 16), (32, 16), (16, 32)
+    traced = make_fx(region, tracing_mode="fake")(*map(torch.ones, shapes))
+    view_to_reshape(traced)
+    gathers = micro_pipeline_tp.find_all_gather_patterns(traced.graph)
+    scatters = micro_pipeline_tp.find_reduce_scatter_patterns(traced.graph)
+    return len(gathers), len(scatters)
+
+
+def test_async_tp_recognises_our_collectives() -> None:
+    """What inductor looks for in a graph before it overlaps a product with its communication, which needs GPUs."""
+    assert on_ranks(1, found_by_inductor) == [(1, 1)]
+
+
+def errors_in_bf16(rank: int, changes: dict[str, Any], batches: int = 6) -> dict[str, tuple[float, float]]:
+    """(error of one rank in bf16, error of two) of the loss and each gradient against one rank in fp32.
+
+    A mean over batches: for a gradient of a few numbers (q_norm) one batch is a draw, with ratios from 0.25 to 3.5.
+    """
     spec = ModelSpec(**(SHAPE | changes | {"layers": 1}))
-    batch = make_batch(spec)
     parallel = ParallelSpec(tp=2, sp=True)
     mesh = Mesh(Grid.of(parallel), "cpu")
-
-    def step(model: GPT, narrow: bool) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-            _, loss = model(**batch, keep_logits=False)
-        loss.backward()
-        return loss.detach()
-
     exact, alone = make_whole(spec), make_whole(spec)
     cut, splits = make_part(spec, parallel, mesh)
-    losses = [step(exact, False), step(alone, True), step(cut, True)]
-    truth = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
-    one = differences({name: p.grad for name, p in alone.named_parameters() if p.grad is not None}, truth)
-    two = differences(whole_gradients(cut, splits, mesh), truth)
-    loss_errors = [float((loss - losses[0]).abs() / losses[0]) for loss in losses[1:]]
-    return [("loss", *loss_errors), *((name, one[name], two[name]) for name in truth)]
+
+    def step(model: GPT, seed: int, narrow: bool) -> float:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            _, loss = model(**make_batch(spec, seed), keep_logits=False)
+        loss.backward()
+        return loss.item()
+
+    sums: dict[str, list[float]] = {}
+    for seed in range(batches):
+        truth, one, two = step(exact, seed, False), step(alone, seed, True), step(cut, seed, True)
+        expected = gradients(exact)
+        of_one = differences(gradients(alone), expected) | {"loss": abs(one / truth - 1)}
+        of_two = differences(whole_gradients(cut, splits, mesh), expected) | {"loss": abs(two / truth - 1)}
+        for name in of_one:
+            before = sums.get(name, [0.0, 0.0])
+            sums[name] = [before[0] + of_one[name], before[1] + of_two[name]]
+    return {name: (one / batches, two / batches) for name, (one, two) in sums.items()}
 
 
 @pytest.mark.parametrize("model", ["grouped queries", "gpt-2"])
 def test_bf16_is_as_close_to_fp32_as_on_one_rank(model: str) -> None:
-    for name, one, two in on_ranks(2, close_in_bf16, MODELS[model])[0]:
-        assert two <= max(2 * one, 1e-3), (name, one, two)
+    for name, (one, two) in on_ranks(2, errors_in_bf16, MODELS[model])[0].items():
+        assert two <= 2 * one, (name, one, two)
 
 
 def two_stages(rank: int, changes: dict[str, Any]) -> dict[str, float]:
@@ -207,62 +239,13 @@ def two_stages(rank: int, changes: dict[str, Any]) -> dict[str, float]:
     found = whole_gradients(first, splits, mesh)
     for name, grad in whole_gradients(last, last_splits, mesh).items():
         found[name] = found[name] + grad if name in found else grad  # a tied embedding is in both
-    return differences(found, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
+    return differences(found, gradients(reference))
 
 
 @pytest.mark.parametrize("model", ["gpt-2", "one kv head"])
 def test_the_parts_of_a_pipeline_are_cut_alike(model: str) -> None:
     for found in on_ranks(2, two_stages, MODELS[model]):
         assert max(found.values()) <= 1e-5, found
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation gives."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = op(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.elements = max([self.elements, *(tensor.numel() for tensor in tensors)])
-        return result
-
-
-def vocabulary_loss(rank: int, scale: float) -> dict[str, float]:
-    tokens, vocab, width, rows = 48, 256, 8, 8
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(tokens, width, generator=generator), torch.randn(vocab, width, generator=generator)
-    targets = torch.randint(0, vocab, (tokens,), generator=generator)
-    targets[: 2 * rows] = cross_entropy.IGNORE  # whole chunks
-    targets[::5] = cross_entropy.IGNORE
-    leaves = [hidden.mul_(scale).requires_grad_(), weight.requires_grad_()]
-    expected = F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum")
-    expected_hidden, expected_weight = torch.autograd.grad(3 * expected, leaves)
-
-    mesh = Mesh(Grid(tp=4), "cpu")
-    part = weight.detach().chunk(4)[rank].clone().requires_grad_()
-    cross_entropy.CHUNK_LOGITS = rows * part.shape[0]
-    with Largest() as largest:
-        loss = cross_entropy.linear_cross_entropy(hidden, part, targets, VocabLoss(mesh))
-        grad_hidden, grad_part = torch.autograd.grad(3 * loss, [hidden, part])
-    grad_hidden = collectives.all_reduce(grad_hidden, mesh.group("tp"))
-    return {
-        "loss": loss.item(),
-        "off": abs(loss.item() - expected.item()) / expected.item(),
-        "hidden": float((grad_hidden - expected_hidden).norm() / expected_hidden.norm()),
-        "weight": float((grad_part - expected_weight.chunk(4)[rank]).norm() / expected_weight.norm()),
-        "largest": largest.elements / (rows * part.shape[0]),  # in chunks of one rank's logits
-    }
-
-
-@pytest.mark.parametrize("scale", [1.0, 100.0])  # logits of a few hundred: exp would overflow
-def test_vocabulary_loss_without_a_tensor_of_all_logits(scale: float) -> None:
-    results = on_ranks(4, vocabulary_loss, scale)
-    assert len({found["loss"] for found in results}) == 1
-    for found in results:
-        assert found["off"] <= 1e-6
-        assert max(found["hidden"], found["weight"]) <= 1e-5
-        assert found["largest"] == 1
 
 
 def refusals(rank: int) -> list[str]:
