@@ -211,21 +211,21 @@ def test_the_bias_moves_by_its_step_against_the_load() -> None:
 
 def test_the_bias_evens_out_the_load_with_recompute_as_without() -> None:
     """Every token wants expert 0 at first; weights stand still, so nothing but the bias can mend it."""
-    tokens, targets = batch()
+    tokens, targets = batch(rows=8)
     biases = []
     for recompute in ("none", "full", "selective"):
-        model = make(layers=1, balance_bias=0.04)
+        model = make(layers=1, balance_bias=0.02)
         model.recompute = recompute
         for moe in moe_layers(model):
             assert moe.choice_bias is not None
-            moe.choice_bias[0] = 0.8
+            moe.choice_bias[0] = 0.4
         loads = []
-        for _ in range(25):
+        for _ in range(20):
             model(tokens, targets)[1].backward()
             update_balance(model)
             loads.append(expert_load(model))
         assert loads[0] > 2
-        assert loads[-1] < 1.3
+        assert loads[-1] < 1.15
         biases.append([moe.choice_bias for moe in moe_layers(model)])
     torch.testing.assert_close(biases[0], biases[1], rtol=0, atol=0)
     torch.testing.assert_close(biases[0], biases[2], rtol=0, atol=0)
