@@ -101,7 +101,8 @@ class Pipeline:
 
     def __init__(self, stages: dict[int, nn.Module], spec: RunSpec, mesh: Mesh, device: torch.device) -> None:
         layout = spec.parallel
-        self.spec, self.modules, self.group, self.device = spec, stages, mesh.group("pp"), device
+        self.spec, self.modules, self.mesh, self.device = spec, stages, mesh, device
+        self.group = mesh.group("pp")
         self.count = layout.pp * layout.virtual_stages
         self.rank = mesh.rank("pp")
         self.rank_of = {
