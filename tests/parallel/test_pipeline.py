@@ -69,8 +69,8 @@ def on_one_rank(spec: RunSpec, inputs: list[dict[str, Any]], evaluated: int) -> 
     return {"loss": total, "evaluation": evaluation, "gradients": {n: p.grad for n, p in model.named_parameters()}}
 
 
-def make_pipeline(spec: RunSpec) -> Pipeline:
-    layout, mesh = spec.parallel, Mesh(Grid.of(spec.parallel), "cpu")
+def make_pipeline(spec: RunSpec, mesh: Mesh) -> Pipeline:
+    layout = spec.parallel
     every = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
     parts: dict[int, nn.Module] = {}
     for index in stages_of_rank(layout.schedule, layout.pp, layout.virtual_stages, mesh.rank("pp")):
@@ -93,10 +93,9 @@ def whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def in_a_pipeline(spec: RunSpec, inputs: list[dict[str, Any]], evaluated: int) -> Figures:
+def in_a_pipeline(spec: RunSpec, mesh: Mesh, inputs: list[dict[str, Any]], evaluated: int) -> Figures:
     """Two steps, of which the first's gradients are dropped: nothing may be left over from one to the next."""
-    pipeline = make_pipeline(spec)
-    dp_rank = pipeline.mesh.rank("dp")
+    pipeline, dp_rank = make_pipeline(spec, mesh), mesh.rank("dp")
     mine = inputs[dp_rank * spec.accumulation :][: spec.accumulation]
     pipeline.train(mine, SCALE)
     for part in pipeline.modules.values():
@@ -112,9 +111,10 @@ def in_a_pipeline(spec: RunSpec, inputs: list[dict[str, Any]], evaluated: int) -
 
 def work(_rank: int, specs: list[RunSpec], evaluated: int) -> list[tuple[Figures, Figures]]:
     results = []
+    mesh = Mesh(Grid.of(specs[0].parallel), "cpu")  # the schedules differ, the ranks do not
     for spec in specs:
         inputs = make_inputs(spec, spec.accumulation * spec.parallel.dp)
-        results.append((on_one_rank(spec, inputs, evaluated), in_a_pipeline(spec, inputs, evaluated)))
+        results.append((on_one_rank(spec, inputs, evaluated), in_a_pipeline(spec, mesh, inputs, evaluated)))
     return results
 
 
@@ -153,24 +153,22 @@ def test_every_schedule_on_four_ranks() -> None:
     compare([make_spec(s, 4, uneven.get(s, 6)) for s in SCHEDULES], evaluated=5)
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
-def test_recompute_on_every_schedule(policy: str) -> None:
-    compare([make_spec(s, 2, 4, parallel={"recompute": policy}) for s in SCHEDULES])
+def test_recompute_on_every_schedule() -> None:
+    """A split backward pass could not run twice through what is computed again, so there it is not split."""
+    policies = [{"recompute": policy} for policy in ("full", "selective")]
+    compare([make_spec(s, 2, 4, parallel=policy) for s in SCHEDULES[1:] for policy in policies])
 
 
 def test_bf16_is_one_ranks_bf16() -> None:
-    compare([make_spec(s, 2, 4, precision={"dtype": "bf16"}) for s in ("1f1b", "interleaved-zero-bubble", "zbv")])
+    compare([make_spec(s, 2, 4, precision={"dtype": "bf16"}) for s in ("1f1b", "zbv")])
 
 
 def test_with_sharded_parameters() -> None:
     """FSDP2 under the pipeline: gradients are whole only if the schedule neither loses nor repeats a reduction."""
     sharded = {"strategy": "fsdp2", "dp_shard": 2}
-    compare([make_spec(s, 2, 4, parallel=sharded) for s in SCHEDULES])
-
-
-def test_recompute_with_sharded_parameters() -> None:
-    sharded = {"strategy": "fsdp2", "dp_shard": 2, "recompute": "full"}
-    compare([make_spec(s, 2, 4, parallel=sharded) for s in ("1f1b", "zbv")])
+    plain = [make_spec(s, 2, 4, parallel=sharded) for s in SCHEDULES[1:]]
+    again = [make_spec(s, 2, 4, parallel={**sharded, "recompute": "full"}) for s in ("1f1b", "zbv")]
+    compare([*plain, *again])
 
 
 def test_the_residual_stream_stays_fp32() -> None:
@@ -182,11 +180,12 @@ def test_the_residual_stream_stays_fp32() -> None:
         assert part(make_inputs(spec, 1)[0]["tokens"]).dtype == torch.float32
 
 
-def without_one(rank: int, spec: RunSpec) -> Figures:
+def without_one(_rank: int, spec: RunSpec) -> Figures:
     inputs = make_inputs(spec, spec.accumulation)
     expected = on_one_rank(spec, inputs, 1)
     inputs[1] = {**inputs[1], "targets": torch.full_like(inputs[1]["targets"], IGNORE)}
-    return {"expected": expected["gradients"], "own": in_a_pipeline(spec, inputs, 1)}
+    mesh = Mesh(Grid.of(spec.parallel), "cpu")
+    return {"expected": expected["gradients"], "own": in_a_pipeline(spec, mesh, inputs, 1)}
 
 
 def test_a_dropped_micro_batch_is_noticed() -> None:

@@ -101,8 +101,7 @@ class Pipeline:
 
     def __init__(self, stages: dict[int, nn.Module], spec: RunSpec, mesh: Mesh, device: torch.device) -> None:
         layout = spec.parallel
-        self.spec, self.modules, self.mesh, self.device = spec, stages, mesh, device
-        self.group = mesh.group("pp")
+        self.spec, self.modules, self.group, self.device = spec, stages, mesh.group("pp"), device
         self.count = layout.pp * layout.virtual_stages
         self.rank = mesh.rank("pp")
         self.rank_of = {
