@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 
-from lmworks.model import GPT
+from lmworks.data import Batch
 from lmworks.observe.probe import probe
+from lmworks.parallel.apply import lay_out
+from lmworks.parallel.weights import source_of
 from lmworks.plan.memory import memory
 from lmworks.plan.time import step_time
 from lmworks.spec import RunSpec, load_run
 from lmworks.train.device import PeakMemory
 from lmworks.train.optim import make_optimizer
-from lmworks.train.precision import autocast, make_scaler
 
 CASES: dict[str, list[list[str]]] = {
     "cpu": [
@@ -54,23 +55,17 @@ CASES: dict[str, list[list[str]]] = {
 def train_steps(spec: RunSpec, device: torch.device, steps: int) -> tuple[int, list[float]]:
     """What the trainer does in a step: (peak bytes, seconds of each step)."""
     peak = PeakMemory(device)
-    model = GPT(spec.model).to(device)
-    model.recompute = spec.parallel.recompute
-    optimizer, scaler = make_optimizer(model, spec.optim), make_scaler(spec.precision, device)
+    laid = lay_out(spec, None, device, source_of(spec))
+    optimizer = make_optimizer(laid.shards, spec.optim)
     shape = (spec.data.micro_batch, spec.data.seq)
     tokens = torch.randint(0, spec.model.vocab, shape, device=device)
     seconds = []
     for _ in range(steps):
         began = time.perf_counter()
-        for _ in range(spec.accumulation):
-            with autocast(spec.precision, device):
-                _, loss = model(tokens, tokens, reduction="sum", keep_logits=False)
-            scaler.scale(loss / spec.tokens_per_step).backward()
-            del loss
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        laid.forward_backward([Batch(tokens, tokens)] * spec.accumulation, 1 / spec.tokens_per_step)
+        torch.nn.utils.clip_grad_norm_([shard.leaf for shard in laid.shards], 1.0, foreach=True)
+        optimizer.step()
+        laid.clear()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)

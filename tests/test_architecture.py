@@ -28,8 +28,8 @@ WITHOUT_TORCH = {"spec", "plan", "record", "launch"}
 
 
 def modules() -> list[Path]:
-    """Every module that lives in a room; those beside the rooms (the package itself, __main__) are above all floors."""
-    return sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE)
+    """Every module that lives in a room; the package itself and what is run (__main__) are above all floors."""
+    return sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE and path.name != "__main__.py")
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -18,7 +18,6 @@ from lmworks.record import RunFolder, read_metrics
 from lmworks.spec import RunSpec
 from lmworks.spec.load import apply_overrides
 from lmworks.train import Trainer, checkpoint
-from lmworks.train.state import training_state
 
 WORDS = ["def", "return", "for", "in", "x", "y", "if", "not", "self", "import"]
 
@@ -114,8 +113,7 @@ def saved(run_dir: Path, step: int | None = None) -> dict[str, Tensor]:
 
 def live(trainer: Trainer) -> dict[str, Tensor]:
     """A copy of the weights and the optimizer's state as they are now."""
-    state = flat(training_state(trainer.model, trainer.optimizer))
-    return {name: value.clone() for name, value in state.items() if not name.endswith(".lr")}
+    return {name: value.clone() for name, value in flat(trainer.state()).items()}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from lmworks.model import generate
 from lmworks.plan.predict import predict
 from lmworks.record import read_metrics
 from lmworks.spec import RunSpec, load_run
-from lmworks.train.state import training_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,8 +128,7 @@ def test_resume_is_bitwise_in_deterministic_mode(dataset: Path, tmp_path: Path, 
     rest = Trainer.resume(tmp_path / "parts", quiet=True)
     rest.run()
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    mine = training_state(rest.model, rest.optimizer)
-    theirs = training_state(whole.model, whole.optimizer)
+    mine, theirs = rest.state(), whole.state()
     for section in theirs:
         for name, value in theirs[section].items():
             assert torch.equal(mine[section][name], value), f"{section}: {name}"

@@ -118,7 +118,7 @@ def test_the_scale_and_its_count_survive_a_resume(dataset: Path, tmp_path: Path)
     with pytest.raises(RuntimeError):
         trainer.run()
     resumed = resume(tmp_path / "run")
-    assert resumed.scaler.state_dict() == whole.scaler.state_dict()
+    assert resumed.loss_scale.state_dict() == whole.loss_scale.state_dict()
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
     assert differences(saved(tmp_path / "run"), saved(tmp_path / "straight")) == []
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .output import Json, print_json
+from .ranks import needs_ranks, start_ranks
 
 if TYPE_CHECKING:
     from ..train import Trainer
@@ -36,15 +37,22 @@ def train(
       lmworks train configs/tiny.toml
       lmworks train configs/small.toml optim.lr=3e-4 model.layers=8 --run-dir runs/wide
       lmworks train gpt2-small data.path=data/code precision.dtype=bf16
+      lmworks train configs/tiny.toml parallel.dp=2 parallel.strategy=fsdp2
+      torchrun --nproc-per-node 4 -m lmworks.train configs/tiny.toml parallel.dp=2 parallel.tp=2
     """
     from ..spec import load_run
 
     loaded = load_run(spec, overrides or ())
+    target = run_dir or free_folder(loaded.name)
+    if needs_ranks(loaded):
+        options = ["--run-dir", str(target), *(["--json"] if json else [])]
+        start_ranks(loaded, ["train", spec, *(overrides or ()), *options])
+        return
     from ..observe.probe import cached_machine
     from ..train import Trainer
 
     machine = cached_machine(loaded.cluster)
-    run_to_the_end(Trainer(loaded, run_dir or free_folder(loaded.name), machine=machine, quiet=json), json)
+    run_to_the_end(Trainer(loaded, target, machine=machine, quiet=json), json)
 
 
 def resume(run: RunDir, json: Json = False) -> None:
@@ -54,6 +62,12 @@ def resume(run: RunDir, json: Json = False) -> None:
     Examples:
       lmworks resume runs/tiny
     """
+    from ..record import RunFolder
+
+    spec = RunFolder.open(run).spec()
+    if needs_ranks(spec):
+        start_ranks(spec, ["resume", str(run), *(["--json"] if json else [])])
+        return
     from ..train import Trainer
 
     run_to_the_end(Trainer.resume(run, quiet=json), json)
@@ -72,10 +86,12 @@ def run_to_the_end(trainer: Trainer, json: bool) -> None:
     except Exception:  # a second Ctrl-C is none: it does not wait for a report
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         with contextlib.suppress(LMWorksError):  # a full disk has no room for the report either
-            if folder.metrics_path.exists():
+            if trainer.lead and folder.metrics_path.exists():
                 write_report(folder)
         signal.signal(signal.SIGINT, before)
         raise
+    if not trainer.lead:
+        return
     write_report(folder)
     if json:
         summary = {"run": str(folder.path), "step": trainer.step, "val_loss": result.loss, "val_tokens": result.tokens}

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..spec import CheckpointError, SpecError
+from ..spec import CheckpointError, ModelSpec, SpecError
 from .hf_config import config_of_spec, family_of_config, family_of_spec, spec_of_config
 from .hf_layout import Stored, layout
 
@@ -114,6 +114,44 @@ def load_hf(cls: type[Model], folder: Path) -> Model:
         for name, stored in plan.items():
             stored.scatter(checkpoint.read(name, stored.shape(parameters)), parameters)
     return model
+
+
+class HFWeights:
+    """The weights of a Hugging Face folder by our names, one whole tensor at a time: what a sharded start reads."""
+
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        self.folder, self.spec = folder, spec
+        config = read_json(folder / "config.json")
+        try:
+            family, there = family_of_config(config), spec_of_config(config)
+        except SpecError as error:
+            raise SpecError(f"{folder / 'config.json'}: {error}") from None
+        for key in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "tie_embeddings"):
+            if getattr(there, key) != getattr(spec, key):
+                raise SpecError(
+                    f"{folder}: its config.json says {key} = {getattr(there, key)}, "
+                    f"but model.{key} = {getattr(spec, key)}"
+                )
+        self.checkpoint = Checkpoint(folder, ExitStack())  # files stay open for as long as the weights are read
+        plan = {self.checkpoint.find(one.name): one for one in layout(spec, family, self.checkpoint.file_of)}
+        refuse_surplus(self.checkpoint, plan)
+        self.stored: dict[str, list[tuple[str, Stored]]] = {}
+        for name, stored in plan.items():
+            for part in stored.parts:
+                self.stored.setdefault(part, []).append((name, stored))
+        from .gpt import GPT
+
+        with torch.device("meta"):
+            self.shapes = {name: parameter.shape for name, parameter in GPT(spec).named_parameters()}
+
+    @torch.no_grad()
+    def whole(self, name: str, shape: torch.Size) -> Tensor:
+        """One weight in fp32. A tensor that holds several (GPT-2's q, k, v) is read for each of them."""
+        names = {part for _, stored in self.stored[name] for part in stored.parts}
+        room: dict[str, Tensor] = {part: torch.empty(self.shapes[part]) for part in names}
+        for there, stored in self.stored[name]:
+            stored.scatter(self.checkpoint.read(there, stored.shape(room)), room)
+        return room[name].view(shape)
 
 
 def refuse_surplus(checkpoint: Checkpoint, plan: Iterable[str]) -> None:

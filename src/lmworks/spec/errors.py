@@ -10,6 +10,7 @@ class LMWorksError(Exception):
     """Something the user can mend. The command line prints it as one line, without a traceback."""
 
     exit_code = 1
+    agreed = False  # every rank of the run raises it: one of them need say it
 
 
 class SpecError(LMWorksError):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..model import GPT
+from ..parallel.alone import Alone
 from ..spec import Cluster, Gpu, ModelSpec, OptimSpec, TrainingError, recognise
 from .optim import make_optimizer
 
@@ -19,7 +20,7 @@ def pick_device(cluster: Cluster) -> torch.device:
     if cluster.device == "cuda" and not torch.cuda.is_available():
         raise TrainingError("cluster.device = 'cuda', but no CUDA device is there; use 'cpu' or 'auto'")
     use_cuda = cluster.device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
 
 
 def find_gpu(cluster: Cluster, device: torch.device) -> Gpu | None:
@@ -58,7 +59,7 @@ class PeakMemory:
 def warm_runtime() -> None:
     """Every kind of kernel that a step calls, once."""
     model = GPT(ModelSpec.from_preset("tiny"))
-    optimizer = make_optimizer(model, OptimSpec())
+    optimizer = make_optimizer(Alone(model).shards(), OptimSpec())
     tokens = torch.zeros(2, 64, dtype=torch.long)
     model(tokens, tokens, keep_logits=False)[1].backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-from ..data import Batches
+from ..data import Batch, Batches
 from ..kernels.cross_entropy import IGNORE
+from ..model import GPT
+from ..parallel.laid import Laid
 from ..spec import RunSpec
-from .precision import autocast
 
 
 @dataclass(frozen=True)
@@ -25,21 +23,17 @@ def held_out(spec: RunSpec) -> Batches:
     return Batches(data, seed=spec.seed, split="val", shuffle=False)
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Batches, spec: RunSpec, limit: int = 0) -> Evaluation:
+def evaluate(model: GPT | Laid, batches: Batches, spec: RunSpec, limit: int = 0) -> Evaluation:
     """Over the first `limit` micro-batches (0: as many as there are full windows; a mixture keeps its proportions)."""
-    device = next(model.parameters()).device
-    passes = -(-batches.windows // spec.data.micro_batch)  # the last one may hold windows of the next epoch
-    total, tokens = 0.0, 0
-    for index in range(min(limit, passes) if limit else passes):
-        rows = min(spec.data.micro_batch, batches.windows - index * spec.data.micro_batch)
-        for batch in batches.at(index):
-            targets = batch.targets[:rows].to(device)
-            documents = None if batch.documents is None else batch.documents[:rows].to(device)
-            with autocast(spec.precision, device):
-                _, loss = model(
-                    batch.tokens[:rows].to(device), targets, documents=documents, reduction="sum", keep_logits=False
-                )
-            total += loss.item()
-            tokens += int((targets != IGNORE).sum())
-    return Evaluation(total / max(1, tokens), tokens)
+    laid = model if isinstance(model, Laid) else Laid.whole(model, spec)
+    passes = -(-batches.windows // spec.data.micro_batch)
+    count = min(limit, passes) if limit else passes
+    loss, tokens = laid.evaluate(count, lambda index: micro_batch(batches, index, spec.data.micro_batch))
+    return Evaluation(loss / max(1, tokens), tokens)
+
+
+def micro_batch(batches: Batches, index: int, rows: int) -> Batch:
+    """The last one may hold windows of the next epoch: they do not count."""
+    (batch,) = batches.at(index)
+    batch.targets[max(0, batches.windows - index * rows) :] = IGNORE
+    return batch

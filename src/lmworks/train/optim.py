@@ -1,29 +1,28 @@
-"""AdamW with decay on matrices only, and the learning rate as a pure function of the step."""
+"""The optimizer: decay on matrices only, and the learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
-from torch import nn
 
+from ..parallel.data import Shard
 from ..spec import OptimSpec
 
 
-def make_optimizer(model: nn.Module, optim: OptimSpec) -> torch.optim.AdamW:
+def make_optimizer(shards: Iterable[Shard], optim: OptimSpec) -> torch.optim.Optimizer:
     """Weight decay pulls matrices towards zero; gains and biases have no scale to control and are left alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        fused=True,  # one pass over the states, on a CPU too
-    )
+    # Of a short weight some ranks have no rows; what is not trained has no gradient.
+    leaves = [shard for shard in shards if shard.leaf.numel() and shard.leaf.requires_grad]
+    matrices = [shard.leaf for shard in leaves if len(shard.shape) >= 2]
+    others = [shard.leaf for shard in leaves if len(shard.shape) < 2]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if optim.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr)
+    # fused: one pass over the states, on a CPU too
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
 
 def learning_rate(optim: OptimSpec, step: int) -> float:

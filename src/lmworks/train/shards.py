@@ -1,18 +1,19 @@
 """A nested dictionary of tensors and plain values to files and back, by Torch Distributed Checkpoint (DCP).
 
-DCP is kept to one process here (`no_dist`); with a process group the same calls write one file a rank. Around it:
-errors that name their cause, and a comparison of names and shapes before the first byte is read.
+With a process group every rank calls these together and writes a file of its own; alone, DCP is kept to one process.
+Around it: errors that name their cause, and a comparison of names and shapes before the first byte is read.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -26,7 +27,7 @@ from ..spec import CheckpointError
 
 def write(folder: Path, state: dict[str, Any]) -> None:
     with plain_errors():
-        save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+        save(state, storage_writer=FileSystemWriter(folder), no_dist=not dist.is_initialized())
 
 
 def read(folder: Path, state: dict[str, Any]) -> None:
@@ -38,7 +39,7 @@ def read(folder: Path, state: dict[str, Any]) -> None:
             if content is None:
                 state[section] = blank(metadata, section)
         with plain_errors():
-            load(state, storage_reader=reader, planner=StrictPlanner(folder), no_dist=True)
+            load(state, storage_reader=reader, planner=StrictPlanner(folder), no_dist=not dist.is_initialized())
     except CheckpointError:
         raise
     except Exception as error:
@@ -56,16 +57,26 @@ class StrictPlanner(DefaultLoadPlanner):
         saved = self.metadata.state_dict_metadata if self.metadata else {}
         sections = {path[0] for path in self.mappings.values()}
         lacking = [name for name in self.state_dict if name not in saved]
-        surplus = [name for name in saved if name.split(".")[0] in sections and name not in self.state_dict]
+        here = names_everywhere(self.state_dict)
+        surplus = [name for name in saved if name.split(".")[0] in sections and name not in here]
         if lacking:
             raise CheckpointError(f"{self.folder} does not have {some(lacking)}, which this run has")
         if surplus:
             raise CheckpointError(f"{self.folder} has {some(surplus)}, which this run does not have")
         for name, value in self.state_dict.items():
-            there, here = shape(saved[name]), shape(value)
-            if there != here:
-                raise CheckpointError(f"{self.folder}: {name} is {there} there, but {here} in this run")
+            there, ours = shape(saved[name]), shape(value)
+            if there != ours:
+                raise CheckpointError(f"{self.folder}: {name} is {there} there, but {ours} in this run")
         return super().create_local_plan()
+
+
+def names_everywhere(state: Iterable[str]) -> set[str]:
+    """Of all ranks: a pipeline rank knows only its own stages' weights."""
+    if not dist.is_initialized():
+        return set(state)
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(state))
+    return {name for some in names for name in some}
 
 
 def shape(value: Any) -> str:

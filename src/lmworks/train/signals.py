@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -40,8 +41,8 @@ class StopSignals:
 
     def note(self, number: int, _frame: FrameType | None) -> None:
         self.signal = number
-        for each in self.before:  # the next one ends the process as the system does, wherever Python is
-            signal.signal(each, signal.SIG_DFL)
+        for each in self.before:
+            signal.signal(each, when_repeated(each))
 
     def restore(self) -> None:
         for number, handler in self.before.items():
@@ -49,3 +50,13 @@ class StopSignals:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.restore()
+
+
+def when_repeated(number: int) -> signal.Handlers:
+    """The next one ends the process as the system does, wherever Python is.
+
+    Not so a SIGTERM under torchrun: a scheduler signals every process of a job, and the agent hands its own on to the
+    ranks, so each rank gets two for one request. The agent itself kills a rank that takes too long.
+    """
+    twice = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
+    return signal.SIG_IGN if twice else signal.SIG_DFL

@@ -1,6 +1,7 @@
 """The training loop: read a spec, take its steps, leave a run folder behind.
 
-A run is resumable at any moment. What a step does follows from (spec, step, cursor) and the state in the last
+Every rank runs this same loop; `parallel` lays the model over them, and rank 0 (the lead) prints and writes the run
+folder. A run is resumable at any moment. What a step does follows from (spec, step, cursor) and the state in the last
 checkpoint, so a run that was killed and resumed ends bitwise where the run that never stopped ends.
 """
 
@@ -10,17 +11,24 @@ import json
 import math
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+import torch.distributed as dist
 
 from ..data import Batch, Batches, console_progress
 from ..data.progress import silent
 from ..kernels.cross_entropy import IGNORE
 from ..model import GPT
+from ..parallel.apply import lay_out
+from ..parallel.norms import squared_norm
+from ..parallel.precision import LossScale
+from ..parallel.state import model_state, training_state
+from ..parallel.weights import is_hf, source_of
+from ..parallel.world import from_lead, is_lead, join, together
 from ..plan.flops import model_flops_per_token
 from ..plan.machine import Machine
 from ..plan.predict import predict
@@ -32,12 +40,11 @@ from .device import PeakMemory, find_gpu, make_deterministic, pick_device
 from .evaluate import Evaluation, evaluate, held_out
 from .manifest import step_of
 from .optim import learning_rate, make_optimizer
-from .precision import autocast, make_scaler
+from .profile import Profiler
 from .progress import Progress
 from .rng import rng_state, seed_everything, set_rng_state
 from .signals import Interrupted, StopSignals
-from .sinks import open_sinks
-from .state import restore, training_state
+from .sinks import Sink, open_sinks
 
 
 class Trainer:
@@ -46,87 +53,107 @@ class Trainer:
     def __init__(
         self, spec: RunSpec, run_dir: str | Path, *, machine: Machine | None = None, quiet: bool = False
     ) -> None:
-        RunFolder(Path(run_dir)).refuse_taken()  # at once, not after data were prepared
-        self.prepare(spec, quiet)
-        prediction = json.dumps(predict(self.spec, machine).to_dict(), indent=2)
-        self.folder = RunFolder.create(run_dir, self.spec)
-        write_whole(self.folder.prediction_path, prediction)
+        self.meet(spec, quiet)
+        from_lead(RunFolder(Path(run_dir)).refuse_taken)  # at once, not after data were prepared
+        self.prepare()
+        from_lead(lambda: start_folder(run_dir, self.spec, machine))
+        self.folder = RunFolder(Path(run_dir))
 
     @classmethod
     def resume(cls, run_dir: str | Path, *, quiet: bool = False) -> Self:
         """Take up a run at its newest intact checkpoint, or at step 0 where there is none yet."""
         folder = RunFolder.open(run_dir)
         trainer = cls.__new__(cls)
-        trainer.prepare(folder.spec(), quiet)
+        trainer.meet(folder.spec(), quiet)
+        trainer.prepare()
         trainer.folder = folder
         return trainer
 
-    def prepare(self, spec: RunSpec, quiet: bool) -> None:
-        """Everything that can be refused is refused here, before a folder is made or a file is written."""
-        refuse_layouts(spec)
-        self.spec, self.quiet = with_absolute_paths(spec), quiet
+    def meet(self, spec: RunSpec, quiet: bool) -> None:
+        """Find the device and the other ranks."""
+        self.spec = with_absolute_paths(spec)
         self.device = pick_device(spec.cluster)
+        self.mesh = join(spec.parallel, self.device)
+        self.lead = is_lead()
+        self.quiet = quiet or not self.lead
+
+    def prepare(self) -> None:
+        """Everything that can be refused is refused here, before a folder is made or a file is written."""
+        spec = self.spec
         if spec.deterministic:
             make_deterministic()
-        with (
-            nullcontext(silent) if quiet else console_progress() as progress
-        ):  # the embedded corpus is made on first use
-            self.batches = Batches(spec.data, seed=spec.seed, progress=progress)
+        from_lead(self.open_data)  # the embedded corpus is made on first use, by one rank
+        rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
+        self.batches = together(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
         self.held_out = held_out(spec)
         if self.batches.vocab_size > spec.model.vocab:
             raise SpecError(
                 f"model.vocab = {spec.model.vocab} is less than the tokenizer's {self.batches.vocab_size} tokens "
                 f"({', '.join(spec.data.sources)}); use at least {self.batches.vocab_size}"
             )
+        self.weights = source_of(spec)
         self.step = 0  # optimizer steps taken
         self.cursor = 0  # where the data stands: steps taken + windows skipped on purpose
         gpu = find_gpu(spec.cluster, self.device)
         self.peak_flops = gpu.peak_flops(spec.precision.dtype) if gpu else None
 
+    def open_data(self) -> None:
+        with nullcontext(silent) if self.quiet else console_progress() as progress:
+            Batches(self.spec.data.replace(verify=False), seed=self.spec.seed, progress=progress)
+
     def build(self) -> None:
-        """Model, optimizer and loss scale: on the meta device first, so that weights exist once."""
+        """Model, optimizer and loss scale."""
         self.memory = PeakMemory(self.device)
         seed_everything(self.spec.seed)
-        with torch.device("meta"):
-            self.model = GPT(self.spec.model)
-        self.model.to_empty(device=self.device)
-        self.model.init_weights(self.spec.seed)
-        self.model.recompute = self.spec.parallel.recompute
-        if self.spec.parallel.compile:
-            for block in self.model.blocks.values():
-                block.compile()
-        self.optimizer = make_optimizer(self.model, self.spec.optim)
-        self.scaler = make_scaler(self.spec.precision, self.device)
+        self.laid = together(lambda: lay_out(self.spec, self.mesh, self.device, self.weights))
+        self.optimizer = make_optimizer(self.laid.shards, self.spec.optim)
+        self.loss_scale = LossScale(self.spec.precision)
+        self.stop_asked = 0  # the signal that any rank was sent
+        self.profiler = Profiler(self.spec.log, self.folder, self.device)
+
+    @property
+    def model(self) -> GPT:
+        """The whole model, where one rank holds it."""
+        (part,) = self.laid.parts.values()
+        return part
 
     def run(self) -> Evaluation:
         """Train to the last step and return the final loss on held-out data."""
         optim = self.spec.optim
-        with self.folder.hold():
-            attempt = self.folder.next_attempt()
+        with ExitStack() as stack:
+            if self.lead:
+                stack.enter_context(self.folder.hold())
+            attempt = from_lead(self.folder.next_attempt)
             self.build()
             self.load()
             if self.step == optim.steps:
                 if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
-                    self.folder.event("finish", self.step)
-                return evaluate(self.model, self.held_out, self.spec, self.spec.log.eval_batches)
+                    self.event("finish")
+                return evaluate(self.laid, self.held_out, self.spec, self.spec.log.eval_batches)
             if attempt and not self.step and not self.quiet:
                 print("no checkpoint yet: starting at step 0", flush=True)
-            self.folder.event("resume" if attempt else "start", self.step, attempt=attempt)
-            with (
-                StopSignals() as self.stop,
-                Progress(optim.steps, self.step, self.spec.log.every, self.quiet) as self.progress,
-                MetricsWriter(self.folder.metrics_path, attempt) as self.metrics,
-            ):
-                self.sinks = open_sinks(self.spec.log, self.folder, self.spec, self.step)
+            self.event("resume" if attempt else "start", attempt=attempt)
+            with StopSignals() as self.stop, ExitStack() as writers:
+                self.sinks: list[Sink] = []
+                if self.lead:
+                    progress = Progress(optim.steps, self.step, self.spec.log.every, self.quiet)
+                    self.progress = writers.enter_context(progress)
+                    self.metrics = writers.enter_context(MetricsWriter(self.folder.metrics_path, attempt))
+                    self.sinks = open_sinks(self.spec.log, self.folder, self.spec, self.step)
                 try:
                     return self.loop()
                 except Exception as error:
                     kind = "interrupt" if isinstance(error, Interrupted) else "fail"
-                    self.folder.event(kind, self.step, error=str(error))
+                    self.event(kind, error=str(error))
                     raise
                 finally:
+                    self.profiler.close()
                     for sink in self.sinks:
                         sink.close()
+
+    def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
+        if self.lead:
+            self.folder.event(kind, self.step if step is None else step, **fields)
 
     def loop(self) -> Evaluation:
         spec = self.spec
@@ -137,7 +164,8 @@ class Trainer:
             began = time.perf_counter()
             batches = next(stream)
             waited = time.perf_counter() - began
-            values = self.train_step(batches)
+            with self.profiler.step(self.step + 1):
+                values = self.train_step(batches)
             self.step += 1
             self.cursor += 1
             values |= {"data_s": waited, "step_s": time.perf_counter() - began, "checkpoint_s": save_s}
@@ -148,151 +176,207 @@ class Trainer:
                 values["val_loss"] = evaluation.loss
             self.report(values)
             save_s = 0.0
-            saved = last or self.stop.asked or (spec.checkpoint.every and self.step % spec.checkpoint.every == 0)
+            saved = last or self.stop_asked or (spec.checkpoint.every and self.step % spec.checkpoint.every == 0)
             if saved:
                 save_s = self.save()
-            if saved and self.stop.asked and not last:
-                raise Interrupted(self.stop.signal, self.step, self.folder.path)
-        self.folder.event("finish", self.step)
+            if saved and self.stop_asked and not last:
+                raise Interrupted(self.stop_asked, self.step, self.folder.path)
+        self.event("finish")
         return evaluation or self.evaluate()
 
-    def train_step(self, batches: list[Batch]) -> dict[str, Any]:
+    def train_step(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """One optimizer step over the micro-batches of a global batch."""
         began = time.perf_counter()
-        # The loss is a mean over the tokens of the global batch, so every micro-batch is divided by that count,
-        # not by its own: uneven micro-batches then weigh as their tokens do.
-        tokens = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
-        loss_sum = torch.zeros((), device=self.device)
-        for batch in batches:
-            batch = batch.to(self.device)
-            with autocast(self.spec.precision, self.device):
-                _, loss = self.model(
-                    batch.tokens, batch.targets, documents=batch.documents, reduction="sum", keep_logits=False
-                )
-            self.scaler.scale(loss / max(1, tokens)).backward()
-            loss_sum += loss.detach()
-        self.scaler.unscale_(self.optimizer)
-        grad_norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        norm, loss_mean = grad_norm.item(), loss_sum.item() / max(1, tokens)
+        # The loss is a mean over the tokens of the global batch, so every micro-batch on every rank is divided by that
+        # count, not by its own: uneven ones then weigh as their tokens do.
+        tokens = self.count_tokens(batches)
+        scale = self.loss_scale.scale
+        loss_sum = self.laid.forward_backward(batches, scale / max(1, tokens))
+        self.laid.finish()
+        squares = squared_norm(self.laid.shards, self.laid.replicas)
+        loss_total, squares_total, memory = self.sum_over_ranks(loss_sum, squares)
+        norm = math.sqrt(squares_total) / scale  # of a NaN it is one
+        loss_mean = loss_total / max(1, tokens)
         computed = time.perf_counter()
         self.refuse_nonfinite(loss_mean, norm)
-        lr, scale = learning_rate(self.spec.optim, self.step), self.scaler.get_scale()
+        lr = learning_rate(self.spec.optim, self.step)
         overflow = not math.isfinite(norm)  # of fp16: the weights are left alone, and the scale is halved
         if not overflow:
-            if self.spec.optim.clip:
-                clip_grads_with_norm_(self.model.parameters(), self.spec.optim.clip, grad_norm)
+            self.scale_gradients(norm, scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.step()
+            self.laid.after_step()
+        self.loss_scale.update(norm)
+        self.laid.clear()
         if overflow:
-            self.folder.event("overflow", self.step + 1, loss_scale=scale, next_scale=self.scaler.get_scale())
-        values = {"loss": loss_mean, "lr": lr, "grad_norm": norm, "tokens": tokens}
+            self.event("overflow", self.step + 1, loss_scale=scale, next_scale=self.loss_scale.scale)
+        values = {"loss": loss_mean, "lr": lr, "grad_norm": norm, "tokens": tokens, "memory_bytes": memory}
         values |= {"forward_backward_s": computed - began, "optimizer_s": time.perf_counter() - computed}
-        if self.scaler.is_enabled():
+        if self.loss_scale.enabled:
             values["loss_scale"] = scale
         return values
 
+    def count_tokens(self, batches: Sequence[Batch]) -> int:
+        """Targets of the global batch that count. Only document masks leave any out."""
+        if not self.spec.data.document_mask:
+            return self.spec.tokens_per_step
+        counted = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
+        if self.mesh is None:
+            return counted
+        total = torch.tensor(counted, device=self.device)
+        dist.all_reduce(total, group=self.mesh.group("dp"))
+        return int(total)
+
+    def sum_over_ranks(self, loss: torch.Tensor, squares: torch.Tensor) -> tuple[float, float, int]:
+        """The whole loss and squared norm, and the largest memory of any rank, in one exchange.
+
+        A signal that one rank was sent travels along, so that all of them stop after the same step.
+        """
+        figures = torch.stack([loss.double().squeeze(), squares.double().squeeze()])
+        if self.mesh is None:
+            self.stop_asked = self.asked()
+            return *figures.tolist(), self.memory.read()  # type: ignore[return-value]
+        ranks = torch.zeros(2, self.mesh.size("world"), dtype=torch.float64, device=self.device)
+        ranks[:, self.mesh.rank("world")] = torch.tensor([self.asked(), self.memory.read()], dtype=torch.float64)
+        figures = torch.cat([figures, ranks.flatten()])
+        dist.all_reduce(figures)
+        total, squared, *rest = figures.tolist()
+        half = len(rest) // 2
+        self.stop_asked = int(max(rest[:half]))
+        return total, squared, int(max(rest[half:]))
+
+    def asked(self) -> int:
+        return self.stop.signal if hasattr(self, "stop") else 0
+
+    def scale_gradients(self, norm: float, scale: float) -> None:
+        """Undo the loss scale, and clip."""
+        clip = self.spec.optim.clip
+        factor = (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) / scale
+        gradients = [shard.leaf.grad for shard in self.laid.shards if shard.leaf.grad is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+
     def refuse_nonfinite(self, loss: float, grad_norm: float) -> None:
         """Stop before a NaN or Inf reaches the weights. fp16 may overflow while its scale can be lowered."""
-        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.scaler.get_scale() > 1):
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.loss_scale.scale > 1):
             return
         what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {grad_norm}"
-        # Backward runs from the last parameter to the first, so the last bad gradient is where it began.
-        named = list(self.model.named_parameters())
-        bad = next((name for name, p in named if not p.isfinite().all()), None)
-        where = f", from the weight {bad}" if bad else ""
-        if bad is None:
-            bad = next((n for n, p in reversed(named) if p.grad is not None and not p.grad.isfinite().all()), None)
-            where = f", first in the gradient of {bad}" if bad else ""
-        self.folder.event("fault", self.step + 1, loss=loss, grad_norm=grad_norm, parameter=bad, cursor=self.cursor)
-        raise TrainingError(
+        bad, where = self.name_nonfinite()
+        self.event("fault", self.step + 1, loss=loss, grad_norm=grad_norm, parameter=bad, cursor=self.cursor)
+        error = TrainingError(
             f"step {self.step + 1}: {what}{where}; the step was not taken and the weights are as they were; lower "
             f"optim.lr in {self.folder.spec_path} and resume, or look at the data of cursor {self.cursor}"
         )
+        error.agreed = True
+        raise error
+
+    def name_nonfinite(self) -> tuple[str | None, str]:
+        """The weight that is not finite, or the gradient in which it began, on whichever rank has one."""
+        shards = self.laid.shards
+        weight = next((shard.name for shard in shards if not shard.leaf.isfinite().all()), None)
+        # Backward runs from the last parameter to the first, so the last bad gradient is where it began.
+        broken = (s.name for s in reversed(shards) if s.leaf.grad is not None and not s.leaf.grad.isfinite().all())
+        names = [(weight, next(broken, None))]
+        if self.mesh is not None:
+            everywhere: list[Any] = [None] * self.mesh.size("world")
+            dist.all_gather_object(everywhere, names[0])
+            names = everywhere
+        for found in (pair[0] for pair in names):
+            if found:
+                return found, f", from the weight {found}"
+        for found in (pair[1] for pair in reversed(names)):
+            if found:
+                return found, f", first in the gradient of {found}"
+        return None, ""
 
     def evaluate(self) -> Evaluation:
-        result = evaluate(self.model, self.held_out, self.spec, self.spec.log.eval_batches)
-        self.folder.event("eval", self.step, val_loss=result.loss, tokens=result.tokens)
+        result = evaluate(self.laid, self.held_out, self.spec, self.spec.log.eval_batches)
+        self.event("eval", val_loss=result.loss, tokens=result.tokens)
         return result
 
     def report(self, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl, with what follows from the measured time."""
+        if not self.lead:
+            return
         positions = self.spec.tokens_per_step
         flops = model_flops_per_token(self.spec.model, self.spec.data.seq) * positions / values["step_s"]
+        peak = self.peak_flops * self.spec.parallel.world if self.peak_flops else None
         values |= {
             "tokens_per_s": positions / values["step_s"],
             "model_tflops": flops / 1e12,
-            "mfu": flops / self.peak_flops if self.peak_flops else None,
-            "memory_bytes": self.memory.read(),
+            "mfu": flops / peak if peak else None,
+            "memory_bytes": max(values["memory_bytes"], self.memory.read()),
         }
         self.metrics.write(self.step, values)
         self.progress.step({"step": self.step, **values})
         for sink in self.sinks:
             sink.log(self.step, values)
 
+    def state(self) -> dict[str, Any]:
+        return training_state(self.optimizer, self.laid.shards, self.laid.splits, self.mesh)
+
     def save(self) -> float:
         """Commit a checkpoint; returns the seconds it took."""
         began = time.perf_counter()
-        state = {**training_state(self.model, self.optimizer), "rng": rng_state()}
-        meta = {"cursor": self.cursor, "data": self.batches.digest, "scaler": self.scaler.state_dict()}
+        state = {**self.state(), "rng": rng_state()}
+        meta = {"cursor": self.cursor, "data": self.batches.digest, "loss_scale": self.loss_scale.state_dict()}
         meta["spec"] = self.spec.to_dict()
         path = checkpoint.save(self.folder.checkpoints, self.step, state, meta, self.spec.checkpoint.keep)
         seconds = time.perf_counter() - began
-        self.folder.event("save", self.step, path=path.name, seconds=round(seconds, 4))
+        self.event("save", path=path.name, seconds=round(seconds, 4))
         return seconds
 
     def load(self) -> None:
         """Take up the newest intact checkpoint, if there is one. Damaged ones are named, here and in events.jsonl."""
-        if not self.folder.checkpoints.exists():
+        if not from_lead(self.folder.checkpoints.exists):
+            self.load_start()
             return
-
-        def refused(path: Path, reason: str) -> None:
-            self.folder.event("refused", step_of(path), path=path.name, reason=reason)
-            print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
-
-        state = {**training_state(self.model, self.optimizer), "rng": None}
-        manifest = checkpoint.load(self.folder.checkpoints, state, refused=refused)
+        state = {**self.state(), "rng": None}
+        manifest = checkpoint.load(self.folder.checkpoints, state, refused=self.refused)
         if manifest is None:
+            self.load_start()
             return
         if manifest.meta["data"] != self.batches.digest:
             raise DataError(
                 f"{', '.join(self.spec.data.sources)} holds other tokens than those this run was trained on; "
                 "bring the old data back, or start a new run"
             )
-        restore(self.model, self.optimizer, state)
+        self.laid.after_load()
         set_rng_state(state["rng"])
-        self.scaler.load_state_dict(manifest.meta["scaler"])
+        self.loss_scale.load_state_dict(manifest.meta["loss_scale"])
         self.step, self.cursor = manifest.step, manifest.meta["cursor"]
 
+    def load_start(self) -> None:
+        """Weights of another run, where checkpoint.init names one; those of a Hugging Face folder are in already."""
+        start = self.spec.checkpoint.init
+        if not start or is_hf(Path(start)):
+            return
+        state = {"model": model_state(self.laid.shards, self.laid.splits, self.mesh)}
+        if checkpoint.load(RunFolder.open(start).checkpoints, state, refused=self.refused) is None:
+            raise SpecError(f"checkpoint.init = {start!r} has no checkpoint to start from")
+        self.laid.after_load()
 
-def refuse_layouts(spec: RunSpec) -> None:
-    """One process trains so far; a key that asks for more must not be passed over in silence."""
-    if spec.parallel.world > 1:
-        raise SpecError(
-            f"this layout needs {spec.parallel.world} ranks, and training runs in one process so far; "
-            "set parallel.dp, tp, pp and cp to 1"
-        )
-    parallel, cluster = spec.parallel, spec.cluster
-    only = {
-        "parallel.engine": (parallel.engine, "native"),
-        "parallel.offload": (parallel.offload, "none"),
-        "parallel.zero": (parallel.zero, 0),
-        "parallel.ep": (parallel.ep, 1),
-        "cluster.nodes": (cluster.nodes, 1),
-        "cluster.gpus_per_node": (cluster.gpus_per_node, 1),
-    }
-    for key, (asked, possible) in only.items():
-        if asked != possible:
-            raise SpecError(f"{key} = {asked!r}: training runs in one process so far, which needs {possible!r}")
+    def refused(self, path: Path, reason: str) -> None:
+        self.event("refused", step_of(path), path=path.name, reason=reason)
+        print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
+
+
+def start_folder(run_dir: str | Path, spec: RunSpec, machine: Machine | None) -> None:
+    try:
+        prediction = predict(spec, machine).to_dict()
+    except SpecError as error:  # no number is better than a made-up one
+        prediction = {"params": spec.model.params, "notes": [str(error)]}
+    folder = RunFolder.create(run_dir, spec)
+    write_whole(folder.prediction_path, json.dumps(prediction, indent=2))
 
 
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
     """The resolved spec repeats the run from any folder."""
 
     def absolute(path: str) -> str:
-        return path if path.startswith("stdlib:") else str(Path(path).absolute())
+        return path if not path or path.startswith("stdlib:") else str(Path(path).absolute())
 
     mix = {absolute(path): weight for path, weight in spec.data.mix.items()}
-    return spec.replace(data=spec.data.replace(path=absolute(spec.data.path), mix=mix))
+    data = spec.data.replace(path=absolute(spec.data.path), mix=mix)
+    return spec.replace(data=data, checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)))

@@ -1,0 +1,79 @@
+"""Starting the ranks of a layout on this machine: torchrun's own agent, called directly so that errors stay short."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from ..spec import RunSpec
+
+GRACE_S = 600  # what a stopped run has to finish its step and save, before it is killed
+
+
+def needs_ranks(spec: RunSpec) -> bool:
+    """Whether this process must start others: the layout has several ranks, and nobody has started them yet."""
+    return spec.parallel.world > 1 and "RANK" not in os.environ
+
+
+def start_ranks(spec: RunSpec, arguments: list[str]) -> None:
+    """Run `lmworks …arguments` on every rank, and end as they ended."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    world = spec.parallel.world
+    refuse_too_many(spec)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_S))
+    os.environ.setdefault("TORCHELASTIC_LOG_LEVEL", "ERROR")
+    quieten()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id=f"lmworks-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        rdzv_configs={"timeout": 120},
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "lmworks", *arguments)
+    except ChildFailedError as error:
+        # A rank that failed has said why; those that died of its absence are not the cause.
+        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        rank, first = failures[0]
+        if first.exitcode < 0:
+            typer.echo(f"lmworks: error: rank {rank} was ended by signal {-first.exitcode}", err=True)
+        raise typer.Exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
+    except SignalException as stopped:
+        raise typer.Exit(128 + stopped.sigval) from None
+
+
+def refuse_too_many(spec: RunSpec) -> None:
+    """More GPU ranks than this machine has GPUs is a job for several machines."""
+    import torch
+
+    from ..spec import SpecError
+
+    if spec.cluster.device == "cpu" or not torch.cuda.is_available():
+        return
+    here = torch.cuda.device_count()
+    if spec.parallel.world > here:
+        raise SpecError(
+            f"the layout needs {spec.parallel.world} GPUs and this machine has {here}: start it on several with "
+            "torchrun or `lmworks launch`, or set cluster.device = 'cpu'"
+        )
+
+
+def quieten() -> None:
+    """The agent's own reports of a failure repeat what the rank has said, at length."""
+    import logging
+
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)

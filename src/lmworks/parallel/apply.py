@@ -1,0 +1,147 @@
+"""The recipe: how a model is laid over the ranks, in the order in which it is read here.
+
+    pipeline split → tensor, sequence, expert parallel → recompute → compile → precision → data parallel → weights
+
+Every part is built on the meta device and cut before it has memory, so no rank ever holds more than its share. Without
+a mesh there is one process, and all that remains of the recipe is recompute, compile and weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ..model import GPT
+from ..plan.stages import Stage, split_layers
+from ..spec import RunSpec
+from .alone import Alone
+from .data import DataParallel
+from .ddp import DDP
+from .expert import apply_expert_parallel, expert_names, join_sequences
+from .fsdp1 import FSDP1
+from .fsdp2 import FSDP2
+from .laid import Laid
+from .mesh import Mesh
+from .offload import HostOptimizer
+from .pipeline import Pipeline, stages_of_rank
+from .precision import run_in
+from .recompute import choose_recompute
+from .splits import Splits
+from .tensor import apply_tensor_parallel, enable_async_tp
+from .weights import Source
+from .zero import Zero
+
+
+def lay_out(spec: RunSpec, mesh: Mesh | None, device: torch.device, weights: Source) -> Laid:
+    """This rank's part of the model, ready for its first step."""
+    splits = Splits()
+    parts: dict[int, GPT] = {}
+    strategies: dict[int, DataParallel] = {}
+    for stage in stages_here(spec, mesh):
+        with torch.device("meta"):
+            part = GPT(spec.model, layers=stage.layers, first=stage.first, last=stage.last)
+        experts: set[str] = set()
+        if mesh is not None:
+            if mesh.size("tp") > 1:
+                apply_tensor_parallel(part, spec.parallel, mesh, splits)
+            if mesh.size("ep") > 1:
+                apply_expert_parallel(part, mesh, splits)
+                experts = expert_names(part)
+            if mesh.size("cp") > 1:
+                join_sequences(part, mesh.group("cp"))
+        choose_recompute(part, spec)
+        if spec.parallel.compile:
+            compile_blocks(part, spec, mesh)
+        run_in(spec.precision, part, device)
+        strategies[stage.index] = with_weights(part, spec, mesh, experts, splits, device, weights)
+        parts[stage.index] = part
+    pipeline = None
+    if mesh is not None and mesh.size("pp") > 1:
+        pipeline = Pipeline(dict(parts), spec, mesh, device)
+    return Laid(spec, mesh, device, splits, parts, strategies, pipeline)
+
+
+def stages_here(spec: RunSpec, mesh: Mesh | None) -> list[Stage]:
+    layout = spec.parallel
+    stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
+    if mesh is None:
+        return stages
+    return [stages[i] for i in stages_of_rank(layout.schedule, layout.pp, layout.virtual_stages, mesh.rank("pp"))]
+
+
+def compile_blocks(part: GPT, spec: RunSpec, mesh: Mesh | None) -> None:
+    """A block at a time: all blocks share one compiled graph, and collectives around them stay where they are."""
+    if spec.parallel.async_tp and mesh is not None:
+        enable_async_tp(mesh)
+    for block in part.layers():
+        block.compile()
+
+
+def with_weights(
+    part: GPT,
+    spec: RunSpec,
+    mesh: Mesh | None,
+    experts: set[str],
+    splits: Splits,
+    device: torch.device,
+    weights: Source,
+) -> DataParallel:
+    """The data-parallel strategy over a part, and memory with initial weights under it."""
+    layout = spec.parallel
+    sharded = layout.strategy == "fsdp2" or (layout.strategy == "zero" and layout.zero == 3)
+    strategy: DataParallel
+    if mesh is not None and sharded and not lonely(spec, mesh):
+        strategy = FSDP2(part, spec, mesh, experts)  # shards are cut before there is memory
+        materialise(part, splits, mesh, torch.device("cpu") if layout.offload == "full" else device, weights)
+    else:
+        materialise(part, splits, mesh, device, weights)
+        strategy = replicated(part, spec, mesh, experts)
+    return HostOptimizer(strategy) if layout.offload == "optimizer" else strategy
+
+
+def replicated(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str]) -> DataParallel:
+    layout = spec.parallel
+    if mesh is None or lonely(spec, mesh):
+        return Alone(part)
+    if layout.strategy == "fsdp1":
+        return FSDP1(part, spec, mesh, experts)
+    if layout.strategy == "zero":
+        return Zero(part, spec, mesh, experts, layout.zero)
+    if layout.pp > 1 or layout.ep > 1:
+        # PyTorch's DDP loses its reduction in a split backward pass, and knows one group for all gradients.
+        return Zero(part, spec, mesh, experts, 0)
+    return DDP(part, spec, mesh, experts)
+
+
+def lonely(spec: RunSpec, mesh: Mesh) -> bool:
+    """No other rank has other data: there is nothing to reduce. (One rank in all may still ask for a strategy.)"""
+    return mesh.size("dp_cp") == 1 and mesh.size("world") > 1 and spec.parallel.offload != "full"
+
+
+@torch.no_grad()
+def materialise(part: nn.Module, splits: Splits, mesh: Mesh | None, device: torch.device, weights: Source) -> None:
+    """Give a part memory, and each weight this rank's share of the whole."""
+    part.to_empty(device=device)
+    for name, parameter in part.named_parameters():
+        whole = weights(name, splits.shape(name, parameter.shape))
+        share = splits.part_of(name, whole, mesh) if mesh is not None else whole
+        rows_of(parameter).copy_(own_rows(parameter, share))
+    for buffer in part.buffers():  # the choice bias of experts
+        buffer.zero_()
+
+
+def rows_of(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def own_rows(parameter: Tensor, share: Tensor) -> Tensor:
+    """What FSDP2 leaves to this rank of a weight."""
+    if not isinstance(parameter, DTensor):
+        return share
+    for dim, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            count, rank = parameter.device_mesh.size(dim), parameter.device_mesh.get_local_rank(dim)
+            chunks = share.chunk(count, placement.dim)
+            share = chunks[rank] if rank < len(chunks) else share[:0]
+    return share

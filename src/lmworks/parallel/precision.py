@@ -1,0 +1,55 @@
+"""Compute precision, and the loss scale that fp16 needs and all ranks agree on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..spec import PrecisionSpec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def run_in(precision: PrecisionSpec, model: nn.Module, device: torch.device) -> None:
+    """Matrix products of the forward pass in `dtype`, sums and norms in fp32; weights stay fp32.
+
+    Autocast is put around the model's own forward function, so that it holds wherever that is called from: a loop, a
+    pipeline's schedule, an evaluation.
+    """
+    if precision.dtype == "fp32" or "forward" in vars(model):
+        return
+    model.forward = torch.autocast(device.type, dtype=DTYPES[precision.dtype])(model.forward)  # type: ignore[method-assign]
+
+
+class LossScale:
+    """fp16 gradients underflow below 6e-8: the loss is scaled up, and gradients down again before the step.
+
+    On overflow the step is skipped and the scale halved; after `window` good steps it doubles. It follows from the norm
+    of the whole gradient, which every rank has, so all of them skip the same steps. Other precisions: always 1.
+    """
+
+    def __init__(self, precision: PrecisionSpec) -> None:
+        self.enabled = precision.dtype == "fp16"
+        self.window = precision.loss_scale_window
+        self.scale = precision.loss_scale if self.enabled else 1.0
+        self.good = 0  # steps since the scale last changed
+
+    def update(self, norm: float) -> None:
+        if not self.enabled:
+            return
+        if not math.isfinite(norm):
+            self.scale, self.good = self.scale / 2, 0
+            return
+        self.good += 1
+        if self.good == self.window:
+            self.scale, self.good = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good": self.good} if self.enabled else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.enabled:
+            self.scale, self.good = state["scale"], state["good"]

@@ -1,0 +1,62 @@
+"""Which blocks compute their activations again, and how: one policy for all, every k-th block, or as a budget asks.
+
+A budget is GiB of activations that a rank may keep. Blocks give them up one after another, first down to their matrix
+products (`selective`: little is computed twice), then down to their input (`full`), until what is kept fits. The
+bytes are the planner's, for the share of a sequence that this rank sees.
+"""
+
+from __future__ import annotations
+
+from ..model import GPT
+from ..plan.memory import kept
+from ..plan.network import network
+from ..plan.ops import Workload
+from ..spec import RunSpec, SpecError
+
+
+def choose_recompute(part: GPT, spec: RunSpec) -> None:
+    layout = spec.parallel
+    policies = [layout.recompute] * len(part.layers())
+    if layout.recompute == "full":
+        policies = [
+            "full" if block.attention.layer % layout.recompute_every == 0 else "none" for block in part.layers()
+        ]
+    elif layout.recompute == "budget":
+        policies = within_budget(spec, len(part.layers()))
+    for block, policy in zip(part.layers(), policies, strict=True):
+        block.recompute = policy
+
+
+def within_budget(spec: RunSpec, blocks: int) -> list[str]:
+    """The cheapest policies whose kept bytes fit: none before selective before full, the fewest blocks changed."""
+    each = kept_bytes(spec)
+    budget = spec.parallel.recompute_budget * 2**30 / in_flight(spec)
+    policies = ["none"] * blocks
+    for policy in ("selective", "full"):
+        for block in range(blocks):
+            if sum(each[chosen] for chosen in policies) <= budget:
+                return policies
+            policies[block] = policy
+    if sum(each[chosen] for chosen in policies) > budget:
+        least = blocks * each["full"] * in_flight(spec) / 2**30
+        raise SpecError(
+            f"parallel.recompute_budget = {spec.parallel.recompute_budget:g} GiB is too little: with every block "
+            f"recomputed, {blocks} blocks still keep {least:.3g} GiB; lower data.micro_batch or raise the budget"
+        )
+    return policies
+
+
+def kept_bytes(spec: RunSpec) -> dict[str, float]:
+    """Bytes that one block keeps of a micro-batch on this rank, by policy."""
+    device = "cuda" if spec.cluster.device == "cuda" or spec.cluster.gpu != "auto" else "cpu"
+    net = network(Workload.of(spec, device))
+    share = spec.parallel.cp * (spec.parallel.tp if spec.parallel.sp else 1)
+    return {policy: kept(net, policy)[1] / share for policy in ("none", "selective", "full")}
+
+
+def in_flight(spec: RunSpec) -> int:
+    """Micro-batches whose activations a pipeline rank holds at once, at most."""
+    layout = spec.parallel
+    if layout.pp == 1:
+        return 1
+    return spec.accumulation if layout.schedule in ("gpipe", "looped-bfs") else min(layout.pp, spec.accumulation)

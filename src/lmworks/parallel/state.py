@@ -1,0 +1,90 @@
+"""Model and optimizer as one dictionary keyed by parameter name, whatever the layout.
+
+A weight that is cut over ranks appears as a DTensor of its whole shape, so Torch Distributed Checkpoint writes each
+part once and can load it into any other layout. Optimizer states are named after their weight: optimizers number their
+parameters in an order that another layout changes, names do not. What a parameter group is *set* to (betas, decay,
+rate …) follows from the spec and the step, and is not kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Rows
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.optim import Optimizer
+
+from .data import Shard
+from .mesh import Mesh
+from .splits import Splits
+
+ORDER = ("shard", "edp", "ep", "tp")  # as axes lie in the grid: data-parallel sharding outermost
+
+
+def whole(shard: Shard, local: Tensor, splits: Splits, mesh: Mesh | None) -> Tensor:
+    """`local`, shaped like the shard's leaf, as a part of the whole tensor."""
+    axes = dict(splits.axes(shard.name))
+    cuts = {**({shard.rows: 0} if shard.rows else {}), **axes}
+    if mesh is None or not cuts:
+        return local
+    names = [axis for axis in ORDER if axis in cuts]
+    shape = splits.shape(shard.name, shard.shape)
+    placements: list[Placement] = [Replicate()] * len(names)
+    for index, axis in enumerate(names):
+        # Rows are cut last but lie outermost: each rank has a strip of every tensor-parallel part's rows.
+        inner = 1
+        for later in names[index + 1 :]:
+            inner *= mesh.size(later) if cuts[later] == cuts[axis] else 1
+        strip = axis == shard.rows and inner > 1
+        placements[index] = _StridedShard(cuts[axis], split_factor=inner) if strip else Rows(cuts[axis])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh.device_mesh(*names), placements, run_check=False, shape=shape, stride=stride)
+
+
+def model_state(shards: list[Shard], splits: Splits, mesh: Mesh | None) -> dict[str, Tensor]:
+    return {shard.name: whole(shard, shard.leaf.detach(), splits, mesh) for shard in shards}
+
+
+def optimizer_state(optimizer: Optimizer, shards: list[Shard], splits: Splits, mesh: Mesh | None) -> dict[str, Tensor]:
+    """{"weight.name.exp_avg": …}; before the first step, the zeros that it starts from."""
+    start_states(optimizer)
+    state: dict[str, Tensor] = {}
+    for shard in shards:
+        for key, value in optimizer.state.get(shard.leaf, {}).items():
+            cut = value.shape == shard.leaf.shape and value.dim() > 0
+            state[f"{shard.name}.{key}"] = whole(shard, value, splits, mesh) if cut else value
+    return state
+
+
+def start_states(optimizer: Optimizer) -> None:
+    """Moments of zero and a count of zero, as the first step would make them, for every weight without a state.
+
+    The optimizer makes them itself when it steps: with zero gradients and a rate of zero, which changes nothing.
+    """
+    leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
+    if not leaves or all(leaf in optimizer.state for leaf in leaves):
+        return
+    gradients = [leaf.grad for leaf in leaves]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.grad = gradient
+        if "step" in optimizer.state[leaf]:
+            optimizer.state[leaf]["step"].zero_()
+
+
+def training_state(optimizer: Optimizer, shards: list[Shard], splits: Splits, mesh: Mesh | None) -> dict[str, Any]:
+    """The live tensors, to be saved or loaded into."""
+    return {
+        "model": model_state(shards, splits, mesh),
+        "optim": optimizer_state(optimizer, shards, splits, mesh),
+    }

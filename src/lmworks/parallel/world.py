@@ -1,0 +1,123 @@
+"""The ranks of a run: joining them, and doing things once or all together.
+
+Whoever starts the processes (`torchrun`, or `lmworks train` with torchrun underneath) says in the environment which
+rank this is. Without that there is one process and no group: every function here then simply does its work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..spec import Grid, LMWorksError, ParallelSpec, SpecError, TrainingError
+from .mesh import Mesh
+
+T = TypeVar("T")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # objects and checkpoints travel over the CPU's
+
+
+def launched() -> bool:
+    """Whether this process was started as one rank of several (or of one, by torchrun)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_lead() -> bool:
+    """Rank 0 alone prints, and writes the run folder."""
+    return int(os.environ.get("RANK", 0)) == 0 if launched() else True
+
+
+def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) -> Mesh | None:
+    """Meet the other ranks; None where this process is alone."""
+    if not launched():
+        if parallel.world > 1:
+            raise SpecError(
+                f"this layout needs {parallel.world} ranks and one process is running; "
+                f"start it with: torchrun --nproc-per-node {parallel.world} -m lmworks.train …"
+            )
+        return None
+    started = int(os.environ["WORLD_SIZE"])
+    if started != parallel.world:
+        raise SpecError(
+            f"the layout (pp × dp × cp × tp = {parallel.pp} × {parallel.dp} × {parallel.cp} × {parallel.tp}) needs "
+            f"{parallel.world} ranks, but {started} were started"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
+    return Mesh(Grid.of(parallel), device.type)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def together(work: Callable[[], T]) -> T:
+    """Every rank does `work`; if any of them fails, all raise what the first of them raised.
+
+    Else the others would wait in their next collective for a rank that will never come.
+    """
+    if not dist.is_initialized():
+        return work()
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, as_message(failure))
+    for rank, message in enumerate(failures):
+        if message is not None:
+            raise known(failure) if failure is not None and rank == dist.get_rank() else rebuilt(message, rank)
+    return result
+
+
+def from_lead(work: Callable[[], T]) -> T:
+    """Rank 0 does `work`, and all get its result, or raise its error."""
+    if not dist.is_initialized():
+        return work()
+    outcome: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except Exception as error:
+            failure = error
+            outcome[1] = as_message(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if failure is not None:
+        raise known(failure)
+    if outcome[1] is not None:
+        raise rebuilt(outcome[1], 0)
+    return outcome[0]
+
+
+class Elsewhere(LMWorksError):
+    """Another rank failed and reports it; this one only ends."""
+
+
+def as_message(error: Exception | None) -> tuple[str, int] | None:
+    if error is None:
+        return None
+    code = error.exit_code if isinstance(error, LMWorksError) else TrainingError.exit_code
+    return f"{error}" if isinstance(error, LMWorksError) else f"{type(error).__name__}: {error}", code
+
+
+def rebuilt(message: tuple[str, int], rank: int) -> Exception:
+    error = Elsewhere(f"rank {rank}: {message[0]}" if rank else message[0])
+    error.exit_code = message[1]
+    return known(error)
+
+
+def known(error: Exception) -> Exception:
+    """Every rank raises it, so rank 0 alone needs to say it."""
+    if isinstance(error, LMWorksError):
+        error.agreed = True
+    return error
