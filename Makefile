@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-ray lint bench gpu-test clean
+.PHONY: help setup demo test test-ray test-deepspeed lint bench gpu-test clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,11 +22,22 @@ demo: $(READY)  ## plan, train, compare and use a small code model on this machi
 	$(BIN)/lmworks demo
 
 test: $(READY)  ## the whole test-suite that a CPU can run
-	$(BIN)/python -m pytest -m "not gpu and not ray"
+	$(BIN)/python -m pytest -m "not gpu and not ray and not deepspeed"
 
 test-ray: $(READY)  ## train on a local Ray cluster of two workers (installs the extra `ray`)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest -m ray
+
+# DeepSpeed is built from source against the torch that is there, so torch and setuptools go first; a venv of its own.
+$(VENV)-deepspeed/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-deepspeed
+	$(VENV)-deepspeed/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools wheel
+	$(VENV)-deepspeed/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pytest -e .
+	$(VENV)-deepspeed/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[deepspeed]"
+	@touch $@
+
+test-deepspeed: $(VENV)-deepspeed/.ready  ## ZeRO through DeepSpeed on two CPU ranks, in an environment of its own
+	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pytest -m deepspeed tests/parallel/test_deepspeed.py
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -40,4 +51,4 @@ gpu-test: $(READY)  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-deepspeed .pytest_cache .mypy_cache .ruff_cache
