@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
-# A node's command in the background for each node; SIGTERM is handed on, as srun does. Nodes differ in their number.
+# A node's command in the background for each node. SIGTERM goes to every process of a task, as Slurm's does: to the
+# agent, which hands it on, and to the ranks as well.
 SRUN = """\
 #!/bin/bash
 while [[ $1 == --* ]]; do shift; done
@@ -15,7 +19,13 @@ for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
   SLURM_NODEID=$node SLURMD_NODENAME=127.0.0.1 "$@" >"node$node.log" 2>&1 &
   tasks+=($!)
 done
-trap 'kill -TERM "${tasks[@]}"' TERM
+stop() {
+  for task in "${tasks[@]}"; do
+    read -ra ranks <"/proc/$task/task/$task/children"
+    kill -TERM "${ranks[@]}" "$task"
+  done
+}
+trap stop TERM
 worst=0
 for task in "${tasks[@]}"; do
   while true; do
@@ -46,3 +56,16 @@ def slurm(root: Path, nodes: int) -> dict[str, str]:
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
     job = {"SLURM_JOB_ID": str(1000 + os.getpid()), "SLURM_JOB_NODELIST": "here", "SLURM_JOB_NUM_NODES": str(nodes)}
     return {**os.environ, **job, "PATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a process and all that descend from it: torchrun's ranks outlive an agent that is killed."""
+    found = [process.pid]
+    for pid in found:
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    for pid in found:
+        if process.poll() is None or pid != process.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,70 @@
+"""The Ray Train driver: Python that reads back the spec it was made from, and (make test-ray) trains on two workers."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from lmworks.launch import Job, ray_driver
+from lmworks.spec import RunSpec, SpecError, load_run
+
+
+def two_workers(run_dir: str = "/shared/runs/tiny", *overrides: str, name: str = "tiny") -> Job:
+    spec = load_run("tiny", ["parallel.dp=2", "cluster.device=cpu", *overrides]).replace(name=name)
+    return Job.of(spec, "tiny", nodes=2, run_dir=run_dir)
+
+
+def constants(source: str) -> dict[str, str]:
+    return {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+
+
+@pytest.mark.parametrize("name", ["tiny", 'a "quoted" """name"""', "tab\tand ü"])
+def test_the_driver_holds_the_spec(name: str) -> None:
+    job = two_workers(name=name)
+    found = constants(ray_driver(job, "/shared/ray"))
+    assert RunSpec.from_dict(tomllib.loads(found["SPEC"])).to_dict() == job.spec.to_dict()
+    assert found["RUN"] == "/shared/runs/tiny"
+
+
+def test_it_asks_ray_for_the_ranks_of_the_layout() -> None:
+    source = ray_driver(two_workers(), "/shared/ray")
+    assert "num_workers=2" in source
+    assert "use_gpu=False" in source
+    gpus = Job.of(load_run("tiny", ["parallel.dp=4", "parallel.tp=2"]), "tiny", nodes=8, per_node=1, run_dir="/r")
+    source = ray_driver(gpus, "/shared/ray")
+    assert "num_workers=8" in source
+    assert "use_gpu=True" in source
+    assert "resources_per_worker={'CPU': 1, 'GPU': 1}" in source
+
+
+def test_a_relative_run_folder_is_refused() -> None:
+    with pytest.raises(SpecError, match="--run-dir 'runs/tiny' must be absolute"):
+        ray_driver(two_workers("runs/tiny"), "/shared/ray")
+
+
+@pytest.mark.ray
+def test_two_ray_workers_train_and_resume(dataset: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from tiny import curve, events, make_spec
+
+    steps = make_spec(dataset).optim.steps
+    overrides = ["parallel.dp=2", "cluster.device=cpu", "log.eval_every=0"]
+    job = Job.of(make_spec(dataset, *overrides), "tiny", nodes=2, per_node=1, run_dir=str(tmp_path / "run"))
+    driver = tmp_path / "driver.py"
+    driver.write_text(ray_driver(job, str(tmp_path / "ray")))
+    for _ in range(2):  # the second finds the run and has nothing left to do
+        result = subprocess.run([sys.executable, driver], capture_output=True, text=True, timeout=240)
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        assert "lmworks report" in result.stdout
+    assert len(curve(tmp_path / "run")) == steps
+    assert len(events(tmp_path / "run", "start")) == 1
+    assert len(events(tmp_path / "run", "finish")) == 1
