@@ -69,6 +69,8 @@ class MoE(nn.Module):
             counts = picked.sum(dim=1)  # (batch, experts)
         weights = probs.gather(-1, chosen)
         weights = (weights / weights.sum(dim=-1, keepdim=True)).type_as(flat)
+        balance = self.imbalance(probs.view_as(picked), counts) if self.balance_loss else None
+        weights = Account.apply(weights, balance, counts.sum(dim=0), self)
 
         goal, taken = chosen.flatten(), counts
         limited = self.capacity > 0 and self.training and torch.is_grad_enabled()
@@ -83,12 +85,10 @@ class MoE(nn.Module):
         result = self.visit(self, rows, taken.sum(dim=0))
         if limited:
             result = F.pad(result, (0, 0, 0, order.shape[0] - result.shape[0]))
-        result = Rows.apply(result, back, order, 1, result.dtype).unflatten(0, (-1, self.top_k))
-        out = (result * weights.unsqueeze(-1)).sum(dim=1)
-        if self.shared is not None:
-            out = out + self.shared(flat)
-        balance = self.imbalance(probs.view_as(picked), counts) if self.balance_loss else None
-        return Account.apply(out.view_as(x), balance, counts.sum(dim=0), self)
+        result = Rows.apply(result, back, order, 1, result.dtype)
+        choices = (*x.shape[:2], self.top_k, -1)
+        out = (result.view(choices) * weights.view(choices)).sum(dim=2)
+        return out if self.shared is None else out + self.shared(x)
 
     def imbalance(self, probs: Tensor, counts: Tensor) -> Tensor:
         """balance_loss · Σ over sequences of tokens · experts/top_k · Σₑ fₑ·Pₑ, which is 1 a token when all is even.
@@ -122,16 +122,16 @@ class Rows(torch.autograd.Function):
 
 
 class Account(torch.autograd.Function):
-    """The layer's result as it is. Its backward pass counts the choices and hands the balance loss its gradient.
+    """The routing weights as they are. Their backward pass counts the choices, and hands the balance loss its gradient.
 
     A backward pass runs once for every token that is trained on: recompute does not count twice, evaluation not at all.
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, balance: Tensor | None, counts: Tensor, moe: MoE) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, balance: Tensor | None, counts: Tensor, moe: MoE) -> Tensor:
         ctx.save_for_backward(counts)
         ctx.moe = moe
-        return out.view_as(out)
+        return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,7 +139,7 @@ class Account(torch.autograd.Function):
         moe.visits = counts if moe.visits is None else moe.visits + counts
         if not ctx.needs_input_grad[1]:
             return grad, None, None, None
-        scale = 1 / (grad.shape[0] * grad.shape[1]) if moe.balance_scale is None else moe.balance_scale
+        scale = 1 / grad.shape[0] if moe.balance_scale is None else moe.balance_scale
         injected = torch.full((), scale * moe.balance_share, device=grad.device)
         return grad, injected, None, None
 
