@@ -201,24 +201,28 @@ class Outcome:
     trace: Trace  # without its tensors
 
 
-def compare_cases(
-    rank: int, specs: dict[str, RunSpec], build: Build, contexts: bool = True, rules: tuple[str, ...] = ("sgd", "adamw")
-) -> dict[str, Outcome]:
-    """Each spec with each optimizer: "name / rule" → how far this rank is from one rank."""
+def with_rules(specs: dict[str, RunSpec], without_adamw: tuple[str, ...] = ()) -> dict[str, RunSpec]:
+    """Cases "name / sgd" and "name / adamw" (but for those whose name has one of `without_adamw` in it)."""
+    adamw = {name: spec for name, spec in specs.items() if not any(word in name for word in without_adamw)}
+    return {f"{n} / sgd": s for n, s in specs.items()} | {f"{n} / adamw": s for n, s in adamw.items()}
+
+
+def compare_cases(rank: int, cases: dict[str, RunSpec], build: Build, contexts: bool = True) -> dict[str, Outcome]:
+    """How far this rank is from one rank, by case."""
     found = {}
-    for name, spec in specs.items():
+    for name, spec in cases.items():
+        rule = name.split(" / ")[1]
         mesh = mesh_of(Grid.of(spec.parallel))
         names = [n for n, _ in GPT(spec.model).named_parameters()]
         experts = {n for n in names if n.endswith(("mlp.gate", "mlp.up", "mlp.down"))} if mesh.grid.ep > 1 else set()
-        for rule in rules:
-            key = f"{spec.model} {spec.precision.dtype} {rule} {mesh.grid.ep}"
-            if key not in REFERENCES:  # one rank computes it, the others only wait
-                traces = [one_rank(spec, OPTIMIZERS[rule], experts, mesh.grid) if rank == 0 else None]
-                dist.broadcast_object_list(traces)
-                REFERENCES[key] = traces[0]
-            many = on_many(build(spec, mesh, experts), spec, OPTIMIZERS[rule], mesh, contexts)
-            differences = compare(REFERENCES[key][mesh.rank("ep")], many)
-            found[f"{name} / {rule}"] = Outcome(differences, replace(many, gradients=[], weights={}))
+        key = f"{spec.model} {spec.precision.dtype} {rule} {mesh.grid.ep}"
+        if key not in REFERENCES:  # one rank computes it, the others only wait
+            traces = [one_rank(spec, OPTIMIZERS[rule], experts, mesh.grid) if rank == 0 else None]
+            dist.broadcast_object_list(traces)
+            REFERENCES[key] = traces[0]
+        many = on_many(build(spec, mesh, experts), spec, OPTIMIZERS[rule], mesh, contexts)
+        differences = compare(REFERENCES[key][mesh.rank("ep")], many)
+        found[name] = Outcome(differences, replace(many, gradients=[], weights={}))
     return found
 
 

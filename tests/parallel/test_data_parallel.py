@@ -6,7 +6,6 @@ import pytest
 import torch
 from data_parallel import (
     DENSE,
-    OPTIMIZERS,
     SPARSE,
     Outcome,
     batches_of,
@@ -14,6 +13,7 @@ from data_parallel import (
     compare_cases,
     make_spec,
     start,
+    with_rules,
 )
 from ranks import on_ranks
 
@@ -51,6 +51,7 @@ SPECS = {
     "hsdp": make_spec({**HYBRID, "strategy": "fsdp2"}),
     "hsdp experts": make_spec({**HYBRID, "strategy": "fsdp2", "ep": 2}, SPARSE),
 }
+CASES = with_rules(SPECS, ("static", "recompute", "tied", "experts", "hybrid grad op"))
 
 
 def build(spec: RunSpec, mesh: Mesh, experts: set[str]) -> DataParallel:
@@ -84,12 +85,12 @@ def build_fsdp2(spec: RunSpec, mesh: Mesh, experts: set[str]) -> FSDP2:
     return strategy
 
 
-def by_world(specs: dict[str, RunSpec], *rules: str) -> dict[str, list[Outcome]]:
-    """Outcomes of all ranks, by "name / rule"; one start of the ranks for all cases of a size."""
+def by_world(cases: dict[str, RunSpec]) -> dict[str, list[Outcome]]:
+    """Outcomes of all ranks, by case; one start of the ranks for all cases of a size."""
     found: dict[str, list[Outcome]] = {}
-    for world in sorted({spec.parallel.world for spec in specs.values()}):
-        some = {name: spec for name, spec in specs.items() if spec.parallel.world == world}
-        for outcome in on_ranks(world, compare_cases, some, build, True, rules):
+    for world in sorted({spec.parallel.world for spec in cases.values()}):
+        some = {name: spec for name, spec in cases.items() if spec.parallel.world == world}
+        for outcome in on_ranks(world, compare_cases, some, build):
             for key, value in outcome.items():
                 found.setdefault(key, []).append(value)
     return found
@@ -97,13 +98,12 @@ def by_world(specs: dict[str, RunSpec], *rules: str) -> dict[str, list[Outcome]]
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[Outcome]]:
-    return by_world(SPECS, *OPTIMIZERS)
+    return by_world(CASES)
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("rule", OPTIMIZERS)
-def test_steps_equal_one_rank(outcomes: dict[str, list[Outcome]], name: str, rule: str) -> None:
-    for outcome in outcomes[f"{name} / {rule}"]:
+@pytest.mark.parametrize("case", CASES)
+def test_steps_equal_one_rank(outcomes: dict[str, list[Outcome]], case: str) -> None:
+    for outcome in outcomes[case]:
         check(outcome.differences)
 
 
@@ -137,7 +137,7 @@ LOW = {
 
 @pytest.fixture(scope="module")
 def low_outcomes() -> dict[str, list[Outcome]]:
-    return by_world(LOW, "sgd")
+    return by_world(with_rules(LOW, ("",)))
 
 
 @pytest.mark.parametrize("name", LOW)

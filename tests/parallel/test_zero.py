@@ -18,6 +18,7 @@ from data_parallel import (
     make_spec,
     mesh_of,
     start,
+    with_rules,
 )
 from ranks import on_ranks
 from torch import Tensor
@@ -36,6 +37,7 @@ SPECS = {
     "stage 1 tied": make_spec({"dp": WORLD, "strategy": "zero", "zero": 1}, {**DENSE, "tie_embeddings": True}),
     "in place of ddp": make_spec({"dp": WORLD, "ep": 2}, SPARSE),
 }
+CASES = with_rules(SPECS, ("tied", "experts", "ddp"))
 
 
 def build(spec: RunSpec, mesh: Mesh, experts: set[str]) -> Zero:
@@ -48,14 +50,13 @@ def build(spec: RunSpec, mesh: Mesh, experts: set[str]) -> Zero:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Outcome]]:
-    return on_ranks(WORLD, compare_cases, SPECS, build)
+    return on_ranks(WORLD, compare_cases, CASES, build)
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("rule", OPTIMIZERS)
-def test_steps_equal_one_rank(outcomes: list[dict[str, Outcome]], name: str, rule: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_steps_equal_one_rank(outcomes: list[dict[str, Outcome]], case: str) -> None:
     for outcome in outcomes:
-        check(outcome[f"{name} / {rule}"].differences)
+        check(outcome[case].differences)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -68,7 +69,7 @@ def test_gradients_meet_once_in_a_step_unless_stage_2_shards_them(outcomes: Any,
 
 def test_steps_without_contexts_as_in_a_pipeline() -> None:
     specs = {f"stage {n}": make_spec({"dp": 2, "strategy": "zero", "zero": n}) for n in range(3)}
-    for outcome in on_ranks(2, compare_cases, specs, build, False, ("sgd",)):
+    for outcome in on_ranks(2, compare_cases, with_rules(specs, ("",)), build, False):
         for case in outcome.values():
             assert case.trace.early == []
             check(case.differences)
