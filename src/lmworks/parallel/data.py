@@ -22,9 +22,9 @@ class Shard:
     name: str  # of the parameter in the model
     leaf: Tensor  # a plain local tensor with .grad; it shares its memory with the model's weight, or is copied to it
     shape: torch.Size  # of the weight before data-parallel sharding (after tensor and expert parallelism)
-    rows: (
-        str | None
-    )  # the mesh axis over which its rows (dim 0, chunked as torch.chunk does) are cut; None: it is whole
+    # The mesh axis over which its rows (dim 0, chunked as torch.chunk does) are cut; None: the leaf is whole; "flat": a
+    # run of elements, and the ranks of "shard" joined in their order have them all (FSDP1).
+    rows: str | None
 
 
 class DataParallel(Protocol):
