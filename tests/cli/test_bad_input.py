@@ -47,7 +47,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "an empty name": (["tiny", "name="], ["name = ''"]),
     "an engine that does not train yet": (["tiny", "parallel.engine=deepspeed"], ["parallel.engine = 'deepspeed'"]),
     "offload that does not train yet": (["tiny", "parallel.offload=full"], ["parallel.offload = 'full'"]),
-    "more machines than are used": (["tiny", "cluster.nodes=4"], ["cluster.nodes = 4"]),
+    "more machines than are used": (["tiny", "cluster.nodes=4"], ["cluster.nodes = 4", "4 ranks"]),
     "unknown key": (["tiny", "optim.learning_rate=1"], ["unknown key 'optim.learning_rate'", "lr"]),
     "unknown nested key": (["tiny", "model.rope_scaling.fctor=2"], ["model.rope_scaling.fctor", "factor"]),
     "not an override": (["tiny", "optim.lr"], ["'optim.lr' is not an override", "section.key=value"]),
@@ -79,7 +79,11 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "more experts than there are": (["tiny", "model.experts=1"], ["model.top_k = 2", "model.experts = 1"]),
     "experts of a dense model": (["tiny", "parallel.ep=2"], ["parallel.ep = 2", "dense"]),
     "a weight of zero": (["tiny", "data.mix.a=0"], ["data.mix", "'a'", "more than 0"]),
-    "more ranks than one": (["tiny", "parallel.tp=2"], ["2 ranks"]),
+    "a degree that divides nothing": (["tiny", "parallel.tp=3"], ["parallel.tp = 3", "model.heads = 4", "dp=3"]),
+    "several machines": (
+        ["tiny", "parallel.dp=8", "cluster.nodes=4", "cluster.gpus_per_node=2"],
+        ["cluster.nodes = 4", "torchrun"],
+    ),
 }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
 
 from ..spec.errors import LMWorksError
-from . import data, demo, hardware, launch, models, plan, runs, train, use
+from . import data, demo, hardware, launch, models, pipeline, plan, runs, train, use
 
 app = typer.Typer(
     name="lmworks",
@@ -20,6 +21,7 @@ app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("hardware")(hardware.hardware)
 app.command("plan")(plan.plan)
+app.command("pipeline")(pipeline.pipeline)
 app.command("runs")(runs.runs)
 app.command("report")(runs.report)
 app.add_typer(data.app, name="data")
@@ -40,7 +42,9 @@ def main() -> None:
     try:
         app()
     except LMWorksError as error:
-        typer.echo(f"lmworks: error: {error}", err=True)
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or not error.agreed:  # what every rank raises, the first one says
+            typer.echo(f"lmworks: error: {error}" if rank == "0" else f"lmworks: error: rank {rank}: {error}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         typer.echo("lmworks: interrupted", err=True)

@@ -46,8 +46,8 @@ def start_ranks(spec: RunSpec, arguments: list[str]) -> None:
         elastic_launch(config, sys.executable)("-m", "lmworks", *arguments)
     except ChildFailedError as error:
         # A rank that failed has said why; those that died of its absence are not the cause.
-        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        rank, first = failures[0]
+        ended = sorted(error.failures.items(), key=lambda item: (item[1].exitcode <= 0, item[1].timestamp))
+        rank, first = ended[0]
         if first.exitcode < 0:
             typer.echo(f"lmworks: error: rank {rank} was ended by signal {-first.exitcode}", err=True)
         raise typer.Exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
@@ -56,11 +56,16 @@ def start_ranks(spec: RunSpec, arguments: list[str]) -> None:
 
 
 def refuse_too_many(spec: RunSpec) -> None:
-    """More GPU ranks than this machine has GPUs is a job for several machines."""
+    """What takes several machines is not started on one."""
     import torch
 
     from ..spec import SpecError
 
+    if spec.cluster.nodes > 1:
+        raise SpecError(
+            f"cluster.nodes = {spec.cluster.nodes}: start the run on every machine with torchrun, "
+            "or write a job for all of them with `lmworks launch`"
+        )
     if spec.cluster.device == "cpu" or not torch.cuda.is_available():
         return
     here = torch.cuda.device_count()

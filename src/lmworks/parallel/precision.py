@@ -21,7 +21,7 @@ def run_in(precision: PrecisionSpec, model: nn.Module, device: torch.device) -> 
     """
     if precision.dtype == "fp32" or "forward" in vars(model):
         return
-    model.forward = torch.autocast(device.type, dtype=DTYPES[precision.dtype])(model.forward)  # type: ignore[method-assign]
+    model.forward = torch.autocast(device.type, dtype=DTYPES[precision.dtype])(model.forward)
 
 
 class LossScale:

@@ -28,7 +28,15 @@ def check_layout(run: RunSpec) -> None:
 
 def problems(run: RunSpec) -> list[str]:
     """Everything that keeps the layout from running, as sentences that name the key; empty: it runs."""
-    return [*tensor(run), *context(run), *pipeline(run), *expert(run), *data(run)]
+    return [*machines(run), *tensor(run), *context(run), *pipeline(run), *expert(run), *data(run)]
+
+
+def machines(run: RunSpec) -> list[str]:
+    """A cluster that is named is used whole: one rank for each of its accelerators."""
+    nodes, each, world = run.cluster.nodes, run.cluster.gpus_per_node, run.parallel.world
+    if nodes * each in (1, world):
+        return []
+    return [f"cluster.nodes = {nodes} × cluster.gpus_per_node = {each} is {nodes * each} ranks, the layout has {world}"]
 
 
 def tensor(run: RunSpec) -> list[str]:

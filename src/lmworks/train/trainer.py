@@ -236,7 +236,7 @@ class Trainer:
         figures = torch.stack([loss.double().squeeze(), squares.double().squeeze()])
         if self.mesh is None:
             self.stop_asked = self.asked()
-            return *figures.tolist(), self.memory.read()  # type: ignore[return-value]
+            return *figures.tolist(), self.memory.read()
         ranks = torch.zeros(2, self.mesh.size("world"), dtype=torch.float64, device=self.device)
         ranks[:, self.mesh.rank("world")] = torch.tensor([self.asked(), self.memory.read()], dtype=torch.float64)
         figures = torch.cat([figures, ranks.flatten()])
