@@ -136,7 +136,7 @@ def together(rank: int, run: RunSpec) -> dict[str, Any]:
     state = engine.state()
     engine.load(saved)  # and again from the middle: the same steps must follow
     again, _ = take(engine, rank, range(2, STEPS))
-    poisoned = engine.state()["model"]
+    resumed = engine.state()["model"]
     with engine.micro_batch(last=True):
         tokens, targets = sequences(0)
         engine.backward(engine(tokens[:2], targets[:2])[1] * float("inf"))
@@ -145,9 +145,10 @@ def together(rank: int, run: RunSpec) -> dict[str, Any]:
         "norms": begun_norms + norms,
         **state,
         "again": begun + again,
+        "resumed": resumed,
         "kinds": {row.kind for row in seen.table() if row.bytes > 1000},
         "refused": engine.step(RATE),
-        "kept": all(torch.equal(value, poisoned[name]) for name, value in engine.state()["model"].items()),
+        "kept": all(torch.equal(value, resumed[name]) for name, value in engine.state()["model"].items()),
     }
 
 
@@ -169,6 +170,7 @@ def test_five_steps_are_those_of_one_rank(zero: int, offload: str) -> None:
         assert found["again"] == pytest.approx(expected["losses"], rel=1e-6)
         for name, weight in expected["model"].items():
             assert near(found["model"][name], weight) < 1e-5, name
+            assert near(found["resumed"][name], found["model"][name]) < 1e-6, name
             assert near(found["optim"][f"{name}.exp_avg"], expected["optim"][f"{name}.exp_avg"]) < 1e-4, name
             assert found["optim"][f"{name}.step"] == STEPS
         assert "all-gather" in found["kinds"]  # each rank updates its part alone

@@ -178,7 +178,7 @@ class DeepSpeedEngine:
         return float(self.zero.optimizer.state[self.flats()[0]]["step"])
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Take up what `state` gave, under whatever stage and number of ranks."""
+        """Take up what `state` gave: whole tensors, of which each rank keeps its part."""
         import torch
 
         with torch.no_grad():
