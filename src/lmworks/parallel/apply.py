@@ -53,7 +53,8 @@ def lay_out(spec: RunSpec, mesh: Mesh | None, device: torch.device, weights: Sou
         choose_recompute(part, spec)
         if spec.parallel.compile:
             compile_blocks(part, spec, mesh)
-        run_in(spec.precision, part, device)
+        if spec.parallel.engine == "native":
+            run_in(spec.precision, part, device)
         strategies[stage.index] = with_weights(part, spec, mesh, experts, splits, device, weights)
         parts[stage.index] = part
     pipeline = None
@@ -90,6 +91,7 @@ def with_weights(
     """The data-parallel strategy over a part, and memory with initial weights under it."""
     layout = spec.parallel
     sharded = layout.strategy == "fsdp2" or (layout.strategy == "zero" and layout.zero == 3)
+    sharded = sharded and layout.engine == "native"
     strategy: DataParallel
     if mesh is not None and sharded and not lonely(spec, mesh):
         strategy = FSDP2(part, spec, mesh, experts)  # shards are cut before there is memory
@@ -102,7 +104,7 @@ def with_weights(
 
 def replicated(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str]) -> DataParallel:
     layout = spec.parallel
-    if mesh is None or lonely(spec, mesh):
+    if mesh is None or lonely(spec, mesh) or layout.engine == "deepspeed":  # which wraps the part itself, later
         return Alone(part)
     if layout.strategy == "fsdp1":
         return FSDP1(part, spec, mesh, experts)

@@ -38,7 +38,6 @@ class DDP:
             bucket_cap_mb=spec.parallel.bucket_mb,
             gradient_as_bucket_view=True,
             static_graph=spec.parallel.static_graph,
-            broadcast_buffers=False,
             init_sync=False,  # weights are equal already: they follow from the seed
         )
         if spec.precision.reduce == "bf16":

@@ -113,7 +113,7 @@ class Laid:
         copies = grid.world // grid.pp
         cuts = [*self.splits.axes(shard.name), *([shard.rows] if shard.rows else [])]
         for axis in cuts:
-            copies //= grid.size(axis)
+            copies //= grid.size("shard" if axis == "flat" else axis)
         if shard.name == "embed.weight" and self.spec.model.tie_embeddings and grid.pp > 1:
             copies *= 2
         return copies
@@ -123,6 +123,10 @@ class Laid:
         group = None if self.mesh is None else self.mesh.group("dp_cp")
         for part in self.parts.values():
             update_balance(part, group)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What is part of the model's state and not trained by gradients; equal on all ranks that have it."""
+        return {name: buffer for part in self.parts.values() for name, buffer in part.named_buffers()}
 
     def after_load(self) -> None:
         """After the leaves were filled from a checkpoint."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Rows
@@ -26,6 +27,8 @@ ORDER = ("shard", "edp", "ep", "tp")  # as axes lie in the grid: data-parallel s
 
 def whole(shard: Shard, local: Tensor, splits: Splits, mesh: Mesh | None) -> Tensor:
     """`local`, shaped like the shard's leaf, as a part of the whole tensor."""
+    if shard.rows == "flat" and mesh is not None:
+        return join_runs(local, shard.shape, mesh)
     axes = dict(splits.axes(shard.name))
     cuts = {**({shard.rows: 0} if shard.rows else {}), **axes}
     if mesh is None or not cuts:
@@ -44,6 +47,41 @@ def whole(shard: Shard, local: Tensor, splits: Splits, mesh: Mesh | None) -> Ten
     return DTensor.from_local(local, mesh.device_mesh(*names), placements, run_check=False, shape=shape, stride=stride)
 
 
+def join_runs(local: Tensor, shape: torch.Size, mesh: Mesh) -> Tensor:
+    """FSDP1 cuts a weight into runs of elements, one a rank, that no DTensor describes: here it is made whole, a copy.
+
+    Then every rank holds all of it: for the size of model that FSDP1 is still used for.
+    """
+    sizes = run_sizes(local, mesh)
+    room = local.new_zeros(max(sizes))
+    room[: local.numel()] = local.flatten()
+    runs = local.new_empty(len(sizes) * max(sizes))
+    dist.all_gather_into_tensor(runs, room, group=mesh.group("shard"))
+    parts = [run[:size] for run, size in zip(runs.split(max(sizes)), sizes, strict=True)]
+    return torch.cat(parts).view(shape)
+
+
+def run_sizes(local: Tensor, mesh: Mesh) -> list[int]:
+    sizes = torch.zeros(mesh.size("shard"), dtype=torch.long, device=local.device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([local.numel()], device=local.device), group=mesh.group("shard"))
+    return [int(size) for size in sizes]
+
+
+@torch.no_grad()
+def take_runs(shards: list[Shard], optimizer: Optimizer, state: dict[str, Any], mesh: Mesh | None) -> None:
+    """The way back: what was loaded as whole weights goes into FSDP1's runs. Everything else is loaded in place."""
+    for shard in shards:
+        if shard.rows != "flat" or mesh is None:
+            continue
+        sizes, rank = run_sizes(shard.leaf, mesh), mesh.rank("shard")
+        start = sum(sizes[:rank])
+        mine = slice(start, start + sizes[rank])
+        shard.leaf.copy_(state["model"][shard.name].flatten()[mine].view_as(shard.leaf))
+        for key, value in optimizer.state.get(shard.leaf, {}).items():
+            if value.dim() and "optim" in state:
+                value.copy_(state["optim"][f"{shard.name}.{key}"].flatten()[mine].view_as(value))
+
+
 def model_state(shards: list[Shard], splits: Splits, mesh: Mesh | None) -> dict[str, Tensor]:
     return {shard.name: whole(shard, shard.leaf.detach(), splits, mesh) for shard in shards}
 
@@ -52,8 +90,12 @@ def optimizer_state(optimizer: Optimizer, shards: list[Shard], splits: Splits, m
     """{"weight.name.exp_avg": …}; before the first step, the zeros that it starts from."""
     start_states(optimizer)
     state: dict[str, Tensor] = {}
+    moments = next(({k: v for k, v in known.items() if v.dim()} for known in optimizer.state.values()), {})
     for shard in shards:
-        for key, value in optimizer.state.get(shard.leaf, {}).items():
+        own = optimizer.state.get(shard.leaf, {})
+        if not own and shard.rows == "flat":  # a rank without elements takes part in joining those of the others
+            own = {key: shard.leaf.detach().new_empty(0) for key in moments}
+        for key, value in own.items():
             cut = value.shape == shard.leaf.shape and value.dim() > 0
             state[f"{shard.name}.{key}"] = whole(shard, value, splits, mesh) if cut else value
     return state

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,11 @@ from ..data.progress import silent
 from ..kernels.cross_entropy import IGNORE
 from ..model import GPT
 from ..parallel.apply import lay_out
+from ..parallel.data import DataParallel
+from ..parallel.deepspeed import DeepSpeedEngine
 from ..parallel.norms import squared_norm
 from ..parallel.precision import LossScale
-from ..parallel.state import model_state, training_state
+from ..parallel.state import take_runs, training_state
 from ..parallel.weights import is_hf, source_of
 from ..parallel.world import from_lead, is_lead, join, together
 from ..plan.flops import model_flops_per_token
@@ -107,6 +109,10 @@ class Trainer:
         seed_everything(self.spec.seed)
         self.laid = together(lambda: lay_out(self.spec, self.mesh, self.device, self.weights))
         self.optimizer = make_optimizer(self.laid.shards, self.spec.optim)
+        self.engine: DeepSpeedEngine | None = None
+        if self.spec.parallel.engine == "deepspeed":  # it takes model and optimizer over
+            self.engine = together(lambda: DeepSpeedEngine(self.model, self.optimizer, self.spec))
+            self.laid.strategies = {0: cast(DataParallel, self.engine)}  # for evaluation, which only calls it
         self.loss_scale = LossScale(self.spec.precision)
         self.stop_asked = 0  # the signal that any rank was sent
         self.profiler = Profiler(self.spec.log, self.folder, self.device)
@@ -190,6 +196,8 @@ class Trainer:
         # The loss is a mean over the tokens of the global batch, so every micro-batch on every rank is divided by that
         # count, not by its own: uneven ones then weigh as their tokens do.
         tokens = self.count_tokens(batches)
+        if self.engine is not None:
+            return self.engine_step(self.engine, batches, tokens, began)
         scale = self.loss_scale.scale
         loss_sum = self.laid.forward_backward(batches, scale / max(1, tokens))
         self.laid.finish()
@@ -216,6 +224,29 @@ class Trainer:
         if self.loss_scale.enabled:
             values["loss_scale"] = scale
         return values
+
+    def engine_step(
+        self, engine: DeepSpeedEngine, batches: Sequence[Batch], tokens: int, began: float
+    ) -> dict[str, Any]:
+        """The same step where DeepSpeed owns the backward pass, the reduction and the update."""
+        loss_sum = torch.zeros((), device=self.device)
+        for index, batch in enumerate(batches):
+            with engine.micro_batch(last=index == len(batches) - 1):
+                _, loss = engine(**self.laid.inputs(batch))
+                engine.backward(loss / max(1, tokens))
+            loss_sum += loss.detach()
+        total, _, memory = self.sum_over_ranks(loss_sum, torch.zeros((), device=self.device))
+        loss_mean = total / max(1, tokens)
+        if not math.isfinite(loss_mean):
+            self.refuse_nonfinite(loss_mean, math.nan)
+        computed = time.perf_counter()
+        lr, scale = learning_rate(self.spec.optim, self.step), engine.loss_scale
+        norm = engine.step(lr)
+        if not math.isfinite(norm):
+            self.event("overflow", self.step + 1, loss_scale=scale, next_scale=engine.loss_scale)
+        values = {"loss": loss_mean, "lr": lr, "grad_norm": norm, "tokens": tokens, "memory_bytes": memory}
+        values |= {"forward_backward_s": computed - began, "optimizer_s": time.perf_counter() - computed}
+        return values | ({"loss_scale": scale} if self.loss_scale.enabled else {})
 
     def count_tokens(self, batches: Sequence[Batch]) -> int:
         """Targets of the global batch that count. Only document masks leave any out."""
@@ -314,7 +345,20 @@ class Trainer:
             sink.log(self.step, values)
 
     def state(self) -> dict[str, Any]:
-        return training_state(self.optimizer, self.laid.shards, self.laid.splits, self.mesh)
+        """Model and optimizer by name: the live tensors, to be saved, or loaded into and then taken up by `take`."""
+        if self.engine is not None:
+            return self.engine.state()
+        state = training_state(self.optimizer, self.laid.shards, self.laid.splits, self.mesh)
+        state["model"] |= self.laid.buffers()
+        return state
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Go on from what was loaded into `state`."""
+        if self.engine is not None:
+            self.engine.load(state)
+            return
+        take_runs(self.laid.shards, self.optimizer, state, self.mesh)
+        self.laid.after_load()
 
     def save(self) -> float:
         """Commit a checkpoint; returns the seconds it took."""
@@ -342,7 +386,7 @@ class Trainer:
                 f"{', '.join(self.spec.data.sources)} holds other tokens than those this run was trained on; "
                 "bring the old data back, or start a new run"
             )
-        self.laid.after_load()
+        self.take(state)
         set_rng_state(state["rng"])
         self.loss_scale.load_state_dict(manifest.meta["loss_scale"])
         self.step, self.cursor = manifest.step, manifest.meta["cursor"]
@@ -352,10 +396,10 @@ class Trainer:
         start = self.spec.checkpoint.init
         if not start or is_hf(Path(start)):
             return
-        state = {"model": model_state(self.laid.shards, self.laid.splits, self.mesh)}
+        state = {"model": self.state()["model"]}
         if checkpoint.load(RunFolder.open(start).checkpoints, state, refused=self.refused) is None:
             raise SpecError(f"checkpoint.init = {start!r} has no checkpoint to start from")
-        self.laid.after_load()
+        self.take(state)
 
     def refused(self, path: Path, reason: str) -> None:
         self.event("refused", step_of(path), path=path.name, reason=reason)
