@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from ..spec import RunSpec
 
-GRACE_S = 600  # what a stopped run has to finish its step and save, before it is killed
+GRACE_S = 180  # what a stopped run has to finish its step and save, before it is killed
 
 
 def needs_ranks(spec: RunSpec) -> bool:
