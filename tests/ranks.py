@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import socket
 import traceback
 from collections.abc import Callable
@@ -42,6 +43,7 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: flo
 def enter(rank: int, world: int, port: int, results: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
         torch.set_num_threads(1)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}  # as torchrun says it
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
         value = work(rank, *arguments)
         dist.barrier()

@@ -1,0 +1,76 @@
+"""Runs of several ranks stop, go on, and change their layout, as one rank's do: nothing is lost on the way.
+
+One fork of ranks trains every layout of its size, and goes on with copies of the runs that lost their last steps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from layouts import SPARSE, Job, do, layout
+from lmworks.record import RunFolder
+from lmworks.spec import RunSpec
+from tiny import curve, differences, saved
+
+FSDP2 = ("parallel.strategy=fsdp2",)
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "one": (),
+    "one-moe": SPARSE,
+    "ddp": ("parallel.dp=2",),
+    "fsdp2": ("parallel.dp=2", *FSDP2),
+    "fsdp1": ("parallel.dp=2", "parallel.strategy=fsdp1"),
+    "zero-1": ("parallel.dp=2", "parallel.strategy=zero", "parallel.zero=1"),
+    "zero-2": ("parallel.dp=2", "parallel.strategy=zero", "parallel.zero=2"),
+    "offload": ("parallel.dp=2", *FSDP2, "parallel.offload=optimizer"),
+    "tp": ("parallel.tp=2",),
+    "cp": ("parallel.cp=2",),
+    "pp": ("parallel.pp=2", "model.tie_embeddings=true"),
+    "ep": ("parallel.dp=2", "parallel.ep=2", *SPARSE),
+    "tp-fsdp2": ("parallel.tp=2", "parallel.sp=true", "parallel.dp=2", *FSDP2),
+    "hsdp": ("parallel.dp_replicate=2", "parallel.dp_shard=2", *FSDP2),
+    "zbv-fsdp2": ("parallel.pp=2", "parallel.schedule=zbv", "parallel.dp=2", *FSDP2, "model.layers=4"),
+    "ep-fsdp2": ("parallel.dp=4", "parallel.ep=2", *FSDP2, *SPARSE),
+}
+# From the checkpoint of one layout to another of any size; what is not about ranks stays as it was.
+MOVES = [
+    ("fsdp2", "one"), ("one", "tp"), ("pp", "fsdp2"), ("zero-1", "ddp"), ("tp-fsdp2", "pp"), ("fsdp1", "fsdp2"),
+    ("fsdp2", "fsdp1"), ("ep", "one-moe"), ("one-moe", "ep-fsdp2"), ("zbv-fsdp2", "tp-fsdp2"), ("offload", "zero-2"),
+    ("hsdp", "cp"), ("tp", "offload"), ("ddp", "hsdp"),
+]  # fmt: skip
+
+
+def spec_of(data: Path, model: str, ranks: str) -> RunSpec:
+    """The model of one case on the ranks of another."""
+    shape = [key for key in LAYOUTS[model] if not key.startswith("parallel")]
+    return layout(data, *shape, *[key for key in LAYOUTS[ranks] if key.startswith("parallel")])
+
+
+@pytest.fixture(scope="module")
+def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`name/` of every layout, `name-again/` taken up after step 2, and `name-to-other/` likewise under another."""
+    root = tmp_path_factory.mktemp("runs")
+    specs = {name: layout(dataset, *keys) for name, keys in LAYOUTS.items()}
+    do([Job(root / name, spec) for name, spec in specs.items()])
+    again = [Job(root / f"{name}-again", spec, root / name, 2) for name, spec in specs.items()]
+    moved = [Job(root / "-to-".join(move), spec_of(dataset, *move), root / move[0], 2, True) for move in MOVES]
+    do(again + moved)
+    return root
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_that_goes_on_in_its_layout_ends_bitwise_where_it_would_have(runs: Path, name: str) -> None:
+    assert RunFolder(runs / f"{name}-again").next_attempt() == 2  # it was taken up, once
+    assert differences(saved(runs / name), saved(runs / f"{name}-again")) == []
+    assert curve(runs / name) == curve(runs / f"{name}-again")
+
+
+@pytest.mark.parametrize("move", MOVES, ids="-to-".join)
+def test_another_layout_takes_a_checkpoint_up_exactly_and_at_the_same_data(runs: Path, move: tuple[str, str]) -> None:
+    """Weights, optimizer states, and buffers are equal to the bit; so are the samples that follow."""
+    source, target = runs / move[0], runs / "-to-".join(move)
+    assert differences(saved(source, 2), saved(target, 2)) == []
+    before, after = curve(source)[2], curve(target)[2]
+    assert after[1] == pytest.approx(before[1], rel=1e-6)  # the loss of the next step
+    assert after[5] == pytest.approx(before[5], rel=1e-5)  # and after it, on held-out data
