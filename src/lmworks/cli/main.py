@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ..spec.errors import LMWorksError
-from . import data, demo, hardware, launch, models, pipeline, plan, runs, train, use
+from . import data, demo, hardware, launch, mesh, models, parity, pipeline, plan, runs, train, use
 
 app = typer.Typer(
     name="lmworks",
@@ -21,6 +21,7 @@ app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("hardware")(hardware.hardware)
 app.command("plan")(plan.plan)
+app.command("mesh")(mesh.mesh)
 app.command("pipeline")(pipeline.pipeline)
 app.command("runs")(runs.runs)
 app.command("report")(runs.report)
@@ -28,6 +29,7 @@ app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("resume")(train.resume)
 app.add_typer(launch.app, name="launch")
+app.command("parity")(parity.parity)
 app.command("eval")(use.evaluate)
 app.command("generate")(use.generate)
 

@@ -7,6 +7,7 @@ rank this is. Without that there is one process and no group: every function her
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -48,6 +49,8 @@ def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) 
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Newer versions rename collectives that the oldest we support, and PyTorch's own FSDP, know by the old names only.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     if not dist.is_initialized():
         dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
     return Mesh(Grid.of(parallel), device.type)

@@ -1,0 +1,97 @@
+"""One GPU, one rank: the plain step beside the same step under DDP and FSDP2.
+
+    torchrun --nproc-per-node 1 benchmarks/parallel_gpu.py [--save]
+
+A strategy over one rank has nothing to exchange; what it costs is its hooks and its copies. Aim: within 2% of each
+other's tokens/s. Strategies take turns within one process, so that clocks and temperature hit all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from common import write_result
+
+from lmworks.data import Batch
+from lmworks.parallel.apply import lay_out
+from lmworks.parallel.weights import source_of
+from lmworks.parallel.world import join, leave
+from lmworks.spec import load_run
+from lmworks.train.optim import make_optimizer
+
+ROUNDS, STEPS = 6, 5
+CASE = ["precision.dtype=bf16", "parallel.compile=true", "cluster.device=cuda"]
+MODELS = {
+    "gpt2-small": ["data.seq=1024", "data.micro_batch=16"],
+    "llama3-1b": ["data.seq=2048", "data.micro_batch=4"],
+}
+
+
+def stepper(model: str, strategy: str) -> Any:
+    """A function that takes one optimizer step."""
+    spec = load_run(model, [*MODELS[model], *CASE, f"parallel.strategy={strategy.replace('plain', 'ddp')}"])
+    device = torch.device("cuda", 0)
+    mesh = None if strategy == "plain" else join(spec.parallel, device)
+    laid = lay_out(spec, mesh, device, source_of(spec))
+    optimizer = make_optimizer(laid.shards, spec.optim)
+    tokens = torch.randint(0, spec.model.vocab, (spec.data.micro_batch, spec.data.seq), device=device)
+    batch = Batch(tokens, tokens)
+
+    def step() -> None:
+        laid.forward_backward([batch], 1 / spec.tokens_per_step)
+        laid.finish()
+        optimizer.step()
+        laid.after_step()
+        laid.clear()
+
+    return step, spec.tokens_per_step
+
+
+def measure(model: str) -> list[dict[str, Any]]:
+    steppers = {name: stepper(model, name) for name in ("plain", "ddp", "fsdp2")}
+    seconds: dict[str, list[float]] = {name: [] for name in steppers}
+    for round_ in range(ROUNDS + 1):
+        for name, (step, _) in steppers.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            torch.cuda.synchronize()
+            if round_:
+                seconds[name].append((time.perf_counter() - began) / STEPS)
+    plain = statistics.median(seconds["plain"])
+    return [
+        {
+            "model": model,
+            "strategy": name,
+            "step_s": statistics.median(times),
+            "tokens_per_s": steppers[name][1] / statistics.median(times),
+            "ratio_to_plain": plain / statistics.median(times),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/parallel_gpu.json")
+    arguments = parser.parse_args()
+    rows = []
+    for model in MODELS:
+        rows += measure(model)
+        torch.cuda.empty_cache()
+    for row in rows:
+        print(
+            f"{row['model']:12} {row['strategy']:6} {row['tokens_per_s']:12,.0f} tokens/s  {row['ratio_to_plain']:.3f}"
+        )
+    if arguments.save:
+        print(write_result("parallel_gpu", {"aim": "within 2% of plain", "rows": rows}))
+    leave()
+
+
+if __name__ == "__main__":
+    main()
