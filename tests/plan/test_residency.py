@@ -1,0 +1,124 @@
+"""Bytes by arithmetic against live tensors and counted collectives, for every data-parallel strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmworks.model import GPT
+from lmworks.plan.residency import Resident, by_kind, collectives, flat_units, resident
+from lmworks.plan.weights import weights
+from lmworks.spec import ModelSpec, RunSpec, SpecError
+from lmworks.study.data_parallel import STRATEGIES
+from lmworks.study.holdings import Holdings, observe
+from lmworks.study.ranks import on_ranks
+
+# Rows that neither 2 nor 3 divides (259, 50 by 3), and a width that is no multiple of FSDP1's alignment.
+MODEL = {"preset": "tiny", "layers": 2, "hidden": 30, "heads": 3, "kv_heads": 1, "ffn": 50, "qk_norm": True}
+
+
+def make_spec(
+    data: Path, ranks: int, layout: dict[str, Any], accumulation: int = 1, tied: bool = False, **sections: Any
+) -> RunSpec:
+    table: dict[str, Any] = {
+        "model": {**MODEL, "tie_embeddings": tied},
+        "data": {"path": str(data), "seq": 16, "micro_batch": 1, "global_batch": ranks * accumulation},
+        "parallel": {"dp": ranks, "bucket_mb": 0.01, **layout},
+    }
+    return RunSpec.from_dict({**table, **sections})
+
+
+CASES = {  # ranks, micro-batches, tied
+    "2 ranks": (2, 1, True),
+    "3 ranks": (3, 1, True),
+    "3 ranks, 3 micro-batches, untied": (3, 3, False),
+}
+
+
+def observe_all(rank: int, specs: dict[str, RunSpec], folder: Path) -> dict[str, Holdings]:
+    return {name: observe(rank, spec, folder / name) for name, spec in specs.items()}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def observed(request: Any, dataset: Path, tmp_path_factory: Any) -> tuple[dict[str, RunSpec], list[Any]]:
+    ranks, accumulation, tied = CASES[request.param]
+    specs = {name: make_spec(dataset, ranks, layout, accumulation, tied) for name, layout in STRATEGIES.items()}
+    return specs, on_ranks(ranks, observe_all, specs, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_live_tensors_hold_what_the_arithmetic_says(observed: Any, name: str) -> None:
+    specs, ranks = observed
+    for rank, holdings in enumerate(ranks):
+        assert holdings[name].resident == resident(specs[name], rank)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_collectives_are_those_of_the_formula(observed: Any, name: str) -> None:
+    specs, ranks = observed
+    for holdings in ranks:
+        assert by_kind(holdings[name].collectives) == by_kind(collectives(specs[name]))
+
+
+@pytest.mark.parametrize("name", ["FSDP1 full", "FSDP2 reshard", "ZeRO-2"])
+def test_bf16_leaves_resident_bytes_alone_and_halves_gathers_of_blocks(
+    dataset: Path, tmp_path: Path, name: str
+) -> None:
+    spec = make_spec(dataset, 2, STRATEGIES[name], precision={"dtype": "bf16", "reduce": "bf16"})
+    for rank, holdings in enumerate(on_ranks(2, observe, spec, tmp_path)):
+        assert holdings.resident == resident(spec, rank)
+        assert by_kind(holdings.collectives) == by_kind(collectives(spec))
+        assert holdings.dtypes == dict.fromkeys(("parameters", "gradients", "optimizer"), "float32")
+
+
+def test_bytes_of_a_small_example() -> None:
+    model = {"layers": 1, "hidden": 2, "heads": 1, "ffn": 2, "vocab": 3, "context": 4, "tie_embeddings": True}
+    data = {"seq": 4, "micro_batch": 1}
+
+    def held(rank: int, **layout: Any) -> Resident:
+        return resident(RunSpec.from_dict({"model": model, "data": data, "parallel": {"dp": 2, **layout}}), rank)
+
+    psi = 3 * 2 + 4 * 2 * 2 + 3 * 2 * 2 + 3 * 2  # embedding, q k v out, gate up down, three norms
+    count = 1 + 4 + 3 + 3
+    assert held(0, strategy="ddp") == Resident(4 * psi, 4 * psi, 0, 8 * psi + 4 * count, 0, 0)
+    # Two of the embedding's three rows go to rank 0; everything else has two rows.
+    first, second = (psi - 6) // 2 + 4, (psi - 6) // 2 + 2
+    assert held(0, strategy="zero", zero=1) == Resident(4 * psi, 4 * psi, 0, 8 * first + 4 * count, 0, 0)
+    assert held(1, strategy="zero", zero=2) == Resident(4 * psi, 4 * second, 0, 8 * second + 4 * count, 0, 0)
+    assert held(1, strategy="fsdp2") == Resident(4 * second, 4 * second, 0, 8 * second + 4 * count, 8, 8)
+
+
+def test_flat_parameters_begin_at_16_bytes_and_divide() -> None:
+    spec = RunSpec.from_dict({"model": MODEL, "parallel": {"dp": 3, "strategy": "fsdp1"}})
+    for unit in flat_units(spec):
+        assert all(start % 4 == 0 for start, _ in unit.spans)
+        assert sum(sum(unit.own(rank)) for rank in range(3)) == sum(size for _, size in unit.spans)
+        assert 0 <= 3 * unit.length - sum(unit.spans[-1]) < 3
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        MODEL,
+        {"preset": "gpt2-small", "layers": 2, "vocab": 100},
+        {"preset": "tiny", "experts": 4, "shared_experts": 1, "tie_embeddings": False},
+        {"preset": "tiny", "qkv_bias": True, "norm": "layer"},
+    ],
+)
+def test_weights_are_those_of_the_network(model: dict[str, Any]) -> None:
+    import torch
+
+    spec = ModelSpec.from_dict(model)
+    with torch.device("meta"):
+        network = GPT(spec)
+    assert [(w.name, w.shape) for w in weights(spec)] == [(n, tuple(p.shape)) for n, p in network.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "strategy": "fsdp2"}, {"dp": 2, "offload": "optimizer"}]
+)
+def test_other_layouts_are_refused(layout: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="bytes are worked out"):
+        resident(RunSpec.from_dict({"model": {"preset": "tiny"}, "parallel": layout}), 0)
