@@ -167,16 +167,20 @@ class Laid:
         ranks = self.size("dp")
         mine = 0 if self.mesh is None else self.mesh.rank("dp")
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for first in range(0, count, ranks):
-            own = first + mine < count
-            inputs = self.inputs(batch_at(first + mine) if own else nothing_counts(batch_at(first)))
+        rounds = range(0, count, ranks)
+        depth = self.size("pp")  # micro-batches at once: enough to keep every stage of a pipeline busy
+        for some in (rounds[i : i + depth] for i in range(0, len(rounds), depth)):
+            inputs = [
+                self.inputs(batch_at(first + mine) if first + mine < count else nothing_counts(batch_at(first)))
+                for first in some
+            ]
             if self.pipeline is not None:
-                loss = self.pipeline.evaluate([inputs])
+                loss = self.pipeline.evaluate(inputs)
             else:
-                _, loss = self.strategies[0](**inputs)
+                _, loss = self.strategies[0](**inputs[0])
             total[0] += loss.double().sum() / self.size("tp")
             if self.mesh is None or (self.mesh.rank("pp") == 0 and self.mesh.rank("tp") == 0):
-                total[1] += (inputs["targets"] != IGNORE).sum()
+                total[1] += sum((one["targets"] != IGNORE).sum() for one in inputs)
         if self.mesh is not None:
             dist.all_reduce(total)
         loss_sum, tokens = total.tolist()

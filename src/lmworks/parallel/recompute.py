@@ -12,6 +12,7 @@ from ..plan.memory import kept
 from ..plan.network import network
 from ..plan.ops import Workload
 from ..spec import RunSpec, SpecError
+from ..spec.layout import LOOPED
 
 
 def choose_recompute(part: GPT, spec: RunSpec) -> None:
@@ -54,9 +55,19 @@ def kept_bytes(spec: RunSpec) -> dict[str, float]:
     return {policy: kept(net, policy)[1] / share for policy in ("none", "selective", "full")}
 
 
-def in_flight(spec: RunSpec) -> int:
-    """Micro-batches whose activations a pipeline rank holds at once, at most."""
-    layout = spec.parallel
-    if layout.pp == 1:
+def in_flight(spec: RunSpec) -> float:
+    """Micro-batches whose activations a pipeline rank holds at once, at most, in terms of all its layers.
+
+    GPipe and looped BFS hold all m; 1F1B p. With v stages a rank, a micro-batch in one stage is 1/v of one: interleaved
+    schedules hold 2(p − 1) + (v − 1)p + 1 of these on rank 0, V-shaped ones 2p (and one more where two overlap).
+    """
+    layout, batches = spec.parallel, spec.accumulation
+    pp, stages = layout.pp, layout.virtual_stages
+    if pp == 1:
         return 1
-    return spec.accumulation if layout.schedule in ("gpipe", "looped-bfs") else min(layout.pp, spec.accumulation)
+    if layout.schedule in ("gpipe", "looped-bfs"):
+        return batches
+    if layout.schedule == "1f1b":
+        return min(pp, batches)
+    chunks = 2 * (pp - 1) + (stages - 1) * pp + 1 if layout.schedule in LOOPED else 2 * pp + 1
+    return min(batches * stages, chunks) / stages
