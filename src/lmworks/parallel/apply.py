@@ -33,12 +33,14 @@ from .weights import Source
 from .zero import Zero
 
 
-def lay_out(spec: RunSpec, mesh: Mesh | None, device: torch.device, weights: Source) -> Laid:
-    """This rank's part of the model, ready for its first step."""
+def lay_out(
+    spec: RunSpec, mesh: Mesh | None, device: torch.device, weights: Source, stages: list[Stage] | None = None
+) -> Laid:
+    """This rank's part of the model, ready for its first step; `stages` stand in for those it would hold."""
     splits = Splits()
     parts: dict[int, GPT] = {}
     strategies: dict[int, DataParallel] = {}
-    for stage in stages_here(spec, mesh):
+    for stage in stages or stages_here(spec, mesh):
         with torch.device("meta"):
             part = GPT(spec.model, layers=stage.layers, first=stage.first, last=stage.last)
         experts: set[str] = set()

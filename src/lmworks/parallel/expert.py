@@ -60,13 +60,27 @@ def visit_elsewhere(moe: MoE, rows: Tensor, counts: Tensor, group: ProcessGroup)
     """
     ranks, local = group.size(), moe.experts // group.size()
     given = counts.view(ranks, local)
-    got = collectives.all_to_all(counts, [local] * ranks, [local] * ranks, group).view(ranks, local)
-    to, of, sizes = split(torch.cat((given.sum(dim=1), got.sum(dim=1), got.sum(dim=0))).tolist(), ranks)
+    got = exchanged(counts, group)
+    sizes = split(torch.cat((given.sum(dim=1), got.sum(dim=1), got.sum(dim=0))).tolist(), ranks)
+    return there_and_back(moe, rows, got, sizes, group)
+
+
+def exchanged(counts: Tensor, group: ProcessGroup) -> Tensor:
+    """(ranks, local experts): how many rows come from each rank for each expert here."""
+    each = [counts.shape[0] // group.size()] * group.size()
+    return collectives.all_to_all(counts, each, each, group).view(group.size(), -1)
+
+
+def there_and_back(
+    moe: MoE, rows: Tensor, got: Tensor, sizes: tuple[list[int], list[int], list[int]], group: ProcessGroup
+) -> Tensor:
+    """`sizes`: rows to each rank, rows from each rank, rows of each expert here."""
+    to, of, runs = sizes
     arrived = collectives.exchange(rows[: sum(to)], of, to, group)  # by rank it came from, then by expert
-    expert = torch.arange(local, device=counts.device).repeat(ranks)
+    expert = torch.arange(len(runs), device=got.device).repeat(group.size())
     order = expert.repeat_interleave(got.flatten(), output_size=sum(of)).argsort(stable=True)
     back = order.argsort()
-    result = run_experts(moe, Rows.apply(arrived, order, back, 1, arrived.dtype), sizes)
+    result = run_experts(moe, Rows.apply(arrived, order, back, 1, arrived.dtype), runs)
     result = Rows.apply(result, back, order, 1, result.dtype)
     return collectives.exchange(result, to, of, group)
 
