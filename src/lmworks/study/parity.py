@@ -1,0 +1,164 @@
+"""Every layout against one rank: the same seed, the same data, and everything that was computed compared.
+
+A loss that looks right proves little: a gradient may be scaled wrongly and still point downhill. So each gradient of
+each step is compared, on every rank that holds a part of it, and each weight after five steps.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..spec import RunSpec
+from ..spec.layouts import Layout
+from .compare import Worst, gradient_errors, scalar_errors, weight_errors, worst
+from .corpus import write_corpus
+from .ranks import RankFailed, on_ranks
+from .trial import Trial, run_trials
+
+RULES: dict[str, dict[str, Any]] = {"sgd": {}, "adamw": {"optimizer": "adamw", "lr": 1e-3}}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table. Differences are relative, and against one rank in the same precision."""
+
+    layout: str
+    ranks: int
+    loss_diff: float = float("nan")
+    worst_grad: float = float("nan")
+    worst_grad_name: str = ""
+    worst_param: float = float("nan")  # after five steps of SGD
+    worst_param_name: str = ""
+    adamw_param: float = float("nan")  # after five steps of AdamW: reported, not judged
+    grad_norm_diff: float = float("nan")
+    times_one_rank: float | None = None  # half precision: the error against fp32, in units of one rank's
+    tokens: int = 0
+    peak_bytes: int = 0  # of the rank that needs most
+    peak_bytes_by_rank: list[int] = field(default_factory=list)
+    collectives: list[dict[str, Any]] = field(default_factory=list)  # of one step, each on the rank that calls it most
+    cause: str = ""  # of a tolerance wider than usual
+    ok: bool = False
+    failure: str = ""  # what was outside, with the name of the parameter
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: a number that is none is null."""
+        return {key: None if value != value else value for key, value in asdict(self).items()}
+
+
+class Parity:
+    """Proves layouts one after another; what one rank computes is computed once for all that share it."""
+
+    def __init__(self, root: Path, given: dict[str, Any] | None = None, adamw: bool = True) -> None:
+        self.root, self.given = root, given
+        self.rules = RULES if adamw else {"sgd": RULES["sgd"]}
+        self.data = None if given is not None else write_corpus(root)
+        self.known: dict[str, dict[str, Trial]] = {}
+
+    def prove(self, layout: Layout) -> Result:
+        began = time.monotonic()
+        spec = self.with_data(layout.run(self.given))
+        one = self.alone(layout)
+        try:
+            ranks = self.train(spec)
+        except RankFailed as error:
+            return Result(layout.name, spec.parallel.world, failure=str(error), seconds=time.monotonic() - began)
+        oracle = self.alone(layout, "fp32") if layout.dtype != "fp32" else None
+        return judge(layout, ranks, one, oracle, began)
+
+    def alone(self, layout: Layout, dtype: str | None = None) -> dict[str, Trial]:
+        spec = self.with_data(layout.alone(self.given, dtype)).replace(name="one")
+        key = str(spec)
+        if key not in self.known:
+            self.known[key] = self.train(spec, launched=False)[0]
+        return self.known[key]
+
+    def train(self, spec: RunSpec, launched: bool = True) -> list[dict[str, Trial]]:
+        folder = Path(tempfile.mkdtemp(dir=self.root))
+        try:
+            return on_ranks(spec.parallel.world, run_trials, spec, folder / "run", self.rules, launched=launched)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def with_data(self, spec: RunSpec) -> RunSpec:
+        return spec if self.data is None else spec.replace(data=spec.data.replace(path=str(self.data)))
+
+
+@contextmanager
+def parity(given: dict[str, Any] | None = None, adamw: bool = True) -> Iterator[Parity]:
+    """With a folder for data and runs that lasts as long as it."""
+    with tempfile.TemporaryDirectory(prefix="lmworks-parity-") as root:
+        yield Parity(Path(root), given, adamw)
+
+
+def judge(
+    layout: Layout,
+    ranks: list[dict[str, Trial]],
+    one: dict[str, Trial],
+    oracle: dict[str, Trial] | None,
+    began: float,
+) -> Result:
+    limit, truth = layout.tolerance, one["sgd"]
+    many = [trials["sgd"] for trials in ranks]
+    observed = [list(trials.values())[-1] for trials in ranks]
+    loss = scalar_errors(truth.losses, [trial.losses for trial in many])
+    norms = scalar_errors(truth.norms, [trial.norms for trial in many])
+    gradient = worst(gradient_errors(truth, many, limit.zero))
+    weights = worst(weight_errors(truth, many))
+    adamw = worst(weight_errors(one["adamw"], [t["adamw"] for t in ranks])) if "adamw" in one else Worst(float("nan"))
+    failures = [
+        f"rank {rank} trained on {trial.tokens} tokens, one rank on {truth.tokens}"
+        for rank, trial in enumerate(many)
+        if trial.tokens != truth.tokens
+    ]
+    times = None
+    if oracle is None:
+        checks = [
+            ("gradient", gradient, limit.gradient),
+            ("weights after 5 steps", weights, limit.weights),
+            ("loss", Worst(loss, "the loss"), limit.loss),
+            ("gradient norm", Worst(norms, "the norm of all"), limit.gradient),
+        ]
+        failures += [
+            f"{what} of {found.name} differs by {found.value:.1e}, more than {most:g}"
+            for what, found, most in checks
+            if not found.value <= most
+        ]
+    else:
+        found = times_one_rank(truth, many, oracle["sgd"])
+        times = found.value
+        if not found.value <= limit.times_one_rank:
+            failures.append(f"{found.name} is {found.value:.2f} times as far from fp32 as on one rank")
+    peaks = [trial.peak_bytes for trial in observed]
+    return Result(
+        layout.name, len(ranks), loss, gradient.value, gradient.name, weights.value, weights.name, adamw.value, norms,
+        times, truth.tokens, max(peaks), peaks, busiest(observed), limit.cause, not failures, "; ".join(failures),
+        time.monotonic() - began,
+    )  # fmt: skip
+
+
+def times_one_rank(one: Trial, many: list[Trial], oracle: Trial) -> Worst:
+    """The error against fp32 of each gradient and weight, divided by that of one rank in the same precision."""
+    ratios: dict[str, float] = {}
+    for what, errors in (("gradient", gradient_errors), ("weight", weight_errors)):
+        ours, its = errors(oracle, many), errors(oracle, [one])
+        ratios |= {f"the {what} of {name}": ours[name] / max(its[name], 1e-30) for name in its}
+    return worst(ratios)
+
+
+def busiest(ranks: list[Trial]) -> list[dict[str, Any]]:
+    """Each kind of collective as the rank has it that calls it most: stages of a pipeline differ."""
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for trial in ranks:
+        for row in trial.collectives:
+            key = row["kind"], row["group"], row["ranks"]
+            if key not in rows or row["bytes"] > rows[key]["bytes"]:
+                rows[key] = row
+    return sorted(rows.values(), key=lambda row: -int(row["bytes"]))

@@ -1,0 +1,162 @@
+"""A few steps of a real run, with all that it computed kept: what one rank of a layout is compared by.
+
+The trainer is the one of `lmworks train`. Each rank keeps its own pieces of gradients and weights together with where
+they lie in the whole; nothing is gathered here, so a collective that is wrong cannot hide what it did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..parallel.data import Shard
+from ..parallel.laid import Laid
+from ..parallel.traffic import Traffic
+from ..spec import OptimSpec, RunSpec
+from ..train import Trainer
+
+STEPS = 5
+STEPPING = "parity steps"  # from here on memory counts: what `build` does to warm up PyTorch is none of the model's
+OBSERVED = 1  # the step whose traffic is counted: in the first, some strategies still learn what to send
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of one weight."""
+
+    name: str
+    index: Tensor  # where its elements lie in the flattened whole weight
+
+
+@dataclass
+class Trial:
+    """What one rank saw."""
+
+    losses: list[float] = field(default_factory=list)  # of the global batch, by step
+    norms: list[float] = field(default_factory=list)  # of the whole gradient, by step
+    tokens: int = 0  # trained on in all steps
+    pieces: list[Piece] = field(default_factory=list)
+    gradients: list[list[Tensor]] = field(default_factory=list)  # by step, of each piece; before clipping
+    weights: list[Tensor] = field(default_factory=list)  # after the last step, of each piece
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # likewise, by name: state without a gradient
+    collectives: list[dict[str, Any]] = field(default_factory=list)  # of one step
+    peak_bytes: int = 0  # allocated for model, optimizer and steps, at their highest
+
+
+def run_trials(rank: int, spec: RunSpec, folder: Path, rules: dict[str, dict[str, Any]]) -> dict[str, Trial]:
+    """Train from the start with each of `rules` (changes to `optim`), by the same ranks."""
+    trainer = Trainer(spec, folder, quiet=True)
+    *_, last = rules
+    return {rule: run_trial(trainer, spec.optim.replace(**rules[rule]), rule == last) for rule in rules}
+
+
+def run_trial(trainer: Trainer, optim: OptimSpec, observe: bool) -> Trial:
+    """Five steps; with `observe` their memory and traffic too, which takes time."""
+    trial = Trial()
+    trainer.spec = trainer.spec.replace(optim=optim)
+    trainer.step = trainer.cursor = 0
+    with peak_of(trial) if observe else contextlib.nullcontext():
+        trainer.build()
+        watch_gradients(trainer, trial.gradients)
+        with torch.profiler.record_function(STEPPING):
+            for _ in range(OBSERVED):
+                take_step(trainer, trial)
+            with Traffic(trainer.mesh) if observe else contextlib.nullcontext() as traffic:
+                take_step(trainer, trial)
+    for _ in range(OBSERVED + 1, STEPS):
+        take_step(trainer, trial)
+    laid = trainer.laid
+    trial.collectives = [asdict(row) for row in traffic.table()] if traffic is not None else []
+    trial.pieces = [Piece(shard.name, where(shard, laid)) for shard in laid.shards]
+    trial.weights = [shard.leaf.detach().clone() for shard in laid.shards]
+    trial.buffers = {name: buffer for part in laid.parts.values() for name, buffer in part.named_buffers()}
+    return trial
+
+
+def take_step(trainer: Trainer, trial: Trial) -> None:
+    values = trainer.train_step(trainer.batches.at(trainer.cursor))
+    trainer.step += 1
+    trainer.cursor += 1
+    trial.losses.append(values["loss"])
+    trial.norms.append(values["grad_norm"])
+    trial.tokens += values["tokens"]
+
+
+def watch_gradients(trainer: Trainer, kept: list[list[Tensor]]) -> None:
+    """Keep every gradient as the optimizer would see it without clipping."""
+    laid = trainer.laid
+    finish = laid.finish
+
+    def finish_and_keep() -> None:
+        finish()
+        scale = trainer.loss_scale.scale
+        kept.append([gradient_of(shard) / scale for shard in laid.shards])
+
+    laid.finish = finish_and_keep  # type: ignore[method-assign]
+
+
+def gradient_of(shard: Shard) -> Tensor:
+    return torch.zeros_like(shard.leaf) if shard.leaf.grad is None else shard.leaf.grad.detach().clone()
+
+
+@contextlib.contextmanager
+def peak_of(trial: Trial) -> Iterator[None]:
+    """Bytes that PyTorch's allocator gave out inside, less those given back, at their highest.
+
+    The resident set of a process would count the interpreter and its libraries, which outweigh a small model.
+    """
+    profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+    with contextlib.ExitStack() as stack:
+        with silence():
+            stack.enter_context(profiler)
+        yield
+        with silence():
+            stack.close()
+    results = profiler.kineto_results
+    assert results is not None
+    events: list[Any] = results.events()
+    began = next(event.start_ns() for event in events if event.name() == STEPPING)
+    live = 0
+    for start, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        live += size
+        if start >= began:
+            trial.peak_bytes = max(trial.peak_bytes, live)
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """The profiler's native code announces each start and stop on standard error, and this process is its own."""
+    with open(os.devnull, "w") as nowhere:
+        kept = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def where(shard: Shard, laid: Laid) -> Tensor:
+    """Cut a tensor of places as the weight was cut."""
+    whole = laid.splits.shape(shard.name, shard.shape)
+    index = torch.arange(whole.numel()).view(whole)
+    if laid.mesh is None:
+        return index.flatten()
+    index = laid.splits.part_of(shard.name, index, laid.mesh)
+    if shard.rows == "flat":
+        lengths: list[Any] = [None] * laid.mesh.size("shard")
+        dist.all_gather_object(lengths, shard.leaf.numel(), group=laid.mesh.group("shard"))
+        before = sum(lengths[: laid.mesh.rank("shard")])
+        return index.flatten()[before : before + shard.leaf.numel()]
+    if shard.rows is not None:
+        chunks, rank = index.chunk(laid.mesh.size(shard.rows)), laid.mesh.rank(shard.rows)
+        index = chunks[rank] if rank < len(chunks) else index[:0]
+    return index.flatten()
