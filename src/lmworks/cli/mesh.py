@@ -37,6 +37,6 @@ def mesh(
     typer.echo(f"{grid.world} ranks; rank {rank} stands at " + ", ".join(f"{row[0]} {place[row[0]]}" for row in rows))
     print_table("", ["axis", "ranks", f"group of rank {rank}", "what they exchange"], rows)
     if grid.world <= 64:
-        axes = [row[0] for row in rows]
-        where = [(number, *(grid.coordinates(number)[axis] for axis in axes)) for number in range(grid.world)]
-        print_table("where every rank stands", ["rank", *axes], where)
+        used = [row[0] for row in rows]
+        where = [(number, *(grid.coordinates(number)[axis] for axis in used)) for number in range(grid.world)]
+        print_table("where every rank stands", ["rank", *used], where)
