@@ -32,6 +32,7 @@ app.add_typer(launch.app, name="launch")
 app.command("parity")(parity.parity)
 app.command("eval")(use.evaluate)
 app.command("generate")(use.generate)
+app.command("export")(use.export)
 
 
 @app.callback()
@@ -45,7 +46,7 @@ def main() -> None:
         app()
     except LMWorksError as error:
         rank = os.environ.get("RANK", "0")
-        if rank == "0" or not error.agreed:  # what every rank raises, the first one says
+        if not error.said and (rank == "0" or not error.agreed):  # what every rank raises, the first one says
             typer.echo(f"lmworks: error: {error}" if rank == "0" else f"lmworks: error: rank {rank}: {error}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

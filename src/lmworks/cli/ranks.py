@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -45,14 +46,21 @@ def start_ranks(spec: RunSpec, arguments: list[str]) -> None:
     try:
         elastic_launch(config, sys.executable)("-m", "lmworks", *arguments)
     except ChildFailedError as error:
-        # A rank that failed has said why; those that died of its absence are not the cause.
-        ended = sorted(error.failures.items(), key=lambda item: (item[1].exitcode <= 0, item[1].timestamp))
-        rank, first = ended[0]
+        rank, first = min(error.failures.items(), key=lambda item: (blame(item[1].exitcode), item[1].timestamp))
         if first.exitcode < 0:
-            typer.echo(f"lmworks: error: rank {rank} was ended by signal {-first.exitcode}", err=True)
+            name = signal.Signals(-first.exitcode).name
+            typer.echo(f"lmworks: error: rank {rank} was ended by {name}; the run can be resumed", err=True)
         raise typer.Exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
     except SignalException as stopped:
         raise typer.Exit(128 + stopped.sigval) from None
+
+
+def blame(code: int) -> int:
+    """Which end is the cause, 0 first: a signal from outside, then a rank that failed and said why.
+
+    Those that a SIGTERM ended did not fail: torchrun's agent sends it to the ranks that are left.
+    """
+    return 2 if code == -signal.SIGTERM else 0 if code < 0 else 1
 
 
 def refuse_too_many(spec: RunSpec) -> None:

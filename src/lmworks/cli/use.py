@@ -1,9 +1,10 @@
-"""`lmworks eval` and `lmworks generate`: a trained run at work."""
+"""`lmworks eval`, `lmworks generate` and `lmworks export`: a trained run at work."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -107,3 +108,29 @@ def generate(
         print_json({"prompt": prompt, "text": text, "tokens": new, "prompt_tokens": len(ids)})
     else:
         typer.echo(text[len(shown) :])
+
+
+def export(
+    run: RunDir,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or that of an earlier export.")],
+    step: Step = None,
+    json: Json = False,
+) -> None:
+    """Write a run as a Hugging Face folder, which `transformers` and others load.
+
+    The layout that the run was trained under does not matter.
+
+    \b
+    Examples:
+      lmworks export runs/tiny exported/tiny
+      lmworks export runs/tiny exported/tiny-100 --step 100 --json
+    """
+    from ..train.export import export as write
+
+    written = write(run, out, step)
+    if json:
+        summary = {"run": str(run), "out": str(out), "step": written.step, "params": written.params}
+        print_json({**summary, "tokenizer": written.tokenizer})
+    else:
+        without = "" if written.tokenizer else " (no tokenizer.json: its data are bytes)"
+        typer.echo(f"step {written.step}: {written.params:,} parameters in {out}{without}")

@@ -33,6 +33,13 @@ SHARD_BYTES = 4 * 10**9
 # Tensors that some checkpoints hold and no network needs: causal masks and rotary frequencies, kept as buffers once.
 BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 
+# What a spec and a config must agree on for the weights of one to mean the same in the other. Others may be changed on
+# purpose: context and rotary frequencies to stretch it, top_k, what only acts in training.
+SHAPE_KEYS = (
+    "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "tie_embeddings", "norm", "positions", "mlp", "bias",
+    "qkv_bias", "qk_norm", "experts", "shared_experts", "expert_ffn",
+)  # fmt: skip
+
 
 # --- reading ------------------------------------------------------------------------------------------
 
@@ -58,13 +65,15 @@ class Checkpoint:
                 return candidate
         raise CheckpointError(f"{self.folder}: tensor '{name}' is missing")
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        file = self.open[self.file_of[name]]
-        stored = tuple(file.get_slice(name).get_shape())
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        where = self.file_of[name]
+        stored = tuple(self.open[where].get_slice(name).get_shape())
         if stored != shape:
-            where = self.file_of[name]
             raise CheckpointError(f"{where}: tensor '{name}' has shape {stored}, but config.json asks for {shape}")
-        return file.get_tensor(name)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.check(name, shape)
+        return self.open[self.file_of[name]].get_tensor(name)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -126,7 +135,7 @@ class HFWeights:
             family, there = family_of_config(config), spec_of_config(config)
         except SpecError as error:
             raise SpecError(f"{folder / 'config.json'}: {error}") from None
-        for key in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "tie_embeddings"):
+        for key in SHAPE_KEYS if spec.experts else (*SHAPE_KEYS, "ffn"):
             if getattr(there, key) != getattr(spec, key):
                 raise SpecError(
                     f"{folder}: its config.json says {key} = {getattr(there, key)}, "
@@ -142,7 +151,10 @@ class HFWeights:
         from .gpt import GPT
 
         with torch.device("meta"):
-            self.shapes = {name: parameter.shape for name, parameter in GPT(spec).named_parameters()}
+            parameters: dict[str, Tensor] = dict(GPT(spec).named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        for name, stored in plan.items():  # all of them now: a start that is half read is refused too late
+            self.checkpoint.check(name, stored.shape(parameters))
 
     @torch.no_grad()
     def whole(self, name: str, shape: torch.Size) -> Tensor:

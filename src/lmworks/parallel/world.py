@@ -6,9 +6,12 @@ rank this is. Without that there is one process and no group: every function her
 
 from __future__ import annotations
 
+import json
 import os
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +22,7 @@ from ..spec import Grid, LMWorksError, ParallelSpec, SpecError, TrainingError
 from .mesh import Mesh
 
 T = TypeVar("T")
+LAST_WORDS = "lmworks/last-words"
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # objects and checkpoints travel over the CPU's
 
 
@@ -102,6 +106,46 @@ def from_lead(work: Callable[[], T]) -> T:
     return outcome[0]
 
 
+def explained(error: Exception) -> Exception:
+    """What to raise for an error in the middle of a step, where no rank waits to hear how the others fared.
+
+    The rank that fails leaves word in the store through which the ranks once met. The others find a neighbour gone,
+    and look there for the cause; it has been said by the one that failed.
+    """
+    if not dist.is_initialized() or (isinstance(error, LMWorksError) and error.agreed):
+        return error
+    store = dist.distributed_c10d._get_default_store()
+    if not is_loss(error):
+        message, code = as_message(error) or ("", 1)
+        with suppress(RuntimeError):  # the store may be gone too
+            store.compare_set(LAST_WORDS, "", json.dumps([message, code, dist.get_rank()]))
+        return error
+    words = read_words(store)
+    if words is None:
+        return known(TrainingError("another rank is gone without a word; the run can be resumed"))
+    message, code, rank = words
+    told = rebuilt((message, code), rank)
+    told.said = True
+    return told
+
+
+def read_words(store: Any, patience_s: float = 2.0) -> tuple[str, int, int] | None:
+    """They were left before the connection was lost, but by another way."""
+    give_up = time.monotonic() + patience_s
+    with suppress(RuntimeError):
+        while time.monotonic() < give_up:
+            if store.check([LAST_WORDS]):
+                message, code, rank = json.loads(store.get(LAST_WORDS))
+                return message, code, rank
+            time.sleep(0.05)
+    return None
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether a collective failed because of another rank. Gloo's errors have no type of their own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
 class Elsewhere(LMWorksError):
     """Another rank failed and reports it; this one only ends."""
 
@@ -113,10 +157,10 @@ def as_message(error: Exception | None) -> tuple[str, int] | None:
     return f"{error}" if isinstance(error, LMWorksError) else f"{type(error).__name__}: {error}", code
 
 
-def rebuilt(message: tuple[str, int], rank: int) -> Exception:
+def rebuilt(message: tuple[str, int], rank: int) -> Elsewhere:
     error = Elsewhere(f"rank {rank}: {message[0]}" if rank else message[0])
-    error.exit_code = message[1]
-    return known(error)
+    error.exit_code, error.agreed = message[1], True
+    return error
 
 
 def known(error: Exception) -> Exception:

@@ -11,6 +11,7 @@ class LMWorksError(Exception):
 
     exit_code = 1
     agreed = False  # every rank of the run raises it: one of them need say it
+    said = False  # the rank where it happened has said it
 
 
 class SpecError(LMWorksError):

@@ -30,7 +30,7 @@ from ..parallel.norms import squared_norm
 from ..parallel.precision import LossScale
 from ..parallel.state import take_runs, training_state
 from ..parallel.weights import is_hf, source_of
-from ..parallel.world import from_lead, is_lead, join, together
+from ..parallel.world import explained, from_lead, is_lead, join, known, together
 from ..plan.flops import model_flops_per_token
 from ..plan.machine import Machine
 from ..plan.predict import predict
@@ -87,13 +87,15 @@ class Trainer:
         from_lead(self.open_data)  # the embedded corpus is made on first use, by one rank
         rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
         self.batches = together(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
-        self.held_out = held_out(spec)
+        self.held_out = together(lambda: held_out(spec))
         if self.batches.vocab_size > spec.model.vocab:
-            raise SpecError(
-                f"model.vocab = {spec.model.vocab} is less than the tokenizer's {self.batches.vocab_size} tokens "
-                f"({', '.join(spec.data.sources)}); use at least {self.batches.vocab_size}"
+            raise known(
+                SpecError(
+                    f"model.vocab = {spec.model.vocab} is less than the tokenizer's {self.batches.vocab_size} tokens "
+                    f"({', '.join(spec.data.sources)}); use at least {self.batches.vocab_size}"
+                )
             )
-        self.weights = source_of(spec)
+        self.weights = together(lambda: source_of(spec))
         self.step = 0  # optimizer steps taken
         self.cursor = 0  # where the data stands: steps taken + windows skipped on purpose
         gpu = find_gpu(spec.cluster, self.device)
@@ -149,13 +151,19 @@ class Trainer:
                 try:
                     return self.loop()
                 except Exception as error:
-                    kind = "interrupt" if isinstance(error, Interrupted) else "fail"
-                    self.event(kind, error=str(error))
+                    self.end_with(error)
                     raise
                 finally:
                     self.profiler.close()
                     for sink in self.sinks:
                         sink.close()
+
+    def end_with(self, error: Exception) -> None:
+        """Record why the run ends. Where that is another rank's failure, raise it instead of what it led to here."""
+        cause = explained(error)
+        self.event("interrupt" if isinstance(cause, Interrupted) else "fail", error=str(cause))
+        if cause is not error:
+            raise cause from error
 
     def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
         if self.lead:
@@ -186,7 +194,7 @@ class Trainer:
             if saved:
                 save_s = self.save()
             if saved and self.stop_asked and not last:
-                raise Interrupted(self.stop_asked, self.step, self.folder.path)
+                raise known(Interrupted(self.stop_asked, self.step, self.folder.path))
         self.event("finish")
         return evaluation or self.evaluate()
 
@@ -295,12 +303,12 @@ class Trainer:
         what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {grad_norm}"
         bad, where = self.name_nonfinite()
         self.event("fault", self.step + 1, loss=loss, grad_norm=grad_norm, parameter=bad, cursor=self.cursor)
-        error = TrainingError(
-            f"step {self.step + 1}: {what}{where}; the step was not taken and the weights are as they were; lower "
-            f"optim.lr in {self.folder.spec_path} and resume, or look at the data of cursor {self.cursor}"
+        raise known(
+            TrainingError(
+                f"step {self.step + 1}: {what}{where}; the step was not taken and the weights are as they were; lower "
+                f"optim.lr in {self.folder.spec_path} and resume, or look at the data of cursor {self.cursor}"
+            )
         )
-        error.agreed = True
-        raise error
 
     def name_nonfinite(self) -> tuple[str | None, str]:
         """The weight that is not finite, or the gradient in which it began, on whichever rank has one."""
@@ -382,9 +390,11 @@ class Trainer:
             self.load_start()
             return
         if manifest.meta["data"] != self.batches.digest:
-            raise DataError(
-                f"{', '.join(self.spec.data.sources)} holds other tokens than those this run was trained on; "
-                "bring the old data back, or start a new run"
+            raise known(
+                DataError(
+                    f"{', '.join(self.spec.data.sources)} holds other tokens than those this run was trained on; "
+                    "bring the old data back, or start a new run"
+                )
             )
         self.take(state)
         set_rng_state(state["rng"])
@@ -397,8 +407,9 @@ class Trainer:
         if not start or is_hf(Path(start)):
             return
         state = {"model": self.state()["model"]}
-        if checkpoint.load(RunFolder.open(start).checkpoints, state, refused=self.refused) is None:
-            raise SpecError(f"checkpoint.init = {start!r} has no checkpoint to start from")
+        folder = together(lambda: RunFolder.open(start))
+        if checkpoint.load(folder.checkpoints, state, refused=self.refused) is None:
+            raise known(SpecError(f"checkpoint.init = {start!r} has no checkpoint to start from"))
         self.take(state)
 
     def refused(self, path: Path, reason: str) -> None:
