@@ -61,8 +61,7 @@ def observe(rank: int, spec: RunSpec, folder: Path) -> Holdings:
 
         trainer.optimizer.register_step_pre_hook(before_update)
         gc.collect()
-        ledger.begin()
-        ledger.phase = "forward"
+        ledger.begin("forward")
         modes.enter_context(seen)
         take_step(trainer)
         peak, moment = ledger.peak()
@@ -71,10 +70,12 @@ def observe(rank: int, spec: RunSpec, folder: Path) -> Holdings:
     return Holdings(resident, dtypes, after, seen.table(), peak, moment)
 
 
-def take_step(trainer: Trainer) -> None:
-    trainer.train_step(trainer.batches.at(trainer.cursor))
+def take_step(trainer: Trainer) -> dict[str, Any]:
+    """As the training loop does, without what it records."""
+    values = trainer.train_step(trainer.batches.at(trainer.cursor))
     trainer.step += 1
     trainer.cursor += 1
+    return values
 
 
 def hold(trainer: Trainer) -> tuple[Resident, dict[str, str]]:
@@ -116,7 +117,7 @@ def element_bytes(tensors: Iterable[Tensor]) -> int:
     """Of different elements: a leaf is often a view of its weight."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for tensor in map(local, tensors):
-        begin = tensor.storage_offset() * tensor.element_size()
+        begin = int(tensor.storage_offset()) * tensor.element_size()
         spans.setdefault(tensor.untyped_storage()._cdata, []).append((begin, begin + tensor.nbytes))
     total = 0
     for found in spans.values():
