@@ -9,6 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from .errors import SpecError, did_you_mean
+from .model import ModelSpec
 from .run import RunSpec
 from .schema import merge
 
@@ -23,8 +24,19 @@ class Tolerance:
     gradient: float = 1e-5  # ‖Δ‖ / ‖g‖ of each weight, and of the norm of all
     weights: float = 1e-5  # ‖Δ‖ / ‖w‖ of each after five steps of SGD
     times_one_rank: float = 2.0  # in bf16 and fp16 instead: error against fp32, in units of one rank's
-    zero: tuple[str, ...] = ()  # ends of names whose gradient is zero but for rounding: compared with the whole
     cause: str = ""
+
+
+# Ends of names whose gradient is zero but for rounding: differences are compared with the size of the whole gradient.
+ZERO = ("attention.k.bias",)
+ZERO_CAUSE = (
+    "without rotary positions a bias of the keys moves all scores of a query alike, and softmax does not see it: its "
+    "gradient is zero but for rounding, which is compared with the norm of all gradients"
+)
+
+
+def zero_gradients(model: ModelSpec) -> tuple[str, ...]:
+    return ZERO if model.qkv_bias and model.positions != "rope" and not model.qk_norm else ()
 
 
 @dataclass(frozen=True)
@@ -38,16 +50,12 @@ class Layout:
         return RunSpec.from_dict(merge(self.start(given), {k: self.sections.get(k, {}) for k in self.kept(given)}))
 
     def alone(self, given: dict[str, Any] | None = None, dtype: str | None = None) -> RunSpec:
-        """The same run on one rank, in the layout's precision or another."""
+        """The same run on one rank, in the same precision or another."""
         kept = {k: self.sections.get(k, {}) for k in self.kept(given) if k != "parallel"}
         table = merge(self.start(given), kept)
         table["data"] = {**table["data"], "micro_batch": 1}
-        precision = table.get("precision", {})
-        return RunSpec.from_dict({**table, "precision": {**precision, "reduce": "fp32", "dtype": dtype or self.dtype}})
-
-    @property
-    def dtype(self) -> str:
-        return self.sections.get("precision", {}).get("dtype", "fp32")
+        changed = {"reduce": "fp32", **({"dtype": dtype} if dtype else {})}
+        return RunSpec.from_dict(merge(table, {"precision": changed}))
 
     def start(self, given: dict[str, Any] | None) -> dict[str, Any]:
         base = read()["base"]
@@ -78,13 +86,10 @@ def layouts() -> dict[str, Layout]:
             raise SpecError(f"layouts.toml: two layouts are called {name!r}")
         sections = {key: entry[key] for key in SECTIONS if key in entry and key != "model"}
         model = content["models"][entry.get("model", "dense")]
-        given = {**model.get("tolerance", {}), **entry.get("tolerance", {})}
-        options: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
-        tolerance = Tolerance(**options)
-        if given and not tolerance.cause:
+        tolerance = Tolerance(**entry.get("tolerance", {}))
+        if "tolerance" in entry and not tolerance.cause:
             raise SpecError(f"layouts.toml: {name} loosens a tolerance without a cause")
-        shape = {key: value for key, value in model.items() if key != "tolerance"}
-        found[name] = Layout(name, {**sections, "model": shape}, tolerance)
+        found[name] = Layout(name, {**sections, "model": model}, tolerance)
     return found
 
 

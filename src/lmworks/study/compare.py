@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -70,7 +71,7 @@ def joined(table: dict[str, list[Tensor]]) -> Whole:
     return {name: torch.cat(parts) for name, parts in table.items()}
 
 
-def weight_errors(truth: Trial, ranks: list[Trial]) -> dict[str, float]:
+def weight_errors(truth: Trial, ranks: list[Trial], zero: tuple[str, ...] = ()) -> dict[str, float]:
     """Of every weight after the last step, and of every buffer."""
     one = whole(truth.pieces, truth.weights) | {n: value.flatten().double() for n, value in truth.buffers.items()}
     held = []
@@ -79,7 +80,7 @@ def weight_errors(truth: Trial, ranks: list[Trial]) -> dict[str, float]:
         held.append(
             ([*rank.pieces, *(piece for piece, _ in buffers)], [*rank.weights, *(value for _, value in buffers)])
         )
-    return relative(one, distances(one, held))
+    return relative(one, distances(one, held), zero)
 
 
 def scalar_errors(truth: list[float], ranks: list[list[float]]) -> float:
@@ -87,3 +88,7 @@ def scalar_errors(truth: list[float], ranks: list[list[float]]) -> float:
     pairs = ((one, other) for values in ranks for one, other in zip(truth, values, strict=True))
     apart = [abs(one - other) / max(abs(one), 1e-30) for one, other in pairs]
     return float("nan") if any(value != value for value in apart) else max(apart)
+
+
+def rms_error(truth: list[float], values: list[float]) -> float:
+    return math.sqrt(sum(((one - other) / one) ** 2 for one, other in zip(truth, values, strict=True)) / len(truth))

@@ -51,8 +51,7 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, launched: bo
             return collect(answers, time.monotonic() + timeout, timeout)
         finally:
             for process in processes:
-                process.join(timeout=2)
-                process.kill()
+                process.kill()  # those that have answered have nothing left to do
                 process.join()
 
 

@@ -51,11 +51,13 @@ class Trial:
     peak_bytes: int = 0  # allocated for model, optimizer and steps, at their highest
 
 
-def run_trials(rank: int, spec: RunSpec, folder: Path, rules: dict[str, dict[str, Any]]) -> dict[str, Trial]:
-    """Train from the start with each of `rules` (changes to `optim`), by the same ranks."""
+def run_trials(
+    rank: int, spec: RunSpec, folder: Path, rules: dict[str, dict[str, Any]], observe: bool
+) -> dict[str, Trial]:
+    """Train from the start with each of `rules` (changes to `optim`), by the same ranks; observe the last."""
     trainer = Trainer(spec, folder, quiet=True)
     *_, last = rules
-    return {rule: run_trial(trainer, spec.optim.replace(**rules[rule]), rule == last) for rule in rules}
+    return {rule: run_trial(trainer, spec.optim.replace(**rules[rule]), observe and rule == last) for rule in rules}
 
 
 def run_trial(trainer: Trainer, optim: OptimSpec, observe: bool) -> Trial:
