@@ -113,8 +113,11 @@ def plain_errors() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             yield
     except CheckpointException as wrapped:
-        error: BaseException = next(iter(wrapped.failures.values()))[0]
-        raise disk_error(error) or error from None
+        rank, (error, _) = next(iter(wrapped.failures.items()))
+        cause = disk_error(error)
+        if cause is not None and rank:  # every rank raises it: say whose disk it is
+            cause = OSError(cause.errno, f"{cause.strerror} on rank {rank}", cause.filename)
+        raise cause or error from None
 
 
 def disk_error(error: BaseException | None) -> OSError | None:
