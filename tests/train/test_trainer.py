@@ -208,6 +208,17 @@ def test_half_precision_stays_close_to_fp32(dataset: Path, tmp_path: Path, dtype
 # --- what is written down ------------------------------------------------------------------------------
 
 
+def test_a_mixture_of_experts_says_how_evenly_it_is_used_and_its_bias_evens_it(dataset: Path, tmp_path: Path) -> None:
+    moe = ("model.experts=4", "model.top_k=1", "optim.steps=40", "optim.lr=1e-5", "optim.warmup=0")
+    loads = {}
+    for rate in (0, 0.01):
+        trainer = train(make_spec(dataset, *moe, f"model.balance_bias={rate}"), tmp_path / f"bias-{rate}")
+        lines = [json.loads(line) for line in trainer.folder.metrics_path.read_text().splitlines()]
+        loads[rate] = [line["expert_load"] for line in lines]
+    assert loads[0][0] == loads[0.01][0] > 1  # 1 is even, 4 is one expert for all
+    assert sum(loads[0.01][-5:]) < 0.9 * sum(loads[0][-5:])
+
+
 def test_every_step_writes_a_line_with_the_promised_keys(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "log.eval_every=5", "checkpoint.every=4", "optim.schedule=wsd")
     trainer = train(spec, tmp_path / "run")

@@ -23,6 +23,7 @@ from ..data import Batch, Batches, console_progress
 from ..data.progress import silent
 from ..kernels.cross_entropy import IGNORE
 from ..model import GPT
+from ..model.moe import expert_load
 from ..parallel.apply import lay_out
 from ..parallel.data import DataParallel
 from ..parallel.deepspeed import DeepSpeedEngine
@@ -231,6 +232,8 @@ class Trainer:
         values |= {"forward_backward_s": computed - began, "optimizer_s": time.perf_counter() - computed}
         if self.loss_scale.enabled:
             values["loss_scale"] = scale
+        if self.spec.model.experts:  # the busiest expert's tokens over the mean, of the layers that are here
+            values["expert_load"] = max(expert_load(part) for part in self.laid.parts.values())
         return values
 
     def engine_step(
