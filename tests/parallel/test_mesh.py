@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 from torch import nn
 
 from lmworks.parallel import collectives
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.splits import Splits
 from lmworks.spec import Grid
+from ranks import on_ranks
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "dp", "dp_cp", "shard", "ep", "edp", "world")
 

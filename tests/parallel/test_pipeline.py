@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import schedules
@@ -22,6 +21,7 @@ from lmworks.parallel.timeline import TORCH_NAMES
 from lmworks.plan.stages import split_layers
 from lmworks.spec import Grid, RunSpec, SpecError, TrainingError
 from lmworks.spec.run import SCHEDULES
+from ranks import on_ranks
 
 CPU = torch.device("cpu")
 SCALE = 0.01

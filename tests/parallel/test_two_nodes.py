@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from ranks import on_ranks
 
 from lmworks.spec import RunSpec
+from ranks import on_ranks
 from tiny import curve, make_spec, train, write_spec
 
 RANKS = 2  # on each machine
