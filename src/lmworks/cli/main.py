@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ..spec.errors import LMWorksError
-from . import data, demo, hardware, launch, mesh, models, parity, pipeline, plan, runs, train, use
+from . import data, demo, hardware, launch, mesh, models, parity, pipeline, plan, runs, simulate, study, train, use
 
 app = typer.Typer(
     name="lmworks",
@@ -23,6 +23,7 @@ app.command("hardware")(hardware.hardware)
 app.command("plan")(plan.plan)
 app.command("mesh")(mesh.mesh)
 app.command("pipeline")(pipeline.pipeline)
+app.command("simulate")(simulate.simulate)
 app.command("runs")(runs.runs)
 app.command("report")(runs.report)
 app.add_typer(data.app, name="data")
@@ -30,6 +31,7 @@ app.command("train")(train.train)
 app.command("resume")(train.resume)
 app.add_typer(launch.app, name="launch")
 app.command("parity")(parity.parity)
+app.add_typer(study.app, name="study")
 app.command("eval")(use.evaluate)
 app.command("generate")(use.generate)
 app.command("export")(use.export)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..spec import RunSpec, SpecError
 from .weights import ROOT, Weight, weights
@@ -252,7 +253,18 @@ def unit_sizes(spec: RunSpec, kind: str) -> dict[int, int]:
     return sizes
 
 
-def by_kind(rows: Iterable[Collective]) -> dict[str, tuple[int, int]]:
+class Calls(Protocol):
+    """A row of this table, or of one that was counted (`parallel.traffic.Row`)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+def by_kind(rows: Iterable[Calls]) -> dict[str, tuple[int, int]]:
     """Kind → (count, bytes)."""
     total: dict[str, tuple[int, int]] = {}
     for row in rows:

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
 from typing import Any
+
+import torch
+
+from ..parallel.deepspeed import load_deepspeed
+from ..plan.peak import Peak, peak
+from ..plan.residency import Resident, by_kind, collectives, resident
+from ..spec import RunSpec, SpecError
+from ..train.device import pick_device
+from .holdings import Holdings, observe
+from .job import Job, run_job
+from .ranks import on_ranks
+from .turns import take_turns
 
 # As people call them → changes to `parallel`.
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -15,3 +35,148 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"strategy": "zero", "zero": 2},
     "ZeRO-3": {"strategy": "zero", "zero": 3, "reshard": True},
 }
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    f"DeepSpeed ZeRO-{stage}": {"strategy": "zero", "zero": stage, "engine": "deepspeed"} for stage in (1, 2, 3)
+}
+BASE = "DDP"  # what the others' speed is a ratio to
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one strategy; lists have an entry for each rank."""
+
+    name: str
+    seconds: list[float]  # of a step, by round
+    tokens_per_s: float
+    ratio: float  # of tokens/s to DDP's: the median over rounds, in each of which both took a step
+    held: list[Resident]
+    worked_out: list[Resident]  # by arithmetic; empty: no formula (DeepSpeed's buffers are its own)
+    dtypes: dict[str, str]
+    gradients_after: int  # bytes of gradients that the first rank still has between two steps
+    peak: list[int]
+    peak_by: dict[str, int]  # of the first rank, by category
+    peak_worked_out: list[Peak]
+    counted: dict[str, tuple[int, int]]  # kind → (count, bytes) of a step
+    formula: dict[str, tuple[int, int]]
+    job: Job | None
+
+    @property
+    def exact(self) -> bool | None:
+        """Whether live tensors and collectives are what the arithmetic says; None: there is none."""
+        return (self.held == self.worked_out and self.counted == self.formula) if self.worked_out else None
+
+
+@dataclass(frozen=True)
+class Study:
+    spec: RunSpec
+    ranks: int
+    rounds: int
+    machine: str
+    outcomes: list[Outcome]
+    missing: dict[str, str]  # strategy → why it was left out
+
+    def to_dict(self) -> dict[str, Any]:
+        found = [
+            {**asdict(outcome), "exact": outcome.exact, "layout": layout_of(outcome.name)} for outcome in self.outcomes
+        ]
+        facts = {"ranks": self.ranks, "rounds": self.rounds, "machine": self.machine, "missing": self.missing}
+        return {**facts, "spec": self.spec.to_dict(), "params": self.spec.model.params, "strategies": found}
+
+
+def layout_of(name: str) -> dict[str, Any]:
+    return {**STRATEGIES, **DEEPSPEED}[name]
+
+
+def study(
+    spec: RunSpec,
+    ranks: int,
+    rounds: int,
+    names: Iterable[str] = (),
+    jobs: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Study:
+    """Compare `names` (none: all). `jobs`: also start, kill and resume a real job of each."""
+    chosen, missing = choose(list(names))
+    specs = {name: with_layout(spec, ranks, layout_of(name)) for name in chosen}
+    if any(name in DEEPSPEED for name in chosen):
+        load_deepspeed(pick_device(spec.cluster).type)  # once: each forked rank would take seconds for it
+    with tempfile.TemporaryDirectory(prefix="lmworks-study-") as scratch:
+        work = Path(scratch)
+        held = {}
+        for name, one in specs.items():
+            say(f"{name}: bytes and messages of a step")
+            held[name] = on_ranks(ranks, observe, one, work / "observed" / typed(name))
+        say(f"{rounds} steps of each, in turns")
+        seconds = on_ranks(ranks, take_turns, specs, work / "turns", rounds, timeout=3600)[0]
+        found = []
+        for name, one in specs.items():
+            job = None
+            if jobs:
+                say(f"{name}: a job, and the death of its last rank")
+                job = run_job(one, work / "jobs" / typed(name))
+            found.append(outcome(name, one, held[name], seconds[name], seconds[BASE], job))
+    return Study(spec, ranks, rounds, machine(spec), found, missing)
+
+
+def typed(name: str) -> str:
+    """A strategy's name on the command line: fsdp2-reshard."""
+    return name.lower().replace(" ", "-")
+
+
+def choose(names: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Strategies to compare, DDP always among them, and why others are left out."""
+    everything = {typed(name): name for name in (*STRATEGIES, *DEEPSPEED)}
+    for name in names:
+        if typed(name) not in everything:
+            raise SpecError(f"{name!r} is no strategy of this study; it has {', '.join(everything)}")
+    asked = {typed(name) for name in names}
+    wanted = [name for key, name in everything.items() if not asked or key in asked or name == BASE]
+    if importlib.util.find_spec("deepspeed"):
+        return wanted, {}
+    return [name for name in wanted if name not in DEEPSPEED], {
+        name: "not installed" for name in wanted if name in DEEPSPEED
+    }
+
+
+def with_layout(spec: RunSpec, ranks: int, layout: dict[str, Any]) -> RunSpec:
+    """The spec over `ranks` data-parallel ranks, and nothing else over any."""
+    given = spec.parallel
+    others = {axis: getattr(given, axis) for axis in ("tp", "pp", "cp", "ep") if getattr(given, axis) > 1}
+    if others or given.offload != "none" or given.compile:
+        named = ", ".join(f"parallel.{axis} = {size}" for axis, size in others.items()) or "offload and compile"
+        raise SpecError(f"this study compares data parallelism alone, without {named}")
+    if ranks < 2:
+        raise SpecError(f"--ranks {ranks} has nothing to share: use at least 2")
+    return spec.replace(parallel=given.replace(dp=ranks, dp_replicate=1, dp_shard=1, **layout))
+
+
+def outcome(
+    name: str, spec: RunSpec, held: list[Holdings], seconds: list[float], base: list[float], job: Job | None
+) -> Outcome:
+    native = spec.parallel.engine == "native"
+    everyone = range(len(held))
+    device = pick_device(spec.cluster).type
+    return Outcome(
+        name=name,
+        seconds=seconds,
+        tokens_per_s=spec.tokens_per_step / median(seconds),
+        ratio=median(other / own for own, other in zip(seconds, base, strict=True)),
+        held=[one.resident for one in held],
+        worked_out=[resident(spec, rank) for rank in everyone] if native else [],
+        dtypes=held[0].dtypes,
+        gradients_after=held[0].gradients_after,
+        peak=[sum(one.peak.values()) for one in held],
+        peak_by=held[0].peak,
+        peak_worked_out=[peak(spec, rank, device) for rank in everyone] if native else [],
+        counted=by_kind(held[0].collectives),
+        formula=by_kind(collectives(spec)) if native else {},
+        job=job,
+    )
+
+
+def machine(spec: RunSpec) -> str:
+    if pick_device(spec.cluster).type == "cuda":
+        where = f"{torch.cuda.get_device_name()} (NCCL)"
+    else:
+        where = f"{platform.machine()} CPU, {os.cpu_count()} cores (gloo)"
+    return f"{where}, PyTorch {torch.__version__}"

@@ -83,21 +83,33 @@ def hold(trainer: Trainer) -> tuple[Resident, dict[str, str]]:
     held = {"parameters": parameters(trainer), "gradients": gradients(trainer), "optimizer": states(trainer)}
     size = {what: element_bytes(tensors) for what, tensors in held.items()}
     spare = {what: storage_bytes(tensors) - size[what] for what, tensors in held.items()}
-    assert not spare["optimizer"], "optimizer states are allocated without padding"
     resident = Resident(
-        size["parameters"], size["gradients"], 0, size["optimizer"], spare["parameters"], spare["gradients"]
+        parameters=size["parameters"],
+        gradients=size["gradients"],
+        master=storage_bytes(masters(trainer)),
+        optimizer=size["optimizer"] + spare["optimizer"],
+        parameter_padding=spare["parameters"],
+        gradient_padding=spare["gradients"],
     )
     return resident, {what: formats(tensors) for what, tensors in held.items()}
 
 
 def parameters(trainer: Trainer) -> list[Tensor]:
-    return [p for part in trainer.laid.parts.values() for p in part.parameters()]
+    """DeepSpeed's stage 3 empties a weight and keeps this rank's part of it beside."""
+    found = [p for part in trainer.laid.parts.values() for p in part.parameters()]
+    return [getattr(p, "ds_tensor", p) for p in found]
+
+
+def masters(trainer: Trainer) -> list[Tensor]:
+    """A second copy of the weights for the optimizer: DeepSpeed's alone."""
+    return trainer.engine.flats() if trainer.engine is not None else []
 
 
 def gradients(trainer: Trainer) -> list[Tensor]:
     """Of the weights, and of the leaves that the optimizer updates in their place."""
-    holders = [*parameters(trainer), *(shard.leaf for shard in trainer.laid.shards)]
-    return [holder.grad for holder in holders if holder.grad is not None]
+    weights = [p for part in trainer.laid.parts.values() for p in part.parameters()]
+    leaves = [shard.leaf for shard in trainer.laid.shards] if trainer.engine is None else masters(trainer)
+    return [holder.grad for holder in (*weights, *leaves) if holder.grad is not None]
 
 
 def states(trainer: Trainer) -> list[Tensor]:

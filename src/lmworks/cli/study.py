@@ -1,0 +1,72 @@
+"""`lmworks study`: experiments that compare ways to train, with a report each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .output import Json, print_json, print_table
+
+app = typer.Typer(no_args_is_help=True, help="Compare ways to train by experiment, and write a report.")
+SMALL = ("tiny", ["model.hidden=256", "model.heads=4", "model.vocab=512", "data.micro_batch=4"])
+
+
+@app.callback()
+def studies() -> None:
+    """Keeps `study ddp-fsdp` two words while there is one study."""
+
+
+@app.command("ddp-fsdp")
+def ddp_fsdp(
+    spec: Annotated[
+        str, typer.Argument(metavar="[SPEC]", help="A TOML file, a run folder, or a preset (by default a small model).")
+    ] = "",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the spec, e.g. model.layers=8."),
+    ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", min=2, help="Data-parallel ranks, all on this machine.")] = 2,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of each strategy.")] = 10,
+    out: Annotated[Path, typer.Option("--out", help="Folder of report.md and report.html.")] = Path(
+        "runs/study-ddp-fsdp"
+    ),
+    only: Annotated[
+        str, typer.Option("--only", help="Strategies to compare with DDP, e.g. fsdp2-reshard,zero-2 (by default all).")
+    ] = "",
+    jobs: Annotated[
+        bool, typer.Option(help="Also start a real job of each, kill a rank, and resume: about half a minute each.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Train one model under DDP, FSDP1, FSDP2 and ZeRO-1/2/3 (and DeepSpeed), and compare.
+
+    Throughput, bytes that each rank holds (equal to the arithmetic, to the byte), peak memory, collectives, time to
+    start, checkpoint, and what happens when a rank is killed.
+
+    \b
+    Examples:
+      lmworks study ddp-fsdp
+      lmworks study ddp-fsdp configs/tiny.toml model.layers=8 --ranks 4 --steps 20
+      lmworks study ddp-fsdp cpu-10m --only fsdp2-reshard,zero-1 --no-jobs --json
+    """
+    from ..spec import TrainingError, load_run
+    from ..study.data_parallel import study
+    from ..study.data_parallel_report import overview_table, write_reports
+
+    changes = [*([spec] if "=" in spec else []), *(overrides or ())]
+    if not spec or "=" in spec:
+        spec, changes = SMALL[0], [*SMALL[1], *changes]
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    say = (lambda _: None) if json else (lambda line: typer.echo(f"  {line}", err=True))
+    found = study(load_run(spec, changes), ranks, steps, names, jobs, say)
+    markdown, html = write_reports(found, out)
+    if json:
+        print_json({**found.to_dict(), "report": str(html), "markdown": str(markdown)})
+    else:
+        print_table(f"{ranks} ranks, {found.spec.model.params:,} parameters", *overview_table(found))
+        typer.echo(f"report: {html}   {markdown}")
+    wrong = [outcome.name for outcome in found.outcomes if outcome.exact is False]
+    if wrong:
+        raise TrainingError(f"bytes of {', '.join(wrong)} are not what the arithmetic says; see {markdown}")
