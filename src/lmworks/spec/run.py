@@ -227,6 +227,16 @@ class RunSpec(Section):
                 f"{data.micro_batch} × {dp} = {per_pass}; {fits} would fit"
             )
         check_layout(self)
+        self.check_profile()
+
+    def check_profile(self) -> None:
+        """Steps and ranks that there are none of would leave no trace, and no word about it."""
+        log, world = self.log, self.parallel.world
+        if log.profile and log.profile[0] > self.optim.steps:
+            raise SpecError(f"log.profile = {log.profile} begins after the last step: optim.steps = {self.optim.steps}")
+        if log.profile and not all(0 <= rank < world for rank in log.profile_ranks):
+            there = f"has ranks 0 to {world - 1}" if world > 1 else "has rank 0 alone"
+            raise SpecError(f"log.profile_ranks = {log.profile_ranks}: the layout {there}")
 
     @property
     def accumulation(self) -> int:

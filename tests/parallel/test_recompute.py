@@ -1,0 +1,81 @@
+"""Which blocks compute their activations again, and that no number changes by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from layouts import Job, do, layout
+from lmworks.model import GPT
+from lmworks.parallel.recompute import choose_recompute, kept_bytes
+from lmworks.spec import SpecError
+from tiny import differences, saved
+
+SHAPE = ("model.layers=4", "optim.steps=1", "optim.warmup=0")
+FULL = ("parallel.recompute=full",)
+
+
+def policies(data: Path, *keys: str, layers: range = range(4)) -> list[str]:
+    spec = layout(data, *SHAPE, *keys)
+    with torch.device("meta"):
+        part = GPT(spec.model, layers=layers)
+    choose_recompute(part, spec)
+    return [block.recompute for block in part.layers()]
+
+
+def budget(data: Path, share: float, *keys: str) -> list[str]:
+    """With a budget that is a share of what four blocks keep without recompute."""
+    gib = share * 4 * kept_bytes(layout(data, *SHAPE, *keys))["none"] / 2**30
+    return policies(data, *keys, "parallel.recompute=budget", f"parallel.recompute_budget={gib:.12f}")
+
+
+def test_every_kth_block_of_the_whole_model_wherever_it_stands(dataset: Path) -> None:
+    assert policies(dataset, *FULL) == ["full"] * 4
+    assert policies(dataset, *FULL, "parallel.recompute_every=2") == ["full", "none"] * 2
+    assert policies(dataset, *FULL, "parallel.recompute_every=3") == ["full", "none", "none", "full"]
+    assert policies(dataset, *FULL, "parallel.recompute_every=2", layers=range(1, 4)) == ["none", "full", "none"]
+    assert policies(dataset, "parallel.recompute=selective") == ["selective"] * 4
+
+
+def test_a_budget_gives_up_as_little_as_it_must(dataset: Path) -> None:
+    each = kept_bytes(layout(dataset, *SHAPE))
+    assert each["none"] > each["selective"] > each["full"]
+    assert budget(dataset, 1.001) == ["none"] * 4
+    assert budget(dataset, 0.999) == ["selective", "none", "none", "none"]
+    all_selective = each["selective"] / each["none"]
+    assert budget(dataset, all_selective * 1.001) == ["selective"] * 4
+    assert budget(dataset, all_selective * 0.999) == ["full", "selective", "selective", "selective"]
+    assert budget(dataset, each["full"] / each["none"] * 1.001) == ["full"] * 4
+
+
+def test_a_budget_is_for_the_share_of_a_rank_and_for_all_micro_batches_it_holds_at_once(dataset: Path) -> None:
+    whole = kept_bytes(layout(dataset, *SHAPE))["none"]
+    assert kept_bytes(layout(dataset, *SHAPE, "parallel.tp=2", "parallel.sp=true"))["none"] == whole / 2
+    assert kept_bytes(layout(dataset, *SHAPE, "parallel.cp=2"))["none"] == whole / 2
+    assert budget(dataset, 1.001, "parallel.pp=2") != ["none"] * 4  # two micro-batches are under way
+    assert budget(dataset, 2.001, "parallel.pp=2") == ["none"] * 4
+    assert budget(dataset, 2.001, "parallel.pp=2", "parallel.schedule=gpipe") != ["none"] * 4  # all four are
+
+
+def test_a_budget_that_nothing_fits_is_refused_with_what_would(dataset: Path) -> None:
+    with pytest.raises(SpecError, match=r"recompute_budget = 1e-09 GiB is too little: .* 4 blocks still keep .* GiB"):
+        policies(dataset, "parallel.recompute=budget", "parallel.recompute_budget=1e-9")
+
+
+def test_no_number_changes_under_any_layout(dataset: Path, tmp_path: Path) -> None:
+    layouts = {
+        "fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2"),
+        "pp": ("parallel.pp=2", "parallel.schedule=zbv"),
+    }
+    gib = 4 * kept_bytes(layout(dataset, *SHAPE))["selective"] / 2**30
+    ways = {
+        "none": (),
+        "every-2": (*FULL, "parallel.recompute_every=2"),
+        "budget": ("parallel.recompute=budget", f"parallel.recompute_budget={gib:.12f}"),
+    }
+    jobs = {(name, way): (*SHAPE, *layouts[name], *ways[way]) for name in layouts for way in ways}
+    do([Job(tmp_path / "-".join(case), layout(dataset, *keys)) for case, keys in jobs.items()])
+    for name, way in jobs:
+        assert differences(saved(tmp_path / f"{name}-none"), saved(tmp_path / f"{name}-{way}")) == []

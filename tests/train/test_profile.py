@@ -1,0 +1,71 @@
+"""`log.profile` leaves traces of the steps and ranks that were asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layouts import layout, with_meshes
+from lmworks.spec import LogSpec, RunSpec, SpecError
+from lmworks.train import Trainer
+from ranks import on_ranks
+from tiny import Crash, before_step, crash
+
+PROFILE = ("log.profile=[3,4]", "log.profile_ranks=[0,1]", "optim.steps=5")
+
+
+@with_meshes
+def train_profiled(rank: int, runs: dict[Path, RunSpec]) -> None:
+    for folder, spec in runs.items():
+        Trainer(spec, folder, quiet=True).run()
+
+
+def names(trace: Path) -> set[str]:
+    """Of all that a Chrome trace shows."""
+    content: dict[str, Any] = json.loads(trace.read_text())
+    return {event["name"] for event in content["traceEvents"] if event.get("ph") == "X"}
+
+
+def traces(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "traces").iterdir())
+
+
+def test_chosen_ranks_leave_a_trace_of_the_chosen_steps_with_their_collectives(dataset: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    spec = layout(dataset, *PROFILE, "parallel.dp=2", "parallel.strategy=fsdp2")
+    on_ranks(2, train_profiled, {run: spec, tmp_path / "second": spec.replace(log=LogSpec(profile=[1, 1]))})
+    assert traces(run) == ["rank0-steps-3-4.json", "rank1-steps-3-4.json"]
+    assert traces(tmp_path / "second") == ["rank0-steps-1-1.json"]  # only rank 0 unless others are named
+    for path in (run / "traces").iterdir():
+        shown = names(path)
+        assert {"step 3", "step 4"} <= shown and not {"step 2", "step 5"} & shown
+        assert any("all_gather" in name for name in shown) and any("reduce_scatter" in name for name in shown)
+        assert "[memory]" in path.read_text()  # every allocation, where there is no device to take a snapshot of
+
+
+def test_a_run_that_fails_in_between_leaves_what_it_recorded(dataset: Path, tmp_path: Path) -> None:
+    trainer = Trainer(layout(dataset, *PROFILE, "log.profile_ranks=[0]"), tmp_path / "run", quiet=True)
+    before_step(trainer, 4, crash)
+    with pytest.raises(Crash):
+        trainer.run()
+    assert traces(tmp_path / "run") == ["rank0-steps-3-4.json"]
+    assert "step 3" in names(tmp_path / "run" / "traces" / "rank0-steps-3-4.json")
+
+
+@pytest.mark.parametrize(
+    "key, said",
+    [
+        ("log.profile=[4,3]", r"log.profile = \[4, 3\] must be \[first step, last step\]"),
+        ("log.profile=[0,2]", r"log.profile = \[0, 2\] must be"),
+        ("log.profile=[3]", r"log.profile = \[3\] must be"),
+        ("log.profile=[4,9]", r"log.profile = \[4, 9\] begins after the last step: optim.steps = 3"),
+        ("log.profile_ranks=[0,2]", r"log.profile_ranks = \[0, 2\]: the layout has ranks 0 to 1"),
+        ("log.profile_ranks=[-1]", r"log.profile_ranks = \[-1\]"),
+    ],
+)
+def test_values_that_would_record_nothing_are_refused(dataset: Path, key: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        layout(dataset, "log.profile=[1,2]", "parallel.dp=2", key)
