@@ -45,6 +45,7 @@ class Case:
     parallel: dict[str, Any]
     rows: tuple[tuple[str, str, str, str, str], ...]
     model: tuple[tuple[str, Any], ...] = tuple(DENSE.items())
+    precision: tuple[tuple[str, Any], ...] = ()
 
     def spec(self) -> RunSpec:
         return RunSpec.from_dict(
@@ -53,6 +54,7 @@ class Case:
                 "model": dict(self.model),
                 "data": {"seq": 64, "micro_batch": 1, "global_batch": 8},
                 "parallel": self.parallel,
+                "precision": dict(self.precision),
                 "cluster": {"device": "cpu"},
             }
         )
@@ -157,6 +159,20 @@ CASES = [
         tuple(MOE.items()),
     ),
     Case(
+        "recompute",
+        {"tp": 2, "recompute": "full"},
+        (
+            ("all-reduce", "tp", "hidden states and their gradients", "m·(5·L+2)", "m·(5·L+2)·4·b·s·h"),
+            ("all-gather", "tp", "two numbers a token, for the loss", "m", "m·t·2·4·b·s"),
+        ),
+    ),
+    Case(
+        "reduce-bf16",
+        {"dp": 2},
+        (("all-reduce", "dp_replicate", "gradients", "1", "2·ψ"),),
+        precision=(("reduce", "bf16"),),
+    ),
+    Case(
         "product",
         {"pp": 2, "dp": 2, "tp": 2, "strategy": "fsdp2"},
         (
@@ -255,15 +271,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         cells = [row["kind"], f"`{row['group']}`", row["what"], f"{row['calls']:,.0f}"]
-        cells += [f"{pretty(row['calls_formula'])} = {row['calls_expected']:,.0f}", f"{row['bytes']:,.0f}"]
-        cells += [f"{pretty(row['bytes_formula'])} = {row['bytes_expected']:,.0f}"]
+        cells += [equation(row["calls_formula"], row["calls_expected"]), f"{row['bytes']:,.0f}"]
+        cells += [equation(row["bytes_formula"], row["bytes_expected"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def pretty(formula: str) -> str:
-    """As it is printed: 4·ψ is 4ψ."""
-    return re.sub(r"(?<=\d)·(?=[A-Za-zψ(])", "", formula).replace("-", "−")
+def equation(formula: str, result: float) -> str:
+    """As it is printed: 4·ψ is 4ψ, and a number needs no second one beside it."""
+    if formula.isdigit():
+        return formula
+    return f"{re.sub(r'(?<=[0-9])·(?=[A-Za-zψ(])', '', formula).replace('-', '−')} = {result:,.0f}"
 
 
 # --- schedules ------------------------------------------------------------------------------------------
@@ -299,10 +317,10 @@ def held(order: list[Action]) -> int:
 
 def put(page: str, name: str, text: str) -> str:
     """Replace what stands between <!-- made: NAME --> and <!-- end -->."""
-    pattern = re.compile(rf"(<!-- made: {re.escape(name)} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+    pattern = re.compile(rf"(<!-- made: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
     if not pattern.search(page):
         raise SystemExit(f"{PAGE.name} has no place for {name}")
-    return pattern.sub(lambda found: found.group(1) + text + found.group(2), page)
+    return pattern.sub(lambda found: f"{found.group(1)}{text}\n{found.group(2)}", page)
 
 
 def main() -> None:
