@@ -1,1 +1,1 @@
-"""Floor 4: experiments that compare ways to train: every layout with one rank (`parity`)."""
+"""Floor 4: comparisons of several runs: layouts with one rank, one simulated rank of many, strategies side by side."""

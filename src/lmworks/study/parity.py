@@ -119,7 +119,9 @@ def judge(
     norms = scalar_errors(truth.norms, [trial.norms for trial in many])
     gradient = worst(gradient_errors(truth, many, zero))
     weights = worst(weight_errors(truth, many, zero))
-    adamw = worst(weight_errors(one["adamw"], [t["adamw"] for t in ranks])) if "adamw" in one else Worst(float("nan"))
+    adamw = Worst(float("nan"))
+    if "adamw" in one:
+        adamw = worst(weight_errors(one["adamw"], [trials["adamw"] for trials in ranks], zero))
     failures = [
         f"rank {rank} trained on {trial.tokens} tokens, one rank on {truth.tokens}"
         for rank, trial in enumerate(many)

@@ -38,7 +38,9 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, launched: bo
     """
     context = mp.get_context("fork")
     processes, answers = [], {}
-    with socket.create_server(("127.0.0.1", 0)) as server:  # rank 0 inherits it: no port is chosen before it is taken
+    # Rank 0 inherits the socket of the store: no port is chosen before it is taken, and no thread of a store runs here,
+    # whose locks a fork might copy while they are held.
+    with socket.create_server(("127.0.0.1", 0)) as server:
         meet = partial(join_group, server, world) if launched else None
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)

@@ -61,13 +61,14 @@ def run_trials(
 
 
 def run_trial(trainer: Trainer, optim: OptimSpec, observe: bool) -> Trial:
-    """Five steps; with `observe` their memory and traffic too, which takes time."""
+    """Five steps with their gradients; with `observe` memory and traffic instead, as what is kept would count."""
     trial = Trial()
     trainer.spec = trainer.spec.replace(optim=optim)
     trainer.step = trainer.cursor = 0
     with peak_of(trial) if observe else contextlib.nullcontext():
         trainer.build()
-        watch_gradients(trainer, trial.gradients)
+        if not observe:
+            watch_gradients(trainer, trial.gradients)
         with torch.profiler.record_function(STEPPING):
             for _ in range(OBSERVED):
                 take_step(trainer, trial)
@@ -115,13 +116,8 @@ def peak_of(trial: Trial) -> Iterator[None]:
 
     The resident set of a process would count the interpreter and its libraries, which outweigh a small model.
     """
-    profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
-    with contextlib.ExitStack() as stack:
-        with silence():
-            stack.enter_context(profiler)
+    with silence(), torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
         yield
-        with silence():
-            stack.close()
     results = profiler.kineto_results
     assert results is not None
     events: list[Any] = results.events()
@@ -135,7 +131,7 @@ def peak_of(trial: Trial) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """The profiler's native code announces each start and stop on standard error, and this process is its own."""
+    """The profiler's native code talks on standard error; of a rank's own failures its parent hears another way."""
     with open(os.devnull, "w") as nowhere:
         kept = os.dup(2)
         os.dup2(nowhere.fileno(), 2)
