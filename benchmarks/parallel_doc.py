@@ -166,6 +166,7 @@ CASES = [
             ("all-gather", "tp", "two numbers a token, for the loss", "m", "m·t·2·4·b·s"),
         ),
     ),
+    Case("recompute-fsdp2", {"dp": 2, "strategy": "fsdp2", "recompute": "full"}, sharded("dp_shard")),
     Case(
         "reduce-bf16",
         {"dp": 2},
