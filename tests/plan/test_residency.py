@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmworks.model import GPT
-from lmworks.plan.residency import Resident, by_kind, collectives, flat_units, resident
+from lmworks.plan.residency import Resident, by_kind, collectives, deepspeed_resident, flat_units, resident
 from lmworks.plan.weights import weights
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from lmworks.study.data_parallel import STRATEGIES
@@ -16,7 +16,9 @@ from lmworks.study.holdings import Holdings, observe
 from lmworks.study.ranks import on_ranks
 
 # Rows that neither 2 nor 3 divides (259, 50 by 3), and a width that is no multiple of FSDP1's alignment.
-MODEL = {"preset": "tiny", "layers": 2, "hidden": 30, "heads": 3, "kv_heads": 1, "ffn": 50, "qk_norm": True}
+MODEL = {
+    "preset": "tiny", "layers": 2, "hidden": 30, "heads": 3, "kv_heads": 1, "ffn": 50, "vocab": 259, "qk_norm": True,
+}  # fmt: skip
 
 
 def make_spec(
@@ -88,6 +90,18 @@ def test_bytes_of_a_small_example() -> None:
     assert held(0, strategy="zero", zero=1) == Resident(4 * psi, 4 * psi, 0, 8 * first + 4 * count, 0, 0)
     assert held(1, strategy="zero", zero=2) == Resident(4 * psi, 4 * second, 0, 8 * second + 4 * count, 0, 0)
     assert held(1, strategy="fsdp2") == Resident(4 * second, 4 * second, 0, 8 * second + 4 * count, 8, 8)
+
+
+def test_bytes_of_deepspeed_as_they_were_read_from_its_tensors() -> None:
+    """By DeepSpeed 0.19.8 on 3 ranks; `make test-deepspeed` reads them again."""
+    model = {**MODEL, "hidden": 32, "heads": 4, "qk_norm": False}
+
+    def held(stage: int) -> Resident:
+        layout = {"dp": 3, "strategy": "zero", "zero": stage, "engine": "deepspeed"}
+        return deepspeed_resident(RunSpec.from_dict({"model": model, "parallel": layout}))
+
+    assert held(1) == held(2) == Resident(125_824, 41_944, 41_944, 83_896, 8, 0)
+    assert held(3) == Resident(41_988, 41_988, 41_988, 83_984, 0, 0)
 
 
 def test_flat_parameters_begin_at_16_bytes_and_divide() -> None:

@@ -10,7 +10,7 @@
 last ranks have fewer, or none; FSDP2 allocates ⌈rows/n⌉ everywhere, and what no row fills is padding. FSDP1 joins the
 weights of a block into one flat parameter, each starting at a multiple of 16 bytes, and cuts that into n equal runs.
 
-The fp32 parameters are the master weights: no strategy here holds a second copy of them.
+The fp32 parameters are the master weights: only DeepSpeed holds a second copy of them.
 """
 
 from __future__ import annotations
@@ -93,6 +93,26 @@ def resident(spec: RunSpec, rank: int) -> Resident:
         return Resident(whole, held, 0, states, 0, 0)
     padding = FP32 * sum(padded(weight, ranks) for weight in found) - held
     return Resident(held, held, 0, states, padding, padding)
+
+
+def deepspeed_resident(spec: RunSpec) -> Resident:
+    """DeepSpeed in fp32, the same on every rank; how it pads is written in its own sources.
+
+    It keeps an fp32 copy of what a rank updates beside the weights. Matrices and the rest are two groups of the
+    optimizer. Stages 1 and 2 join each group's weights in one buffer, cut at a multiple of 2 elements; stage 3 cuts
+    every weight into ⌈size/n⌉ elements. Parts are filled up as tensors: their padding is among the bytes of each kind.
+    """
+    found, ranks = weights(spec.model), spec.parallel.dp_shard
+    groups = [[w.size for w in found if (len(w.shape) > 1) == matrices] for matrices in (True, False)]
+    if spec.parallel.zero == 3:
+        own = sum(chunk(size, ranks) for sizes in groups for size in sizes)
+        parameters, padding = own, 0
+    else:
+        own = sum(2 * chunk(sum(sizes), 2 * ranks) for sizes in groups)
+        parameters = sum(sum(sizes) for sizes in groups)
+        padding = ranks * own - parameters
+    states = FP32 * (2 * own + len(groups)) if spec.optim.optimizer == "adamw" else 0
+    return Resident(FP32 * parameters, FP32 * own, FP32 * own, states, FP32 * padding, 0)
 
 
 def optimizer(spec: RunSpec, sizes: Iterable[int]) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from ..parallel.deepspeed import load_deepspeed
 from ..plan.peak import Peak, peak
-from ..plan.residency import Resident, by_kind, collectives, resident
+from ..plan.residency import Resident, by_kind, collectives, deepspeed_resident, resident
 from ..spec import RunSpec, SpecError
 from ..train.device import pick_device
 from .holdings import Holdings, observe
@@ -50,20 +50,22 @@ class Outcome:
     tokens_per_s: float
     ratio: float  # of tokens/s to DDP's: the median over rounds, in each of which both took a step
     held: list[Resident]
-    worked_out: list[Resident]  # by arithmetic; empty: no formula (DeepSpeed's buffers are its own)
+    worked_out: list[Resident]  # by arithmetic; empty: no formula (DeepSpeed in another precision than fp32)
     dtypes: dict[str, str]
     gradients_after: int  # bytes of gradients that the first rank still has between two steps
     peak: list[int]
     peak_by: dict[str, int]  # of the first rank, by category
     peak_worked_out: list[Peak]
     counted: dict[str, tuple[int, int]]  # kind → (count, bytes) of a step
-    formula: dict[str, tuple[int, int]]
+    formula: dict[str, tuple[int, int]]  # empty: none is known (DeepSpeed)
     job: Job | None
 
     @property
     def exact(self) -> bool | None:
         """Whether live tensors and collectives are what the arithmetic says; None: there is none."""
-        return (self.held == self.worked_out and self.counted == self.formula) if self.worked_out else None
+        if not self.worked_out:
+            return None
+        return self.held == self.worked_out and self.formula in ({}, self.counted)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def outcome(
         tokens_per_s=spec.tokens_per_step / median(seconds),
         ratio=median(other / own for own, other in zip(seconds, base, strict=True)),
         held=[one.resident for one in held],
-        worked_out=[resident(spec, rank) for rank in everyone] if native else [],
+        worked_out=[arithmetic(spec, rank) for rank in everyone] if native or spec.precision.dtype == "fp32" else [],
         dtypes=held[0].dtypes,
         gradients_after=held[0].gradients_after,
         peak=[sum(one.peak.values()) for one in held],
@@ -172,6 +174,10 @@ def outcome(
         formula=by_kind(collectives(spec)) if native else {},
         job=job,
     )
+
+
+def arithmetic(spec: RunSpec, rank: int) -> Resident:
+    return resident(spec, rank) if spec.parallel.engine == "native" else deepspeed_resident(spec)
 
 
 def machine(spec: RunSpec) -> str:

@@ -218,7 +218,7 @@ def deaths(study: Study) -> Section:
         "A real `lmworks train` job of each strategy was started, and its last rank sent SIGKILL after a checkpoint. "
         f"The command ended after {half:.1f} s (median; at most {slowest:.1f} s). Resumed: as many ranks took up the "
         "newest checkpoint and made the next step. No strategy outlives a rank: a part of the only copy is gone, or a "
-        "replica is missing from every reduction; what saves the run is its checkpoint, which is the same under all."
+        "replica is missing from every reduction; what saves the run is its checkpoint, with the same tensors in all."
     )
     columns = ["strategy", "last line of the command", "resumed", "checkpoint", "files", "start", "step reached"]
     columns += ["committed", "exit code", "ended after"]
@@ -254,6 +254,6 @@ def as_page(study: Study) -> str:
     for section in sections(study):
         body.append(f"<h2>{escape(section.title)}</h2><p>{escape(section.text)}</p>")
         if section.bars:
-            body.append(f'<div class="card">{as_svg(section.bars)}</div><p></p>')
+            body.append(f'<div class="card" style="max-width: 720px">{as_svg(section.bars)}</div><p></p>')
         body.append(table(section.columns, section.rows, section.numeric))
     return page(TITLE, "\n".join(body))

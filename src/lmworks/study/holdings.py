@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,8 @@ def observe(rank: int, spec: RunSpec, folder: Path) -> Holdings:
         peak, moment = ledger.peak()
         after = ledger.of(ledger.live)[GRADIENTS]
     resident, dtypes = read[0]
+    # DeepSpeed's optimizer is called for one group of weights after another, each with its gradients.
+    resident = replace(resident, gradients=sum(found.gradients for found, _ in read))
     return Holdings(resident, dtypes, after, seen.table(), peak, moment)
 
 
