@@ -4,12 +4,13 @@ The model is laid out and trained for a step by the code that does so on real ra
 process group, whose collectives return at once, and the tensors, which have shapes, types and storages but no numbers
 (FakeTensorMode). So counts and bytes are those of the layout, and nothing can be learnt about time or values.
 
-A step is taken twice and the second is accounted for: optimizer states and reduction buckets come with the first.
+The step that is accounted for is not the first: optimizer states and reduction buckets come with that.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.futures import Future
@@ -37,9 +43,10 @@ from ..parallel.traffic import Row, Traffic
 from ..parallel.weights import Source
 from ..plan.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
+from ..train import trainer
 from ..train.optim import make_optimizer
 from ..train.trainer import Trainer
-from .ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, Ledger
+from .ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, Ledger, tensors_in
 
 CPU = torch.device("cpu")
 
@@ -67,6 +74,7 @@ def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
 
     if dist.is_initialized():
         raise SpecError("a rank is simulated in a process of its own: this one belongs to a process group")
+    hook = sys.excepthook  # PyTorch puts one before it that names the rank, and leaves it there
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spec.parallel.world)
     gpu = spec.cluster.device == "cuda" or spec.cluster.gpu != "auto"
     try:
@@ -74,11 +82,13 @@ def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
             replaced(cross_entropy, "CHUNK_LOGITS", cross_entropy.CHUNK_LOGITS_GPU if gpu else None),
             replaced(nn.Module, "to_empty", to_empty),
             replaced(ddp, "mean_in_bf16", send_in_bf16),
+            replaced(trainer, "expert_load", lambda _part: 1.0),
         ):
             yield Mesh(Grid.of(spec.parallel), "cpu")
     finally:
         _clear_sharding_prop_cache()  # DTensor would find this mesh again for the next one of its shape
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 @contextmanager
@@ -167,12 +177,22 @@ def evenly(total: int, parts: int) -> list[int]:
 
 
 class Agreeing(TorchDispatchMode):
-    """Whoever reads a number gets a 1. In its first step a pipeline votes on what the stages' shapes are known from."""
+    """For the first steps, in which ranks agree on things.
+
+    A pipeline votes on whether its stages know their shapes: whoever reads a number gets a 1. DDP tells the others the
+    order in which gradients came, as integers of 32 bits, of which there are no others: those are real.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1
-        return func(*args, **(kwargs or {}))
+        given = tensors_in((args, kwargs))
+        integers = func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") == torch.int32
+        if integers or (given and not any(isinstance(tensor, FakeTensor) for tensor in given)):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def step(spec: RunSpec, mesh: Mesh, stages: list[Stage]) -> Simulation:
@@ -192,7 +212,7 @@ def step(spec: RunSpec, mesh: Mesh, stages: list[Stage]) -> Simulation:
 
 
 def account(run: Step, mesh: Mesh, ledger: Ledger, warm: AbstractContextManager[Any]) -> Simulation:
-    """Take two steps, the first inside `warm`, and tell of the second."""
+    """Take steps inside `warm` until all there is to agree on is agreed on, and tell of the next."""
     parts, shards, resident = list(run.laid.parts.values()), run.laid.shards, dict[str, int]()
     for part in parts:
         ledger.watch(part, part.layers())
@@ -200,6 +220,8 @@ def account(run: Step, mesh: Mesh, ledger: Ledger, warm: AbstractContextManager[
     ledger.name([shard.leaf for shard in shards], PARAMETERS)
     with warm:
         run.once()
+        if any(isinstance(strategy, ddp.DDP) for strategy in run.laid.strategies.values()):
+            run.once()  # in its second step it puts its buckets in the order of the first
     ledger.name([t for s in run.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)], OPTIMIZER)
 
     def before_update(*_: Any) -> None:

@@ -50,7 +50,7 @@ class Ledger(TorchDispatchMode):
             ledger.resized(storage, size)
             return ledger.resize(storage, size)
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
         super().__enter__()
         return self
 

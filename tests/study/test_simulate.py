@@ -1,0 +1,247 @@
+"""A simulated rank does what a real one does: the same collectives, the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # dispatch loads it on first use: once here, not in every forked rank
+
+from lmworks.parallel.apply import stages_here
+from lmworks.parallel.mesh import Mesh
+from lmworks.parallel.weights import source_of
+from lmworks.spec import Grid, RunSpec, load_run
+from lmworks.study.fake_rank import Simulation, Step, account
+from lmworks.study.ledger import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
+from lmworks.study.ranks import on_ranks
+from lmworks.study.simulate import Report, simulate
+from lmworks.train.trainer import Trainer
+
+
+def make_run(parallel: dict[str, Any], **sections: dict[str, Any]) -> RunSpec:
+    model = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 4, "vocab": 64, "context": 32}
+    data = {"seq": 32, "micro_batch": 2}
+    return RunSpec.from_dict(
+        {
+            "model": model | sections.get("model", {}),
+            "data": data | sections.get("data", {}),
+            "precision": sections.get("precision", {}),
+            "parallel": parallel,
+        }
+    )
+
+
+class Real(Step):
+    """The same step with numbers: what the trainer reads, it reads."""
+
+    count_tokens = Trainer.count_tokens
+    sum_over_ranks = Trainer.sum_over_ranks
+    memory: Any = SimpleNamespace(read=lambda: 0)
+
+
+def real(rank: int, spec: RunSpec) -> Simulation:
+    torch.set_num_threads(1)
+    mesh = Mesh(Grid.of(spec.parallel), "cpu")
+    with Ledger() as ledger:
+        return account(Real(spec, mesh, stages_here(spec, mesh), source_of(spec)), mesh, ledger, nullcontext())
+
+
+def simulations(_rank: int, spec: RunSpec, ranks: list[int], options: dict[str, Any]) -> list[Report]:
+    torch.set_num_threads(1)
+    return [simulate(spec, rank, **options) for rank in ranks]
+
+
+def simulated(spec: RunSpec, *ranks: int, **options: Any) -> list[Report]:
+    """In a process that belongs to no group."""
+    (found,) = on_ranks(1, simulations, spec, list(ranks), options, launched=False, timeout=600)
+    return found
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"dp": 2, "bucket_mb": 0.02},
+    "fsdp2": {"dp": 2, "strategy": "fsdp2"},
+    "fsdp2 kept": {"dp": 2, "strategy": "fsdp2", "reshard": False},
+    "fsdp2 recompute": {"dp": 2, "strategy": "fsdp2", "recompute": "full"},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2, "strategy": "fsdp2"},
+    "zero-0": {"dp": 2, "strategy": "zero", "zero": 0, "bucket_mb": 0.02},
+    "zero-1": {"dp": 2, "strategy": "zero", "zero": 1, "bucket_mb": 0.02},
+    "zero-2": {"dp": 2, "strategy": "zero", "zero": 2, "bucket_mb": 0.02},
+    "fsdp1": {"dp": 2, "strategy": "fsdp1"},
+    "tp": {"tp": 2},
+    "tp+sp": {"tp": 2, "sp": True},
+    "tp+sp selective": {"tp": 2, "sp": True, "recompute": "selective"},
+    "cp ring": {"cp": 2},
+    "cp ulysses": {"cp": 2, "cp_method": "ulysses"},
+    "pp 1f1b": {"pp": 2},
+    "pp gpipe": {"pp": 2, "schedule": "gpipe"},
+    "pp interleaved": {"pp": 2, "schedule": "interleaved"},
+    "pp zbv": {"pp": 2, "schedule": "zbv"},
+    "pp x fsdp2 x tp": {"pp": 2, "dp": 2, "tp": 2, "strategy": "fsdp2", "sp": True},
+}
+
+
+def accumulating(parallel: dict[str, Any]) -> RunSpec:
+    spec = make_run(parallel)
+    return make_run(parallel, data={"global_batch": 2 * spec.data.global_batch})
+
+
+@pytest.fixture(scope="module")
+def predictions() -> dict[str, Report]:
+    """The last rank of every layout; one process, as PyTorch loads much on first use."""
+    specs = {name: accumulating(parallel) for name, parallel in LAYOUTS.items()}
+    (found,) = on_ranks(1, simulate_all, list(specs.values()), launched=False, timeout=600)
+    return dict(zip(specs, found, strict=True))
+
+
+def simulate_all(_rank: int, specs: list[RunSpec]) -> list[Report]:
+    torch.set_num_threads(1)
+    return [simulate(spec, spec.parallel.world - 1) for spec in specs]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_simulated_rank_sends_and_holds_what_a_real_one_does(layout: str, predictions: dict[str, Report]) -> None:
+    known = on_ranks(predictions[layout].world, real, accumulating(LAYOUTS[layout]))[-1]
+    found = predictions[layout].simulation
+    assert found.collectives == known.collectives
+    assert (found.parameters, found.parameter_bytes) == (known.parameters, known.parameter_bytes)
+    for category in (PARAMETERS, OPTIMIZER, GRADIENTS):
+        assert found.resident[category] == known.resident[category], category
+    # What is on its way is held by a real backend until it has arrived, and a thread of its own lets go of it.
+    assert found.peak_bytes == pytest.approx(known.peak_bytes, rel=0.03)
+
+
+# --- figures that follow from arithmetic --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "weights", "gradients", "moments"),
+    [("ddp", 1, 1, 1), ("zero-1", 1, 1, 2), ("zero-2", 1, 2, 2), ("fsdp2", 2, 2, 2), ("hsdp", 2, 2, 2)],
+)
+def test_resident_bytes_are_those_of_the_strategy(
+    layout: str, weights: int, gradients: int, moments: int, predictions: dict[str, Report]
+) -> None:
+    """Parts of 4, 4 and 8 bytes a parameter; AdamW also keeps a counter of 4 bytes for every weight."""
+    spec = accumulating(LAYOUTS[layout])
+    resident = predictions[layout].simulation.resident
+    tensors = 2 + 9 * spec.model.layers + 1  # embedding, head, last norm and nine in each block
+    assert resident[PARAMETERS] == 4 * spec.model.params // weights
+    assert resident[GRADIENTS] == 4 * spec.model.params // gradients
+    assert resident[OPTIMIZER] == 8 * spec.model.params // moments + 4 * tensors
+
+
+def test_recompute_keeps_fewer_activations(predictions: dict[str, Report]) -> None:
+    kept, again = (predictions[name].simulation.peak[ACTIVATIONS] for name in ("fsdp2", "fsdp2 recompute"))
+    assert again < kept / 2
+
+
+# --- experts, extrapolation, a thousand ranks -----------------------------------------------------------
+
+
+def test_experts_are_visited_evenly() -> None:
+    model = {"experts": 4, "top_k": 2, "expert_ffn": 32}
+    spec = make_run({"dp": 2, "ep": 2, "strategy": "fsdp2"}, model=model)
+    (report,) = simulated(spec, 1)
+    known = on_ranks(2, real, spec)[1]
+    assert [(r.kind, r.count) for r in by_name(report.simulation)] == [(r.kind, r.count) for r in by_name(known)]
+    assert report.simulation.parameters == known.parameters
+    pairs, there_and_back, passes = 2 * 32 * 2, 2, 2
+    rows = {row.kind: row for row in report.simulation.collectives}["all-to-all"]
+    counts = spec.model.experts * 8  # what each rank asks of the other before it sends: in the forward pass alone
+    assert rows.bytes == spec.model.layers * (passes * there_and_back * pairs * spec.model.hidden * 4 + counts)
+    assert "evenly" in report.notes[0]
+
+
+def by_name(found: Simulation) -> list[Any]:
+    return sorted(found.collectives, key=lambda row: (row.kind, row.group))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"dp": 2, "strategy": "fsdp2"},
+        {"pp": 2, "dp": 2, "tp": 2, "strategy": "fsdp2", "sp": True},
+        {"pp": 2, "schedule": "interleaved", "dp": 2, "strategy": "fsdp2", "recompute": "selective"},
+    ],
+    ids=["fsdp2", "pp x fsdp2 x tp", "interleaved"],
+)
+def test_a_few_layers_tell_the_rest(parallel: dict[str, Any]) -> None:
+    spec = make_run(parallel, model={"layers": 28, "vocab": 128})
+    few, all_of_them = simulated(spec, 1)[0], simulated(spec, 1, exact=True)[0]
+    assert few.how.startswith("extrapolated: linear in layers, from 2 and 3 a stage")
+    assert all_of_them.how == "exact"
+    found, known = few.simulation, all_of_them.simulation
+    assert (found.parameters, found.collectives) == (known.parameters, known.collectives)
+    assert found.resident == known.resident
+    assert found.peak_bytes == pytest.approx(known.peak_bytes, rel=0.01)
+    for category in CATEGORIES:
+        assert found.peak[category] == pytest.approx(known.peak[category], rel=0.02, abs=0.01 * known.peak_bytes)
+
+
+def test_layers_that_differ_are_all_simulated() -> None:
+    """Buckets end anywhere, and every second block recomputes."""
+    for parallel, why in (({"dp": 2}, "buckets"), ({"recompute": "full", "recompute_every": 2, "tp": 2}, "recompute")):
+        (report,) = simulated(make_run(parallel, model={"layers": 8}), 0)
+        assert report.how == "exact"
+        assert why in report.notes[0]
+
+
+LLAMA = ["parallel.tp=8", "parallel.pp=8", "parallel.dp_shard=16", "parallel.strategy=fsdp2", "parallel.sp=true"]
+
+
+def test_a_rank_of_a_thousand() -> None:
+    """Llama 3 70B: eleven of its eighty layers stand on this rank's stage, each weight cut in 8 × 16."""
+    spec = load_run("llama3-70b", [*LLAMA, "data.seq=1024", "data.micro_batch=1", "precision.dtype=bf16"])
+    assert spec.parallel.world == 1024
+    (report,) = simulated(spec, 777)
+    assert report.place == {"pp": 6, "dp_replicate": 0, "dp_shard": 1, "cp": 0, "tp": 1, "ep": 0}
+    layers = len(report.stages[0].layers)
+    model, norms = spec.model, 2 * spec.model.hidden  # whole on every tensor-parallel rank
+    assert report.simulation.parameters == layers * ((model.block_params - norms) // 8 + norms) // 16
+    rows = {(row.kind, row.group): row for row in report.simulation.collectives}
+    assert rows["send", "pp"].count == rows["recv", "pp"].count == 2 * spec.accumulation
+    assert rows["all-gather", "tp"].count == rows["reduce-scatter", "tp"].count == 4 * layers * spec.accumulation
+    assert rows["reduce-scatter", "shard"].bytes == 16 * report.simulation.parameter_bytes
+
+
+# --- the command --------------------------------------------------------------------------------------
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lmworks.cli.main", "simulate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_the_command_prints_what_it_found() -> None:
+    small = ["tiny", "parallel.dp=4", "parallel.strategy=fsdp2", "--world", "4", "--rank", "3"]
+    shown = run_cli(*small)
+    assert shown.returncode == 0, shown.stderr
+    for words in ("rank 3 of 4", "Collectives of one step", "reduce-scatter", "gathered weights", "exact"):
+        assert words in shown.stdout
+    facts = json.loads(run_cli(*small, "--json").stdout)
+    assert facts["world"] == 4
+    assert facts["memory"]["peak_bytes"] == sum(facts["memory"]["peak"].values())
+    assert facts["parameters"]["bytes"] == 4 * facts["parameters"]["count"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny", "parallel.dp=4", "--world", "1024", "--rank", "0"], "--world 1024, but the layout has 4 ranks"),
+        (["tiny", "parallel.dp=4", "--world", "4", "--rank", "4"], "--rank 4 is not one of the layout's 4 ranks"),
+        (["tiny", "parallel.dp=4", "--world", "4", "--rank", "-1"], "--rank -1 is not one of"),
+        (["tiny", "--exact", "--layers-per-stage", "2"], "--exact simulates every layer"),
+        (["tiny", "parallel.dp=2", "parallel.offload=optimizer"], "parallel.offload = 'optimizer' cannot be simulated"),
+    ],
+)
+def test_bad_usage_is_one_line(arguments: list[str], message: str) -> None:
+    result = run_cli(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
