@@ -24,7 +24,7 @@ demo: $(READY)  ## plan, train, compare and use a small code model on this machi
 test: $(READY)  ## the whole test-suite that a CPU can run
 	$(BIN)/python -m pytest -m "not gpu and not ray and not deepspeed and not slow"
 
-test-slow: $(READY)  ## tests that start real jobs and kill their ranks
+test-slow: $(READY)  ## tests that start real jobs and kill their ranks, or compile
 	$(BIN)/python -m pytest -m slow
 
 test-ray: $(READY)  ## train on a local Ray cluster of two workers (installs the extra `ray`)

@@ -36,8 +36,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 # From the checkpoint of one layout to another of any size; what is not about ranks stays as it was.
 MOVES = [
     ("fsdp2", "one"), ("one", "tp"), ("pp", "fsdp2"), ("zero-1", "ddp"), ("tp-fsdp2", "pp"), ("fsdp1", "fsdp2"),
-    ("fsdp2", "fsdp1"), ("ep", "one-moe"), ("one-moe", "ep-fsdp2"), ("zbv-fsdp2", "tp-fsdp2"), ("offload", "zero-2"),
-    ("hsdp", "cp"), ("tp", "offload"), ("ddp", "hsdp"),
+    ("fsdp2", "fsdp1"), ("ep", "one-moe"), ("one-moe", "ep-fsdp2"), ("offload", "zero-2"), ("zbv-fsdp2", "tp-fsdp2"),
 ]  # fmt: skip
 
 

@@ -88,5 +88,6 @@ def quieten() -> None:
     """The agent's own reports of a failure repeat what the rank has said, at length."""
     import logging
 
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):  # each of its modules has a level of its own
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,0 +1,39 @@
+"""`parallel.compile`, a block at a time, trains as eager blocks do under every layout that it is allowed in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from layouts import Job, do, do_here, layout
+from ranks import on_ranks
+from tiny import curve, saved
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "ddp": ("parallel.dp=2",),
+    "fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2"),
+    "tp-sp": ("parallel.tp=2", "parallel.sp=true"),
+    "pp": ("parallel.pp=2",),
+    "cp": ("parallel.cp=2",),
+}
+
+
+def compare(data: Path, root: Path, name: str) -> None:
+    eager = layout(data, *LAYOUTS[name], "optim.steps=2")
+    do([Job(root / "eager", eager)])
+    compiled = layout(data, *LAYOUTS[name], "optim.steps=2", "parallel.compile=true")
+    on_ranks(2, do_here, [Job(root / "compiled", compiled)], timeout=280)
+    for one, other in zip(curve(root / "eager"), curve(root / "compiled"), strict=True):
+        assert other[1] == pytest.approx(one[1], rel=1e-6) and other[3] == pytest.approx(one[3], rel=1e-5)
+    one, other = saved(root / "eager"), saved(root / "compiled")
+    assert one.keys() == other.keys()  # compiled blocks keep the names of their weights
+    for key in filter(lambda key: key.startswith("model."), one):
+        torch.testing.assert_close(other[key], one[key], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow  # the compiler takes half a minute for each
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_compiled_blocks_train_as_eager_ones(dataset: Path, tmp_path: Path, name: str) -> None:
+    compare(dataset, tmp_path, name)

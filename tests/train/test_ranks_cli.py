@@ -1,0 +1,223 @@
+"""`lmworks train … parallel.dp=2` as it is typed: stopped, killed, taken up, failing on one rank, used."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from layouts import Job, do, layout
+from lmworks.cli.main import main
+from lmworks.data import prepare
+from lmworks.record import RunFolder, read_metrics
+from lmworks.train import checkpoint
+from lmworks.train.load import load_trained
+from tiny import curve, differences, events, resume, saved, start, write_documents, write_spec
+
+ENDLESS = ("optim.schedule=constant", "optim.warmup=0", "optim.steps=100000", "checkpoint.every=1000000")
+FSDP2 = ("parallel.dp=2", "parallel.strategy=fsdp2")
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str], patience_s: float = 90) -> None:
+    give_up = time.monotonic() + patience_s
+    while not (lines := read_metrics(RunFolder(run).metrics_path)) or lines[-1]["step"] < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < give_up, f"no step {step} after {patience_s} s"
+        time.sleep(0.02)
+
+
+def stop(process: subprocess.Popen[str], act: Callable[[], None], patience_s: float = 60) -> tuple[int, list[str]]:
+    """Exit code, and the lines said on standard error."""
+    act()
+    try:
+        _, said = process.communicate(timeout=patience_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # which ends its ranks too
+        raise
+    return process.returncode, said.splitlines()
+
+
+def edit(run: Path, old: str, new: str) -> None:
+    path = RunFolder(run).spec_path
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def rank_process(process: subprocess.Popen[str], rank: int) -> int:
+    """The process id of a rank that the command has started."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(status[1]) == process.pid and f"RANK={rank}".encode() in environment:
+            return int(pid)
+    raise AssertionError(f"rank {rank} is not running")
+
+
+def test_ctrl_c_saves_and_the_run_goes_on_bitwise(dataset: Path, tmp_path: Path) -> None:
+    """In a terminal it reaches the command and every rank at once."""
+    run, file = tmp_path / "run", write_spec(layout(dataset, *ENDLESS), tmp_path / "spec.toml")
+    process = start("train", file, *FSDP2, "--run-dir", run)
+    wait_for_step(run, 3, process)
+    code, said = stop(process, lambda: os.killpg(process.pid, signal.SIGINT))
+    assert code == 130
+    step = checkpoint.find(run / "checkpoints", refuse)[1].step  # type: ignore[index]
+    assert said == [f"lmworks: error: stopped by SIGINT after step {step}; go on with: lmworks resume {run}"]
+    edit(run, "steps = 100000", f"steps = {step + 2}")
+    again = start("resume", run, "--json")
+    out, said_again = again.communicate(timeout=90)
+    assert again.returncode == 0, said_again
+    assert json.loads(out)["step"] == step + 2
+    straight = layout(dataset, *ENDLESS, *FSDP2, f"optim.steps={step + 2}")
+    do([Job(tmp_path / "straight", straight)])
+    assert differences(saved(run), saved(tmp_path / "straight")) == []
+    assert curve(run) == curve(tmp_path / "straight")
+
+
+def refuse(path: Path, reason: str) -> None:
+    raise AssertionError(reason)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_the_run_goes_on_with_fewer_ranks(dataset: Path, tmp_path: Path) -> None:
+    run, file = tmp_path / "run", write_spec(layout(dataset, *ENDLESS), tmp_path / "spec.toml")
+    process = start("train", file, *FSDP2, "--run-dir", run)
+    wait_for_step(run, 3, process)
+    code, _ = stop(process, process.terminate)  # of the command alone, as a service manager does it
+    assert code == 143
+    step = checkpoint.find(run / "checkpoints", refuse)[1].step  # type: ignore[index]
+    process = start("resume", run)
+    wait_for_step(run, step + 2, process)
+    began = time.monotonic()
+    code, said = stop(process, lambda: os.kill(rank_process(process, 1), signal.SIGKILL))
+    assert code == 137 and time.monotonic() - began < 20
+    assert said[-1] == "lmworks: error: rank 1 was ended by SIGKILL; the run can be resumed" and len(said) == 2
+    edit(run, "steps = 100000", f"steps = {step + 2}")
+    edit(run, "\ndp = 2", "\ndp = 1")
+    edit(run, "dp_shard = 2", "dp_shard = 1")
+    assert resume(run).step == step + 2
+    assert [event["step"] for event in events(run, "resume")] == [step, step]
+
+
+# Rank 1 cannot read its third batch; everything else is `torchrun -m lmworks.train`.
+FAILING = """
+import os, sys
+from lmworks.cli.main import main
+from lmworks.data import Batches
+from lmworks.spec import DataError
+
+read = Batches.at
+def at(self, cursor):
+    if cursor == 2 and os.environ["RANK"] == "1":
+        raise DataError("tokens-00001 is damaged")
+    return read(self, cursor)
+Batches.at = at
+sys.argv[1:1] = ["train"]
+main()
+"""
+
+
+def test_an_error_of_one_rank_ends_the_others_with_one_line(dataset: Path, tmp_path: Path) -> None:
+    run, script = tmp_path / "run", tmp_path / "failing.py"
+    script.write_text(FAILING)
+    file = write_spec(layout(dataset, *ENDLESS, "checkpoint.every=1"), tmp_path / "spec.toml")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(script), str(file), "parallel.tp=1", *FSDP2, "--run-dir", str(run)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for_step(run, 2, process)
+    began = time.monotonic()
+    code, said = stop(process, lambda: None)
+    assert code == 1 and time.monotonic() - began < 20
+    assert [line for line in said if "error: " in line] == ["lmworks: error: rank 1: tokens-00001 is damaged"]
+    assert sum(line.startswith("Traceback") for line in said) == 1  # torchrun's own
+    assert [event["error"] for event in events(run, "fail")] == ["rank 1: tokens-00001 is damaged"]
+    assert checkpoint.find(run / "checkpoints", refuse)[1].step == 2  # type: ignore[index]
+
+
+# --- what comes after training -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of four ranks, with a tokenizer that is a file."""
+    root = tmp_path_factory.mktemp("trained")
+    data = prepare([str(write_documents(root / "text.jsonl"))], root / "tokens", "bpe:300", workers=1).folder
+    shape = ("model.vocab=304", "log.eval_batches=0", "data.micro_batch=2")
+    pp = layout(data, *shape, "parallel.pp=2", *FSDP2, "data.global_batch=8")
+    tp = layout(dataset, "parallel.tp=2", "parallel.sp=true", *FSDP2, "data.global_batch=4")
+    do([Job(root / "pp", pp), Job(root / "tp", tp)])
+    return root
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    with mock.patch.object(sys, "argv", ["lmworks", *map(str, arguments)]):
+        try:
+            main()
+            code: Any = 0
+        except SystemExit as ended:
+            code = ended.code
+    out = capsys.readouterr()
+    return code or 0, out.out, out.err
+
+
+def test_one_process_uses_what_four_ranks_trained(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained / "pp"
+    code, out, _ = call(capsys, "eval", run, "--json")
+    assert code == 0 and json.loads(out)["loss"] == pytest.approx(curve(run)[-1][5], rel=1e-6)
+    code, out, _ = call(capsys, "generate", run, "--prompt", "def", "--max-tokens", "5", "--greedy", "--json")
+    assert code == 0 and len(json.loads(out)["tokens"]) == 5
+    code, out, _ = call(capsys, "report", run, "--json")
+    assert code == 0 and Path(json.loads(out)["report"]).stat().st_size > 1000
+    code, out, _ = call(capsys, "runs", run, "--json")
+    assert code == 0 and [(row["steps"], row["status"]) for row in json.loads(out)] == [(3, "finished")]
+
+
+@pytest.mark.parametrize("name", ["pp", "tp"])
+def test_an_export_gives_transformers_the_same_logits(
+    trained: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "exported"
+    code, said, _ = call(capsys, "export", trained / name, out, "--step", "2", "--json")
+    assert code == 0 and json.loads(said)["step"] == 2 and json.loads(said)["tokenizer"] == (name == "pp")
+    ours = load_trained(trained / name, step=2)
+    text = "def x in y"
+    tokens = torch.tensor([ours.tokenizer.encode(text)])
+    with torch.no_grad():
+        expected = ours.model(tokens)
+        found = AutoModelForCausalLM.from_pretrained(out)(tokens).logits
+    assert torch.allclose(found, expected, atol=1e-5)
+    if name == "pp":
+        tokenizer = AutoTokenizer.from_pretrained(out)
+        assert tokenizer(text)["input_ids"] == tokens[0].tolist() and tokenizer.eos_token_id == ours.tokenizer.eot
+    assert call(capsys, "export", trained / name, out)[0] == 0  # over itself, with the newest step
+    assert json.loads((out / "lmworks_export.json").read_text())["step"] == 3
+
+
+def test_an_export_leaves_other_folders_alone(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, file = tmp_path / "theirs", tmp_path / "file"
+    theirs.mkdir()
+    (theirs / "config.json").write_text("{}")
+    file.write_text("")
+    for out, said in {theirs: "is not empty and not an earlier export", file: "is a file"}.items():
+        code, _, error = call(capsys, "export", trained / "tp", out)
+        assert code == 2 and said in error and len(error.splitlines()) == 1
+    assert [path.name for path in theirs.iterdir()] == ["config.json"]
+    code, _, error = call(capsys, "export", trained / "tp", tmp_path / "new", "--step", "7")
+    assert code == 1 and "no checkpoint of step 7" in error and not (tmp_path / "new").exists()
