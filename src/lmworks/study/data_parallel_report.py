@@ -54,10 +54,10 @@ def overview(study: Study) -> Section:
     columns, rows = overview_table(study)
     text = (
         f"Strategies took turns, one step each, in {study.rounds} rounds after a warm-up; tokens/s follows from the "
-        "median step. Whatever else runs on the machine moves tokens/s. The ratio to DDP is the median over rounds, of "
-        "steps taken in the same round, and is what counts. State is what rank 0 holds just before the update, peak "
-        "the most that tensors of any rank held. Bytes sent are message sizes. Start is from the command to the "
-        "beginning of its first step."
+        "median step. Whatever else runs on the machine moves every time given here. The ratio to DDP is the median "
+        "over rounds, of steps taken in the same round, and is what counts. State is what rank 0 holds just before the "
+        "update, peak the most that tensors of any rank held. Bytes sent are message sizes. Start is from the command "
+        "to the beginning of its first step."
     )
     bars = Bars(
         "Speed, ratio of tokens/s to DDP's",
