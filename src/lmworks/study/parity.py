@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..spec import RunSpec
+from ..spec import RunSpec, SpecError
 from ..spec.layouts import ZERO_CAUSE, Layout, zero_gradients
 from .compare import Worst, gradient_errors, rms_error, scalar_errors, weight_errors, worst
 from .corpus import write_corpus
@@ -70,6 +70,10 @@ class Parity:
     def prove(self, layout: Layout) -> Result:
         began = time.monotonic()
         spec = self.with_data(layout.run(self.given))
+        if spec.parallel.engine == "deepspeed":
+            raise SpecError(
+                "parallel.engine = 'deepspeed' keeps its gradients to itself; parity compares 'native' ones"
+            )
         one = self.alone(layout)
         try:
             ranks = self.train(spec)

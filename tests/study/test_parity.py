@@ -1,0 +1,185 @@
+"""Every layout of spec/layouts.toml equals one rank, and what compares them sees what it should."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmworks.cli.main import main
+from lmworks.spec import SpecError
+from lmworks.spec.layouts import Layout, Tolerance, choose, layouts
+from lmworks.spec.run import RECOMPUTE, SCHEDULES
+from lmworks.study.compare import distances, relative, worst
+from lmworks.study.parity import Parity, parity
+from lmworks.study.ranks import RankFailed, on_ranks
+from lmworks.study.trial import Piece
+
+
+@pytest.fixture(scope="module")
+def proof() -> Iterator[Parity]:
+    with parity(quick=True) as made:
+        yield made
+
+
+@pytest.mark.parametrize("layout", layouts().values(), ids=list(layouts()))
+def test_layout_equals_one_rank(proof: Parity, layout: Layout) -> None:
+    result = proof.prove(layout)
+    assert result.ok, result.failure
+
+
+def lmworks(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    argv, sys.argv = sys.argv, ["lmworks", "parity", *args]
+    try:
+        main()
+        code: object = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    finally:
+        sys.argv = argv
+    out, err = capsys.readouterr()
+    assert isinstance(code, int)
+    return code, out, err
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = lmworks(capsys, "--layouts", "zero-1", "--json")
+    (row,) = json.loads(out)
+    assert code == 0 and row["ok"] and row["layout"] == "zero-1" and row["ranks"] == 2
+    for key in ("loss_diff", "worst_grad", "worst_param", "grad_norm_diff", "adamw_param"):
+        assert 0 <= row[key] < 1e-5, key
+    assert row["worst_grad_name"].startswith("blocks.")
+    assert row["tokens"] == 5 * 8 * 32
+    assert row["peak_bytes"] == max(row["peak_bytes_by_rank"]) > 16 * 30_000  # weights, gradients, moments
+    kinds = {(c["kind"], c["group"]) for c in row["collectives"]}
+    assert {("reduce-scatter", "dp_shard"), ("all-gather", "dp_shard")} <= kinds
+    assert "[1/1] zero-1" in err
+
+
+def test_a_specs_own_layout(capsys: pytest.CaptureFixture[str], dataset: Path) -> None:
+    spec = ["tiny", f"data.path={dataset}", "data.seq=16", "parallel.dp=2", "parallel.strategy=fsdp2"]
+    code, out, _ = lmworks(capsys, *spec)
+    assert code == 0
+    assert "the spec's own" in out and "reduce-scatter" in out and "FAILED" not in out
+
+
+def test_the_first_that_fails_ends_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    strict = [Layout(name, {"parallel": {"dp": 2}}, Tolerance(gradient=0.0)) for name in ("one", "two")]
+    monkeypatch.setattr("lmworks.spec.layouts.choose", lambda names: strict)
+    code, out, err = lmworks(capsys, "--layouts", "all")
+    assert code == 1
+    assert "[1/2] one: FAILED" in err and "two" not in err
+    assert "lmworks: error: one: the gradient of " in err
+    assert "FAILED" in out
+
+
+def test_what_is_asked_must_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = lmworks(capsys, "--layouts", "zero-9")
+    assert code == 2 and "there is no layout 'zero-9'" in err
+    code, _, err = lmworks(capsys, "model.layers=4")
+    assert code == 2 and "none is given" in err
+    code, _, err = lmworks(capsys, "tiny", "--layouts", "ep2")
+    assert code == 2 and "parallel.ep = 2" in err
+    code, _, err = lmworks(capsys, "tiny", "parallel.dp=2", "parallel.strategy=zero", "parallel.engine=deepspeed")
+    assert code == 2 and "parallel.engine = 'deepspeed' keeps" in err
+
+
+# --- the list ------------------------------------------------------------------------------------------
+
+
+def test_list_names_everything() -> None:
+    specs = [layout.run() for layout in layouts().values()]
+    rows = [spec.parallel for spec in specs]
+    for schedule in SCHEDULES:
+        found = [row for row in rows if row.pp > 1 and row.schedule == schedule]
+        assert any(row.dp == 1 for row in found), schedule
+        assert any(row.strategy == "fsdp2" and row.dp > 1 for row in found), schedule
+    assert {row.strategy for row in rows} == {"ddp", "fsdp1", "fsdp2", "zero"}
+    assert {row.zero for row in rows if row.strategy == "zero"} == {0, 1, 2, 3}
+    assert {row.recompute for row in rows} == set(RECOMPUTE)
+    assert {row.offload for row in rows} == {"none", "optimizer", "full"}
+    assert {(row.cp, row.cp_method) for row in rows if row.cp > 1} >= {
+        (cp, method) for cp in (2, 4) for method in ("ring", "ulysses")
+    }
+    assert {spec.precision.dtype for spec in specs} == {"fp32", "bf16", "fp16"}
+    assert {spec.model.tie_embeddings for spec in specs if spec.parallel.pp > 1} == {True, False}
+    composed = [row for row in rows if sum(size > 1 for size in (row.dp, row.tp, row.cp, row.pp)) > 1 or row.ep > 1]
+    assert len(composed) >= 25
+    assert max(row.world for row in rows) == 8
+
+
+def test_looser_only_with_a_cause() -> None:
+    for layout in layouts().values():
+        assert layout.tolerance == Tolerance() or layout.tolerance.cause, layout.name
+    with pytest.raises(SpecError, match="did you mean 'zero-1'"):
+        choose("zero1")
+
+
+def test_a_given_spec_is_laid_out_in_the_same_way() -> None:
+    given = {"model": {"preset": "tiny"}, "precision": {"dtype": "bf16"}, "parallel": {"tp": 2}}
+    run, alone = layouts()["fsdp2"].run(given), layouts()["fsdp2"].alone(given)
+    assert run.model.hidden == alone.model.hidden == 64
+    assert (run.parallel.strategy, run.parallel.dp, run.parallel.tp) == ("fsdp2", 2, 1)
+    assert alone.parallel.world == 1 and alone.data.global_batch == run.data.global_batch
+    assert run.precision.dtype == alone.precision.dtype == "bf16"
+    assert layouts()["fsdp2"].alone(given, "fp32").precision.dtype == "fp32"
+
+
+def test_table_in_the_docs_is_of_this_list() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- parity -->")[2].partition("<!-- /parity -->")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].removeprefix("| ") for row in rows] == list(layouts())
+    assert {row[-1].removesuffix(" |") for row in rows} == {"ok"}
+
+
+# --- what compares -------------------------------------------------------------------------------------
+
+
+def test_every_element_of_every_copy_counts() -> None:
+    truth = {"w": torch.tensor([3.0, 4.0], dtype=torch.float64)}
+    half = ([Piece("w", torch.tensor([0]))], [torch.tensor([3.0])])
+    other = ([Piece("w", torch.tensor([1]))], [torch.tensor([4.0])])
+    copy = ([Piece("w", torch.tensor([1]))], [torch.tensor([4.5])])
+    assert relative(truth, distances(truth, [half, other])) == {"w": 0.0}
+    assert relative(truth, distances(truth, [half, other, copy])) == {"w": pytest.approx(0.1)}
+    assert relative(truth, distances(truth, [half, copy, other])) == {"w": pytest.approx(0.1)}
+    assert math.isinf(relative(truth, distances(truth, [half]))["w"])
+    assert worst({"a": 1.0, "b": math.nan, "c": 0.5}).name == "b"
+
+
+def fail(rank: int) -> None:
+    if rank == 1:
+        raise SpecError("model.heads = 3 will not do")
+    time.sleep(60)
+
+
+def die(rank: int) -> None:
+    if rank == 1:
+        os._exit(3)
+    time.sleep(60)
+
+
+def hang(rank: int) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (fail, "rank 1: model.heads = 3 will not do"),
+        (die, "rank 1 died"),
+        (hang, "rank 0, 1 did not answer within 3 s"),
+    ],
+)
+def test_a_rank_that_fails_ends_all(work: Callable[[int], None], message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        on_ranks(2, work, timeout=3)
