@@ -16,13 +16,13 @@ from unittest import mock
 import pytest
 import torch
 
-from layouts import Job, do, layout
+from layouts import SPARSE, Job, do, layout
 from lmworks.cli.main import main
 from lmworks.data import prepare
 from lmworks.record import RunFolder, read_metrics
 from lmworks.train import checkpoint
 from lmworks.train.load import load_trained
-from tiny import curve, differences, events, resume, saved, start, write_documents, write_spec
+from tiny import curve, differences, events, resume, saved, start, train, write_documents, write_spec
 
 ENDLESS = ("optim.schedule=constant", "optim.warmup=0", "optim.steps=100000", "checkpoint.every=1000000")
 FSDP2 = ("parallel.dp=2", "parallel.strategy=fsdp2")
@@ -76,15 +76,10 @@ def test_ctrl_c_saves_and_the_run_goes_on_bitwise(dataset: Path, tmp_path: Path)
     assert code == 130
     step = checkpoint.find(run / "checkpoints", refuse)[1].step  # type: ignore[index]
     assert said == [f"lmworks: error: stopped by SIGINT after step {step}; go on with: lmworks resume {run}"]
-    edit(run, "steps = 100000", f"steps = {step + 2}")
-    again = start("resume", run, "--json")
-    out, said_again = again.communicate(timeout=90)
-    assert again.returncode == 0, said_again
-    assert json.loads(out)["step"] == step + 2
-    straight = layout(dataset, *ENDLESS, *FSDP2, f"optim.steps={step + 2}")
-    do([Job(tmp_path / "straight", straight)])
-    assert differences(saved(run), saved(tmp_path / "straight")) == []
-    assert curve(run) == curve(tmp_path / "straight")
+    rest = layout(dataset, *ENDLESS, *FSDP2, f"optim.steps={step + 2}")
+    do([Job(tmp_path / "again", rest, run, step), Job(tmp_path / "straight", rest)])
+    assert differences(saved(tmp_path / "again"), saved(tmp_path / "straight")) == []
+    assert curve(tmp_path / "again") == curve(tmp_path / "straight")
 
 
 def refuse(path: Path, reason: str) -> None:
@@ -209,7 +204,7 @@ def test_an_export_gives_transformers_the_same_logits(
 
 
 def test_an_export_leaves_other_folders_alone(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs, file = tmp_path / "theirs", tmp_path / "file"
     theirs.mkdir()
@@ -221,3 +216,6 @@ def test_an_export_leaves_other_folders_alone(
     assert [path.name for path in theirs.iterdir()] == ["config.json"]
     code, _, error = call(capsys, "export", trained / "tp", tmp_path / "new", "--step", "7")
     assert code == 1 and "no checkpoint of step 7" in error and not (tmp_path / "new").exists()
+    train(layout(dataset, *SPARSE), tmp_path / "sparse")
+    code, _, error = call(capsys, "export", tmp_path / "sparse", tmp_path / "new")
+    assert code == 2 and len(error.splitlines()) == 1 and not (tmp_path / "new").exists(), error

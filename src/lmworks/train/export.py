@@ -10,6 +10,8 @@ from pathlib import Path
 from ..data import resolve
 from ..data.index import TOKENIZER_FILE
 from ..data.tokenizer import FileTokenizer
+from ..model.hf_config import family_of_spec
+from ..record import RunFolder
 from ..spec import CheckpointError, SpecError
 from ..spec.files import write_whole
 from .load import load_trained
@@ -28,8 +30,8 @@ class Export:
 def export(run_dir: str | Path, out: Path, step: int | None = None) -> Export:
     """Write the checkpoint of a run, whatever its layout was, for others to load."""
     refuse_others(out)
+    family_of_spec(RunFolder.open(run_dir).spec().model)  # refuses what no family can express, before anything is made
     trained = load_trained(run_dir, step)
-    model = trained.model
     source = resolve(next(iter(trained.spec.data.sources))) / TOKENIZER_FILE
     tokenizer = trained.tokenizer
     try:
@@ -40,7 +42,7 @@ def export(run_dir: str | Path, out: Path, step: int | None = None) -> Export:
             write_whole(out / "tokenizer_config.json", tokenizer_config(tokenizer))
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror}") from None
-    model.save_hf(out, eos=tokenizer.eot)
+    trained.model.save_hf(out, eos=tokenizer.eot)
     return Export(out, trained.step, trained.spec.model.params, isinstance(tokenizer, FileTokenizer))
 
 
