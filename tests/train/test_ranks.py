@@ -30,13 +30,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "ep": ("parallel.dp=2", "parallel.ep=2", *SPARSE),
     "tp-fsdp2": ("parallel.tp=2", "parallel.sp=true", "parallel.dp=2", *FSDP2),
     "hsdp": ("parallel.dp_replicate=2", "parallel.dp_shard=2", *FSDP2),
-    "zbv-fsdp2": ("parallel.pp=2", "parallel.schedule=zbv", "parallel.dp=2", *FSDP2, "model.layers=4"),
-    "ep-fsdp2": ("parallel.dp=4", "parallel.ep=2", *FSDP2, *SPARSE),
+    "zbv": ("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4"),
 }
 # From the checkpoint of one layout to another of any size; what is not about ranks stays as it was.
 MOVES = [
     ("fsdp2", "one"), ("one", "tp"), ("pp", "fsdp2"), ("zero-1", "ddp"), ("tp-fsdp2", "pp"), ("fsdp1", "fsdp2"),
-    ("fsdp2", "fsdp1"), ("ep", "one-moe"), ("one-moe", "ep-fsdp2"), ("offload", "zero-2"), ("zbv-fsdp2", "tp-fsdp2"),
+    ("fsdp2", "fsdp1"), ("ep", "one-moe"), ("one-moe", "ep"), ("offload", "zero-2"), ("zbv", "tp-fsdp2"),
 ]  # fmt: skip
 
 

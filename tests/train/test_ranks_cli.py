@@ -68,7 +68,7 @@ def rank_process(process: subprocess.Popen[str], rank: int) -> int:
 
 
 def test_ctrl_c_saves_and_the_run_goes_on_bitwise(dataset: Path, tmp_path: Path) -> None:
-    """In a terminal it reaches the command and every rank at once."""
+    """As a terminal sends it; ranks have sessions of their own, and the command hands it on to them."""
     run, file = tmp_path / "run", write_spec(layout(dataset, *ENDLESS), tmp_path / "spec.toml")
     process = start("train", file, *FSDP2, "--run-dir", run)
     wait_for_step(run, 3, process)
