@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -79,11 +80,13 @@ def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
     gpu = spec.cluster.device == "cuda" or spec.cluster.gpu != "auto"
     try:
         with (
+            warnings.catch_warnings(),
             replaced(cross_entropy, "CHUNK_LOGITS", cross_entropy.CHUNK_LOGITS_GPU if gpu else None),
             replaced(nn.Module, "to_empty", to_empty),
             replaced(ddp, "mean_in_bf16", send_in_bf16),
             replaced(trainer, "expert_load", lambda _part: 1.0),
         ):
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # FSDP1 compares them
             yield Mesh(Grid.of(spec.parallel), "cpu")
     finally:
         _clear_sharding_prop_cache()  # DTensor would find this mesh again for the next one of its shape
