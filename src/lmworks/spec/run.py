@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .errors import SpecError
 from .hardware import Cluster
@@ -143,6 +143,12 @@ class ParallelSpec(Section):
             )
         if self.virtual_stages > 1 and self.pp == 1:
             raise SpecError(f"parallel.virtual_stages = {self.virtual_stages} needs parallel.pp > 1")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without the shorthand: a written spec says each thing once, so that it can be edited in one place."""
+        table = super().to_dict()
+        del table["dp"]
+        return table
 
     @property
     def world(self) -> int:
