@@ -30,12 +30,14 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "ep": ("parallel.dp=2", "parallel.ep=2", *SPARSE),
     "tp-fsdp2": ("parallel.tp=2", "parallel.sp=true", "parallel.dp=2", *FSDP2),
     "hsdp": ("parallel.dp_replicate=2", "parallel.dp_shard=2", *FSDP2),
-    "zbv": ("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4"),
+    "zbv": ("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4", "model.tie_embeddings=true"),
+    "fsdp1-tp": ("parallel.dp=2", "parallel.strategy=fsdp1", "parallel.tp=2"),
 }
 # From the checkpoint of one layout to another of any size; what is not about ranks stays as it was.
 MOVES = [
     ("fsdp2", "one"), ("one", "tp"), ("pp", "fsdp2"), ("zero-1", "ddp"), ("tp-fsdp2", "pp"), ("fsdp1", "fsdp2"),
     ("fsdp2", "fsdp1"), ("ep", "one-moe"), ("one-moe", "ep"), ("offload", "zero-2"), ("zbv", "tp-fsdp2"),
+    ("fsdp1-tp", "one"),
 ]  # fmt: skip
 
 

@@ -97,9 +97,9 @@ def with_weights(
     strategy: DataParallel
     if mesh is not None and sharded and not lonely(spec, mesh):
         strategy = FSDP2(part, spec, mesh, experts)  # shards are cut before there is memory
-        materialise(part, splits, mesh, torch.device("cpu") if layout.offload == "full" else device, weights)
+        materialise(part, splits, mesh, device, weights, torch.device("cpu") if layout.offload == "full" else device)
     else:
-        materialise(part, splits, mesh, device, weights)
+        materialise(part, splits, mesh, device, weights, device)
         strategy = replicated(part, spec, mesh, experts)
     return HostOptimizer(strategy) if layout.offload == "optimizer" else strategy
 
@@ -124,15 +124,18 @@ def lonely(spec: RunSpec, mesh: Mesh) -> bool:
 
 
 @torch.no_grad()
-def materialise(part: nn.Module, splits: Splits, mesh: Mesh | None, device: torch.device, weights: Source) -> None:
-    """Give a part memory, and each weight this rank's share of the whole."""
-    part.to_empty(device=device)
+def materialise(
+    part: nn.Module, splits: Splits, mesh: Mesh | None, device: torch.device, weights: Source, home: torch.device
+) -> None:
+    """Give a part memory (weights in their `home`, buffers on the device), and each weight its share of the whole."""
+    part.to_empty(device=home)
     for name, parameter in part.named_parameters():
         whole = weights(name, splits.shape(name, parameter.shape))
         share = splits.part_of(name, whole, mesh) if mesh is not None else whole
         rows_of(parameter).copy_(own_rows(parameter, share))
-    for buffer in part.buffers():  # the choice bias of experts
-        buffer.zero_()
+    for module in part.modules():
+        for name, buffer in module.named_buffers(recurse=False):  # the choice bias of experts
+            setattr(module, name, torch.zeros_like(buffer, device=device))
 
 
 def rows_of(parameter: Tensor) -> Tensor:

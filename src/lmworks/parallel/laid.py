@@ -19,7 +19,7 @@ from ..kernels.cross_entropy import IGNORE
 from ..model import GPT
 from ..model.attention import dense
 from ..model.gpt import default_positions
-from ..model.moe import set_balance_scale, update_balance
+from ..model.moe import moe_layers, set_balance_scale, update_balance
 from ..spec import RunSpec
 from ..spec.layout import V_SHAPED
 from .alone import Alone
@@ -85,7 +85,7 @@ class Laid:
         if self.mesh is None:
             return
         partial = [shard for shard in self.shards if shard.name in self.splits.partial]
-        for axis in {self.splits.partial[shard.name] for shard in partial}:
+        for axis in sorted({self.splits.partial[shard.name] for shard in partial}):  # in one order on all ranks
             sum_gradients([s for s in partial if self.splits.partial[s.name] == axis], self.mesh.group(axis))
         self.sum_tied()
 
@@ -134,8 +134,12 @@ class Laid:
             strategy.after_step()
 
     def clear(self) -> None:
+        """Drop the gradients, and what a step that was not taken has counted."""
         for strategy in self.strategies.values():
             strategy.clear()
+        for part in self.parts.values():
+            for layer in moe_layers(part):
+                layer.visits = None
 
     # --- what goes in -----------------------------------------------------------------------------------
 

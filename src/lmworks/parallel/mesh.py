@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -49,3 +51,8 @@ class Mesh:
     def rank(self, axis: str) -> int:
         """This rank's place on an axis."""
         return self.place[axis]
+
+    @functools.cache  # noqa: B019  # a mesh lives as long as its run
+    def on_host(self) -> Mesh:
+        """The same grid for tensors in host memory."""
+        return Mesh(self.grid, "cpu")

@@ -47,17 +47,20 @@ class HostOptimizer:
             mine.leaf.grad = None
             if theirs.leaf.grad is not None:
                 mine.leaf.grad = buffer.copy_(theirs.leaf.grad, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # the host reads them next
+        self.settle()  # the host reads them next
         self.inner.clear()
 
     @torch.no_grad()
     def after_step(self) -> None:
         for mine, theirs in zip(self.shards(), self.inner.shards(), strict=True):
             theirs.leaf.copy_(mine.leaf, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # the host may write them next
+        self.settle()  # the host may write them next
         self.inner.after_step()
+
+    def settle(self) -> None:
+        """Wait for copies under way."""
+        if any(shard.leaf.is_cuda for shard in self.inner.shards()[:1]):
+            torch.cuda.current_stream().synchronize()
 
     def clear(self) -> None:
         self.inner.clear()
@@ -67,4 +70,4 @@ class HostOptimizer:
 
 def host_like(tensor: Tensor) -> Tensor:
     """Host memory for a copy, pinned where there is a device to copy from."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=torch.cuda.is_available())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

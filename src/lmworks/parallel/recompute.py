@@ -31,7 +31,8 @@ def choose_recompute(part: GPT, spec: RunSpec) -> None:
 def within_budget(spec: RunSpec, blocks: int) -> list[str]:
     """The cheapest policies whose kept bytes fit: none before selective before full, the fewest blocks changed."""
     each = kept_bytes(spec)
-    budget = spec.parallel.recompute_budget * 2**30 / in_flight(spec)
+    # A rank's budget is for all its stages, and each is asked about alone.
+    budget = spec.parallel.recompute_budget * 2**30 / in_flight(spec) / spec.parallel.virtual_stages
     policies = ["none"] * blocks
     for policy in ("selective", "full"):
         for block in range(blocks):
@@ -39,16 +40,17 @@ def within_budget(spec: RunSpec, blocks: int) -> list[str]:
                 return policies
             policies[block] = policy
     if sum(each[chosen] for chosen in policies) > budget:
-        least = blocks * each["full"] * in_flight(spec) / 2**30
+        all_blocks = blocks * spec.parallel.virtual_stages
+        least = all_blocks * each["full"] * in_flight(spec) / 2**30
         raise SpecError(
             f"parallel.recompute_budget = {spec.parallel.recompute_budget:g} GiB is too little: with every block "
-            f"recomputed, {blocks} blocks still keep {least:.3g} GiB; lower data.micro_batch or raise the budget"
+            f"recomputed, {all_blocks} blocks still keep {least:.3g} GiB; lower data.micro_batch or raise the budget"
         )
     return policies
 
 
 def kept_bytes(spec: RunSpec) -> dict[str, float]:
-    """Bytes that one block keeps of a micro-batch on this rank, by policy."""
+    """Bytes that one block keeps of a micro-batch on this rank, by policy; too many, if anything, for tp without sp."""
     device = "cuda" if spec.cluster.device == "cuda" or spec.cluster.gpu != "auto" else "cpu"
     net = network(Workload.of(spec, device))
     share = spec.parallel.cp * (spec.parallel.tp if spec.parallel.sp else 1)

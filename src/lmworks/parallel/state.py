@@ -27,11 +27,13 @@ ORDER = ("shard", "edp", "ep", "tp")  # as axes lie in the grid: data-parallel s
 
 def whole(shard: Shard, local: Tensor, splits: Splits, mesh: Mesh | None) -> Tensor:
     """`local`, shaped like the shard's leaf, as a part of the whole tensor."""
-    if shard.rows == "flat" and mesh is not None:
-        return join_runs(local, shard.shape, mesh)
-    axes = dict(splits.axes(shard.name))
-    cuts = {**({shard.rows: 0} if shard.rows else {}), **axes}
-    if mesh is None or not cuts:
+    if mesh is None:
+        return local
+    rows = shard.rows
+    if rows == "flat":
+        local, rows = join_runs(local, shard.shape, mesh), None
+    cuts = {**({rows: 0} if rows else {}), **splits.axes(shard.name)}
+    if not cuts:
         return local
     names = [axis for axis in ORDER if axis in cuts]
     shape = splits.shape(shard.name, shard.shape)
@@ -41,10 +43,11 @@ def whole(shard: Shard, local: Tensor, splits: Splits, mesh: Mesh | None) -> Ten
         inner = 1
         for later in names[index + 1 :]:
             inner *= mesh.size(later) if cuts[later] == cuts[axis] else 1
-        strip = axis == shard.rows and inner > 1
+        strip = axis == rows and inner > 1
         placements[index] = _StridedShard(cuts[axis], split_factor=inner) if strip else Rows(cuts[axis])
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh.device_mesh(*names), placements, run_check=False, shape=shape, stride=stride)
+    where = mesh if local.device.type == mesh.device_type else mesh.on_host()  # a DTensor would move what is offloaded
+    return DTensor.from_local(local, where.device_mesh(*names), placements, run_check=False, shape=shape, stride=stride)
 
 
 def join_runs(local: Tensor, shape: torch.Size, mesh: Mesh) -> Tensor:
@@ -68,18 +71,26 @@ def run_sizes(local: Tensor, mesh: Mesh) -> list[int]:
 
 
 @torch.no_grad()
-def take_runs(shards: list[Shard], optimizer: Optimizer, state: dict[str, Any], mesh: Mesh | None) -> None:
-    """The way back: what was loaded as whole weights goes into FSDP1's runs. Everything else is loaded in place."""
+def take(shards: list[Shard], optimizer: Optimizer, state: dict[str, Any], mesh: Mesh | None) -> None:
+    """Bring what was loaded into `state` to where it is not already: most of it is loaded in place.
+
+    Not FSDP1's runs, of which `state` holds whole copies, and not the second copy of a tied embedding, where a rank
+    holds the first stage and the last.
+    """
     for shard in shards:
-        if shard.rows != "flat" or mesh is None:
-            continue
-        sizes, rank = run_sizes(shard.leaf, mesh), mesh.rank("shard")
-        start = sum(sizes[:rank])
-        mine = slice(start, start + sizes[rank])
-        shard.leaf.copy_(state["model"][shard.name].flatten()[mine].view_as(shard.leaf))
-        for key, value in optimizer.state.get(shard.leaf, {}).items():
-            if value.dim() and "optim" in state:
-                value.copy_(state["optim"][f"{shard.name}.{key}"].flatten()[mine].view_as(value))
+        run = slice(None)
+        if shard.rows == "flat" and mesh is not None:
+            sizes, rank = run_sizes(shard.leaf, mesh), mesh.rank("shard")
+            run = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        put(shard.leaf, state["model"][shard.name], run)
+        for key, value in optimizer.state.get(shard.leaf, {}).items() if "optim" in state else ():
+            put(value, state["optim"][f"{shard.name}.{key}"], run if value.dim() else slice(None))
+
+
+def put(here: Tensor, loaded: Tensor, run: slice) -> None:
+    local = loaded.to_local() if isinstance(loaded, DTensor) else loaded
+    if local.data_ptr() != here.data_ptr() or local.shape != here.shape:
+        here.copy_(local.flatten()[run].view_as(here))
 
 
 def model_state(shards: list[Shard], splits: Splits, mesh: Mesh | None) -> dict[str, Tensor]:

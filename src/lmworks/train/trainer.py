@@ -7,7 +7,6 @@ checkpoint, so a run that was killed and resumed ends bitwise where the run that
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -29,18 +28,17 @@ from ..parallel.data import DataParallel
 from ..parallel.deepspeed import DeepSpeedEngine
 from ..parallel.norms import squared_norm
 from ..parallel.precision import LossScale
-from ..parallel.state import take_runs, training_state
+from ..parallel.state import take, training_state
 from ..parallel.weights import is_hf, source_of
 from ..parallel.world import explained, from_lead, is_lead, join, known, together
 from ..plan.flops import model_flops_per_token
 from ..plan.machine import Machine
-from ..plan.predict import predict
 from ..record import MetricsWriter, RunFolder
 from ..spec import DataError, RunSpec, SpecError, TrainingError
-from ..spec.files import write_whole
 from . import checkpoint
 from .device import PeakMemory, find_gpu, make_deterministic, pick_device
 from .evaluate import Evaluation, evaluate, held_out
+from .health import first_nonfinite
 from .manifest import step_of
 from .optim import learning_rate, make_optimizer
 from .profile import Profiler
@@ -48,6 +46,7 @@ from .progress import Progress
 from .rng import rng_state, seed_everything, set_rng_state
 from .signals import Interrupted, StopSignals
 from .sinks import Sink, open_sinks
+from .start import start_folder, with_absolute_paths
 
 
 class Trainer:
@@ -275,7 +274,7 @@ class Trainer:
 
         A signal that one rank was sent travels along, so that all of them stop after the same step.
         """
-        figures = torch.stack([loss.double().squeeze(), squares.double().squeeze()])
+        figures = torch.stack([figure.to(self.device, torch.float64).squeeze() for figure in (loss, squares)])
         if self.mesh is None:
             self.stop_asked = self.asked()
             return *figures.tolist(), self.memory.read()
@@ -304,7 +303,7 @@ class Trainer:
         if math.isfinite(loss) and (math.isfinite(grad_norm) or self.loss_scale.scale > 1):
             return
         what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {grad_norm}"
-        bad, where = self.name_nonfinite()
+        bad, where = first_nonfinite(self.laid.shards, self.mesh)
         self.event("fault", self.step + 1, loss=loss, grad_norm=grad_norm, parameter=bad, cursor=self.cursor)
         raise known(
             TrainingError(
@@ -312,25 +311,6 @@ class Trainer:
                 f"optim.lr in {self.folder.spec_path} and resume, or look at the data of cursor {self.cursor}"
             )
         )
-
-    def name_nonfinite(self) -> tuple[str | None, str]:
-        """The weight that is not finite, or the gradient in which it began, on whichever rank has one."""
-        shards = self.laid.shards
-        weight = next((shard.name for shard in shards if not shard.leaf.isfinite().all()), None)
-        # Backward runs from the last parameter to the first, so the last bad gradient is where it began.
-        broken = (s.name for s in reversed(shards) if s.leaf.grad is not None and not s.leaf.grad.isfinite().all())
-        names = [(weight, next(broken, None))]
-        if self.mesh is not None:
-            everywhere: list[Any] = [None] * self.mesh.size("world")
-            dist.all_gather_object(everywhere, names[0])
-            names = everywhere
-        for found in (pair[0] for pair in names):
-            if found:
-                return found, f", from the weight {found}"
-        for found in (pair[1] for pair in reversed(names)):
-            if found:
-                return found, f", first in the gradient of {found}"
-        return None, ""
 
     def evaluate(self) -> Evaluation:
         result = evaluate(self.laid, self.held_out, self.spec, self.spec.log.eval_batches)
@@ -368,7 +348,7 @@ class Trainer:
         if self.engine is not None:
             self.engine.load(state)
             return
-        take_runs(self.laid.shards, self.optimizer, state, self.mesh)
+        take(self.laid.shards, self.optimizer, state, self.mesh)
         self.laid.after_load()
 
     def save(self) -> float:
@@ -418,23 +398,3 @@ class Trainer:
     def refused(self, path: Path, reason: str) -> None:
         self.event("refused", step_of(path), path=path.name, reason=reason)
         print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
-
-
-def start_folder(run_dir: str | Path, spec: RunSpec, machine: Machine | None) -> None:
-    try:
-        prediction = predict(spec, machine).to_dict()
-    except SpecError as error:  # no number is better than a made-up one
-        prediction = {"params": spec.model.params, "notes": [str(error)]}
-    folder = RunFolder.create(run_dir, spec)
-    write_whole(folder.prediction_path, json.dumps(prediction, indent=2))
-
-
-def with_absolute_paths(spec: RunSpec) -> RunSpec:
-    """The resolved spec repeats the run from any folder."""
-
-    def absolute(path: str) -> str:
-        return path if not path or path.startswith("stdlib:") else str(Path(path).absolute())
-
-    mix = {absolute(path): weight for path, weight in spec.data.mix.items()}
-    data = spec.data.replace(path=absolute(spec.data.path), mix=mix)
-    return spec.replace(data=data, checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)))

@@ -1,0 +1,32 @@
+"""The first things a run writes: its resolved spec, and what the planner says of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ..plan.machine import Machine
+from ..plan.predict import predict
+from ..record import RunFolder
+from ..spec import RunSpec, SpecError
+from ..spec.files import write_whole
+
+
+def start_folder(run_dir: str | Path, spec: RunSpec, machine: Machine | None) -> None:
+    try:
+        prediction = predict(spec, machine).to_dict()
+    except SpecError as error:  # no number is better than a made-up one
+        prediction = {"params": spec.model.params, "notes": [str(error)]}
+    folder = RunFolder.create(run_dir, spec)
+    write_whole(folder.prediction_path, json.dumps(prediction, indent=2))
+
+
+def with_absolute_paths(spec: RunSpec) -> RunSpec:
+    """The resolved spec repeats the run from any folder."""
+
+    def absolute(path: str) -> str:
+        return path if not path or path.startswith("stdlib:") else str(Path(path).absolute())
+
+    mix = {absolute(path): weight for path, weight in spec.data.mix.items()}
+    data = spec.data.replace(path=absolute(spec.data.path), mix=mix)
+    return spec.replace(data=data, checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)))
