@@ -51,5 +51,5 @@ class LossScale:
         return {"scale": self.scale, "good": self.good} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.enabled:
+        if self.enabled and state:  # none was saved before the run's dtype was changed to fp16
             self.scale, self.good = state["scale"], state["good"]

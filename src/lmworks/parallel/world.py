@@ -47,9 +47,11 @@ def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) 
         return None
     started = int(os.environ["WORLD_SIZE"])
     if started != parallel.world:
-        raise SpecError(
-            f"the layout (pp × dp × cp × tp = {parallel.pp} × {parallel.dp} × {parallel.cp} × {parallel.tp}) needs "
-            f"{parallel.world} ranks, but {started} were started"
+        raise known(
+            SpecError(
+                f"the layout (pp × dp × cp × tp = {parallel.pp} × {parallel.dp} × {parallel.cp} × {parallel.tp}) needs "
+                f"{parallel.world} ranks, but {started} were started"
+            )
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -20,7 +20,15 @@ def pick_device(cluster: Cluster) -> torch.device:
     if cluster.device == "cuda" and not torch.cuda.is_available():
         raise TrainingError("cluster.device = 'cuda', but no CUDA device is there; use 'cpu' or 'auto'")
     use_cuda = cluster.device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    if not use_cuda:
+        return torch.device("cpu")
+    local, here = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local >= here:
+        raise TrainingError(
+            f"rank {local} of this machine has no GPU: there are {here}; start fewer ranks here, or use "
+            "cluster.device=cpu"
+        )
+    return torch.device("cuda", local)
 
 
 def find_gpu(cluster: Cluster, device: torch.device) -> Gpu | None:
