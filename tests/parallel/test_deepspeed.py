@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 from torch import Tensor
 
 from lmworks.model import GPT
 from lmworks.parallel import deepspeed
 from lmworks.parallel.traffic import Traffic
 from lmworks.spec import RunSpec, SpecError
+from ranks import on_ranks
 
 STEPS, RATE = 5, 1e-2
 
@@ -57,11 +57,12 @@ def test_config_of_offload_and_precision() -> None:
         ({"parallel": {"zero": 3, "dp_replicate": 2}}, "parallel.dp_shard alone"),
         ({"parallel": {"zero": 2, "offload": "full"}}, "parallel.zero = 3"),
         ({"precision": {"dtype": "fp16", "loss_scale": 1000}}, "1024"),
+        ({"model": {"experts": 4, "top_k": 2}}, "does not balance model.experts = 4"),
     ],
 )
 def test_what_deepspeed_cannot_do_is_refused(sections: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says):
-        deepspeed.config(spec(**sections))
+        spec(**sections)
 
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

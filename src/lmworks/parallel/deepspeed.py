@@ -37,7 +37,6 @@ MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 def config(spec: RunSpec) -> dict[str, Any]:
     """What DeepSpeed is given, as its JSON has it."""
     layout, precision = spec.parallel, spec.precision
-    refuse(spec)
     numbers = int(layout.bucket_mb * 2**20) // (4 if precision.reduce == "fp32" else 2)  # DeepSpeed counts elements
     zero: dict[str, Any] = {
         "stage": layout.zero,
@@ -69,21 +68,6 @@ def config(spec: RunSpec) -> dict[str, Any]:
             "min_loss_scale": 1,
         }
     return result
-
-
-def refuse(spec: RunSpec) -> None:
-    layout, precision = spec.parallel, spec.precision
-    if not layout.zero:
-        raise SpecError("parallel.engine = 'deepspeed' needs parallel.zero = 1, 2 or 3")
-    if layout.dp_replicate > 1:
-        raise SpecError("parallel.engine = 'deepspeed' has no replicas: give parallel.dp_shard alone")
-    if layout.offload == "full" and layout.zero < 3:
-        raise SpecError(f"parallel.offload = 'full' needs parallel.zero = 3, not {layout.zero}; or use 'optimizer'")
-    if precision.dtype == "fp16" and not math.log2(precision.loss_scale).is_integer():
-        nearest = 2.0 ** round(math.log2(precision.loss_scale))
-        raise SpecError(
-            f"precision.loss_scale = {precision.loss_scale:g} must be a power of two for DeepSpeed, e.g. {nearest:g}"
-        )
 
 
 def load_deepspeed(device_type: str) -> Any:
@@ -178,15 +162,19 @@ class DeepSpeedEngine:
         return float(self.zero.optimizer.state[self.flats()[0]]["step"])
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Take up what `state` gave: whole tensors, of which each rank keeps its part."""
+        """Take up what `state` gave: whole tensors, of which each rank keeps its part.
+
+        The weights of another run to start from come without "optim": the moments stay as they are.
+        """
         import torch
 
+        moments = self.moments if "optim" in state else ()
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 self.write(parameter, state["model"][name])
-                for key in self.moments:
+                for key in moments:
                     self.write(parameter, state["optim"][f"{name}.{key}"], key)
-            if self.moments:
+            if moments:
                 taken = next(value for name, value in state["optim"].items() if name.endswith(".step"))
                 for flat in self.flats():
                     self.zero.optimizer.state[flat]["step"].fill_(float(taken))

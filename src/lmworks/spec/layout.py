@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 from .errors import SpecError
@@ -140,8 +141,7 @@ def data(run: RunSpec) -> list[str]:
     alone = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
     if layout.engine == "deepspeed":
         found += [f"parallel.engine = 'deepspeed' works without parallel.{k} = {v}" for k, v in alone.items() if v > 1]
-        if layout.strategy != "zero":
-            found.append(f"parallel.engine = 'deepspeed' needs strategy = 'zero', not '{layout.strategy}'")
+        found += deepspeed(run)
     if layout.strategy == "fsdp1":
         found += [
             f"parallel.strategy = 'fsdp1' does not combine with parallel.{key} = {alone[key]}; use 'fsdp2'"
@@ -155,8 +155,29 @@ def data(run: RunSpec) -> list[str]:
     if layout.strategy == "zero" and layout.zero < 3:
         if layout.dp_replicate > 1:
             found.append(f"parallel.zero = {layout.zero} has no replicas: give parallel.dp_shard alone")
-        if layout.offload == "full" and layout.engine == "native":
+        if layout.offload == "full":
             found.append(f"parallel.offload = 'full' needs parallel.zero = 3, not {layout.zero}")
+    return found
+
+
+def deepspeed(run: RunSpec) -> list[str]:
+    """What DeepSpeed itself, or our seam to it, cannot do."""
+    layout, precision, found = run.parallel, run.precision, []
+    if layout.strategy != "zero":
+        found.append(f"parallel.engine = 'deepspeed' needs strategy = 'zero', not '{layout.strategy}'")
+    if not layout.zero:
+        found.append("parallel.engine = 'deepspeed' needs parallel.zero = 1, 2 or 3")
+    if layout.zero == 3 and layout.dp_replicate > 1:
+        found.append("parallel.engine = 'deepspeed' has no replicas: give parallel.dp_shard alone")
+    if run.model.experts:
+        found.append(
+            f"parallel.engine = 'deepspeed' does not balance model.experts = {run.model.experts}; use engine = 'native'"
+        )
+    if precision.dtype == "fp16" and not math.log2(precision.loss_scale).is_integer():
+        power = 2.0 ** round(math.log2(precision.loss_scale))
+        found.append(
+            f"precision.loss_scale = {precision.loss_scale:g} must be a power of two for DeepSpeed, e.g. {power:g}"
+        )
     return found
 
 
