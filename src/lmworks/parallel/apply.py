@@ -3,14 +3,16 @@
     pipeline split → tensor, sequence, expert parallel → recompute → compile → precision → data parallel → weights
 
 Every part is built on the meta device and cut before it has memory, so no rank ever holds more than its share. Without
-a mesh there is one process, and all that remains of the recipe is recompute, compile and weights.
+a mesh there is one process, and all that remains of the recipe is recompute, compile and weights; what only a mesh
+needs is imported where it is used, because PyTorch's distributed parts take seconds to import.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from ..model import GPT
 from ..plan.stages import Stage, split_layers
@@ -19,12 +21,9 @@ from .alone import Alone
 from .data import DataParallel
 from .ddp import DDP
 from .expert import apply_expert_parallel, expert_names, join_sequences
-from .fsdp1 import FSDP1
-from .fsdp2 import FSDP2
 from .laid import Laid
 from .mesh import Mesh
 from .offload import HostOptimizer
-from .pipeline import Pipeline, stages_of_rank
 from .precision import run_in
 from .recompute import choose_recompute
 from .splits import Splits
@@ -61,6 +60,8 @@ def lay_out(
         parts[stage.index] = part
     pipeline = None
     if mesh is not None and mesh.size("pp") > 1:
+        from .pipeline import Pipeline
+
         pipeline = Pipeline(dict(parts), spec, mesh, device)
     return Laid(spec, mesh, device, splits, parts, strategies, pipeline)
 
@@ -68,8 +69,10 @@ def lay_out(
 def stages_here(spec: RunSpec, mesh: Mesh | None) -> list[Stage]:
     layout = spec.parallel
     stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
-    if mesh is None:
+    if mesh is None or layout.pp == 1:
         return stages
+    from .pipeline import stages_of_rank
+
     return [stages[i] for i in stages_of_rank(layout.schedule, layout.pp, layout.virtual_stages, mesh.rank("pp"))]
 
 
@@ -96,6 +99,8 @@ def with_weights(
     sharded = sharded and layout.engine == "native"
     strategy: DataParallel
     if mesh is not None and sharded and not lonely(spec, mesh):
+        from .fsdp2 import FSDP2
+
         strategy = FSDP2(part, spec, mesh, experts)  # shards are cut before there is memory
         materialise(part, splits, mesh, device, weights, torch.device("cpu") if layout.offload == "full" else device)
     else:
@@ -109,6 +114,8 @@ def replicated(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str]) -
     if mesh is None or lonely(spec, mesh) or layout.engine == "deepspeed":  # which wraps the part itself, later
         return Alone(part)
     if layout.strategy == "fsdp1":
+        from .fsdp1 import FSDP1
+
         return FSDP1(part, spec, mesh, experts)
     if layout.strategy == "zero":
         return Zero(part, spec, mesh, experts, layout.zero)
@@ -139,16 +146,21 @@ def materialise(
 
 
 def rows_of(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if sharded(parameter) else parameter  # type: ignore[attr-defined]
 
 
-def own_rows(parameter: Tensor, share: Tensor) -> Tensor:
+def own_rows(parameter: Any, share: Tensor) -> Tensor:
     """What FSDP2 leaves to this rank of a weight."""
-    if not isinstance(parameter, DTensor):
+    if not sharded(parameter):
         return share
     for dim, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
+        if placement.is_shard():
             count, rank = parameter.device_mesh.size(dim), parameter.device_mesh.get_local_rank(dim)
             chunks = share.chunk(count, placement.dim)
             share = chunks[rank] if rank < len(chunks) else share[:0]
     return share
+
+
+def sharded(parameter: Tensor) -> bool:
+    """Whether it is a DTensor, which FSDP2 makes of a weight."""
+    return hasattr(parameter, "placements")

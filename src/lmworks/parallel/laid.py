@@ -8,7 +8,7 @@ the global batch, so gradients are sums too, and no layout has a mean of its own
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,14 @@ from ..model.moe import moe_layers, set_balance_scale, update_balance
 from ..spec import RunSpec
 from ..spec.layout import V_SHAPED
 from .alone import Alone
-from .context import make_attend, split
 from .data import DataParallel, Shard
 from .mesh import Mesh
-from .pipeline import Pipeline
 from .precision import run_in
 from .splits import Splits
 from .tensor import local_heads
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline  # PyTorch's pipelining takes a second to import
 
 
 class Laid:
@@ -151,6 +152,8 @@ class Laid:
             return {"tokens": batch.tokens, "targets": batch.targets, "documents": batch.documents, **common}
         model, heads = self.spec.model, local_heads(self.spec.model, self.mesh)
         if self.size("cp") > 1:
+            from .context import make_attend, split
+
             local = split(batch, self.spec.parallel, self.mesh)
             attend = make_attend(model, self.spec.parallel, self.mesh, local, heads)
             own = {"tokens": local.tokens, "targets": local.targets, "positions": local.positions}

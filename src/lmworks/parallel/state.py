@@ -13,9 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as Rows
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.optim import Optimizer
 
 from .data import Shard
@@ -35,16 +32,20 @@ def whole(shard: Shard, local: Tensor, splits: Splits, mesh: Mesh | None) -> Ten
     cuts = {**({rows: 0} if rows else {}), **splits.axes(shard.name)}
     if not cuts:
         return local
+    from torch.distributed.tensor import DTensor  # takes seconds to import, and one process does without
+    from torch.distributed.tensor import Shard as Rows
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     names = [axis for axis in ORDER if axis in cuts]
     shape = splits.shape(shard.name, shard.shape)
-    placements: list[Placement] = [Replicate()] * len(names)
+    placements: list[Any] = []
     for index, axis in enumerate(names):
         # Rows are cut last but lie outermost: each rank has a strip of every tensor-parallel part's rows.
         inner = 1
         for later in names[index + 1 :]:
             inner *= mesh.size(later) if cuts[later] == cuts[axis] else 1
         strip = axis == rows and inner > 1
-        placements[index] = _StridedShard(cuts[axis], split_factor=inner) if strip else Rows(cuts[axis])
+        placements.append(_StridedShard(cuts[axis], split_factor=inner) if strip else Rows(cuts[axis]))
     stride = torch.empty(shape, device="meta").stride()
     where = mesh if local.device.type == mesh.device_type else mesh.on_host()  # a DTensor would move what is offloaded
     return DTensor.from_local(local, where.device_mesh(*names), placements, run_check=False, shape=shape, stride=stride)
@@ -88,7 +89,7 @@ def take(shards: list[Shard], optimizer: Optimizer, state: dict[str, Any], mesh:
 
 
 def put(here: Tensor, loaded: Tensor, run: slice) -> None:
-    local = loaded.to_local() if isinstance(loaded, DTensor) else loaded
+    local: Tensor = loaded.to_local() if hasattr(loaded, "to_local") else loaded  # of a DTensor
     if local.data_ptr() != here.data_ptr() or local.shape != here.shape:
         here.copy_(local.flatten()[run].view_as(here))
 
