@@ -72,6 +72,7 @@ def test_sbatch_script_stops_before_the_limit_and_goes_on(job_script: Path, tmp_
         end(process)
 
 
+@pytest.mark.slow
 def test_start_script_of_kubernetes_meets_through_pet_variables(dataset: Path, tmp_path: Path) -> None:
     """Both operators, and our plain Job, say to torchrun where it is by PET_ variables alone."""
     job = two_nodes(dataset, tmp_path)

@@ -43,7 +43,10 @@ def observe_all(rank: int, specs: dict[str, RunSpec], folder: Path) -> dict[str,
     return {name: observe(rank, spec, folder / name) for name, spec in specs.items()}
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=["2 ranks", pytest.param("3 ranks", marks=pytest.mark.slow), "3 ranks, 3 micro-batches, untied"],
+)
 def observed(request: Any, dataset: Path, tmp_path_factory: Any) -> tuple[dict[str, RunSpec], list[Any]]:
     ranks, accumulation, tied = CASES[request.param]
     specs = {name: make_spec(dataset, ranks, layout, accumulation, tied) for name, layout in STRATEGIES.items()}

@@ -29,10 +29,30 @@ def proof() -> Iterator[Parity]:
         yield made
 
 
-@pytest.mark.parametrize("layout", layouts().values(), ids=list(layouts()))
+# Variations of what stays; `make test-slow` and `lmworks parity --layouts all` prove them too.
+VARIATIONS = """
+    ddp-4-accumulate fsdp1-no-shard fsdp2-one-rank tp2-gpt2 tp2-sp-qk-norm cp4-ulysses cp2-ulysses-window pp4-zbv
+    cp2-ulysses-fsdp2 cp2-zero-1 cp2-fsdp1 cp2-tp2-gpt2 pp2-cp2-ulysses-documents ddp-tp2-sp-gpt2 zero-1-pp2
+    offload-optimizer-tp2 pp2-gpipe-fsdp2 pp2-looped-bfs-fsdp2 ep2-zero-2 moe-capacity-pp2 ep2-tp2-capacity
+    recompute-selective-ddp recompute-full-ep2 recompute-every-2-tp2 uneven-zero-2 uneven-fsdp2-tp2 bf16-zero-2 bf16-cp2
+    bf16-tp2-sp bf16-recompute-fsdp2 fp16-fsdp2-tp2
+""".split()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=name, marks=[pytest.mark.slow] if name in VARIATIONS else [])
+        for name, layout in layouts().items()
+    ],
+)
 def test_layout_equals_one_rank(proof: Parity, layout: Layout) -> None:
     result = proof.prove(layout)
     assert result.ok, result.failure
+
+
+def test_variations_are_in_the_list() -> None:
+    assert set(VARIATIONS) < layouts().keys()
 
 
 def lmworks(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -84,6 +104,8 @@ def test_the_first_that_fails_ends_it(capsys: pytest.CaptureFixture[str], monkey
 def test_what_is_asked_must_exist(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = lmworks(capsys, "--layouts", "zero-9")
     assert code == 2 and "there is no layout 'zero-9'" in err
+    code, _, err = lmworks(capsys, "--layouts", ",")
+    assert code == 2 and "names no layout" in err
     code, _, err = lmworks(capsys, "model.layers=4")
     assert code == 2 and "none is given" in err
     code, _, err = lmworks(capsys, "tiny", "--layouts", "ep2")

@@ -158,7 +158,11 @@ def by_name(found: Simulation) -> list[Any]:
     [
         (9, {"dp": 2, "strategy": "fsdp2"}),
         (13, {"pp": 2, "dp": 2, "tp": 2, "strategy": "fsdp2", "sp": True}),
-        (24, {"pp": 2, "schedule": "interleaved", "dp": 2, "strategy": "fsdp2", "recompute": "selective"}),
+        pytest.param(
+            24,
+            {"pp": 2, "schedule": "interleaved", "dp": 2, "strategy": "fsdp2", "recompute": "selective"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["fsdp2", "pp x fsdp2 x tp", "interleaved"],
 )
