@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lmworks.parallel import collectives
+from lmworks.parallel import collectives, traffic
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.traffic import Traffic
 from lmworks.spec import Grid
@@ -144,6 +144,32 @@ def test_groups_are_named_by_their_axis() -> None:
     found = on_ranks(4, axes)
     assert found[0] == [("tp", 2), ("shard", 2), ("dp_cp", 2), ("world", 4), ("dp_shard", 2)]
     assert found[1][-1] == ("1, 2", 2)
+
+
+def shards_of_sequences(rank: int) -> list[str]:
+    mesh = Mesh(Grid(dp_shard=2, cp=2), "cpu")
+    with Traffic(mesh) as seen:
+        for axis in ("cp", "shard"):
+            dist.all_reduce(torch.ones(1), group=mesh.group(axis))
+    return [call.group for call in seen.calls]
+
+
+def test_without_experts_no_group_is_called_theirs() -> None:
+    assert on_ranks(4, shards_of_sequences)[0] == ["cp", "shard"]
+
+
+def unknown_operator(rank: int) -> set[tuple[Any, ...]]:
+    known = traffic.OPERATORS.pop("allreduce_")
+    try:
+        with Traffic() as seen:
+            dist.all_reduce(torch.ones(6))
+    finally:
+        traffic.OPERATORS["allreduce_"] = known
+    return rows(seen)
+
+
+def test_an_operator_that_is_not_listed_counts_under_its_own_name() -> None:
+    assert on_ranks(1, unknown_operator)[0] == {("allreduce_", "world", 1, 1, 24)}
 
 
 class Nested(torch.autograd.Function):

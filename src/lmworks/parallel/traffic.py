@@ -122,6 +122,9 @@ class Traffic(TorchDispatchMode):
             for kind, tensor in zip(named["op_list"], named["tensors"], strict=True):
                 yield Call(kind.removeprefix("i"), name, ranks, size(tensor))
             return
+        if operator not in OPERATORS:  # which argument is the message is unknown: all tensors are counted
+            yield Call(operator, name, ranks, size(list(named.values())))
+            return
         kind, argument, part = OPERATORS[operator]
         yield Call(kind, name, ranks, size(named.get(argument)) * (ranks if part else 1))
 
@@ -169,7 +172,8 @@ def axis_of(members: list[int], mesh: Mesh | None) -> str | None:
     """The simplest axis with exactly these ranks: one of the grid, then axes that act together, then all ranks."""
     here = sorted(members)
     if mesh:
-        for axis in (*AXES, "ep", "edp", *JOINED):
+        experts = ("ep", "edp") if mesh.grid.ep > 1 else ()
+        for axis in (*AXES, *experts, *sorted(JOINED, key=lambda joined: len(JOINED[joined]))):
             if mesh.size(axis) > 1 and here == sorted(mesh.grid.group(axis, dist.get_rank())):
                 return axis
     return "world" if len(here) == dist.get_world_size() else None
