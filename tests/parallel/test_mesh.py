@@ -47,7 +47,6 @@ def apply_all(rank: int, world: int) -> dict[str, tuple[torch.Tensor, torch.Tens
         "total": lambda x: collectives.total(x, group),
         "gather": lambda x: collectives.gather(x, 1, group),
         "scatter": lambda x: collectives.scatter(x, 1, group),
-        "own": lambda x: collectives.own(x, 1, group),
         "exchange": lambda x: collectives.exchange(x, [2, 2], [2, 2], group),
     }
     for name, operation in operations.items():
@@ -77,7 +76,6 @@ def test_every_collective_and_its_gradient() -> None:
         "total": [xs[0] + xs[1]] * 2,
         "gather": [both] * 2,
         "scatter": list((xs[0] + xs[1]).chunk(2, dim=1)),
-        "own": [x.chunk(2, dim=1)[rank] for rank, x in enumerate(xs)],
         "exchange": [torch.cat([x.chunk(2)[rank] for x in xs]) for rank in range(2)],
     }
     for name, ys in expected.items():
@@ -87,9 +85,6 @@ def test_every_collective_and_its_gradient() -> None:
             gradients = [gradients[0] + gradients[1]] * 2
         if name == "total":  # one value that all ranks have: its gradient counts once on each
             gradients = [weights(ys[0], rank) for rank in range(2)]
-        if name == "own":  # of a value equal on all ranks, the whole gradient
-            whole = torch.cat([weights(y, rank) for rank, y in enumerate(ys)], dim=1)
-            gradients = [whole] * 2
         for rank in range(2):
             result, gradient = found[rank][name]
             assert torch.equal(result, ys[rank].detach()), name

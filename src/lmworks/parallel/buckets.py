@@ -31,11 +31,6 @@ class Bucket:
     def complete(self) -> bool:
         return self.ready == len(self.parameters)
 
-    @property
-    def padding(self) -> int:
-        """Elements of the buffer that belong to no weight."""
-        return self.ranks * self.length - sum(parameter.numel() for parameter in self.parameters)
-
     def own(self, index: int, tensor: Tensor) -> Tensor:
         """This rank's rows of a tensor shaped like the weight `index`: a view, empty on a rank past the last row."""
         n = self.rows[index]

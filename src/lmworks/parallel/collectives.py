@@ -4,7 +4,6 @@
     total      all-reduce        ↔  identity         (leave it)
     gather     all-gather        ↔  reduce-scatter   (enter it from sequence shards)
     scatter    reduce-scatter    ↔  all-gather       (leave it to sequence shards)
-    own        take one's chunk  ↔  all-gather       (go from equal copies to sequence shards)
     exchange   all-to-all        ↔  all-to-all back
 
 `gather` and `scatter` work along a dimension whose chunks are of equal size. A group of one does nothing.
@@ -15,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -87,17 +85,6 @@ class Scatter(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-class Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return x.chunk(group.size(), dim)[dist.get_rank(group)].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.dim, ctx.group), None, None
-
-
 class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> Tensor:
@@ -123,10 +110,6 @@ def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return x if group.size() == 1 else Scatter.apply(x, dim, group)
-
-
-def own(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    return x if group.size() == 1 else Own.apply(x, dim, group)
 
 
 def exchange(x: Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> Tensor:

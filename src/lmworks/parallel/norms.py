@@ -1,4 +1,4 @@
-"""The norm of the whole gradient under any layout, and clipping by it.
+"""The norm of the whole gradient under any layout.
 
 Every element of the gradient must count once. A rank sums the squares of what it holds, each divided by the number of
 ranks that hold the same elements; the sum over all ranks is then ‖g‖² of the whole model:
@@ -11,10 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.nn.utils import clip_grads_with_norm_
 
 from .data import Shard
 
@@ -30,16 +27,3 @@ def squared_norm(shards: list[Shard], replicas: Callable[[Shard], int]) -> Tenso
         norms = torch._foreach_norm(gradients, dtype=torch.float32)
         total += torch.stack(norms).square().sum() / count
     return total
-
-
-def total_norm(shards: list[Shard], replicas: Callable[[Shard], int], group: ProcessGroup | None) -> Tensor:
-    """A float32 scalar, equal on all ranks, for which nothing waits. `group` is the world; None: this rank is alone."""
-    total = squared_norm(shards, replicas)
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return total.sqrt()
-
-
-def clip(shards: list[Shard], max_norm: float, norm: Tensor) -> None:
-    """Scale every gradient by min(1, max_norm / norm)."""
-    clip_grads_with_norm_([shard.leaf for shard in shards], max_norm, norm)

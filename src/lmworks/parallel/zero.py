@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,23 +34,13 @@ from .mesh import Mesh
 IN_FLIGHT = 2  # buckets: one is filled or emptied while the other travels
 
 
-@dataclass(frozen=True)
-class Resident:
-    """Bytes that one rank holds between two steps (gradients: just before the update)."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    padding: int  # of all buffers together, never all there at once: counted in none of the above
-
-
 class Zero:
     """Over a part that has its memory and weights."""
 
     loss_factor = 1.0  # gradients are summed
 
     def __init__(self, part: GPT, spec: RunSpec, mesh: Mesh, experts: set[str], stage: int) -> None:
-        self.part, self.stage, self.spec = part, stage, spec
+        self.part, self.stage = part, stage
         self.dtype = torch.bfloat16 if spec.precision.reduce == "bf16" else torch.float32
         named = dict(part.named_parameters())
         order = list(reversed(named))  # gradients come last weight first
@@ -177,13 +166,6 @@ class Zero:
         self.part.zero_grad(set_to_none=True)
         for shard in self.made:
             shard.leaf.grad = None
-
-    def resident(self) -> Resident:
-        weights = sum(weight.nbytes for weight in self.part.parameters())
-        owned = sum(shard.leaf.nbytes for shard in self.made)
-        moments = 2 if self.spec.optim.optimizer == "adamw" else 0
-        padding = sum(bucket.padding * self.dtype.itemsize for bucket in self.buckets)
-        return Resident(weights, owned if self.stage == 2 else weights, moments * owned, padding)
 
 
 def split_by_axis(names: list[str], experts: set[str], stage: int) -> dict[str, list[str]]:
