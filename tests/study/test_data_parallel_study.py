@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from lmworks.plan.peak import peak
-from lmworks.spec import RunSpec, SpecError
+from lmworks.spec import Cluster, RunSpec, SpecError
 from lmworks.study.bars import Bars, as_svg, as_text
 from lmworks.study.data_parallel import STRATEGIES, Study, choose, study, with_layout
-from lmworks.study.data_parallel_report import as_markdown, overview_table, write_reports
+from lmworks.study.data_parallel_report import as_markdown, open_folder, overview_table, write_reports
 from lmworks.study.holdings import observe
 from lmworks.study.ranks import on_ranks
 from tiny import make_spec, write_spec
@@ -47,6 +47,17 @@ def test_reports_have_the_figures_and_stand_alone(small: Study, tmp_path: Path) 
         assert f"<td>{one.name}</td>" in page
     assert page.count("<svg") == 4 == text.count("```text")
     assert "http" not in page.split("<main>")[1] and "When a rank dies" not in text
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SpecError, match=r"--out .*file/new: Not a directory"):
+        open_folder(tmp_path / "file" / "new")
+
+
+def test_ranks_are_of_the_cpu_whatever_the_cluster_is(dataset: Path) -> None:
+    spec = make_spec(dataset).replace(cluster=Cluster(gpu="H200-SXM-141GB", device="auto"))
+    assert with_layout(spec, 2, STRATEGIES["DDP"]).cluster == Cluster(device="cpu")
 
 
 def test_a_difference_of_one_byte_is_named(small: Study) -> None:

@@ -54,14 +54,15 @@ def ddp_fsdp(
     """
     from ..spec import TrainingError, load_run
     from ..study.data_parallel import study
-    from ..study.data_parallel_report import overview_table, write_reports
+    from ..study.data_parallel_report import open_folder, overview_table, write_reports
 
     changes = [*([spec] if "=" in spec else []), *(overrides or ())]
     if not spec or "=" in spec:
         spec, changes = SMALL[0], [*SMALL[1], *changes]
     names = [name.strip() for name in only.split(",") if name.strip()]
-    say = (lambda _: None) if json else (lambda line: typer.echo(f"  {line}", err=True))
-    found = study(load_run(spec, changes), ranks, steps, names, jobs, say)
+    loaded = load_run(spec, changes)
+    open_folder(out)
+    found = study(loaded, ranks, steps, names, jobs, lambda line: typer.echo(f"  {line}", err=True))
     markdown, html = write_reports(found, out)
     if json:
         print_json({**found.to_dict(), "report": str(html), "markdown": str(markdown)})

@@ -17,8 +17,7 @@ import torch
 from ..parallel.deepspeed import load_deepspeed
 from ..plan.peak import Peak, peak
 from ..plan.residency import Resident, by_kind, collectives, deepspeed_resident, resident
-from ..spec import RunSpec, SpecError
-from ..train.device import pick_device
+from ..spec import Cluster, RunSpec, SpecError
 from .holdings import Holdings, observe
 from .job import Job, run_job
 from .ranks import on_ranks
@@ -101,13 +100,13 @@ def study(
     chosen, missing = choose(list(names))
     specs = {name: with_layout(spec, ranks, layout_of(name)) for name in chosen}
     if any(name in DEEPSPEED for name in chosen):
-        load_deepspeed(pick_device(spec.cluster).type)  # once: each forked rank would take seconds for it
+        load_deepspeed("cpu")  # once: each forked rank would take seconds for it
     with tempfile.TemporaryDirectory(prefix="lmworks-study-") as scratch:
         work = Path(scratch)
         held = {}
         for name, one in specs.items():
             say(f"{name}: bytes and messages of a step")
-            held[name] = on_ranks(ranks, observe, one, work / "observed" / typed(name))
+            held[name] = on_ranks(ranks, observe, one, work / "observed" / typed(name), timeout=600)
         say(f"{rounds} steps of each, in turns")
         seconds = on_ranks(ranks, take_turns, specs, work / "turns", rounds, timeout=3600)[0]
         found = []
@@ -117,7 +116,7 @@ def study(
                 say(f"{name}: a job, and the death of its last rank")
                 job = run_job(one, work / "jobs" / typed(name))
             found.append(outcome(name, one, held[name], seconds[name], seconds[BASE], job))
-    return Study(spec, ranks, rounds, machine(spec), found, missing)
+    return Study(spec, ranks, rounds, machine(), found, missing)
 
 
 def typed(name: str) -> str:
@@ -141,7 +140,7 @@ def choose(names: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def with_layout(spec: RunSpec, ranks: int, layout: dict[str, Any]) -> RunSpec:
-    """The spec over `ranks` data-parallel ranks, and nothing else over any."""
+    """The spec over `ranks` data-parallel ranks of this machine's CPU, and nothing else over any."""
     given = spec.parallel
     others = {axis: getattr(given, axis) for axis in ("tp", "pp", "cp", "ep") if getattr(given, axis) > 1}
     if others or given.offload != "none" or given.compile:
@@ -149,7 +148,8 @@ def with_layout(spec: RunSpec, ranks: int, layout: dict[str, Any]) -> RunSpec:
         raise SpecError(f"this study compares data parallelism alone, without {named}")
     if ranks < 2:
         raise SpecError(f"--ranks {ranks} has nothing to share: use at least 2")
-    return spec.replace(parallel=given.replace(dp=ranks, dp_replicate=1, dp_shard=1, **layout))
+    laid_out = given.replace(dp=ranks, dp_replicate=1, dp_shard=1, **layout)
+    return spec.replace(parallel=laid_out, cluster=Cluster(device="cpu"))  # ranks meet over gloo
 
 
 def outcome(
@@ -157,7 +157,6 @@ def outcome(
 ) -> Outcome:
     native = spec.parallel.engine == "native"
     everyone = range(len(held))
-    device = pick_device(spec.cluster).type
     return Outcome(
         name=name,
         seconds=seconds,
@@ -169,7 +168,7 @@ def outcome(
         gradients_after=held[0].gradients_after,
         peak=[sum(one.peak.values()) for one in held],
         peak_by=held[0].peak,
-        peak_worked_out=[peak(spec, rank, device) for rank in everyone] if native else [],
+        peak_worked_out=[peak(spec, rank) for rank in everyone] if native else [],
         counted=by_kind(held[0].collectives),
         formula=by_kind(collectives(spec)) if native else {},
         job=job,
@@ -180,9 +179,5 @@ def arithmetic(spec: RunSpec, rank: int) -> Resident:
     return resident(spec, rank) if spec.parallel.engine == "native" else deepspeed_resident(spec)
 
 
-def machine(spec: RunSpec) -> str:
-    if pick_device(spec.cluster).type == "cuda":
-        where = f"{torch.cuda.get_device_name()} (NCCL)"
-    else:
-        where = f"{platform.machine()} CPU, {os.cpu_count()} cores (gloo)"
-    return f"{where}, PyTorch {torch.__version__}"
+def machine() -> str:
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores (gloo), PyTorch {torch.__version__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -10,6 +11,7 @@ from statistics import median
 from ..observe.page import page, table
 from ..plan.weights import weights
 from ..record.figures import binary_bytes, short
+from ..spec import SpecError
 from ..spec.files import write_whole
 from .bars import Bars, as_svg, as_text
 from .data_parallel import Outcome, Study
@@ -27,11 +29,24 @@ class Section:
     numeric: int = 0  # how many of the last columns are figures
 
 
+def open_folder(folder: Path) -> None:
+    """Before the study: minutes of work need a place for their report."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SpecError(f"--out {folder}: {error.strerror}") from None
+
+
 def write_reports(study: Study, folder: Path) -> tuple[Path, Path]:
-    folder.mkdir(parents=True, exist_ok=True)
+    open_folder(folder)
     markdown, html = folder / "report.md", folder / "report.html"
-    write_whole(markdown, as_markdown(study))
-    write_whole(html, as_page(study))
+    try:
+        write_whole(markdown, as_markdown(study))
+        write_whole(html, as_page(study))
+    except OSError as error:
+        raise SpecError(f"--out {folder}: {error.strerror}") from None
     return markdown, html
 
 

@@ -123,7 +123,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def try_resume(ranks: int, run: Path, step: int) -> str:
     try:
-        found = on_ranks(ranks, resume_one_step, run)
+        found = on_ranks(ranks, resume_one_step, run, timeout=600)
     except RankFailed as error:
         return str(error)
     at, loss = found[0]
