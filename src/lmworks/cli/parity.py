@@ -35,6 +35,9 @@ def parity(
         ),
     ] = None,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Do not stop at the first that fails.")] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, metavar="SECONDS", help="How long the ranks of a layout may take.")
+    ] = 120,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown, for a document.")] = False,
     json: Json = False,
 ) -> None:
@@ -56,7 +59,7 @@ def parity(
     if spec is not None and "=" in spec:  # `parity model.layers=4`: there is no spec to change
         raise SpecError(f"'{spec}' changes a spec, but none is given; e.g. lmworks parity tiny {spec}")
     given, chosen = choose_layouts(spec, overrides or [], layouts)
-    results = prove(given, chosen, keep_going, skip_illegal=given is not None and layouts == "all")
+    results = prove(given, chosen, keep_going, skip_illegal=given is not None and layouts == "all", timeout=timeout)
     if json:
         print_json([result.to_dict() for result in results])
     elif markdown:
@@ -87,13 +90,15 @@ def choose_layouts(
     return given, choose(names or "all")
 
 
-def prove(given: dict[str, Any] | None, chosen: list[Layout], keep_going: bool, skip_illegal: bool) -> list[Result]:
+def prove(
+    given: dict[str, Any] | None, chosen: list[Layout], keep_going: bool, skip_illegal: bool, timeout: float
+) -> list[Result]:
     """Results so far are shown as they come."""
     from ..spec import SpecError
     from ..study.parity import parity as proofs
 
     results: list[Result] = []
-    with proofs(given) as proof:
+    with proofs(given, timeout=timeout) as proof:
         for number, layout in enumerate(chosen, 1):
             place = f"[{number}/{len(chosen)}] {layout.name}"
             try:

@@ -1,4 +1,4 @@
-"""The layouts that are proved against one rank: `layouts.toml`, read by `lmworks parity`, the tests and the planner."""
+"""The layouts that are proved against one rank: `layouts.toml`, read by `lmworks parity` and the tests."""
 
 from __future__ import annotations
 
@@ -99,6 +99,8 @@ def choose(names: str) -> list[Layout]:
     if names == "all":
         return list(known.values())
     chosen = [name.strip() for name in names.split(",") if name.strip()]
+    if not chosen:
+        raise SpecError(f"--layouts {names!r} names no layout; use `all`, or names with commas between them")
     for name in chosen:
         if name not in known:
             raise SpecError(f"there is no layout {name!r}{did_you_mean(name, known)}; `all` is every one of them")

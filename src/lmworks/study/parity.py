@@ -58,11 +58,13 @@ class Result:
 class Parity:
     """Proves layouts one after another; what one rank computes is computed once for all that share it.
 
-    `quick` only judges: no steps of AdamW, no memory, no traffic.
+    `quick` only judges: no steps of AdamW, no memory, no traffic. `timeout` is in seconds, for each training.
     """
 
-    def __init__(self, root: Path, given: dict[str, Any] | None = None, quick: bool = False) -> None:
-        self.root, self.given, self.quick = root, given, quick
+    def __init__(
+        self, root: Path, given: dict[str, Any] | None = None, quick: bool = False, timeout: float = 120
+    ) -> None:
+        self.root, self.given, self.quick, self.timeout = root, given, quick, timeout
         self.rules = {"sgd": RULES["sgd"]} if quick else RULES
         self.data = None if given is not None else write_corpus(root)
         self.known: dict[str, dict[str, Trial]] = {}
@@ -93,7 +95,7 @@ class Parity:
         folder = Path(tempfile.mkdtemp(dir=self.root))
         try:
             what = spec, folder / "run", self.rules, not self.quick
-            return on_ranks(spec.parallel.world, run_trials, *what, launched=launched)
+            return on_ranks(spec.parallel.world, run_trials, *what, launched=launched, timeout=self.timeout)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -102,10 +104,10 @@ class Parity:
 
 
 @contextmanager
-def parity(given: dict[str, Any] | None = None, quick: bool = False) -> Iterator[Parity]:
+def parity(given: dict[str, Any] | None = None, quick: bool = False, timeout: float = 120) -> Iterator[Parity]:
     """With a folder for data and runs that lasts as long as it."""
     with tempfile.TemporaryDirectory(prefix="lmworks-parity-") as root:
-        yield Parity(Path(root), given, quick)
+        yield Parity(Path(root), given, quick, timeout)
 
 
 def judge(
