@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lmworks.cli.main import main
 from lmworks.launch import Job, ray_driver
 from lmworks.spec import RunSpec, SpecError, load_run
 
@@ -49,6 +50,26 @@ def test_it_asks_ray_for_the_ranks_of_the_layout() -> None:
 def test_a_relative_run_folder_is_refused() -> None:
     with pytest.raises(SpecError, match="--run-dir 'runs/tiny' must be absolute"):
         ray_driver(two_workers("runs/tiny"), "/shared/ray")
+
+
+@pytest.mark.parametrize("given", [[], ["--workers", "2"]])
+def test_the_command_makes_the_folder_of_its_driver(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "new" / "driver.py"
+    monkeypatch.setattr(sys, "argv", ["lmworks", "launch", "ray", "tiny", "parallel.dp=2", *given, "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code in (0, None)
+    assert "num_workers=2" in out.read_text()
+
+
+def test_workers_are_the_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lmworks", "launch", "ray", "tiny", "parallel.dp=2", "--workers", "3"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "--workers 3: the layout has 2 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.ray

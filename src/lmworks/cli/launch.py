@@ -99,28 +99,25 @@ def ray(
     Examples:
       lmworks launch ray configs/tiny.toml parallel.dp=2 cluster.device=cpu --workers 2 -o driver.py
     """
-    from ..launch import ray_driver
+    from ..launch import Job, ray_driver
+    from ..spec import load_run
 
-    job = make_job(spec, overrides, workers, 1 if workers else None, run_dir, absolute=True)
+    loaded = load_run(spec, overrides or ())
+    world = loaded.parallel.world
+    if workers not in (None, world):
+        raise SpecError(f"--workers {workers}: the layout has {world} ranks (pp × dp × cp × tp), one a worker")
+    folder = Path(run_dir or f"runs/{loaded.name}").absolute()
+    job = Job.of(loaded, spec, overrides or (), nodes=world, per_node=1, run_dir=str(folder))
     storage = str(Path(job.run_dir).parent / "ray")
     deliver(ray_driver(job, storage), out, "python {}")
 
 
-def make_job(
-    source: str,
-    overrides: list[str] | None,
-    nodes: int | None,
-    per_node: int | None,
-    run_dir: str,
-    absolute: bool = False,
-) -> Job:
+def make_job(source: str, overrides: list[str] | None, nodes: int | None, per_node: int | None, run_dir: str) -> Job:
     from ..launch import Job
     from ..spec import load_run
 
     loaded = load_run(source, overrides or ())
-    folder = Path(run_dir or f"runs/{loaded.name}")
-    where = str(folder.absolute() if absolute else folder)
-    return Job.of(loaded, source, overrides or (), nodes=nodes, per_node=per_node, run_dir=where)
+    return Job.of(loaded, source, overrides or (), nodes=nodes, per_node=per_node, run_dir=run_dir)
 
 
 def deliver(text: str, out: Path | None, command: str) -> None:
@@ -129,6 +126,7 @@ def deliver(text: str, out: Path | None, command: str) -> None:
         typer.echo(text, nl=False)
         return
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SpecError(f"--out {out}: {error.strerror}") from None
