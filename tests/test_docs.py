@@ -1,4 +1,4 @@
-"""What docs/parallelism.md tells its reader to type can be typed: commands and options exist, specs are legal."""
+"""What these pages tell their reader to type can be typed: commands and options exist, specs are legal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from lmworks.spec import load_run
 from lmworks.spec.layouts import choose
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "parallelism.md"
-TEXT = PAGE.read_text(encoding="utf-8")
-LINES = [
-    line for block in re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE) for line in block.splitlines()
+PAGES = [ROOT / "README.md", ROOT / "docs" / "parallelism.md", ROOT / "docs" / "simulate.md"]
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 ]
+LINES = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
 
 
 def parse(line: str) -> None:
@@ -57,7 +59,9 @@ def test_what_cannot_be_typed_is_found(line: str, error: str, monkeypatch: pytes
         parse(line)
 
 
-def test_links_lead_somewhere() -> None:
-    targets = {target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", TEXT) if "://" not in target}
-    missing = sorted(target for target in targets if target and not (PAGE.parent / target).exists())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = {target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target}
+    missing = sorted(target for target in targets if target and not (page.parent / target).exists())
     assert not missing
