@@ -1,13 +1,20 @@
-"""What cannot run is refused by one line, before a rank is started or a run folder is made."""
+"""What cannot run is refused by one line before a rank or a run folder is made, and no rank is left behind."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from lmworks.cli import train as command
+from lmworks.parallel import world
 from lmworks.parallel.precision import LossScale
 from lmworks.parallel.world import join
-from lmworks.spec import Cluster, ParallelSpec, PrecisionSpec, SpecError, TrainingError
+from lmworks.spec import Cluster, LMWorksError, ParallelSpec, PrecisionSpec, SpecError, TrainingError
 from lmworks.train.device import pick_device
 
 
@@ -35,3 +42,56 @@ def test_a_run_that_is_changed_to_fp16_starts_its_scale_anew() -> None:
     assert scale.scale == 512
     scale.load_state_dict({"scale": 64.0, "good": 3})
     assert (scale.scale, scale.good) == (64, 3)
+
+
+def test_a_folder_that_is_taken_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "spec.toml").write_text("")
+    with mock.patch.object(command, "start_ranks") as start, pytest.raises(SpecError, match="already holds a run"):
+        command.train("tiny", ["parallel.dp=2"], tmp_path)
+    start.assert_not_called()
+
+
+# --- how ranks end ---------------------------------------------------------------------------------
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked, and Linux alone knows how")
+STARTER = """
+import os, subprocess, sys
+os.environ["LMWORKS_STARTED_BY"] = str(os.getpid())
+subprocess.run([sys.executable, "-c", sys.argv[1]])
+"""
+RANK = """
+import time
+from lmworks.cli.ranks import stop_with_starter
+stop_with_starter()
+print("ready", flush=True)
+time.sleep(20)
+"""
+
+
+@ON_LINUX
+def test_a_rank_ends_with_the_command_that_started_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTER, RANK], stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None and starter.stdout.readline() == "ready\n"
+        starter.kill()
+        starter.communicate(timeout=10)  # the pipe is closed when the rank is gone, too
+
+
+@ON_LINUX
+def test_a_rank_whose_starter_is_gone_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from lmworks.cli.ranks import stop_with_starter\nstop_with_starter()"
+    monkeypatch.setenv("LMWORKS_STARTED_BY", "1")
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == (
+        143 if sys.platform == "linux" else 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("agreed", "lost", "parted"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_ranks_part_where_all_come_to_it(agreed: bool, lost: bool, parted: bool) -> None:
+    error = LMWorksError("")
+    error.agreed, error.lost = agreed, lost
+    with mock.patch.object(world, "leave") as leave, pytest.raises(LMWorksError), world.leaving():
+        raise error
+    assert leave.called == (agreed and not lost)

@@ -9,6 +9,7 @@ import typer
 
 from ..spec.errors import LMWorksError
 from . import data, demo, hardware, launch, mesh, models, parity, pipeline, plan, runs, simulate, study, train, use
+from .ranks import stop_with_starter
 
 app = typer.Typer(
     name="lmworks",
@@ -44,6 +45,7 @@ def root() -> None:
 
 def main() -> None:
     """Exit codes: 0 done, 1 the job failed, 2 bad usage, 130 interrupted."""
+    stop_with_starter()
     try:
         app()
     except LMWorksError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import typer
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from ..spec import RunSpec
 
 GRACE_S = 180  # what a stopped run has to finish its step and save, before it is killed
+STARTED_BY = "LMWORKS_STARTED_BY"  # what tells a rank the process that started it
+PR_SET_PDEATHSIG = 1  # of Linux, <sys/prctl.h>
 
 
 def needs_ranks(spec: RunSpec) -> bool:
@@ -22,6 +25,7 @@ def needs_ranks(spec: RunSpec) -> bool:
 
 def start_ranks(spec: RunSpec, arguments: list[str]) -> None:
     """Run `lmworks …arguments` on every rank, and end as they ended."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -32,19 +36,22 @@ def start_ranks(spec: RunSpec, arguments: list[str]) -> None:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_S))
     os.environ.setdefault("TORCHELASTIC_LOG_LEVEL", "ERROR")
     quieten()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world,
-        run_id=f"lmworks-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        rdzv_configs={"timeout": 120},
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    os.environ[STARTED_BY] = str(os.getpid())
     try:
-        elastic_launch(config, sys.executable)("-m", "lmworks", *arguments)
+        with TemporaryDirectory(prefix="lmworks-ranks-") as logs:  # of the agent, which else leaves them behind
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=world,
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+                run_id=f"lmworks-{os.getpid()}",
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                rdzv_configs={"timeout": 120},
+                max_restarts=0,
+                monitor_interval=0.1,
+            )
+            elastic_launch(config, sys.executable)("-m", "lmworks", *arguments)
     except ChildFailedError as error:
         rank, first = min(error.failures.items(), key=lambda item: (blame(item[1].exitcode), item[1].timestamp))
         if first.exitcode < 0:
@@ -53,6 +60,23 @@ def start_ranks(spec: RunSpec, arguments: list[str]) -> None:
         raise typer.Exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
     except SignalException as stopped:
         raise typer.Exit(128 + stopped.sigval) from None
+    finally:
+        del os.environ[STARTED_BY]
+
+
+def stop_with_starter() -> None:
+    """Ask the kernel to stop this rank when the command that started it is killed: nobody else would then.
+
+    The rank saves and ends, as after any SIGTERM. Linux alone has this.
+    """
+    starter = os.environ.pop(STARTED_BY, None)  # what a rank starts in its turn is not meant
+    if starter is None or sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != int(starter):  # it was killed before the kernel was asked
+        sys.exit(128 + signal.SIGTERM)
 
 
 def blame(code: int) -> int:

@@ -40,19 +40,23 @@ def train(
       lmworks train configs/tiny.toml parallel.dp=2 parallel.strategy=fsdp2
       torchrun --nproc-per-node 4 -m lmworks.train configs/tiny.toml parallel.dp=2 parallel.tp=2
     """
+    from ..record import RunFolder
     from ..spec import load_run
 
     loaded = load_run(spec, overrides or ())
     target = run_dir or free_folder(loaded.name)
     if needs_ranks(loaded):
+        RunFolder(target).refuse_taken()
         options = ["--run-dir", str(target), *(["--json"] if json else [])]
         start_ranks(loaded, ["train", spec, *(overrides or ()), *options])
         return
     from ..observe.probe import cached_machine
+    from ..parallel.world import leaving
     from ..train import Trainer
 
     machine = cached_machine(loaded.cluster)
-    run_to_the_end(Trainer(loaded, target, machine=machine, quiet=json), json)
+    with leaving():
+        run_to_the_end(Trainer(loaded, target, machine=machine, quiet=json), json)
 
 
 def resume(run: RunDir, json: Json = False) -> None:
@@ -68,9 +72,11 @@ def resume(run: RunDir, json: Json = False) -> None:
     if needs_ranks(spec):
         start_ranks(spec, ["resume", str(run), *(["--json"] if json else [])])
         return
+    from ..parallel.world import leaving
     from ..train import Trainer
 
-    run_to_the_end(Trainer.resume(run, quiet=json), json)
+    with leaving():
+        run_to_the_end(Trainer.resume(run, quiet=json), json)
 
 
 def run_to_the_end(trainer: Trainer, json: bool) -> None:

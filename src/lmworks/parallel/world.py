@@ -10,8 +10,8 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -65,6 +65,21 @@ def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) 
 def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Part from the other ranks after the work: where it is done, or all of them have raised the same error.
+
+    After any other, or where a rank was lost, somebody may never come to the parting.
+    """
+    try:
+        yield
+    except LMWorksError as error:
+        if error.agreed and not error.lost:
+            leave()
+        raise
+    leave()
 
 
 def together(work: Callable[[], T]) -> T:
@@ -124,10 +139,12 @@ def explained(error: Exception) -> Exception:
         return error
     words = read_words(store)
     if words is None:
-        return known(TrainingError("another rank is gone without a word; the run can be resumed"))
+        gone = TrainingError("another rank is gone without a word; the run can be resumed")
+        gone.lost = True
+        return known(gone)
     message, code, rank = words
     told = rebuilt((message, code), rank)
-    told.said = True
+    told.said = told.lost = True
     return told
 
 

@@ -12,6 +12,7 @@ class LMWorksError(Exception):
     exit_code = 1
     agreed = False  # every rank of the run raises it: one of them need say it
     said = False  # the rank where it happened has said it
+    lost = False  # it is the end of another rank: nothing more can be exchanged with that one
 
 
 class SpecError(LMWorksError):
