@@ -11,10 +11,11 @@ from lmworks.model import GPT
 from lmworks.plan.residency import Resident, by_kind, collectives, deepspeed_resident, flat_units, resident
 from lmworks.plan.weights import weights
 from lmworks.spec import ModelSpec, RunSpec, SpecError
-from lmworks.study.data_parallel import STRATEGIES
+from lmworks.study.data_parallel import STRATEGIES as COMPARED
 from lmworks.study.holdings import Holdings, observe
 from lmworks.study.ranks import on_ranks
 
+STRATEGIES = {**COMPARED, "ZeRO-0": {"strategy": "zero", "zero": 0}}
 # Rows that neither 2 nor 3 divides (259, 50 by 3), and a width that is no multiple of FSDP1's alignment.
 MODEL = {
     "preset": "tiny", "layers": 2, "hidden": 30, "heads": 3, "kv_heads": 1, "ffn": 50, "vocab": 259, "qk_norm": True,
