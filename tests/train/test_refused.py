@@ -12,10 +12,15 @@ import torch
 
 from lmworks.cli import train as command
 from lmworks.parallel import world
+from lmworks.parallel.possible import refuse_impossible
 from lmworks.parallel.precision import LossScale
 from lmworks.parallel.world import join
+from lmworks.record import RunFolder
 from lmworks.spec import Cluster, LMWorksError, ParallelSpec, PrecisionSpec, SpecError, TrainingError
+from lmworks.train import Trainer
 from lmworks.train.device import pick_device
+from ranks import on_ranks
+from tiny import make_spec
 
 
 def test_too_few_ranks_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +55,43 @@ def test_a_folder_that_is_taken_starts_no_ranks(tmp_path: Path, monkeypatch: pyt
     with mock.patch.object(command, "start_ranks") as start, pytest.raises(SpecError, match="already holds a run"):
         command.train("tiny", ["parallel.dp=2"], tmp_path)
     start.assert_not_called()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("parallel.recompute=budget", "parallel.recompute_budget=1e-9"), "parallel.recompute_budget = 1e-09 GiB"),
+        (("parallel.engine=deepspeed", "parallel.strategy=zero", "parallel.zero=1"), "needs DeepSpeed"),
+    ],
+)
+def test_what_this_machine_cannot_do_makes_no_folder(
+    overrides: tuple[str, ...], says: str, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with pytest.raises(SpecError, match=says):
+        Trainer(make_spec(dataset, *overrides), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_overlap_of_tensor_parallel_products_needs_cuda(dataset: Path) -> None:
+    spec = make_spec(dataset, "parallel.tp=2", "parallel.compile=true", "parallel.async_tp=true", "model.vocab=258")
+    with pytest.raises(SpecError, match=r"parallel\.async_tp = true needs CUDA"):
+        refuse_impossible(spec, torch.device("cpu"))
+
+
+def go_on(rank: int, run: Path) -> str:
+    with pytest.raises(LMWorksError) as error:
+        Trainer.resume(run, quiet=True).run()
+    assert error.value.agreed
+    return str(error.value)
+
+
+def test_a_run_in_use_is_refused_on_every_rank(dataset: Path, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", make_spec(dataset, "parallel.dp=2"))
+    with folder.hold():
+        said = on_ranks(2, go_on, folder.path)
+    assert said == [f"{folder.path} is in use: another process is training this run"] * 2
 
 
 # --- how ranks end ---------------------------------------------------------------------------------

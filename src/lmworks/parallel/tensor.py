@@ -64,17 +64,21 @@ def local_heads(spec: ModelSpec, mesh: Mesh) -> slice:
     return slice(mesh.rank("tp") * count, (mesh.rank("tp") + 1) * count)
 
 
+def refuse_async_tp(device_type: str) -> None:
+    if device_type != "cuda":
+        raise SpecError(
+            f"parallel.async_tp = true needs CUDA devices with peer access, not '{device_type}'; "
+            "parallel.async_tp = false computes the same"
+        )
+
+
 def enable_async_tp(mesh: Mesh) -> None:
     """Let torch.compile split a product beside its all-gather or reduce-scatter, so that one hides the other.
 
     It works on what sequence parallelism exchanges (an all-reduce is not split) and through symmetric memory, which
     CUDA devices with peer access have. Not tried so far: no machine with two such devices was at hand.
     """
-    if mesh.device_type != "cuda":
-        raise SpecError(
-            f"parallel.async_tp = true needs CUDA devices with peer access, not '{mesh.device_type}'; "
-            "parallel.async_tp = false computes the same"
-        )
+    refuse_async_tp(mesh.device_type)
     import torch._inductor.config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

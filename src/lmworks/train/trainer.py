@@ -27,6 +27,7 @@ from ..parallel.apply import lay_out
 from ..parallel.data import DataParallel
 from ..parallel.deepspeed import DeepSpeedEngine
 from ..parallel.norms import squared_norm
+from ..parallel.possible import refuse_impossible
 from ..parallel.precision import LossScale
 from ..parallel.state import take, training_state
 from ..parallel.weights import is_hf, source_of
@@ -84,6 +85,7 @@ class Trainer:
         spec = self.spec
         if spec.deterministic:
             make_deterministic()
+        together(lambda: refuse_impossible(spec, self.device))
         from_lead(self.open_data)  # the embedded corpus is made on first use, by one rank
         rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
         self.batches = together(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
@@ -129,9 +131,7 @@ class Trainer:
         """Train to the last step and return the final loss on held-out data."""
         optim = self.spec.optim
         with ExitStack() as stack:
-            if self.lead:
-                stack.enter_context(self.folder.hold())
-            attempt = from_lead(self.folder.next_attempt)
+            attempt = from_lead(lambda: self.take_hold(stack))
             self.build()
             self.load()
             if self.step == optim.steps:
@@ -157,6 +157,11 @@ class Trainer:
                     self.profiler.close()
                     for sink in self.sinks:
                         sink.close()
+
+    def take_hold(self, stack: ExitStack) -> int:
+        """Keep the folder for this run; returns which attempt at it this is."""
+        stack.enter_context(self.folder.hold())
+        return self.folder.next_attempt()
 
     def end_with(self, error: Exception) -> None:
         """Record why the run ends. Where that is another rank's failure, raise it instead of what it led to here."""

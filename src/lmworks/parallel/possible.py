@@ -1,0 +1,22 @@
+"""What a layout asks of this machine: refused at once where it is missing, not when the model is laid out."""
+
+from __future__ import annotations
+
+import torch
+
+from ..plan.stages import split_layers
+from ..spec import RunSpec
+from .deepspeed import load_deepspeed
+from .recompute import within_budget
+from .tensor import refuse_async_tp
+
+
+def refuse_impossible(spec: RunSpec, device: torch.device) -> None:
+    layout = spec.parallel
+    if layout.async_tp:
+        refuse_async_tp(device.type)
+    if layout.engine == "deepspeed":
+        load_deepspeed(device.type)
+    if layout.recompute == "budget":
+        stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
+        within_budget(spec, max(len(stage.layers) for stage in stages))
