@@ -141,6 +141,11 @@ def together(rank: int, run: RunSpec) -> dict[str, Any]:
     with engine.micro_batch(last=True):
         tokens, targets = sequences(0)
         engine.backward(engine(tokens[:2], targets[:2])[1] * float("inf"))
+    refused = engine.step(RATE)
+    kept = all(torch.equal(value, resumed[name]) for name, value in engine.state()["model"].items())
+    moments = engine.state()["optim"]
+    engine.load({"model": saved["model"]})  # weights alone, as checkpoint.init has them
+    started = engine.state()
     return {
         "losses": begun + losses,
         "norms": begun_norms + norms,
@@ -148,8 +153,10 @@ def together(rank: int, run: RunSpec) -> dict[str, Any]:
         "again": begun + again,
         "resumed": resumed,
         "kinds": {row.kind for row in seen.table() if row.bytes > 1000},
-        "refused": engine.step(RATE),
-        "kept": all(torch.equal(value, resumed[name]) for name, value in engine.state()["model"].items()),
+        "refused": refused,
+        "kept": kept,
+        "started": all(torch.equal(value, saved["model"][name]) for name, value in started["model"].items())
+        and all(torch.equal(value, moments[name]) for name, value in started["optim"].items()),
     }
 
 
@@ -175,4 +182,4 @@ def test_five_steps_are_those_of_one_rank(zero: int, offload: str) -> None:
             assert near(found["optim"][f"{name}.exp_avg"], expected["optim"][f"{name}.exp_avg"]) < 1e-4, name
             assert found["optim"][f"{name}.step"] == STEPS
         assert "all-gather" in found["kinds"]  # each rank updates its part alone
-        assert found["refused"] == float("inf") and found["kept"]
+        assert found["refused"] == float("inf") and found["kept"] and found["started"]
