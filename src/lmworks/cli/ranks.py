@@ -19,8 +19,9 @@ PR_SET_PDEATHSIG = 1  # of Linux, <sys/prctl.h>
 
 
 def needs_ranks(spec: RunSpec) -> bool:
-    """Whether this process must start others: the layout has several ranks, and nobody has started them yet."""
-    return spec.parallel.world > 1 and "RANK" not in os.environ
+    """Whether this process must start others: nobody has started them yet, and there are several, or one that offloads
+    its parameters, which FSDP2 does as a rank among ranks."""
+    return (spec.parallel.world > 1 or spec.parallel.offload == "full") and "RANK" not in os.environ
 
 
 def start_ranks(spec: RunSpec, arguments: list[str]) -> None:

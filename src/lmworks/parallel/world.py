@@ -39,9 +39,9 @@ def is_lead() -> bool:
 def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) -> Mesh | None:
     """Meet the other ranks; None where this process is alone."""
     if not launched():
-        if parallel.world > 1:
+        if parallel.world > 1 or parallel.offload == "full":
             raise SpecError(
-                f"this layout needs {parallel.world} ranks and one process is running; "
+                f"this layout runs as ranks ({parallel.world} of them), and none was started; "
                 f"start it with: torchrun --nproc-per-node {parallel.world} -m lmworks.train …"
             )
         return None
