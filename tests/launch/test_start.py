@@ -46,6 +46,7 @@ def job_script(dataset: Path, tmp_path: Path) -> Path:
     return script
 
 
+@pytest.mark.slow
 def test_sbatch_script_stops_before_the_limit_and_goes_on(job_script: Path, tmp_path: Path) -> None:
     environment = slurm(tmp_path, nodes=2)
     run = tmp_path / "runs/tiny"

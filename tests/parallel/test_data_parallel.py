@@ -102,6 +102,7 @@ def outcomes() -> dict[str, list[Outcome]]:
     return by_world(CASES)
 
 
+@pytest.mark.slow  # `lmworks parity` holds the same strategies against one rank, through the trainer
 @pytest.mark.parametrize("case", CASES)
 def test_steps_equal_one_rank(outcomes: dict[str, list[Outcome]], case: str) -> None:
     for outcome in outcomes[case]:

@@ -48,6 +48,7 @@ def outcomes() -> list[dict[str, Outcome]]:
     return on_ranks(WORLD, compare_cases, CASES, build)
 
 
+@pytest.mark.slow  # `lmworks parity` holds the same strategies against one rank, through the trainer
 @pytest.mark.parametrize("case", CASES)
 def test_steps_equal_one_rank(outcomes: list[dict[str, Outcome]], case: str) -> None:
     for outcome in outcomes:

@@ -62,6 +62,14 @@ VARIATIONS = [
     "bf16-tp2-sp",
     "bf16-recompute-fsdp2",
     "fp16-fsdp2-tp2",
+    "pp2-interleaved-fsdp2",
+    "pp2-interleaved-zero-bubble-fsdp2",
+    "pp2-dualpipev-fsdp2",
+    "ep2-cp2",
+    "cp2-tp2",
+    "zero-2-tp2-sp",
+    "moe-ddp",
+    "offload-full-pp2",
 ]
 
 

@@ -157,7 +157,7 @@ def by_name(found: Simulation) -> list[Any]:
     ("layers", "parallel"),
     [
         (9, {"dp": 2, "strategy": "fsdp2"}),
-        (13, {"pp": 2, "dp": 2, "tp": 2, "strategy": "fsdp2", "sp": True}),
+        pytest.param(13, {"pp": 2, "dp": 2, "tp": 2, "strategy": "fsdp2", "sp": True}, marks=pytest.mark.slow),
         pytest.param(
             24,
             {"pp": 2, "schedule": "interleaved", "dp": 2, "strategy": "fsdp2", "recompute": "selective"},

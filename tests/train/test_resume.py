@@ -281,7 +281,9 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_and_the_way_to_g
     assert differences(saved(run_dir), saved(long)) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=lambda number: number.name
+)
 def test_a_second_signal_ends_it_at_once_and_harms_nothing(
     dataset: Path, tmp_path: Path, long: Path, number: signal.Signals
 ) -> None:

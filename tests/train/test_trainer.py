@@ -172,6 +172,7 @@ def test_recompute_changes_no_bit(dataset: Path, tmp_path: Path, recompute: str)
     assert differences(live(again), live(kept)) == []
 
 
+@pytest.mark.slow
 def test_compiled_blocks_train_as_eager_ones(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "optim.steps=3", "optim.lr=1e-3", "data.micro_batch=4", "log.eval_batches=0")
     eager = built(spec, tmp_path / "eager")

@@ -41,7 +41,7 @@ def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) 
     if not launched():
         if parallel.world > 1 or parallel.offload == "full":
             raise SpecError(
-                f"this layout runs as ranks ({parallel.world} of them), and none was started; "
+                f"this layout needs {parallel.world} ranks, and none was started; "
                 f"start it with: torchrun --nproc-per-node {parallel.world} -m lmworks.train …"
             )
         return None
