@@ -43,7 +43,7 @@ test-deepspeed: $(VENV)-deepspeed/.ready  ## ZeRO through DeepSpeed on two CPU r
 	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pytest -m deepspeed tests/parallel/test_deepspeed.py tests/study/test_data_parallel_study.py
 
 lint: $(READY)  ## ruff and mypy
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .  # a cached answer outlives the file that made it wrong
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 

@@ -21,7 +21,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks, two cores
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from common import write_result
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lmworks.data import resolve
 from lmworks.model import GPT
 from lmworks.spec import RunSpec, load_run
+from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
 
 RANKS, ROUNDS, STEPS, WARM = 2, 8, 4, 3
@@ -67,10 +67,7 @@ def hand_written(spec: RunSpec, strategy: str) -> Any:
     return step
 
 
-def work(rank: int, port: int, strategy: str, changes: list[str], folder: str, results: Any) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+def work(rank: int, strategy: str, changes: list[str], folder: str) -> tuple[dict[str, list[float]], ...]:
     spec = load_run("cpu-10m", [*changes, f"parallel.strategy={strategy}", f"parallel.dp={RANKS}"])
     trainer = Trainer(spec, Path(folder) / strategy, quiet=True)
     trainer.build()
@@ -92,24 +89,12 @@ def work(rank: int, port: int, strategy: str, changes: list[str], folder: str, r
                 if round_:
                     seconds[name].append(time.perf_counter() - began)
                 losses[name].append(loss)
-    if rank == 0:
-        results.put((seconds, losses))
-    dist.destroy_process_group()
+    return seconds, losses
 
 
 def measure(strategy: str, changes: list[str]) -> dict[str, Any]:
-    context = mp.get_context("fork")
-    results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        port = 29500 + os.getpid() % 1000 + (strategy == "fsdp2")
-        processes = [
-            context.Process(target=work, args=(r, port, strategy, changes, folder, results)) for r in range(RANKS)
-        ]
-        for process in processes:
-            process.start()
-        seconds, losses = results.get(timeout=900)
-        for process in processes:
-            process.join()
+        seconds, losses = on_ranks(RANKS, work, strategy, changes, folder, timeout=900)[0]
     ours, theirs = (statistics.median(seconds[name]) for name in ("ours", "hand-written"))
     first = abs(losses["ours"][0] - losses["hand-written"][0]) / losses["ours"][0]
     return {

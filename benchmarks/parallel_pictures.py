@@ -11,8 +11,9 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from lmworks.observe.timeline import draw_png
 from lmworks.parallel.ring import chunk_starts
-from lmworks.parallel.timeline import actions_of, draw_png, durations, simulate
+from lmworks.parallel.timeline import actions_of, durations, simulate
 from lmworks.spec import Grid
 from lmworks.spec.run import SCHEDULES
 

@@ -15,8 +15,8 @@ from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.world import from_lead
 from lmworks.record import RunFolder
 from lmworks.spec import Grid, RunSpec, dump_toml
+from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
-from ranks import on_ranks
 from tiny import before_step, make_spec
 
 MODEL = (

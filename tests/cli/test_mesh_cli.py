@@ -6,29 +6,19 @@ import json
 
 import pytest
 
-from lmworks.cli.main import main
+from typed import lmworks
 
 LAYOUT = ["mesh", "tiny", "parallel.dp=2", "parallel.tp=2", "parallel.strategy=fsdp2"]
 
 
-def lmworks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["lmworks", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    output = capsys.readouterr()
-    return int(exit_.value.code or 0), output.out, output.err
-
-
-def test_who_talks_to_whom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = lmworks(monkeypatch, capsys, *LAYOUT, "--rank", "3")
+def test_who_talks_to_whom(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = lmworks(capsys, *LAYOUT, "--rank", "3")
     assert code == 0 and "4 ranks; rank 3 stands at dp_shard 1, tp 1" in out
-    code, out, _ = lmworks(monkeypatch, capsys, *LAYOUT, "--rank", "3", "--json")
+    code, out, _ = lmworks(capsys, *LAYOUT, "--rank", "3", "--json")
     answer = json.loads(out)
     assert {axis: found["group"] for axis, found in answer["axes"].items()} == {"dp_shard": [1, 3], "tp": [2, 3]}
 
 
-def test_a_rank_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = lmworks(monkeypatch, capsys, *LAYOUT, "--rank", "4")
+def test_a_rank_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = lmworks(capsys, *LAYOUT, "--rank", "4")
     assert code == 2 and "--rank 4: the layout has ranks 0 … 3" in err

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layouts import Job, do, do_here, layout
-from ranks import on_ranks
+from lmworks.study.ranks import on_ranks
 from tiny import curve, saved
 
 LAYOUTS: dict[str, tuple[str, ...]] = {

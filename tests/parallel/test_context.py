@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 from torch import Tensor
 
 from lmworks.data import Batch
@@ -21,6 +20,7 @@ from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.ring import Ring
 from lmworks.parallel.traffic import Traffic
 from lmworks.spec import Grid, ModelSpec, ParallelSpec, SpecError
+from lmworks.study.ranks import on_ranks
 
 BATCH, SEQ = 2, 48
 PATTERNS: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ from lmworks.parallel.norms import squared_norm
 from lmworks.parallel.offload import HostOptimizer
 from lmworks.parallel.zero import Zero
 from lmworks.spec import Grid, RunSpec
-from ranks import on_ranks
+from lmworks.study.ranks import on_ranks
 
 HYBRID = {"dp_replicate": 2, "dp_shard": 2}
 SPECS = {

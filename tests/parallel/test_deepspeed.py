@@ -16,7 +16,7 @@ from lmworks.model import GPT
 from lmworks.parallel import deepspeed
 from lmworks.parallel.traffic import Traffic
 from lmworks.spec import RunSpec, SpecError
-from ranks import on_ranks
+from lmworks.study.ranks import on_ranks
 
 STEPS, RATE = 5, 1e-2
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch._dynamo  # recompute needs it: imported here, forked ranks have it
 import torch.distributed as dist
-from ranks import on_ranks
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -23,6 +22,7 @@ from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.splits import Splits
 from lmworks.parallel.tensor import apply_tensor_parallel, local_heads
 from lmworks.spec import Grid, ModelSpec, ParallelSpec
+from lmworks.study.ranks import on_ranks
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 64, "context": 16, "init_std": 0.3}
 EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 16, "shared_experts": 1, "balance_loss": 0.5}

@@ -11,7 +11,7 @@ from lmworks.parallel import collectives
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.splits import Splits
 from lmworks.spec import Grid
-from ranks import on_ranks
+from lmworks.study.ranks import on_ranks
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "dp", "dp_cp", "shard", "ep", "edp", "world")
 

@@ -21,7 +21,7 @@ from lmworks.parallel.timeline import TORCH_NAMES
 from lmworks.plan.stages import split_layers
 from lmworks.spec import Grid, RunSpec, SpecError, TrainingError
 from lmworks.spec.run import SCHEDULES
-from ranks import on_ranks
+from lmworks.study.ranks import on_ranks
 
 CPU = torch.device("cpu")
 SCALE = 0.01

@@ -13,8 +13,8 @@ from torch import Tensor
 from layouts import SPARSE, layout, with_meshes
 from lmworks.model import GPT
 from lmworks.spec import LMWorksError, RunSpec
+from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
-from ranks import on_ranks
 from tiny import built, differences, saved, train
 
 FSDP2 = ("parallel.dp=2", "parallel.strategy=fsdp2")

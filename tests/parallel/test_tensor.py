@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import on_ranks
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -21,6 +20,7 @@ from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.splits import Splits
 from lmworks.parallel.tensor import apply_tensor_parallel, enable_async_tp, local_heads
 from lmworks.spec import Grid, ModelSpec, ParallelSpec, SpecError
+from lmworks.study.ranks import on_ranks
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 64, "context": 16, "init_std": 0.2}
 MODELS: dict[str, dict[str, Any]] = {

@@ -5,19 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import on_ranks
 
+from lmworks.observe.timeline import draw_png, draw_text
 from lmworks.parallel.timeline import (
     Action,
     Span,
     actions_of,
-    draw_png,
-    draw_text,
     durations,
     ideal_idle,
     idle_shares,
     simulate,
 )
+from lmworks.study.ranks import on_ranks
 
 EVERY = ("gpipe", "1f1b", "interleaved", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
 SHAPES = [(2, 4), (4, 8), (4, 16), (8, 16)]

@@ -19,7 +19,7 @@ from lmworks.parallel import collectives, traffic
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.traffic import Traffic
 from lmworks.spec import Grid
-from ranks import on_ranks
+from lmworks.study.ranks import on_ranks
 
 
 def rows(seen: Traffic) -> set[tuple[Any, ...]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from lmworks.spec import RunSpec
-from ranks import on_ranks
+from lmworks.study.ranks import on_ranks
 from tiny import curve, make_spec, train, write_spec
 
 RANKS = 2  # on each machine

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,6 +15,7 @@ from lmworks.parallel import collectives
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.vocab import VocabLoss
 from lmworks.spec import Grid
+from lmworks.study.ranks import on_ranks
 
 
 class Largest(TorchDispatchMode):

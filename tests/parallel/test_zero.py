@@ -21,7 +21,7 @@ from lmworks.model import GPT
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.zero import Zero
 from lmworks.spec import RunSpec
-from ranks import on_ranks
+from lmworks.study.ranks import on_ranks
 
 WORLD = 4
 SPECS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.cli.main import main
 from lmworks.spec import SpecError
 from lmworks.spec.layouts import Layout, Tolerance, choose, layouts
 from lmworks.spec.run import RECOMPUTE, SCHEDULES
@@ -21,6 +19,7 @@ from lmworks.study.compare import distances, relative, worst
 from lmworks.study.parity import Parity, parity
 from lmworks.study.ranks import RankFailed, on_ranks
 from lmworks.study.trial import Piece
+from typed import lmworks
 
 
 @pytest.fixture(scope="module")
@@ -89,23 +88,8 @@ def test_variations_are_in_the_list() -> None:
     assert set(VARIATIONS) < layouts().keys()
 
 
-def lmworks(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr."""
-    argv, sys.argv = sys.argv, ["lmworks", "parity", *args]
-    try:
-        main()
-        code: object = 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    finally:
-        sys.argv = argv
-    out, err = capsys.readouterr()
-    assert isinstance(code, int)
-    return code, out, err
-
-
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = lmworks(capsys, "--layouts", "zero-1", "--json")
+    code, out, err = lmworks(capsys, "parity", "--layouts", "zero-1", "--json")
     (row,) = json.loads(out)
     assert code == 0 and row["ok"] and row["layout"] == "zero-1" and row["ranks"] == 2
     for key in ("loss_diff", "worst_grad", "worst_param", "grad_norm_diff", "adamw_param"):
@@ -120,7 +104,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_specs_own_layout(capsys: pytest.CaptureFixture[str], dataset: Path) -> None:
     spec = ["tiny", f"data.path={dataset}", "data.seq=16", "parallel.dp=2", "parallel.strategy=fsdp2"]
-    code, out, _ = lmworks(capsys, *spec)
+    code, out, _ = lmworks(capsys, "parity", *spec)
     assert code == 0
     assert "the spec's own" in out and "reduce-scatter" in out and "FAILED" not in out
 
@@ -128,7 +112,7 @@ def test_a_specs_own_layout(capsys: pytest.CaptureFixture[str], dataset: Path) -
 def test_the_first_that_fails_ends_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     strict = [Layout(name, {"parallel": {"dp": 2}}, Tolerance(gradient=0.0)) for name in ("one", "two")]
     monkeypatch.setattr("lmworks.spec.layouts.choose", lambda names: strict)
-    code, out, err = lmworks(capsys, "--layouts", "all")
+    code, out, err = lmworks(capsys, "parity", "--layouts", "all")
     assert code == 1
     assert "[1/2] one: FAILED" in err and "two" not in err
     assert "lmworks: error: one: the gradient of " in err
@@ -136,13 +120,13 @@ def test_the_first_that_fails_ends_it(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_what_is_asked_must_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = lmworks(capsys, "--layouts", "zero-9")
+    code, _, err = lmworks(capsys, "parity", "--layouts", "zero-9")
     assert code == 2 and "there is no layout 'zero-9'" in err
-    code, _, err = lmworks(capsys, "--layouts", ",")
+    code, _, err = lmworks(capsys, "parity", "--layouts", ",")
     assert code == 2 and "names no layout" in err
-    code, _, err = lmworks(capsys, "model.layers=4")
+    code, _, err = lmworks(capsys, "parity", "model.layers=4")
     assert code == 2 and "none is given" in err
-    code, _, err = lmworks(capsys, "tiny", "--layouts", "ep2")
+    code, _, err = lmworks(capsys, "parity", "tiny", "--layouts", "ep2")
     assert code == 2 and "parallel.ep = 2" in err
     code, _, err = lmworks(
         capsys, "tiny", "parallel.dp=2", "parallel.strategy=zero", "parallel.zero=1", "parallel.engine=deepspeed"

@@ -10,8 +10,8 @@ import pytest
 
 from layouts import layout, with_meshes
 from lmworks.spec import LogSpec, RunSpec, SpecError
+from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
-from ranks import on_ranks
 from tiny import Crash, before_step, crash
 
 PROFILE = ("log.profile=[3,4]", "log.profile_ranks=[0,1]", "optim.steps=5")

@@ -17,9 +17,9 @@ from layouts import Job, do, layout, with_meshes
 from lmworks.data import prepare
 from lmworks.record import RunFolder
 from lmworks.spec import LMWorksError, RunSpec
+from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer, checkpoint
 from lmworks.train.evaluate import evaluate
-from ranks import on_ranks
 from tiny import before_step, built, curve, differences, events, saved, write_documents
 
 FSDP2 = ("parallel.dp=2", "parallel.strategy=fsdp2")

@@ -17,9 +17,9 @@ from lmworks.parallel.precision import LossScale
 from lmworks.parallel.world import join
 from lmworks.record import RunFolder
 from lmworks.spec import Cluster, LMWorksError, ParallelSpec, PrecisionSpec, SpecError, TrainingError
+from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
 from lmworks.train.device import pick_device
-from ranks import on_ranks
 from tiny import make_spec
 
 

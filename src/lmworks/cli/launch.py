@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..spec.errors import SpecError, did_you_mean
-from .train import Overrides, Spec
+from .output import Overrides, Spec
 
 if TYPE_CHECKING:
     from ..launch import Job

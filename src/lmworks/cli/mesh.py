@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .output import Json, print_json, print_table
-from .train import Overrides, Spec
+from .output import Json, Overrides, Spec, print_json, print_table
 
 
 def mesh(

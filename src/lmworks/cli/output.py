@@ -1,4 +1,4 @@
-"""What every command shares: the `--json` option, tables for people, JSON for programs."""
+"""What every command shares: a spec with its overrides, the `--json` option, tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+Spec = Annotated[str, typer.Argument(metavar="SPEC", help="A TOML file, a run folder, or the name of a model preset.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the spec, e.g. optim.lr=3e-4.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import Json, print_json, print_table
+from .output import Json, Overrides, print_json, print_table
 
 if TYPE_CHECKING:
     from ..spec.layouts import Layout
@@ -25,9 +25,7 @@ def parity(
             metavar="[SPEC]", help="A TOML file, a run folder or a preset; by default small models of ours."
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the spec.")
-    ] = None,
+    overrides: Overrides = None,
     layouts: Annotated[
         str | None,
         typer.Option(

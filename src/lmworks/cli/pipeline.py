@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import Json, print_json, print_table
+from .output import Json, Overrides, Spec, print_json, print_table
 from .ranks import needs_ranks, start_ranks
 
 if TYPE_CHECKING:
@@ -17,13 +17,8 @@ if TYPE_CHECKING:
 
 
 def pipeline(
-    spec: Annotated[
-        str, typer.Argument(metavar="SPEC", help="A TOML file, a run folder, or the name of a model preset.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the spec, e.g. parallel.pp=4."),
-    ] = None,
+    spec: Spec,
+    overrides: Overrides = None,
     png: Annotated[Path | None, typer.Option("--png", help="Also draw the timeline into this file.")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Run a real step on this machine, and time each stage.")
@@ -54,7 +49,7 @@ def pipeline(
     real = measured(run) if measure else None
     if measure and real is None:
         return  # another rank reports
-    from ..parallel.timeline import draw_png
+    from ..observe.timeline import draw_png
 
     facts, simulated = describe(run, real)
     if png:
@@ -141,7 +136,7 @@ def print_stages(facts: dict[str, Any]) -> None:
 
 
 def print_timeline(facts: dict[str, Any], simulated: list[Span], real: list[Span] | None) -> None:
-    from ..parallel.timeline import KINDS
+    from ..observe.timeline import KINDS
 
     idle = facts["idle"]
     title = f"{facts['schedule']}, {facts['micro_batches']} micro-batches over {facts['ranks']} ranks"
@@ -164,7 +159,7 @@ def print_timeline(facts: dict[str, Any], simulated: list[Span], real: list[Span
 
 def fitted(spans: list[Span], unit: float) -> str:
     """Drawn at this many units of time a column, or coarser where the terminal is too narrow."""
-    from ..parallel.timeline import draw_text
+    from ..observe.timeline import draw_text
 
     whole = max(span.end for span in spans) - min(span.begin for span in spans)
     room = max(40, shutil.get_terminal_size((120, 24)).columns - 8)

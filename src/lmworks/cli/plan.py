@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .output import Json, print_json, print_table
+from .output import Json, Overrides, Spec, print_json, print_table
 
 if TYPE_CHECKING:
     from ..plan.machine import Machine
@@ -15,13 +15,8 @@ if TYPE_CHECKING:
 
 
 def plan(
-    spec: Annotated[
-        str, typer.Argument(metavar="SPEC", help="A TOML file, a run folder, or the name of a model preset.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the spec, e.g. data.micro_batch=4."),
-    ] = None,
+    spec: Spec,
+    overrides: Overrides = None,
     no_probe: Annotated[bool, typer.Option("--no-probe", help="Do not measure this machine: no step time.")] = False,
     json: Json = False,
 ) -> None:

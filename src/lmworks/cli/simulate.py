@@ -6,20 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .output import Json, print_json, print_table
+from .output import Json, Overrides, Spec, print_json, print_table
 
 if TYPE_CHECKING:
     from ..study.simulate import Report
 
 
 def simulate(
-    spec: Annotated[
-        str, typer.Argument(metavar="SPEC", help="A TOML file, a run folder, or the name of a model preset.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the spec, e.g. parallel.tp=8."),
-    ] = None,
+    spec: Spec,
+    overrides: Overrides = None,
     world: Annotated[int, typer.Option("--world", help="Ranks that the layout must have (0: whatever it has).")] = 0,
     rank: Annotated[int, typer.Option("--rank", help="The rank to simulate.")] = 0,
     layers_per_stage: Annotated[

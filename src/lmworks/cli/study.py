@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .output import Json, print_json, print_table
+from .output import Json, Overrides, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Compare ways to train by experiment, and write a report.")
 # Rows of its embedding do not divide, so that padding is seen.
@@ -24,10 +24,7 @@ def ddp_fsdp(
     spec: Annotated[
         str, typer.Argument(metavar="[SPEC]", help="A TOML file, a run folder, or a preset (by default a small model).")
     ] = "",
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the spec, e.g. model.layers=8."),
-    ] = None,
+    overrides: Overrides = None,
     ranks: Annotated[int, typer.Option("--ranks", min=2, help="Data-parallel ranks, all on this machine.")] = 2,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of each strategy.")] = 10,
     out: Annotated[Path, typer.Option("--out", help="Folder of report.md and report.html.")] = Path(

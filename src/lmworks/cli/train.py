@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .output import Json, print_json
+from .output import Json, Overrides, Spec, print_json
 from .ranks import needs_ranks, start_ranks
 
 if TYPE_CHECKING:
     from ..train import Trainer
 
-Spec = Annotated[str, typer.Argument(metavar="SPEC", help="A TOML file, a run folder, or the name of a model preset.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the spec, e.g. optim.lr=3e-4.")
-]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 
 

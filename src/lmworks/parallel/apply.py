@@ -95,10 +95,9 @@ def with_weights(
 ) -> DataParallel:
     """The data-parallel strategy over a part, and memory with initial weights under it."""
     layout = spec.parallel
-    sharded = layout.strategy == "fsdp2" or (layout.strategy == "zero" and layout.zero == 3)
-    sharded = sharded and layout.engine == "native"
+    fsdp2 = layout.strategy == "fsdp2" or (layout.strategy == "zero" and layout.zero == 3)
     strategy: DataParallel
-    if mesh is not None and sharded and not lonely(spec, mesh):
+    if mesh is not None and fsdp2 and layout.engine == "native" and not lonely(spec, mesh):
         from .fsdp2 import FSDP2
 
         strategy = FSDP2(part, spec, mesh, experts)  # shards are cut before there is memory
@@ -146,12 +145,12 @@ def materialise(
 
 
 def rows_of(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if sharded(parameter) else parameter  # type: ignore[attr-defined]
+    return parameter.to_local() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
 
 
 def own_rows(parameter: Any, share: Tensor) -> Tensor:
     """What FSDP2 leaves to this rank of a weight."""
-    if not sharded(parameter):
+    if not is_sharded(parameter):
         return share
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard():
@@ -161,6 +160,6 @@ def own_rows(parameter: Any, share: Tensor) -> Tensor:
     return share
 
 
-def sharded(parameter: Tensor) -> bool:
+def is_sharded(parameter: Tensor) -> bool:
     """Whether it is a DTensor, which FSDP2 makes of a weight."""
     return hasattr(parameter, "placements")

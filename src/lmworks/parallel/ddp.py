@@ -18,18 +18,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..model import GPT
 from ..spec import RunSpec
-from .data import Shard
+from .alone import Alone
 from .mesh import Mesh
 
 
-class DDP:
+class DDP(Alone):
     """Not for expert parallelism, whose gradients meet in another group, nor for a pipeline, whose split backward pass
     goes round DDP's hooks: ZeRO stage 0 does the same there.
     """
 
     def __init__(self, part: GPT, spec: RunSpec, mesh: Mesh, experts: set[str]) -> None:
         assert not experts, "DDP reduces every gradient in one group"
-        self.part = part
+        super().__init__(part)
         self.loss_factor = float(mesh.size("dp_cp"))  # DDP averages over its group
         group = mesh.group("dp_cp")
         self.ddp = DistributedDataParallel(
@@ -45,7 +45,6 @@ class DDP:
         # With a static graph the first backward pass is the one that DDP learns from, and it has to reduce: gradients
         # that have met already are equal on all ranks, and their mean in the next reduction leaves them as they are.
         self.learning = spec.parallel.static_graph
-        self.whole = [Shard(name, p, p.shape, None) for name, p in part.named_parameters()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.ddp(*args, **kwargs)
@@ -53,18 +52,6 @@ class DDP:
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         meet, self.learning = last or self.learning, False
         return nullcontext() if meet else self.ddp.no_sync()
-
-    def finish(self) -> None:
-        pass
-
-    def shards(self) -> list[Shard]:
-        return self.whole
-
-    def after_step(self) -> None:
-        pass
-
-    def clear(self) -> None:
-        self.part.zero_grad(set_to_none=True)
 
 
 def mean_in_bf16(buffer: Tensor, group: ProcessGroup) -> Future[Tensor]:

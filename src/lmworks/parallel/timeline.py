@@ -7,12 +7,10 @@ idle share of a step is `ideal_idle`; `simulate` follows the schedule action by 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +20,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import schedules
 
-from ..spec import LMWorksError, SpecError
 from ..spec.layout import LOOPED, V_SHAPED
 
-COLOURS = {"F": "#7fb3e6", "B": "#f0b27a", "I": "#f0b27a", "W": "#9fd3a1"}
-KINDS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 TORCH_NAMES = {
     "interleaved": "Interleaved1F1B",
     "looped-bfs": "LoopedBFS",
@@ -42,7 +37,7 @@ class Span:
 
     rank: int
     stage: int
-    kind: str  # a key of KINDS
+    kind: str  # F, B, I or W: forward, backward, backward for inputs or for weights
     micro_batch: int
     begin: float
     end: float
@@ -210,60 +205,3 @@ def ideal_idle(
         gap, text = times["F"] + times["B"], "(p−1)/(v·m+p−1)" if schedule in LOOPED else "(p−1)/(m+p−1)"
     idle = (ranks - 1) * gap
     return idle / (virtual * micro_batches * (times["F"] + times["B"]) + idle), text
-
-
-# --- drawing ----------------------------------------------------------------------------------------------
-
-
-def label(span: Span, ranks: int) -> str:
-    """F3: forward of micro-batch 3. Every second stage of a rank has small letters."""
-    return (span.kind.lower() if span.stage // ranks % 2 else span.kind) + str(span.micro_batch)
-
-
-def draw_text(spans: list[Span], unit: float) -> str:
-    """One row a rank, one column a unit of time; a dot is idle. What is one column wide shows only its kind."""
-    start, end = min(span.begin for span in spans), max(span.end for span in spans)
-    ranks = 1 + max(span.rank for span in spans)
-    rows = [["·"] * math.ceil((end - start) / unit - 1e-6) for _ in range(ranks)]
-    for span in spans:
-        begin, stop = (round((when - start) / unit) for when in (span.begin, span.end))
-        rows[span.rank][begin:stop] = label(span, ranks).ljust(stop - begin, "─")[: stop - begin]
-    return "\n".join(f"rank {rank:<3}{''.join(row)}" for rank, row in enumerate(rows))
-
-
-def draw_png(spans: list[Span], path: Path, title: str) -> Path:
-    """The same as a picture, one bar a piece of work."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise SpecError('a picture of the timeline needs matplotlib: pip install "lmworks[plots]"') from None
-    start, end = min(span.begin for span in spans), max(span.end for span in spans)
-    ranks = 1 + max(span.rank for span in spans)
-    figure = Figure(figsize=(14, 0.6 * ranks + 1.6), layout="constrained")
-    axes = figure.add_subplot()
-    for span in spans:
-        wide = span.end - span.begin
-        odd = span.stage // ranks % 2
-        axes.barh(
-            span.rank, wide, left=span.begin - start, color=COLOURS[span.kind], alpha=0.55 if odd else 1, edgecolor="w"
-        )
-        if wide > (end - start) / 90:
-            middle = span.begin - start + wide / 2
-            axes.text(middle, span.rank, str(span.micro_batch), ha="center", va="center", fontsize=7)
-    used = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
-    axes.legend(
-        [axes.barh(0, 0, color=COLOURS[kind]) for kind in used],
-        [KINDS[kind] for kind in used],
-        ncols=len(used),
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1),
-        frameon=False,
-    )
-    axes.set(yticks=range(ranks), yticklabels=[f"rank {rank}" for rank in range(ranks)], xlabel=title)
-    axes.invert_yaxis()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:  # ValueError: a file type that matplotlib does not write
-        raise LMWorksError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
-    return path

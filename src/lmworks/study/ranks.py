@@ -25,9 +25,7 @@ from ..spec import LMWorksError, TrainingError
 
 
 class RankFailed(TrainingError):
-    """A rank raised, died, or never answered; `details` is its traceback."""
-
-    details: str = ""
+    """A rank raised, died, or never answered; its traceback is a note of the error."""
 
 
 def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, launched: bool = True, timeout: float = 120) -> Any:
@@ -84,7 +82,7 @@ def collect(answers: dict[Connection, int], deadline: float, timeout: float) -> 
             if not ok:
                 message, details = content
                 error = RankFailed(f"rank {rank}: {message}")
-                error.details = details
+                error.add_note(details)
                 raise error
             found[rank] = torch.load(io.BytesIO(content), weights_only=False)
     return [found[rank] for rank in sorted(found)]

@@ -22,6 +22,7 @@ from ..parallel.laid import Laid
 from ..parallel.traffic import Traffic
 from ..spec import OptimSpec, RunSpec
 from ..train import Trainer
+from .holdings import take_step
 
 STEPS = 5
 STEPPING = "parity steps"  # from here on memory counts: what `build` does to warm up PyTorch is none of the model's
@@ -71,11 +72,11 @@ def run_trial(trainer: Trainer, optim: OptimSpec, observe: bool) -> Trial:
             watch_gradients(trainer, trial.gradients)
         with torch.profiler.record_function(STEPPING):
             for _ in range(OBSERVED):
-                take_step(trainer, trial)
+                record_step(trainer, trial)
             with Traffic(trainer.mesh) if observe else contextlib.nullcontext() as traffic:
-                take_step(trainer, trial)
+                record_step(trainer, trial)
     for _ in range(OBSERVED + 1, STEPS):
-        take_step(trainer, trial)
+        record_step(trainer, trial)
     laid = trainer.laid
     trial.collectives = [asdict(row) for row in traffic.table()] if traffic is not None else []
     trial.pieces = [Piece(shard.name, where(shard, laid)) for shard in laid.shards]
@@ -84,10 +85,8 @@ def run_trial(trainer: Trainer, optim: OptimSpec, observe: bool) -> Trial:
     return trial
 
 
-def take_step(trainer: Trainer, trial: Trial) -> None:
-    values = trainer.train_step(trainer.batches.at(trainer.cursor))
-    trainer.step += 1
-    trainer.cursor += 1
+def record_step(trainer: Trainer, trial: Trial) -> None:
+    values = take_step(trainer)
     trial.losses.append(values["loss"])
     trial.norms.append(values["grad_norm"])
     trial.tokens += values["tokens"]
