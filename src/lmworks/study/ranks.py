@@ -6,9 +6,11 @@ environment who it is, as under torchrun, so everything below this room runs as 
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -42,7 +44,7 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, launched: bo
         meet = partial(join_group, server, world) if launched else None
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=enter, args=(theirs, meet, rank, work, arguments), daemon=True)
+            process = context.Process(target=enter, args=(theirs, timeout, meet, rank, work, arguments), daemon=True)
             process.start()
             theirs.close()  # else the end of the process would not end the pipe
             processes.append(process)
@@ -90,11 +92,14 @@ def collect(answers: dict[Connection, int], deadline: float, timeout: float) -> 
 
 def enter(
     answer: Connection,
+    timeout: float,
     meet: Callable[[int], None] | None,
     rank: int,
     work: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    if timeout > 2:  # a rank that never answers leaves behind where each of its threads waits
+        faulthandler.dump_traceback_later(timeout - 1, file=sys.__stderr__)
     try:
         torch.set_num_threads(1)
         if meet is not None:

@@ -1,0 +1,110 @@
+"""One training job as the planner prices it, or many at once that differ in numbers only.
+
+A number may be a numpy array: the search prices thousands of layouts in one call, with the same formulas that price
+one. What changes which formula applies (model, precision, recompute, schedule) is one value for the whole case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..spec import Gpu, ModelSpec, RunSpec
+from .software import Software, software_of
+
+Number = float | NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    model: ModelSpec
+    gpu: Gpu
+    software: Software
+    seq: int
+    micro_batch: Number = 1
+    accumulation: Number = 1  # micro-batches of one data-parallel rank in a step
+    dp_replicate: Number = 1
+    dp_shard: Number = 1
+    tp: Number = 1
+    cp: Number = 1
+    pp: Number = 1
+    ep: Number = 1
+    virtual: Number = 1  # pipeline stages of one rank
+    zero: int = 0  # what dp_shard shards: 1 optimizer states, 2 gradients too, 3 parameters too
+    reshard: bool = True  # zero = 3: gathered parameters are let go between forward and backward pass
+    sp: bool = False
+    schedule: str = "1f1b"
+    recompute: str = "none"  # "full", "selective" (products and attention are kept), or "attention" (its inside only)
+    recompute_every: Number = 1
+    dtype: str = "bf16"
+    optimizer: str = "adamw"
+    offload: str = "none"
+    gpus_per_node: int = 8
+    nic_gbs: float = 0.0  # a GPU's share of the links between nodes, one direction (0: usual for this GPU)
+
+    @classmethod
+    def of(cls, spec: RunSpec, gpu: Gpu) -> Self:
+        """A run of our own trainer on GPUs of this kind."""
+        layout = spec.parallel
+        if layout.strategy == "zero" or layout.engine == "deepspeed":
+            zero = layout.zero
+        else:
+            zero = 3 if layout.strategy.startswith("fsdp") and layout.dp_shard > 1 else 0
+        degrees = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")}
+        return cls(
+            spec.model,
+            gpu,
+            software_of(spec),
+            spec.data.seq,
+            spec.data.micro_batch,
+            spec.accumulation,
+            **degrees,
+            virtual=layout.virtual_stages,
+            zero=zero,
+            reshard=layout.reshard,
+            sp=layout.sp,
+            schedule=layout.schedule,
+            recompute=layout.recompute,
+            recompute_every=layout.recompute_every,
+            dtype=spec.precision.dtype,
+            optimizer=spec.optim.optimizer,
+            offload=layout.offload,
+            gpus_per_node=spec.cluster.gpus_per_node,
+        )
+
+    def replace(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    @property
+    def dp(self) -> Number:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> Number:
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def global_batch(self) -> Number:
+        return self.micro_batch * self.accumulation * self.dp
+
+    @property
+    def tokens(self) -> Number:
+        """Of one micro-batch on one rank."""
+        return self.micro_batch * self.seq / self.cp
+
+    @property
+    def tokens_per_step(self) -> Number:
+        return self.global_batch * self.seq
+
+    @property
+    def layers(self) -> Number:
+        """Of the busiest rank."""
+        return np.ceil(self.model.layers / self.pp)
+
+    @property
+    def width(self) -> int:
+        """Bytes of one number in a product."""
+        return {"fp32": 4, "fp8": 1}.get(self.dtype, 2)

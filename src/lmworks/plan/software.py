@@ -1,0 +1,67 @@
+"""What a training code base does that the spec of a run does not say: how it holds tensors and which kernels it has.
+
+The planner is held against runs of other people's code. Their step differs from ours in a few facts, and these are
+all of them; a run of our own trainer is one entry among the others. Constants of time are fitted and live in
+`fitted.toml`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..spec import RunSpec, SpecError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Software:
+    name: str
+    # Bytes of one parameter on the rank that holds it.
+    weights: int = 4
+    gradients: int = 4
+    master: int = 0  # an fp32 copy of weights that are held in fewer bytes
+    # Kernels of a block.
+    stream: int = 4  # bytes of one number of the residual stream; products are as wide as the precision in use
+    cast: bool = False  # weights are fp32 and every layer casts them, as autocast does
+    fused: bool = False  # norms, rotary embedding, activation and residual sums are one pass each
+    attention: str = "flash"  # or "scores": every score is held, as before flash attention
+    dropout: bool = False  # its masks are kept
+    loss: str = "chunked"  # logits never whole; "plain": whole, in fp32 as well; "fused": whole, once
+    # What the data-parallel traffic of a step hides behind.
+    overlap: bool = True
+    gather: int = 0  # bytes of a parameter on its way to a gather (0: as the precision in use)
+    reduce: int = 4  # bytes of a gradient on its way
+
+
+EAGER = Software("lmworks", cast=True)
+COMPILED = Software("lmworks-compile", cast=True, fused=True)
+
+SOFTWARE = {
+    software.name: software
+    for software in (
+        EAGER,
+        COMPILED,
+        # FSDP2 with fp32 shards gathered in bf16; selective recompute by op; logits whole.
+        Software("torchtitan", stream=2, loss="plain"),
+        Software("torchtitan-compile", stream=2, fused=True, loss="plain"),
+        # bf16 weights, gradients summed in fp32, fp32 master weights and moments: 18 bytes a parameter.
+        Software("megatron-2021", 2, 4, 4, stream=2, attention="scores", dropout=True, loss="plain", overlap=False),
+        Software("megatron", 2, 4, 4, stream=2, fused=True, loss="fused"),
+        Software(
+            "megatron-deepspeed", 2, 2, 4, stream=2, attention="scores", dropout=True, loss="plain", overlap=False
+        ),
+        # FSDP1 over MPT with flash attention, all gathers and sums in bf16.
+        Software("llm-foundry", stream=2, fused=True, loss="plain", reduce=2),
+    )
+}
+
+
+def software_named(name: str) -> Software:
+    if name not in SOFTWARE:
+        raise SpecError(f"software = {name!r} is not known{did_you_mean(name, SOFTWARE)}")
+    return SOFTWARE[name]
+
+
+def software_of(spec: RunSpec) -> Software:
+    """Our own trainer, as this run uses it."""
+    own = COMPILED if spec.parallel.compile else EAGER
+    return replace(own, cast=spec.precision.dtype != "fp32", reduce=2 if spec.precision.reduce == "bf16" else 4)
