@@ -50,11 +50,10 @@ def within_budget(spec: RunSpec, blocks: int) -> list[str]:
 
 
 def kept_bytes(spec: RunSpec) -> dict[str, float]:
-    """Bytes that one block keeps of a micro-batch on this rank, by policy; too many, if anything, for tp without sp."""
+    """Bytes that one block keeps of a micro-batch on this rank, by policy."""
     device = "cuda" if spec.cluster.device == "cuda" or spec.cluster.gpu != "auto" else "cpu"
     net = network(Workload.of(spec, device))
-    share = spec.parallel.cp * (spec.parallel.tp if spec.parallel.sp else 1)
-    return {policy: kept(net, policy)[1] / share for policy in ("none", "selective", "full")}
+    return {policy: kept(net, policy)[1] for policy in ("none", "selective", "full")}
 
 
 def in_flight(spec: RunSpec) -> float:

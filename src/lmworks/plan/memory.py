@@ -14,6 +14,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ..spec import RunSpec, SpecError
 from .network import Network, network
@@ -85,7 +86,7 @@ def notes(spec: RunSpec) -> Iterable[str]:
         yield "experts are taken as evenly loaded"
 
 
-def total(ops: Iterable[Op], field: str = "saved") -> float:
+def total(ops: Iterable[Op], field: str = "saved") -> Any:
     return sum(getattr(op, field) for op in ops)
 
 
@@ -124,7 +125,7 @@ def weight_casts(load: Workload) -> float:
 
 def kept(net: Network, recompute: str) -> tuple[float, float, str]:
     """Bytes that the stem and one block keep between forward and backward, and how the block's follow."""
-    stream = 4.0 * net.load.tokens * net.load.model.hidden
+    stream = 4.0 * net.load.outside * net.load.model.hidden
     stem = total(net.stem)
     if recompute == "none":
         return stem, total(net.block), "what each op saves for the backward pass"

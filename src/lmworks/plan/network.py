@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from ..spec import ModelSpec
+from . import fused
 from .ops import (
     Kernel,
     Op,
@@ -22,9 +26,9 @@ from .ops import (
 
 
 def embedding(load: Workload) -> list[Op]:
-    m, t, h = load.model, load.tokens, load.model.hidden
+    m, t, h, vocab = load.model, load.outside, load.model.hidden, load.vocab
     # Backward scatters into a dense gradient of the whole table; a tied head's gradient is added to it.
-    back = [stream(m.vocab * h), stream(3 * t * h)] + ([stream(3 * m.vocab * h)] if m.tie_embeddings else [])
+    back = [stream(vocab * h), stream(3 * t * h)] + ([stream(3 * vocab * h)] if m.tie_embeddings else [])
     ops = [Op("token embedding", "embedding", (stream(2 * t * h),), tuple(back), saved=4 * t * h)]
     if m.positions == "learned":  # the sum replaces the look-up as the stream's first tensor; positions are int64
         indices = 8 * load.seq * (load.batch if load.documents else 1)
@@ -52,7 +56,7 @@ def mask(load: Workload) -> list[Op]:
     return []
 
 
-def mlp(load: Workload, width: int, prefix: str = "") -> list[Op]:
+def mlp(load: Workload, width: Any, prefix: str = "") -> list[Op]:
     h, bias = load.model.hidden, load.model.bias
     gate = [linear(f"{prefix}gate", load, h, width, bias)] if load.model.mlp == "swiglu" else []
     up, down = linear(f"{prefix}up", load, h, width, bias), linear(f"{prefix}down", load, width, h, bias)
@@ -62,13 +66,16 @@ def mlp(load: Workload, width: int, prefix: str = "") -> list[Op]:
 def experts(load: Workload) -> list[Op]:
     """Router, rows grouped by expert, expert after expert, rows back: tokens × top_k slots, taken as spread evenly."""
     m, t, w, h = load.model, load.tokens, load.width, load.model.hidden
-    count, ffn, slots = m.experts, m.expert_ffn, load.tokens * m.top_k
-    rows = max(1, slots // count)  # tokens of one expert
+    ffn, slots = m.expert_ffn // load.tp, load.tokens * m.top_k
+    count = m.experts // load.ep  # of this rank, which gets as many slots as it gives away
+    rows = np.maximum(1, slots // count)  # tokens of one expert
     # softmax, the chosen values (fp32) and indices (int64), their sum; per slot two permutations and its weight; counts
-    routing = t * (4 * count + 12 * m.top_k + 4) + slots * 20 + 8 * count
+    routing = t * (4 * m.experts + 12 * m.top_k + 4) + slots * 20 + 8 * m.experts
     if m.balance_loss:
-        routing += 4 * load.batch * count  # each sequence's shares
-    route = Op("routing", "experts", (stream(2 * t * count, kind="exp"),), (stream(3 * t * count),), saved=routing)
+        routing += 4 * load.batch * m.experts  # each sequence's shares
+    route = Op(
+        "routing", "experts", (stream(2 * t * m.experts, kind="exp"),), (stream(3 * t * m.experts),), saved=routing
+    )
     x = slots * h * w / 4  # rows that move, in units of 4 bytes
     # Rows grouped by expert and their results in place are kept; results are joined, moved, weighted and added up.
     move = [stream(2 * x, count=3), stream(x + slots * h), stream(slots * h + t * h)]
@@ -84,7 +91,7 @@ def experts(load: Workload) -> list[Op]:
         backward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
     products = Op("experts", "matmul", tuple(forward), tuple(backward), dear=slots * w * (2 * ffn + h))
     ops = [
-        linear("router", load, h, count),
+        linear("router", load, h, m.experts),
         route,
         dispatch,
         products,
@@ -96,24 +103,28 @@ def experts(load: Workload) -> list[Op]:
 def block(load: Workload) -> list[Op]:
     m, h = load.model, load.model.hidden
     ops = [norm("attention norm", load, readers=3)]
-    ops += [linear("query", load, h, m.q_dim, m.qkv_bias)]
-    ops += [linear(name, load, h, m.kv_dim, m.qkv_bias) for name in ("key", "value")]
+    ops += [linear("query", load, h, load.q_width, m.qkv_bias)]
+    ops += [linear(name, load, h, load.kv_width, m.qkv_bias) for name in ("key", "value")]
     if m.qk_norm:
-        ops += [head_norm("query norm", load, m.heads), head_norm("key norm", load, m.kv_heads)]
+        ops += [head_norm("query norm", load, load.heads), head_norm("key norm", load, load.kv_width // m.head_dim)]
     if m.positions == "rope":
-        ops += [rotary("rotary query", load, m.q_dim), rotary("rotary key", load, m.kv_dim)]
-    ops += [attention(load), linear("attention out", load, m.q_dim, h, m.bias), residual("attention residual", load)]
+        ops += [rotary("rotary query", load, load.q_width), rotary("rotary key", load, load.kv_width)]
+    ops += [
+        attention(load),
+        linear("attention out", load, load.q_width, h, m.bias),
+        residual("attention residual", load),
+    ]
     if m.experts:
         readers = 1 + 2 * (m.shared_experts > 0)
         ops += [norm("mlp norm", load, readers), *experts(load)]
     else:
-        ops += [norm("mlp norm", load, 2 if m.mlp == "swiglu" else 1), *mlp(load, m.ffn)]
+        ops += [norm("mlp norm", load, 2 if m.mlp == "swiglu" else 1), *mlp(load, m.ffn // load.tp)]
     return [*ops, residual("mlp residual", load)]
 
 
 def loss(load: Workload) -> list[Op]:
     """Final norm, head and cross-entropy in chunks: all three products and both gradients within the forward pass."""
-    t, h, vocab = load.tokens, load.model.hidden, load.model.vocab
+    t, h, vocab = load.tokens, load.model.hidden, load.vocab
     rows = load.chunk_rows
     chunks = t / rows
     products = [gemm(rows, h, vocab, chunks), gemm(rows, vocab, h, chunks), gemm(vocab, rows, h, chunks)]
@@ -146,6 +157,10 @@ class Network:
 
 
 def network(load: Workload) -> Network:
+    """Of the code that runs it: our blocks op by op, or a list in which what can be one kernel is one."""
+    if load.software.fused or load.software.stream == 2:
+        last = loss(load) if load.software.loss == "chunked" else fused.loss(load)
+        return Network(load, tuple(fused.stem(load)), tuple(fused.block(load)), tuple(last))
     return Network(load, tuple(embedding(load)), tuple(block(load)), tuple(loss(load)))
 
 

@@ -6,14 +6,23 @@ them eagerly; tests hold the kept bytes, the products and the traffic against wh
 
 Widths are elements per token. Weights and the residual stream are fp32 (4 bytes); under autocast the matrix products,
 attention and activations are `width` = 2 bytes wide, and every input of a linear layer is cast by that layer.
+
+The work is that of one rank: tensor parallelism leaves it its heads and its part of the MLP and of the vocabulary,
+sequence parallelism its positions between these, context parallelism its positions everywhere. Degrees and batch may be
+numpy arrays, one element a candidate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
 
 from ..spec import ModelSpec, RunSpec
+from .case import Case, Number
 from .flops import keys_per_query
+from .software import EAGER, Software, software_of
 
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # as in kernels/cross_entropy.py, which a test compares
 
@@ -28,10 +37,10 @@ class Kernel:
     """
 
     kind: str
-    bytes: float = 0.0  # read and written
-    flops: float = 0.0
-    shape: tuple[int, ...] = ()
-    count: float = 1.0
+    bytes: Number = 0.0  # read and written
+    flops: Number = 0.0
+    shape: tuple[Any, ...] = ()  # of numbers
+    count: Number = 1.0
 
 
 @dataclass(frozen=True)
@@ -40,9 +49,9 @@ class Op:
     part: str  # the line of the step-time sheet it belongs to
     forward: tuple[Kernel, ...] = ()
     backward: tuple[Kernel, ...] = ()
-    saved: float = 0.0  # bytes kept for the backward pass
-    dear: float = 0.0  # bytes kept under selective recompute: results of products and of attention
-    freed: float = 0.0  # bytes that the forward pass makes and frees again, its input included where nobody keeps it
+    saved: Number = 0.0  # bytes kept for the backward pass
+    dear: Number = 0.0  # bytes kept under selective recompute: results of products and of attention
+    freed: Number = 0.0  # bytes that the forward pass makes and frees again, its input included where nobody keeps it
 
 
 @dataclass(frozen=True)
@@ -50,20 +59,65 @@ class Workload:
     """One micro-batch on one rank."""
 
     model: ModelSpec
-    batch: int  # sequences
+    batch: Any  # sequences
     seq: int
     dtype: str = "fp32"
     device: str = "cpu"
     documents: bool = False  # attention stays inside documents
+    tp: Any = 1
+    sp: bool = False
+    cp: Any = 1
+    ep: Any = 1
+    software: Software = EAGER
 
     @classmethod
-    def of(cls, spec: RunSpec, device: str) -> Workload:
-        data = spec.data
-        return cls(spec.model, data.micro_batch, data.seq, spec.precision.dtype, device, data.document_mask)
+    def of(cls, spec: RunSpec, device: str) -> Self:
+        data, layout = spec.data, spec.parallel
+        return cls(
+            spec.model,
+            data.micro_batch,
+            data.seq,
+            spec.precision.dtype,
+            device,
+            data.document_mask,
+            layout.tp,
+            layout.sp,
+            layout.cp,
+            layout.ep,
+            software_of(spec),
+        )
+
+    @classmethod
+    def of_case(cls, case: Case) -> Self:
+        work = cls(case.model, case.micro_batch, case.seq, case.dtype, "cuda", software=case.software)
+        return replace(work, tp=case.tp, sp=case.sp, cp=case.cp, ep=case.ep)
 
     @property
-    def tokens(self) -> int:
-        return self.batch * self.seq
+    def tokens(self) -> Any:
+        """Positions of this rank, where all its tensor-parallel neighbours see the same."""
+        return self.batch * self.seq // self.cp
+
+    @property
+    def outside(self) -> Any:
+        """Positions of this rank between tensor-parallel regions."""
+        return self.tokens // self.tp if self.sp else self.tokens
+
+    @property
+    def heads(self) -> Any:
+        return self.model.heads // self.tp
+
+    @property
+    def q_width(self) -> Any:
+        return self.model.q_dim // self.tp
+
+    @property
+    def kv_width(self) -> Any:
+        """At least one head: ranks that outnumber them share one."""
+        return np.maximum(self.model.kv_dim // self.tp, self.model.head_dim)
+
+    @property
+    def vocab(self) -> Any:
+        return self.model.vocab // self.tp
 
     @property
     def width(self) -> int:
@@ -71,12 +125,12 @@ class Workload:
 
     @property
     def cast(self) -> bool:
-        return self.width == 2
+        return self.width == 2 and self.software.cast
 
     @property
-    def chunk_rows(self) -> int:
+    def chunk_rows(self) -> Any:
         """Tokens whose logits are held at once."""
-        return min(self.tokens, max(1, CHUNK_LOGITS[self.device] // self.model.vocab))
+        return np.minimum(self.tokens, np.maximum(1, CHUNK_LOGITS[self.device] // self.vocab))
 
     @property
     def attention(self) -> str:
@@ -88,16 +142,16 @@ class Workload:
         return "scores" if self.model.attention == "reference" or alibi else "fused"
 
 
-def stream(elements: float, *, kind: str = "stream", count: float = 1) -> Kernel:
+def stream(elements: Number, *, kind: str = "stream", count: Number = 1) -> Kernel:
     """A pass that reads and writes `elements` × 4 bytes in all."""
     return Kernel(kind, bytes=4 * elements, count=count)
 
 
-def gemm(m: int, k: int, n: int, count: float = 1) -> Kernel:
+def gemm(m: Any, k: Any, n: Any, count: Number = 1) -> Kernel:
     return Kernel("gemm", flops=2.0 * m * k * n, shape=(m, k, n), count=count)
 
 
-def linear(name: str, load: Workload, inputs: int, outputs: int, bias: bool = False) -> Op:
+def linear(name: str, load: Workload, inputs: Any, outputs: Any, bias: bool = False) -> Op:
     """y = x·Wᵀ; backward: grad·W and gradᵀ·x, and a sum over tokens for the bias. Its result counts as dear only."""
     t, w = load.tokens, load.width
     backward = [gemm(t, outputs, inputs), gemm(outputs, t, inputs)]
@@ -110,7 +164,7 @@ def linear(name: str, load: Workload, inputs: int, outputs: int, bias: bool = Fa
     return Op(name, "matmul", tuple(forward), tuple(backward), dear=t * outputs * w)
 
 
-def normalise(load: Workload, x: float) -> tuple[list[Kernel], list[Kernel]]:
+def normalise(load: Workload, x: Number) -> tuple[list[Kernel], list[Kernel]]:
     """Passes of a norm over x elements: a fused kernel each way, but for RMSNorm on a CPU, made of small ops."""
     if load.model.norm == "layer" or load.device == "cuda":
         return [stream(2 * x)], [stream(3 * x)]
@@ -123,8 +177,11 @@ def norm(name: str, load: Workload, readers: int) -> Op:
     Kept: the result once (fp32), or one cast of it per reader; 1/σ, and LayerNorm's mean. Its input is kept by
     whoever made it.
     """
-    t, x = load.tokens, load.tokens * load.model.hidden
-    saved = t * (8 if load.model.norm == "layer" else 4) + (2 * x * readers if load.cast else 4 * x * (readers > 0))
+    t, x, whole = load.outside, load.outside * load.model.hidden, load.tokens * load.model.hidden
+    result = 2 * x * readers if load.cast else 4 * x * (readers > 0)
+    if np.any(load.tp > 1):  # one tensor enters the region, cast before it does
+        result = np.where(load.tp > 1, load.width * whole * (readers > 0), result)
+    saved = t * (8 if load.model.norm == "layer" else 4) + result
     forward, backward = normalise(load, x)
     if load.cast:
         forward.append(stream(1.5 * x, count=readers))
@@ -136,19 +193,19 @@ def norm(name: str, load: Workload, readers: int) -> Op:
 
 def residual(name: str, load: Workload) -> Op:
     """x + f(x): the sum is kept, as the next norm needs it; backward adds the two gradients."""
-    x = load.tokens * load.model.hidden
+    x = load.outside * load.model.hidden
     back = [stream(3 * x)] + ([stream(1.5 * x)] if load.cast else [])
     return Op(name, "residual", (stream(3 * x),), tuple(back), saved=4 * x, freed=load.width * x)
 
 
-def head_norm(name: str, load: Workload, heads: int) -> Op:
+def head_norm(name: str, load: Workload, heads: Any) -> Op:
     """RMSNorm over each head. Kept: its input, and 1/σ of every head."""
     x = load.tokens * heads * load.model.head_dim
     forward, backward = normalise(load, x)
     return Op(name, "norms", tuple(forward), tuple(backward), saved=load.width * x + 4 * load.tokens * heads)
 
 
-def rotary(name: str, load: Workload, width: int) -> Op:
+def rotary(name: str, load: Workload, width: Any) -> Op:
     """x·cos + swap(x)·sin in fp32: two products with a table per position, a cat of swapped halves, a sum.
 
     Nothing is kept but the tables, which all layers share; backward is the same four passes.
@@ -164,36 +221,36 @@ def rotary(name: str, load: Workload, width: int) -> Op:
 def attention(load: Workload) -> Op:
     """softmax(q·kᵀ)·v. Fused: keeps q, k, v, the result and a log-sum-exp per head and token."""
     m, t, w = load.model, load.tokens, load.width
-    result = t * m.q_dim * w
-    inputs = t * (m.q_dim + 2 * m.kv_dim) * w
-    flops = 4.0 * t * m.q_dim * keys_per_query(load.seq, m.sliding_window)
+    result = t * load.q_width * w
+    inputs = t * (load.q_width + 2 * load.kv_width) * w
+    flops = 4.0 * t * load.q_width * keys_per_query(load.seq, m.sliding_window)
     masked = bool(m.sliding_window or m.positions == "alibi" or load.documents)
     shape = (load.seq, m.head_dim)
     forward, backward = [], []
     if load.attention == "scores":
-        scores = t * load.seq * m.heads
-        product = 4.0 * t * m.q_dim * load.seq  # nothing is left out above the diagonal
-        forward = [gemm(t * m.heads, m.head_dim, load.seq), gemm(t * m.heads, load.seq, m.head_dim)]
+        scores = t * load.seq * load.heads
+        product = 4.0 * t * load.q_width * load.seq  # nothing is left out above the diagonal
+        forward = [gemm(t * load.heads, m.head_dim, load.seq), gemm(t * load.heads, load.seq, m.head_dim)]
         forward += [stream(2 * scores, count=2), stream(2 * scores, kind="exp")]
         backward = [Kernel("attention_backward", flops=2 * product, shape=shape), stream(3 * scores, count=2)]
         inner = w if m.attention == "reference" else 4  # SDPA's math path computes in fp32
-        saved = 4 * scores + t * 3 * m.q_dim * inner + result  # k and v repeated for every head
+        saved = 4 * scores + t * 3 * load.q_width * inner + result  # k and v repeated for every head
         if load.cast and m.attention == "reference":
             saved += 2 * scores
-        dear = (scores + t * m.q_dim) * inner
+        dear = (scores + t * load.q_width) * inner
         return Op("attention", "attention", tuple(forward), tuple(backward), saved, dear)
     forward = [Kernel("attention", flops=flops, shape=shape)]
     backward = [Kernel("attention_backward", flops=2.5 * flops, shape=shape)]  # 5 products against 2: scores again
-    saved = inputs + result + 4 * t * m.heads
+    saved = inputs + result + 4 * t * load.heads
     if masked and load.device == "cpu" and m.positions != "alibi":
         # SDPA turns the Boolean mask into a float one in every layer: (seq, seq), one a sequence with documents.
         mask = load.seq**2 * (load.batch if load.documents else 1)
         saved += mask * w
         forward.append(stream(1.25 * mask))
-    return Op("attention", "attention", tuple(forward), tuple(backward), saved, dear=result + 4 * t * m.heads)
+    return Op("attention", "attention", tuple(forward), tuple(backward), saved, dear=result + 4 * t * load.heads)
 
 
-def activation(load: Workload, width: int, tokens: float, count: float = 1) -> Op:
+def activation(load: Workload, width: Any, tokens: Any, count: Any = 1) -> Op:
     """SwiGLU keeps gate, silu(gate) and up; GELU keeps its input; the next product keeps their result, as wide."""
     x = tokens * width * load.width / 4  # in units of 4 bytes
     if load.model.mlp == "gelu":

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..spec import RunSpec, SpecError, did_you_mean
+from ..spec import RunSpec, SpecError
+from ..spec.errors import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import faulthandler
 import io
 import os
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -99,7 +98,7 @@ def enter(
     arguments: tuple[Any, ...],
 ) -> None:
     if timeout > 2:  # a rank that never answers leaves behind where each of its threads waits
-        faulthandler.dump_traceback_later(timeout - 1, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(timeout - 1, file=2)
     try:
         torch.set_num_threads(1)
         if meet is not None:

@@ -1,0 +1,138 @@
+"""The op list of code that fuses: Megatron with Transformer Engine, torchtitan, FSDP over MPT, our own blocks compiled.
+
+The same lists as `network`, with what sits between two products in one kernel: one pass reads its inputs and writes its
+result. Kept for the backward pass (Korthikanti et al. 2022, with flash attention instead of scores where there is one):
+the stream before each norm, the input of every product, q, k, v and attention's result, and dropout's masks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .flops import keys_per_query
+from .ops import Kernel, Op, Workload, gemm
+
+
+def passes(*sizes: Any) -> tuple[Kernel, ...]:
+    """One pass each, over so many bytes."""
+    return tuple(Kernel("stream", bytes=1.0 * size) for size in sizes)
+
+
+def product(name: str, load: Workload, inputs: Any, outputs: Any, part: str = "matmul") -> Op:
+    """Weights arrive in the compute precision: whoever holds them casts them once, not every layer."""
+    t = load.tokens
+    backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs))
+    return Op(name, part, (gemm(t, inputs, outputs),), backward, dear=load.width * t * outputs)
+
+
+def stem(load: Workload) -> list[Op]:
+    x, table = load.outside * load.model.hidden * load.software.stream, load.vocab * load.model.hidden
+    mask = load.outside * load.model.hidden * load.software.dropout
+    return [Op("embedding", "embedding", passes(2 * x + mask), passes(4 * table, 2 * x), saved=x + mask)]
+
+
+def norm(name: str, load: Workload) -> Op:
+    """Its result is kept as the next product's input; its own input is kept by whoever made it."""
+    x = load.outside * load.model.hidden
+    s, w = load.software.stream, load.width
+    statistics = load.outside * (8 if load.model.norm == "layer" else 4)
+    return Op(name, "norms", passes((s + w) * x), passes((2 * s + w) * x), saved=w * x + statistics)
+
+
+def residual(name: str, load: Workload) -> Op:
+    """Sum, and dropout before it with one byte a number for its mask."""
+    x, s = load.outside * load.model.hidden, load.software.stream
+    mask = x * load.software.dropout
+    return Op(name, "residual", passes((2 * s + load.width) * x + mask), passes(2 * s * x + mask), saved=s * x + mask)
+
+
+def attention(load: Workload) -> list[Op]:
+    m, t, w = load.model, load.tokens, load.width
+    result, both = w * t * load.q_width, w * t * (load.q_width + load.kv_width)
+    ops = [product("query, key, value", load, m.hidden, load.q_width + 2 * load.kv_width)]
+    if m.positions == "rope":
+        turns = 1 if load.software.fused else 3  # two halves, their product with tables in fp32, and back
+        ops.append(Op("rotary", "rotary", passes(2 * turns * both), passes(2 * turns * both)))
+    if m.qk_norm:
+        ops.append(Op("head norms", "norms", passes(2 * both), passes(3 * both), saved=both))
+    inputs = both + w * t * load.kv_width
+    if load.software.attention == "scores":
+        return [*ops, scores(load, inputs, result)]
+    shape = (load.seq, m.head_dim)
+    flops = 4.0 * t * load.q_width * keys_per_query(load.seq, m.sliding_window)
+    kernels = (
+        Kernel("attention", flops=flops, shape=shape),
+        Kernel("attention_backward", flops=2.5 * flops, shape=shape),
+    )
+    statistics = 4 * t * load.heads
+    ops.append(
+        Op("attention", "attention", kernels[:1], kernels[1:], inputs + result + statistics, result + statistics)
+    )
+    return ops
+
+
+def scores(load: Workload, inputs: Any, result: Any) -> Op:
+    """Before flash attention: q·kᵀ whole, scaled, masked and turned into weights in one pass, dropout in another."""
+    m, w, drop = load.model, load.width, load.software.dropout
+    each = load.batch * load.heads
+    count = load.tokens * load.seq * load.heads
+    seen = w * (1 + drop) + drop  # weights, and under dropout what is left of them and its mask
+    up, down = (
+        gemm(load.seq // load.cp, m.head_dim, load.seq, each),
+        gemm(load.seq // load.cp, load.seq, m.head_dim, each),
+    )
+    forward = (up, down, *passes(2 * w * count), *passes(*[(2 * w + 1) * count] * drop))
+    backward = (up, up, down, down, *passes(3 * w * count), *passes(*[(2 * w + 1) * count] * drop))
+    return Op("attention", "attention", forward, backward, inputs + seen * count + result, w * count + result)
+
+
+def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1) -> list[Op]:
+    """`count` of them, each over so many tokens: one, or this rank's experts."""
+    h, w = load.model.hidden, load.width
+    wide = w * tokens * width * count
+    gated = load.model.mlp == "swiglu"
+    up, apart = (2 if gated else 1), (1 if load.software.fused else 2)
+    forward = (gemm(tokens, h, up * width, count),)
+    backward = (gemm(tokens, up * width, h, count), gemm(up * width, tokens, h, count))
+    act = passes((up + 1) * wide * apart), passes((2 * up + 1) * wide * apart)
+    last = (gemm(tokens, width, h, count),), (gemm(tokens, h, width, count), gemm(h, tokens, width, count))
+    return [
+        Op("up", "matmul", forward, backward, dear=up * wide),
+        Op(load.model.mlp, "activation", *act, saved=(up + 1) * wide),
+        Op("down", "matmul", *last, dear=w * tokens * h * count),
+    ]
+
+
+def experts(load: Workload) -> list[Op]:
+    """Rows sorted by expert, each rank's experts over what comes to them (evenly, it is taken), rows back."""
+    m, w, t = load.model, load.width, load.tokens
+    slots, mine = t * m.top_k, m.experts // load.ep
+    moved = w * slots * m.hidden
+    route = product("router", load, m.hidden, m.experts)
+    move = Op("dispatch", "experts", passes(2 * moved, 2 * moved), passes(2 * moved, 2 * moved), saved=moved)
+    ops = [route, move, *mlp(load, m.expert_ffn // load.tp, np.maximum(1, slots // mine), mine)]
+    if m.shared_experts:
+        ops += mlp(load, m.shared_experts * m.expert_ffn // load.tp, t)
+    return ops
+
+
+def block(load: Workload) -> list[Op]:
+    m = load.model
+    out = product("attention out", load, load.q_width, m.hidden)
+    first = [norm("attention norm", load), *attention(load), out, residual("attention residual", load)]
+    second = experts(load) if m.experts else mlp(load, m.ffn // load.tp, load.tokens)
+    return [*first, norm("mlp norm", load), *second, residual("mlp residual", load)]
+
+
+def loss(load: Workload) -> list[Op]:
+    """Logits whole: plain code also has them in fp32, as their logarithms and as their gradient."""
+    logits, w = load.tokens * load.vocab, load.width
+    plain = load.software.loss == "plain"
+    there, back = (
+        ((w + 4) * logits, 8 * logits) if plain else (w * logits, w * logits),
+        (6 * logits if plain else w * logits),
+    )
+    softmax = Op("cross-entropy", "loss", passes(*there), passes(back), saved=(w + 4 if plain else w) * logits)
+    return [norm("final norm", load), product("head", load, load.model.hidden, load.vocab, "loss"), softmax]
