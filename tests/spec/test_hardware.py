@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmworks.spec import Cluster, SpecError, catalogue, recognise
+from lmworks.spec import Cluster, SpecError, catalogue, parse_cluster, recognise
 
 
 def test_every_entry_has_a_source_and_figures() -> None:
@@ -97,3 +97,81 @@ def test_a_bad_catalogue_names_its_entry(tmp_path: Path, text: str | None, messa
         own.write_text(text)
     with pytest.raises(SpecError, match=f"cluster.catalogue: .*{message}" if text else message):
         Cluster(catalogue=str(own))
+
+
+def test_every_entry_says_what_joins_it_and_how_to_type_it() -> None:
+    short = [name for gpu in catalogue().values() for name in gpu.alias.split()]
+    assert len(short) == len(set(short)), "two accelerators have one short name"
+    for name, gpu in catalogue().items():
+        assert gpu.alias, f"{name} has no short name"
+        for text in (name, name.lower(), *gpu.alias.split()):
+            assert parse_cluster(f"1x{text}").gpu == name
+    assert catalogue()["H100-SXM-80GB"].fabric == "nvswitch" and catalogue()["L40S"].fabric == "pcie"
+    assert catalogue()["GB200"].domain == 72 and catalogue()["TPU v5p"].fabric == "torus"
+    assert catalogue()["A100-SXM-80GB"].nic_gbs == 25 and catalogue()["H100-SXM-80GB"].nic_gbs == 50
+
+
+@pytest.mark.parametrize(
+    ("text", "gpu", "nodes", "per_node"),
+    [
+        ("256xh100", "H100-SXM-80GB", 32, 8),
+        ("8xH100", "H100-SXM-80GB", 1, 8),
+        (" 1x h200 ", "H200-SXM-141GB", 1, 1),
+        ("h100", "H100-SXM-80GB", 1, 1),
+        ("2x8xh100", "H100-SXM-80GB", 2, 8),
+        ("16*a100-40", "A100-SXM-40GB", 2, 8),
+        ("3x4xa100", "A100-SXM-80GB", 3, 4),
+        ("4xb200", "B200-SXM", 1, 4),
+        ("72xgb200", "GB200", 18, 4),
+        ("64xtpu v5p", "TPU v5p", 16, 4),
+    ],
+)
+def test_a_cluster_as_people_write_it(text: str, gpu: str, nodes: int, per_node: int) -> None:
+    cluster = parse_cluster(text)
+    assert (cluster.gpu, cluster.nodes, cluster.gpus_per_node) == (gpu, nodes, per_node)
+    assert cluster.gpus == nodes * per_node
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("12xh100", r"12 do not fill machines of 8; 8xh100 or 16xh100 would, and 3x4xh100 are smaller machines"),
+        ("-4xh100", r"-4 is not a count; it must be a whole number, at least 1"),
+        ("0xh100", r"0 is not a count"),
+        ("2x0xh100", r"0 is not a count"),
+        ("1.5xh100", r"1.5 is not a count"),
+        ("8xh10", r"'h10' is not in the catalogue of accelerators; did you mean 'h100'"),
+        ("8xabacus", r"known: .*h100"),
+        ("8", r"write COUNTxGPU, e.g. 8xh100"),
+        ("", r"write COUNTxGPU"),
+    ],
+)
+def test_a_cluster_that_is_none_says_what_would_be(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        parse_cluster(text)
+
+
+def test_a_cluster_of_your_own(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text("[MyChip]\nper_node = 6\nnic_gbs = 3\n")
+    cluster = parse_cluster("12xmychip", str(own))
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.catalogue) == (2, 6, str(own))
+    with pytest.raises(SpecError, match=r"gpu.fabric = 'string' is not one of: nvswitch"):
+        own.write_text('[MyChip]\nfabric = "string"\n')
+        catalogue.cache_clear()
+        parse_cluster("12xmychip", str(own))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("fabric", "rope", "cluster.fabric = 'rope' is not one of: auto, nvswitch"),
+        ("network", "pigeon", "cluster.network = 'pigeon' is not one of: infiniband"),
+        ("nic_gbs", -1.0, "cluster.nic_gbs = -1.0 is out of range"),
+        ("price_hour", -1.0, "cluster.price_hour = -1.0 is out of range"),
+        ("domain", -8, "cluster.domain = -8 is out of range"),
+    ],
+)
+def test_what_joins_a_cluster_is_checked(key: str, value: object, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        Cluster.from_dict({key: value})

@@ -2,7 +2,7 @@
 
 from .errors import CheckpointError, DataError, LMWorksError, SpecError, TrainingError
 from .grid import Grid
-from .hardware import Cluster, Gpu, catalogue, recognise
+from .hardware import Cluster, Gpu, catalogue, parse_cluster, recognise
 from .load import dump_toml, load_run
 from .model import ModelSpec, RopeScaling
 from .presets import PRESETS
@@ -30,5 +30,6 @@ __all__ = [
     "catalogue",
     "dump_toml",
     "load_run",
+    "parse_cluster",
     "recognise",
 ]

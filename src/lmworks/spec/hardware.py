@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import tomllib
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from .errors import SpecError, did_you_mean
 from .schema import Section, opt
 
 CATALOGUE = Path(__file__).with_name("hardware.toml")
+# nvswitch: any pair at the full rate; mesh: a link for each pair; bridge: pairs, the rest over PCIe.
+FABRICS = ("nvswitch", "mesh", "bridge", "pcie", "torus")
+NETWORKS = ("infiniband", "roce", "efa", "ethernet")
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Gpu(Section):
     section: ClassVar[str] = "gpu"
 
     name: str = opt("", "how the catalogue calls it")
+    alias: str = opt("", "short names that `parse_cluster` takes too, with spaces between them")
     match: str = opt("", "how the name that the driver reports ends, to recognise it")
     fp32_tflops: float = opt(0.0, "dense peak without tensor cores", ge=0)
     bf16_tflops: float = opt(0.0, "dense peak", ge=0)
@@ -34,8 +39,14 @@ class Gpu(Section):
     fp4_tflops: float = opt(0.0, "dense peak", ge=0)
     memory_gb: float = opt(0.0, "device memory", ge=0)
     bandwidth_gbs: float = opt(0.0, "device memory bandwidth", ge=0)
-    link_gbs: float = opt(0.0, "link to its neighbours in the node, one direction", ge=0)
+    link_gbs: float = opt(0.0, "link to its neighbours in the node, one direction, all its lanes", ge=0)
+    fabric: str = opt("pcie", "what joins it to its neighbours", choices=FABRICS)
+    per_node: int = opt(8, "accelerators in the usual machine", ge=1)
+    domain: int = opt(0, "accelerators that its links join, where that is more than a machine", ge=0)
+    nic_gbs: float = opt(0.0, "network between machines for each accelerator, one direction", ge=0)
+    host_gbs: float = opt(0.0, "link to the memory of the host, one direction", ge=0)
     tdp_w: float = opt(0.0, "board power", ge=0)
+    price_hour: float = opt(0.0, "$ an hour for one", ge=0)
     notes: str = opt("", "where sources disagree, or a figure is derived")
     source: str = opt("", "where the figures come from")
 
@@ -85,6 +96,11 @@ class Cluster(Section):
     nodes: int = opt(1, "machines", ge=1)
     gpus_per_node: int = opt(1, "accelerators in one machine", ge=1)
     device: str = opt("auto", "where to run", choices=("auto", "cpu", "cuda"))
+    fabric: str = opt("auto", "what joins accelerators in a machine (auto: as usual)", choices=("auto", *FABRICS))
+    domain: int = opt(0, "accelerators that these links join (0: as usual, a machine or a rack)", ge=0)
+    network: str = opt("infiniband", "what joins machines", choices=NETWORKS)
+    nic_gbs: float = opt(0.0, "network for each accelerator, GB/s in one direction (0: as usual)", ge=0)
+    price_hour: float = opt(0.0, "$ an hour for one accelerator (0: the catalogue's)", ge=0)
     catalogue: str = opt("", "a TOML file with accelerators of your own")
 
     def check(self) -> None:
@@ -93,6 +109,59 @@ class Cluster(Section):
             raise SpecError(f"cluster.gpu = {self.gpu!r} is not in the catalogue{did_you_mean(self.gpu, known)}")
 
     @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
     def accelerator(self) -> Gpu | None:
         """The named accelerator; None for auto, which only a machine can answer."""
         return None if self.gpu == "auto" else catalogue(self.catalogue)[self.gpu]
+
+
+def find_gpu_name(text: str, own: str = "") -> str:
+    """The catalogue's name for what a user types: any case, spaces or underscores for dashes, or a short name."""
+    known = catalogue(own)
+    spellings = {spelling(name): name for name in known}
+    spellings |= {short: name for name, gpu in known.items() for short in gpu.alias.split()}
+    if found := spellings.get(spelling(text)):
+        return found
+    shortest = [(gpu.alias or spelling(name)).split()[0] for name, gpu in known.items()]
+    raise SpecError(f"{text!r} is not in the catalogue of accelerators{did_you_mean(spelling(text), shortest)}")
+
+
+def spelling(name: str) -> str:
+    return re.sub(r"[\s_]+", "-", name.strip().lower())
+
+
+CLUSTER = re.compile(
+    r"(?i)(?:(?P<first>[-+]?[\d.]+)\s*[x×*]\s*)?(?:(?P<second>[-+]?[\d.]+)\s*[x×*]\s*)?(?P<gpu>[a-z].*)"
+)
+
+
+def parse_cluster(text: str, own: str = "") -> Cluster:
+    """A cluster as people write it: 256xh100, 2x8xa100 (2 machines of 8), h200 (one).
+
+    Machines have as many accelerators as the product usually has; fewer than that are one machine.
+    """
+    parts = CLUSTER.fullmatch(text.strip())
+    if not parts:
+        raise SpecError(f"cluster {text!r}: write COUNTxGPU, e.g. 8xh100, or NODESxCOUNTxGPU, e.g. 2x8xh100")
+    name = find_gpu_name(parts["gpu"], own)
+    counts = [read_count(text, parts[key]) for key in ("first", "second") if parts[key]]
+    if len(counts) == 2:
+        return Cluster(gpu=name, nodes=counts[0], gpus_per_node=counts[1], catalogue=own)
+    count, usual = counts[0] if counts else 1, catalogue(own)[name].per_node
+    if count > usual and count % usual:
+        gpu, below, even = parts["gpu"].strip(), count - count % usual, math.gcd(count, usual)
+        raise SpecError(
+            f"cluster {text!r}: {count} do not fill machines of {usual}; {below}x{gpu} or {below + usual}x{gpu} would, "
+            f"and {count // even}x{even}x{gpu} are smaller machines"
+        )
+    per_node = min(count, usual)
+    return Cluster(gpu=name, nodes=count // per_node, gpus_per_node=per_node, catalogue=own)
+
+
+def read_count(text: str, digits: str) -> int:
+    if not digits.isdecimal() or int(digits) == 0:
+        raise SpecError(f"cluster {text!r}: {digits} is not a count; it must be a whole number, at least 1")
+    return int(digits)
