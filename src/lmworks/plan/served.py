@@ -1,0 +1,165 @@
+"""A model as an engine serves it: its matrices, how ranks share them, and their bytes in a quantised format.
+
+Serving keeps weights and nothing else of training. What a step costs follows from a short list: the matrices that every
+token meets, the experts of which it meets a few, the head, and what attention reads. `Served.of` makes that list from a
+ModelSpec; a network that a ModelSpec cannot describe (latent attention, linear attention) is listed by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from ..spec import Gpu, ModelSpec, SpecError
+from .kv import Cache, heads_per_rank
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Bytes of one weight, scales included, and the number format in which products are computed."""
+
+    bytes: float
+    compute: str
+
+
+# Embedding, head, router, norms and biases stay in bf16, as the published checkpoints have them.
+WEIGHT_FORMATS = {
+    "bf16": WeightFormat(2.0, "bf16"),
+    "fp8": WeightFormat(1.0 + 4 / 128**2, "fp8"),  # an fp32 scale per 128 × 128 tile
+    "int8": WeightFormat(1.0 + 2 / 4096, "bf16"),  # an fp16 scale per output; weights only
+    "int4": WeightFormat(0.5 + 2.5 / 128, "bf16"),  # an fp16 scale and a 4-bit zero per 128 weights; weights only
+    "fp4": WeightFormat(0.5 + 1 / 16, "fp4"),  # an fp8 scale per 16 weights (NVFP4)
+}
+
+
+def compute_format(weights: str, gpu: Gpu) -> str:
+    """Where the hardware cannot multiply a format, weights are stored in it and multiplied in 16 bits."""
+    for dtype in (WEIGHT_FORMATS[weights].compute, "bf16", "fp16"):
+        if gpu.peak_flops(dtype):
+            return dtype
+    raise SpecError(f"{gpu.name}: no bf16 or fp16 peak is in the catalogue, so no time can be predicted for it")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x·W with W of k × n, in `layers` layers. Ranks share the columns, the rows, or hold it `whole`."""
+
+    k: int
+    n: int
+    layers: int = 1
+    split: str = "columns"
+
+    def on(self, tp: int) -> tuple[float, float]:
+        """k and n on one of tp ranks."""
+        if self.split == "columns":
+            return self.k, self.n / tp
+        return (self.k / tp, self.n) if self.split == "rows" else (self.k, self.n)
+
+    def weights(self, tp: int = 1) -> float:
+        k, n = self.on(tp)
+        return self.layers * k * n
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts of `layers` layers; a token visits `top_k` of `count`. Shared ones are ordinary matrices."""
+
+    count: int
+    top_k: int
+    layers: int
+    size: int  # weights of one expert
+
+    def distinct(self, tokens: Any) -> Any:
+        """Experts that at least one of `tokens` visits, each choosing evenly and on its own: E·(1 − (1 − k/E)^t)."""
+        return self.count * (1 - (1 - self.top_k / self.count) ** np.asarray(tokens, dtype=float))
+
+    def busiest(self, tokens: Any, ranks: int, ep: int) -> Any:
+        """Experts' worth of weights that the slowest rank reads: with ep > 1 luck decides which rank has most.
+
+        The largest of ep counts lies about z standard deviations above their mean (Blom's approximation).
+        """
+        mean = self.distinct(tokens) / ranks
+        if ep == 1:
+            return mean
+        held, visited = self.count / ep, self.distinct(tokens) / self.count
+        z = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))
+        return np.minimum(self.count / ranks, mean + z * np.sqrt(held * visited * (1 - visited)) * ep / ranks)
+
+
+@dataclass(frozen=True)
+class Served:
+    name: str
+    layers: int
+    hidden: int
+    linears: tuple[Linear, ...]
+    head: Linear
+    tables: float  # numbers of embeddings that are looked up; 0 where the head is the table
+    small: float  # numbers of norms, biases and routers: every rank has them all
+    experts: Experts | None
+    kv_layers: int  # layers that keep keys and values
+    kv_heads: int
+    kv_width: int
+    kv_vectors: int  # per head: a key and a value, or one latent vector for both
+    window: int
+    prefill_flops: float  # of attention, a query and a key, all layers
+    decode_flops: float
+    context: int = 2**31
+
+    @classmethod
+    def of(cls, model: ModelSpec, name: str = "") -> Served:
+        m, layers = model, model.layers
+        linears = [
+            Linear(m.hidden, m.q_dim + 2 * m.kv_dim, layers),
+            Linear(m.q_dim, m.hidden, layers, split="rows"),
+        ]
+        dense = m.shared_experts * m.expert_ffn if m.experts else m.ffn
+        if dense:
+            linears += mlp(m.hidden, dense, layers, gated=m.mlp == "swiglu")
+        big = sum(linear.weights() for linear in linears)
+        routed = m.experts * m.mlp_matrix(m.expert_ffn) * layers if m.experts else 0
+        return cls(
+            name=name or m.preset or "model",
+            layers=layers,
+            hidden=m.hidden,
+            linears=tuple(linears),
+            head=Linear(m.hidden, m.vocab),
+            tables=m.embedding_params - (m.vocab * m.hidden if m.tie_embeddings else 0),
+            small=layers * m.block_params - big - routed + m.norm_params,
+            experts=Experts(m.experts, m.top_k, layers, m.mlp_matrix(m.expert_ffn)) if m.experts else None,
+            kv_layers=layers,
+            kv_heads=m.kv_heads,
+            kv_width=m.head_dim,
+            kv_vectors=2,
+            window=m.sliding_window,
+            prefill_flops=4.0 * layers * m.q_dim,
+            decode_flops=4.0 * layers * m.q_dim,
+            context=m.context,
+        )
+
+    def cache(self, dtype: str, tp: int) -> Cache:
+        heads = heads_per_rank(self.kv_heads, tp)
+        return Cache(self.kv_layers, self.kv_vectors * heads, self.kv_width, dtype, self.window)
+
+    def weight_bytes(self, weights: str, tp: int = 1, attention_dp: int = 1) -> float:
+        """Bytes of all weights on one rank: experts over every rank, the rest over the tp ranks of a group."""
+        each = WEIGHT_FORMATS[weights].bytes
+        total = each * sum(linear.weights(tp) for linear in self.linears)
+        total += 2 * ((self.head.weights() + self.tables) / tp + self.small)
+        if self.experts:
+            total += each * self.experts.layers * self.experts.count * self.experts.size / (tp * attention_dp)
+        return total
+
+    @property
+    def params(self) -> float:
+        routed = self.experts.layers * self.experts.count * self.experts.size if self.experts else 0
+        return (
+            sum(linear.weights() for linear in self.linears) + self.head.weights() + self.tables + self.small + routed
+        )
+
+
+def mlp(hidden: int, width: int, layers: int, gated: bool = True) -> list[Linear]:
+    """Gate and up are one product."""
+    return [Linear(hidden, (2 if gated else 1) * width, layers), Linear(width, hidden, layers, split="rows")]
