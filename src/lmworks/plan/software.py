@@ -52,6 +52,10 @@ SOFTWARE = {
         ),
         # FSDP1 over MPT with flash attention, all gathers and sums in bf16.
         Software("llm-foundry", stream=2, fused=True, loss="plain", reduce=2),
+        # Only met in tables: ZeRO over a plain model, the Trainer's autocast, one compiled file.
+        Software("deepspeed", 2, 2, 4, stream=2, loss="plain", reduce=2),
+        Software("huggingface", cast=True, loss="plain"),
+        Software("nanogpt", cast=True, fused=True, loss="plain"),
     )
 }
 
