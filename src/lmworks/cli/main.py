@@ -21,7 +21,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("hardware")(hardware.hardware)
-app.command("plan")(plan.plan)
+app.add_typer(plan.app, name="plan")
 app.command("mesh")(mesh.mesh)
 app.command("pipeline")(pipeline.pipeline)
 app.command("simulate")(simulate.simulate)

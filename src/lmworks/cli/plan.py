@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from .output import Json, Overrides, Spec, print_json, print_table
 
@@ -14,7 +15,25 @@ if TYPE_CHECKING:
     from ..spec import Cluster
 
 
-def plan(
+class SpecOrCommand(TyperGroup):
+    """`lmworks plan SPEC` is `lmworks plan run SPEC`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=SpecOrCommand,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Know before you rent: memory, time, cost and the best layout of a run.",
+)
+
+
+@app.command("run")
+def run(
     spec: Spec,
     overrides: Overrides = None,
     no_probe: Annotated[bool, typer.Option("--no-probe", help="Do not measure this machine: no step time.")] = False,
@@ -35,15 +54,15 @@ def plan(
     from ..plan.predict import predict
     from ..spec import load_run
 
-    run = load_run(spec, overrides or ())
-    machine = find_machine(run.cluster, no_probe)
-    prediction = predict(run, machine)
+    job = load_run(spec, overrides or ())
+    machine = find_machine(job.cluster, no_probe)
+    prediction = predict(job, machine)
     if json:
-        print_json({"name": run.name, **prediction.to_dict(), "fits": fits(prediction)})
+        print_json({"name": job.name, **prediction.to_dict(), "fits": fits(prediction)})
         return
-    typer.echo(f"{run.name}: {run.model.params:,} parameters, {run.tokens_per_step:,} tokens a step")
+    typer.echo(f"{job.name}: {job.model.params:,} parameters, {job.tokens_per_step:,} tokens a step")
     print_memory(prediction)
-    print_time(prediction, run.precision.dtype)
+    print_time(prediction, job.precision.dtype)
 
 
 def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:

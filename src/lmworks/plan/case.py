@@ -78,6 +78,11 @@ class Case:
     def replace(self, **changes: Any) -> Self:
         return replace(self, **changes)
 
+    def take(self, rows: NDArray[Any]) -> Self:
+        """The candidates that `rows` (a mask, or their places) picks."""
+        arrays = {name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return replace(self, **arrays)
+
     @property
     def dp(self) -> Number:
         return self.dp_replicate * self.dp_shard

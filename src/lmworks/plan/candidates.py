@@ -1,0 +1,167 @@
+"""Every layout that can answer a question: "this model, on these GPUs, with this batch".
+
+A layout is a few words (ZeRO stage, schedule, recompute, offload) and a few numbers (the degrees and the micro-batch).
+The words are looped over; the numbers of all layouts with the same words are one `Case` of arrays. The rules are those
+of `spec.layout`, as masks; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..spec import Cluster, Gpu, ModelSpec, SpecError
+from ..spec.layout import IN_ROUNDS, LOOPED, SPLIT_BACKWARD, V_SHAPED
+from ..spec.run import SCHEDULES
+from .case import Case
+from .software import COMPILED, EAGER
+
+MICRO_BATCHES = 32  # at most: more never made a product faster
+VIRTUAL = (2, 3, 4, 6, 8)  # stages that a rank of a looped schedule may have
+NUMBERS = ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "micro_batch")
+WORDS = ("zero", "schedule", "virtual", "recompute", "offload")
+Columns = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Question:
+    model: ModelSpec
+    cluster: Cluster
+    gpu: Gpu
+    seq: int
+    global_batch: int
+    dtype: str = "bf16"
+    compile: bool = True
+    pinned: Mapping[str, Any] = field(default_factory=dict)  # NUMBERS and WORDS that are not open
+
+    def __post_init__(self) -> None:
+        for key in self.pinned:
+            if key not in (*NUMBERS, *WORDS):
+                raise SpecError(f"{key} cannot be given to a search; these can: {', '.join((*NUMBERS, *WORDS))}")
+
+    @property
+    def world(self) -> int:
+        return self.cluster.nodes * self.cluster.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Words:
+    """What all layouts of one case have in common."""
+
+    zero: int
+    schedule: str
+    virtual: int
+    recompute: str
+    offload: str
+
+
+def words(question: Question) -> Iterator[Words]:
+    schedules = [("1f1b", 1), ("gpipe", 1), *((name, 2) for name in V_SHAPED), *itertools.product(LOOPED, VIRTUAL)]
+    assert {name for name, _ in schedules} == set(SCHEDULES)
+    if question.compile:
+        schedules = [pair for pair in schedules if pair[0] not in SPLIT_BACKWARD]
+    for zero, (schedule, virtual), recompute, offload in itertools.product(
+        range(4), schedules, ("none", "selective", "full"), ("none", "optimizer", "full")
+    ):
+        found = Words(zero, schedule, virtual, recompute, offload)
+        if offload == "full" and zero < 3:
+            continue
+        if all(getattr(found, key) == value for key, value in question.pinned.items() if key in WORDS):
+            yield found
+
+
+def numbers(question: Question) -> Columns:
+    """Degrees whose product is the world, sharded in every way, and micro-batches that divide the batch."""
+    world, model = question.world, question.model
+    rows: list[tuple[int, ...]] = []
+    inside = [n for n in divisors(world) if n <= question.cluster.gpus_per_node or n == question.pinned.get("tp")]
+    for tp, cp, pp in itertools.product(inside, divisors(world), divisors(world)):
+        if world % (tp * cp * pp) or pp > model.layers or not cuts(model, question.seq, tp, cp):
+            continue
+        dp = world // (tp * cp * pp)
+        if question.global_batch % dp:
+            continue
+        each = [n for n in divisors(question.global_batch // dp) if n <= MICRO_BATCHES]
+        experts = [n for n in divisors(model.experts or 1) if n <= dp * cp]
+        for ep, shard, micro in itertools.product(experts, divisors(dp), each):
+            rows.append((tp, cp, pp, ep, dp // shard, shard, micro))
+    table = np.array(rows, dtype=np.int64).reshape(-1, len(NUMBERS))
+    columns = {name: table[:, index] for index, name in enumerate(NUMBERS)}
+    keep = np.ones(len(table), dtype=bool)
+    for name, value in question.pinned.items():
+        if name in NUMBERS:
+            keep &= columns[name] == value
+    return {name: column[keep] for name, column in columns.items()}
+
+
+def cuts(model: ModelSpec, seq: int, tp: int, cp: int) -> bool:
+    """Whether heads, MLP, vocabulary and sequence divide (`spec.layout.tensor`, `context`)."""
+    ffn = model.expert_ffn if model.experts else model.ffn
+    whole = not (model.heads % tp or model.vocab % tp or ffn % tp)
+    shared = not (model.kv_heads % tp and tp % model.kv_heads)
+    return whole and shared and seq % (2 * cp if cp > 1 else 1) == 0 and seq // cp % tp == 0
+
+
+def legal(question: Question, kind: Words, columns: Columns) -> NDArray[np.bool_]:
+    """Which rows can be combined with these words (`spec.layout.pipeline`, `expert`, `data`)."""
+    pp, shard, replicate, cp, ep = (columns[name] for name in ("pp", "dp_shard", "dp_replicate", "cp", "ep"))
+    dp = shard * replicate
+    batches = question.global_batch // (columns["micro_batch"] * dp)
+    if kind.zero == 0:
+        fits = shard == 1
+    elif kind.zero < 3:
+        fits = (shard > 1) & (replicate == 1)
+    else:
+        fits = shard > 1
+    over = np.where(shard == 1, dp, shard) * cp
+    fits &= over % ep == 0
+    if kind.schedule == "1f1b":
+        return fits & ((pp == 1) | (batches >= pp))
+    fits &= (pp > 1) & (pp * kind.virtual <= question.model.layers)
+    if kind.schedule == "dualpipev":
+        fits &= batches >= 2 * pp
+    if kind.schedule in IN_ROUNDS:
+        fits &= batches % np.maximum(1, batches // pp) == 0
+    return fits
+
+
+def cases(question: Question) -> Iterator[tuple[Words, Case]]:
+    """All legal layouts, in cases of equal words; sequence parallelism wherever there is tensor parallelism."""
+    columns = numbers(question)
+    software = COMPILED if question.compile else EAGER
+    for kind in words(question):
+        allowed = legal(question, kind, columns)
+        for sp in (False, True):
+            rows = allowed & ((columns["tp"] > 1) == sp)
+            if not rows.any():
+                continue
+            chosen = {name: column[rows] for name, column in columns.items()}
+            dp = chosen["dp_replicate"] * chosen["dp_shard"]
+            yield (
+                kind,
+                Case(
+                    question.model,
+                    question.gpu,
+                    software,
+                    question.seq,
+                    accumulation=question.global_batch // (chosen["micro_batch"] * dp),
+                    **chosen,
+                    virtual=kind.virtual,
+                    zero=kind.zero,
+                    sp=sp,
+                    schedule=kind.schedule,
+                    recompute=kind.recompute,
+                    dtype=question.dtype,
+                    offload=kind.offload,
+                    gpus_per_node=question.cluster.gpus_per_node,
+                ),
+            )
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
