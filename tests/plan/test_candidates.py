@@ -61,7 +61,7 @@ def test_what_is_left_out_is_refused_by_the_spec() -> None:
         if kind.zero and dp == 1:
             continue
         columns = {name: np.array([value]) for name, value in row.items()}
-        allowed = asked.global_batch % dp == 0 and cuts(SMALL, 128, tp, cp) and bool(legal(asked, kind, columns)[0])
+        allowed = asked.global_batch % dp == 0 and cuts(SMALL, 128, tp, cp, pp) and bool(legal(asked, kind, columns)[0])
         try:
             run_of(asked, kind, row, tp > 1)
         except SpecError:

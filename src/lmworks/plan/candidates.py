@@ -81,7 +81,7 @@ def numbers(question: Question) -> Columns:
     rows: list[tuple[int, ...]] = []
     inside = [n for n in divisors(world) if n <= question.cluster.gpus_per_node or n == question.pinned.get("tp")]
     for tp, cp, pp in itertools.product(inside, divisors(world), divisors(world)):
-        if world % (tp * cp * pp) or pp > model.layers or not cuts(model, question.seq, tp, cp):
+        if world % (tp * cp * pp) or not cuts(model, question.seq, tp, cp, pp):
             continue
         dp = world // (tp * cp * pp)
         if question.global_batch % dp:
@@ -99,12 +99,12 @@ def numbers(question: Question) -> Columns:
     return {name: column[keep] for name, column in columns.items()}
 
 
-def cuts(model: ModelSpec, seq: int, tp: int, cp: int) -> bool:
-    """Whether heads, MLP, vocabulary and sequence divide (`spec.layout.tensor`, `context`)."""
+def cuts(model: ModelSpec, seq: int, tp: int, cp: int, pp: int) -> bool:
+    """Whether heads, MLP, vocabulary, sequence and layers divide (`spec.layout.tensor`, `context`)."""
     ffn = model.expert_ffn if model.experts else model.ffn
     whole = not (model.heads % tp or model.vocab % tp or ffn % tp)
     shared = not (model.kv_heads % tp and tp % model.kv_heads)
-    return whole and shared and seq % (2 * cp if cp > 1 else 1) == 0 and seq // cp % tp == 0
+    return whole and shared and seq % (2 * cp if cp > 1 else 1) == 0 and seq // cp % tp == 0 and pp <= model.layers
 
 
 def legal(question: Question, kind: Words, columns: Columns) -> NDArray[np.bool_]:
