@@ -9,7 +9,8 @@ import torch
 
 from layouts import Job, do, layout
 from lmworks.model import GPT
-from lmworks.parallel.recompute import choose_recompute, kept_bytes
+from lmworks.parallel.recompute import choose_recompute
+from lmworks.plan.policies import kept_bytes
 from lmworks.spec import SpecError
 from tiny import differences, saved
 

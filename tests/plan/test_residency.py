@@ -1,4 +1,7 @@
-"""Bytes by arithmetic against live tensors and counted collectives, for every data-parallel strategy."""
+"""Bytes by arithmetic against live tensors and counted collectives, for every data-parallel strategy.
+
+All other layouts are held against the trainer where parity runs them anyway: tests/study/test_parity.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ from typing import Any
 import pytest
 
 from lmworks.model import GPT
-from lmworks.plan.residency import Resident, by_kind, collectives, deepspeed_resident, flat_units, resident
+from lmworks.plan.calls import by_kind
+from lmworks.plan.collectives import collectives
+from lmworks.plan.residency import Resident, on_host, resident
+from lmworks.plan.shards import flat, units
+from lmworks.plan.stages import split_layers, stages_here
 from lmworks.plan.weights import weights
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from lmworks.study.data_parallel import STRATEGIES as COMPARED
@@ -102,7 +109,7 @@ def test_bytes_of_deepspeed_as_they_were_read_from_its_tensors() -> None:
 
     def held(stage: int) -> Resident:
         layout = {"dp": 3, "strategy": "zero", "zero": stage, "engine": "deepspeed"}
-        return deepspeed_resident(RunSpec.from_dict({"model": model, "parallel": layout}))
+        return resident(RunSpec.from_dict({"model": model, "parallel": layout}), 0)
 
     assert held(1) == held(2) == Resident(125_824, 41_944, 41_944, 83_896, 8, 0)
     assert held(3) == Resident(41_988, 41_988, 41_988, 83_984, 0, 0)
@@ -110,12 +117,14 @@ def test_bytes_of_deepspeed_as_they_were_read_from_its_tensors() -> None:
 
 def test_flat_parameters_begin_at_16_bytes_and_divide() -> None:
     spec = RunSpec.from_dict({"model": MODEL, "parallel": {"dp": 3, "strategy": "fsdp1"}})
-    for unit in flat_units(spec):
-        assert all(start % 4 == 0 for start, _ in unit.spans)
-        assert sum(sum(unit.own(rank)) for rank in range(3)) == sum(size for _, size in unit.spans)
-        assert 0 <= 3 * unit.length - sum(unit.spans[-1]) < 3
+    for unit in units(spec, *stages_here(spec, 0)):
+        laid = flat(spec, unit)
+        assert all(start % 4 == 0 for start, _ in laid.spans)
+        assert sum(sum(laid.own(rank)) for rank in range(3)) == sum(size for _, size in laid.spans)
+        assert 0 <= 3 * laid.length - sum(laid.spans[-1]) < 3
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(
     "model",
     [
@@ -125,18 +134,36 @@ def test_flat_parameters_begin_at_16_bytes_and_divide() -> None:
         {"preset": "tiny", "qkv_bias": True, "norm": "layer"},
     ],
 )
-def test_weights_are_those_of_the_network(model: dict[str, Any]) -> None:
+def test_weights_are_those_of_the_network(model: dict[str, Any], stages: int) -> None:
     import torch
 
     spec = ModelSpec.from_dict(model)
-    with torch.device("meta"):
-        network = GPT(spec)
-    assert [(w.name, w.shape) for w in weights(spec)] == [(n, tuple(p.shape)) for n, p in network.named_parameters()]
+    for stage in split_layers(spec, 16, stages):
+        with torch.device("meta"):
+            network = GPT(spec, layers=stage.layers, first=stage.first, last=stage.last)
+        named = [(name, tuple(p.shape)) for name, p in network.named_parameters()]
+        assert [(w.name, w.shape) for w in weights(spec, stage if stages > 1 else None)] == named
 
 
-@pytest.mark.parametrize(
-    "layout", [{"tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "strategy": "fsdp2"}, {"dp": 2, "offload": "optimizer"}]
-)
-def test_other_layouts_are_refused(layout: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match="bytes are worked out"):
-        resident(RunSpec.from_dict({"model": {"preset": "tiny"}, "parallel": layout}), 0)
+def test_offload_moves_bytes_to_the_host() -> None:
+    def spec(**layout: Any) -> RunSpec:
+        return RunSpec.from_dict({"model": MODEL, "parallel": {"dp": 3, **layout}})
+
+    kept = spec(strategy="fsdp2")
+    assert on_host(kept, 1) == Resident()
+    full = spec(strategy="fsdp2", offload="full")
+    assert resident(full, 1) == Resident() and on_host(full, 1) == resident(kept, 1)
+    here = resident(kept, 1)
+    half = spec(strategy="fsdp2", offload="optimizer")
+    assert resident(half, 1).total == here.total - here.optimizer
+    assert on_host(half, 1) == Resident(here.parameters, here.gradients, optimizer=here.optimizer)
+
+
+def test_deepspeed_is_known_in_fp32_alone() -> None:
+    table = {"model": MODEL, "precision": {"dtype": "bf16"}}
+    layout = {"dp": 2, "strategy": "zero", "zero": 2, "engine": "deepspeed"}
+    spec = RunSpec.from_dict({**table, "parallel": layout})
+    with pytest.raises(SpecError, match=r"known for precision\.dtype = 'fp32'"):
+        resident(spec, 0)
+    with pytest.raises(SpecError, match=r"parallel\.engine = 'deepspeed' sends"):
+        collectives(spec)

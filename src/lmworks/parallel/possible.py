@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ..plan.policies import within_budget
 from ..plan.stages import split_layers
 from ..spec import RunSpec
 from .deepspeed import load_deepspeed
-from .recompute import within_budget
 from .tensor import refuse_async_tp
 
 

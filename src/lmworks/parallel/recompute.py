@@ -1,74 +1,13 @@
-"""Which blocks compute their activations again, and how: one policy for all, every k-th block, or as a budget asks.
-
-A budget is GiB of activations that a rank may keep. Blocks give them up one after another, first down to their matrix
-products (`selective`: little is computed twice), then down to their input (`full`), until what is kept fits. The
-bytes are the planner's, for the share of a sequence that this rank sees.
-"""
+"""Tell every block what it computes again in the backward pass; which policy each gets is the planner's arithmetic."""
 
 from __future__ import annotations
 
 from ..model import GPT
-from ..plan.memory import kept
-from ..plan.network import network
-from ..plan.ops import Workload
-from ..spec import RunSpec, SpecError
-from ..spec.layout import LOOPED
+from ..plan.policies import policies
+from ..spec import RunSpec
 
 
 def choose_recompute(part: GPT, spec: RunSpec) -> None:
-    layout = spec.parallel
-    policies = [layout.recompute] * len(part.layers())
-    if layout.recompute == "full":
-        policies = [
-            "full" if block.attention.layer % layout.recompute_every == 0 else "none" for block in part.layers()
-        ]
-    elif layout.recompute == "budget":
-        policies = within_budget(spec, len(part.layers()))
-    for block, policy in zip(part.layers(), policies, strict=True):
+    blocks = part.layers()
+    for block, policy in zip(blocks, policies(spec, [block.attention.layer for block in blocks]), strict=True):
         block.recompute = policy
-
-
-def within_budget(spec: RunSpec, blocks: int) -> list[str]:
-    """The cheapest policies whose kept bytes fit: none before selective before full, the fewest blocks changed."""
-    each = kept_bytes(spec)
-    # A rank's budget is for all its stages, and each is asked about alone.
-    budget = spec.parallel.recompute_budget * 2**30 / in_flight(spec) / spec.parallel.virtual_stages
-    policies = ["none"] * blocks
-    for policy in ("selective", "full"):
-        for block in range(blocks):
-            if sum(each[chosen] for chosen in policies) <= budget:
-                return policies
-            policies[block] = policy
-    if sum(each[chosen] for chosen in policies) > budget:
-        all_blocks = blocks * spec.parallel.virtual_stages
-        least = all_blocks * each["full"] * in_flight(spec) / 2**30
-        raise SpecError(
-            f"parallel.recompute_budget = {spec.parallel.recompute_budget:g} GiB is too little: with every block "
-            f"recomputed, {all_blocks} blocks still keep {least:.3g} GiB; lower data.micro_batch or raise the budget"
-        )
-    return policies
-
-
-def kept_bytes(spec: RunSpec) -> dict[str, float]:
-    """Bytes that one block keeps of a micro-batch on this rank, by policy."""
-    device = "cuda" if spec.cluster.device == "cuda" or spec.cluster.gpu != "auto" else "cpu"
-    net = network(Workload.of(spec, device))
-    return {policy: kept(net, policy)[1] for policy in ("none", "selective", "full")}
-
-
-def in_flight(spec: RunSpec) -> float:
-    """Micro-batches whose activations a pipeline rank holds at once, at most, in terms of all its layers.
-
-    GPipe and looped BFS hold all m; 1F1B p. With v stages a rank, a micro-batch in one stage is 1/v of one: interleaved
-    schedules hold 2(p − 1) + (v − 1)p + 1 of these on rank 0, V-shaped ones 2p (and one more where two overlap).
-    """
-    layout, batches = spec.parallel, spec.accumulation
-    pp, stages = layout.pp, layout.virtual_stages
-    if pp == 1:
-        return 1
-    if layout.schedule in ("gpipe", "looped-bfs"):
-        return batches
-    if layout.schedule == "1f1b":
-        return min(pp, batches)
-    chunks = 2 * (pp - 1) + (stages - 1) * pp + 1 if layout.schedule in LOOPED else 2 * pp + 1
-    return min(batches * stages, chunks) / stages

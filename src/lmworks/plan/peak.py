@@ -18,11 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..spec import ParallelSpec, RunSpec
+from ..spec import ParallelSpec, RunSpec, SpecError
 from .memory import at_backward, at_end, at_loss
 from .network import network
 from .ops import Workload
-from .residency import FP32, Resident, buckets, compute_bytes, reduce_bytes, resident, strategy_of, unit_sizes
+from .residency import Resident, resident
+from .shards import FP32, buckets, compute_bytes, reduce_bytes, unit_size, units
+from .stages import stages_here
 from .weights import ROOT, weights
 
 LOSS, TOP, LOWEST, END, REDUCED, UPDATED = (
@@ -40,6 +42,21 @@ STATE = ("gradients", "gradients so far")  # rows of one rank's sheet that a str
 class Peak:
     moment: str
     bytes: int
+
+
+def strategy_of(spec: RunSpec) -> str:
+    """ddp, zero1, zero2, fsdp1 or fsdp2 (which ZeRO-3 is). Other layouts are not worked out here."""
+    layout = spec.parallel
+    for axis in ("pp", "tp", "cp", "ep"):
+        if getattr(layout, axis) > 1:
+            raise SpecError(f"parallel.{axis} = {getattr(layout, axis)}: peaks are of data parallelism alone")
+    if layout.engine != "native" or layout.offload != "none":
+        raise SpecError("peaks are of parallel.engine = 'native' and parallel.offload = 'none'")
+    if layout.dp_shard > 1 and layout.dp_replicate > 1:
+        raise SpecError("peaks are of copies or of shards, not of copies of shards")
+    if layout.strategy == "zero":
+        return {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp2"}[layout.zero]
+    return layout.strategy
 
 
 def peak(spec: RunSpec, rank: int, device: str = "cpu") -> Peak:
@@ -111,7 +128,7 @@ def sharded(spec: RunSpec, state: Resident, copies: int) -> dict[str, float]:
     kind, ranks, layers = strategy_of(spec), max(1, spec.parallel.dp_shard), spec.model.layers
     if spec.parallel.dp_shard == 1:
         return replicated(spec, state, copies)
-    sizes = unit_sizes(spec, kind)
+    sizes = {unit.block: unit_size(spec, unit) for unit in units(spec, *stages_here(spec, 0))}
     root, block = sizes[ROOT], max(size for unit, size in sizes.items() if unit != ROOT)
     gathered, message = compute_bytes(spec, 0) * block, copies * reduce_bytes(spec) * block
     ahead = min(spec.parallel.prefetch, layers - 1)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..spec import ModelSpec, SpecError
+from ..spec import ModelSpec, RunSpec, SpecError
 from .flops import attention_flops_per_token
+from .orders import stages_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class Stage:
             + self.first * embedding_cost(model)
             + self.last * head_cost(model)
         )
+
+
+def stages_here(spec: RunSpec, pp_rank: int) -> list[Stage]:
+    """Those that a rank of the pipeline holds; without a pipeline the one stage is the whole network."""
+    layout = spec.parallel
+    stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
+    return [stages[index] for index in stages_of(layout.schedule, layout.pp, layout.virtual_stages, pp_rank)]
 
 
 def layer_cost(model: ModelSpec, seq: int) -> float:

@@ -1,11 +1,16 @@
-"""Every weight of a model by name and shape, in the order of the network: what sharding cuts, known without torch."""
+"""Every weight of a model by name and shape, in the order of the network: what sharding cuts, known without torch.
+
+A rank may hold a stage of a pipeline and a slice of each weight: `held` says which, as `parallel.tensor` and
+`parallel.expert` cut them. Data parallelism comes after that and cuts what is left (`shards.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..spec import ModelSpec
+from ..spec import ModelSpec, ParallelSpec, RunSpec
+from .stages import Stage
 
 ROOT = -1  # the unit of weights outside blocks: embedding, last norm, head
 
@@ -15,6 +20,13 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     unit: int  # the block it belongs to, or ROOT
+    expert: bool = False  # other experts lie on other ranks: its gradient meets over "edp"
+    partial: bool = False  # whole on every tensor-parallel rank, each of which finds a part of its gradient
+
+    @property
+    def inside(self) -> str:
+        """Its name within the block, or within the network."""
+        return self.name if self.unit == ROOT else self.name.split(".", 2)[2]
 
     @property
     def rows(self) -> int:
@@ -33,17 +45,62 @@ class Weight:
         return product
 
 
-def weights(model: ModelSpec) -> list[Weight]:
-    """As `GPT(model).named_parameters()` has them; a tied head is no weight of its own."""
-    found = [Weight("embed.weight", (model.vocab, model.hidden), ROOT)]
-    if model.positions == "learned":
+def weights(model: ModelSpec, stage: Stage | None = None) -> list[Weight]:
+    """As `GPT(model).named_parameters()` has them, of all or of one stage; a tied head is no weight of its own."""
+    first, last = (stage.first, stage.last) if stage else (True, True)
+    found = []
+    if first or (last and model.tie_embeddings):
+        found.append(Weight("embed.weight", (model.vocab, model.hidden), ROOT))
+    if first and model.positions == "learned":
         found.append(Weight("positions.weight", (model.context, model.hidden), ROOT))
-    for layer in range(model.layers):
+    for layer in stage.layers if stage else range(model.layers):
         found += [Weight(f"blocks.{layer}.{name}", shape, layer) for name, shape in block(model)]
-    found += [Weight(f"norm.{name}", shape, ROOT) for name, shape in norm(model)]
-    if not model.tie_embeddings:
-        found.append(Weight("head.weight", (model.vocab, model.hidden), ROOT))
+    if last:
+        found += [Weight(f"norm.{name}", shape, ROOT) for name, shape in norm(model)]
+        if not model.tie_embeddings:
+            found.append(Weight("head.weight", (model.vocab, model.hidden), ROOT))
     return found
+
+
+def held(spec: RunSpec, stage: Stage | None = None) -> list[Weight]:
+    """What tensor and expert parallelism leave of each weight, before data parallelism: alike on all their ranks."""
+    return [local(weight, spec.model, spec.parallel) for weight in weights(spec.model, stage)]
+
+
+def local(weight: Weight, model: ModelSpec, layout: ParallelSpec) -> Weight:
+    shape = list(weight.shape)
+    expert = layout.ep > 1 and weight.inside in EXPERTS
+    if expert:
+        shape[0] //= layout.ep
+    if layout.tp > 1:
+        dim = tensor_dim(weight.inside, model, layout.tp)
+        if dim is not None:
+            shape[dim] //= layout.tp
+        elif is_partial(weight.inside, layout.sp):
+            weight = replace(weight, partial=True)
+    return replace(weight, shape=tuple(shape), expert=expert)
+
+
+EXPERTS = {"mlp.gate": 1, "mlp.up": 1, "mlp.down": 2}  # (experts, …) → the dimension of their ffn
+COLUMNS = ("embed", "head", "attention.q", "mlp.gate", "mlp.up", "mlp.shared.gate", "mlp.shared.up")  # cut by output
+ROWS = ("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight")  # cut by input
+KEYS = ("attention.k", "attention.v")  # cut by heads, or whole where ranks outnumber them
+
+
+def tensor_dim(inside: str, model: ModelSpec, tp: int) -> int | None:
+    """The dimension that tensor parallelism cuts; None: the weight is whole on every rank."""
+    module = inside.rpartition(".")[0]
+    if inside in EXPERTS:
+        return EXPERTS[inside]
+    if module in COLUMNS or (module in KEYS and model.kv_heads % tp == 0):
+        return 0
+    return 1 if inside in ROWS else None
+
+
+def is_partial(inside: str, sp: bool) -> bool:
+    """Of a whole weight. With sequence parallelism every rank sees its own positions, so that goes for all of them."""
+    module = inside.rpartition(".")[0]
+    return sp or module in (*KEYS, "attention.q_norm", "attention.k_norm", "mlp.router")
 
 
 Named = Iterator[tuple[str, tuple[int, ...]]]

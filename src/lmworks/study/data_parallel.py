@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from ..parallel.deepspeed import load_deepspeed
+from ..plan.calls import by_kind
+from ..plan.collectives import collectives
 from ..plan.peak import Peak, peak
-from ..plan.residency import Resident, by_kind, collectives, deepspeed_resident, resident
+from ..plan.residency import Resident, resident
 from ..spec import Cluster, RunSpec, SpecError
 from .holdings import Holdings, observe
 from .job import Job, run_job
@@ -163,7 +165,7 @@ def outcome(
         tokens_per_s=spec.tokens_per_step / median(seconds),
         ratio=median(other / own for own, other in zip(seconds, base, strict=True)),
         held=[one.resident for one in held],
-        worked_out=[arithmetic(spec, rank) for rank in everyone] if native or spec.precision.dtype == "fp32" else [],
+        worked_out=[resident(spec, rank) for rank in everyone] if native or spec.precision.dtype == "fp32" else [],
         dtypes=held[0].dtypes,
         gradients_after=held[0].gradients_after,
         peak=[sum(one.peak.values()) for one in held],
@@ -173,10 +175,6 @@ def outcome(
         formula=by_kind(collectives(spec)) if native else {},
         job=job,
     )
-
-
-def arithmetic(spec: RunSpec, rank: int) -> Resident:
-    return resident(spec, rank) if spec.parallel.engine == "native" else deepspeed_resident(spec)
 
 
 def machine() -> str:
