@@ -291,13 +291,14 @@ def ratios(values: np.ndarray, rows: list[Row]) -> list[tuple[float, float]]:
     return found
 
 
-def write(values: np.ndarray, notes: list[str]) -> None:
+def write(values: np.ndarray, gpus: set[str], left: list[tuple[float, float]], notes: list[str]) -> None:
+    """`left`: ratios of TPOT and TTFT (0: none) with a row's model left out, for the errors that plans quote."""
     named = dict(zip(NAMES, np.exp(values), strict=True))
     lines = ["# What serving engines reach of a datasheet. Written by benchmarks/fit_serving.py."]
     lines += [
         "# Source: ai-dynamo/aiconfigurator@095f58a51c, tools/accuracy_tracking/silicon_refs.csv, rows that name their",
         "# concurrency; vLLM 0.22.1 on one H200 (six steps); gpt-fast on one A100 (its README). Predicted / measured:",
-        *(f"#   {note}" for note in notes), "", "[common]",
+        *(f"#   {note}" for note in notes), "", f"fitted_on = {sorted(gpus)}".replace("'", '"'), "", "[common]",
     ]  # fmt: skip
     lines += [f"{name} = {value:.3g}" for name, value in named.items() if "." not in name]
     for engine in ENGINES:
@@ -305,6 +306,9 @@ def write(values: np.ndarray, notes: list[str]) -> None:
         lines += [
             f"{name.split('.')[1]} = {value:.3g}" for name, value in named.items() if name.startswith(engine + ".")
         ]
+    lines += ["", "[errors]  # median, with each model left out of the fit"]
+    for key, found in zip(("tpot", "ttft"), zip(*left, strict=True), strict=True):
+        lines.append(f"{key} = {np.median([abs(ratio - 1) for ratio in found if ratio]):.2g}")
     CONSTANTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -340,7 +344,7 @@ def main() -> None:
     for name, value in zip(NAMES, np.exp(values), strict=True):
         print(f"  {name:20} {value:8.3g}   prior {PRIORS[name][0]:g}")
     if options.write:
-        write(values, notes)
+        write(values, {row.deployment.gpu.name for row in rows}, list(left.values()), notes)
 
 
 if __name__ == "__main__":

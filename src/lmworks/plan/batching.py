@@ -12,9 +12,10 @@ once for both, so A is less than the prompt would take alone.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ..spec import SpecError
 from .inference import Deployment
@@ -74,14 +75,13 @@ def steady(deployment: Deployment, lengths: Lengths, batch: Any) -> Point:
     return Point(batch, decode, added, prefill, tpot, deployment.attention_dp * batch / (lengths.output * tpot))
 
 
-def waiting(share: float, service: float, quantile: float | None = None) -> float:
+def waiting(share: Any, service: Any, quantile: float | None = None) -> Any:
     """Seconds a prompt waits for its turn: an M/M/1 queue, its mean or a quantile of it.
 
     Prompts of equal length would wait half as long; real ones differ, and the factor 2 is the margin for it.
     P(wait > t) = share × exp(−(1 − share)·t / service).
     """
-    if share >= 1:
-        return math.inf
+    free = np.maximum(1 - share, 1e-9)
     if quantile is None:
-        return share * service / (1 - share)
-    return max(0.0, service / (1 - share) * math.log(max(share, 1e-300) / (1 - quantile)))
+        return share * service / free
+    return np.maximum(0.0, service / free * np.log(np.maximum(share, 1e-300) / (1 - quantile)))

@@ -1,0 +1,238 @@
+"""How to serve a model: what fits, how fast it answers, how many replicas a request rate needs, and what a token costs.
+
+Every tensor-parallel degree of one machine is tried. A replica may run as many sequences as keep the promised times
+at the chosen quantile; a request rate is divided by what that yields. The cheapest degree wins.
+
+Chance enters twice. Sequences in flight are Poisson-distributed around Little's mean (requests come independently),
+so the quantile of the batch is b + z·√b: that batch must fit, and its time between tokens is the promised one. Prompts
+wait for each other as in an M/M/1 queue (`batching.waiting`). Bursts beyond that, and machines that fail, need more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from ..spec import Gpu, SpecError
+from ..spec.errors import did_you_mean
+from .batching import Lengths, Point, steady, waiting
+from .inference import Deployment, Rates, read_constants
+from .served import Served
+from .serving_room import Room, room
+
+IDLE = 1e-3  # sequences in flight, on average, of a replica that has hardly anything to do
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Promised seconds, kept for `quantile` of requests; infinity promises nothing."""
+
+    ttft: float = math.inf
+    tpot: float = math.inf
+    quantile: float = 0.95
+
+    def __post_init__(self) -> None:
+        for key in ("ttft", "tpot"):
+            if not getattr(self, key) > 0:
+                raise SpecError(f"slo: {key} = {getattr(self, key):g} s must be more than 0")
+        if not 0.5 <= self.quantile < 1:
+            raise SpecError(f"quantile = {self.quantile:g} must be at least 0.5 and below 1, e.g. 0.95")
+
+    @classmethod
+    def parse(cls, text: str, quantile: float = 0.95) -> Slo:
+        """'ttft=0.5,tpot=0.05', in seconds; either may be left out."""
+        given: dict[str, float] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            key, _, value = (word.strip() for word in part.partition("="))
+            if key not in ("ttft", "tpot"):
+                raise SpecError(f"slo: {key!r} is not promised here{did_you_mean(key, ('ttft', 'tpot'))}")
+            try:
+                given[key] = float(value)
+            except ValueError:
+                raise SpecError(f"slo: {part!r} is not KEY=SECONDS, e.g. ttft=0.5,tpot=0.05") from None
+        return cls(quantile=quantile, **given)
+
+
+@dataclass(frozen=True)
+class Demand:
+    lengths: Lengths
+    slo: Slo
+    rate: float = 0.0  # requests a second, in all; 0: as many as one replica can take
+    max_batch: int = 1024  # the engine's own limit on sequences
+
+    def __post_init__(self) -> None:
+        if not (self.rate >= 0 and math.isfinite(self.rate)):
+            raise SpecError(f"rate = {self.rate:g} requests a second must be at least 0")
+        if self.max_batch < 1:
+            raise SpecError(f"max_batch = {self.max_batch} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Times:
+    """What requests see, in seconds: on average, and at the promised quantile."""
+
+    ttft: Any
+    tpot: Any
+    ttft_quantile: Any
+    tpot_quantile: Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to serve the demand. `refused` says why it does not; then what follows it is None or 0."""
+
+    deployment: Deployment
+    demand: Demand
+    room: Room
+    max_batch: int  # sequences of full length that fit at once
+    max_context: int  # tokens of one sequence alone
+    idle: Times  # one request at a time
+    refused: str = ""
+    full: Point | None = None  # as many as fit, no promise kept
+    point: Point | None = None  # the steady state of each replica
+    times: Times | None = None
+    replicas: int = 0
+    price_hour: float = 0.0  # $ of one accelerator
+
+    @property
+    def gpus(self) -> int:
+        return self.replicas * self.deployment.ranks
+
+    @property
+    def rate(self) -> float:
+        """Requests a second that are served."""
+        return self.demand.rate or (self.replicas * float(self.point.rate) if self.point else 0.0)
+
+    @property
+    def dollars_hour(self) -> float:
+        return self.gpus * self.price_hour
+
+    def dollars_per_million(self) -> tuple[float, float, float]:
+        """$ for a million tokens: of prompts, of answers, of both together.
+
+        A replica's time is shared out by what a request takes of it: what its prompt adds, and its part of each step.
+        """
+        if not self.point or not self.rate:
+            return 0.0, 0.0, 0.0
+        lengths, request = self.demand.lengths, self.dollars_hour / 3600 / self.rate
+        decode = lengths.output * float(self.point.decode) / max(1.0, float(self.point.batch))
+        prompt = request * float(self.point.added) / (float(self.point.added) + decode)
+        answer = request - prompt
+        return 1e6 * prompt / lengths.input, 1e6 * answer / lengths.output, 1e6 * request / lengths.total
+
+
+def plan(deployment: Deployment, demand: Demand, price_hour: float = 0.0) -> Plan:
+    """Every batch is tried, in steps of less than 1%; the largest that keeps the promise says what a replica yields."""
+    lengths, slo = demand.lengths, demand.slo
+    space, cache = room(deployment), deployment.cache
+    most = min(demand.max_batch, cache.sequences(space.cache, lengths.total))
+    context = cache.longest(space.cache, limit=deployment.served.context)
+    idle = times(deployment, demand, IDLE)
+    price = price_hour or deployment.gpu.price_hour
+    found = Plan(deployment, demand, space, most, context, idle, price_hour=price)
+    if most < 1:
+        return replace(found, refused=no_room(found))
+    found = replace(found, full=steady(deployment, lengths, float(most)))
+    if idle.ttft_quantile > slo.ttft or idle.tpot_quantile > slo.tpot:
+        return replace(found, refused=f"even one request at a time takes {seen(idle)}")
+    batches = np.geomspace(IDLE, most, 2000)
+    at = times(deployment, demand, batches)
+    kept = (likely(batches, slo.quantile) <= most) & (at.ttft_quantile <= slo.ttft) & (at.tpot_quantile <= slo.tpot)
+    rates = steady(deployment, lengths, batches).rate
+    best = float(rates[kept].max())
+    replicas = max(1, math.ceil(demand.rate / best))
+    batch = float(np.interp(demand.rate / replicas if demand.rate else best, rates, batches))
+    at = times(deployment, demand, batch)
+    return replace(found, point=steady(deployment, lengths, batch), times=at, replicas=replicas)
+
+
+def likely(batch: Any, quantile: float) -> Any:
+    """Sequences that are in flight at the same time, at a quantile; `batch` on average."""
+    return np.maximum(1.0, batch + NormalDist().inv_cdf(quantile) * np.sqrt(batch))
+
+
+def times(deployment: Deployment, demand: Demand, batch: Any) -> Times:
+    """A request waits for the prompts before it, then half a step, then for its own prompt."""
+    lengths, quantile = demand.lengths, demand.slo.quantile
+    at = steady(deployment, lengths, np.maximum(1.0, batch))
+    share = steady(deployment, lengths, batch).prefill_share
+    own = 1e-3 * deployment.rates.request_ms + np.minimum(1.0, batch) * at.decode / 2 + at.prefill
+    mean = waiting(share, at.added)
+    return Times(
+        ttft=own + mean,
+        tpot=at.tpot,
+        ttft_quantile=own + np.maximum(mean, waiting(share, at.added, quantile)),  # a rare wait can be below its mean
+        tpot_quantile=steady(deployment, lengths, likely(batch, quantile)).tpot,
+    )
+
+
+def no_room(found: Plan) -> str:
+    space, d = found.room, found.deployment
+    if space.cache <= 0:
+        need = space.weights + space.workspace + space.context
+        return f"needs {need / 1e9:.4g} GB of the {space.usable / 1e9:.4g} GB that can be used, before any KV cache"
+    need = float(d.cache.held(found.demand.lengths.total))
+    return (
+        f"{space.cache / 1e9:.3g} GB are left for the KV cache, and one sequence of {found.demand.lengths.total:,} "
+        f"tokens takes {need / 1e9:.3g} GB; {found.max_context:,} tokens fit"
+    )
+
+
+def seen(at: Times) -> str:
+    return f"ttft {at.ttft_quantile:.3g} s, tpot {at.tpot_quantile:.3g} s"
+
+
+# --- the choice -------------------------------------------------------------------------------------------
+
+
+def degrees(served: Served, gpu: Gpu) -> list[int]:
+    """Tensor-parallel degrees inside one machine that share the heads evenly."""
+    return [
+        tp
+        for tp in (1, 2, 4, 8, 16, 32, 64)
+        if tp <= gpu.per_node
+        and (tp == 1 or gpu.link_gbs)
+        and (served.kv_heads % tp == 0 or tp % served.kv_heads == 0)
+        and all(size % 1 == 0 for linear in served.linears for size in linear.on(tp))
+    ]
+
+
+def candidates(
+    served: Served, gpu: Gpu, demand: Demand, *, engine: str = "vllm", weights: str = "bf16", kv: str = "bf16",
+    tp: int = 0, ep: bool = False, price_hour: float = 0.0,
+) -> list[Plan]:  # fmt: skip
+    """A plan for each degree (or for `tp` alone), cheapest first, those that do not work last."""
+    if demand.lengths.total > served.context:
+        raise SpecError(
+            f"input + output = {demand.lengths.total:,} tokens, but {served.name} is made for {served.context:,}"
+        )
+    possible = degrees(served, gpu)
+    if tp and tp not in possible:
+        raise SpecError(
+            f"tp = {tp} is not possible for {served.name} on {gpu.name}: it can be {', '.join(map(str, possible))}"
+        )
+    rates = Rates.of(engine)
+    found = [
+        plan(
+            Deployment(served, gpu, rates, tp=n, ep=n if ep and served.experts else 1, weights=weights, kv=kv),
+            demand, price_hour,
+        )
+        for n in ([tp] if tp else possible)
+    ]  # fmt: skip
+    return sorted(found, key=lambda p: (bool(p.refused), cost(p), p.deployment.tp))
+
+
+def cost(found: Plan) -> float:
+    """$ per million tokens, or accelerators per request where no price is known."""
+    if found.refused:
+        return math.inf
+    return found.dollars_per_million()[2] or found.gpus / found.rate
+
+
+def tag(gpu: Gpu) -> str:
+    """Seconds are 'fitted' on accelerators that the measured engines ran on, 'modelled' from a datasheet on others."""
+    return "fitted" if gpu.name in read_constants()["fitted_on"] else "modelled"
