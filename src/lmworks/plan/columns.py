@@ -62,6 +62,7 @@ class Table:
     rows: list[dict[str, str]]
     unknown: tuple[str, ...] = ()  # columns nobody could place
     results: tuple[str, ...] = ()  # columns that hold a measurement: not looked at
+    raw: tuple[dict[str, str], ...] = ()  # rows as they are written, for who knows the table
 
 
 def read(path: Path) -> Table:
@@ -101,7 +102,8 @@ def parse(text: str, name: str = "the table") -> Table:
             unknown.append(title)
     if not places:
         raise SpecError(f"{name}: no column is known; known are {', '.join(COLUMNS)}")
-    return Table([collect(row, places) for row in rows], tuple(unknown), tuple(results))
+    raw = tuple(dict(zip(header, row, strict=False)) for row in rows)
+    return Table([collect(row, places) for row in rows], tuple(unknown), tuple(results), raw)
 
 
 def collect(row: list[str], places: Iterable[tuple[int, str]]) -> dict[str, str]:

@@ -44,6 +44,7 @@ FRAMEWORKS = [  # first match wins
     (r"fsdp|pytorch|torchtune|torch\b|fms", "torchtitan"),
 ]  # fmt: skip
 COMPILE = re.compile(r"compil|inductor")
+ASYNC_TP = re.compile(r"async[ -]?tp|tp-comm-overlap|tp[_ ]comm[_ ]overlap")
 OPTIMIZERS = [
     (r"8-?bit|bnb|bitsandbytes", "adamw8bit"), (r"adafactor", "adafactor"), (r"muon", "muon"), (r"sgd", "sgd"),
     (r"adam|lamb", "adamw"),

@@ -15,6 +15,7 @@ from ..spec import Gpu, SpecError
 from .case import Case
 from .columns import Row
 from .names import (
+    ASYNC_TP,
     COMPILE,
     framework_named,
     gpu_named,
@@ -118,6 +119,8 @@ def software_for(row: Row, gpu: Gpu) -> Software:
         found = replace(found, attention="scores")
     elif kernel:
         found = replace(found, attention="flash")
+    if ASYNC_TP.search(row.hints.lower()) and "vanilla" not in row.hints.lower():
+        found = replace(found, async_tp=True)
     if row.text("mixed"):
         found = replace(found, reduce=2 if row.text("mixed").lower() == "pure" else 4)
     return found
