@@ -20,11 +20,16 @@ def passes(*sizes: Any) -> tuple[Kernel, ...]:
     return tuple(Kernel("stream", bytes=1.0 * size) for size in sizes)
 
 
-def product(name: str, load: Workload, inputs: Any, outputs: Any, part: str = "matmul") -> Op:
-    """Weights arrive in the compute precision: whoever holds them casts them once, not every layer."""
+def product(name: str, load: Workload, inputs: Any, outputs: Any, part: str = "matmul", dear: Any = None) -> Op:
+    """Weights arrive in the compute precision: whoever holds them casts them once, not every layer.
+
+    `dear` are the outputs that selective recompute keeps, where that is not all of them.
+    """
     t = load.tokens
     backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs))
-    return Op(name, part, (gemm(t, inputs, outputs),), backward, dear=load.width * t * outputs)
+    return Op(
+        name, part, (gemm(t, inputs, outputs),), backward, dear=load.width * t * (outputs if dear is None else dear)
+    )
 
 
 def stem(load: Workload) -> list[Op]:
@@ -51,13 +56,15 @@ def residual(name: str, load: Workload) -> Op:
 def attention(load: Workload) -> list[Op]:
     m, t, w = load.model, load.tokens, load.width
     result, both = w * t * load.q_width, w * t * (load.q_width + load.kv_width)
-    ops = [product("query, key, value", load, m.hidden, load.q_width + 2 * load.kv_width)]
+    wide = load.q_width + 2 * load.kv_width
+    ops = [product("query, key, value", load, m.hidden, wide, dear=wide - load.kv_width * load.software.every_second)]
     if m.positions == "rope":
         turns = 1 if load.software.fused else 3  # two halves, their product with tables in fp32, and back
         ops.append(Op("rotary", "rotary", passes(2 * turns * both), passes(2 * turns * both)))
     if m.qk_norm:
         ops.append(Op("head norms", "norms", passes(2 * both), passes(3 * both), saved=both))
-    inputs = both + w * t * load.kv_width
+    # Where keys travel between ranks, q and k are held as they came and as they were turned.
+    inputs = both + w * t * load.kv_width + both * (load.cp > 1)
     if load.software.attention == "scores":
         return [*ops, scores(load, inputs, result)]
     shape = (load.seq, m.head_dim)
@@ -85,7 +92,8 @@ def scores(load: Workload, inputs: Any, result: Any) -> Op:
     )
     forward = (up, down, *passes(2 * w * count), *passes(*[(2 * w + 1) * count] * drop))
     backward = (up, up, down, down, *passes(3 * w * count), *passes(*[(2 * w + 1) * count] * drop))
-    return Op("attention", "attention", forward, backward, inputs + seen * count + result, w * count + result)
+    saved = inputs + seen * count + result
+    return Op("attention", "attention", forward, backward, saved, dear=w * count + result, inside=seen * count)
 
 
 def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1) -> list[Op]:
@@ -98,10 +106,12 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1) -> list[Op]:
     backward = (gemm(tokens, up * width, h, count), gemm(up * width, tokens, h, count))
     act = passes((up + 1) * wide * apart), passes((2 * up + 1) * wide * apart)
     last = (gemm(tokens, width, h, count),), (gemm(tokens, h, width, count), gemm(h, tokens, width, count))
+    second = load.software.every_second
     return [
-        Op("up", "matmul", forward, backward, dear=up * wide),
+        Op("up", "matmul", forward, backward, dear=wide if second else up * wide),
         Op(load.model.mlp, "activation", *act, saved=(up + 1) * wide),
-        Op("down", "matmul", *last, dear=w * tokens * h * count),
+        # Nothing in the backward pass asks for the last product: a compiler does not keep it.
+        Op("down", "matmul", *last, dear=w * tokens * h * count * (not load.software.fused)),
     ]
 
 
@@ -120,7 +130,7 @@ def experts(load: Workload) -> list[Op]:
 
 def block(load: Workload) -> list[Op]:
     m = load.model
-    out = product("attention out", load, load.q_width, m.hidden)
+    out = product("attention out", load, load.q_width, m.hidden, dear=0 if load.software.every_second else None)
     first = [norm("attention norm", load), *attention(load), out, residual("attention residual", load)]
     second = experts(load) if m.experts else mlp(load, m.ffn // load.tp, load.tokens)
     return [*first, norm("mlp norm", load), *second, residual("mlp residual", load)]

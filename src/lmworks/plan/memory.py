@@ -125,14 +125,16 @@ def weight_casts(load: Workload) -> float:
 
 def kept(net: Network, recompute: str) -> tuple[float, float, str]:
     """Bytes that the stem and one block keep between forward and backward, and how the block's follow."""
-    stream = 4.0 * net.load.outside * net.load.model.hidden
+    stream = 1.0 * net.load.software.stream * net.load.outside * net.load.model.hidden
     stem = total(net.stem)
     if recompute == "none":
         return stem, total(net.block), "what each op saves for the backward pass"
-    stem += total(net.stem, "dear")
+    if recompute == "attention":
+        return stem, total(net.block) - total(net.block, "inside"), "what each op saves, but for attention's inside"
+    stem = stem + total(net.stem, "dear")
     each = stream
     if recompute == "full":
-        return stem, each, "the block's input: 4 B × tokens × hidden"
+        return stem, each, "the block's input"
     return stem, each + total(net.block, "dear"), "the block's input, results of products and of attention"
 
 

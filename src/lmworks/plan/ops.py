@@ -51,6 +51,7 @@ class Op:
     backward: tuple[Kernel, ...] = ()
     saved: Number = 0.0  # bytes kept for the backward pass
     dear: Number = 0.0  # bytes kept under selective recompute: results of products and of attention
+    inside: Number = 0.0  # bytes of `saved` that recompute of attention's inside gives up
     freed: Number = 0.0  # bytes that the forward pass makes and frees again, its input included where nobody keeps it
 
 

@@ -26,7 +26,9 @@ class Software:
     fused: bool = False  # norms, rotary embedding, activation and residual sums are one pass each
     attention: str = "flash"  # or "scores": every score is held, as before flash attention
     dropout: bool = False  # its masks are kept
-    loss: str = "chunked"  # logits never whole; "plain": whole, in fp32 as well; "fused": whole, once
+    loss: str = "chunked"  # logits never whole; "plain": whole, in fp32 as well; "fused": whole, once; or "compiled"
+    every_second: bool = False  # selective recompute keeps every second product, not all
+    stand_in: int = 0  # bytes a weight of what autograd is handed where a product adds to the gradient itself
     # What the data-parallel traffic of a step hides behind.
     overlap: bool = True
     gather: int = 0  # bytes of a parameter on its way to a gather (0: as the precision in use)
@@ -49,7 +51,7 @@ SOFTWARE = {
         Software("torchtitan-compile", stream=2, fused=True, loss="plain", again=0.36),
         # bf16 weights, gradients summed in fp32, fp32 master weights and moments: 18 bytes a parameter.
         Software("megatron-2021", 2, 4, 4, stream=2, attention="scores", dropout=True, loss="plain", overlap=False),
-        Software("megatron", 2, 4, 4, stream=2, fused=True, loss="fused"),
+        Software("megatron", 2, 4, 4, stream=2, fused=True, loss="fused", stand_in=2),
         Software(
             "megatron-deepspeed", 2, 2, 4, stream=2, attention="scores", dropout=True, loss="plain", overlap=False
         ),
