@@ -1,0 +1,137 @@
+"""One prediction for each row of a table, never aborting at a row that cannot be predicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..spec import LMWorksError
+from .case import Case
+from .columns import Table
+from .flops import model_flops_per_token
+from .rows import Job, job
+
+if TYPE_CHECKING:
+    from .budget import Budget
+    from .step import Price
+
+    Pricing = Callable[[Case], Price]
+    Budgeting = Callable[[Case], Budget]
+
+
+def forecast_table(table: Table, price: Pricing, budget: Budgeting) -> dict[str, Any]:
+    rows = []
+    for index, cells in enumerate(table.rows, start=1):
+        rows.append({"row": index, **forecast_row(cells, price, budget)})
+    return {
+        "rows": rows,
+        "unknown_columns": list(table.unknown),
+        "measured_columns_not_read": list(table.results),
+    }
+
+
+def forecast_row(cells: Mapping[str, str], price: Pricing, budget: Budgeting) -> dict[str, Any]:
+    label = cells.get("label") or cells.get("model", "")
+    try:
+        return forecast(job(cells), price, budget)
+    except LMWorksError as error:
+        return {"label": label, "error": str(error)}
+    except Exception as error:  # whatever a strange row does to the arithmetic, the other rows are answered
+        return {"label": label, "error": f"could not be priced: {type(error).__name__}: {error}"}
+
+
+def forecast(given: Job, price: Pricing, budget: Budgeting) -> dict[str, Any]:
+    """Seconds, bytes and what they rest on. The interval holds the other answers to what the row left open."""
+    found = make_fit(given, budget)
+    case, answer, memory = found.case, price(found.case), budget(found.case)
+    seconds = float(answer.seconds)
+    low, high = interval(found, answer, price)
+    tokens, world = float(case.tokens_per_step), float(case.world)
+    flops = model_flops_per_token(case.model, case.seq) * tokens / (seconds * world)
+    room = case.gpu.memory_gb * 1e9
+    return {
+        "label": found.label,
+        "step_s": seconds,
+        "step_s_low": low,
+        "step_s_high": high,
+        "tokens_per_s": tokens / seconds,
+        "tokens_per_s_low": tokens / high,
+        "tokens_per_s_high": tokens / low,
+        "tokens_per_s_per_gpu": tokens / seconds / world,
+        "mfu": finite(answer.mfu),
+        "hfu": finite(answer.hfu),
+        "tflops_per_gpu": flops / 1e12,
+        "memory": memory.to_dict(),
+        "allocated_gib": float(memory.allocated) / 2**30,
+        "reserved_gib": float(memory.reserved) / 2**30,
+        "fits": bool(memory.reserved <= room) if room else None,
+        "parts": {name: float(part) for name, part in answer.parts.items()},
+        "tags": {**answer.tags, "memory": "modelled"},
+        "assumed": list(found.assumed),
+        "unknown": list(found.unknown),
+        "job": resolved(case),
+    }
+
+
+def make_fit(given: Job, budget: Budgeting) -> Job:
+    """People ran what fits: where recompute or micro-batch is open and the usual value does not fit, the next one."""
+    room = given.case.gpu.memory_gb * 1e9
+    if not room or float(budget(given.case).reserved) <= room:
+        return given
+    for column in ("recompute", "micro_batch"):
+        for other in given.others.get(column, ()):
+            value = getattr(other, column)
+            if column == "recompute" and value == "none":
+                continue
+            if float(budget(other).reserved) <= room:
+                said = f"{column} = {value}: what was usual would not fit"
+                kept = tuple(text for text in given.assumed if not text.startswith(f"{column} ="))
+                rest = tuple(case for case in given.others[column] if case is not other)
+                others = {**given.others, column: (given.case, *rest)}
+                return replace(given, case=other, assumed=(*kept, said), others=others)
+    return given
+
+
+def interval(given: Job, answer: Price, price: Pricing) -> tuple[float, float]:
+    """The model's own, stretched to the other answers and by what only a share can stand for."""
+    seconds = float(answer.seconds)
+    low, high = (float(end) / seconds for end in answer.interval)
+    times = [seconds, *(float(price(case).seconds) for cases in given.others.values() for case in cases)]
+    wide = 1 + given.spread
+    return min(times) * low / wide, max(times) * high * wide
+
+
+def finite(value: Any) -> float | None:
+    return float(value) if math.isfinite(float(value)) else None
+
+
+def resolved(case: Case) -> dict[str, Any]:
+    """The job as it was understood."""
+    model, names = case.model, ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "mlp")
+    axes = (
+        "dp_replicate",
+        "dp_shard",
+        "tp",
+        "cp",
+        "pp",
+        "ep",
+        "virtual",
+        "micro_batch",
+        "accumulation",
+        "global_batch",
+    )
+    return {
+        "model": {**{name: getattr(model, name) for name in names}, "params": model.params},
+        "gpu": case.gpu.name,
+        "n_gpus": int(case.world),
+        "gpus_per_node": case.gpus_per_node,
+        "software": case.software.name,
+        "seq_len": case.seq,
+        **{axis: int(getattr(case, axis)) for axis in axes},
+        **{
+            name: getattr(case, name)
+            for name in ("zero", "sp", "schedule", "recompute", "dtype", "optimizer", "offload")
+        },
+    }
