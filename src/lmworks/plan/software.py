@@ -47,8 +47,9 @@ SOFTWARE = {
         COMPILED,
         # FSDP2 with fp32 shards gathered in bf16; logits whole. Its selective recompute saves every second product of a
         # block: keys, attention's output and the second half of SwiGLU are computed again.
-        Software("torchtitan", stream=2, loss="plain", again=0.36),
-        Software("torchtitan-compile", stream=2, fused=True, loss="plain", again=0.36),
+        Software("torchtitan", stream=2, loss="plain", every_second=True, again=0.36),
+        Software("torchtitan-compile", stream=2, fused=True, loss="plain", every_second=True, again=0.36),
+        Software("torchtitan-2025", stream=2, fused=True, loss="compiled", every_second=True, again=0.36),
         # bf16 weights, gradients summed in fp32, fp32 master weights and moments: 18 bytes a parameter.
         Software("megatron-2021", 2, 4, 4, stream=2, attention="scores", dropout=True, loss="plain", overlap=False),
         Software("megatron", 2, 4, 4, stream=2, fused=True, loss="fused", stand_in=2),
