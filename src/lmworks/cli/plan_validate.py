@@ -1,0 +1,140 @@
+"""`lmworks plan validate` and `lmworks plan predict`: how wrong the planner is, and what it says about any table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .output import Json, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..plan.validate import Line, Report, Score
+
+Data = Annotated[
+    Path | None, typer.Option("--data", metavar="DIR", help="A folder with bulk sets that are not part of LMWorks.")
+]
+
+
+def validate(
+    data: Data = None,
+    source: Annotated[str, typer.Option(help="One source alone, e.g. llm-foundry.")] = "",
+    json: Json = False,
+) -> None:
+    """Hold the planner against runs that other people measured.
+
+    Mean absolute error per source, beside the guess that every run has the same MFU. `fitted`: the planner's constants
+    have seen the source; `blind`: they have not. Exit code 1 when an error has grown.
+
+    \b
+    Examples:
+      lmworks plan validate
+      lmworks plan validate --source torchtitan
+      lmworks plan validate --data measured --json
+    """
+    from ..plan.replay import grown, replay
+
+    report = replay(data, source)
+    worse = grown(report)
+    if json:
+        print_json({**report.to_dict(), "grown": worse})
+    else:
+        print_report(report)
+        for sentence in worse:
+            typer.echo(f"grown: {sentence}")
+    if worse:
+        raise typer.Exit(1)
+
+
+def print_report(report: Report) -> None:
+    columns = ["source", "figure", "rows", "fitted", "p90", "bias", "blind", "same MFU", "MFU 40%", "worst row"]
+    print_table("Mean absolute error against measurements, %", columns, [cells(line) for line in report.lines])
+    suspect = [line for line in report.lines if line.sure]
+    for line in suspect:
+        typer.echo(f"{line.key}: {percent(line.sure)} without {line.fitted.rows - line.sure.rows} suspect rows")  # type: ignore[union-attr]
+    typer.echo("same MFU: the constant that suits the source best. formula: a paper's closed form, not a measurement")
+    for name, why in report.uncovered.items():
+        for sentence in why:
+            typer.echo(f"not covered: {name}: {sentence}")
+    if report.missing:
+        typer.echo(f"not at hand (name their folder with --data): {', '.join(report.missing)}")
+
+
+def cells(line: Line) -> list[str]:
+    name = f"{line.source} {line.group}".strip()
+    figure = line.figure.replace("_", " ").replace("per s", "/ s") + (" (formula)" if line.kind == "formula" else "")
+    guess = line.baseline
+    return [
+        name,
+        figure,
+        str(line.fitted.rows),
+        percent(line.fitted),
+        f"{100 * line.fitted.p90:.1f}",
+        f"{100 * line.fitted.bias:+.1f}",
+        percent(line.blind),
+        f"{100 * guess.mape:.1f}" if guess else "-",
+        f"{100 * guess.guess_mape:.1f}" if guess else "-",
+        f"{line.fitted.worst} ({100 * line.fitted.worst_error:+.0f})",
+    ]
+
+
+def percent(score: Score | None) -> str:
+    return f"{100 * score.mape:.1f}" if score else "-"
+
+
+def predict(
+    rows: Annotated[
+        Path, typer.Argument(metavar="ROWS.csv", help="A table of runs; docs/validation.md lists columns.")
+    ],
+    json: Json = False,
+) -> None:
+    """Predict step time and memory of every row of a table.
+
+    A missing field is unknown: the value taken is said, and the interval is wider. A row that cannot be predicted says
+    why, and the others are answered. Columns with results are not read.
+
+    \b
+    Examples:
+      lmworks plan predict runs.csv
+      lmworks plan predict runs.csv --json
+    """
+    from ..plan.budget import budget
+    from ..plan.columns import read
+    from ..plan.forecast import forecast_table
+    from ..plan.step import price
+
+    result = forecast_table(read(rows), price, budget)
+    if json:
+        print_json(result)
+    else:
+        print_predictions(result)
+
+
+def print_predictions(result: dict[str, Any]) -> None:
+    from ..record.figures import duration, short
+
+    known = [row for row in result["rows"] if "error" not in row]
+    columns = ["row", "step", "between", "tokens/s", "MFU %", "allocated GiB", "reserved GiB", "fits"]
+    lines = [
+        [
+            f"{row['row']} {row['label']}",
+            duration(row["step_s"]),
+            f"{duration(row['step_s_low'])} – {duration(row['step_s_high'])}",
+            short(row["tokens_per_s"]),
+            f"{100 * row['mfu']:.1f}" if row["mfu"] else "-",
+            f"{row['allocated_gib']:.1f}",
+            f"{row['reserved_gib']:.1f}",
+            {True: "yes", False: "no", None: "-"}[row["fits"]],
+        ]
+        for row in known
+    ]
+    if lines:
+        print_table("Predicted", columns, lines)
+    for row in result["rows"]:
+        if "error" in row:
+            typer.echo(f"row {row['row']} {row['label']}: {row['error']}")
+        elif row["assumed"]:
+            typer.echo(f"row {row['row']} assumed: {'; '.join(row['assumed'])}")
+    if result["unknown_columns"]:
+        typer.echo(f"columns not understood: {', '.join(result['unknown_columns'])}")
