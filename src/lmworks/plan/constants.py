@@ -35,6 +35,14 @@ class Constants:
     jitter: float = 0.005  # share of a step lost in waiting, for every doubling of the nodes
     spread: float = 0.1  # standard deviation of log(predicted / measured)
 
+    def factors(self, gpu: Gpu) -> dict[str, float]:
+        """By kind of kernel."""
+        kind = family(gpu)
+        attention = self.attention.get(kind, 1.0)
+        passes = dict.fromkeys(("stream", "strided", "exp", "tanh", "optimizer"), self.memory)
+        products = self.products.get(kind, 1.0)
+        return {"gemm": products, "attention": attention, "attention_backward": attention, **passes}
+
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
         known = {entry.name for entry in fields(cls)}

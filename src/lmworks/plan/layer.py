@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from .bare import Bare, reductions
 from .case import Case, Number
-from .comm import (
-    Links,
-    Traffic,
-    Weights,
-    context_parallel,
-    expert_parallel,
-    gather_block,
-    hide,
-    reduce_block,
-    tensor_parallel,
-    vocabulary_parallel,
-)
-from .ops import Kernel
-from .work import Clock, Pass, Work, share
+from .comm import Wire
+from .constants import Constants
+from .work import Pass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds that lengthen the step, and seconds that pass unseen."""
+
+    exposed: Number = 0.0
+    hidden: Number = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.exposed + other.exposed, self.hidden + other.hidden)
+
+    def times(self, count: Number) -> Traffic:
+        return Traffic(self.exposed * count, self.hidden * count)
+
+
+def hide(comm: Number, behind: Number, contention: float) -> Traffic:
+    """What exceeds the work it runs beside is exposed; what does not still slows that work down a little."""
+    hidden = np.minimum(comm, behind)
+    return Traffic(comm - hidden + contention * hidden, hidden)
 
 
 @dataclass(frozen=True)
 class Way:
     """Forward or backward, seconds of each kind of cost."""
 
-    work: Number
+    parts: Mapping[str, Number]  # of its work
     again: Number = 0.0  # computed once more
-    tensor: Number = 0.0
-    context: Traffic = Traffic()
+    tensor: Traffic = field(default_factory=Traffic)
+    context: Traffic = field(default_factory=Traffic)
     expert: Number = 0.0
-    data: Traffic = Traffic()
+    data: Traffic = field(default_factory=Traffic)
     host: Number = 0.0  # by which launching takes longer than all this
 
     @property
+    def work(self) -> Number:
+        return sum(self.parts.values())
+
+    @property
     def busy(self) -> Number:
-        exchanged = self.tensor + self.context.exposed + self.expert + self.data.exposed
+        exchanged = self.tensor.exposed + self.context.exposed + self.expert + self.data.exposed
         return self.work + self.again + exchanged
 
     @property
@@ -51,8 +66,6 @@ class Way:
 
 @dataclass(frozen=True)
 class Both:
-    """Forward and backward."""
-
     forward: Way
     backward: Way
 
@@ -70,66 +83,74 @@ class MicroBatch:
     loss: Both
 
 
-def micro_batch(case: Case, work: Work, clock: Clock, links: Links) -> MicroBatch:
-    weights = Weights.of(case)
-    ends = vocabulary_parallel(case, links) / 4  # embedding and head, each way
-    return MicroBatch(
-        block(case, work, clock, links, weights),
-        Both(*(end(links, done, ends) for done in work.stem)),
-        Both(*(end(links, done, ends) for done in work.loss)),
-    )
+@dataclass(frozen=True)
+class Weigher:
+    """Turns bare seconds into those of a long run, with the fitted constants."""
 
+    bare: Bare
+    given: Constants
+    factors: Mapping[str, float]
 
-def end(links: Links, done: Pass, tensor: Number) -> Way:
-    return Way(done.seconds, tensor=tensor).launched_in(links.given.launch_s * done.launches)
+    @property
+    def case(self) -> Case:
+        return self.bare.case
 
+    def wire(self, wire: Wire) -> Number:
+        return self.given.links * wire.near + self.given.network * wire.far
 
-def block(case: Case, work: Work, clock: Clock, links: Links, weights: Weights) -> Both:
-    launch_s = links.given.launch_s
-    again = work.again.seconds / case.recompute_every
-    repeats = (case.recompute == "full") / case.recompute_every  # exchanges of a block that runs again
-    there, back = tensor_parallel(case, links)
-    attention = (share(work.forward, "attention"), share(work.backward, "attention"))
-    context, context_back = context_parallel(case, links, *attention)
-    expert = expert_parallel(case, links)
-    copies = copy_seconds(case, clock, weights)
-    data, data_back = data_parallel(case, links, weights, work.forward.seconds, work.backward.seconds + again)
-    forward = Way(work.forward.seconds + copies[0], 0.0, there, context, expert, data)
-    backward = Way(
-        work.backward.seconds + copies[1],
-        again,
-        back + repeats * there,
-        context_back + context.times(repeats),
-        (1 + repeats) * expert,
-        data_back,
-    )
-    launches = work.backward.launches + work.again.launches / case.recompute_every
-    return Both(forward.launched_in(launch_s * work.forward.launches), backward.launched_in(launch_s * launches))
+    def hide(self, comm: Number, behind: Number) -> Traffic:
+        return hide(comm, behind, self.given.contention)
 
+    def micro_batch(self) -> MicroBatch:
+        work = self.bare.work
+        return MicroBatch(self.block(), self.end(work.stem), self.end(work.loss))
 
-def data_parallel(
-    case: Case, links: Links, weights: Weights, forward: Number, backward: Number
-) -> tuple[Traffic, Traffic]:
-    """ZeRO-3: the next block is gathered while this one works; gradients leave while the next block's are made."""
-    if case.zero < 3:
-        return Traffic(), Traffic()
-    contention = links.given.contention
-    gather, reduce = gather_block(case, links, weights), reduce_block(case, links, weights)
-    back = gather * case.reshard + reduce * each_time(case)
-    return hide(gather, forward, contention), hide(back, backward, contention)
+    def end(self, done: tuple[Pass, Pass]) -> Both:
+        tensor = Traffic(self.wire(self.bare.wires.ends))
+        ways = (Way(way.parts(self.factors), tensor=tensor).launched_in(self.launch(way.launches)) for way in done)
+        return Both(*ways)
 
+    def parts(self, *done: Pass) -> dict[str, Number]:
+        return {name: seconds for way in done for name, seconds in way.parts(self.factors).items()}
 
-def each_time(case: Case) -> Number:
-    """ZeRO-3: our trainer reduces after the last micro-batch only, others after every one."""
-    return 1 / case.accumulation if case.software.name.startswith("lmworks") else 1.0
+    def launch(self, count: Number) -> Number:
+        return self.given.launch_s * count
 
+    def block(self) -> Both:
+        case, work, wires = self.case, self.bare.work, self.bare.wires
+        ahead, back = work.block
+        again = work.again.seconds(self.factors) / case.recompute_every
+        repeats = (case.recompute == "full") / case.recompute_every  # exchanges of a block that runs again
+        tensor = [self.tensor(self.wire(wire), way) for wire, way in zip(wires.tensor, work.block, strict=True)]
+        ring = [
+            self.hide(self.wire(wire), way.part("attention", self.factors) / case.cp).times(case.cp - 1)
+            for wire, way in zip(wires.context, work.block, strict=True)
+        ]
+        expert = self.wire(wires.expert)
+        data = self.data(ahead.seconds(self.factors), back.seconds(self.factors) + again)
+        forward = Way(self.parts(ahead, self.bare.copies[0]), 0.0, tensor[0], ring[0], expert, data[0])
+        backward = Way(
+            self.parts(back, self.bare.copies[1]),
+            again,
+            tensor[1] + tensor[0].times(repeats),
+            ring[1] + ring[0].times(repeats),
+            (1 + repeats) * expert,
+            data[1],
+        )
+        launches = back.launches + work.again.launches / case.recompute_every
+        return Both(forward.launched_in(self.launch(ahead.launches)), backward.launched_in(self.launch(launches)))
 
-def copy_seconds(case: Case, clock: Clock, weights: Weights) -> tuple[Number, Number]:
-    """Of a block: gathered weights leave the buffer they came in, gradients are packed, or added to earlier ones."""
-    if case.zero == 3:
-        width = case.software.gather or case.width
-        gather = clock(Kernel("stream", bytes=2.0 * width * weights.block), case.dtype)
-        reduce = clock(Kernel("stream", bytes=2.0 * case.software.reduce * weights.block), case.dtype)
-        return gather, gather * case.reshard + reduce * each_time(case)
-    summed = clock(Kernel("stream", bytes=(2.0 * case.software.gradients + 2) * weights.block), case.dtype)
-    return 0.0, np.where((case.accumulation > 1) | (case.software.master > 0), summed, 0.0)
+    def tensor(self, comm: Number, way: Pass) -> Traffic:
+        """Cut into pieces, the exchanges run behind the products that they feed; else nothing hides them."""
+        if not self.case.software.async_tp:
+            return Traffic(comm)
+        return self.hide(comm, way.part("matmul", self.factors))
+
+    def data(self, forward: Number, backward: Number) -> tuple[Traffic, Traffic]:
+        """ZeRO-3: the next block is gathered while this one works; gradients leave while the next block's are made."""
+        case, wires = self.case, self.bare.wires
+        if case.zero < 3:
+            return Traffic(), Traffic()
+        gather, reduce = self.wire(wires.gather), self.wire(wires.reduce)
+        back = gather * case.reshard + reduce * reductions(case)
+        return self.hide(gather, forward), self.hide(back, backward)

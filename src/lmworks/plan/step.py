@@ -14,29 +14,15 @@ from typing import Self
 
 import numpy as np
 
+from .bare import Bare, reductions
 from .case import Case, Number
-from .comm import (
-    Links,
-    Traffic,
-    Weights,
-    gather_block,
-    gather_root,
-    hide,
-    pipeline_send,
-    reduce_block,
-    reduce_root,
-    spread_weights,
-    sum_gradients,
-)
 from .constants import Constants, constants
 from .flops import hardware_flops_per_token, model_flops_per_token
-from .layer import Both, MicroBatch, micro_batch
-from .ops import Kernel
+from .layer import MicroBatch, Traffic, Way, Weigher
 from .orders import actions
 from .schedule import Times, simulate, total
 from .stages import Stage, split_layers
-from .standins import RoughMachine, rough_bubble
-from .work import Clock, Work, clock_of, share, work_of
+from .standins import rough_bubble
 
 
 @dataclass(frozen=True)
@@ -67,28 +53,32 @@ class Busiest:
 class Step:
     """What `price` and `timeline` have in common."""
 
-    case: Case
-    given: Constants
-    links: Links
-    clock: Clock
-    work: Work
+    weigher: Weigher
     one: MicroBatch
     rank: Busiest
     send: Number  # seconds from one stage to the next
 
     @classmethod
-    def of(cls, case: Case, given: Constants) -> Self:
-        links, clock = Links.of(case, given), clock_of(case, RoughMachine(case.gpu), given)
-        work = work_of(case, clock)
-        one = micro_batch(case, work, clock, links)
-        return cls(case, given, links, clock, work, one, busiest(case, one), pipeline_send(case, links))
+    def of(cls, bare: Bare, given: Constants) -> Self:
+        weigher = Weigher(bare, given, given.factors(bare.case.gpu))
+        one = weigher.micro_batch()
+        return cls(weigher, one, busiest(bare.case, one), weigher.wire(bare.wires.send))
+
+    @property
+    def each(self) -> Number:
+        """Seconds of one micro-batch on the busiest rank."""
+        rank, one = self.rank, self.one
+        return rank.layers * one.block.seconds + rank.stem * one.stem.seconds + rank.head * one.loss.seconds
 
 
 def price(case: Case, given: Constants | None = None) -> Price:
-    step = Step.of(case, given or constants())
-    rank, one = step.rank, step.one
-    each = rank.layers * one.block.seconds + rank.stem * one.stem.seconds + rank.head * one.loss.seconds
-    waits = rough_bubble(case.schedule, case.pp, case.virtual, case.accumulation, each + 2 * step.send)
+    return weigh(Bare.of(case), given or constants())
+
+
+def weigh(bare: Bare, given: Constants) -> Price:
+    """The same with other constants, at little cost."""
+    step, case = Step.of(bare, given), bare.case
+    waits = rough_bubble(case.schedule, case.pp, case.virtual, case.accumulation, step.each + 2 * step.send)
     return priced(step, waits)
 
 
@@ -96,14 +86,11 @@ def timeline(case: Case, given: Constants | None = None) -> Price:
     """Of one candidate, with the pipeline's waits as its actions give them."""
     if case.pp == 1:
         return price(case, given)
-    step = Step.of(case, given or constants())
+    step = Step.of(Bare.of(case), given or constants())
     pp, virtual, batches = int(case.pp), int(case.virtual), int(case.accumulation)
-    orders = actions(case.schedule, pp, virtual, batches)
     stages = [stage_times(step, stage) for stage in cut(case)]
-    whole = total(simulate(orders, stages, float(step.send)))
-    rank, one = step.rank, step.one
-    each = rank.layers * one.block.seconds + rank.stem * one.stem.seconds + rank.head * one.loss.seconds
-    return priced(step, whole - batches * (each + 2 * virtual * step.send))
+    whole = total(simulate(actions(case.schedule, pp, virtual, batches), stages, float(step.send)))
+    return priced(step, whole - batches * (step.each + 2 * virtual * step.send))
 
 
 def cut(case: Case) -> list[Stage]:
@@ -124,46 +111,43 @@ def stage_times(step: Step, stage: Stage) -> Times:
         + stage.last * getattr(one.loss, way).seconds
         for way in ("forward", "backward")
     )
-    apart = step.case.recompute == "none"  # else the whole backward pass is in I
-    weight = (layers * share(step.work.backward, "matmul") / 2 + stage.last * one.loss.backward.work / 2) * apart
-    return {"F": float(forward), "B": float(backward), "I": float(backward - weight), "W": float(weight)}
+    apart = step.weigher.case.recompute == "none"  # else the whole backward pass is in I
+    weight = layers * one.block.backward.parts["matmul"] / 2 + stage.last * one.loss.backward.work / 2
+    return {
+        "F": float(forward),
+        "B": float(backward),
+        "I": float(backward - weight * apart),
+        "W": float(weight * apart),
+    }
 
 
 def priced(step: Step, waits: Number) -> Price:
     """All parts, with the time that the busiest rank of the pipeline waits."""
-    case, work, one, rank, batches = step.case, step.work, step.one, step.rank, step.case.accumulation
+    weigher, one, rank = step.weigher, step.one, step.rank
+    case, given = weigher.case, weigher.given
+    batches = case.accumulation
     parts: dict[str, Number] = defaultdict(float)
     hidden: dict[str, Number] = defaultdict(float)
-    for count, done in (
-        (rank.layers, (work.forward, work.backward)),
-        (rank.stem, work.stem),
-        (rank.head, work.loss),
-    ):
-        for way in done:
-            for name, seconds in way.parts.items():
-                parts[name] = parts[name] + batches * count * seconds
     for count, both in ((rank.layers, one.block), (rank.stem, one.stem), (rank.head, one.loss)):
-        add_exchanges(parts, hidden, batches * count, both)
-    copies = one.block.forward.work + one.block.backward.work - work.forward.seconds - work.backward.seconds
-    parts["copies"] = batches * rank.layers * copies
+        for way in (both.forward, both.backward):
+            add(parts, hidden, batches * count, way)
     parts["pp"] = 2 * batches * case.virtual * step.send
     parts["bubble"] = waits
-    tail = data_tail(case, step.links, rank, one)
+    tail = data_tail(weigher, rank, one)
     parts["dp"] = parts["dp"] + tail.exposed
     hidden["dp"] = hidden["dp"] + tail.hidden
-    parts["optimizer"] = optimizer_seconds(case, step.clock)
-    parts["host"] = parts["host"] + step.given.step_s
-    return finish(case, step.given, parts, hidden)
+    parts["optimizer"] = weigher.bare.optimizer.seconds(weigher.factors)
+    parts["host"] = parts["host"] + given.step_s
+    return finish(case, given, parts, hidden)
 
 
-def add_exchanges(parts: dict[str, Number], hidden: dict[str, Number], count: Number, both: Both) -> None:
-    for way in (both.forward, both.backward):
-        costs = {"recompute": way.again, "tp": way.tensor, "ep": way.expert, "host": way.host}
-        for name, seconds in costs.items():
-            parts[name] = parts[name] + count * seconds
-        for name, traffic in {"cp": way.context, "dp": way.data}.items():
-            parts[name] = parts[name] + count * traffic.exposed
-            hidden[name] = hidden[name] + count * traffic.hidden
+def add(parts: dict[str, Number], hidden: dict[str, Number], count: Number, way: Way) -> None:
+    costs = {**way.parts, "recompute": way.again, "ep": way.expert, "host": way.host}
+    for name, seconds in costs.items():
+        parts[name] = parts[name] + count * seconds
+    for name, traffic in {"tp": way.tensor, "cp": way.context, "dp": way.data}.items():
+        parts[name] = parts[name] + count * traffic.exposed
+        hidden[name] = hidden[name] + count * traffic.hidden
 
 
 def finish(case: Case, given: Constants, parts: dict[str, Number], hidden: dict[str, Number]) -> Price:
@@ -221,31 +205,16 @@ def cuts_evenly(case: Case) -> bool:
     return case.software.name.startswith("megatron")
 
 
-def data_tail(case: Case, links: Links, rank: Busiest, one: MicroBatch) -> Traffic:
+def data_tail(weigher: Weigher, rank: Busiest, one: MicroBatch) -> Traffic:
     """Beside the exchanges of each block: first and last messages, which nothing hides, or all gradients at once."""
-    weights, contention = Weights.of(case), links.given.contention
+    case, wires = weigher.case, weigher.bare.wires
     if case.zero == 3:
-        first = gather_root(case, links, weights) + gather_block(case, links, weights)
-        last = reduce_root(case, links, weights) + reduce_block(case, links, weights)
-        return Traffic(case.accumulation * (first + last))
-    dense = rank.layers * weights.dense + np.maximum(rank.stem, rank.head) * weights.root
-    experts = rank.layers * weights.experts
-    summed, spread = sum_gradients(case, links, dense, experts), spread_weights(case, links, dense, experts)
+        first, last = wires.gather_root + wires.gather, wires.reduce_root + wires.reduce
+        return Traffic(case.accumulation * (weigher.wire(first) + reductions(case) * weigher.wire(last)))
+    summed, spread = weigher.wire(wires.gradients), weigher.wire(wires.new_weights)
     if not case.software.overlap:
         return Traffic(summed + spread)
-    behind = rank.layers * one.block.backward.seconds
-    total = hide(summed, behind, contention)
+    behind = weigher.hide(summed, rank.layers * one.block.backward.seconds)
     if case.software.master:  # new weights are needed, and sent, block by block in the next forward pass
-        return total + hide(spread, rank.layers * one.block.forward.seconds, contention)
-    return total + Traffic(spread)
-
-
-def optimizer_seconds(case: Case, clock: Clock) -> Number:
-    """Clipping reads gradients twice and writes them once; AdamW reads p, g, m, v and writes p, m, v."""
-    weights = Weights.of(case)
-    numbers = (case.model.layers * weights.block + weights.root) / case.pp
-    if case.zero:
-        numbers = numbers / (case.dp_shard * case.cp)
-    return clock(Kernel("stream", bytes=12.0 * numbers), "fp32") + clock(
-        Kernel("optimizer", bytes=28.0 * numbers), "fp32"
-    )
+        return behind + weigher.hide(spread, rank.layers * one.block.forward.seconds)
+    return behind + Traffic(spread)

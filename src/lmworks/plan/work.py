@@ -1,109 +1,117 @@
 """What one rank computes for one micro-batch: seconds of one block and of what stands before and after the blocks.
 
-Every kernel of the op list at the machine's rate, times what a long run adds to it. Numbers may be arrays of
-candidates.
+Every kernel of the op list at the machine's rate, by the part of the sheet it belongs to and by its kind, so that what
+a long run adds to each kind can be weighed in afterwards. Numbers may be arrays of candidates.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
 from .case import Case, Number
-from .constants import Constants, family
 from .machine import Machine
 from .network import Network, network
 from .ops import Kernel, Op, Workload
 
-Clock = Callable[[Kernel, str], Any]  # seconds of all launches of a kernel in a number format
+REENTRANT = ("megatron", "deepspeed", "huggingface")  # code that runs all of a block again
+Named = tuple[str, Kernel]  # a kernel and its part of the sheet
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds by part of the sheet, and how many kernels the host launches."""
+    """Seconds by (part, kind of kernel), and how many kernels the host launches."""
 
-    parts: Mapping[str, Number]
+    raw: Mapping[tuple[str, str], Number]
     launches: Number = 0.0
 
-    @property
-    def seconds(self) -> Number:
-        return sum(self.parts.values())
-
     @classmethod
-    def of(cls, kernels: Iterable[tuple[str, Kernel]], clock: Clock, dtype: str) -> Self:
-        parts: dict[str, Number] = defaultdict(float)
+    def of(cls, kernels: Iterable[Named], machine: Machine, dtype: str) -> Self:
+        raw: dict[tuple[str, str], Number] = defaultdict(float)
         launches: Number = 0.0
         for part, kernel in kernels:
-            parts[part] = parts[part] + clock(kernel, dtype)
+            key = (part, kernel.kind)
+            raw[key] = raw[key] + machine.seconds(kernel, dtype)
             launches = launches + kernel.count
-        return cls(dict(parts), launches)
+        return cls(dict(raw), launches)
+
+    def parts(self, factors: Mapping[str, float]) -> dict[str, Number]:
+        """By part, each kind of kernel times its factor."""
+        parts: dict[str, Number] = defaultdict(float)
+        for (part, kind), seconds in self.raw.items():
+            parts[part] = parts[part] + factors[kind] * seconds
+        return dict(parts)
+
+    def seconds(self, factors: Mapping[str, float]) -> Number:
+        return sum(factors[kind] * seconds for (_, kind), seconds in self.raw.items())
+
+    def part(self, name: str, factors: Mapping[str, float]) -> Number:
+        found = (factors[kind] * seconds for (part, kind), seconds in self.raw.items() if part == name)
+        return sum(found, np.float64(0.0))
 
 
 @dataclass(frozen=True)
 class Work:
-    """`again` is what the backward pass of a block computes once more."""
+    """Forward and backward of each; `again` is what the backward pass of a block computes once more."""
 
-    forward: Pass
-    backward: Pass
+    block: tuple[Pass, Pass]
     again: Pass
-    stem: tuple[Pass, Pass]  # forward, backward
+    stem: tuple[Pass, Pass]
     loss: tuple[Pass, Pass]
 
     @classmethod
-    def of(cls, net: Network, clock: Clock, dtype: str, recompute: str) -> Self:
+    def of(cls, net: Network, machine: Machine, dtype: str, recompute: str) -> Self:
         wide = "bf16" if dtype == "fp8" else dtype  # only the products of blocks are in 8 bits
-        again = [op for op in net.block if computed_again(op, recompute)]
-        return cls(
-            Pass.of(kernels(net.block, "forward"), clock, dtype),
-            Pass.of(kernels(net.block, "backward"), clock, dtype),
-            Pass.of(kernels(again, "forward"), clock, dtype),
-            (Pass.of(kernels(net.stem, "forward"), clock, wide), Pass.of(kernels(net.stem, "backward"), clock, wide)),
-            (Pass.of(kernels(net.loss, "forward"), clock, wide), Pass.of(kernels(net.loss, "backward"), clock, wide)),
-        )
+
+        def both(ops: Iterable[Op], dtype: str) -> tuple[Pass, Pass]:
+            ops = tuple(ops)
+            forward, backward = kernels(ops, "forward"), kernels(ops, "backward")
+            return Pass.of(narrow(forward, dtype), machine, dtype), Pass.of(narrow(backward, dtype), machine, dtype)
+
+        again = Pass.of(narrow(repeated(net, recompute), dtype), machine, dtype)
+        return cls(both(net.block, dtype), again, both(net.stem, wide), both(net.loss, wide))
+
+    @classmethod
+    def of_case(cls, case: Case, machine: Machine) -> Self:
+        return cls.of(network(Workload.of_case(case)), machine, case.dtype, case.recompute)
 
 
-def kernels(ops: Iterable[Op], direction: str) -> Iterable[tuple[str, Kernel]]:
+def kernels(ops: Iterable[Op], direction: str) -> list[Named]:
     return [(op.part, kernel) for op in ops for kernel in getattr(op, direction)]
 
 
-def computed_again(op: Op, recompute: str) -> bool:
-    """`full`: all of a block; `selective`: all but products and attention; `attention`: its inside alone."""
+def narrow(found: Iterable[Named], dtype: str) -> list[Named]:
+    """In 8 bits both operands of a product are cast: read for their largest number, read again, written in one byte."""
+    found = list(found)
+    if dtype != "fp8":
+        return found
+    casts = [
+        ("casts", Kernel("stream", bytes=5.0 * (m * k + k * n), count=kernel.count))
+        for _, kernel in found
+        if kernel.kind == "gemm"
+        for m, k, n in [kernel.shape]
+    ]
+    return found + casts
+
+
+def repeated(net: Network, recompute: str) -> list[Named]:
+    """What a block's backward pass computes again.
+
+    `full`: all of it, but for the last product where PyTorch stops at the last tensor that is asked for; `selective`:
+    all but attention and the products that are kept; `attention`: its inside alone.
+    """
+    software = net.load.software
     if recompute == "full":
-        return True
-    return op.name == "attention" if recompute == "attention" else recompute == "selective" and not np.any(op.dear)
-
-
-def work_of(case: Case, clock: Clock) -> Work:
-    return Work.of(network(Workload.of_case(case)), clock, case.dtype, case.recompute)
-
-
-def clock_of(case: Case, machine: Machine, given: Constants) -> Clock:
-    """The machine's rates, and what a long run of this code base adds."""
-    kind = family(case.gpu)
-    factors = {
-        "gemm": given.products.get(kind, 1.0),
-        "attention": given.attention.get(kind, 1.0),
-        "attention_backward": given.attention.get(kind, 1.0),
-    }
-
-    def clock(kernel: Kernel, dtype: str) -> Any:
-        seconds = machine.seconds(kernel, dtype) * factors.get(kernel.kind, given.memory)
-        if dtype == "fp8" and kernel.kind == "gemm":
-            seconds = seconds + given.memory * machine.seconds(cast(kernel), dtype)
-        return seconds
-
-    return clock
-
-
-def cast(kernel: Kernel) -> Kernel:
-    """Both operands of a product in 8 bits: read for their largest number, read again and written in one byte."""
-    m, k, n = kernel.shape
-    return Kernel("stream", bytes=5.0 * (m * k + k * n), count=kernel.count)
-
-
-def share(done: Pass, part: str) -> Number:
-    return done.parts.get(part, np.float64(0.0))
+        stops = not software.name.startswith(REENTRANT)
+        return kernels([op for op in net.block if not (stops and op.name == "down")], "forward")
+    if recompute == "attention":
+        return kernels([op for op in net.block if op.name == "attention"], "forward")
+    if recompute != "selective":
+        return []
+    cheap = kernels([op for op in net.block if op.part not in ("matmul", "attention")], "forward")
+    products = kernels([op for op in net.block if op.part == "matmul"], "forward")
+    return cheap + [(part, replace(kernel, count=kernel.count * software.again)) for part, kernel in products]

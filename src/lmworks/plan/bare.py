@@ -1,0 +1,64 @@
+"""All that a step is made of, before the fitted constants: kernels at benchmarked rates, messages on idle links."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from ..spec import Gpu
+from .case import Case, Number
+from .comm import Exchanges, Weights
+from .machine import Machine
+from .ops import Kernel
+from .work import Pass, Work
+
+
+@dataclass(frozen=True)
+class Bare:
+    case: Case
+    work: Work
+    wires: Exchanges
+    copies: tuple[Pass, Pass]  # of a block's weights and gradients, forward and backward
+    optimizer: Pass
+
+    @classmethod
+    def of(cls, case: Case) -> Self:
+        machine, weights = machine_of(case.gpu), Weights.of(case)
+        optimizer = Pass.of([("optimizer", kernel) for kernel in updates(case, weights)], machine, "fp32")
+        there, back = copied(case, weights)
+        copies = (
+            Pass.of([("copies", Kernel("stream", bytes=there))], machine, "fp32"),
+            Pass.of([("copies", Kernel("stream", bytes=back))], machine, "fp32"),
+        )
+        return cls(case, Work.of_case(case, machine), Exchanges.of(case), copies, optimizer)
+
+
+@functools.cache
+def machine_of(gpu: Gpu) -> Machine:
+    return Machine.of(gpu)
+
+
+def copied(case: Case, weights: Weights) -> tuple[Number, Number]:
+    """Bytes of a block: gathered weights leave their buffer, gradients are packed, or added to earlier ones."""
+    software = case.software
+    if case.zero == 3:
+        gather = 2.0 * (software.gather or case.width) * weights.block
+        return gather, gather * case.reshard + 2.0 * software.reduce * weights.block * reductions(case)
+    summed = (2.0 * software.gradients + 2) * weights.block
+    return 0.0, np.where((case.accumulation > 1) | (software.master > 0), summed, 0.0)
+
+
+def reductions(case: Case) -> Number:
+    """ZeRO-3, of each micro-batch: our trainer reduces after the last one only, others after every one."""
+    return 1 / case.accumulation if case.software.name.startswith("lmworks") else 1.0
+
+
+def updates(case: Case, weights: Weights) -> list[Kernel]:
+    """Clipping reads gradients twice and writes them once; AdamW reads p, g, m, v and writes p, m, v."""
+    numbers = (case.model.layers * weights.block + weights.root) / case.pp
+    if case.zero:
+        numbers = numbers / (case.dp_shard * case.cp)
+    return [Kernel("stream", bytes=12.0 * numbers), Kernel("optimizer", bytes=28.0 * numbers)]
