@@ -36,7 +36,7 @@ def test_json_shape() -> None:
     assert result["step_s"] == pytest.approx(sum(result["step_parts"].values()))
     assert result["tokens_per_s"] == pytest.approx(spec.tokens_per_step / result["step_s"])
     assert set(result["step_parts"]) <= set(result["tags"])
-    assert set(result["tags"].values()) <= {"measured", "datasheet", "modelled"}
+    assert set(result["tags"].values()) <= {"measured", "modelled"}
 
 
 def test_without_a_machine_no_time_is_made_up() -> None:
@@ -85,11 +85,12 @@ def test_a_machine_survives_its_json() -> None:
     assert Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine
 
 
-def test_a_datasheet_is_tagged_as_one() -> None:
+def test_a_gpu_of_the_catalogue_says_what_its_time_rests_on() -> None:
     gpu = catalogue()["H200-SXM-141GB"]
-    prediction = predict(make_run(dtype="bf16"), Machine.from_gpu(gpu))
+    prediction = predict(make_run(dtype="bf16"), Machine.of(gpu))
     assert prediction.time is not None
-    assert prediction.time.tags["matmul"] == "datasheet"
+    assert prediction.time.tags["matmul"] == "fitted"
+    assert prediction.time.tags["attention"] == "modelled"
     # No step is faster than its model FLOPs at the peak.
     assert prediction.time.total >= prediction.flops.model / (gpu.bf16_tflops * 1e12)
 
@@ -97,7 +98,7 @@ def test_a_datasheet_is_tagged_as_one() -> None:
 def test_an_accelerator_without_a_bandwidth_is_refused() -> None:
     unknown = next(iter(catalogue().values())).replace(name="mine", bandwidth_gbs=0.0)
     with pytest.raises(SpecError, match="mine: bandwidth_gbs is not in the catalogue"):
-        Machine.from_gpu(unknown)
+        Machine.of(unknown)
 
 
 def test_the_device_of_a_spec_decides_whose_kernels_run() -> None:

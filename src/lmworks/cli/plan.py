@@ -42,7 +42,7 @@ def run(
     """Predict the memory and the step time of a run on one device.
 
     The time is for this machine, measured in a few seconds the first time, or for the accelerator that cluster.gpu
-    names, from its datasheet.
+    names, from products measured on it or its kin.
 
     \b
     Examples:
@@ -69,7 +69,7 @@ def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
     from ..plan.machine import Machine
 
     if cluster.accelerator:
-        return Machine.from_gpu(cluster.accelerator)
+        return Machine.of(cluster.accelerator)
     if no_probe:
         return None
     from ..observe.probe import this_machine
@@ -123,8 +123,10 @@ def print_time(prediction: Prediction, dtype: str) -> None:
         typer.echo(
             f"this machine was busy while it was measured (runs took {machine.noise:.1f} × the fastest): expect better"
         )
-    if machine.tag == "datasheet":
-        typer.echo("from datasheet peaks, which no kernel reaches: the time is a lower bound, the speed an upper bound")
+    if machine.tag != "measured":
+        typer.echo(
+            f"{machine.name} was not at hand: products by a fit to measured ones, the rest a share of its datasheet"
+        )
 
 
 def both(count: int) -> str:

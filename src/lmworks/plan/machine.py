@@ -1,18 +1,21 @@
-"""What a machine can do: rates of the few kinds of kernel that training is made of.
+"""What a machine can do: seconds of the few kinds of kernel that training is made of.
 
-Either measured (`observe/probe.py` writes it, this file only reads the JSON) or from a datasheet, where every rate is
-the peak and a time is therefore a lower bound.
+Either measured on the machine at hand (`observe/probe.py` writes it, this file only reads the JSON), or for a GPU of
+the catalogue from `rates`: products by a fit to measured ones, the rest modelled.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..spec import Gpu, SpecError
+import numpy as np
+
+from ..spec import Gpu
+from .case import Number
 from .ops import Kernel
+from .rates import GpuRates, gpu_rates
 
 FORMAT = 3  # of the JSON; a probe written by another version is measured again
 
@@ -29,55 +32,65 @@ class Rate:
 class Machine:
     """`rates` maps a kernel's kind (see `ops.Kernel`) to measured points; one point means: the same at every size.
 
-    Products and attention have a table for each number format, e.g. `gemm.bf16`.
+    Products and attention have a table for each number format, e.g. `gemm.bf16`. What was not measured is priced by
+    `laws`, where there are any.
     """
 
     name: str
     device: str  # "cpu" or "cuda"
-    tag: str  # "measured" or "datasheet"
+    tag: str  # what its products rest on: "measured", "fitted" or "modelled"
     rates: Mapping[str, tuple[Rate, ...]]
     launch_s: float = 0.0  # host time of one small op, forward
     launch_backward_s: float = 0.0
     memory_bytes: int = 0
     noise: float = 1.0  # median run over fastest run while it was measured: well above 1, something else was running
+    laws: GpuRates | None = None
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """What each kind of kernel rests on: `gemm.bf16`, `attention`, `stream` …"""
+        return {**(self.laws.tags if self.laws else {}), **dict.fromkeys(self.rates, "measured")}
 
     def covers(self, dtype: str) -> bool:
-        return f"gemm.{dtype}" in self.rates
+        return f"gemm.{dtype}" in self.tags
 
-    def rate(self, kernel: Kernel, dtype: str) -> float:
+    def points(self, kernel: Kernel, dtype: str) -> tuple[Rate, ...]:
+        return self.rates.get(f"{kernel.kind}.{dtype}") or self.rates.get(kernel.kind, ())
+
+    def rate(self, kernel: Kernel, dtype: str) -> Number:
         """FLOP/s or bytes/s, between the measured points: their log-rates, weighted by 1/distance² of log-shapes."""
-        points = self.rates.get(f"{kernel.kind}.{dtype}") or self.rates[kernel.kind]
+        points = self.points(kernel, dtype)
         shape = kernel.shape or (kernel.bytes,)
         if len(points) == 1:
             return points[0].rate
-        weight_sum = log_sum = 0.0
+        weight_sum: Number = 0.0
+        log_sum: Number = 0.0
         for point in points:
-            distance = sum(math.log(a / b) ** 2 for a, b in zip(shape, point.shape, strict=True))
+            distance = sum(np.log(np.maximum(a, 1.0) / b) ** 2 for a, b in zip(shape, point.shape, strict=True))
             weight = 1 / (distance + 1e-6)
-            weight_sum += weight
-            log_sum += weight * math.log(point.rate)
-        return math.exp(log_sum / weight_sum)
+            weight_sum = weight_sum + weight
+            log_sum = log_sum + weight * np.log(point.rate)
+        return np.exp(log_sum / weight_sum)
 
-    def seconds(self, kernel: Kernel, dtype: str) -> float:
-        """All launches of this kernel, host time not counted."""
-        amount = kernel.flops if kernel.flops else kernel.bytes
-        return kernel.count * amount / self.rate(kernel, dtype) if amount else 0.0
+    def seconds(self, kernel: Kernel, dtype: str) -> Number:
+        """All launches of this kernel, host time not counted. Shapes, amounts and counts may be arrays."""
+        if self.laws and not self.points(kernel, dtype):
+            return self.laws.seconds(kernel, dtype)
+        amount = kernel.flops if np.any(kernel.flops) else kernel.bytes
+        return kernel.count * amount / self.rate(kernel, dtype) if np.any(amount) else 0.0
 
     @classmethod
-    def from_gpu(cls, gpu: Gpu) -> Machine:
-        """Datasheet peaks: no kernel reaches them, so what follows is a lower bound on time."""
-        if not gpu.bandwidth_gbs:
-            raise SpecError(f"{gpu.name}: bandwidth_gbs is not in the catalogue, so no time can be predicted for it")
-        memory = (Rate((1.0,), gpu.bandwidth_gbs * 1e9),)
-        rates = dict.fromkeys(("stream", "strided", "exp", "tanh", "optimizer"), memory)
-        for dtype in ("fp32", "bf16", "fp16"):
-            if flops := gpu.peak_flops(dtype):
-                compute = (Rate((1.0,), flops),)
-                rates |= {f"{kind}.{dtype}": compute for kind in ("gemm", "attention", "attention_backward")}
-        return cls(gpu.name, "cuda", "datasheet", rates, memory_bytes=round(gpu.memory_gb * 1e9))
+    def of(cls, gpu: Gpu, attention: str = "") -> Machine:
+        """A GPU of the catalogue; `attention` as in `gpu_rates`."""
+        laws = gpu_rates(gpu, attention)
+        tag = laws.tags.get("gemm.bf16", "modelled")
+        return cls(
+            gpu.name, "cuda", tag, {}, laws.launch_s, laws.launch_backward_s, round(gpu.memory_gb * 1e9), laws=laws
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        """What was measured; laws are looked up again by the GPU's name."""
+        return {"format": FORMAT, **{name: value for name, value in asdict(self).items() if name != "laws"}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Machine:

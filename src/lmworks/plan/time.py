@@ -19,7 +19,7 @@ from .ops import Kernel, Op, Workload
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds by part, and what each part's figure rests on: 'measured', 'datasheet' or 'modelled'."""
+    """Seconds by part, and what each part's figure rests on: 'measured', 'fitted' or 'modelled'."""
 
     parts: dict[str, float]
     tags: dict[str, str]
@@ -43,11 +43,11 @@ def step_time(spec: RunSpec, machine: Machine) -> StepTime:
     accumulation = spec.accumulation
     parts: dict[str, float] = defaultdict(float)
     for op, times, kernels, _ in passes(spec, net):
-        parts[op.part] += accumulation * times * sum(machine.seconds(kernel, load.dtype) for kernel in kernels)
+        parts[op.part] += accumulation * times * sum(float(machine.seconds(kernel, load.dtype)) for kernel in kernels)
     for op in optimizer(spec.model):
-        parts[op.part] += sum(machine.seconds(kernel, load.dtype) for kernel in op.forward)
-    tags = dict.fromkeys(parts, machine.tag)
-    tags["norms"] = tags["residual"] = tags["embedding"] = "modelled" if machine.tag == "measured" else machine.tag
+        parts[op.part] += sum(float(machine.seconds(kernel, load.dtype)) for kernel in op.forward)
+    tags = {part: machine.tag if part == "matmul" or machine.tag == "measured" else "modelled" for part in parts}
+    tags["norms"] = tags["residual"] = tags["embedding"] = "modelled"
 
     parts["launches"] = launch_seconds(spec, net, machine, sum(parts.values()))
     tags["launches"] = "modelled"
@@ -73,5 +73,5 @@ def launch_seconds(spec: RunSpec, net: Network, machine: Machine, busy: float) -
     seconds = 0.0
     for _, times, kernels, direction in passes(spec, net):
         each = machine.launch_s if direction == "forward" else machine.launch_backward_s
-        seconds += spec.accumulation * times * each * sum(kernel.count for kernel in kernels)
+        seconds += spec.accumulation * times * each * sum(float(kernel.count) for kernel in kernels)
     return max(0.0, seconds - busy) if machine.device == "cuda" else seconds
