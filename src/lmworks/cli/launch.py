@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..spec.errors import SpecError, did_you_mean
-from .output import Overrides, Spec
+from .output import Overrides, Spec, write_file
 
 if TYPE_CHECKING:
     from ..launch import Job
@@ -125,9 +125,5 @@ def deliver(text: str, out: Path | None, command: str) -> None:
     if out is None:
         typer.echo(text, nl=False)
         return
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"--out {out}: {error.strerror}") from None
+    write_file(out, text, "--out")
     typer.echo(f"wrote {out}; start it with: {command.format(out)}")

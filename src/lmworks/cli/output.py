@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from ..spec.errors import SpecError
 
 Spec = Annotated[str, typer.Argument(metavar="SPEC", help="A TOML file, a run folder, or the name of a model preset.")]
 Overrides = Annotated[
@@ -38,3 +41,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
         endless = console.options.update(max_width=10_000)
         console.width = max(console.width, console.measure(table, options=endless).maximum)
     console.print(table)
+
+
+def write_file(path: Path, text: str, option: str) -> None:
+    """What an option asked to be written; `option` names it in the error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"{option} {path}: {error.strerror}") from None

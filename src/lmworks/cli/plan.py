@@ -8,6 +8,8 @@ import typer
 from typer.core import TyperGroup
 
 from .output import Json, Overrides, Spec, print_json, print_table
+from .plan_memory import memory
+from .plan_search import search
 
 if TYPE_CHECKING:
     from ..plan.machine import Machine
@@ -63,6 +65,10 @@ def run(
     typer.echo(f"{job.name}: {job.model.params:,} parameters, {job.tokens_per_step:,} tokens a step")
     print_memory(prediction)
     print_time(prediction, job.precision.dtype)
+
+
+app.command()(memory)
+app.command()(search)
 
 
 def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:

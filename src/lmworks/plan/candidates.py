@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec import Cluster, Gpu, ModelSpec, SpecError
+from ..spec import Cluster, Gpu, ModelSpec, RunSpec, SpecError
+from ..spec.hardware import parse_cluster
 from ..spec.layout import IN_ROUNDS, LOOPED, SPLIT_BACKWARD, V_SHAPED
 from ..spec.run import SCHEDULES
 from .case import Case
 from .software import COMPILED, EAGER
 
+STRATEGIES = {0: "ddp", 1: "zero", 2: "zero", 3: "fsdp2"}
+SEQUENCES = 4  # of a step for each GPU, where the batch is not said
 MICRO_BATCHES = 32  # at most: more never made a product faster
 VIRTUAL = (2, 3, 4, 6, 8)  # stages that a rank of a looped schedule may have
 NUMBERS = ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "micro_batch")
@@ -39,14 +42,23 @@ class Question:
     compile: bool = True
     pinned: Mapping[str, Any] = field(default_factory=dict)  # NUMBERS and WORDS that are not open
 
-    def __post_init__(self) -> None:
-        for key in self.pinned:
-            if key not in (*NUMBERS, *WORDS):
-                raise SpecError(f"{key} cannot be given to a search; these can: {', '.join((*NUMBERS, *WORDS))}")
-
     @property
     def world(self) -> int:
         return self.cluster.nodes * self.cluster.gpus_per_node
+
+
+def question_of(base: RunSpec, cluster: str, dtype: str, compile: bool, pinned: Mapping[str, Any]) -> Question:
+    """A spec on a cluster as people type it; what the spec says of networks and prices holds there too."""
+    own = base.cluster
+    machines = parse_cluster(cluster, own.catalogue)
+    machines = machines.replace(network=own.network, nic_gbs=own.nic_gbs, price_hour=own.price_hour)
+    gpu = machines.accelerator
+    assert gpu is not None, "a cluster that is typed names its GPU"
+    if not gpu.peak_flops(dtype):
+        known = [name for name in ("bf16", "fp16", "fp32") if gpu.peak_flops(name)]
+        raise SpecError(f"{gpu.name} has no known speed in {dtype}; it has one in {' and '.join(known) or 'nothing'}")
+    batch = base.data.global_batch if base.data.given["global_batch"] else SEQUENCES * machines.gpus
+    return Question(base.model, machines, gpu, base.data.seq, batch, dtype, compile, pinned)
 
 
 @dataclass(frozen=True)
@@ -161,6 +173,21 @@ def cases(question: Question) -> Iterator[tuple[Words, Case]]:
                     gpus_per_node=question.cluster.gpus_per_node,
                 ),
             )
+
+
+def run_of(question: Question, layout: Mapping[str, Any], base: RunSpec) -> RunSpec:
+    """`base` on this cluster with this layout, which has all NUMBERS and WORDS: a run that `lmworks train` takes."""
+    axes = ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "schedule", "recompute", "offload")
+    zero = layout["zero"]
+    parallel = {"dp": 0, "strategy": STRATEGIES[zero], "zero": zero if zero in (1, 2) else 0, "sp": layout["tp"] > 1}
+    parallel |= {"virtual_stages": layout["virtual"], "compile": question.compile}
+    parallel |= {axis: layout[axis] for axis in axes}
+    sizes = {"micro_batch": layout["micro_batch"], "global_batch": question.global_batch, "seq": question.seq}
+    data = base.to_dict()
+    for table, changes in {"parallel": parallel, "data": sizes, "precision": {"dtype": question.dtype}}.items():
+        data[table] = {**data[table], **changes}
+    data["cluster"] = question.cluster.to_dict()
+    return RunSpec.from_dict(data)
 
 
 def divisors(number: int) -> list[int]:

@@ -78,8 +78,8 @@ class Case:
     def replace(self, **changes: Any) -> Self:
         return replace(self, **changes)
 
-    def take(self, rows: NDArray[Any]) -> Self:
-        """The candidates that `rows` (a mask, or their places) picks."""
+    def take(self, rows: NDArray[Any] | np.intp) -> Self:
+        """The candidates that `rows` (a mask, or a place) picks."""
         arrays = {name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         return replace(self, **arrays)
 
@@ -113,3 +113,18 @@ class Case:
     def width(self) -> int:
         """Bytes of one number in a product."""
         return {"fp32": 4, "fp8": 1}.get(self.dtype, 2)
+
+    @property
+    def text(self) -> str:
+        """The layout of one candidate, as people say it: what is 1 or off is left out."""
+        words = [f"{axis}={int(getattr(self, axis))}" for axis in ("tp", "cp", "pp", "ep") if getattr(self, axis) > 1]
+        if self.dp > 1:
+            copies = f"{int(self.dp_replicate)}×" if self.dp_shard > 1 and self.dp_replicate > 1 else ""
+            words.append(f"dp={copies}{int(self.dp_shard if self.dp_shard > 1 else self.dp)} ZeRO-{self.zero}")
+        if self.pp > 1:
+            words.append(self.schedule + (f"×{int(self.virtual)}" if self.virtual > 1 else ""))
+        if self.recompute != "none":
+            words.append(f"recompute {self.recompute}")
+        if self.offload != "none":
+            words.append(f"offload {self.offload}")
+        return ", ".join([*words, f"micro-batch {int(self.micro_batch)}"])

@@ -17,6 +17,8 @@ from ..spec.load import apply_overrides, read_source
 from ..spec.presets import PRESETS
 from ..spec.schema import merge
 
+USUAL = 8192  # tokens of a sequence where nobody says, and the model is made for as many
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -43,7 +45,7 @@ def job(source: str, overrides: Iterable[str], wish: Wish) -> RunSpec:
     said = merge(apply_overrides(data, overrides), words(wish))
     if wish.cluster:
         said = merge(said, on_cluster(said, parse_cluster(wish.cluster), wish))
-    said = longer(said)
+    said = as_long(said)
     return RunSpec.from_dict(apply_overrides(said, overrides))
 
 
@@ -91,10 +93,12 @@ def shared(dp: int, zero: int | None) -> dict[str, Any]:
     return {"strategy": "zero", "zero": zero, "dp_replicate": 1, "dp_shard": dp}
 
 
-def longer(said: dict[str, Any]) -> dict[str, Any]:
-    """A preset is stretched to the sequence that is asked of it; a model of one's own has to say so itself."""
+def as_long(said: dict[str, Any]) -> dict[str, Any]:
+    """A preset is stretched to the sequence that is asked of it, and asked for a usual one if for none."""
     model, seq = said.get("model", {}), said.get("data", {}).get("seq", 0)
     context = PRESETS.get(model.get("preset", ""), {}).get("context", 0)
-    if "context" not in model and context and seq > context:
-        return merge(said, {"model": {"context": seq}})
-    return said
+    if not context or "context" in model:
+        return said
+    if not seq:
+        return merge(said, {"data": {"seq": min(context, USUAL)}})
+    return merge(said, {"model": {"context": seq}}) if seq > context else said

@@ -1,0 +1,13 @@
+"""Options that describe a run on a cluster, beside a spec's own keys."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+OnCluster = Annotated[str, typer.Option("--cluster", help="What it runs on, e.g. 256xh100, or 2x8xa100.")]
+Seq = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sequence (data.seq).")]
+MicroBatch = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences a rank runs at once.")]
+GlobalBatch = Annotated[int | None, typer.Option("--global-batch", min=1, help="Sequences of a step.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="Precision of products: bf16, fp16 or fp32.")]

@@ -1,0 +1,116 @@
+"""`lmworks plan memory`: the budget sheet of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .job import Dtype, GlobalBatch, MicroBatch, OnCluster, Seq
+from .output import Json, Overrides, Spec, print_json, print_table, write_file
+
+PARTS = {
+    "parameters": "weights as they are held",
+    "gradients": "when they are complete",
+    "master": "fp32 copies of weights held in fewer bytes",
+    "optimizer": "its states",
+    "activations": "kept for the backward pass, at the highest moment",
+    "logits": "and their gradients, at the highest moment",
+    "buffers": "gathered weights, messages on their way",
+    "absent": "gradients not made yet at the highest moment",
+}
+
+
+def memory(
+    spec: Spec,
+    overrides: Overrides = None,
+    cluster: OnCluster = "1xh100",
+    zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage of data parallelism.")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = None,
+    cp: Annotated[int | None, typer.Option("--cp", min=1, help="Context-parallel ranks.")] = None,
+    pp: Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline ranks.")] = None,
+    ep: Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel ranks.")] = None,
+    seq: Seq = None,
+    micro_batch: MicroBatch = None,
+    global_batch: GlobalBatch = None,
+    recompute: Annotated[str | None, typer.Option("--recompute", help="none, selective or full.")] = None,
+    dtype: Dtype = None,
+    optimizer: Annotated[
+        str | None, typer.Option("--optimizer", help="Price another one: adamw8bit, adafactor, muon, sgd.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with pictures.")] = None,
+    json: Json = False,
+) -> None:
+    """What every rank of a training run must hold, in bytes, and whether it fits.
+
+    Data parallelism takes the GPUs that tp, cp and pp leave, and shards everything unless --zero says otherwise. With a
+    pipeline the sheet is of the rank that needs most.
+
+    \b
+    Examples:
+      lmworks plan memory llama3-8b --cluster 8xh100 --zero 3 --seq 8192 --micro-batch 1
+      lmworks plan memory llama3-70b --cluster 64xh100 --tp 8 --pp 4 --recompute selective --json
+      lmworks plan memory configs/tiny.toml --cluster 2xa100
+    """
+    from ..plan.budget import budget, oom_probability
+    from ..plan.case import Case
+    from ..plan.job import Wish, job
+    from ..plan.reserve import capacity, usable
+
+    wish = Wish(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
+    run = job(spec, overrides or (), wish)
+    gpu = run.cluster.accelerator
+    assert gpu is not None, "a cluster that is typed names its GPU"
+    case = Case.of(run, gpu)
+    if optimizer:
+        case = case.replace(optimizer=optimizer)
+    found = budget(case)
+    room, chance = usable(gpu), float(oom_probability(found.reserved, gpu))
+    stages = [budget(case, stage).to_dict() for stage in range(run.parallel.pp)]
+    facts: dict[str, Any] = {
+        "name": run.name,
+        "gpu": gpu.name,
+        "gpus": run.parallel.world,
+        "layout": case.text,
+        **found.to_dict(),
+        "capacity": capacity(gpu),
+        "usable": room,
+        "fits": float(found.reserved) <= room,
+        "oom_probability": chance,
+        "stages": stages,
+    }
+    if html:
+        from ..observe.plan_page import memory_page
+
+        write_file(html, memory_page(facts), "--html")
+    if json:
+        print_json(facts)
+        return
+    typer.echo(f"{run.name} on {run.parallel.world} × {gpu.name}: {run.model.params:,} parameters, {facts['layout']}")
+    print_budget(facts)
+    print_stages(stages)
+    verdict = "fits" if facts["fits"] else "does NOT fit"
+    typer.echo(
+        f"{verdict}: {float(found.reserved) / 2**30:.1f} GiB reserved of {room / 2**30:.1f} GiB usable; "
+        f"out of memory with a probability of {chance:.0%}"
+    )
+    if html:
+        typer.echo(f"page: {html}")
+
+
+def print_budget(facts: dict[str, Any]) -> None:
+    shown = {**PARTS, "allocated": "their sum", "reserved": "what the allocator takes", "host": "offloaded to the host"}
+    rows = [
+        [name, f"{facts[name] / 2**30:.2f} GiB", f"{facts[name] / 1e9:.2f} GB", how]
+        for name, how in shown.items()
+        if facts[name]
+    ]
+    print_table("The fullest rank", ["what", "GiB", "GB", "how"], rows)
+
+
+def print_stages(stages: list[dict[str, float]]) -> None:
+    if len(stages) > 1:
+        names = [*PARTS, "reserved"]
+        rows = [[rank, *(f"{stage[name] / 2**30:.1f}" for name in names)] for rank, stage in enumerate(stages)]
+        print_table("By pipeline rank, GiB", ["rank", *names], rows)

@@ -1,0 +1,197 @@
+"""`lmworks plan search`: which layout to train with."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..spec.errors import SpecError
+from .job import Dtype, GlobalBatch, Seq
+from .output import Json, Overrides, Spec, print_json, print_table, write_file
+
+if TYPE_CHECKING:
+    from ..plan.candidates import Question
+    from ..plan.explain import Verdict
+    from ..plan.search import Found, Result
+    from ..spec import RunSpec
+
+
+def search(
+    spec: Spec,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        list[str], typer.Option("--cluster", help="What it may run on, e.g. 256xh100; several times to compare.")
+    ] = ["8xh100"],  # noqa: B006
+    seq: Seq = None,
+    global_batch: GlobalBatch = None,
+    dtype: Dtype = None,
+    fix: Annotated[
+        list[str] | None, typer.Option("--fix", help="Keep a part of the layout, e.g. tp=8 or recompute=none.")
+    ] = None,
+    compiled: Annotated[bool, typer.Option("--compile/--eager", help="Blocks under torch.compile.")] = True,
+    explain: Annotated[
+        str | None, typer.Option("--explain", help='Why not this layout: "tp=8 pp=4 zero=1 micro_batch=2".')
+    ] = None,
+    tokens: Annotated[float, typer.Option("--tokens", min=1, help="Tokens to train on, for days and $.")] = 1e12,
+    show: Annotated[int, typer.Option("--show", min=1, help="Rows of the table.")] = 12,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the fastest layout as a spec.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write an interactive page.")] = None,
+    json: Json = False,
+) -> None:
+    """Price every legal layout of a model on a cluster, and show the best.
+
+    The table is the Pareto front, fastest first: every further row is slower and leaves more memory free. Times are of
+    the closed form, the best 50 of a simulated timeline; `lmworks plan validate` says how wrong they are.
+
+    \b
+    Examples:
+      lmworks plan search llama3-70b --cluster 256xh100 --seq 8192 --global-batch 1024
+      lmworks plan search llama3-8b --cluster 8xh100 --cluster 8xa100 --out best.toml
+      lmworks plan search llama3-70b --cluster 64xh100 --global-batch 512 --fix tp=8 --json
+      lmworks plan search llama3-70b --cluster 64xh100 --global-batch 512 --explain "tp=8 zero=1"
+    """
+    from ..plan.candidates import question_of
+    from ..plan.explain import explain as why
+    from ..plan.explain import read_layout
+    from ..plan.job import Wish, job
+    from ..plan.search import search as find
+
+    began = time.perf_counter()
+    base = job(spec, overrides or (), Wish(seq=seq, micro_batch=1, global_batch=global_batch))
+    pinned = read_layout(fix or [])
+    questions = [question_of(base, text, dtype or "bf16", compiled, pinned) for text in cluster]
+    result = find(questions)
+    verdict = why(questions[0], read_layout(explain.split()), base, result) if explain else None
+    if not result.front and verdict is None:
+        raise SpecError(no_room(questions[0], result))
+    facts = {
+        "model": base.name,
+        "params": base.model.params,
+        "seq": base.data.seq,
+        "global_batch": questions[0].global_batch,
+        "legal": result.legal,
+        "fitting": result.fitting,
+        "seconds": time.perf_counter() - began,
+        "front": [row(found, base, tokens) for found in result.front],
+        "explained": explained(verdict) if verdict else None,
+    }
+    if out and result.front:
+        from ..spec.load import dump_toml
+
+        write_file(out, dump_toml(result.front[0].spec(base).to_dict()), "--out")
+    if html:
+        from ..observe.plan_page import search_page
+
+        write_file(html, search_page(facts), "--html")
+    if json:
+        print_json(facts)
+        return
+    print_front(facts, show)
+    if verdict:
+        print_verdict(verdict)
+    if out and result.front:
+        typer.echo(f"wrote {out}; train it with: lmworks train {out}")
+    if html:
+        typer.echo(f"page: {html}")
+
+
+def no_room(question: Question, result: Result) -> str:
+    """Nothing can run, or nothing fits: what does."""
+    from ..plan.reserve import usable
+    from ..plan.search import enough, least
+
+    where = f"{question.cluster.gpus} × {question.gpu.name}"
+    if not result.legal:
+        asked = (
+            f"no layout of {where} is legal for a batch of {question.global_batch} sequences of {question.seq} tokens"
+        )
+        if question.pinned:
+            kept = ", ".join(f"{key}={value}" for key, value in question.pinned.items())
+            return f"{asked} with {kept}: --explain '{kept.replace(',', '')}' says why"
+        return f"{asked}; a batch of {-(-question.global_batch // question.world) * question.world} divides evenly"
+    need, room = least(question) / 2**30, usable(question.gpu) / 2**30
+    larger = enough(question)
+    hint = f"; {larger.cluster.gpus} × {question.gpu.name} would do" if larger else ""
+    return f"nothing fits on {where}: the most frugal layout needs {need:.1f} GiB of {room:.1f} GiB a GPU{hint}"
+
+
+def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
+    """One layout of the front, for programs."""
+    from ..plan.budget import budget
+    from ..plan.collectives import collectives
+
+    price, question = found.price, found.question
+    spec = found.spec(base)
+    low, high = price.interval
+    return {
+        "layout": found.layout,
+        "text": found.case.text,
+        "gpu": question.gpu.name,
+        "gpus": question.world,
+        "step_s": found.step_s,
+        "interval": [float(low), float(high)],
+        "tokens_per_s": found.tokens_per_s,
+        "tokens_per_s_per_gpu": found.tokens_per_s / question.world,
+        "mfu": float(price.mfu),
+        "hfu": float(price.hfu),
+        "memory": found.budget.to_dict(),
+        "stages": [budget(found.case, stage).to_dict() for stage in range(spec.parallel.pp)],
+        "headroom": found.headroom,
+        "dollars_per_gtoken": found.dollars_per_gtoken,
+        "days": tokens / found.tokens_per_s / 86400,
+        "dollars": tokens / 1e9 * found.dollars_per_gtoken,
+        "parts": {name: float(seconds) for name, seconds in price.parts.items()},
+        "hidden": {name: float(seconds) for name, seconds in price.hidden.items()},
+        "tags": price.tags,
+        "collectives": [vars(call) for call in collectives(spec)],
+    }
+
+
+def explained(verdict: Verdict) -> dict[str, Any]:
+    need = verdict.budget.to_dict() if verdict.budget else None
+    return {**vars(verdict), "budget": need, "changes": list(verdict.changes)}
+
+
+def print_front(facts: dict[str, Any], show: int) -> None:
+    from ..record.figures import duration, short
+
+    typer.echo(
+        f"{facts['model']}: {facts['legal']:,} legal layouts, {facts['fitting']:,} fit, "
+        f"{len(facts['front'])} on the front; {facts['seconds']:.1f} s"
+    )
+    several = len({one["gpu"] for one in facts["front"]}) > 1
+    rows = [
+        [
+            (f"{one['gpus']} × {one['gpu']}: " if several else "") + one["text"],
+            f"{one['memory']['reserved'] / 2**30:.1f}",
+            f"{one['headroom']:.0%}",
+            duration(one["step_s"]),
+            short(one["tokens_per_s"]),
+            f"{one['mfu']:.1%}",
+            f"{sent(one) / 1e9:.1f}",
+            f"{one['days']:.1f}",
+            short(one["dollars"]),
+        ]
+        for one in facts["front"][:show]
+    ]
+    columns = ["layout", "GiB a GPU", "free", "step", "tokens/s", "MFU", "GB sent", "days", "$"]
+    print_table(f"Sequences of {facts['seq']}, {facts['global_batch']} a step; fastest first", columns, rows)
+
+
+def sent(one: dict[str, Any]) -> int:
+    """Bytes of all messages of one rank in a step."""
+    return sum(call["bytes"] for call in one["collectives"])
+
+
+def print_verdict(verdict: Verdict) -> None:
+    binds = {"rule": "cannot run", "memory": "does not fit", "": "fits"}[verdict.binding]
+    typer.echo(f"\n{' '.join(f'{key}={value}' for key, value in verdict.layout.items())}\n{binds}: {verdict.text}")
+    if verdict.changes:
+        typer.echo("the smallest changes that make it fit:")
+        for change in verdict.changes:
+            typer.echo(f"  {change}")
+    elif verdict.binding == "memory":
+        typer.echo("no two changes make it fit; see the table for layouts that do")
