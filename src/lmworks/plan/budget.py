@@ -34,9 +34,13 @@ __all__ = ["Budget", "budget", "oom_probability", "usable"]
 
 # Bytes of optimizer states of one weight; `optimizers.py` has them tensor by tensor.
 STATES = {"adamw": 8.0, "adamw8bit": 2.0 + 8 / 256, "adafactor": 0.01, "sgd": 0.0, "muon": 4.0}
-# Bytes of one logit when the loss is highest. Plain code has their logarithms, the gradient of these and of the logits
-# in fp32; compiled code the logits as they came and fp32 ones; a fused loss writes gradients over the logits.
+# Bytes of one logit when the loss is highest. Plain code has log p, its gradient and that of the logits, in fp32, and
+# over a vocabulary that is cut one more; compiled code the logits as they came and in fp32; a fused loss writes
+# gradients over the logits.
 LOGITS = {"plain": 12, "compiled": 6, "fused": 2}
+CUT = {"plain": 4, "compiled": 0, "fused": 0}
+# Bytes of one logit that the allocator keeps from the forward pass, as nothing fits there: those as they came.
+LEFT = {"plain": 2, "compiled": 0, "fused": 0}
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Budget:
     logits: Number
     buffers: Number  # gathered weights, messages, gradients on their way
     absent: Number  # gradients that are not made yet at the highest moment
+    left: Number  # freed before it, but in blocks that nothing of that moment fits
     host: Number  # in host memory
 
     @property
@@ -60,7 +65,7 @@ class Budget:
 
     @property
     def reserved(self) -> Number:
-        return reserved(self.allocated)
+        return reserved(self.allocated) + self.left
 
     def to_dict(self) -> dict[str, float]:
         found = {field.name: float(getattr(self, field.name)) for field in fields(self)}
@@ -75,6 +80,7 @@ class Moment:
     activations: Number = 0.0
     logits: Number = 0.0
     buffers: Number = 0.0
+    left: Number = 0.0
 
     @property
     def total(self) -> Number:
@@ -94,6 +100,12 @@ def budget(case: Case, stage: Number | None = None) -> Budget:
     return Budget(**{name: np.where(worse, b, a)[()] for name, (a, b) in both.items()})
 
 
+def activations(case: Case, rank: Number = 0) -> Number:
+    """What the blocks of a pipeline rank keep between forward and backward, of all micro-batches under way."""
+    part = share_of(case, rank)
+    return part.under_way * blocks_keep(case, network(Workload.of_case(case)), part)
+
+
 def at_rank(case: Case, net: Network, rank: Number) -> Budget:
     part = share_of(case, rank)
     state = held(case, part)
@@ -105,12 +117,14 @@ def at_rank(case: Case, net: Network, rank: Number) -> Budget:
         values = np.broadcast_arrays(*[getattr(moment, name) for moment in moments], highest)[:-1]
         return np.choose(highest, values)[()]
 
+    there = pick("gradients")
     return Budget(
         **{name: state[name] for name in ("parameters", "gradients", "master", "optimizer", "host")},
         activations=pick("activations") + batch_bytes(case),
         logits=pick("logits"),
-        buffers=pick("buffers"),
-        absent=state["gradients"] - pick("gradients"),
+        buffers=pick("buffers") + np.maximum(0.0, there - state["gradients"]),
+        absent=np.maximum(0.0, state["gradients"] - there),
+        left=pick("left"),
     )
 
 
@@ -152,11 +166,14 @@ def at_loss(case: Case, net: Network, part: Share, state: dict[str, Number]) -> 
     load, h = net.load, case.model.hidden
     states = load.width * load.tokens * h  # hidden states, as tensor-parallel ranks gather them, or their gradient
     head = load.vocab * h
-    if case.software.loss == "chunked":
+    kind, left = case.software.loss, 0.0 * states
+    if kind == "chunked":
         ends, logits, weights = chunked_loss(net)
     else:
         ends = total(net.loss, "saved") - total(net.loss[-1:]) + states * (1 + (load.tp > 1))
-        logits = LOGITS[case.software.loss] / 2 * load.width * load.tokens * load.vocab
+        count = load.tokens * load.vocab
+        logits = (LOGITS[kind] + CUT[kind] * (load.tp > 1)) / 2 * load.width * count
+        left = LEFT[kind] * count
         weights = case.software.stand_in * head
         if case.zero == 3:  # gathered, and its gradient as it is made and as it is sent
             weights = weights + (2 * load.width + case.software.reduce) * head
@@ -165,6 +182,7 @@ def at_loss(case: Case, net: Network, part: Share, state: dict[str, Number]) -> 
         activations=stored(case, net, part) + part.last * ends,
         logits=part.last * logits,
         buffers=part.last * weights + standing(case, part, net, gathered=1.0),
+        left=part.last * left,
     )
 
 
