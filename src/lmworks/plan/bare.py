@@ -26,7 +26,7 @@ class Bare:
 
     @classmethod
     def of(cls, case: Case) -> Self:
-        machine, weights = machine_of(case.gpu), Weights.of(case)
+        machine, weights = machine_of(case.gpu, case.software.flash), Weights.of(case)
         optimizer = Pass.of([("optimizer", kernel) for kernel in updates(case, weights)], machine, "fp32")
         there, back = copied(case, weights)
         copies = (
@@ -37,8 +37,8 @@ class Bare:
 
 
 @functools.cache
-def machine_of(gpu: Gpu) -> Machine:
-    return Machine.of(gpu)
+def machine_of(gpu: Gpu, flash: str) -> Machine:
+    return Machine.of(gpu, flash)
 
 
 def copied(case: Case, weights: Weights) -> tuple[Number, Number]:

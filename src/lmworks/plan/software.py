@@ -25,6 +25,7 @@ class Software:
     cast: bool = False  # weights are fp32 and every layer casts them, as autocast does
     fused: bool = False  # norms, rotary embedding, activation and residual sums are one pass each
     attention: str = "flash"  # or "scores": every score is held, as before flash attention
+    flash: str = ""  # which flash attention, as rates.toml names them ("": what PyTorch takes on this GPU)
     dropout: bool = False  # its masks are kept
     loss: str = "chunked"  # logits never whole; "plain": whole, in fp32 as well; "fused": whole, once; or "compiled"
     every_second: bool = False  # selective recompute keeps every second product, not all
@@ -47,8 +48,8 @@ SOFTWARE = {
         COMPILED,
         # FSDP2 with fp32 shards gathered in bf16; logits whole. Its selective recompute saves every second product of a
         # block: keys, attention's output and the second half of SwiGLU are computed again.
-        Software("torchtitan", stream=2, loss="plain", every_second=True, again=0.36),
-        Software("torchtitan-compile", stream=2, fused=True, loss="plain", every_second=True, again=0.36),
+        Software("torchtitan", stream=2, loss="plain", flash="fa2", every_second=True, again=0.36),
+        Software("torchtitan-compile", stream=2, fused=True, loss="plain", flash="fa2", every_second=True, again=0.36),
         Software("torchtitan-2025", stream=2, fused=True, loss="compiled", every_second=True, again=0.36),
         # bf16 weights, gradients summed in fp32, fp32 master weights and moments: 18 bytes a parameter.
         Software("megatron-2021", 2, 4, 4, stream=2, attention="scores", dropout=True, loss="plain", overlap=False),
@@ -57,7 +58,7 @@ SOFTWARE = {
             "megatron-deepspeed", 2, 2, 4, stream=2, attention="scores", dropout=True, loss="plain", overlap=False
         ),
         # FSDP1 over MPT with flash attention, all gathers and sums in bf16.
-        Software("llm-foundry", stream=2, fused=True, loss="plain", reduce=2),
+        Software("llm-foundry", stream=2, fused=True, loss="plain", flash="fa1", reduce=2),
         # Only met in tables: ZeRO over a plain model, the Trainer's autocast, one compiled file.
         Software("deepspeed", 2, 2, 4, stream=2, loss="plain", reduce=2),
         Software("huggingface", cast=True, loss="plain"),
