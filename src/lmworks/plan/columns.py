@@ -44,7 +44,6 @@ EMPTY = {
 }
 YES = {"true", "yes", "y", "on", "1", "✓", "✔", "x", "enabled", "t"}
 NO = {"false", "no", "n", "off", "0", "✗", "disabled", "f", "none"}
-TIMES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def plain(header: str) -> str:
@@ -129,7 +128,7 @@ def number(cell: str, kilo: float = 1e3) -> float:
     found = re.fullmatch(r"([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)([kmbt])?(?:i?b|gpus?|seqs?|tokens?|x)?", text)
     if not found:
         raise ValueError(cell)
-    times = {**TIMES, "k": kilo}.get(found[2] or "", 1.0)
+    times = kilo ** (" kmbt".index(found[2] or " "))
     return float(found[1]) * times
 
 

@@ -11,7 +11,7 @@ from ..spec import LMWorksError
 from .case import Case
 from .columns import Table
 from .flops import model_flops_per_token
-from .rows import Job, job
+from .rows import Job, job, usual_framework
 
 if TYPE_CHECKING:
     from .budget import Budget
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     Pricing = Callable[[Case], Price]
     Budgeting = Callable[[Case], Budget]
 
+MARGIN = 1.2  # a budget is not exact: only what misses by more than this did surely not run
+
 
 def forecast_table(table: Table, price: Pricing, budget: Budgeting) -> dict[str, Any]:
-    rows = []
-    for index, cells in enumerate(table.rows, start=1):
-        rows.append({"row": index, **forecast_row(cells, price, budget)})
+    usual = usual_framework(table.rows)
+    rows = [
+        {"row": index, **forecast_row(cells, price, budget, usual)} for index, cells in enumerate(table.rows, start=1)
+    ]
     return {
         "rows": rows,
         "unknown_columns": list(table.unknown),
@@ -32,10 +35,10 @@ def forecast_table(table: Table, price: Pricing, budget: Budgeting) -> dict[str,
     }
 
 
-def forecast_row(cells: Mapping[str, str], price: Pricing, budget: Budgeting) -> dict[str, Any]:
+def forecast_row(cells: Mapping[str, str], price: Pricing, budget: Budgeting, usual: str = "") -> dict[str, Any]:
     label = cells.get("label") or cells.get("model", "")
     try:
-        return forecast(job(cells), price, budget)
+        return forecast(job(cells, usual=usual), price, budget)
     except LMWorksError as error:
         return {"label": label, "error": str(error)}
     except Exception as error:  # whatever a strange row does to the arithmetic, the other rows are answered
@@ -76,8 +79,8 @@ def forecast(given: Job, price: Pricing, budget: Budgeting) -> dict[str, Any]:
 
 
 def make_fit(given: Job, budget: Budgeting) -> Job:
-    """People ran what fits: where recompute or micro-batch is open and the usual value does not fit, the next one."""
-    room = given.case.gpu.memory_gb * 1e9
+    """People ran what fits: where recompute or micro-batch is open and the usual value is far from it, the next one."""
+    room = MARGIN * given.case.gpu.memory_gb * 1e9
     if not room or float(budget(given.case).reserved) <= room:
         return given
     for column in ("recompute", "micro_batch"):

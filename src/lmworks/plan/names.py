@@ -123,7 +123,7 @@ def shapes() -> list[tuple[re.Pattern[str], dict[str, Any]]]:
     }
     tables = tomllib.loads(Path(__file__).with_name("shapes.toml").read_text(encoding="utf-8"))
     return [
-        (re.compile(rf"(?<![a-z0-9])(?:{name})(?![a-z0-9.])"), {**kinds[kind], **shape})
+        (re.compile(rf"(?<![a-z0-9])(?:{name})(?![a-z0-9.]|-?[0-9.]+[bm](?![a-z0-9]))"), {**kinds[kind], **shape})
         for kind, entries in tables.items()
         for name, shape in entries.items()
     ]

@@ -153,14 +153,15 @@ def batch_of(row: Row, case: Case) -> dict[str, int]:
     said = re.search(r"\bmbs\s*=\s*(\d+)", row.hints)
     micro = micro or (int(said[1]) if said else None)
     if not total and tokens and tokens >= case.seq:
-        total = round(tokens / case.seq)
+        binary = row.whole("global_batch_tokens", kilo=1024) or tokens  # 4M is 4 × 2²⁰ where that divides evenly
+        total = round((binary if binary % (case.seq * dp) == 0 else tokens) / case.seq)
     if not total and not local and not (micro and steps) and loose:
         total = loose if loose >= dp and loose % dp == 0 else loose * dp
         row.assumed.append(f"batch = {loose}: taken as {'the global batch' if total == loose else 'of each rank'}")
-    if total and total % dp == 0:
-        local = total // dp
-    elif total and not local and not (micro and steps):
-        raise SpecError(f"global_batch = {total} is not divisible by the {dp} data-parallel ranks")
+    if total and not (micro and steps):
+        local = max(1, round(total / dp))
+        if local * dp != total:
+            row.assumed.append(f"global_batch = {local * dp}: {total} sequences do not divide among {dp} ranks")
     if row.text("local_batch") and local and not micro and not steps and pp == 1:
         micro = row.whole("local_batch")  # all of it at once
     if local and micro and not steps:

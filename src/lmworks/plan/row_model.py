@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ..spec import ModelSpec, SpecError
@@ -54,22 +55,27 @@ def named(row: Row, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_size(row: Row, given: dict[str, Any]) -> dict[str, Any]:
-    """A plain GPT of as many parameters: 12 × layers × hidden², about 128 wide for each layer (GPT-3's proportions)."""
-    size = row.real("params") or 1e9 * (row.real("params_b") or 0)
+    """A public shape of as many parameters, or 12 × layers × hidden² with 128 of width a layer, as GPT-3 has it."""
+    size = row.real("params") or 1e9 * (row.real("params_b") or 0) or size_in(row.text("model"))
     if not size:
         raise SpecError(
             f"model = {row.text('model')!r} is not a known name, and neither layers and hidden nor params are given"
         )
     if 0 < size < 2000:  # a column of billions without saying so
         size *= 1e9
-    close = shape_named(f"gpt3-{size / 1e9:g}b")
-    if close:
-        shape = close
-    else:
+    written = f"{size / 1e9:g}b" if size >= 1e9 else f"{size / 1e6:g}m"
+    shape = shape_named(f"gpt3-{written}") or shape_named(f"llama-{written}")
+    if not shape or "layers" in given or "hidden" in given:
         hidden = given.get("hidden") or max(128, round((size / 12 * 128) ** (1 / 3) / 128) * 128)
         shape = {**GPT, "hidden": hidden, "layers": given.get("layers") or max(1, round(size / (12 * hidden**2)))}
-    row.assume("model", f"model: a GPT of {size / 1e9:g}B parameters, {shape['layers']} layers of {shape['hidden']}")
+    row.assume("model", f"model: {written.upper()} parameters as {shape['layers']} layers of {shape['hidden']}")
     return shape
+
+
+def size_in(name: str) -> float:
+    """7e9 of "my model 7B"; 0 where the name has no size."""
+    found = re.search(r"(?i)(?<![a-z0-9.])(\d+(?:\.\d+)?)\s*([bmt])(?![a-z0-9])", name)
+    return float(found[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[found[2].lower()] if found else 0.0
 
 
 def style(row: Row, shape: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ also priced with other values, so that the interval is as wide as the ignorance.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,11 +52,14 @@ class Job:
     spread: float = 0.0  # relative, for what no other case can stand for
 
 
-def job(cells: Mapping[str, str], label: str = "") -> Job:
-    """Read one row. Raises SpecError where it cannot be a job, saying which column and why."""
+def job(cells: Mapping[str, str], label: str = "", usual: str = "") -> Job:
+    """Read one row. Raises SpecError where it cannot be a job, saying which column and why.
+
+    `usual` is the code base of rows that name none.
+    """
     row = Row(dict(cells))
     gpu = gpu_of(row)
-    software = software_for(row, gpu)
+    software = software_for(row, gpu, usual)
     seq = seq_of(row, software)
     model = model_of(row, seq)
     degrees = degrees_of(row, gpu, model)
@@ -99,13 +102,19 @@ def gpu_of(row: Row) -> Gpu:
     return gpu
 
 
-def software_for(row: Row, gpu: Gpu) -> Software:
+def usual_framework(rows: Sequence[Mapping[str, str]]) -> str:
+    """Of a table that names none: one that splits layers is Megatron's kind all over, one that shards is PyTorch's."""
+    splits = any(cells.get(axis, "1").strip() not in ("1", "1.0") for cells in rows for axis in ("tp", "pp", "ep"))
+    return (
+        "megatron" if splits and not any("fsdp" in cells or "local_batch" in cells for cells in rows) else "torchtitan"
+    )
+
+
+def software_for(row: Row, gpu: Gpu, usual: str = "") -> Software:
     """The code base that is named, in the way that the row used it."""
     found = framework_named(row.text("framework")) or framework_named(row.text("note"))
     if not found:
-        split = max(row.whole(axis) or 1 for axis in ("tp", "pp", "ep")) > 1
-        titan = bool(row.text("fsdp") or row.text("local_batch")) or not split
-        found = SOFTWARE["torchtitan" if titan else "megatron"]
+        found = SOFTWARE[usual or usual_framework([row.cells])]
         row.assume("framework", f"framework: like {found.name}")
     compiled = f"{found.name}-compile"
     if compiled in SOFTWARE and (row.flag("compile") or COMPILE.search(row.hints.lower())):
@@ -196,7 +205,8 @@ def others(row: Row, case: Case) -> dict[str, tuple[Case, ...]]:
     """The same job with one unknown answered otherwise."""
     found: dict[str, list[Case]] = {}
     if "recompute" in row.open:
-        found["recompute"] = [case.replace(recompute=r) for r in ("none", "selective", "full") if r != case.recompute]
+        ways = ("none", "full") if case.software.name.startswith("megatron") else ("none", "selective", "full")
+        found["recompute"] = [case.replace(recompute=way) for way in ways if way != case.recompute]
     if "micro_batch" in row.open:
         local = int(case.micro_batch * case.accumulation)
         sizes = {1, int(case.micro_batch) * 2, int(case.micro_batch) // 2} - {int(case.micro_batch), 0}
