@@ -82,6 +82,7 @@ VARIATIONS = [
 def test_layout_equals_one_rank(proof: Parity, layout: Layout) -> None:
     result = proof.prove(layout)
     assert result.ok, result.failure
+    assert not result.plan_diff  # bytes and collectives of every rank are those of the planner
 
 
 def test_variations_are_in_the_list() -> None:

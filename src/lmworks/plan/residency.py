@@ -67,12 +67,11 @@ def on_host(spec: RunSpec, rank: int) -> Resident:
 def laid_out(spec: RunSpec, rank: int) -> Resident:
     """As if device and host were one."""
     kind, grid = strategy_of(spec), Grid.of(spec.parallel)
-    pp_rank = grid.coordinates(rank)["pp"]
-    stages = stages_here(spec, pp_rank)
+    stages = stages_here(spec, grid.coordinates(rank)["pp"])
     found = [weight for stage in stages for weight in held(spec, stage)]
     whole = FP32 * sum(weight.size for weight in found)
     own = FP32 * sum(math.prod(shape) for _, shape in own_shapes(spec, rank))
-    if kind == "fsdp1" and spec.parallel.dp_shard > 1:
+    if kind == "fsdp1":
         allocated = FP32 * sum(flat(spec, unit).length for stage in stages for unit in units(spec, stage))
     elif kind == "fsdp2":
         allocated = FP32 * sum(padded(weight, grid.size(axis_of(weight))) for weight in found)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..parallel.offload import HostOptimizer
 from ..parallel.traffic import Row, Traffic
 from ..plan.residency import Resident
 from ..spec import RunSpec
@@ -56,7 +57,8 @@ def observe(rank: int, spec: RunSpec, folder: Path) -> Holdings:
 
         def before_update(*_: Any) -> None:
             ledger.name([local(g) for g in gradients(trainer)], GRADIENTS)
-            read.append(hold(trainer))
+            held = read_held(trainer)
+            read.append((held, {what: formats(tensors) for what, tensors in tensors_of(trainer).items()}))
             ledger.phase = "update"
 
         trainer.optimizer.register_step_pre_hook(before_update)
@@ -80,20 +82,70 @@ def take_step(trainer: Trainer) -> dict[str, Any]:
     return values
 
 
-def hold(trainer: Trainer) -> tuple[Resident, dict[str, str]]:
-    """Bytes now, and in which formats."""
-    held = {"parameters": parameters(trainer), "gradients": gradients(trainer), "optimizer": states(trainer)}
-    size = {what: element_bytes(tensors) for what, tensors in held.items()}
-    spare = {what: storage_bytes(tensors) - size[what] for what, tensors in held.items()}
-    resident = Resident(
-        parameters=size["parameters"],
-        gradients=size["gradients"],
-        master=storage_bytes(masters(trainer)),
-        optimizer=size["optimizer"] + spare["optimizer"],
-        parameter_padding=spare["parameters"],
-        gradient_padding=spare["gradients"],
+def tensors_of(trainer: Trainer) -> dict[str, list[Tensor]]:
+    return {"parameters": parameters(trainer), "gradients": gradients(trainer), "optimizer": states(trainer)}
+
+
+def read_held(trainer: Trainer) -> Resident:
+    """Bytes now, wherever they lie."""
+    held = sizes(**tensors_of(trainer))
+    return replace(held, master=storage_bytes(masters(trainer)))
+
+
+def sizes(parameters: list[Tensor], gradients: list[Tensor], optimizer: list[Tensor]) -> Resident:
+    """What storages have beyond their tensors is padding; of optimizer states it counts as states."""
+    held, made = element_bytes(parameters), element_bytes(gradients)
+    return Resident(
+        parameters=held,
+        gradients=made,
+        optimizer=storage_bytes(optimizer),
+        parameter_padding=storage_bytes(parameters) - held,
+        gradient_padding=storage_bytes(gradients) - made,
     )
-    return resident, {what: formats(tensors) for what, tensors in held.items()}
+
+
+class Reader:
+    """What a rank holds on its device and on its host just before its next update, told apart as its layout does.
+
+    On a CPU both are one memory, so it is the layout that says what is whose. With offload = 'optimizer' gradients are
+    gone from the device before the update: they are read when the strategy below lets go of them.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.device = self.host = Resident()
+        self.passing: list[Resident] = []
+        for stage, strategy in trainer.laid.strategies.items():
+            if isinstance(strategy, HostOptimizer):
+                self.watch(list(trainer.laid.parts[stage].parameters()), strategy.inner)
+        self.hook = trainer.optimizer.register_step_pre_hook(self.read)
+
+    def watch(self, weights: list[Any], inner: Any) -> None:
+        clear = inner.clear
+
+        def noted() -> None:
+            holders = [*weights, *(shard.leaf for shard in inner.shards())]
+            self.passing.append(sizes([], with_gradients(holders), []))
+            clear()
+
+        inner.clear = noted
+
+    def read(self, *_: Any) -> None:
+        self.hook.remove()
+        trainer, leaves = self.trainer, [shard.leaf for shard in self.trainer.laid.shards]
+        if trainer.spec.parallel.offload == "full":
+            self.host = read_held(trainer)
+        elif trainer.spec.parallel.offload == "none":
+            self.device = read_held(trainer)
+        else:
+            passing = sum(one.gradients for one in self.passing), sum(one.gradient_padding for one in self.passing)
+            here = sizes(parameters(trainer), [], [])
+            self.device = replace(here, gradients=passing[0], gradient_padding=passing[1])
+            self.host = sizes(leaves, with_gradients(leaves), states(trainer))
+
+
+def with_gradients(holders: Iterable[Tensor]) -> list[Tensor]:
+    return [holder.grad for holder in holders if holder.grad is not None]
 
 
 def parameters(trainer: Trainer) -> list[Tensor]:
@@ -111,7 +163,7 @@ def gradients(trainer: Trainer) -> list[Tensor]:
     """Of the weights, and of the leaves that the optimizer updates in their place."""
     weights = [p for part in trainer.laid.parts.values() for p in part.parameters()]
     leaves = [shard.leaf for shard in trainer.laid.shards] if trainer.engine is None else masters(trainer)
-    return [holder.grad for holder in (*weights, *leaves) if holder.grad is not None]
+    return with_gradients((*weights, *leaves))
 
 
 def states(trainer: Trainer) -> list[Tensor]:

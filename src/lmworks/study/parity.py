@@ -16,8 +16,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..parallel.traffic import Row
 from ..spec import RunSpec, SpecError
 from ..spec.layouts import ZERO_CAUSE, Layout, zero_gradients
+from .agreement import disagreements
 from .compare import Worst, gradient_errors, rms_error, scalar_errors, weight_errors, worst
 from .corpus import write_corpus
 from .ranks import RankFailed, on_ranks
@@ -45,6 +47,7 @@ class Result:
     peak_bytes: int = 0  # of the rank that needs most
     peak_bytes_by_rank: list[int] = field(default_factory=list)
     collectives: list[dict[str, Any]] = field(default_factory=list)  # of one step, each on the rank that calls it most
+    plan_diff: str = ""  # where the planner's bytes and collectives are not those of the ranks
     cause: str = ""  # of a tolerance wider than usual
     ok: bool = False
     failure: str = ""  # what was outside, with the name of the parameter
@@ -58,7 +61,7 @@ class Result:
 class Parity:
     """Proves layouts one after another; what one rank computes is computed once for all that share it.
 
-    `quick` only judges: no steps of AdamW, no memory, no traffic. `timeout` is in seconds, for each training.
+    `quick` only judges: no steps of AdamW, no highest memory. `timeout` is in seconds, for each training.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ def judge(
         if not found.value <= limit.times_one_rank:
             failures.append(f"{found.name} is {found.value:.2f} times as far from fp32 as on one rank")
     peaks = [trial.peak_bytes for trial in observed]
+    planned = spec.replace(optim=spec.optim.replace(**RULES[list(one)[-1]]))
     return Result(
         layout=layout.name,
         ranks=len(ranks),
@@ -165,6 +169,7 @@ def judge(
         peak_bytes=max(peaks),
         peak_bytes_by_rank=peaks,
         collectives=busiest(observed),
+        plan_diff="; ".join(disagreements(planned, observed)),
         cause=limit.cause or (ZERO_CAUSE if zero else ""),
         ok=not failures,
         failure="; ".join(failures),
@@ -189,10 +194,9 @@ def times_one_rank(one: Trial, many: list[Trial], oracle: Trial, rounding: float
 
 def busiest(ranks: list[Trial]) -> list[dict[str, Any]]:
     """Each kind of collective as the rank has it that calls it most: stages of a pipeline differ."""
-    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for trial in ranks:
-        for row in trial.collectives:
-            key = row["kind"], row["group"], row["ranks"]
-            if key not in rows or row["bytes"] > rows[key]["bytes"]:
-                rows[key] = row
-    return sorted(rows.values(), key=lambda row: -int(row["bytes"]))
+    rows: dict[tuple[str, str, int], Row] = {}
+    for row in (row for trial in ranks for row in trial.collectives):
+        key = row.kind, row.group, row.ranks
+        if key not in rows or row.bytes > rows[key].bytes:
+            rows[key] = row
+    return [asdict(row) for row in sorted(rows.values(), key=lambda row: -row.bytes)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from ..parallel.data import Shard
 from ..parallel.laid import Laid
-from ..parallel.traffic import Traffic
+from ..parallel.traffic import Row, Traffic
+from ..plan.residency import Resident
 from ..spec import OptimSpec, RunSpec
 from ..train import Trainer
-from .holdings import take_step
+from .holdings import STEPS_BEFORE, Reader, take_step
 
 STEPS = 5
 STEPPING = "parity steps"  # from here on memory counts: what `build` does to warm up PyTorch is none of the model's
-OBSERVED = 1  # the step whose traffic is counted: in the first, some strategies still learn what to send
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class Trial:
     gradients: list[list[Tensor]] = field(default_factory=list)  # by step, of each piece; before clipping
     weights: list[Tensor] = field(default_factory=list)  # after the last step, of each piece
     buffers: dict[str, Tensor] = field(default_factory=dict)  # likewise, by name: state without a gradient
-    collectives: list[dict[str, Any]] = field(default_factory=list)  # of one step
+    collectives: list[Row] = field(default_factory=list)  # of one step
+    device: Resident = Resident()  # just before an update
+    host: Resident = Resident()  # likewise, with offload
     peak_bytes: int = 0  # allocated for model, optimizer and steps, at their highest
 
 
@@ -62,7 +64,10 @@ def run_trials(
 
 
 def run_trial(trainer: Trainer, optim: OptimSpec, observe: bool) -> Trial:
-    """Five steps with their gradients; with `observe` memory and traffic instead, as what is kept would count."""
+    """Five steps with their gradients; with `observe` the highest memory instead, as what is kept would count.
+
+    The step whose bytes and traffic are read is the one by which all strategies have learnt what to send.
+    """
     trial = Trial()
     trainer.spec = trainer.spec.replace(optim=optim)
     trainer.step = trainer.cursor = 0
@@ -71,14 +76,15 @@ def run_trial(trainer: Trainer, optim: OptimSpec, observe: bool) -> Trial:
         if not observe:
             watch_gradients(trainer, trial.gradients)
         with torch.profiler.record_function(STEPPING):
-            for _ in range(OBSERVED):
+            for _ in range(STEPS_BEFORE):
                 record_step(trainer, trial)
-            with Traffic(trainer.mesh) if observe else contextlib.nullcontext() as traffic:
+            reader = Reader(trainer)
+            with Traffic(trainer.mesh) as traffic:
                 record_step(trainer, trial)
-    for _ in range(OBSERVED + 1, STEPS):
+    for _ in range(STEPS_BEFORE + 1, STEPS):
         record_step(trainer, trial)
     laid = trainer.laid
-    trial.collectives = [asdict(row) for row in traffic.table()] if traffic is not None else []
+    trial.collectives, trial.device, trial.host = traffic.table(), reader.device, reader.host
     trial.pieces = [Piece(shard.name, where(shard, laid)) for shard in laid.shards]
     trial.weights = [shard.leaf.detach().clone() for shard in laid.shards]
     trial.buffers = {name: buffer for part in laid.parts.values() for name, buffer in part.named_buffers()}

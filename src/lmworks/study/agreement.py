@@ -1,0 +1,104 @@
+"""The planner against the ranks: bytes that each really held in a step, and collectives that it really called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+from ..plan.collectives import collectives
+from ..plan.residency import on_host, resident
+from ..plan.shards import own_shapes
+from ..spec import Grid, RunSpec
+from ..spec.grid import AXES, JOINED, shorten
+from .trial import Trial
+
+
+class Counted(Protocol):
+    """A row of the planner's table, or of a counted one."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+Table = dict[tuple[str, str], tuple[int, int]]  # (kind, group) → (count, bytes)
+
+
+def disagreements(spec: RunSpec, ranks: list[Trial]) -> list[str]:
+    """Sentences that say where planner and ranks differ; empty: nowhere."""
+    found = []
+    for rank, trial in enumerate(ranks):
+        for where, real, planned in (
+            ("device", trial.device, resident(spec, rank)),
+            ("host", trial.host, on_host(spec, rank)),
+        ):
+            if real != planned:
+                found.append(f"rank {rank} holds {real} on its {where}, the planner says {planned}")
+        updated = [(piece.name, piece.index.numel()) for piece in trial.pieces]
+        planned_parts = [(weight.name, math.prod(shape)) for weight, shape in own_shapes(spec, rank)]
+        if sorted(updated) != sorted(planned_parts):
+            found.append(f"rank {rank} updates other parts of weights than the planner says")
+    return found + traffic(spec, [counted(trial.collectives) for trial in ranks])
+
+
+def traffic(spec: RunSpec, ranks: list[Table]) -> list[str]:
+    """Tokens go to the experts that they choose, so what one rank sends to them is not known; what all send is."""
+    grid, found = Grid.of(spec.parallel), []
+    planned = [counted(collectives(spec, rank), grid, rank) for rank in range(len(ranks))]
+    for rank, (real, plan) in enumerate(zip(ranks, planned, strict=True)):
+        for key in sorted(real.keys() | plan.keys()):
+            ours, theirs = plan.get(key, (0, 0)), real.get(key, (0, 0))
+            if ours != theirs and not (is_routed(spec, key[0]) and ours[0] == theirs[0]):
+                found.append(f"rank {rank} calls {' over '.join(key)} {described(theirs)}, planned {described(ours)}")
+    if spec.parallel.ep > 1:
+        sent, expected = (sum(all_to_all(table) for table in tables) for tables in (ranks, planned))
+        if sent > expected or (sent < expected and not spec.model.capacity):  # which drops tokens
+            found.append(f"all ranks put {sent:,} bytes into all-to-alls, planned {expected:,}")
+    return found
+
+
+def is_routed(spec: RunSpec, kind: str) -> bool:
+    return kind == "all-to-all" and spec.parallel.ep > 1
+
+
+def all_to_all(table: Table) -> int:
+    return sum(size for (kind, _), (_, size) in table.items() if kind == "all-to-all")
+
+
+def described(figures: tuple[int, int]) -> str:
+    return f"{figures[0]} times with {figures[1]:,} bytes"
+
+
+def counted(rows: Iterable[Counted], grid: Grid | None = None, rank: int = 0) -> Table:
+    """By kind and group, without groups of one rank. With a grid, groups of the planner are named as `Traffic` does."""
+    table: Table = {}
+    for row in rows:
+        if row.ranks > 1:
+            key = row.kind, row.group if grid is None else counted_name(grid, row.group, rank)
+            count, size = table.get(key, (0, 0))
+            table[key] = count + row.count, size + row.bytes
+    return table
+
+
+def counted_name(grid: Grid, group: str, rank: int) -> str:
+    """A process group of one axis has that axis' name; all ranks, or a pipeline's ends, that of the simplest axis."""
+    if group == "ends":
+        line = grid.group("pp", rank)
+        members = [line[0], line[-1]]
+    elif grid.size(group) < grid.world:
+        return group
+    else:
+        members = grid.group(group, rank)
+    experts = ("ep", "edp") if grid.ep > 1 else ()
+    for axis in (*AXES, *experts, *sorted(JOINED, key=lambda joined: len(JOINED[joined]))):
+        if grid.size(axis) > 1 and sorted(members) == sorted(grid.group(axis, rank)):
+            return axis
+    return "world" if len(members) == grid.world else shorten(members)
