@@ -225,7 +225,7 @@ PRIORS = {
     "attention_compute": (0.4, 0.25),
     "layer_us": (30.0, 0.4),
     "moe_layer_us": (40.0, 0.4),
-    "all_reduce_us": (8.0, 0.3),
+    "exchange_us": (8.0, 0.3),
     **{f"{engine}.step_us": (600.0, 0.4) for engine in ENGINES},
     **{f"{engine}.request_ms": (40.0, 0.7) for engine in ENGINES},
 }

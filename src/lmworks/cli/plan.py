@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from .output import Json, Overrides, Spec, print_json, print_table
 from .plan_memory import memory
 from .plan_search import search
+from .plan_serve import serve
 
 if TYPE_CHECKING:
     from ..plan.machine import Machine
@@ -69,6 +70,7 @@ def run(
 
 app.command()(memory)
 app.command()(search)
+app.command()(serve)
 
 
 def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:

@@ -68,9 +68,10 @@ def chunks(prompt: int, chunk: int) -> list[tuple[int, int]]:
 def steady(deployment: Deployment, lengths: Lengths, batch: Any) -> Point:
     context = lengths.mean_context
     decode = deployment.step(batch, context)
-    parts = chunks(lengths.input, deployment.chunk)
-    prefill = sum(deployment.step(batch, context, new, before) for new, before in parts)
-    added = prefill - len(parts) * decode
+    new, before = np.array(chunks(lengths.input, deployment.chunk), dtype=float).T
+    joined = deployment.step(np.asarray(batch, dtype=float)[..., None], context, new, before)  # (…, chunks)
+    prefill = joined.sum(-1)
+    added = prefill - len(new) * decode
     tpot = decode + batch / lengths.output * added
     return Point(batch, decode, added, prefill, tpot, deployment.attention_dp * batch / (lengths.output * tpot))
 

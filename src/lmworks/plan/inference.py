@@ -19,11 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from ..spec import Gpu, SpecError
+from ..spec import Cluster, Gpu, SpecError
 from ..spec.errors import did_you_mean
 from .kv import Cache
+from .links import Fabric
 from .served import WEIGHT_FORMATS, Linear, Served, compute_format
 
+DIRECT = ("nvswitch", "mesh")
+OWN_KERNEL = {"all-reduce": 8 * 2**20, "all-to-all": np.inf}  # bytes up to which engines have better than NCCL's
+LINK_SHARE = 0.8  # of the links' datasheet rate is what such a kernel reaches
 CONSTANTS = Path(__file__).with_name("serving.toml")
 
 
@@ -39,7 +43,7 @@ class Rates:
     attention_compute: float
     layer_us: float  # launches and gaps of one layer
     moe_layer_us: float  # besides, for routing, sorting and combining
-    all_reduce_us: float  # start of a small all-reduce inside a node
+    exchange_us: float  # start-up of a small exchange between joined ranks, in the engines' own kernel
     step_us: float  # host time that is not hidden, a step
     request_ms: float  # from a request's arrival to its first step, and from its first token to the client
 
@@ -90,6 +94,12 @@ class Deployment:
     @functools.cached_property
     def weight_bytes(self) -> float:
         return self.served.weight_bytes(self.weights, self.tp, self.attention_dp)
+
+    @functools.cached_property
+    def fabric(self) -> Fabric:
+        """The usual machines of this accelerator, as many as the ranks fill."""
+        per_node = min(self.ranks, self.gpu.per_node)
+        return Fabric.of(Cluster(nodes=-(-self.ranks // per_node), gpus_per_node=per_node), self.gpu)
 
     @property
     def bandwidth(self) -> float:
@@ -172,19 +182,23 @@ class Deployment:
         width = 2.0 * self.served.hidden
         seconds = 0.0 * tokens
         if self.tp > 1:
-            seconds = seconds + 2 * self.served.layers * self.all_reduce(width * tokens, self.tp)
+            seconds = seconds + 2 * self.served.layers * self.exchange("all-reduce", width * tokens, self.tp)
         if self.attention_dp > 1 and self.served.experts:
             moved = width * tokens * min(self.served.experts.top_k, self.ranks)
-            seconds = seconds + 2 * self.served.experts.layers * (
-                1e-6 * self.rates.all_reduce_us + moved / (1e9 * self.gpu.link_gbs)
-            )
+            seconds = seconds + 2 * self.served.experts.layers * self.exchange("all-to-all", moved, self.ranks)
         return seconds
 
-    def all_reduce(self, nbytes: Any, ranks: int) -> Any:
-        """Ring bandwidth, and the start-up of the engines' own one-shot kernel."""
-        if not self.gpu.link_gbs:
-            raise SpecError(f"{self.gpu.name}: link_gbs is not in the catalogue, so tp > 1 cannot be priced")
-        return 1e-6 * self.rates.all_reduce_us + 2 * (ranks - 1) / ranks * nbytes / (0.8e9 * self.gpu.link_gbs)
+    def exchange(self, kind: str, nbytes: Any, ranks: int) -> Any:
+        """NCCL's time, or between directly joined ranks the engines' own kernel (vLLM's all-reduce, DeepEP) if less.
+
+        It writes straight into the other ranks' memory: one start-up, and each number crosses the links once or twice.
+        """
+        nccl = self.fabric.seconds(kind, nbytes, ranks)
+        if self.fabric.kind not in DIRECT or not self.fabric.inside(ranks, 1):
+            return nccl
+        crossings = (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks
+        own = 1e-6 * self.rates.exchange_us + crossings * nbytes / (LINK_SHARE * 1e9 * self.gpu.link_gbs)
+        return np.where(nbytes <= OWN_KERNEL[kind], np.minimum(own, nccl), nccl)
 
     @property
     def overhead(self) -> float:

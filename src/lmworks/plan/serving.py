@@ -24,7 +24,7 @@ from .inference import Deployment, Rates, read_constants
 from .served import Served
 from .serving_room import Room, room
 
-IDLE = 1e-3  # sequences in flight, on average, of a replica that has hardly anything to do
+IDLE = 0.01  # sequences in flight, on average, of a replica that has hardly anything to do
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Plan:
 
 
 def plan(deployment: Deployment, demand: Demand, price_hour: float = 0.0) -> Plan:
-    """Every batch is tried, in steps of less than 1%; the largest that keeps the promise says what a replica yields."""
+    """Every batch is tried, in steps of less than 2%; the largest that keeps the promise says what a replica yields."""
     lengths, slo = demand.lengths, demand.slo
     space, cache = room(deployment), deployment.cache
     most = min(demand.max_batch, cache.sequences(space.cache, lengths.total))
@@ -139,10 +139,10 @@ def plan(deployment: Deployment, demand: Demand, price_hour: float = 0.0) -> Pla
     found = replace(found, full=steady(deployment, lengths, float(most)))
     if idle.ttft_quantile > slo.ttft or idle.tpot_quantile > slo.tpot:
         return replace(found, refused=f"even one request at a time takes {seen(idle)}")
-    batches = np.geomspace(IDLE, most, 2000)
+    batches = np.geomspace(IDLE, most, 800)
     at = times(deployment, demand, batches)
     kept = (likely(batches, slo.quantile) <= most) & (at.ttft_quantile <= slo.ttft) & (at.tpot_quantile <= slo.tpot)
-    rates = steady(deployment, lengths, batches).rate
+    rates = np.maximum.accumulate(steady(deployment, lengths, batches).rate)
     best = float(rates[kept].max())
     replicas = max(1, math.ceil(demand.rate / best))
     batch = float(np.interp(demand.rate / replicas if demand.rate else best, rates, batches))
@@ -174,7 +174,8 @@ def no_room(found: Plan) -> str:
     space, d = found.room, found.deployment
     if space.cache <= 0:
         need = space.weights + space.workspace + space.context
-        return f"needs {need / 1e9:.4g} GB of the {space.usable / 1e9:.4g} GB that can be used, before any KV cache"
+        usable = f"the {space.usable / 1e9:.4g} GB that can be used"
+        return f"weights and workspace take {need / 1e9:.4g} GB a GPU, more than {usable}"
     need = float(d.cache.held(found.demand.lengths.total))
     return (
         f"{space.cache / 1e9:.3g} GB are left for the KV cache, and one sequence of {found.demand.lengths.total:,} "

@@ -21,17 +21,18 @@ def choose(served: Served, gpu: Gpu, demand: Demand, **options: Any) -> list[Pla
 
 def advice(found: list[Plan], served: Served, gpu: Gpu, demand: Demand, options: dict[str, Any]) -> str:
     fitting = [plan for plan in found if plan.max_batch]
+    others = more_ranks(served, gpu, demand, options) + narrower(served, gpu, demand, options)
+    others += larger(served, gpu, demand, options)
     if not fitting:
         largest = max(found, key=lambda plan: plan.room.cache)
         ranks = largest.deployment.ranks
-        problem = f"{served.name} does not fit on {ranks} × {gpu.name}: each {largest.refused}"
-        ways = narrower(served, gpu, demand, options) + larger(served, gpu, demand, options)
+        problem = f"{served.name} does not fit on {ranks} × {gpu.name}: {largest.refused}"
+        ways = others
     else:
         fastest = min(fitting, key=lambda plan: excess(plan, demand.slo))
         tp = fastest.deployment.tp
         problem = f"{served.name} on {gpu.name} cannot keep the promise: with tp = {tp}, {fastest.refused}"
-        ways = [f"--slo {promise(fastest, demand.slo)}", *narrower(served, gpu, demand, options)]
-        ways += larger(served, gpu, demand, options)
+        ways = [f"--slo {promise(fastest, demand.slo)}", *others]
     nearest = f"nearest that work: {', or '.join(ways)}" if ways else "nothing in the catalogue does it"
     return f"{problem}; {nearest}"
 
@@ -48,6 +49,14 @@ def promise(plan: Plan, slo: Slo) -> str:
     return ",".join(f"{key}={value:.2g}" for key, value in kept.items() if value != float("inf"))
 
 
+def more_ranks(served: Served, gpu: Gpu, demand: Demand, options: dict[str, Any]) -> list[str]:
+    """The degree that works, where the user fixed one that does not."""
+    if not options.get("tp"):
+        return []
+    best = candidates(served, gpu, demand, **{**options, "tp": 0})[0]
+    return [] if best.refused else [f"--tp {best.deployment.tp}"]
+
+
 def narrower(served: Served, gpu: Gpu, demand: Demand, options: dict[str, Any]) -> list[str]:
     """The widest narrower format that this hardware multiplies or widens, and that works."""
     now = WEIGHT_FORMATS[options.get("weights", "bf16")].bytes
@@ -62,7 +71,7 @@ def narrower(served: Served, gpu: Gpu, demand: Demand, options: dict[str, Any]) 
 
 
 def larger(served: Served, gpu: Gpu, demand: Demand, options: dict[str, Any]) -> list[str]:
-    """The cheapest other accelerator that works; prices differ by $ per hour of all that are needed."""
+    """The other accelerators that work, the two cheapest per token."""
     ways: list[tuple[float, str]] = []
     for other in catalogue().values():
         if other.name == gpu.name or not (other.price_hour and other.bandwidth_gbs and other.memory_gb):
