@@ -91,16 +91,17 @@ def zero_of(row: Row, software: Software, degrees: dict[str, int], model: ModelS
         return int(stage[0])
     if row.text("dp_shard") or (row.text("fsdp") and row.flag("fsdp") is not False):
         return 3
-    said = row.hints.lower().replace("-", "_")
-    for pattern, stage_ in [
-        (r"zero_?\s?([123])", 0),
-        (r"full_shard|grad_op|hybrid|fsdp", 3),
-        (r"ddp|no_shard", 0),
-        (r"distributed.?optim", 1),
-    ]:
-        found = re.search(pattern, said)
-        if found:
-            return int(found[1]) if found.groups() else stage_
+    for text in (row.text("sharding"), row.hints):
+        said = text.lower().replace("-", "_")
+        if stage := re.search(r"zero_?\s?([123])", said):
+            return int(stage[1])
+        for pattern, found in (
+            (r"no_shard|\bddp", 0),
+            (r"full_shard|grad_op|hybrid|fsdp", 3),
+            (r"distributed.?optim", 1),
+        ):
+            if re.search(pattern, said):
+                return found
     if row.flag("sharding"):
         return 1
     family = software.name.removesuffix("-compile")

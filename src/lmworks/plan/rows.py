@@ -119,6 +119,8 @@ def software_for(row: Row, gpu: Gpu, usual: str = "") -> Software:
     compiled = f"{found.name}-compile"
     if compiled in SOFTWARE and (row.flag("compile") or COMPILE.search(row.hints.lower())):
         found = SOFTWARE[compiled]
+    if found.name == "torchtitan-compile" and re.search(r"\b202[5-9]", row.hints):
+        found = SOFTWARE["torchtitan-2025"]
     if found.name == "megatron" and gpu.name.startswith("V100"):
         found = SOFTWARE["megatron-2021"]
     kernel = row.text("attention").lower()

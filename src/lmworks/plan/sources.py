@@ -76,7 +76,7 @@ def figure(raw: Raw, name: str) -> float | None:
 
 
 def llm_foundry(raw: Raw, cells: dict[str, str]) -> Measured:
-    """MPT under FSDP1: GELU, no biases, learned positions, tied head; `num_params` agrees with that."""
+    """MPT under FSDP1: GELU, biases, learned positions, tied head; `num_params` agrees with that."""
     found = job({**cells, "framework": "llm-foundry", "optimizer": "adamw"})
     case, seq, gpus = found.case, found.case.seq, int(found.case.world)
     small = "40GB" in case.gpu.name

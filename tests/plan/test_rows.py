@@ -1,0 +1,306 @@
+"""Tables as people write them become jobs; what they leave out is said; no row spoils another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lmworks.cli.plan_validate import predict
+from lmworks.plan.case import Case
+from lmworks.plan.columns import COLUMNS, NAMES, number, parse, read
+from lmworks.plan.flops import hardware_flops_per_token, model_flops_per_token
+from lmworks.plan.forecast import forecast_table
+from lmworks.plan.names import (
+    framework_named,
+    gpu_named,
+    nic_named,
+    precision_named,
+    recompute_named,
+    schedule_named,
+    shape_named,
+    shapes,
+)
+from lmworks.plan.rows import Job, job
+from lmworks.spec import ModelSpec, SpecError
+
+DOCS = Path(__file__).parents[2] / "docs" / "validation.md"
+
+
+def jobs(text: str) -> list[Job]:
+    return [job(cells) for cells in parse(text).rows]
+
+
+# --- cells and columns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [
+        ("1,024", 1024), ("8.0", 8), ("1e3", 1000), ("1.3B", 1.3e9), ("2^13", 8192), (" 16 GPUs ", 16), ("1_000", 1000),
+        ("~7b", 7e9), ("350M", 350e6),
+    ],
+)  # fmt: skip
+def test_numbers_as_people_write_them(cell: str, value: float) -> None:
+    assert number(cell) == value
+
+
+def test_a_k_of_tokens_is_1024() -> None:
+    assert jobs("model,gpu,n_gpus,micro_batch,seq_len\nllama3-8b,h100,8,1,8k")[0].case.seq == 8192
+
+
+def test_no_name_means_two_columns() -> None:
+    names = [name for column, facts in COLUMNS.items() for name in (column, *facts["also"])]
+    assert len(names) == len(set(names)) == len(NAMES)
+
+
+def test_every_column_is_documented() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    assert [column for column in COLUMNS if f"`{column}`" not in text] == []
+
+
+def test_results_are_not_read_and_strange_columns_are_listed() -> None:
+    table = parse("model,n_gpus,Tokens / sec / GPU,MFU (%),peak memory (GB),colour\nllama3-8b,8,1,2,3,red")
+    assert table.rows == [{"model": "llama3-8b", "n_gpus": "8"}]
+    assert table.results == ("Tokens / sec / GPU", "MFU (%)", "peak memory (GB)")
+    assert table.unknown == ("colour",)
+
+
+def test_bom_semicolons_empty_cells_and_short_rows(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_bytes("\ufeffmodel;n_gpus;tp\nllama3-8b;8;N/A\n;;\nllama3-70b\n".encode())
+    assert read(file).rows == [{"model": "llama3-8b", "n_gpus": "8"}, {"model": "llama3-70b"}]
+
+
+@pytest.mark.parametrize("text", ["", "colour,taste\nred,sweet"])
+def test_a_table_without_known_columns_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match=r"columns|column is known"):
+        parse(text)
+
+
+# --- names ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("H100-SXM", "H100-SXM-80GB"), ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"), ("DGX-A100", "A100-SXM-80GB"),
+        ("A100-80GB SXM (Selene)", "A100-SXM-80GB"), ("A100 40 GB", "A100-SXM-40GB"), ("a100 pcie", "A100-PCIe-80GB"),
+        ("H200, 400Gb/s per GPU", "H200-SXM-141GB"), ("V100 DGX-2", "V100-SXM2-32GB"), ("TPU v5p", "TPU v5p"),
+        ("GB200 NVL72", "GB200"), ("gh200", "GH200-96GB"), ("MI300X", "MI300X"), ("DGX-B200", "B200-SXM"),
+    ],
+)  # fmt: skip
+def test_gpus_in_free_text(text: str, name: str) -> None:
+    gpu, said = gpu_named(text)
+    assert gpu.name == name
+    assert said == []
+
+
+def test_a_part_that_the_catalogue_lacks() -> None:
+    gpu, said = gpu_named("H100 96GB HBM2e 2.4TB/s 500W cap, 400Gb/s per GPU (Grand Teton)")
+    assert (gpu.memory_gb, gpu.bandwidth_gbs, gpu.tdp_w, gpu.bf16_tflops) == (96, 2400, 500, 989)
+    assert "96" in said[0]
+    assert gpu_named("A100-SXM", 40)[0].name == "A100-SXM-40GB"
+    assert gpu_named("H800")[0].link_gbs == 200
+    with pytest.raises(SpecError, match="'Trainium9' is not in the catalogue"):
+        gpu_named("Trainium9")
+
+
+@pytest.mark.parametrize(
+    ("text", "gbs"),
+    [("1600 Gbps/node RoCE", 25), ("400Gb/s per GPU", 50), ("800", 12.5), ("8x200Gb HDR", 25), ("NDR", 50)],
+)  # fmt: skip
+def test_links_between_nodes(text: str, gbs: float) -> None:
+    assert nic_named(text, 8) == gbs
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Megatron-LM 23e00ed / TE 2.11", "megatron"), ("NeMo 24.07", "megatron"), ("DeepSpeed", "deepspeed"),
+        ("Megatron-DeepSpeed (data/README.md)", "megatron-deepspeed"), ("torchtitan", "torchtitan"),
+        ("torchtitan + compile", "torchtitan-compile"), ("MosaicML/llm-foundry", "llm-foundry"),
+        ("PyTorch FSDP", "torchtitan"), ("HF Trainer/accelerate", "huggingface"), ("Narayanan2021", "megatron-2021"),
+    ],
+)  # fmt: skip
+def test_frameworks(text: str, name: str) -> None:
+    found = framework_named(text)
+    assert found and found.name == name
+    assert framework_named("a stack of our own") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "billions"),
+    [
+        ("meta-llama/Llama-2-7b-hf", 6.74), ("Llama-3.1-70B-Instruct", 70.6), ("llama3.1-405B", 405.9),
+        ("GPT3-175B", 174.6),
+        ("Mixtral 8x7B", 46.7), ("Qwen2.5-7B", 7.6), ("Qwen3 30B-A3B", 30.5), ("gpt2-xl", 1.56), ("BLOOM-176B", 176.2),
+        ("turing-530B", 529.6), ("megatron-1T", 1008), ("Nemotron4-340B", 341), ("mpt-30b", 29.97),
+    ],
+)  # fmt: skip
+def test_public_models(text: str, billions: float) -> None:
+    shape = shape_named(text)
+    assert shape
+    assert ModelSpec.from_dict({**shape, "context": 2048}).params / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_name_of_another_size_is_not_taken_for_it() -> None:
+    assert shape_named("gpt3-2.5b") is None
+    assert shape_named("llama-6b") is None
+    assert all("heads" in shape and "vocab" in shape for _, shape in shapes())
+
+
+def test_words_for_policies() -> None:
+    assert [recompute_named(word) for word in ("true (full)", "attn_only", "per-op SAC", "no recompute", "")] == [
+        "full", "attention", "selective", "none", "",
+    ]  # fmt: skip
+    assert [precision_named(word) for word in ("amp_bf16", "FP8-MX", "NVFP4", "float16", "mixed")] == [
+        "bf16", "fp8", "fp8", "fp16", "",
+    ]  # fmt: skip
+    assert [schedule_named(word) for word in ("Interleaved 1F1B", "pre-interleaving", "1F1B", "ZBV")] == [
+        "interleaved", "", "1f1b", "zbv",
+    ]  # fmt: skip
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_row_assumes_nothing() -> None:
+    (found,) = jobs(
+        "model,gpu,n_gpus,tp,pp,dp,zero,interleave,micro_batch,global_batch,seq_len,precision,recompute,sp,framework,optimizer\n"
+        "llama3-70b,H100-SXM,256,8,4,8,1,5,1,1024,8192,bf16,none,True,Megatron-LM,adamw"
+    )
+    case = found.case
+    assert found.assumed == () and found.unknown == () and not found.others and found.spread == 0
+    assert (case.tp, case.pp, case.dp_shard, case.virtual, case.schedule) == (8, 4, 8, 5, "interleaved")
+    assert (case.micro_batch, case.accumulation, case.global_batch, case.seq) == (1, 128, 1024, 8192)
+    assert (case.zero, case.sp, case.recompute, case.software.name) == (1, True, "none", "megatron")
+
+
+def test_unknown_fields_are_said_and_priced_otherwise_too() -> None:
+    (found,) = jobs("model,gpu,n_gpus,global_batch,seq_len,framework\nllama3-8b,h100,64,256,8192,PyTorch FSDP")
+    assert {"recompute", "micro_batch", "precision"} <= set(found.unknown)
+    assert any(text.startswith("micro_batch = ") for text in found.assumed)
+    assert {case.recompute for case in found.others["recompute"]} == {"none", "full"}
+    assert {float(case.global_batch) for cases in found.others.values() for case in cases} == {256.0}
+
+
+def test_selective_means_attention_to_megatron_and_products_to_torchtitan() -> None:
+    header = "model,gpu,n_gpus,micro_batch,seq_len,recompute,framework\n"
+    megatron, titan = jobs(
+        header + "llama3-8b,h100,8,1,8192,selective,megatron\nllama3-8b,h100,8,1,8192,selective,torchtitan"
+    )
+    assert (megatron.case.recompute, titan.case.recompute) == ("attention", "selective")
+
+
+def test_batches_in_every_spelling() -> None:
+    header = "model,gpu,n_gpus,tp,global_batch,micro_batch,accumulation,local_batch,global_batch_tokens,batch,seq_len\n"
+    rows = jobs(
+        header
+        + "llama3-8b,h100,16,2,64,2,,,,,4096\n"  # 64 / 8 ranks = 8, in 4 passes
+        + "llama3-8b,h100,16,2,,2,4,,,,4096\n"
+        + "llama3-8b,h100,16,2,64,,4,,,,4096\n"
+        + "llama3-8b,h100,16,2,,2,,,262144,,4096\n"
+        + "llama3-8b,h100,16,2,,2,,,256k,,4096\n"  # 2**18 divides, 256,000 does not
+        + "llama3-8b,h100,16,2,,,,8,,,4096\n"
+        + "llama3-8b,h100,16,2,,,,,,64,4096\n"
+    )
+    assert [float(row.case.global_batch) for row in rows] == [64] * 7
+    assert [(row.case.micro_batch, row.case.accumulation) for row in rows[:6]] == [(2, 4)] * 5 + [(8, 1)]
+
+
+def test_sharding_words() -> None:
+    header = "model,gpu,n_gpus,micro_batch,seq_len,sharding,framework\n"
+    words = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "ZeRO-2")
+    rows = [row.case for row in jobs(header + "\n".join(f"llama3-8b,h100,32,1,4096,{word},FSDP" for word in words))]
+    assert [(case.zero, case.reshard, case.dp_shard, case.dp_replicate) for case in rows] == [
+        (3, True, 32, 1), (3, False, 32, 1), (3, True, 8, 4), (0, True, 1, 32), (2, True, 32, 1),
+    ]  # fmt: skip
+
+
+def test_a_model_by_its_size_and_a_layout_that_holds_it() -> None:
+    (found,) = jobs("params_b,gpu,n_gpus,global_batch,seq_len,framework\n175,A100,1024,1536,2048,Megatron-LM")
+    assert found.case.model.params == pytest.approx(175e9, rel=0.01)
+    assert (found.case.tp, found.case.pp) == (8, 12) or found.case.tp * found.case.pp >= 64
+    assert "tp" in found.unknown
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ("llama3-8b,h100,7,2,1,1,4096", "n_gpus = 7 is not divisible by tp × pp × cp = 2"),
+        ("llama3-8b,h100,-8,1,1,1,4096", "n_gpus = -8 is negative"),
+        ("llama3-8b,h100,eight,1,1,1,4096", "n_gpus = 'eight' is not a number"),
+        ("llama3-8b,h100,8.5,1,1,1,4096", "n_gpus = 8.5 is not a whole number"),
+        ("llama3-8b,x1000,8,1,1,1,4096", "gpu = 'x1000' is not in the catalogue"),
+        ("some-model,h100,8,1,1,1,4096", "model = 'some-model' is not a known name"),
+    ],
+)
+def test_what_cannot_be_a_job_says_why(row: str, error: str) -> None:
+    with pytest.raises(SpecError, match=error):
+        jobs("model,gpu,n_gpus,tp,pp,micro_batch,seq_len\n" + row)
+
+
+# --- one prediction a row ---------------------------------------------------------------------------------------
+
+
+def simple_price(case: Case) -> Any:
+    """Six-ND at 40% MFU, recompute paid for."""
+    flops = hardware_flops_per_token(case.model, case.seq, case.recompute) * case.tokens_per_step
+    seconds = flops / (0.4 * case.world * 989e12)
+    mfu = model_flops_per_token(case.model, case.seq) * case.tokens_per_step / (seconds * case.world * 989e12)
+    return SimpleNamespace(
+        seconds=seconds, interval=(0.9 * seconds, 1.1 * seconds), mfu=mfu, hfu=0.4, parts={"work": seconds},
+        tags={"work": "modelled"},
+    )  # fmt: skip
+
+
+def simple_budget(case: Case) -> Any:
+    bytes_ = 16 * case.model.params / case.dp_shard + (0 if case.recompute == "full" else 90e9)
+    return SimpleNamespace(allocated=bytes_, reserved=bytes_, to_dict=lambda: {"allocated": bytes_})
+
+
+def test_every_row_is_answered() -> None:
+    table = parse(
+        "model,gpu,n_gpus,micro_batch,global_batch,seq_len,recompute\n"
+        "llama3-8b,h100,64,1,64,8192,none\nnonsense,h100,64,1,64,8192,none\nllama3-8b,h100,64,1,64,8192,"
+    )
+    result = forecast_table(table, simple_price, simple_budget)
+    known, nonsense, unknown = result["rows"]
+    assert [row["row"] for row in result["rows"]] == [1, 2, 3]
+    assert "not a known name" in nonsense["error"]
+    assert known["step_s"] == pytest.approx(float(simple_price(job(table.rows[0]).case).seconds))
+    assert known["tokens_per_s"] == pytest.approx(64 * 8192 / known["step_s"])
+    assert known["tokens_per_s_per_gpu"] * 64 == pytest.approx(known["tokens_per_s"])
+    assert known["tflops_per_gpu"] == pytest.approx(known["mfu"] * 989)
+    assert known["step_s_low"] < known["step_s"] < known["step_s_high"]
+    # What is left open widens the interval; what cannot have run is not taken.
+    assert unknown["step_s_high"] / unknown["step_s_low"] > known["step_s_high"] / known["step_s_low"]
+    assert unknown["job"]["recompute"] == "full"
+    assert any("would not fit" in text for text in unknown["assumed"])
+
+
+def test_arithmetic_that_fails_is_one_rows_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(case: Case) -> Any:
+        raise ZeroDivisionError("by zero")
+
+    table = parse("model,gpu,n_gpus,micro_batch,seq_len\nllama3-8b,h100,8,1,8192")
+    (row,) = forecast_table(table, fails, simple_budget)["rows"]
+    assert row["error"] == "could not be priced: ZeroDivisionError: by zero"
+
+
+def test_the_command_answers_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("model,gpu,n_gpus,micro_batch,global_batch,seq_len\nllama3-8b,h100,8,1,16,8192\n?,,,,,\n")
+    predict(file, json=True)
+    result = json.loads(capsys.readouterr().out)
+    first, second = result["rows"]
+    assert first["step_s"] > 0 and first["memory"]["allocated"] > 0 and first["assumed"]
+    assert "error" in second
+    predict(file)
+    assert "assumed" in capsys.readouterr().out
+    with pytest.raises(SpecError, match="cannot read"):
+        predict(tmp_path / "absent.csv")
