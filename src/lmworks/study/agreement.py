@@ -51,29 +51,35 @@ def disagreements(spec: RunSpec, ranks: list[Trial]) -> list[str]:
 
 def traffic(spec: RunSpec, ranks: list[Table]) -> list[str]:
     """Tokens go to the experts that they choose, so what one rank sends to them is not known; what all send is."""
-    grid, found = Grid.of(spec.parallel), []
-    planned = [counted(collectives(spec, rank), grid, rank) for rank in range(len(ranks))]
+    planned, routed = [planned_calls(spec, rank) for rank in range(len(ranks))], spec.parallel.ep > 1
+    found = []
     for rank, (real, plan) in enumerate(zip(ranks, planned, strict=True)):
-        for key in sorted(real.keys() | plan.keys()):
-            ours, theirs = plan.get(key, (0, 0)), real.get(key, (0, 0))
-            if ours != theirs and not (is_routed(spec, key[0]) and ours[0] == theirs[0]):
-                found.append(f"rank {rank} calls {' over '.join(key)} {described(theirs)}, planned {described(ours)}")
-    if spec.parallel.ep > 1:
+        for (kind, group), ours, theirs in differing(plan, real):
+            if not (routed and kind == "all-to-all" and ours[0] == theirs[0]):
+                found.append(f"rank {rank} calls {kind} over {group} {said(theirs)}, the planner says {said(ours)}")
+    if routed:
         sent, expected = (sum(all_to_all(table) for table in tables) for tables in (ranks, planned))
         if sent > expected or (sent < expected and not spec.model.capacity):  # which drops tokens
-            found.append(f"all ranks put {sent:,} bytes into all-to-alls, planned {expected:,}")
+            found.append(f"all ranks put {sent:,} bytes into all-to-alls, the planner says {expected:,}")
     return found
 
 
-def is_routed(spec: RunSpec, kind: str) -> bool:
-    return kind == "all-to-all" and spec.parallel.ep > 1
+def differing(plan: Table, real: Table) -> list[tuple[tuple[str, str], tuple[int, int], tuple[int, int]]]:
+    """(kind and group, planned, real) where the two are not the same."""
+    keys = sorted(plan.keys() | real.keys())
+    rows = [(key, plan.get(key, (0, 0)), real.get(key, (0, 0))) for key in keys]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def planned_calls(spec: RunSpec, rank: int) -> Table:
+    return counted(collectives(spec, rank), Grid.of(spec.parallel), rank)
 
 
 def all_to_all(table: Table) -> int:
     return sum(size for (kind, _), (_, size) in table.items() if kind == "all-to-all")
 
 
-def described(figures: tuple[int, int]) -> str:
+def said(figures: tuple[int, int]) -> str:
     return f"{figures[0]} times with {figures[1]:,} bytes"
 
 
