@@ -229,6 +229,7 @@ def test_the_cheapest_degree_comes_first() -> None:
 
 def test_degrees_share_the_heads_evenly() -> None:
     assert degrees(served("llama3-8b"), H100) == [1, 2, 4, 8]
+    assert degrees(served("llama3-70b"), catalogue()["GB200"]) == [1, 2, 4, 8, 16, 32, 64]  # one rack
     assert degrees(served("gpt2-xl"), H100) == [1]  # 25 heads
     assert degrees(served("qwen3-30b-a3b"), H100) == [1, 2, 4, 8]  # 4 KV heads: repeated on 8
 

@@ -1,6 +1,6 @@
 """How to serve a model: what fits, how fast it answers, how many replicas a request rate needs, and what a token costs.
 
-Every tensor-parallel degree of one machine is tried. A replica may run as many sequences as keep the promised times
+Every tensor-parallel degree of one machine (or rack) is tried. A replica may run as many sequences as keep the promised times
 at the chosen quantile; a request rate is divided by what that yields. The cheapest degree wins.
 
 Chance enters twice. Sequences in flight are Poisson-distributed around Little's mean (requests come independently),
@@ -191,15 +191,14 @@ def seen(at: Times) -> str:
 
 
 def degrees(served: Served, gpu: Gpu) -> list[int]:
-    """Tensor-parallel degrees inside one machine that share the heads evenly."""
-    return [
-        tp
-        for tp in (1, 2, 4, 8, 16, 32, 64)
-        if tp <= gpu.per_node
-        and (tp == 1 or gpu.link_gbs)
-        and (served.kv_heads % tp == 0 or tp % served.kv_heads == 0)
-        and all(size % 1 == 0 for linear in served.linears for size in linear.on(tp))
-    ]
+    """Tensor-parallel degrees within a machine, or the rack that fast links join, that share the heads evenly."""
+    joined = max(gpu.per_node, gpu.domain) if gpu.link_gbs else 1
+
+    def even(tp: int) -> bool:
+        heads = served.kv_heads % tp == 0 or tp % served.kv_heads == 0
+        return heads and all(size % 1 == 0 for linear in served.linears for size in linear.on(tp))
+
+    return [tp for tp in (1, 2, 4, 8, 16, 32, 64) if tp <= joined and even(tp)]
 
 
 def candidates(
