@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..spec import SpecError
-from .budget import budget
+from .budget import activations, budget
 from .case import Case
 from .constants import constants
 from .sources import SOURCES, source_named
@@ -45,7 +45,7 @@ def memory(case: Case) -> Mapping[str, float]:
     return {
         "allocated": float(whole.allocated),
         "reserved": float(whole.reserved),
-        "activations": float(first.activations),
+        "activations": float(activations(case)),
         "states": float(first.parameters + first.gradients + first.master + first.optimizer),
     }
 
