@@ -1,7 +1,7 @@
 """How to serve a model: what fits, how fast it answers, how many replicas a request rate needs, and what a token costs.
 
-Every tensor-parallel degree of one machine (or rack) is tried. A replica may run as many sequences as keep the promised times
-at the chosen quantile; a request rate is divided by what that yields. The cheapest degree wins.
+Every tensor-parallel degree of one machine (or rack) is tried. A replica may run as many sequences as keep the promised
+times at the chosen quantile; a request rate is divided by what that yields. The cheapest degree wins.
 
 Chance enters twice. Sequences in flight are Poisson-distributed around Little's mean (requests come independently),
 so the quantile of the batch is b + z·√b: that batch must fit, and its time between tokens is the promised one. Prompts
