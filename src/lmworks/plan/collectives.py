@@ -8,7 +8,8 @@ Evaluation and checkpoints are no part of a step. A group of one rank sends noth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from ..spec import RunSpec, SpecError
 from ..spec.layout import V_SHAPED
@@ -43,7 +44,18 @@ def collectives(spec: RunSpec, rank: int = 0) -> list[Collective]:
         rows += exchanges(here, stage)
         rows += data_parallel(here, stage)
     rows += [*messages(here), *leftovers(here), *figures(here)]
-    return [row for row in rows if row.ranks > 1 and row.count]
+    return joined(row for row in rows if row.ranks > 1 and row.count)
+
+
+def joined(rows: Iterable[Collective]) -> list[Collective]:
+    """Calls that are alike in all but their number, as those of equal blocks are, in one row."""
+    found: dict[tuple[str, str, str, str, float], Collective] = {}
+    for row in rows:
+        key = row.kind, row.what, row.group, row.when, row.bytes / row.count
+        if key in found:
+            row = replace(row, count=row.count + found[key].count, bytes=row.bytes + found[key].bytes)
+        found[key] = row
+    return list(found.values())
 
 
 # --- data parallel --------------------------------------------------------------------------------------
