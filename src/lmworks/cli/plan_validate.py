@@ -10,6 +10,7 @@ import typer
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
+    from ..plan.components import Part
     from ..plan.validate import Line, Report, Score
 
 Data = Annotated[
@@ -33,14 +34,18 @@ def validate(
       lmworks plan validate --source torchtitan
       lmworks plan validate --data measured --json
     """
+    from ..plan.components import components
     from ..plan.replay import grown, replay
 
     report = replay(data, source)
     worse = grown(report)
+    parts = [] if source else components(data)
     if json:
-        print_json({**report.to_dict(), "grown": worse})
+        print_json({**report.to_dict(), "components": [part.to_dict() for part in parts], "grown": worse})
     else:
         print_report(report)
+        if parts:
+            print_parts(parts)
         for sentence in worse:
             typer.echo(f"grown: {sentence}")
     if worse:
@@ -59,6 +64,18 @@ def print_report(report: Report) -> None:
             typer.echo(f"not covered: {name}: {sentence}")
     if report.missing:
         typer.echo(f"not at hand (name their folder with --data): {', '.join(report.missing)}")
+
+
+def print_parts(parts: list[Part]) -> None:
+    rows = [
+        [part.name, part.how, str(part.rows or "-"), *(f"{100 * e:.1f}" if e else "-" for e in part.spread)]
+        for part in parts
+    ]
+    columns = ["what a step is priced from", "how", "rows", "median", "mean", "p90"]
+    print_table("Errors of single kernels and collectives, %", columns, rows)
+    typer.echo(
+        "unseen rows: kept out of the fit. left out: the whole system was. replayed: with the constants of today"
+    )
 
 
 def cells(line: Line) -> list[str]:
