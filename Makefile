@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow test-ray test-deepspeed lint bench gpu-test clean
+.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed lint bench gpu-test clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,10 +22,15 @@ demo: $(READY)  ## plan, train, compare and use a small code model on this machi
 	$(BIN)/lmworks demo
 
 test: $(READY)  ## the whole test-suite that a CPU can run
-	$(BIN)/python -m pytest -m "not gpu and not ray and not deepspeed and not slow"
+	$(BIN)/python -m pytest -m "not gpu and not ray and not deepspeed and not browser and not slow"
 
 test-slow: $(READY)  ## tests that start real jobs and kill their ranks, or compile
 	$(BIN)/python -m pytest -m slow
+
+test-browser: $(READY)  ## open the planner's pages in Debian's chromium (installs it, and the extra `browser`)
+	command -v chromium > /dev/null || $$([ $$(id -u) = 0 ] || echo sudo) sh -c "apt-get update && apt-get install -y chromium"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
+	$(BIN)/python -m pytest -m browser
 
 test-ray: $(READY)  ## train on a local Ray cluster of two workers (installs the extra `ray`)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"

@@ -92,11 +92,11 @@ for (const svg of document.querySelectorAll("svg[data-chart]")) {
 """
 
 
-def page(title: str, body: str) -> str:
-    """A whole document. `body` is HTML already; `title` is not."""
+def page(title: str, body: str, style: str = "", script: str = SCRIPT) -> str:
+    """A whole document. `body` is HTML already; `title` is not. `style` comes on top, `script` instead."""
     return (
-        f"{HEAD}<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n"
-        f"<body><main>\n{body}\n</main>\n<script>{SCRIPT}</script></body></html>\n"
+        f"{HEAD}<title>{escape(title)}</title>\n<style>{STYLE}{style}</style></head>\n"
+        f"<body><main>\n{body}\n</main>\n<script>{script}</script></body></html>\n"
     )
 
 
