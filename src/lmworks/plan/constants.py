@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from ..spec import Gpu, SpecError
 from ..spec.errors import did_you_mean
+from .software import Software
 
 FITTED = Path(__file__).with_name("fitted.toml")
 
@@ -26,8 +27,9 @@ class Constants:
     products: Mapping[str, float] = field(default_factory=dict)  # by family of GPU: heat and power in a long run
     attention: Mapping[str, float] = field(default_factory=dict)  # by family of GPU
     software: Mapping[str, float] = field(default_factory=dict)  # what is left of a code base's own slowness
+    launch_s: Mapping[str, float] = field(default_factory=dict)  # host time of one kernel of the op list, by code base
     memory: float = 1.0  # passes over memory
-    launch_s: float = 8e-6  # host time of one kernel
+    uneven: float = 0.1  # share of that time by which the slowest host is slower, for every doubling of the hosts
     step_s: float = 5e-3  # host time of one step beside its kernels
     contention: float = 0.15  # what a second of hidden traffic adds to the work that hides it
     links: float = 1.0  # collectives inside a node
@@ -40,8 +42,13 @@ class Constants:
         kind = family(gpu)
         attention = self.attention.get(kind, 1.0)
         passes = dict.fromkeys(("stream", "strided", "exp", "tanh", "optimizer"), self.memory)
-        products = self.products.get(kind, 1.0)
+        products = self.products.get(gpu.name, self.products.get(kind, 1.0))
         return {"gemm": products, "attention": attention, "attention_backward": attention, **passes}
+
+    def launch(self, software: Software) -> float:
+        """Seconds of the host for one kernel: compiled code launches as many as the list says, other code more."""
+        usual = "compiled" if software.fused else "eager"
+        return self.launch_s.get(software.name, self.launch_s.get(usual, 10e-6))
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:

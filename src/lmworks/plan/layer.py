@@ -60,8 +60,11 @@ class Way:
         return self.busy + self.host
 
     def launched_in(self, host_s: Number) -> Way:
-        """A GPU works while the host launches what follows: the slower of the two sets the pace."""
-        return replace(self, host=np.maximum(0.0, host_s - self.busy))
+        """A GPU works while the host launches what follows: the slower of the two sets the pace.
+
+        Now one is slower and now the other, so neither hides the other wholly: the sum of squares, not the maximum.
+        """
+        return replace(self, host=np.hypot(self.busy, host_s) - self.busy)
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ class Weigher:
         return {name: seconds for way in done for name, seconds in way.parts(self.factors).items()}
 
     def launch(self, count: Number) -> Number:
-        return self.given.launch_s * count
+        """Host seconds; tensor-parallel ranks wait for the slowest host among them in every exchange."""
+        return self.given.launch(self.case.software) * count * (1 + self.given.uneven * np.log2(self.case.tp))
 
     def block(self) -> Both:
         case, work, wires = self.case, self.bare.work, self.bare.wires

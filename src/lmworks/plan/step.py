@@ -19,10 +19,7 @@ from .case import Case, Number
 from .constants import Constants, constants
 from .flops import hardware_flops_per_token, model_flops_per_token
 from .layer import MicroBatch, Traffic, Way, Weigher
-from .orders import actions
-from .schedule import Times, simulate, total
-from .stages import Stage, split_layers
-from .standins import rough_bubble
+from .pipeline import Busiest, Cut, followed, pace
 
 
 @dataclass(frozen=True)
@@ -41,34 +38,19 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Busiest:
-    """The rank that sets a pipeline's pace: its blocks, and whether it has the embedding and the head (1 or 0)."""
-
-    layers: Number
-    stem: Number
-    head: Number
-
-
-@dataclass(frozen=True)
 class Step:
     """What `price` and `timeline` have in common."""
 
     weigher: Weigher
     one: MicroBatch
-    rank: Busiest
+    cut: Cut
     send: Number  # seconds from one stage to the next
 
     @classmethod
     def of(cls, bare: Bare, given: Constants) -> Self:
         weigher = Weigher(bare, given, given.factors(bare.case.gpu))
         one = weigher.micro_batch()
-        return cls(weigher, one, busiest(bare.case, one), weigher.wire(bare.wires.send))
-
-    @property
-    def each(self) -> Number:
-        """Seconds of one micro-batch on the busiest rank."""
-        rank, one = self.rank, self.one
-        return rank.layers * one.block.seconds + rank.stem * one.stem.seconds + rank.head * one.loss.seconds
+        return cls(weigher, one, Cut.of(bare.case), weigher.wire(bare.wires.send))
 
 
 def price(case: Case, given: Constants | None = None) -> Price:
@@ -78,8 +60,9 @@ def price(case: Case, given: Constants | None = None) -> Price:
 def weigh(bare: Bare, given: Constants) -> Price:
     """The same with other constants, at little cost."""
     step, case = Step.of(bare, given), bare.case
-    waits = rough_bubble(case.schedule, case.pp, case.virtual, case.accumulation, step.each + 2 * step.send)
-    return priced(step, waits)
+    quick = pace(case, step.cut, step.one, 0.0)
+    whole = pace(case, step.cut, step.one, step.send) if np.any(case.pp > 1) else quick
+    return priced(step, quick, whole)
 
 
 def timeline(case: Case, given: Constants | None = None) -> Price:
@@ -87,52 +70,22 @@ def timeline(case: Case, given: Constants | None = None) -> Price:
     if case.pp == 1:
         return price(case, given)
     step = Step.of(Bare.of(case), given or constants())
-    pp, virtual, batches = int(case.pp), int(case.virtual), int(case.accumulation)
-    stages = [stage_times(step, stage) for stage in cut(case)]
-    whole = total(simulate(actions(case.schedule, pp, virtual, batches), stages, float(step.send)))
-    return priced(step, whole - batches * (step.each + 2 * virtual * step.send))
+    return priced(step, followed(case, step.one, 0.0), followed(case, step.one, float(step.send)))
 
 
-def cut(case: Case) -> list[Stage]:
-    """Blocks of every stage: evenly, as Megatron does it, or with fewer where the head is."""
-    stages = int(case.pp * case.virtual)
-    if not cuts_evenly(case):
-        return split_layers(case.model, case.seq, stages)
-    ends = [round(case.model.layers * i / stages) for i in range(stages + 1)]
-    return [Stage(i, range(ends[i], ends[i + 1]), first=i == 0, last=i == stages - 1) for i in range(stages)]
-
-
-def stage_times(step: Step, stage: Stage) -> Times:
-    """Seconds of a stage's forward pass, its backward pass, and the two halves that some schedules make of it."""
-    one, layers = step.one, len(stage.layers)
-    forward, backward = (
-        layers * getattr(one.block, way).seconds
-        + stage.first * getattr(one.stem, way).seconds
-        + stage.last * getattr(one.loss, way).seconds
-        for way in ("forward", "backward")
-    )
-    apart = step.weigher.case.recompute == "none"  # else the whole backward pass is in I
-    weight = layers * one.block.backward.parts["matmul"] / 2 + stage.last * one.loss.backward.work / 2
-    return {
-        "F": float(forward),
-        "B": float(backward),
-        "I": float(backward - weight * apart),
-        "W": float(weight * apart),
-    }
-
-
-def priced(step: Step, waits: Number) -> Price:
-    """All parts, with the time that the busiest rank of the pipeline waits."""
-    weigher, one, rank = step.weigher, step.one, step.rank
+def priced(step: Step, quick: Number, whole: Number) -> Price:
+    """All parts of a step whose passes last `whole` seconds, and `quick` where messages take no time."""
+    weigher, one = step.weigher, step.one
     case, given = weigher.case, weigher.given
+    rank = Busiest.of(case, step.cut, one)
     batches = case.accumulation
     parts: dict[str, Number] = defaultdict(float)
     hidden: dict[str, Number] = defaultdict(float)
     for count, both in ((rank.layers, one.block), (rank.stem, one.stem), (rank.head, one.loss)):
         for way in (both.forward, both.backward):
             add(parts, hidden, batches * count, way)
-    parts["pp"] = 2 * batches * case.virtual * step.send
-    parts["bubble"] = waits
+    parts["bubble"] = quick - batches * rank.seconds(one)
+    parts["pp"] = whole - quick
     tail = data_tail(weigher, rank, one)
     parts["dp"] = parts["dp"] + tail.exposed
     hidden["dp"] = hidden["dp"] + tail.hidden
@@ -174,35 +127,6 @@ def finish(case: Case, given: Constants, parts: dict[str, Number], hidden: dict[
         rate * hardware / peak,
         (seconds / margin, seconds * margin),
     )
-
-
-def busiest(case: Case, one: MicroBatch) -> Busiest:
-    """Which rank sets the pace.
-
-    Megatron cuts blocks evenly and the head comes on top; others give the last stage fewer blocks. With j blocks there,
-    the pace is max(j·block + head, ⌈(layers − j) / (ranks − 1)⌉·block); the best j lies next to where both are equal.
-    """
-    layers, ranks = case.model.layers, case.pp
-    per_rank = np.ceil(layers / ranks)
-    alone = np.where(ranks > 1, 0.0, 1.0)
-    if np.all(ranks == 1):
-        return Busiest(per_rank, alone, alone)
-    if cuts_evenly(case):
-        return Busiest(per_rank, alone, np.ones_like(alone))
-    head = one.loss.seconds / one.block.seconds  # in blocks
-    others = np.maximum(ranks - 1, 1)
-    even = np.clip((layers - head * others) / ranks, 1, np.maximum(layers - others, 1))
-    low, high = np.floor(even), np.ceil(even)
-    paces = [np.maximum(j + head, np.ceil((layers - j) / others)) for j in (low, high)]
-    last = np.where(paces[0] <= paces[1], low, high)
-    rest = np.ceil((layers - last) / others)
-    ends = last + head >= rest
-    blocks = np.where(ends, last, rest)
-    return Busiest(np.where(ranks > 1, blocks, layers), alone, np.where(ranks > 1, ends * 1.0, 1.0))
-
-
-def cuts_evenly(case: Case) -> bool:
-    return case.software.name.startswith("megatron")
 
 
 def data_tail(weigher: Weigher, rank: Busiest, one: MicroBatch) -> Traffic:

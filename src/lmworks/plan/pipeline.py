@@ -1,0 +1,131 @@
+"""A pipeline's ranks: how the blocks are cut, which rank is busiest, and how long all wait for each other.
+
+Megatron cuts blocks evenly and the head comes on top of the last stage. Others give that stage fewer blocks: with j
+there, the pace is max(j·block + head, ⌈(layers − j) / others⌉·block), and the best j lies next to where both are equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from ..spec.layout import V_SHAPED
+from .bubble import Costs, bubble
+from .case import Case, Number
+from .layer import MicroBatch
+from .orders import actions
+from .schedule import Times, simulate, total
+from .stages import Stage, head_cost, layer_cost, split_layers
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Blocks of the last stage, and of the others on average, the first of them, and the fullest."""
+
+    last: Number
+    mean: Number
+    first: Number
+    most: Number
+
+    @classmethod
+    def of(cls, case: Case) -> Self:
+        layers, stages = case.model.layers, case.pp * case.virtual
+        even = layers / stages
+        if cuts_evenly(case):
+            return cls(even, even, even, np.ceil(even))
+        head, others = head_cost(case.model) / layer_cost(case.model, case.seq), np.maximum(stages - 1, 1)
+        best = np.clip((layers - head * others) / stages, 1, np.maximum(layers - others, 1))
+        low, high = np.floor(best), np.ceil(best)
+        paces = [np.maximum(j + head, np.ceil((layers - j) / others)) for j in (low, high)]
+        last = np.where(paces[0] <= paces[1], low, high)
+        mean = (layers - last) / others
+        alone = stages == 1
+        return cls(*(np.where(alone, layers, n) for n in (last, mean, np.floor(mean), np.ceil(mean))))
+
+
+@dataclass(frozen=True)
+class Busiest:
+    """The rank that sets the pace: its blocks, and whether it has the embedding and the head (1 or 0)."""
+
+    layers: Number
+    stem: Number
+    head: Number
+
+    @classmethod
+    def of(cls, case: Case, cut: Cut, one: MicroBatch) -> Self:
+        alone = np.where(case.pp == 1, 1.0, 0.0)
+        rest = (case.virtual - 1) * cut.mean
+        head = one.loss.seconds / one.block.seconds
+        ends = np.where((cut.last + head >= cut.most) | (case.pp == 1), 1.0, 0.0)
+        layers = np.where(ends == 1, rest + cut.last, rest + cut.most)
+        first = (case.schedule in V_SHAPED) * ends  # a V begins where it ends
+        return cls(layers, np.maximum(alone, first), ends)
+
+    def seconds(self, one: MicroBatch) -> Number:
+        """Of one micro-batch."""
+        return self.layers * one.block.seconds + self.stem * one.stem.seconds + self.head * one.loss.seconds
+
+
+def pace(case: Case, cut: Cut, one: MicroBatch, send: Number) -> Number:
+    """Seconds of all passes of a step, in closed form."""
+    forward, backward = cut.mean * one.block.forward.seconds, cut.mean * one.block.backward.seconds
+    weight = cut.mean * weight_seconds(case, one)
+    whole = forward + backward
+    first = (cut.first * one.block.seconds + one.stem.seconds) / whole
+    last = (cut.last * one.block.seconds + one.loss.seconds) / whole
+    middle = (cut.mean * (case.virtual - 1) + cut.most) / (case.virtual * cut.mean)
+    costs = Costs(first, last, middle)
+    args = (case.schedule, case.pp, case.virtual, case.accumulation, forward, backward - weight, weight)
+    alone = case.accumulation * Busiest.of(case, cut, one).seconds(one)
+    passes = bubble(*args, costs, send).total
+    if case.schedule in ("gpipe", "looped-bfs"):
+        passes = passes + case.accumulation * apart(cut, one)
+    return np.where(case.pp == 1, alone, passes)
+
+
+def apart(cut: Cut, one: MicroBatch) -> Number:
+    """All forward passes, then all backward passes: where one stage is slowest in these and another in those, both."""
+    ways = [
+        (cut.most * getattr(one.block, way).seconds, cut.last * getattr(one.block, way).seconds + end.seconds)
+        for way, end in (("forward", one.loss.forward), ("backward", one.loss.backward))
+    ]
+    each = sum(np.maximum(middle, last) for middle, last in ways)
+    return each - np.maximum(ways[0][0] + ways[1][0], ways[0][1] + ways[1][1])
+
+
+def weight_seconds(case: Case, one: MicroBatch) -> Number:
+    """Of a block's backward pass, what only its weights' gradients need: half of the products, where it can wait."""
+    return one.block.backward.parts["matmul"] / 2 if case.recompute == "none" else 0.0
+
+
+def followed(case: Case, one: MicroBatch, send: float) -> float:
+    """Seconds of all passes of one candidate's step, action by action."""
+    orders = actions(case.schedule, int(case.pp), int(case.virtual), int(case.accumulation))
+    return total(simulate(orders, [times(case, one, stage) for stage in stages(case)], send))
+
+
+def stages(case: Case) -> list[Stage]:
+    count, layers = int(case.pp * case.virtual), case.model.layers
+    if not cuts_evenly(case):
+        return split_layers(case.model, case.seq, count)
+    ends = [round(layers * i / count) for i in range(count + 1)]
+    return [Stage(i, range(ends[i], ends[i + 1]), first=i == 0, last=i == count - 1) for i in range(count)]
+
+
+def times(case: Case, one: MicroBatch, stage: Stage) -> Times:
+    """Seconds of a stage's forward pass, its backward pass, and the two halves that some schedules make of it."""
+    layers = len(stage.layers)
+    forward, backward = (
+        layers * getattr(one.block, way).seconds
+        + stage.first * getattr(one.stem, way).seconds
+        + stage.last * getattr(one.loss, way).seconds
+        for way in ("forward", "backward")
+    )
+    weight = layers * weight_seconds(case, one)
+    return {"F": float(forward), "B": float(backward), "I": float(backward - weight), "W": float(weight)}
+
+
+def cuts_evenly(case: Case) -> bool:
+    return case.software.name.startswith("megatron")
