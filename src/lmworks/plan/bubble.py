@@ -22,6 +22,10 @@ import numpy as np
 from ..spec.layout import IN_ROUNDS, LOOPED, V_SHAPED
 from .case import Number
 
+# A rank between the ends that is busier than the others waits less. Half of them lie before it, for whom it waits as
+# ever; of the way to the other half and back, its own forward passes fill about half.
+MIDWAY = 0.75
+
 
 class Pace(NamedTuple):
     """A pipeline's step in seconds: the work of its busiest rank, and what that rank waits."""
@@ -42,27 +46,26 @@ def bubble(
     forward: Number,
     backward_input: Number,
     backward_weight: Number,
-    first: Number = 1.0,
-    last: Number = 1.0,
+    costs: Costs | None = None,
     send: Number = 0.0,
 ) -> Pace:
     """What `simulate` finds, in closed form; every number may be an array.
 
-    The times are those of one stage and micro-batch: of the slowest of the ordinary stages. `first` and `last` say how
-    many times as much the two ends cost, which hold the embedding and the head. The step lasts as long as its longest
-    chain of actions that wait for each other, and the formulas are the few chains that can be longest: through the
-    busiest rank, with the way there and back. They were read off the simulation; a test bounds the difference.
+    The times are those of one micro-batch in a stage, the mean of those that are neither first nor last; `costs` are
+    what differs from it. The step lasts as long as its longest chain of actions that wait for each other, and the
+    formulas are the few chains that can be longest: through the busiest rank, with the way there and back. They were
+    read off the simulation; a test bounds the difference.
     """
-    p, v, m = ranks, virtual, micro_batches
+    p, v, m, costs = ranks, virtual, micro_batches, costs or Costs()
     pipeline = Even(p, v, m, forward, backward_input, backward_weight, send)
-    whole = forward + backward_input + backward_weight
+    lengths = {"1f1b": one_f_one_b, "interleaved": interleaved, "interleaved-zero-bubble": zero_bubble}
     if schedule in V_SHAPED:
-        work = m * whole * np.maximum(2.0, first + last)
-        seconds = v_shaped(schedule, pipeline, first, last)
+        busiest = np.maximum(2 * costs.middle, costs.first + costs.last)
+        seconds = v_shaped(schedule, pipeline, costs)
     else:
-        work = m * whole * (v - 1 + busiest(p, first, last))
-        lengths = {"1f1b": one_f_one_b, "interleaved": interleaved, "interleaved-zero-bubble": zero_bubble}
-        seconds = lengths.get(schedule, breadth_first)(pipeline, first, last)
+        busiest = costs.busiest(p, v)
+        seconds = lengths.get(schedule, breadth_first)(pipeline, costs)
+    work = m * busiest * pipeline.whole
     return Pace(work, np.maximum(0.0, np.where(p == 1, 0.0, seconds - work)))
 
 
@@ -81,6 +84,21 @@ def ideal_idle(
     if (schedule in V_SHAPED and not equal) or (virtual > 1 and micro_batches < ranks):
         text = "the longest chain of work that waits for work"
     return float(step.idle / step.total), text
+
+
+class Costs(NamedTuple):
+    """How many times as much as the mean of the others: the first stage, the last, and the busiest rank between.
+
+    The first stage holds the embedding and the last the head; layers that do not divide make some ranks busier.
+    """
+
+    first: Number = 1.0
+    last: Number = 1.0
+    middle: Number = 1.0
+
+    def busiest(self, p: Number, v: Number) -> Number:
+        """Of ranks whose stages lie in a loop, in stages; two ranks have none between them."""
+        return longest(np.where(p == 2, 0.0, v * self.middle), v - 1 + self.first, v - 1 + self.last)
 
 
 class Even(NamedTuple):
@@ -121,51 +139,50 @@ def longest(*lengths: Number) -> Number:
     return reduce(np.maximum, lengths)
 
 
-def busiest(p: Number, first: Number, last: Number) -> Number:
-    """Cost of the slowest end, or of what ranks between them hold: two ranks have none between them."""
-    return longest(np.where(p == 2, 0.0, 1.0), first, last)
-
-
-def breadth_first(even: Even, first: Number, last: Number) -> Number:
+def breadth_first(even: Even, costs: Costs) -> Number:
     """gpipe and looped-bfs: every turn moves at the pace of its own slowest stage, so two slow ends cost twice."""
+    first, last, _ = costs
     alone, v = even.v == 1, even.v
-    turns = longest(np.where(even.p == 2, 0, v), v - 1 + first, v - 1 + last, v - 2 + first + last)
-    pace = np.where(alone, busiest(even.p, first, last), turns)
+    pace = longest(costs.busiest(even.p, v), np.where(alone, 0, v - 2 + first + last))
     way = np.where(alone, above(0, np.minimum(first, last) - 1), 0) - above(0, 1 - first) - above(0, 1 - last)
     return (even.m * pace + way) * even.whole + even.way(even.m)
 
 
-def one_f_one_b(even: Even, first: Number, last: Number) -> Number:
+def one_f_one_b(even: Even, costs: Costs) -> Number:
     """1f1b, paced by its last rank, one in the middle, or the first.
 
     A rank with n others below it waits for its first backward pass, but for n forward passes of its own, and as long
     again at the end. No more than p micro-batches are under way, so their messages hold up each of their rounds.
     """
     p, m, whole = even.p, even.m, even.whole
+    first, last, middle = costs
 
     def below(n: Number, cost: Number, others: Number) -> Number:
         return above(0, others * whole - n * cost * even.f) + above(0, others * whole - n * cost * even.b)
 
     rounds = 2 * (m - 2 - np.floor((m - 2) / p)) * even.send
-    middle = (m + first) * whole + below(p - 2, 1.0, p - 3 + last) + rounds
+    level = (m + first) * whole + below(p - 2, 1.0, p - 3 + last) + rounds
+    busy = (m * middle + first + p - 3) * whole + below(1, middle, last)
     top = m * first * whole + below(p - 1, first, p - 2 + last)
     bottom = (m * last + first + p - 2) * whole
     ends = longest(top, bottom)
-    return longest(np.where(p > 2, middle, ends + rounds), ends) + 2 * (p - 1) * even.send
+    return longest(np.where(p > 2, longest(level, busy), ends + rounds), ends) + 2 * (p - 1) * even.send
 
 
-def interleaved(even: Even, first: Number, last: Number) -> Number:
+def interleaved(even: Even, costs: Costs) -> Number:
     """As 1f1b. A slow first stage holds up the others for one round of micro-batches; paced by it, others keep up."""
     p, v, m, whole = even.p, even.v, even.m, even.whole
+    first, last, middle = costs
     way = even.way(m // np.maximum(1, m // p)) + (p * above(0, first - 1) - above(0, 1 - first)) * whole
     return longest(
         np.where(p == 2, 0, (v * m - 3 * above(0, 1 - last)) * whole + way),
+        np.where(p == 2, 0, v * m * middle * whole + MIDWAY * way),
         (v - 1 + last) * m * whole + way,
         (v - 1 + first) * m * whole + (p - 1) * above(0, even.b - first * even.f),
     )
 
 
-def zero_bubble(even: Even, first: Number, last: Number) -> Number:
+def zero_bubble(even: Even, costs: Costs) -> Number:
     """interleaved-zero-bubble: W fills what I leaves, until the messages of a round fill it."""
     p, v, m = even.p, even.v, even.m
     few, d = above(0, p - m), p - 1  # few: micro-batches that lack to fill the ranks
@@ -177,12 +194,12 @@ def zero_bubble(even: Even, first: Number, last: Number) -> Number:
         even.chain(v * few, d, 0, 2 * d + turns),
         even.chain(d + (v - 1) * few, d + (v - 1) * few, -rounds, 2 * d + 2 * rounds),
     )
-    slow = above(0, np.minimum(first, last) - 1) * p * (even.f + even.i)
-    quick = (above(0, 1 - first) + 2 * above(0, 1 - last)) * even.f
-    return m * even.whole * (v - 1 + busiest(p, first, last)) + gap + slow - quick
+    slow = above(0, np.minimum(costs.first, costs.last) - 1) * p * (even.f + even.i)
+    quick = (above(0, 1 - costs.first) + 2 * above(0, 1 - costs.last)) * even.f
+    return m * even.whole * costs.busiest(p, v) + gap + slow - quick
 
 
-def v_shaped(schedule: str, even: Even, first: Number, last: Number) -> Number:
+def v_shaped(schedule: str, even: Even, costs: Costs) -> Number:
     """zbv and dualpipev: both ends are on rank 0, whose own W fills its gaps where it sets the pace."""
     p, m, d = even.p, even.m, even.p - 1
     if schedule == "zbv":
@@ -206,7 +223,8 @@ def v_shaped(schedule: str, even: Even, first: Number, last: Number) -> Number:
             even.chain(d, d, -d, 4 * d),
             even.chain(2 * d, 0, -2 * d, 4 * d),
         )
-    return longest(2 * m * even.whole + gap, m * even.whole * (first + last) + top_of_v(schedule, even, first, last))
+    ends = m * even.whole * (costs.first + costs.last) + top_of_v(schedule, even, costs.first, costs.last)
+    return longest(2 * m * even.whole + gap, 2 * m * costs.middle * even.whole + MIDWAY * gap, ends)
 
 
 def top_of_v(schedule: str, even: Even, first: Number, last: Number) -> Number:
