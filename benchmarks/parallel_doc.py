@@ -22,8 +22,10 @@ from common import write_result
 from parallel_cases import CASES, DENSE, MOE, Case, symbols, value
 
 from lmworks.data import resolve
-from lmworks.parallel.timeline import Action, actions_of, durations, ideal_idle, idle_shares, simulate
 from lmworks.parallel.traffic import Traffic
+from lmworks.plan.bubble import ideal_idle, in_flight
+from lmworks.plan.orders import actions
+from lmworks.plan.schedule import durations, idle_shares, simulate, stage_times
 from lmworks.spec import RunSpec
 from lmworks.spec.run import SCHEDULES
 from lmworks.study.ranks import on_ranks
@@ -120,21 +122,12 @@ def schedules() -> str:
     ]
     for name in SCHEDULES:
         virtual = 1 if name in ("gpipe", "1f1b") else 2
-        orders, times = actions_of(name, ranks, virtual, micro_batches), durations()
-        share, formula = ideal_idle(name, ranks, virtual, micro_batches, times)
-        simulated = max(idle_shares(simulate(orders, times)))
-        most = max(held(order) for order in orders) / virtual
+        shape, times = (name, ranks, virtual, micro_batches), durations()
+        share, formula = ideal_idle(*shape, times)
+        simulated = max(idle_shares(simulate(actions(*shape), stage_times(times, [1.0] * ranks * virtual))))
+        most = max(in_flight(*shape, rank) for rank in range(ranks)) / virtual
         lines.append(f"| `{name}` | {virtual} | {formula} | {share:.1%} | {simulated:.1%} | {most:g} |")
     return "\n".join(lines)
-
-
-def held(order: list[Action]) -> int:
-    """Stages' activations that one rank keeps at its highest: from a forward pass to the end of its backward pass."""
-    now = most = 0
-    for action in order:
-        now += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
-        most = max(most, now)
-    return most
 
 
 # --- the page -------------------------------------------------------------------------------------------

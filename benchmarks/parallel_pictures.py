@@ -13,7 +13,8 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from lmworks.observe.timeline import draw_png
 from lmworks.parallel.ring import chunk_starts
-from lmworks.parallel.timeline import actions_of, durations, simulate
+from lmworks.plan.orders import actions
+from lmworks.plan.schedule import durations, simulate, stage_times
 from lmworks.spec import Grid
 from lmworks.spec.run import SCHEDULES
 
@@ -184,5 +185,5 @@ def draw_all(folder: Path) -> None:
         draw(folder)
     for name in SCHEDULES:
         virtual = 1 if name in ("gpipe", "1f1b") else 2
-        spans = simulate(actions_of(name, 4, virtual, 8), durations())
+        spans = simulate(actions(name, 4, virtual, 8), stage_times(durations(), [1.0] * 4 * virtual))
         draw_png(spans, folder / f"parallel-{name}.png", f"{name}: time in forward passes of one stage")

@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 
 from lmworks.kernels.cross_entropy import IGNORE
 from lmworks.model import GPT
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.pipeline import Pipeline, stages_of_rank
+from lmworks.parallel.pipeline import SEVERAL, SINGLE, Pipeline
 from lmworks.parallel.precision import run_in
-from lmworks.parallel.timeline import TORCH_NAMES
+from lmworks.plan.orders import stages_of
 from lmworks.plan.stages import split_layers
 from lmworks.spec import Grid, RunSpec, SpecError, TrainingError
 from lmworks.spec.run import SCHEDULES
@@ -73,7 +72,7 @@ def make_pipeline(spec: RunSpec, mesh: Mesh) -> Pipeline:
     layout = spec.parallel
     every = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
     parts: dict[int, nn.Module] = {}
-    for index in stages_of_rank(layout.schedule, layout.pp, layout.virtual_stages, mesh.rank("pp")):
+    for index in stages_of(layout.schedule, layout.pp, layout.virtual_stages, mesh.rank("pp")):
         stage = every[index]
         part = GPT(spec.model, spec.seed, layers=stage.layers, first=stage.first, last=stage.last)
         part.recompute = layout.recompute
@@ -194,15 +193,14 @@ def test_a_dropped_micro_batch_is_noticed() -> None:
 
 
 def test_stages_of_a_rank() -> None:
-    assert [stages_of_rank("1f1b", 4, 1, rank) for rank in range(4)] == [[0], [1], [2], [3]]
-    assert [stages_of_rank("interleaved", 2, 3, rank) for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
-    assert [stages_of_rank("zbv", 3, 2, rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
+    assert [stages_of("1f1b", 4, 1, rank) for rank in range(4)] == [[0], [1], [2], [3]]
+    assert [stages_of("interleaved", 2, 3, rank) for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
+    assert [stages_of("zbv", 3, 2, rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_spec_refuses_what_the_schedule_refuses_and_nothing_else(schedule: str) -> None:
-    name = {"gpipe": "GPipe", "1f1b": "1F1B", **TORCH_NAMES}[schedule]
-    kind: Any = schedules.get_schedule_class(name)
+    kind: Any = {**SINGLE, **SEVERAL}[schedule]
     single = schedule in ("gpipe", "1f1b")
     for pp in (2, 3, 4):
         count = pp if single else 2 * pp

@@ -12,7 +12,7 @@ from .output import Json, Overrides, Spec, print_json, print_table
 from .ranks import needs_ranks, start_ranks
 
 if TYPE_CHECKING:
-    from ..parallel.timeline import Span
+    from ..plan.schedule import Span
     from ..spec import RunSpec
 
 
@@ -81,8 +81,9 @@ def measured(run: RunSpec) -> list[Span] | None:
 
 def describe(run: RunSpec, real: list[Span] | None) -> tuple[dict[str, Any], list[Span]]:
     """Everything that is printed, as data; and the simulated timeline of this split."""
-    from ..parallel.pipeline import stages_of_rank
-    from ..parallel.timeline import actions_of, durations, ideal_idle, idle_shares, simulate
+    from ..plan.bubble import ideal_idle
+    from ..plan.orders import actions, stages_of
+    from ..plan.schedule import durations, idle_shares, simulate, stage_times
     from ..plan.stages import split_layers
 
     layout, model, seq = run.parallel, run.model, run.data.seq
@@ -90,9 +91,9 @@ def describe(run: RunSpec, real: list[Span] | None) -> tuple[dict[str, Any], lis
     stages = split_layers(model, seq, layout.pp * layout.virtual_stages)
     costs = [stage.cost(model, seq) for stage in stages]
     mean = sum(costs) / len(costs)
-    times, orders = durations(layout.recompute), actions_of(*shape)
-    simulated = simulate(orders, times, [cost / mean for cost in costs])
-    held = [stages_of_rank(layout.schedule, layout.pp, layout.virtual_stages, rank) for rank in range(layout.pp)]
+    times, orders = durations(layout.recompute), actions(*shape)
+    simulated = simulate(orders, stage_times(times, [cost / mean for cost in costs]))
+    held = [stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank) for rank in range(layout.pp)]
     share, formula = ideal_idle(*shape, times)
     facts = {
         "schedule": layout.schedule,
@@ -111,7 +112,7 @@ def describe(run: RunSpec, real: list[Span] | None) -> tuple[dict[str, Any], lis
         "idle": {
             "formula": formula,
             "ideal": share,
-            "equal_stages": idle_shares(simulate(orders, times)),
+            "equal_stages": idle_shares(simulate(orders, stage_times(times, [1.0] * len(costs)))),
             "this_split": idle_shares(simulated),
             "measured": idle_shares(real) if real else None,
         },

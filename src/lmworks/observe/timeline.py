@@ -1,11 +1,11 @@
-"""A pipeline's timeline (`parallel.timeline`) as text and as a picture."""
+"""A pipeline's timeline (`plan.schedule`) as text and as a picture."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
-from ..parallel.timeline import Span
+from ..plan.schedule import Span
 from ..spec import SpecError
 from .plots import has_matplotlib, save
 

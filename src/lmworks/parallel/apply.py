@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model import GPT
+from ..plan.orders import stages_of
 from ..plan.stages import Stage, split_layers
 from ..spec import RunSpec
 from .alone import Alone
@@ -71,9 +72,7 @@ def stages_here(spec: RunSpec, mesh: Mesh | None) -> list[Stage]:
     stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
     if mesh is None or layout.pp == 1:
         return stages
-    from .pipeline import stages_of_rank
-
-    return [stages[i] for i in stages_of_rank(layout.schedule, layout.pp, layout.virtual_stages, mesh.rank("pp"))]
+    return [stages[i] for i in stages_of(layout.schedule, layout.pp, layout.virtual_stages, mesh.rank("pp"))]
 
 
 def compile_blocks(part: GPT, spec: RunSpec, mesh: Mesh | None) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..data import Batch
+from ..plan.schedule import Span
 from ..spec import RunSpec
 from .apply import lay_out
 from .mesh import Mesh
-from .timeline import Recorder, Span
+from .timeline import Recorder
 from .weights import source_of
 
 

@@ -2,7 +2,7 @@
 
     memory per rank      1/p of the layers; activations of the micro-batches under way (all of them in GPipe, p in 1F1B)
     traffic per step     2 · m · v messages of (micro_batch, seq, hidden) between neighbours, m micro-batches, v stages
-    idle share           (p − 1)/(v·m + p − 1), less where the backward pass is split: see timeline.py
+    idle share           (p − 1)/(v·m + p − 1), less where the backward pass is split: see plan/bubble.py
 
 `torch.distributed.pipelining` runs the schedule. Its chunking knows tensors only, so micro-batches do not go through
 it: a stage looks its own inputs up by the index of the micro-batch that the schedule tells it to run.
@@ -29,8 +29,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from ..plan.orders import stages_of
 from ..spec import RunSpec, TrainingError
-from ..spec.layout import V_SHAPED
 from .mesh import Mesh
 from .timeline import Recorder
 
@@ -44,13 +44,6 @@ SEVERAL: dict[str, Any] = {
 }
 
 Inputs = dict[str, Any]  # the keywords of GPT.forward for one micro-batch
-
-
-def stages_of_rank(schedule: str, pp: int, virtual: int, pp_rank: int) -> list[int]:
-    """Stages that a rank holds, in order: r, r + p, r + 2p, … in a loop, or r and 2p − 1 − r in a V."""
-    if schedule in V_SHAPED:
-        return [pp_rank, 2 * pp - 1 - pp_rank]
-    return [pp_rank + turn * pp for turn in range(virtual)]
 
 
 class PartStage(PipelineStage):
@@ -107,7 +100,7 @@ class Pipeline:
         self.rank_of = {
             stage: rank
             for rank in range(layout.pp)
-            for stage in stages_of_rank(layout.schedule, layout.pp, layout.virtual_stages, rank)
+            for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank)
         }
         self.shrink = layout.tp if layout.sp else 1  # a hidden state has 1/tp of the tokens' positions
         self.stages = self.make_stages()
