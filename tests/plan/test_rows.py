@@ -24,7 +24,7 @@ from lmworks.plan.names import (
     shape_named,
     shapes,
 )
-from lmworks.plan.rows import Job, job
+from lmworks.plan.rows import Job, job, usual_framework
 from lmworks.spec import ModelSpec, SpecError
 
 DOCS = Path(__file__).parents[2] / "docs" / "validation.md"
@@ -221,6 +221,29 @@ def test_sharding_words() -> None:
     ]  # fmt: skip
 
 
+def test_a_table_is_of_one_code_base() -> None:
+    """Rows without a split beside rows with one are Megatron's too; FSDP = 0 is a no, not a degree."""
+    table = parse(
+        "model,gpu,n_gpus,FSDP,TP,VP,MBS,seq_len\nllama3-8b,h100,8,0,1,n/a,1,8192\nllama3-70b,h100,64,1,4,5,1,8192"
+    )
+    assert usual_framework(table.rows) == "megatron"
+    dense, sharded = (job(cells, usual="megatron").case for cells in table.rows)
+    assert (dense.zero, sharded.zero) == (1, 3)
+    assert usual_framework(parse("model,fsdp,tp\nllama3-8b,32,8").rows) == "torchtitan"
+
+
+def test_a_family_and_a_size_in_columns_of_their_own() -> None:
+    (found,) = jobs("Model size,model,Batch size,Activation checkpointing,gpu,n_gpus,framework,seq_len\n"
+                    "8B,Llama 3,1,selective layer,A100,64,torchtitan,8192")  # fmt: skip
+    assert found.case.model.params == pytest.approx(8.03e9, rel=0.001)
+    assert (found.case.recompute, found.case.recompute_every, found.case.global_batch) == ("full", 2, 64)
+
+
+def test_adapters_are_not_priced() -> None:
+    with pytest.raises(SpecError, match="task = 'LoRA'"):
+        jobs("model,task,gpu,n_gpus,seq_len\nllama3-8b,LoRA,h100,8,4096")
+
+
 def test_a_model_by_its_size_and_a_layout_that_holds_it() -> None:
     (found,) = jobs("params_b,gpu,n_gpus,global_batch,seq_len,framework\n175,A100,1024,1536,2048,Megatron-LM")
     assert found.case.model.params == pytest.approx(175e9, rel=0.01)
@@ -259,7 +282,9 @@ def simple_price(case: Case) -> Any:
 
 
 def simple_budget(case: Case) -> Any:
-    bytes_ = 16 * case.model.params / case.dp_shard + (0 if case.recompute == "full" else 90e9)
+    bytes_ = 16 * case.model.params / case.dp_shard + (
+        0 if case.recompute == "full" and case.recompute_every == 2 else 120e9
+    )
     return SimpleNamespace(allocated=bytes_, reserved=bytes_, to_dict=lambda: {"allocated": bytes_})
 
 
@@ -279,8 +304,8 @@ def test_every_row_is_answered() -> None:
     assert known["step_s_low"] < known["step_s"] < known["step_s_high"]
     # What is left open widens the interval; what cannot have run is not taken.
     assert unknown["step_s_high"] / unknown["step_s_low"] > known["step_s_high"] / known["step_s_low"]
-    assert unknown["job"]["recompute"] == "full"
-    assert any("would not fit" in text for text in unknown["assumed"])
+    assert (unknown["job"]["recompute"], unknown["job"]["recompute_every"]) == ("full", 2)
+    assert "recompute = every second block: what was usual would not fit" in unknown["assumed"]
 
 
 def test_arithmetic_that_fails_is_one_rows_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from ..spec import SpecError
 
 # Results, and what belongs to the table rather than to the run.
 RESULT = re.compile(
-    r"tok(en)?s?_?(per|sec|s\b|/)|tps|throughput|mfu|hfu|tflop|flops|pct|percent|step_(time|ms|s\b)|iter|time|samples_per"
+    r"tok(en)?s?_?(per|sec|s\b|/)|tps|wps|throughput|mfu|hfu|tflop|flops|pct|percent|step_(time|ms|s\b)|iter|time|samples_per"
     r"|seqs_per|mem|alloc|reserved|gib|_err|pred|loss|activations_|weights_opt|latency|speed|cost|price|days|util|hours"
 )
 APART = re.compile(r"source|url|link|citation|ref|match|check|dims_source|_note$|date|year|mode$|act_cpu_offload|row")
@@ -106,13 +106,13 @@ def parse(text: str, name: str = "the table") -> Table:
 
 
 def collect(row: list[str], places: Iterable[tuple[int, str]]) -> dict[str, str]:
-    """Cells by column; of two columns for one thing the first that says something counts, notes are joined."""
+    """Cells by column; of two columns for one thing the first that says something counts; names and notes join."""
     cells: dict[str, str] = {}
     for index, column in places:
         cell = row[index].strip() if index < len(row) else ""
         if cell.lower() in EMPTY:
             continue
-        if column == "note" and column in cells:
+        if column in ("note", "model") and column in cells:
             cells[column] += f"; {cell}"
         else:
             cells.setdefault(column, cell)

@@ -79,21 +79,23 @@ def forecast(given: Job, price: Pricing, budget: Budgeting) -> dict[str, Any]:
 
 
 def make_fit(given: Job, budget: Budgeting) -> Job:
-    """People ran what fits: where recompute or micro-batch is open and the usual value is far from it, the next one."""
+    """People ran what fits, and recomputed as little as that took: every fourth block, every second, all; then less
+    at once. Only where the row leaves it open."""
     room = MARGIN * given.case.gpu.memory_gb * 1e9
     if not room or float(budget(given.case).reserved) <= room:
         return given
-    for column in ("recompute", "micro_batch"):
-        for other in given.others.get(column, ()):
-            value = getattr(other, column)
-            if column == "recompute" and value == "none":
-                continue
-            if float(budget(other).reserved) <= room:
-                said = f"{column} = {value}: what was usual would not fit"
-                kept = tuple(text for text in given.assumed if not text.startswith(f"{column} ="))
-                rest = tuple(case for case in given.others[column] if case is not other)
-                others = {**given.others, column: (given.case, *rest)}
-                return replace(given, case=other, assumed=(*kept, said), others=others)
+    tried: list[tuple[str, Case, str]] = []
+    if "recompute" in given.others and given.case.recompute != "full":
+        some = [given.case.replace(recompute="full", recompute_every=every) for every in (4, 2, 1)]
+        words = ("every fourth block", "every second block", "full")
+        tried += [("recompute", case, text) for case, text in zip(some, words, strict=True)]
+    tried += [("micro_batch", case, f"{case.micro_batch:g}") for case in given.others.get("micro_batch", ())]
+    for column, case, text in tried:
+        if float(budget(case).reserved) <= room:
+            kept = tuple(said for said in given.assumed if not said.startswith(f"{column} ="))
+            said = f"{column} = {text}: what was usual would not fit"
+            others = {**given.others, column: (given.case, *given.others[column])}
+            return replace(given, case=case, assumed=(*kept, said), others=others)
     return given
 
 
@@ -135,6 +137,6 @@ def resolved(case: Case) -> dict[str, Any]:
         **{axis: int(getattr(case, axis)) for axis in axes},
         **{
             name: getattr(case, name)
-            for name in ("zero", "sp", "schedule", "recompute", "dtype", "optimizer", "offload")
+            for name in ("zero", "sp", "schedule", "recompute", "recompute_every", "dtype", "optimizer", "offload")
         },
     }

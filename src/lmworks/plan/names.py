@@ -44,7 +44,7 @@ FRAMEWORKS = [  # first match wins
     (r"fsdp|pytorch|torchtune|torch\b|fms", "torchtitan"),
 ]  # fmt: skip
 COMPILE = re.compile(r"compil|inductor")
-ASYNC_TP = re.compile(r"async[ -]?tp|tp-comm-overlap|tp[_ ]comm[_ ]overlap")
+ASYNC_TP = re.compile(r"async[ -]?tp|tp[-_ ]comm[-_ ]overlap|\bnemo\b|megatron[- ]bridge")  # NeMo's recipes have it on
 OPTIMIZERS = [
     (r"8-?bit|bnb|bitsandbytes", "adamw8bit"), (r"adafactor", "adafactor"), (r"muon", "muon"), (r"sgd", "sgd"),
     (r"adam|lamb", "adamw"),
@@ -151,10 +151,12 @@ def precision_named(text: str) -> str:
 
 
 def recompute_named(text: str) -> str:
-    """ "" where the text names none. What Megatron calls selective keeps all but the inside of attention."""
+    """ "" where the text names none. "selective layer" is every second layer, whole."""
     words = text.lower()
     if re.search(r"\b(no|without|w/o|zero) (act\w* )?(re-?comp|checkpoint|ac\b)|\bnone\b|\bno ac\b", words):
         return "none"
+    if re.search(r"selective layer|every (2nd|second|other)", words):
+        return "full"
     if re.search(r"attn_only|core[_ -]?attn|attention[_ -]only|^attention$|attn", words):
         return "attention"
     if re.search(r"selective|\bsac\b|per-?op|\bop\b", words):

@@ -13,7 +13,7 @@ from .names import schedule_named
 from .software import Software
 
 
-def degrees_of(row: Row, gpu: Gpu, model: ModelSpec) -> dict[str, int]:
+def degrees_of(row: Row, gpu: Gpu, model: ModelSpec, software: Software) -> dict[str, int]:
     """Ranks of each axis. The number of GPUs is what all of them make; what is missing is data parallel."""
     degrees = {axis: row.whole(axis) or 1 for axis in ("tp", "pp", "cp", "ep")}
     together = re.search(r"model[- ]parallel size (\d+)", row.text("note"))
@@ -24,7 +24,8 @@ def degrees_of(row: Row, gpu: Gpu, model: ModelSpec) -> dict[str, int]:
     per_node, nodes = row.whole("gpus_per_node"), row.whole("nodes")
     gpus = row.whole("n_gpus") or (nodes * (per_node or gpu.per_node) if nodes else None)
     dp = data_ranks(row)
-    if gpus and not any(row.text(column) for column in ("tp", "pp", "dp", "zero", "fsdp", "sharding")) and not together:
+    silent = not any(row.text(column) for column in ("tp", "pp", "dp", "zero", "fsdp", "sharding")) and not together
+    if gpus and silent and software.name.startswith("megatron"):
         split_by_size(row, degrees, gpus, model, gpu)
     held = degrees["tp"] * degrees["pp"] * degrees["cp"]
     if gpus is None:

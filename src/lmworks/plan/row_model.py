@@ -40,7 +40,8 @@ def model_of(row: Row, seq: int) -> ModelSpec:
 
 def named(row: Row, given: dict[str, Any]) -> dict[str, Any]:
     """The public model of that name. A run of fewer layers is still of that family; a row of other widths is not."""
-    found = shape_named(row.text("model"))
+    parts = row.text("model").split("; ")  # a family and a size may have a column each
+    found = shape_named(row.text("model")) or shape_named("-".join(parts)) or shape_named("-".join(reversed(parts)))
     if not found:
         return {}
     note = found.pop("note", "")

@@ -58,11 +58,13 @@ def job(cells: Mapping[str, str], label: str = "", usual: str = "") -> Job:
     `usual` is the code base of rows that name none.
     """
     row = Row(dict(cells))
+    if re.search(r"(?i)lora|adapter|peft", row.text("task")):
+        raise SpecError(f"task = {row.text('task')!r}: training of adapters alone is not priced")
     gpu = gpu_of(row)
     software = software_for(row, gpu, usual)
     seq = seq_of(row, software)
     model = model_of(row, seq)
-    degrees = degrees_of(row, gpu, model)
+    degrees = degrees_of(row, gpu, model, software)
     axes: dict[str, Any] = {axis: degrees[axis] for axis in ("tp", "pp", "cp", "ep")}
     case = Case(
         model,
@@ -74,6 +76,9 @@ def job(cells: Mapping[str, str], label: str = "", usual: str = "") -> Job:
         **pipeline_of(row, model, degrees["pp"]),
         sp=sp_of(row, software, degrees["tp"]),
         recompute=recompute_of(row, software),
+        recompute_every=2
+        if re.search(r"selective layer|every (2nd|second|other)", row.text("recompute").lower())
+        else 1,
         dtype=precision_of(row, gpu),
         optimizer=optimizer_of(row),
         offload=offload_of(row),
@@ -105,9 +110,9 @@ def gpu_of(row: Row) -> Gpu:
 def usual_framework(rows: Sequence[Mapping[str, str]]) -> str:
     """Of a table that names none: one that splits layers is Megatron's kind all over, one that shards is PyTorch's."""
     splits = any(cells.get(axis, "1").strip() not in ("1", "1.0") for cells in rows for axis in ("tp", "pp", "ep"))
-    return (
-        "megatron" if splits and not any("fsdp" in cells or "local_batch" in cells for cells in rows) else "torchtitan"
-    )
+    shards = any(cells.get("fsdp", "0").strip() not in ("0", "1") or "local_batch" in cells for cells in rows)
+    chunks = any("interleave" in cells for cells in rows)  # a word of Megatron's
+    return "megatron" if chunks or (splits and not shards) else "torchtitan"
 
 
 def software_for(row: Row, gpu: Gpu, usual: str = "") -> Software:
@@ -130,7 +135,9 @@ def software_for(row: Row, gpu: Gpu, usual: str = "") -> Software:
         found = replace(found, attention="scores")
     elif kernel:
         found = replace(found, attention="flash")
-    if ASYNC_TP.search(row.hints.lower()) and "vanilla" not in row.hints.lower():
+    if found.name == "megatron" and "framework" in row.open and not gpu.name.startswith("A"):
+        found = replace(found, async_tp=True)  # what tables without a name are made with
+    elif ASYNC_TP.search(row.hints.lower()) and "vanilla" not in row.hints.lower():
         found = replace(found, async_tp=True)
     if row.text("mixed"):
         found = replace(found, reduce=2 if row.text("mixed").lower() == "pure" else 4)
@@ -218,6 +225,8 @@ def others(row: Row, case: Case) -> dict[str, tuple[Case, ...]]:
     if "framework" in row.open:
         names = {"torchtitan": ("torchtitan-compile", "huggingface"), "megatron": ("megatron-2021",)}
         found["framework"] = [case.replace(software=SOFTWARE[name]) for name in names.get(case.software.name, ())]
+        if case.software.async_tp:
+            found["framework"].append(case.replace(software=replace(case.software, async_tp=False)))
     if "interleave" in row.open or "schedule" in row.open:
         each = -(-case.model.layers // int(case.pp))
         more = [n for n in (1, 2, each) if n != case.virtual and each % n == 0]
