@@ -41,7 +41,7 @@ def jobs(text: str) -> list[Job]:
     ("cell", "value"),
     [
         ("1,024", 1024), ("8.0", 8), ("1e3", 1000), ("1.3B", 1.3e9), ("2^13", 8192), (" 16 GPUs ", 16), ("1_000", 1000),
-        ("~7b", 7e9), ("350M", 350e6),
+        ("~7b", 7e9), ("350M", 350e6), ("12288(1536 nodes)", 12288),
     ],
 )  # fmt: skip
 def test_numbers_as_people_write_them(cell: str, value: float) -> None:
@@ -73,6 +73,11 @@ def test_bom_semicolons_empty_cells_and_short_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_bytes("\ufeffmodel;n_gpus;tp\nllama3-8b;8;N/A\n;;\nllama3-70b\n".encode())
     assert read(file).rows == [{"model": "llama3-8b", "n_gpus": "8"}, {"model": "llama3-70b"}]
+
+
+def test_a_markdown_table() -> None:
+    table = parse("| Model | #-GPUs | TP |\n|---|---:|:-:|\n| LLAMA3-8B | 8 | 2 |\n")
+    assert table.rows == [{"model": "LLAMA3-8B", "n_gpus": "8", "tp": "2"}]
 
 
 @pytest.mark.parametrize("text", ["", "colour,taste\nred,sweet"])

@@ -21,7 +21,7 @@ from ..spec import SpecError
 
 # Results, and what belongs to the table rather than to the run.
 RESULT = re.compile(
-    r"tok(en)?s?_?(per|sec|s\b|/)|tps|wps|throughput|mfu|hfu|tflop|flops|pct|percent|step_(time|ms|s\b)|iter|time|samples_per"
+    r"tok(en)?s?_?(per|sec|s\b|/)|tps|wps|throughput|mfu|hfu|tflop|flops|pct|percent|step_(time|ms|s\b)|sec_it|s_it|seconds|iter|time|samples_per"
     r"|seqs_per|mem|alloc|reserved|gib|_err|pred|loss|activations_|weights_opt|latency|speed|cost|price|days|util|hours"
 )
 APART = re.compile(r"source|url|link|citation|ref|match|check|dims_source|_note$|date|year|mode$|act_cpu_offload|row")
@@ -76,14 +76,16 @@ def read(path: Path) -> Table:
 
 
 def records(text: str, name: str) -> tuple[list[str], list[list[str]]]:
-    """Header and rows, split at whichever of comma, semicolon or tab the header holds most of."""
+    """Header and rows, split at whichever of comma, semicolon, tab or bar (Markdown) the header holds most of."""
     lines = text.lstrip("\ufeff \n\r").splitlines()
     if not lines:
         raise SpecError(
             f"{name} is empty; its first line names the columns, e.g. model,gpu,n_gpus,global_batch,seq_len"
         )
-    sign = max(",;\t", key=lines[0].count)
-    header, *rows = list(csv.reader(io.StringIO(text.lstrip("\ufeff \n\r")), delimiter=sign))
+    sign = max(",;\t|", key=lines[0].count)
+    if sign == "|":
+        lines = [line.strip().strip("|") for line in lines if not re.fullmatch(r"[\s|:-]+", line)]
+    header, *rows = list(csv.reader(io.StringIO("\n".join(lines)), delimiter=sign))
     return header, [row for row in rows if any(cell.strip() for cell in row)]
 
 
@@ -121,7 +123,8 @@ def collect(row: list[str], places: Iterable[tuple[int, str]]) -> dict[str, str]
 
 def number(cell: str, kilo: float = 1e3) -> float:
     """ "1,024", "8.0", "8k", "1.3B", "2^20", "16 GPUs". Raises ValueError for what is none."""
-    text = cell.strip().lower().replace(",", "").replace("_", "").replace(" ", "").lstrip("~≈x×")
+    text = re.sub(r"\(.*?\)|\[.*?\]", "", cell)  # "12288 (1536 nodes)"
+    text = text.strip().lower().replace(",", "").replace("_", "").replace(" ", "").lstrip("~≈x×")
     power = re.fullmatch(r"(\d+)(?:\^|\*\*)(\d+)", text)
     if power:
         return float(int(power[1]) ** int(power[2]))

@@ -141,6 +141,8 @@ def sp_of(row: Row, software: Software, tp: int) -> bool:
     said = row.flag("sp")
     if tp == 1:
         return False
+    if "scatter" in row.text("sp").lower() or "all_reduce" in row.text("sp").lower():
+        return "scatter" in row.text("sp").lower()
     if said is None:
         said = software.name not in ("megatron-2021", "megatron-deepspeed")
         row.assume("sp", f"sp = {str(said).lower()}: usual for {software.name}")
