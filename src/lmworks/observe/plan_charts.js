@@ -120,14 +120,14 @@ function waterfall(parts, hidden, tags, total, interval) {
     }
     return el("tr", { "data-part": name }, el("td", {}, PARTS[name] || name),
       el("td", { class: "wide" }, el("div", { class: "track" }, ...pieces)),
-      el("td", { class: "number" }, duration(seconds)), el("td", { class: "number" }, percent(seconds / total)),
+      el("td", { class: "number" }, duration(seconds)), el("td", { class: "number share" }, percent(seconds / total)),
       el("td", { class: "number tag" }, behind ? `+ ${duration(behind)} hidden` : ""), el("td", { class: "tag" }, tags[name] || ""));
   });
   rows.push(el("tr", { class: "total" }, el("td", {}, "step"),
     el("td", { class: "wide" }, el("div", { class: "track" }, piece(0, total / whole, "s3", duration(total)),
       piece(interval[0] / whole, interval[1] / whole, "span", "nine in ten lie within"),
       ...interval.map(end => piece(end / whole, end / whole, "mark", duration(end))))),
-    el("td", { class: "number" }, duration(total)), el("td", { class: "number" }, "100.0%"), el("td"), el("td")));
+    el("td", { class: "number" }, duration(total)), el("td", { class: "number share" }, "100.0%"), el("td"), el("td")));
   return [
     el("table", { class: "bars" }, el("tbody", {}, ...rows)),
     legend([["takes time", "s0", "box"], ["hidden behind other work", "s2", "box hatched"]]),
