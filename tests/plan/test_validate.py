@@ -11,8 +11,10 @@ import pytest
 
 from lmworks.cli.plan_validate import validate as validate_command
 from lmworks.plan.case import Case
+from lmworks.plan.columns import read
 from lmworks.plan.components import components
 from lmworks.plan.replay import errors, grown, reached, replay, thresholds
+from lmworks.plan.rows import job, usual_framework
 from lmworks.plan.sources import PUBLISHED, SOURCES, Measured, printed_flops, source_named
 from lmworks.plan.validate import Score, constant_mfu, mfu, relative, validate, weighted_median
 from lmworks.spec import SpecError
@@ -83,6 +85,14 @@ def test_layouts_of_published_rows() -> None:
     assert pipeline.software.async_tp and pipeline.dtype == "fp8" and pipeline.gpu.memory_gb == 96
     context = titan["llama3.1-8B 8 GPUs FSDP+CP+compile+float8 seq 131072"]
     assert (context.dp_shard, context.cp, context.zero) == (2, 4, 3)
+
+
+@pytest.mark.parametrize("name", ["llm-foundry", "torchtitan"])
+def test_a_table_read_as_anybodys_gives_the_same_jobs(name: str) -> None:
+    """What the reader of a source knows about its table, `lmworks plan predict` finds in the table itself."""
+    table = read(PUBLISHED / SOURCES[name].file)
+    usual = usual_framework(table.rows)
+    assert [job(cells, usual=usual).case for cells in table.rows] == [row.case for row in rows(name)]
 
 
 def test_korthikanti_memory_is_a_formula_and_its_times_are_not() -> None:

@@ -31,7 +31,7 @@ WORDS = {
 SLOWER_LINKS = {"a800": ("a100", 200.0), "h800": ("h100", 200.0)}
 
 FRAMEWORKS = [  # first match wins
-    (r"llm-?foundry|mosaic|composer", "llm-foundry"),
+    (r"llm-?foundry|mosaic|composer|\bmpt-", "llm-foundry"),
     (r"torch-?titan", "torchtitan"),
     (r"megatron[- ]?deepspeed|(gpt-?)?neox|megatron.*deepspeed|deepspeed.*megatron", "megatron-deepspeed"),
     (r"narayanan|korthikanti|megatron.*(202[012]\b)|ptd-?p", "megatron-2021"),

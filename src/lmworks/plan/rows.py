@@ -118,6 +118,8 @@ def usual_framework(rows: Sequence[Mapping[str, str]]) -> str:
 def software_for(row: Row, gpu: Gpu, usual: str = "") -> Software:
     """The code base that is named, in the way that the row used it."""
     found = framework_named(row.text("framework")) or framework_named(row.text("note"))
+    if not found and (found := framework_named(f"{row.text('origin')} {row.text('model')}")):
+        row.assumed.append(f"framework: {found.name}, by where the row comes from")
     if not found:
         found = SOFTWARE[usual or usual_framework([row.cells])]
         row.assume("framework", f"framework: like {found.name}")
