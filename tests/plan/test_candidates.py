@@ -8,9 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from lmworks.plan.candidates import Question, Words, cases, cuts, legal, words
+from lmworks.plan.candidates import Question, Words, cases, cuts, legal, run_of, words
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from lmworks.spec.hardware import parse_cluster
+from lmworks.spec.layout import LOOPED
 
 SMALL = ModelSpec(layers=8, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=256, context=128)
 MOE = SMALL.replace(experts=4, top_k=2, expert_ffn=32)
@@ -23,14 +24,9 @@ def question(model: ModelSpec = SMALL, cluster: str = "16xh100", batch: int = 32
     return Question(model, machines, gpu, 128, batch, compile=False, pinned=pinned)
 
 
-def run_of(asked: Question, kind: Words, row: dict[str, int], sp: bool) -> RunSpec:
-    strategy = {0: "ddp", 1: "zero", 2: "zero", 3: "fsdp2"}[kind.zero]
-    parallel = {name: row[name] for name in ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard")}
-    parallel |= {"strategy": strategy, "zero": kind.zero if strategy == "zero" else 0, "sp": sp}
-    parallel |= {"schedule": kind.schedule, "virtual_stages": kind.virtual if row["pp"] > 1 else 1}
-    parallel |= {"recompute": kind.recompute, "offload": kind.offload}
-    data = {"seq": asked.seq, "micro_batch": row["micro_batch"], "global_batch": asked.global_batch}
-    return RunSpec.from_dict({"model": asked.model.to_dict(), "data": data, "parallel": parallel})
+def run_with(asked: Question, kind: Words, row: dict[str, int]) -> RunSpec:
+    base = RunSpec.from_dict({"model": asked.model.to_dict(), "data": {"seq": asked.seq}})
+    return run_of(asked, row | vars(kind), base)
 
 
 @pytest.mark.parametrize("model", [SMALL, MOE], ids=["dense", "experts"])
@@ -39,7 +35,7 @@ def test_every_candidate_is_a_legal_run_of_the_whole_cluster(model: ModelSpec) -
     for kind, case in cases(asked):
         index = drawn.randrange(len(case.tp))  # type: ignore[arg-type]
         row = {name: int(value[index]) for name, value in vars(case).items() if isinstance(value, np.ndarray)}
-        spec = run_of(asked, kind, row, case.sp)
+        spec = run_with(asked, kind, row)
         assert spec.parallel.world == 16
         assert spec.accumulation == row["accumulation"]
 
@@ -53,17 +49,22 @@ def test_what_is_left_out_is_refused_by_the_spec() -> None:
         if 16 % (tp * cp * pp) == 0
     ]
     accepted = refused = 0
-    for kind, (tp, cp, pp, dp) in itertools.product(words(asked), sizes):
+    for kind, (tp, cp, pp, dp), virtual in itertools.product(words(asked), sizes, (1, 2, 3)):
         shard = dp if kind.zero else 1
         row = {"tp": tp, "cp": cp, "pp": pp, "ep": 1, "dp_shard": shard, "dp_replicate": dp // shard, "micro_batch": 1}
-        if pp == 1 and kind.schedule != "1f1b":
-            continue  # words without a meaning: left out once, not refused
+        row["virtual"] = virtual
+        if (pp == 1 and (kind.schedule != "1f1b" or virtual > 1)) or (kind.schedule in LOOPED and virtual == 1):
+            continue  # without a meaning of its own: left out, not refused
         if kind.zero and dp == 1:
             continue
         columns = {name: np.array([value]) for name, value in row.items()}
-        allowed = asked.global_batch % dp == 0 and cuts(SMALL, 128, tp, cp, pp) and bool(legal(asked, kind, columns)[0])
+        allowed = (
+            asked.global_batch % dp == 0
+            and cuts(SMALL, 128, tp, cp, pp * virtual)
+            and bool(legal(asked, kind, columns)[0])
+        )
         try:
-            run_of(asked, kind, row, tp > 1)
+            run_with(asked, kind, row)
         except SpecError:
             assert not allowed, (kind, row)
             refused += 1

@@ -25,9 +25,10 @@ from .software import COMPILED, EAGER
 STRATEGIES = {0: "ddp", 1: "zero", 2: "zero", 3: "fsdp2"}
 SEQUENCES = 4  # of a step for each GPU, where the batch is not said
 MICRO_BATCHES = 32  # at most: more never made a product faster
+LEAST_TOKENS = 1024  # of a sequence on one context-parallel rank: with fewer, messages take longer than the work
 VIRTUAL = (2, 3, 4, 6, 8)  # stages that a rank of a looped schedule may have
-NUMBERS = ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "micro_batch")
-WORDS = ("zero", "schedule", "virtual", "recompute", "offload")
+NUMBERS = ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "micro_batch", "virtual")
+WORDS = ("zero", "schedule", "recompute", "offload")
 Columns = dict[str, NDArray[Any]]
 
 
@@ -67,21 +68,15 @@ class Words:
 
     zero: int
     schedule: str
-    virtual: int
     recompute: str
     offload: str
 
 
 def words(question: Question) -> Iterator[Words]:
-    schedules = [("1f1b", 1), ("gpipe", 1), *((name, 2) for name in V_SHAPED), *itertools.product(LOOPED, VIRTUAL)]
-    assert {name for name, _ in schedules} == set(SCHEDULES)
-    if question.compile:
-        schedules = [pair for pair in schedules if pair[0] not in SPLIT_BACKWARD]
-    for zero, (schedule, virtual), recompute, offload in itertools.product(
-        range(4), schedules, ("none", "selective", "full"), ("none", "optimizer", "full")
-    ):
-        found = Words(zero, schedule, virtual, recompute, offload)
-        if offload == "full" and zero < 3:
+    schedules = [name for name in SCHEDULES if not (question.compile and name in SPLIT_BACKWARD)]
+    for chosen in itertools.product(range(4), schedules, ("none", "selective", "full"), ("none", "optimizer", "full")):
+        found = Words(*chosen)
+        if found.offload == "full" and found.zero < 3:
             continue
         if all(getattr(found, key) == value for key, value in question.pinned.items() if key in WORDS):
             yield found
@@ -89,10 +84,11 @@ def words(question: Question) -> Iterator[Words]:
 
 def numbers(question: Question) -> Columns:
     """Degrees whose product is the world, sharded in every way, and micro-batches that divide the batch."""
-    world, model = question.world, question.model
+    world, model, pinned = question.world, question.model, question.pinned
     rows: list[tuple[int, ...]] = []
-    inside = [n for n in divisors(world) if n <= question.cluster.gpus_per_node or n == question.pinned.get("tp")]
-    for tp, cp, pp in itertools.product(inside, divisors(world), divisors(world)):
+    inside = [n for n in divisors(world) if n <= question.cluster.gpus_per_node or n == pinned.get("tp")]
+    along = [n for n in divisors(world) if n == 1 or question.seq // n >= LEAST_TOKENS or n == pinned.get("cp")]
+    for tp, cp, pp in itertools.product(inside, along, divisors(world)):
         if world % (tp * cp * pp) or not cuts(model, question.seq, tp, cp, pp):
             continue
         dp = world // (tp * cp * pp)
@@ -100,14 +96,14 @@ def numbers(question: Question) -> Columns:
             continue
         each = [n for n in divisors(question.global_batch // dp) if n <= MICRO_BATCHES]
         experts = [n for n in divisors(model.experts or 1) if n <= dp * cp]
-        for ep, shard, micro in itertools.product(experts, divisors(dp), each):
-            rows.append((tp, cp, pp, ep, dp // shard, shard, micro))
+        stages = [n for n in (1, *VIRTUAL) if n == 1 or 1 < pp <= model.layers // n]
+        for ep, shard, micro, virtual in itertools.product(experts, divisors(dp), each, stages):
+            rows.append((tp, cp, pp, ep, dp // shard, shard, micro, virtual))
     table = np.array(rows, dtype=np.int64).reshape(-1, len(NUMBERS))
     columns = {name: table[:, index] for index, name in enumerate(NUMBERS)}
     keep = np.ones(len(table), dtype=bool)
-    for name, value in question.pinned.items():
-        if name in NUMBERS:
-            keep &= columns[name] == value
+    for name in pinned.keys() & {*NUMBERS}:
+        keep &= columns[name] == pinned[name]
     return {name: column[keep] for name, column in columns.items()}
 
 
@@ -121,7 +117,7 @@ def cuts(model: ModelSpec, seq: int, tp: int, cp: int, pp: int) -> bool:
 
 def legal(question: Question, kind: Words, columns: Columns) -> NDArray[np.bool_]:
     """Which rows can be combined with these words (`spec.layout.pipeline`, `expert`, `data`)."""
-    pp, shard, replicate, cp, ep = (columns[name] for name in ("pp", "dp_shard", "dp_replicate", "cp", "ep"))
+    pp, virtual, shard, replicate = (columns[name] for name in ("pp", "virtual", "dp_shard", "dp_replicate"))
     dp = shard * replicate
     batches = question.global_batch // (columns["micro_batch"] * dp)
     if kind.zero == 0:
@@ -130,11 +126,14 @@ def legal(question: Question, kind: Words, columns: Columns) -> NDArray[np.bool_
         fits = (shard > 1) & (replicate == 1)
     else:
         fits = shard > 1
-    over = np.where(shard == 1, dp, shard) * cp
-    fits &= over % ep == 0
+    fits &= np.where(shard == 1, dp, shard) * columns["cp"] % columns["ep"] == 0
     if kind.schedule == "1f1b":
-        return fits & ((pp == 1) | (batches >= pp))
-    fits &= (pp > 1) & (pp * kind.virtual <= question.model.layers)
+        return fits & (virtual == 1) & ((pp == 1) | (batches >= pp))
+    fits &= pp > 1
+    if kind.schedule in V_SHAPED:
+        fits &= virtual == 2
+    else:
+        fits &= (virtual > 1) == (kind.schedule in LOOPED)
     if kind.schedule == "dualpipev":
         fits &= batches >= 2 * pp
     if kind.schedule in IN_ROUNDS:
@@ -143,36 +142,31 @@ def legal(question: Question, kind: Words, columns: Columns) -> NDArray[np.bool_
 
 
 def cases(question: Question) -> Iterator[tuple[Words, Case]]:
-    """All legal layouts, in cases of equal words; sequence parallelism wherever there is tensor parallelism."""
+    """All legal layouts, in cases of equal words; sequence parallelism goes with tensor parallelism."""
     columns = numbers(question)
     software = COMPILED if question.compile else EAGER
     for kind in words(question):
         allowed = legal(question, kind, columns)
-        for sp in (False, True):
-            rows = allowed & ((columns["tp"] > 1) == sp)
-            if not rows.any():
-                continue
-            chosen = {name: column[rows] for name, column in columns.items()}
-            dp = chosen["dp_replicate"] * chosen["dp_shard"]
-            yield (
-                kind,
-                Case(
-                    question.model,
-                    question.gpu,
-                    software,
-                    question.seq,
-                    accumulation=question.global_batch // (chosen["micro_batch"] * dp),
-                    **chosen,
-                    virtual=kind.virtual,
-                    zero=kind.zero,
-                    sp=sp,
-                    schedule=kind.schedule,
-                    recompute=kind.recompute,
-                    dtype=question.dtype,
-                    offload=kind.offload,
-                    gpus_per_node=question.cluster.gpus_per_node,
-                ),
-            )
+        if not allowed.any():
+            continue
+        chosen: dict[str, Any] = {name: column[allowed] for name, column in columns.items()}
+        dp = chosen["dp_replicate"] * chosen["dp_shard"]
+        yield (
+            kind,
+            Case(
+                question.model,
+                question.gpu,
+                software,
+                question.seq,
+                accumulation=question.global_batch // (chosen["micro_batch"] * dp),
+                **chosen,
+                **vars(kind),
+                sp=True,  # of one rank it is nothing
+                dtype=question.dtype,
+                gpus_per_node=question.cluster.gpus_per_node,
+                nic_gbs=question.cluster.nic_gbs,
+            ),
+        )
 
 
 def run_of(question: Question, layout: Mapping[str, Any], base: RunSpec) -> RunSpec:

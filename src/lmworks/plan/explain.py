@@ -62,7 +62,7 @@ def read_layout(texts: Iterable[str]) -> Layout:
     for key, value in layout.items():
         if key not in (*NUMBERS, *WORDS):
             raise SpecError(f"{key} is no part of a layout{did_you_mean(key, (*NUMBERS, *WORDS))}")
-        if key in (*NUMBERS, "virtual") and not (isinstance(value, int) and value > 0):
+        if key in NUMBERS and not (isinstance(value, int) and value > 0):
             raise SpecError(f"{key} = {value!r} must be a whole number, at least 1")
         choices = {**MORE, "schedule": SCHEDULES}.get(key, (value,))
         if value not in choices:
@@ -75,7 +75,8 @@ def filled(question: Question, said: Layout) -> Layout:
     layout: Layout = dict.fromkeys(NUMBERS, 1) | {"schedule": "1f1b", "recompute": "none", "offload": "none"} | said
     rest = question.world // (layout["tp"] * layout["cp"] * layout["pp"]) or 1
     layout.setdefault("zero", 3 if rest > 1 else 0)
-    layout.setdefault("virtual", 1 if layout["schedule"] in ("1f1b", "gpipe") else 2)
+    if "virtual" not in said and layout["schedule"] not in ("1f1b", "gpipe"):
+        layout["virtual"] = 2
     if not said.keys() & {"dp_shard", "dp_replicate"}:
         layout["dp_shard" if layout["zero"] else "dp_replicate"] = rest
     return layout

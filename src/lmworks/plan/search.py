@@ -88,9 +88,9 @@ def search(questions: Iterable[Question]) -> Result:
 def fitting(question: Question, counted: Counter[str]) -> list[Found]:
     """Of every case of layouts, those that fit and are not beaten by another of the same case."""
     room, found = usable(question.gpu), list[Found]()
-    homeless: dict[tuple[Words, bool], NDArray[Any]] = {}  # by the words without offload: rows that do not fit
+    homeless: dict[Words, NDArray[Any]] = {}  # by the words without offload: rows that do not fit
     for words, case in cases(question):
-        plain = (replace(words, offload="none"), case.sp)
+        plain = replace(words, offload="none")
         if words.offload != "none" and plain in homeless:
             case = case.take(homeless[plain])
         counted["legal"] += np.size(case.tp)
