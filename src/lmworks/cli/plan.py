@@ -11,6 +11,8 @@ from .output import Json, Overrides, Spec, print_json, print_table
 from .plan_memory import memory
 from .plan_search import search
 from .plan_serve import serve
+from .plan_validate import predict as predict_table
+from .plan_validate import validate
 
 if TYPE_CHECKING:
     from ..plan.machine import Machine
@@ -71,6 +73,8 @@ def run(
 app.command()(memory)
 app.command()(search)
 app.command()(serve)
+app.command()(validate)
+app.command("predict")(predict_table)
 
 
 def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
