@@ -141,8 +141,7 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
         "stages": [budget(found.case, stage).to_dict() for stage in range(spec.parallel.pp)],
         "headroom": found.headroom,
         "dollars_per_gtoken": found.dollars_per_gtoken,
-        "days": tokens / found.tokens_per_s / 86400,
-        "dollars": tokens / 1e9 * found.dollars_per_gtoken,
+        "bill": {"tokens": tokens, **vars(found.bill(tokens))},
         "parts": {name: float(seconds) for name, seconds in price.parts.items()},
         "hidden": {name: float(seconds) for name, seconds in price.hidden.items()},
         "tags": price.tags,
@@ -172,13 +171,20 @@ def print_front(facts: dict[str, Any], show: int) -> None:
             short(one["tokens_per_s"]),
             f"{one['mfu']:.1%}",
             f"{sent(one) / 1e9:.1f}",
-            f"{one['days']:.1f}",
-            short(one["dollars"]),
+            f"{one['bill']['hours'] / 24:.1f}",
+            short(one["bill"]["dollars"]),
+            short(one["bill"]["kwh"] / 1000),
         ]
         for one in facts["front"][:show]
     ]
-    columns = ["layout", "GiB a GPU", "free", "step", "tokens/s", "MFU", "GB sent", "days", "$"]
+    columns = ["layout", "GiB a GPU", "free", "step", "tokens/s", "MFU", "GB sent", "days", "$", "MWh"]
     print_table(f"Sequences of {facts['seq']}, {facts['global_batch']} a step; fastest first", columns, rows)
+    bill = facts["front"][0]["bill"] if facts["front"] else None
+    if bill:
+        typer.echo(
+            f"days, $ and MWh are for {short(bill['tokens'])} tokens, with {bill['stops']:.1f} failures expected: "
+            f"{bill['goodput']:.1%} of the time trains if a checkpoint is saved every {duration(bill['save_every_s'])}"
+        )
 
 
 def sent(one: dict[str, Any]) -> int:

@@ -19,6 +19,7 @@ from ..spec import RunSpec
 from .budget import Budget, budget
 from .candidates import NUMBERS, Question, Words, cases, run_of
 from .case import Case
+from .money import Bill, bill
 from .reserve import capacity, usable
 from .step import Price, price, timeline
 
@@ -47,8 +48,15 @@ class Found:
     @property
     def dollars_per_gtoken(self) -> float:
         """What 1e9 tokens cost."""
-        hourly = self.question.world * (self.question.cluster.price_hour or self.question.gpu.price_hour)
-        return hourly / 3600 * 1e9 / self.tokens_per_s
+        return self.question.world * self.price_hour / 3600 * 1e9 / self.tokens_per_s
+
+    @property
+    def price_hour(self) -> float:
+        return self.question.cluster.price_hour or self.question.gpu.price_hour
+
+    def bill(self, tokens: float) -> Bill:
+        """Of training on so many tokens, with the failures of a cluster of this size."""
+        return bill(tokens, self.tokens_per_s, self.question.world, self.price_hour, self.question.gpu.tdp_w)
 
     @property
     def budget(self) -> Budget:
