@@ -35,6 +35,9 @@ class Verdict:
 
 def explain(question: Question, said: Layout, base: RunSpec, result: Result) -> Verdict:
     layout = filled(question, said)
+    inner = layout["tp"] * layout["cp"] * layout["pp"]
+    if question.world % inner:
+        return Verdict(layout, "rule", f"tp × cp × pp = {inner} does not divide the {question.world} GPUs")
     try:
         case = Case.of(run_of(question, layout, base), question.gpu)
     except SpecError as error:
