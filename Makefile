@@ -30,7 +30,7 @@ test-slow: $(READY)  ## tests that start real jobs and kill their ranks, or comp
 test-browser: $(READY)  ## open the planner's pages in Debian's chromium (installs it, and the extra `browser`)
 	command -v chromium > /dev/null || $$([ $$(id -u) = 0 ] || echo sudo) sh -c "apt-get update && apt-get install -y chromium"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
-	$(BIN)/python -m pytest -m browser
+	$(BIN)/python -m pytest -m browser tests/browser
 
 test-ray: $(READY)  ## train on a local Ray cluster of two workers (installs the extra `ray`)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"

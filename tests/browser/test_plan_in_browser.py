@@ -151,8 +151,20 @@ def test_the_timeline_names_its_work(page):
         "up": "rank 0: backward of micro-batch 0, stage 0, 4 s to 6 s",
         "idle": "rank 0: waits",
     }
+    assert page.input_value("#zoom") == "1"
     page.fill("#zoom", "4")
     assert chart.bounding_box()["width"] == pytest.approx(4 * wide)
+
+
+def test_a_long_timeline_is_wide_enough_to_read(visit):
+    """200 passes of a rank take 1,200 pixels: more than the page has."""
+    facts = search_facts()
+    facts["front"][1]["timeline"] = [[rank, rank, "F", i, i + 0.0, i + 1.0] for rank in (0, 1) for i in range(200)]
+    page = visit(search_page(facts))
+    page.click("#pareto [data-index='1']")
+    assert page.input_value("#zoom") == "2"
+    assert page.locator("#timeline svg").bounding_box()["width"] > 1200
+    assert page.evaluate("document.documentElement.scrollWidth") == 1280
 
 
 def test_filters(page):

@@ -68,6 +68,11 @@ function searchPage() {
       : "No pipeline: every rank runs all layers of its micro-batches, one after the other."));
   }
 
+  // As wide as it takes to tell the passes of a rank apart.
+  function zoomIn() {
+    at("zoom").value = chosen.timeline ? Math.ceil(6 * chosen.timeline.length / chosen.layout.pp / width()) : 1;
+  }
+
   function drawCollectives() {
     const calls = chosen.collectives, sums = new Map();
     for (const call of calls) {
@@ -78,8 +83,9 @@ function searchPage() {
     put("collectives", sums.size ? table(["kind", "over", "ranks", "calls a step", "bytes a step"],
       [...sums.values()].map(call => [call.kind, call.group, ...line(call)]), 3)
       : el("p", { class: "empty" }, "Nothing is exchanged."));
-    put("all-collectives", table(["kind", "over", "what for", "when", "link", "ranks", "calls a step", "bytes a step"],
-      calls.map(call => [call.kind, call.group, call.what || "", call.when, call.link || "", ...line(call)]), 3));
+    const told = ["kind", "group", "what", "when", "link"].filter(key => calls.some(call => key in call));
+    put("all-collectives", table([...told, "ranks", "calls a step", "bytes a step"],
+      calls.map(call => [...told.map(key => call[key]), ...line(call)]), 3));
   }
 
   function drawChosen() {
@@ -96,6 +102,7 @@ function searchPage() {
 
   function choose(index) {
     chosen = layouts[index];
+    zoomIn();
     drawFront();
     drawChosen();
     const frame = at("front"), row = rows.find(row => row.dataset.index == index);
@@ -159,6 +166,7 @@ function searchPage() {
   at("everything").addEventListener("click", () => { at("controls").reset(); filter(); });
   // Browsers keep what was typed over a reload; the page begins as it was written.
   at("controls").reset();
+  zoomIn();
   let drawn = 0;
   new ResizeObserver(() => {
     if (drawn === width()) return;

@@ -55,8 +55,8 @@ def memory_page(facts: Facts) -> str:
         "<h2>Memory by pipeline rank</h2>",
         card("", '<div id="memory"></div>'),
         '<h2>In figures, GiB</h2><div class="card scroll" id="memory-table"></div>',
-        '<p class="note">Reserved is what PyTorch\'s allocator asks of the GPU. Gradients that are not made yet at the'
-        " highest moment are in the column absent.</p>",
+        '<p class="note">Reserved is what PyTorch\'s allocator asks of the GPU; absent are gradients that are not made'
+        " yet at the highest moment.</p>",
     ]
     return document(facts["name"], body, facts)
 
