@@ -17,6 +17,7 @@ from lmworks.parallel.apply import stages_here
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.weights import source_of
 from lmworks.spec import Grid, RunSpec, SpecError, load_run
+from lmworks.study.agreement import counted, differing, planned_calls
 from lmworks.study.fake_rank import Simulation, Step, account
 from lmworks.study.ledger import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
 from lmworks.study.ranks import on_ranks
@@ -66,6 +67,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero-1": {"dp": 2, "strategy": "zero", "zero": 1, "bucket_mb": 0.02},
     "zero-2": {"dp": 2, "strategy": "zero", "zero": 2, "bucket_mb": 0.02},
     "fsdp1": {"dp": 2, "strategy": "fsdp1"},
+    "fsdp1 no reshard": {"dp": 2, "strategy": "fsdp1", "reshard": False},
     "tp": {"tp": 2},
     "tp+sp": {"tp": 2, "sp": True},
     "cp ring": {"cp": 2},
@@ -98,9 +100,11 @@ def simulate_all(_rank: int, specs: list[RunSpec]) -> list[Report]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_simulated_rank_sends_and_holds_what_a_real_one_does(layout: str, predictions: dict[str, Report]) -> None:
-    known = on_ranks(predictions[layout].world, real, accumulating(LAYOUTS[layout]))[-1]
+    spec = accumulating(LAYOUTS[layout])
+    known = on_ranks(predictions[layout].world, real, spec)[-1]
     found = predictions[layout].simulation
     assert found.collectives == known.collectives
+    assert not differing(planned_calls(spec, spec.parallel.world - 1), counted(found.collectives))
     assert (found.parameters, found.parameter_bytes) == (known.parameters, known.parameter_bytes)
     for category in (PARAMETERS, OPTIMIZER, GRADIENTS):
         assert found.resident[category] == known.resident[category], category

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining  # what its import makes would else count among a step's bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.distributed.fsdp import _flat_param
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.futures import Future
@@ -85,6 +87,7 @@ def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
             replaced(nn.Module, "to_empty", to_empty),
             replaced(ddp, "mean_in_bf16", send_in_bf16),
             replaced(trainer, "expert_load", lambda _part: 1.0),
+            replaced(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
         ):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # FSDP1 compares them
             yield Mesh(Grid.of(spec.parallel), "cpu")
