@@ -1,9 +1,12 @@
 """The planner's pages in a real browser: what is drawn is what was predicted, and it follows the reader's choice."""
 
+import json
+
 import pytest
 
 from lmworks.observe.plan_page import memory_page, search_page
 from plan_facts import GIB, memory_facts, search_facts
+from typed import lmworks
 
 pytestmark = pytest.mark.browser
 
@@ -87,6 +90,27 @@ def test_a_row_of_the_table_shows_its_layout(page):
     assert shown(page) == EXPECTED[2]
     page.click("#front tr[data-index='0'] button")
     assert shown(page) == EXPECTED[0]
+
+
+def test_tiles(page):
+    page.click("#pareto [data-index='2']")
+    assert [text.split("\n") for text in texts(page, "#tiles .card")] == [
+        ["step", "2 s", "1.6 s to 2.5 s"],
+        ["tokens/s", "131k", "16.4k a GPU, 8 GPUs"],
+        ["MFU", "40.0%", "HFU 50.0%"],
+        ["memory", "45.0 GiB", "44% of the GPU stays free"],
+        ["cost", "$200k", "for 1T tokens, and 4 MWh"],
+        ["time", "20 days", "97.5% of it training, 3 stops"],
+    ]
+
+
+def test_collectives_are_summed_by_kind(page):
+    rows = page.locator("#collectives tbody tr")
+    assert [texts(page, "#collectives tbody td"), rows.count()] == [["all-gather", "dp_shard", "8", "42", "3 GB"], 1]
+    page.get_by_text("Every call").click()
+    assert texts(page, "#all-collectives tbody tr:last-child td") == [
+        "all-gather", "dp_shard", "weights, again", "backward", "8", "2", "1 GB",
+    ]  # fmt: skip
 
 
 def test_points_lie_where_their_figures_are(page):
@@ -249,3 +273,22 @@ def test_a_name_is_shown_and_not_run(visit):
     page.on("dialog", lambda dialog: pytest.fail(dialog.message))
     assert page.inner_text("h1") == evil and page.inner_text("#chosen") == evil
     assert page.locator("img").count() == 0
+
+
+def test_the_commands_write_such_pages(visit, capsys, tmp_path):
+    """With real figures: every layout can be looked at, and the fullest rank reserves what was said of it."""
+
+    def written(line):
+        code, out, err = lmworks(capsys, *line.split(), "--html", str(tmp_path / "written.html"), "--json")
+        assert code == 0, err
+        return json.loads(out), visit((tmp_path / "written.html").read_text(encoding="utf-8"))
+
+    facts, page = written("plan search llama3-70b --cluster 32xh100 --seq 8192 --global-batch 64")
+    for index, one in enumerate(facts["front"]):
+        page.click(f"#front tr[data-index='{index}'] button")
+        seen = shown(page)
+        assert seen["layout"] == one["text"]
+        assert len(seen["memory"]) == one["layout"]["pp"]
+        assert f"{one['memory']['reserved'] / GIB:.1f} GiB" in seen["memory"]
+    facts, page = written("plan memory llama3-8b --cluster 8xh100")
+    assert texts(page, "#memory tr td:last-child") == [f"{facts['reserved'] / GIB:.1f} GiB"]

@@ -26,6 +26,9 @@ function short(number) {
   return `${digits(number)}P`;
 }
 
+// 2.13 TB: the letter that `short` ends with belongs to the unit.
+const quantity = (number, unit) => short(number).replace(/[a-zA-Z]?$/, letter => ` ${letter}${unit}`);
+
 function duration(seconds) {
   const size = Math.abs(seconds);
   if (size >= 999.5) return `${seconds.toFixed(0)} s`;

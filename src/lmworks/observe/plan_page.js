@@ -46,13 +46,13 @@ function searchPage() {
   }
 
   function drawTiles() {
-    const tiles = [
+    const bill = chosen.bill, tiles = [
       ["step", duration(chosen.step_s), `${duration(chosen.interval[0])} to ${duration(chosen.interval[1])}`],
       ["tokens/s", short(chosen.tokens_per_s), `${short(chosen.tokens_per_s_per_gpu)} a GPU, ${chosen.gpus} GPUs`],
       ["MFU", percent(chosen.mfu), `HFU ${percent(chosen.hfu)}`],
       ["memory", gib(chosen.memory.reserved), `${percent(chosen.headroom, 0)} of the GPU stays free`],
-      ["cost", `$${short(chosen.dollars_per_gtoken)}`, "for 1e9 tokens"],
-      ["time", `${digits(chosen.days)} days`, `for ${short(chosen.days * 86400 * chosen.tokens_per_s)} tokens`],
+      ["cost", `$${short(bill.dollars)}`, `for ${short(bill.tokens)} tokens, and ${quantity(1e3 * bill.kwh, "Wh")}`],
+      ["time", `${digits(bill.hours / 24)} days`, `${percent(bill.goodput)} of it training, ${digits(bill.stops)} stops`],
     ];
     put("tiles", ...tiles.map(([name, figure, note]) =>
       el("div", { class: "card" }, el("dt", {}, name), el("dd", {}, figure, el("small", {}, note)))));
@@ -79,7 +79,7 @@ function searchPage() {
       const key = [call.kind, call.group, call.ranks].join(" "), sum = sums.get(key) || { ...call, count: 0, bytes: 0 };
       sums.set(key, { ...sum, count: sum.count + call.count, bytes: sum.bytes + call.bytes });
     }
-    const line = call => [call.ranks, short(call.count), `${short(call.bytes)} bytes`.replace(/([kMGTP]) bytes/, " $1B")];
+    const line = call => [call.ranks, short(call.count), quantity(call.bytes, "B")];
     put("collectives", sums.size ? table(["kind", "over", "ranks", "calls a step", "bytes a step"],
       [...sums.values()].map(call => [call.kind, call.group, ...line(call)]), 3)
       : el("p", { class: "empty" }, "Nothing is exchanged."));
