@@ -80,11 +80,6 @@ def test_a_rate_lies_between_its_neighbours() -> None:
     assert machine.rate(Kernel("gemm", flops=1, shape=(64, 64, 64)), "fp32") == pytest.approx(1e9, rel=1e-3)
 
 
-def test_a_machine_survives_its_json() -> None:
-    machine = make_machine(launch=1e-6)
-    assert Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine
-
-
 def test_a_gpu_of_the_catalogue_says_what_its_time_rests_on() -> None:
     gpu = catalogue()["H200-SXM-141GB"]
     prediction = predict(make_run(dtype="bf16"), Machine.of(gpu))

@@ -162,9 +162,15 @@ def test_a_cluster_of_your_own(tmp_path: Path) -> None:
         parse_cluster("12xmychip", str(own))
 
 
+def test_a_profile_is_named_and_read_only_by_who_plans_with_it() -> None:
+    assert Cluster().profile == ""
+    assert Cluster.from_dict({"profile": "not-here.toml"}).profile == "not-here.toml"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
+        ("profile", 3, "cluster.profile must be a string, got 3"),
         ("fabric", "rope", "cluster.fabric = 'rope' is not one of: auto, nvswitch"),
         ("network", "pigeon", "cluster.network = 'pigeon' is not one of: infiniband"),
         ("nic_gbs", -1.0, "cluster.nic_gbs = -1.0 is out of range"),

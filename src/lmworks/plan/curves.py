@@ -61,8 +61,8 @@ class Curve:
         Between measured numbers of ranks, log-time follows the logarithm of the ranks. Every rank beyond them adds the
         step that the last measured ones added to a message of almost nothing.
         """
-        kind = STANDS_FOR.get(kind, kind)
-        kind = kind if kind in self.seconds_at else "all-reduce"  # as many bytes on the wire, in another message
+        for other in (STANDS_FOR.get(kind, kind), "all-reduce"):  # as many bytes on the wire, in another message
+            kind = kind if kind in self.seconds_at else other
         table = self.seconds_at[kind]
         counts = np.array(sorted(table))
         wire, ranks = np.broadcast_arrays(wire, ranks)

@@ -79,13 +79,16 @@ class Fabric:
         return took if took.ndim else float(took)
 
     def within(self, kind: str, nbytes: Number, ranks: Number) -> Number:
-        """Inside a machine: the curve's, at this link's speed instead of the measured one. Nothing for one rank."""
+        """Inside a machine: the curve's, at this link's speed instead of the measured one. Nothing for one rank.
+
+        A curve that was measured on the very machine needs no other speed.
+        """
         if not np.any(ranks > 1):
             return np.zeros(np.broadcast(nbytes, ranks).shape)
         if self.curve is None:
             raise SpecError(f"{self.gpu}: link_gbs is not in the catalogue; give it in cluster.catalogue")
         several = np.maximum(ranks, 2)
-        slower = self.curve.link_gbs / self.link_between(several)
+        slower = 1.0 if self.curve.tag == "measured" else self.curve.link_gbs / self.link_between(several)
         took = self.curve.seconds(kind, nbytes * wire_share(kind, several) * slower, several)
         return np.where(ranks > 1, took, 0.0)
 

@@ -1,11 +1,13 @@
 """What a machine can do: seconds of the few kinds of kernel that training is made of.
 
-Either measured on the machine at hand (`observe/probe.py` writes it, this file only reads the JSON), or for a GPU of
-the catalogue from `rates`: products by a fit to measured ones, the rest modelled.
+Either measured on a machine at hand (`profile` reads what was), or for a GPU of the catalogue from `rates`: products by
+a fit to measured ones, the rest modelled.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +19,8 @@ from .case import Number
 from .ops import Kernel
 from .rates import GpuRates, gpu_rates
 
-FORMAT = 3  # of the JSON; a probe written by another version is measured again
+FULL_GPU = 1e15  # FLOPs that fill any GPU
+FORMAT = 4  # of a profile; one written by another version is measured again
 
 
 @dataclass(frozen=True)
@@ -54,28 +57,37 @@ class Machine:
     def covers(self, dtype: str) -> bool:
         return f"gemm.{dtype}" in self.tags
 
-    def points(self, kernel: Kernel, dtype: str) -> tuple[Rate, ...]:
-        return self.rates.get(f"{kernel.kind}.{dtype}") or self.rates.get(kernel.kind, ())
+    def table(self, kernel: Kernel, dtype: str) -> str:
+        """The name of the table of `rates` that prices a kernel."""
+        return name if (name := f"{kernel.kind}.{dtype}") in self.rates else kernel.kind
 
     def rate(self, kernel: Kernel, dtype: str) -> Number:
-        """FLOP/s or bytes/s, between the measured points: their log-rates, weighted by 1/distance² of log-shapes."""
-        points = self.points(kernel, dtype)
-        shape = kernel.shape or (kernel.bytes,)
-        if len(points) == 1:
-            return points[0].rate
-        weight_sum: Number = 0.0
-        log_sum: Number = 0.0
-        for point in points:
-            distance = sum(np.log(np.maximum(a, 1.0) / b) ** 2 for a, b in zip(shape, point.shape, strict=True))
-            weight = 1 / (distance + 1e-6)
-            weight_sum = weight_sum + weight
-            log_sum = log_sum + weight * np.log(point.rate)
-        return np.exp(log_sum / weight_sum)
+        """FLOP/s or bytes/s, between the measured points."""
+        points = self.rates[self.table(kernel, dtype)]
+        return between(points, [point.rate for point in points], kernel.shape or (kernel.bytes,))
+
+    @functools.cached_property
+    def gains(self) -> dict[str, list[float]]:
+        """How much faster than its law this machine was at each measured point, where there are several."""
+        laws, several = self.laws, {name: points for name, points in self.rates.items() if len(points) > 1}
+        return {
+            name: [point.rate / law_rate(laws, name, point.shape) for point in points]
+            for name, points in several.items()
+            if laws and name.partition(".")[2] in ("", *laws.gemm)
+        }
 
     def seconds(self, kernel: Kernel, dtype: str) -> Number:
-        """All launches of this kernel, host time not counted. Shapes, amounts and counts may be arrays."""
-        if self.laws and not self.points(kernel, dtype):
+        """All launches of this kernel, host time not counted. Shapes, amounts and counts may be arrays.
+
+        Where there are a law and points, the law says how a rate changes with size, and the points how good this very
+        machine is.
+        """
+        name = self.table(kernel, dtype)
+        if self.laws and name not in self.rates:
             return self.laws.seconds(kernel, dtype)
+        if self.laws and name in self.gains:
+            gain = between(self.rates[name], self.gains[name], kernel.shape or (kernel.bytes,))
+            return self.laws.seconds(kernel, dtype) / gain
         amount = kernel.flops if np.any(kernel.flops) else kernel.bytes
         return kernel.count * amount / self.rate(kernel, dtype) if np.any(amount) else 0.0
 
@@ -89,15 +101,32 @@ class Machine:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What was measured; laws are looked up again by the GPU's name."""
+        """What was measured, for programs."""
         return {"format": FORMAT, **{name: value for name, value in asdict(self).items() if name != "laws"}}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Machine:
-        fields = {name: value for name, value in data.items() if name != "format"}
-        fields["rates"] = {kind: read_rates(points) for kind, points in data["rates"].items()}
-        return cls(**fields)
+
+def law_rate(laws: GpuRates, table: str, shape: tuple[float, ...]) -> float:
+    """What a measured point would have been by the law; attention was measured with a full GPU."""
+    kind, _, dtype = table.partition(".")
+    if kind == "gemm":
+        kernel = Kernel(kind, flops=2.0 * math.prod(shape), shape=shape)
+    elif kind in ("attention", "attention_backward"):
+        kernel = Kernel(kind, flops=FULL_GPU, shape=shape)
+    else:
+        kernel = Kernel(kind, bytes=shape[0])
+    return float((kernel.flops or kernel.bytes) / laws.seconds(kernel, dtype))
 
 
-def read_rates(points: Sequence[Mapping[str, Any]]) -> tuple[Rate, ...]:
-    return tuple(Rate(tuple(point["shape"]), point["rate"]) for point in points)
+def between(points: Sequence[Rate], values: Sequence[float], shape: tuple[Any, ...]) -> Number:
+    """What lies between points: the mean of their values' logarithms, weighted by 1/distance² of log-shapes."""
+    if len(points) == 1:
+        return values[0]
+    place = [np.log(np.maximum(size, 1.0)) for size in shape]
+    weight_sum: Number = 0.0
+    log_sum: Number = 0.0
+    for point, value in zip(points, values, strict=True):
+        distance = sum((a - np.log(b)) ** 2 for a, b in zip(place, point.shape, strict=True))
+        weight = 1 / (distance + 1e-6)
+        weight_sum = weight_sum + weight
+        log_sum = log_sum + weight * np.log(value)
+    return np.exp(log_sum / weight_sum)

@@ -102,6 +102,7 @@ class Cluster(Section):
     nic_gbs: float = opt(0.0, "network for each accelerator, GB/s in one direction (0: as usual)", ge=0)
     price_hour: float = opt(0.0, "$ an hour for one accelerator (0: the catalogue's)", ge=0)
     catalogue: str = opt("", "a TOML file with accelerators of your own")
+    profile: str = opt("", "what `lmworks plan calibrate` measured on such a machine: its TOML file")
 
     def check(self) -> None:
         known = catalogue(self.catalogue)
