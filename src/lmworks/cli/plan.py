@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from .output import Json, Overrides, Spec, print_json, print_table
+from .plan_calibrate import calibrate
 from .plan_memory import memory
 from .plan_search import search
 from .plan_serve import serve
@@ -73,13 +74,17 @@ def run(
 app.command()(memory)
 app.command()(search)
 app.command()(serve)
+app.command()(calibrate)
 app.command()(validate)
 app.command("predict")(predict_table)
 
 
 def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
     from ..plan.machine import Machine
+    from ..plan.profile import profile_of
 
+    if cluster.profile:
+        return profile_of(cluster).machine
     if cluster.accelerator:
         return Machine.of(cluster.accelerator)
     if no_probe:

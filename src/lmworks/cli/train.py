@@ -47,10 +47,10 @@ def train(
         start_ranks(loaded, ["train", spec, *(overrides or ()), *options])
         return
     from ..observe.probe import cached_machine
-    from ..parallel.world import leaving
+    from ..parallel.world import is_lead, leaving
     from ..train import Trainer
 
-    machine = cached_machine(loaded.cluster)
+    machine = cached_machine(loaded.cluster) if is_lead() else None  # rank 0 writes what is predicted
     with leaving():
         run_to_the_end(Trainer(loaded, target, machine=machine, quiet=json), json)
 

@@ -28,5 +28,8 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
         return path if not path or path.startswith("stdlib:") else str(Path(path).absolute())
 
     mix = {absolute(path): weight for path, weight in spec.data.mix.items()}
-    data = spec.data.replace(path=absolute(spec.data.path), mix=mix)
-    return spec.replace(data=data, checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)))
+    return spec.replace(
+        data=spec.data.replace(path=absolute(spec.data.path), mix=mix),
+        checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)),
+        cluster=spec.cluster.replace(profile=absolute(spec.cluster.profile)),
+    )
