@@ -52,9 +52,11 @@ def test_a_budget_gives_up_as_little_as_it_must(dataset: Path) -> None:
 
 
 def test_a_budget_is_for_the_share_of_a_rank_and_for_all_micro_batches_it_holds_at_once(dataset: Path) -> None:
-    whole = kept_bytes(layout(dataset, *SHAPE))["none"]
-    assert kept_bytes(layout(dataset, *SHAPE, "parallel.tp=2", "parallel.sp=true"))["none"] == whole / 2
-    assert kept_bytes(layout(dataset, *SHAPE, "parallel.cp=2"))["none"] == whole / 2
+    whole, states = kept_bytes(layout(dataset, *SHAPE))["none"], 4 * 16 * 32  # fp32 × seq × hidden
+    # Attention and MLP each keep their input as it was gathered, whole; the other half of it is not saved.
+    assert kept_bytes(layout(dataset, *SHAPE, "parallel.tp=2", "parallel.sp=true"))["none"] == whole / 2 + states
+    # Attention over several ranks keeps its result twice: as it was put together, and as the next product reads it.
+    assert kept_bytes(layout(dataset, *SHAPE, "parallel.cp=2"))["none"] == whole / 2 + states / 2
     assert budget(dataset, 1.001, "parallel.pp=2") != ["none"] * 4  # two micro-batches are under way
     assert budget(dataset, 2.001, "parallel.pp=2") == ["none"] * 4
     assert budget(dataset, 2.001, "parallel.pp=2", "parallel.schedule=gpipe") != ["none"] * 4  # all four are

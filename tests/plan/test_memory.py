@@ -9,10 +9,10 @@ import torch
 from tracker import Steps, make_run
 
 from lmworks.kernels import cross_entropy
-from lmworks.plan.memory import activation_rows, memory, weight_casts
-from lmworks.plan.network import network
-from lmworks.plan.ops import CHUNK_LOGITS, Workload
-from lmworks.spec import RunSpec, SpecError
+from lmworks.plan.memory import memory
+from lmworks.plan.moments import pieces
+from lmworks.plan.ops import CHUNK_LOGITS
+from lmworks.spec import RunSpec
 
 GPT2: dict[str, Any] = {
     "norm": "layer", "mlp": "gelu", "bias": True, "positions": "learned", "tie_embeddings": True,
@@ -37,11 +37,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def kept_bytes(spec: RunSpec) -> float:
     """What the forward pass leaves: activations, casts that products hold, the loss's two gradients and itself."""
-    load = Workload.of(spec, "cpu")
-    hidden, head = load.tokens * spec.model.hidden, spec.model.vocab * spec.model.hidden
-    activations = sum(row.bytes for row in activation_rows(spec, network(load)))
-    casts = weight_casts(load) if spec.parallel.recompute == "none" else 0
-    return activations + casts + load.width * hidden + 4 * head + 4
+    (piece,) = pieces(spec, 0, "cpu", gathered=False)
+    return sum(row.bytes for row in piece.keeps()) + 4
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
@@ -108,7 +105,8 @@ def test_parameters_gradients_and_states_are_exact(shape: dict[str, Any]) -> Non
     moments = sum(t.nbytes for s in run.optimizer.state.values() for name, t in s.items() if name != "step")
     rows = {row.name: row.bytes for row in memory(spec).rows}
     assert rows["parameters"] == parameters == gradients == 4 * spec.model.params
-    assert rows["optimizer states"] == moments
+    steps = 4 * len(list(run.model.parameters()))
+    assert rows["optimizer states"] == moments + steps
 
 
 def test_rows_sum_to_the_highest_moment() -> None:
@@ -120,13 +118,6 @@ def test_rows_sum_to_the_highest_moment() -> None:
 def test_chunks_are_those_of_the_loss() -> None:
     for device, elements in CHUNK_LOGITS.items():
         assert cross_entropy.chunk_rows(7, device) == elements // 7
-
-
-@pytest.mark.parametrize("key", ["dp_shard", "tp", "pp", "cp"])
-def test_a_layout_that_is_not_predicted_is_refused(key: str) -> None:
-    spec = RunSpec.from_dict({"parallel": {key: 2, "strategy": "fsdp2"}})
-    with pytest.raises(SpecError, match=f"parallel.{key} = 2: .*not predicted yet"):
-        memory(spec)
 
 
 def test_resident_memory_is_more_than_tensors_on_a_cpu_only() -> None:

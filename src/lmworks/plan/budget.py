@@ -24,7 +24,7 @@ import numpy as np
 from ..spec import SpecError
 from ..spec.errors import did_you_mean
 from .case import Case, Number
-from .memory import kept, total
+from .kept import again, kept, total
 from .network import Network, network
 from .ops import Workload
 from .reserve import oom_probability, reserved, usable
@@ -195,11 +195,10 @@ def at_top(case: Case, net: Network, part: Share, state: dict[str, Number]) -> M
     if m.experts:
         inside = inside + 2 * w * slots * m.hidden
     stream = s * load.outside * m.hidden * (2 if load.cast else 1) + w * load.tokens * m.hidden * (load.tp > 1)
-    again = again_bytes(case, net)
     work = 2.0 * (part.dense + part.experts) * (load.cast and case.zero < 3)  # casts of the block's weights
     return Moment(
         gradients=gradients_there(case, part, state, done=part.head),
-        activations=stored(case, net, part) + again + inside + stream,
+        activations=stored(case, net, part) + again(net, case.recompute) + inside + stream,
         logits=0.0 * load.tokens,
         buffers=work + standing(case, part, net, gathered=2.0) + travelling(case, part),
     )
@@ -243,17 +242,6 @@ def blocks_keep(case: Case, net: Network, part: Share) -> Number:
         return part.layers * each
     few = np.ceil(part.layers / case.recompute_every)
     return few * each + (part.layers - few) * kept(net, "none")[1]
-
-
-def again_bytes(case: Case, net: Network) -> Number:
-    """What the backward pass of one block makes again of what it threw away."""
-    every, stream = total(net.block), case.software.stream * net.load.outside * case.model.hidden
-    if case.recompute == "attention":
-        return total(net.block, "inside")
-    if case.recompute == "none":
-        return 0.0 * every
-    again = every - stream
-    return again - total(net.block, "dear") if case.recompute == "selective" else again
 
 
 # --- weights and gradients on their way -----------------------------------------------------------------

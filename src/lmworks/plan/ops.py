@@ -242,7 +242,8 @@ def attention(load: Workload) -> Op:
         return Op("attention", "attention", tuple(forward), tuple(backward), saved, dear)
     forward = [Kernel("attention", flops=flops, shape=shape)]
     backward = [Kernel("attention_backward", flops=2.5 * flops, shape=shape)]  # 5 products against 2: scores again
-    saved = inputs + result + 4 * t * load.heads
+    # Over several ranks the result is kept as it was put together, and as the next product reads it.
+    saved = inputs + result + 4 * t * load.heads + result * np.greater(load.cp, 1)
     if masked and load.device == "cpu" and m.positions != "alibi":
         # SDPA turns the Boolean mask into a float one in every layer: (seq, seq), one a sequence with documents.
         mask = load.seq**2 * (load.batch if load.documents else 1)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ..spec import RunSpec, SpecError
 from ..spec.layout import LOOPED
-from .memory import kept
+from .kept import kept
 from .network import network
 from .ops import Workload
 

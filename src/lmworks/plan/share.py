@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..spec.layout import LOOPED, V_SHAPED
+from ..spec.layout import V_SHAPED
+from .bubble import in_flight
 from .case import Case, Number
 from .stages import head_cost, layer_cost
 
@@ -80,15 +81,7 @@ def layers_of(case: Case, first: Any, last: Any) -> Number:
 
 
 def under_way(case: Case, rank: Number) -> Number:
-    """GPipe and looped BFS hold all m micro-batches, 1F1B as many as there are ranks from here to the end.
-
-    With v stages a rank, a micro-batch in one stage is 1/v of one: interleaved schedules hold of these
-    2(p − r − 1) + (v − 1)p + 1, V-shaped ones 2p.
-    """
-    p, v, m = case.pp, case.virtual, case.accumulation
-    if case.schedule in ("gpipe", "looped-bfs"):
-        return np.where(np.equal(p, 1), 1, m)
-    if case.schedule == "1f1b":
-        return np.minimum(m, p - rank)
-    chunks = 2 * (p - rank - 1) + (v - 1) * p + 1 if case.schedule in LOOPED else 2 * p
-    return np.where(np.equal(p, 1), 1, np.minimum(m * v, chunks) / v)
+    """A micro-batch in one of v stages of a rank is 1/v of one."""
+    whole = case.recompute != "none"
+    count = in_flight(case.schedule, case.pp, case.virtual, case.accumulation, rank, whole) / case.virtual
+    return np.where(np.equal(case.pp, 1), 1, count)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from ..spec import RunSpec, SpecError
 from .machine import Machine
-from .memory import refuse_unpredicted
 from .network import Network, network, optimizer
 from .ops import Kernel, Op, Workload
 
@@ -52,6 +51,16 @@ def step_time(spec: RunSpec, machine: Machine) -> StepTime:
     parts["launches"] = launch_seconds(spec, net, machine, sum(parts.values()))
     tags["launches"] = "modelled"
     return StepTime(dict(parts), tags, spec.tokens_per_step // spec.parallel.dp)
+
+
+def refuse_unpredicted(spec: RunSpec) -> None:
+    """This sheet is of one rank; `step.price` is for layouts of many."""
+    layout = spec.parallel
+    for axis in ("dp_shard", "tp", "pp", "cp", "ep"):
+        if getattr(layout, axis) > 1:
+            raise SpecError(f"parallel.{axis} = {getattr(layout, axis)}: the time of this layout is not predicted here")
+    if layout.offload != "none" or layout.engine != "native":
+        raise SpecError("parallel.offload and parallel.engine: the time of this layout is not predicted here")
 
 
 def passes(spec: RunSpec, net: Network) -> Iterable[tuple[Op, int, tuple[Kernel, ...], str]]:
