@@ -64,7 +64,7 @@ function searchPage() {
     at("timeline-readout").textContent = "\u00a0";
     if (spans) put("timeline", ...timelineChart(spans, Math.max(640, width()) * at("zoom").value, at("timeline-readout")));
     else put("timeline", el("p", { class: "empty" }, chosen.layout.pp > 1
-      ? "The timeline of this layout was left out, to keep the page small."
+      ? "This page carries no timeline of this layout: only the fastest have one."
       : "No pipeline: every rank runs all layers of its micro-batches, one after the other."));
   }
 
