@@ -90,11 +90,7 @@ def static_rows(spec: RunSpec, net: Network, state: Resident, rank: int) -> list
         row("parameters", state.parameters, f"4 B × {count:,}"),
         row("padding", state.parameter_padding, "allocated with the parameters, and no part of any"),
         row("master weights", state.master, "fp32 copies of what this rank updates"),
-        row(
-            "optimizer states",
-            states,
-            f"{spec.optim.optimizer}: {states / max(1, state.parameters) * 4:.3g} B a weight",
-        ),
+        row("optimizer states", state.optimizer, f"{spec.optim.optimizer}: {states:.3g} B for each weight held"),
         row("batch", 8 * ids * tokens, f"int64 tokens and targets: {8 * ids} B × {tokens:,} tokens"),
     ]
     return [*found, *pipeline_rows(spec, net, rank)]
