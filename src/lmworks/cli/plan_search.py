@@ -67,7 +67,7 @@ def search(
     verdict = why(questions[0], read_layout(explain.split()), base, result) if explain else None
     if not result.front and verdict is None:
         raise SpecError(no_room(questions[0], result))
-    facts = {
+    facts: dict[str, Any] = {
         "model": base.name,
         "params": base.model.params,
         "seq": base.data.seq,
@@ -85,7 +85,8 @@ def search(
     if html:
         from ..observe.plan_page import search_page
 
-        write_file(html, search_page(facts), "--html")
+        rows = [{**one, "timeline": spans_of(found)} for one, found in zip(facts["front"], result.front, strict=True)]
+        write_file(html, search_page({**facts, "front": rows}), "--html")
     if json:
         print_json(facts)
         return
@@ -122,6 +123,7 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
     """One layout of the front, for programs."""
     from ..plan.budget import budget
     from ..plan.collectives import collectives
+    from ..plan.reserve import capacity, usable
 
     price, question = found.price, found.question
     spec = found.spec(base)
@@ -139,6 +141,8 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
         "hfu": float(price.hfu),
         "memory": found.budget.to_dict(),
         "stages": [budget(found.case, stage).to_dict() for stage in range(spec.parallel.pp)],
+        "capacity": capacity(question.gpu),
+        "usable": usable(question.gpu),
         "headroom": found.headroom,
         "dollars_per_gtoken": found.dollars_per_gtoken,
         "bill": {"tokens": tokens, **vars(found.bill(tokens))},
@@ -147,6 +151,13 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
         "tags": price.tags,
         "collectives": [vars(call) for call in collectives(spec)],
     }
+
+
+def spans_of(found: Found) -> list[list[Any]] | None:
+    """The pipeline in time: too long for --json, so only a page has it."""
+    from ..plan.step import passes
+
+    return [list(span) for span in passes(found.case)] if found.case.pp > 1 else None
 
 
 def explained(verdict: Verdict) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from .bubble import Costs, bubble
 from .case import Case, Number
 from .layer import MicroBatch
 from .orders import actions
-from .schedule import Times, simulate, total
+from .schedule import Span, Times, simulate, total
 from .stages import Stage, head_cost, layer_cost, split_layers
 
 
@@ -102,8 +102,12 @@ def weight_seconds(case: Case, one: MicroBatch) -> Number:
 
 def followed(case: Case, one: MicroBatch, send: float) -> float:
     """Seconds of all passes of one candidate's step, action by action."""
+    return total(spans(case, one, send))
+
+
+def spans(case: Case, one: MicroBatch, send: float) -> list[Span]:
     orders = actions(case.schedule, int(case.pp), int(case.virtual), int(case.accumulation))
-    return total(simulate(orders, [times(case, one, stage) for stage in stages(case)], send))
+    return simulate(orders, [times(case, one, stage) for stage in stages(case)], send)
 
 
 def stages(case: Case) -> list[Stage]:

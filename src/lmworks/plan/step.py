@@ -19,7 +19,8 @@ from .case import Case, Number
 from .constants import Constants, constants
 from .flops import hardware_flops_per_token, model_flops_per_token
 from .layer import MicroBatch, Traffic, Way, Weigher
-from .pipeline import Busiest, Cut, followed, pace
+from .pipeline import Busiest, Cut, followed, pace, spans
+from .schedule import Span
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,12 @@ def timeline(case: Case, given: Constants | None = None) -> Price:
         return price(case, given)
     step = Step.of(Bare.of(case), given or constants())
     return priced(step, followed(case, step.one, 0.0), followed(case, step.one, float(step.send)))
+
+
+def passes(case: Case, given: Constants | None = None) -> list[Span]:
+    """The pipeline of one candidate in time, as `timeline` follows it."""
+    step = Step.of(Bare.of(case), given or constants())
+    return spans(case, step.one, float(step.send))
 
 
 def priced(step: Step, quick: Number, whole: Number) -> Price:
