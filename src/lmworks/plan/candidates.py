@@ -52,7 +52,8 @@ def question_of(base: RunSpec, cluster: str, dtype: str, compile: bool, pinned: 
     """A spec on a cluster as people type it; what the spec says of networks and prices holds there too."""
     own = base.cluster
     machines = parse_cluster(cluster, own.catalogue)
-    machines = machines.replace(network=own.network, nic_gbs=own.nic_gbs, price_hour=own.price_hour)
+    kept = {key: getattr(own, key) for key in ("network", "nic_gbs", "price_hour", "profile")}
+    machines = machines.replace(**kept)
     gpu = machines.accelerator
     assert gpu is not None, "a cluster that is typed names its GPU"
     if not gpu.peak_flops(dtype):
@@ -165,6 +166,7 @@ def cases(question: Question) -> Iterator[tuple[Words, Case]]:
                 dtype=question.dtype,
                 gpus_per_node=question.cluster.gpus_per_node,
                 nic_gbs=question.cluster.nic_gbs,
+                profile=question.cluster.profile,
             ),
         )
 

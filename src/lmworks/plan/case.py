@@ -44,6 +44,7 @@ class Case:
     offload: str = "none"
     gpus_per_node: int = 8
     nic_gbs: float = 0.0  # a GPU's share of the links between nodes, one direction (0: usual for this GPU)
+    profile: str = ""  # a file with what was measured on such a machine
 
     @classmethod
     def of(cls, spec: RunSpec, gpu: Gpu) -> Self:
@@ -73,6 +74,7 @@ class Case:
             optimizer=spec.optim.optimizer,
             offload=layout.offload,
             gpus_per_node=spec.cluster.gpus_per_node,
+            profile=spec.cluster.profile,
         )
 
     def replace(self, **changes: Any) -> Self:

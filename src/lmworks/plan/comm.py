@@ -13,6 +13,7 @@ import numpy as np
 from ..spec import Cluster
 from .case import Case, Number
 from .links import Fabric
+from .profile import profile_for
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Links:
     def of(cls, case: Case) -> Self:
         nodes = int(np.max(np.ceil(case.world / case.gpus_per_node)))
         cluster = Cluster(nodes=nodes, gpus_per_node=case.gpus_per_node, nic_gbs=case.nic_gbs)
-        return cls(case, Fabric.of(cluster, case.gpu))
+        measured = profile_for(case.gpu, case.profile).curve if case.profile else None
+        return cls(case, Fabric.of(cluster, case.gpu, measured))
 
     def wire(self, kind: str, nbytes: Number, ranks: Number, stride: Number) -> Wire:
         if np.all(ranks == 1):

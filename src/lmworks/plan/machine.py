@@ -6,10 +6,9 @@ a fit to measured ones, the rest modelled.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ class Machine:
     """`rates` maps a kernel's kind (see `ops.Kernel`) to measured points; one point means: the same at every size.
 
     Products and attention have a table for each number format, e.g. `gemm.bf16`. What was not measured is priced by
-    `laws`, where there are any.
+    `laws`, where there are any; where there are both, `gains` says how much faster than its law each point was.
     """
 
     name: str
@@ -48,6 +47,7 @@ class Machine:
     memory_bytes: int = 0
     noise: float = 1.0  # median run over fastest run while it was measured: well above 1, something else was running
     laws: GpuRates | None = None
+    gains: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def tags(self) -> dict[str, str]:
@@ -66,15 +66,14 @@ class Machine:
         points = self.rates[self.table(kernel, dtype)]
         return between(points, [point.rate for point in points], kernel.shape or (kernel.bytes,))
 
-    @functools.cached_property
-    def gains(self) -> dict[str, list[float]]:
-        """How much faster than its law this machine was at each measured point, where there are several."""
-        laws, several = self.laws, {name: points for name, points in self.rates.items() if len(points) > 1}
-        return {
-            name: [point.rate / law_rate(laws, name, point.shape) for point in points]
-            for name, points in several.items()
-            if laws and name.partition(".")[2] in ("", *laws.gemm)
+    def beside(self, laws: GpuRates) -> Machine:
+        """This measured machine, and for what was not measured of it the laws of its kind."""
+        gains = {
+            name: tuple(point.rate / law_rate(laws, name, point.shape) for point in points)
+            for name, points in self.rates.items()
+            if len(points) > 1 and name.partition(".")[2] in ("", *laws.gemm)
         }
+        return replace(self, laws=laws, gains=gains)
 
     def seconds(self, kernel: Kernel, dtype: str) -> Number:
         """All launches of this kernel, host time not counted. Shapes, amounts and counts may be arrays.
@@ -102,7 +101,8 @@ class Machine:
 
     def to_dict(self) -> dict[str, Any]:
         """What was measured, for programs."""
-        return {"format": FORMAT, **{name: value for name, value in asdict(self).items() if name != "laws"}}
+        measured = {name: value for name, value in asdict(self).items() if name not in ("laws", "gains")}
+        return {"format": FORMAT, **measured}
 
 
 def law_rate(laws: GpuRates, table: str, shape: tuple[float, ...]) -> float:

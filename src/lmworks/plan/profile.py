@@ -15,13 +15,13 @@ import functools
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from ..spec import Cluster, SpecError, dump_toml, recognise
+from ..spec import Cluster, Gpu, SpecError, dump_toml, recognise
 from .curves import KINDS, Curve
 from .machine import FORMAT, Machine, Rate
 from .rates import gpu_rates
@@ -49,7 +49,7 @@ class Profile:
             kind: {"shapes": [list(point.shape) for point in points], "rates": [point.rate for point in points]}
             for kind, points in self.machine.rates.items()
         }
-        kept = {key: value for key, value in machine.items() if key not in ("rates", "laws", "tag")}
+        kept = {key: value for key, value in machine.items() if key not in ("rates", "laws", "gains", "tag")}
         table = {"format": FORMAT, "machine": kept, "made": dict(self.made or {}), "rates": rates}
         return table if self.links is None else {**table, "links": dict(self.links)}
 
@@ -95,15 +95,26 @@ def profile_of(cluster: Cluster) -> Profile:
     machine, measured = found.machine, f"cluster.profile: {cluster.profile} was measured on {found.machine.name}"
     if cluster.device not in ("auto", machine.device):
         raise SpecError(f"{measured}, but cluster.device = {cluster.device!r}; leave one of them out")
-    if cluster.accelerator and cluster.accelerator != recognise(machine.name, cluster.catalogue):
+    if cluster.accelerator and not cluster.accelerator.answers_to(machine.name):
         raise SpecError(f"{measured}, but cluster.gpu = {cluster.gpu!r}; leave one of them out")
+    return found
+
+
+@functools.cache
+def profile_for(gpu: Gpu, path: str) -> Profile:
+    """Of a GPU that a plan is for."""
+    found = load_profile(path)
+    if not gpu.answers_to(found.machine.name):
+        raise SpecError(
+            f"cluster.profile: {path} was measured on {found.machine.name}, and this plan is for {gpu.name}"
+        )
     return found
 
 
 def with_laws(machine: Machine, catalogue: str) -> Machine:
     """What was not measured of a GPU that the catalogue knows, its catalogue rates answer."""
     gpu = recognise(machine.name, catalogue) if machine.device == "cuda" else None
-    return replace(machine, laws=gpu_rates(gpu)) if gpu and gpu.bandwidth_gbs else machine
+    return machine.beside(gpu_rates(gpu)) if gpu and gpu.bandwidth_gbs else machine
 
 
 # --- reading with care: a profile is a file that people copy and edit ------------------------------------------

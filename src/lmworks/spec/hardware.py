@@ -55,6 +55,10 @@ class Gpu(Section):
         tflops: float = getattr(self, f"{dtype}_tflops")
         return tflops * 1e12 or None
 
+    def answers_to(self, device_name: str) -> bool:
+        """Whether this is what the driver calls a device: whole words at the end of the name."""
+        return bool(self.match and re.search(rf"(?i)\b{re.escape(self.match)}$", device_name))
+
 
 @functools.cache
 def catalogue(own: str = "") -> dict[str, Gpu]:
@@ -81,8 +85,7 @@ def recognise(device_name: str, own: str = "") -> Gpu | None:
     Whole words at the end of the name: an H200 is not an H20, and a laptop's chip or a MIG slice, which say so
     after the name, is not the card. No entry is better than the figures of another one.
     """
-    ends = {gpu: rf"(?i)\b{re.escape(gpu.match)}$" for gpu in catalogue(own).values() if gpu.match}
-    fitting = [gpu for gpu, end in ends.items() if re.search(end, device_name)]
+    fitting = [gpu for gpu in catalogue(own).values() if gpu.answers_to(device_name)]
     return max(fitting, key=lambda gpu: len(gpu.match), default=None)
 
 

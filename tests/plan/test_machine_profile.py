@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 from tracker import make_run
 
+from lmworks.plan.candidates import question_of
+from lmworks.plan.case import Case
 from lmworks.plan.links import Fabric
 from lmworks.plan.machine import FORMAT, Machine, Rate
 from lmworks.plan.ops import Kernel, gemm
 from lmworks.plan.predict import predict
 from lmworks.plan.profile import Profile, load_profile, profile_of
-from lmworks.spec import Cluster, SpecError, catalogue, dump_toml, parse_cluster
+from lmworks.plan.software import EAGER
+from lmworks.plan.step import price
+from lmworks.spec import Cluster, ModelSpec, RunSpec, SpecError, catalogue, dump_toml, parse_cluster
 
 PASSES = ("stream", "strided", "exp", "tanh", "optimizer")
 LINKS = {
@@ -147,3 +151,23 @@ def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
     (tmp_path / "text.toml").write_text("measured: fast")
     with pytest.raises(SpecError, match="is not valid TOML"):
         load_profile(tmp_path / "text.toml")
+
+
+def test_layouts_are_priced_with_the_profile(tmp_path: Path) -> None:
+    """Measured products at half the law's rate, and links ten times slower: both lengthen a step, nothing else does."""
+    h100 = catalogue()["H100-SXM-80GB"]
+    law = Machine.of(h100)
+    shapes = [(2048, 1024, 4096), (8192, 4096, 4096), (8192, 8192, 28672)]
+    points = tuple(Rate(shape, 0.5 * rate_of(law, gemm(*shape))) for shape in shapes)
+    machine = dataclasses.replace(make_machine("NVIDIA H100 80GB HBM3", "cuda"), rates={"gemm.bf16": points})
+    slow = {**LINKS, "all-gather": {"8": [200.0, 400.0, 16000.0]}, "reduce-scatter": {"8": [200.0, 400.0, 16000.0]}}
+    path = str(write(tmp_path / "profile.toml", Profile(machine, slow)))
+    case = Case(ModelSpec.from_preset("llama3-8b"), h100, EAGER, 4096, tp=8, sp=True)
+    usual, measured = price(case), price(case.replace(profile=path))
+    assert 1.8 < measured.parts["matmul"] / usual.parts["matmul"] < 2  # casts, which are in it, take what they took
+    assert measured.parts["attention"] == usual.parts["attention"]
+    assert measured.parts["tp"] > 5 * usual.parts["tp"]
+    with pytest.raises(SpecError, match="was measured on NVIDIA H100 80GB HBM3, and this plan is for A100-SXM-80GB"):
+        price(case.replace(profile=path, gpu=catalogue()["A100-SXM-80GB"]))
+    question = question_of(RunSpec.from_dict({"cluster": {"profile": path}}), "8xh100", "bf16", False, {})
+    assert question.cluster.profile == path
