@@ -13,6 +13,7 @@ from .case import Case, Number
 from .comm import Exchanges, Weights
 from .machine import Machine
 from .ops import Kernel
+from .profile import profile_for
 from .work import Pass, Work
 
 
@@ -26,7 +27,7 @@ class Bare:
 
     @classmethod
     def of(cls, case: Case) -> Self:
-        machine, weights = machine_of(case.gpu, case.software.flash), Weights.of(case)
+        machine, weights = machine_of(case.gpu, case.software.flash, case.profile), Weights.of(case)
         optimizer = Pass.of([("optimizer", kernel) for kernel in updates(case, weights)], machine, "fp32")
         there, back = copied(case, weights)
         copies = (
@@ -37,8 +38,8 @@ class Bare:
 
 
 @functools.cache
-def machine_of(gpu: Gpu, flash: str) -> Machine:
-    return Machine.of(gpu, flash)
+def machine_of(gpu: Gpu, flash: str, profile: str = "") -> Machine:
+    return profile_for(gpu, profile).machine if profile else Machine.of(gpu, flash)
 
 
 def copied(case: Case, weights: Weights) -> tuple[Number, Number]:
