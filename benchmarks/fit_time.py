@@ -10,7 +10,7 @@ source, without it: those constants make a blind prediction of that source.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,16 @@ from numpy.typing import NDArray
 from lmworks.plan.bare import Bare
 from lmworks.plan.case import Case
 from lmworks.plan.constants import FITTED, Constants
+from lmworks.plan.rows import Job
+from lmworks.plan.software import SOFTWARE
 from lmworks.plan.sources import SOURCES, Measured
 from lmworks.plan.step import weigh
+from lmworks.spec import ModelSpec, catalogue
 
 Array = NDArray[np.float64]
 NUMBERS = {entry.name for entry in fields(Case) if "Number" in str(entry.type)}
+EVIDENCE = 30.0  # rows that a source counts for
+NOISE = 0.06  # of log(predicted / measured) in a good fit
 OUTLIER = 0.15  # of log(predicted / measured): beyond it a row pulls no harder
 
 
@@ -39,16 +44,19 @@ class Prior:
 
 
 PRIORS = (
-    *(Prior(f"products.{gpu}", value, 0.15) for gpu, value in {
-        "A100": 1.05, "H100": 1.15, "H100-SXM-96GB": 1.3, "H200": 1.15, "B200": 1.25, "V100": 1.05,
+    *(Prior(f"products.{gpu}", value, 0.1) for gpu, value in {
+        "A100": 1.0, "H100": 1.0, "H200": 1.0, "B200": 1.1, "V100": 1.0,
     }.items()),
     *(Prior(f"attention.{gpu}", 1.1, 0.15) for gpu in ("A100", "H100", "H200", "B200")),
+    Prior("traffic.megatron-2021", 5.0, 1.0),
+    Prior("power", 0.5, 0.4),
     Prior("memory", 1.15, 0.2),
     *(Prior(f"launch_s.{name}", value, 0.5) for name, value in {
         "compiled": 10e-6, "eager": 20e-6, "megatron-deepspeed": 50e-6}.items()),
     Prior("uneven", 0.1, 0.5),
     Prior("step_s", 5e-3, 0.7),
     Prior("contention", 0.15, 0.7),
+    Prior("pieces", 0.5, 0.4),
     Prior("links", 1.1, 0.2),
     Prior("network", 1.2, 0.3),
     Prior("jitter", 0.005, 0.7),
@@ -93,6 +101,32 @@ def stacked(cases: list[Case]) -> Case:
     return replace(cases[0], **arrays)
 
 
+def anchors() -> list[Measured]:
+    """Peers on one H200 (torch 2.11): tokens/s of a step, measured by this project."""
+    gpu = catalogue()["H200-SXM-141GB"]
+    gpt2 = ModelSpec.from_preset("gpt2-small", vocab=50304, bias=False)
+    small = ModelSpec.from_preset("llama3-1b", context=8192)
+    untied = ModelSpec.from_preset("llama3-1b", tie_embeddings=False)
+    llama = ModelSpec.from_preset("llama3-8b")
+    runs = [
+        *(
+            ("nanoGPT", gpt2, "nanogpt", 1024, batch, {}, rate)
+            for batch, rate in ((64, 529683), (32, 514641), (16, 483793))
+        ),
+        ("HF Llama", small, "huggingface", 4096, 4, {}, 49236),
+        ("torchtitan 1.5B", untied, "torchtitan-2025", 4096, 4, {}, 60446),
+        ("torchtitan 1.5B", untied, "torchtitan-2025", 4096, 8, {"recompute": "selective"}, 59486),
+        ("torchtitan 8B", llama, "torchtitan-2025", 8192, 2, {"recompute": "selective"}, 10570),
+        ("torchtitan 8B", llama, "torchtitan-2025", 8192, 2, {"recompute": "selective", "dtype": "fp8"}, 14255),
+    ]
+    found = []
+    for name, model, software, seq, batch, words, rate in runs:
+        case = Case(model, gpu, SOFTWARE[software], seq, batch, **words)
+        label = f"{name} {batch}×{seq} {words}"
+        found.append(Measured("anchors", Job(case, label), "", batch * seq / rate))
+    return found
+
+
 def unpack(logs: Array) -> Constants:
     tables: dict[str, Any] = {}
     for prior, log in zip(PRIORS, logs, strict=True):
@@ -129,34 +163,80 @@ def fit(tables: dict[str, Table], start: Array | None = None, rounds: int = 6) -
     return logs
 
 
-EVIDENCE = 30.0  # rows that a source counts for
-NOISE = 0.06  # of log(predicted / measured) in a good fit
-
-
 def errors(table: Table, given: Constants) -> Array:
     return table.seconds(given) / table.measured - 1
 
 
+def summary(error: Array) -> dict[str, float]:
+    """In percent."""
+    figures = {"mape": np.abs(error).mean(), "p90": np.quantile(np.abs(error), 0.9), "bias": error.mean()}
+    return {name: round(100 * float(value), 1) for name, value in figures.items()}
+
+
+def section(name: str, given: Constants) -> list[str]:
+    """A table of TOML; only what was fitted."""
+    lines = [f"[{name}]"]
+    for entry in fields(Constants):
+        value = getattr(given, entry.name)
+        if isinstance(value, dict):
+            inside = ", ".join(f'"{key}" = {number:.4g}' for key, number in value.items())
+            lines.append(f"{entry.name} = {{ {inside} }}")
+        else:
+            lines.append(f"{entry.name} = {value:.4g}")
+    return [*lines, ""]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, help="folder with the bulk tables")
-    parser.add_argument("--blind", action="store_true")
+    parser.add_argument("--data", type=Path, help="folder with the bulk tables", required=True)
+    parser.add_argument("--show", nargs="*", default=[], help="sources whose rows are printed; nothing is written")
     options = parser.parse_args()
     tables = {name: Table.of(rows) for name, source in SOURCES.items() if (rows := source.rows(options.data))}
+    tables["anchors"] = Table.of(anchors())
     logs = fit(tables)
     given = unpack(logs)
     for prior, log in zip(PRIORS, logs, strict=True):
-        print(
-            f"{prior.name:30s} {prior.value:9.4g} → {np.exp(log):9.4g}  {(log - np.log(prior.value)) / prior.sigma:+.1f}σ"
-        )
+        away = (log - np.log(prior.value)) / prior.sigma
+        print(f"{prior.name:30s} {prior.value:9.4g} → {np.exp(log):9.4g}  {away:+.1f}σ")
+    found = {name: errors(table, given) for name, table in tables.items()}
+    for name, error in found.items():
+        print(f"{name:12s} {len(error):5d} {summary(error)}", flush=True)
+    for name in options.show:
+        for row, error in zip(tables[name].rows, found[name], strict=True):
+            print(f"{error:+.3f} {row.step_s:9.3f} {row.group:20s} {row.label}")
+    if not options.show:
+        write(tables, logs)
+
+
+def write(tables: dict[str, Table], logs: Array) -> None:
+    """Fit once more without each source, and keep all of it with the errors."""
+    everything = unpack(logs)
+    lines = HEADER.splitlines()
+    sections, table_lines, spread = [], ["[errors]  # percent: all sources fitted, and this one never seen"], []
     for name, table in tables.items():
-        error = errors(table, given)
-        line = f"{name:12s} {len(error):5d} fitted {np.abs(error).mean():.3f} bias {error.mean():+.3f} worst {error[np.abs(error).argmax()]:+.3f}"
-        if options.blind:
-            blind = errors(table, unpack(fit({k: t for k, t in tables.items() if k != name}, logs, 2)))
-            line += f" | blind {np.abs(blind).mean():.3f} bias {blind.mean():+.3f}"
-        print(line)
-    np.save("/tmp/t/logs.npy", logs)
+        blind = unpack(fit({other: t for other, t in tables.items() if other != name}, logs, rounds=3))
+        unseen, seen = errors(table, blind), errors(table, everything)
+        print(f"{name:12s} fitted {summary(seen)} blind {summary(unseen)}", flush=True)
+        both = ", ".join(
+            f"{kind} = {summary(error)[kind]}" for kind, error in (("mape", seen), ("p90", seen), ("bias", seen))
+        )
+        table_lines.append(
+            f'"{name}" = {{ rows = {len(seen)}, {both}, blind = {summary(unseen)["mape"]}, blind_bias = {summary(unseen)["bias"]} }}'
+        )
+        spread.append(np.sqrt(np.mean(np.log1p(unseen) ** 2)))
+        sections.append((name, blind))
+    width = float(np.sqrt(np.mean(np.square(spread))))  # of sources never seen: what a user's table is
+    lines += [*table_lines, "", *section("all", replace(everything, spread=width))]
+    for name, blind in sections:
+        lines += section(f'without."{name}"', replace(blind, spread=width))
+    FITTED.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+HEADER = """\
+# Constants of a step's time: what they mean is in constants.py. Written by benchmarks/fit_time.py from published runs
+# (published/*.csv), vTrain's and SimuMax's tables (github:VIA-Research/vTrain@f8dda8473a, github:MooreThreads/SimuMax@4dcaae513b)
+# and eight runs of nanoGPT, Hugging Face and torchtitan on one H200. `without` leaves a source out of the fit.
+"""
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from ..spec import Gpu, SpecError
 from ..spec.errors import did_you_mean
 from .software import Software
 
+WATTS = {"A100": 400.0, "H100": 700.0, "H200": 700.0, "B200": 1000.0}  # of the boards that the factors are fitted to
+SAME_CHIP = {"GH200": "H200", "H800": "H100", "A800": "A100", "GB200": "B200"}
 FITTED = Path(__file__).with_name("fitted.toml")
 
 
@@ -28,10 +30,13 @@ class Constants:
     attention: Mapping[str, float] = field(default_factory=dict)  # by family of GPU
     software: Mapping[str, float] = field(default_factory=dict)  # what is left of a code base's own slowness
     launch_s: Mapping[str, float] = field(default_factory=dict)  # host time of one kernel of the op list, by code base
+    traffic: Mapping[str, float] = field(default_factory=dict)  # ZeRO-3's messages, by code base
+    power: float = 0.5  # products slow down as (usual watts / watts) to this power
     memory: float = 1.0  # passes over memory
     uneven: float = 0.1  # share of that time by which the slowest host is slower, for every doubling of the hosts
     step_s: float = 5e-3  # host time of one step beside its kernels
     contention: float = 0.15  # what a second of hidden traffic adds to the work that hides it
+    pieces: float = 0.5  # the same of tensor-parallel traffic cut into pieces, which makes products smaller too
     links: float = 1.0  # collectives inside a node
     network: float = 1.0  # collectives between nodes
     jitter: float = 0.005  # share of a step lost in waiting, for every doubling of the nodes
@@ -40,9 +45,10 @@ class Constants:
     def factors(self, gpu: Gpu) -> dict[str, float]:
         """By kind of kernel."""
         kind = family(gpu)
-        attention = self.attention.get(kind, 1.0)
+        capped = (WATTS[kind] / gpu.tdp_w) ** self.power if gpu.tdp_w and kind in WATTS else 1.0
+        attention = self.attention.get(kind, 1.0) * capped
         passes = dict.fromkeys(("stream", "strided", "exp", "tanh", "optimizer"), self.memory)
-        products = self.products.get(gpu.name, self.products.get(kind, 1.0))
+        products = self.products.get(kind, 1.0) * capped
         return {"gemm": products, "attention": attention, "attention_backward": attention, **passes}
 
     def launch(self, software: Software) -> float:
@@ -68,6 +74,6 @@ def constants(without: str = "") -> Constants:
 
 
 def family(gpu: Gpu) -> str:
-    """H100-SXM-80GB and H100-NVL are both an H100; a GB200 has the same chip as a B200."""
+    """Boards with the same chip: H100-SXM-80GB and H100-NVL are H100s, a GB200 is a B200."""
     name = gpu.name.replace(" ", "-").split("-")[0].upper()
-    return name.removeprefix("G") if name.startswith(("GB", "GH")) else name
+    return SAME_CHIP.get(name, name)

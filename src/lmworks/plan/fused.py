@@ -141,8 +141,9 @@ def loss(load: Workload) -> list[Op]:
     logits, w = load.tokens * load.vocab, load.width
     plain = load.software.loss == "plain"
     there, back = (
-        ((w + 4) * logits, 8 * logits) if plain else (w * logits, w * logits),
-        (6 * logits if plain else w * logits),
+        # a cast; logarithms of their softmax, which read it twice; their gradient and the cast back
+        ((w + 4) * logits, 12 * logits) if plain else (w * logits, w * logits),
+        (12 * logits, (w + 4) * logits) if plain else (w * logits,),
     )
-    softmax = Op("cross-entropy", "loss", passes(*there), passes(back), saved=(w + 4 if plain else w) * logits)
+    softmax = Op("cross-entropy", "loss", passes(*there), passes(*back), saved=(w + 4 if plain else w) * logits)
     return [norm("final norm", load), product("head", load, load.model.hidden, load.vocab, "loss"), softmax]

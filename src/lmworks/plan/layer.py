@@ -11,7 +11,7 @@ from .bare import Bare, reductions
 from .case import Case, Number
 from .comm import Wire
 from .constants import Constants
-from .work import Pass
+from .work import Pass, stops_early
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Weigher:
         backward = Way(
             self.parts(back, self.bare.copies[1]),
             again,
-            tensor[1] + tensor[0].times(repeats),
+            tensor[1] + tensor[0].times(repeats * (0.75 if stops_early(case.software) else 1.0)),
             ring[1] + ring[0].times(repeats),
             (1 + repeats) * expert,
             data[1],
@@ -148,13 +148,16 @@ class Weigher:
         """Cut into pieces, the exchanges run behind the products that they feed; else nothing hides them."""
         if not self.case.software.async_tp:
             return Traffic(comm)
-        return self.hide(comm, way.part("matmul", self.factors))
+        return hide(comm, way.part("matmul", self.factors), self.given.pieces)
 
     def data(self, forward: Number, backward: Number) -> tuple[Traffic, Traffic]:
         """ZeRO-3: the next block is gathered while this one works; gradients leave while the next block's are made."""
         case, wires = self.case, self.bare.wires
         if case.zero < 3:
             return Traffic(), Traffic()
-        gather, reduce = self.wire(wires.gather), self.wire(wires.reduce)
+        slow = self.given.traffic.get(case.software.name, 1.0)
+        gather, reduce = slow * self.wire(wires.gather), slow * self.wire(wires.reduce)
         back = gather * case.reshard + reduce * reductions(case)
+        if not case.software.overlap:
+            return Traffic(gather), Traffic(back)
         return self.hide(gather, forward), self.hide(back, backward)

@@ -17,6 +17,7 @@ from .case import Case, Number
 from .machine import Machine
 from .network import Network, network
 from .ops import Kernel, Op, Workload
+from .software import Software
 
 REENTRANT = ("megatron", "deepspeed", "huggingface")  # code that runs all of a block again
 Named = tuple[str, Kernel]  # a kernel and its part of the sheet
@@ -68,12 +69,15 @@ class Work:
     def of(cls, net: Network, machine: Machine, dtype: str, recompute: str) -> Self:
         wide = "bf16" if dtype == "fp8" else dtype  # only the products of blocks are in 8 bits
 
+        def run(found: list[Named], dtype: str) -> Pass:
+            casts = narrow(found, net.load.software.casts) if dtype == "fp8" else []
+            return Pass.of([*found, *casts], machine, dtype)
+
         def both(ops: Iterable[Op], dtype: str) -> tuple[Pass, Pass]:
             ops = tuple(ops)
-            forward, backward = kernels(ops, "forward"), kernels(ops, "backward")
-            return Pass.of(narrow(forward, dtype), machine, dtype), Pass.of(narrow(backward, dtype), machine, dtype)
+            return run(kernels(ops, "forward"), dtype), run(kernels(ops, "backward"), dtype)
 
-        again = Pass.of(narrow(repeated(net, recompute), dtype), machine, dtype)
+        again = run(repeated(net, recompute), dtype)
         return cls(both(net.block, dtype), again, both(net.stem, wide), both(net.loss, wide))
 
     @classmethod
@@ -85,18 +89,16 @@ def kernels(ops: Iterable[Op], direction: str) -> list[Named]:
     return [(op.part, kernel) for op in ops for kernel in getattr(op, direction)]
 
 
-def narrow(found: Iterable[Named], dtype: str) -> list[Named]:
-    """In 8 bits both operands of a product are cast: read for their largest number, read again, written in one byte."""
-    found = list(found)
-    if dtype != "fp8":
-        return found
-    casts = [
-        ("casts", Kernel("stream", bytes=5.0 * (m * k + k * n), count=kernel.count))
-        for _, kernel in found
-        if kernel.kind == "gemm"
-        for m, k, n in [kernel.shape]
-    ]
-    return found + casts
+def narrow(found: Iterable[Named], width: float) -> list[Named]:
+    """Passes that cast the operands of products to 8 bits: read, written in one byte, perhaps more than once."""
+    products = [kernel for _, kernel in found if kernel.kind == "gemm"]
+    sizes = [(m * k + k * n, kernel.count) for kernel in products for m, k, n in [kernel.shape]]
+    return [("casts", Kernel("stream", bytes=width * size, count=count)) for size, count in sizes]
+
+
+def stops_early(software: Software) -> bool:
+    """Whether a block that runs again stops at the last tensor that is asked for, short of its last product."""
+    return not software.name.startswith(REENTRANT)
 
 
 def repeated(net: Network, recompute: str) -> list[Named]:
@@ -107,8 +109,7 @@ def repeated(net: Network, recompute: str) -> list[Named]:
     """
     software = net.load.software
     if recompute == "full":
-        stops = not software.name.startswith(REENTRANT)
-        return kernels([op for op in net.block if not (stops and op.name == "down")], "forward")
+        return kernels([op for op in net.block if not (stops_early(software) and op.name == "down")], "forward")
     if recompute == "attention":
         return kernels([op for op in net.block if op.name == "attention"], "forward")
     if recompute != "selective":
