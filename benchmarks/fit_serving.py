@@ -1,7 +1,7 @@
 """Fit what serving engines reach of a datasheet to measured steps, and say how far off that is.
 
     python benchmarks/fit_serving.py --data DIR            errors with the constants that are committed
-    python benchmarks/fit_serving.py --data DIR --write    fit them anew into src/lmworks/plan/serving.toml
+    python benchmarks/fit_serving.py --data DIR --write    fit them anew into src/lmworks/plan/serving/serving.toml
 
 DIR holds aiconfigurator_silicon_inference_refs.csv (ai-dynamo/aiconfigurator, tools/accuracy_tracking): mean time to
 the first token and between tokens of served models. With them go steps of vLLM on one H200 and of gpt-fast on one A100,
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lmworks.plan.batching import Lengths, steady, waiting
-from lmworks.plan.inference import CONSTANTS, Deployment, Rates
-from lmworks.plan.served import Experts, Linear, Served, mlp
+from lmworks.plan.serving.batching import Lengths, steady, waiting
+from lmworks.plan.serving.inference import CONSTANTS, Deployment, Rates
+from lmworks.plan.serving.served import Experts, Linear, Served, mlp
 from lmworks.spec import ModelSpec, catalogue
 
 TABLE = "aiconfigurator_silicon_inference_refs.csv"

@@ -9,7 +9,7 @@ import typer
 from .output import Json, Overrides, Spec, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..plan.serving import Plan
+    from ..plan.serving.plans import Plan
 
 
 def serve(
@@ -38,11 +38,11 @@ def serve(
       lmworks plan serve llama3-70b --gpu h200 --weights fp8 --input 4096 --output 512
       lmworks plan serve qwen3-30b-a3b --gpu a100 --rate 25 --slo tpot=0.03 --json
     """
-    from ..plan.batching import Lengths
-    from ..plan.served import Served
-    from ..plan.serving import Demand, Slo
-    from ..plan.serving_advice import choose
-    from ..plan.serving_sheet import sheet
+    from ..plan.serving.advice import choose
+    from ..plan.serving.batching import Lengths
+    from ..plan.serving.plans import Demand, Slo
+    from ..plan.serving.served import Served
+    from ..plan.serving.sheet import sheet
     from ..spec import SpecError, catalogue, load_run
     from ..spec.hardware import find_gpu_name
 
@@ -82,8 +82,8 @@ def print_plans(plans: list[Plan]) -> None:
 
 
 def print_chosen(plan: Plan, engine: str) -> None:
-    from ..plan.inference import read_constants
-    from ..plan.serving import tag
+    from ..plan.serving.inference import read_constants
+    from ..plan.serving.plans import tag
     from ..record.figures import duration, short
 
     assert plan.point is not None and plan.times is not None and plan.full is not None

@@ -87,7 +87,7 @@ def recorded_collectives() -> Iterator[Part]:
 
 
 def recorded_serving() -> Iterator[Part]:
-    for name, median in constants("serving.toml")["errors"].items():
+    for name, median in constants("serving/serving.toml")["errors"].items():
         yield Part(f"serving {name.upper()}", "left out", median)
 
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from ..spec import Gpu, SpecError
-from ..spec.errors import did_you_mean
+from ...spec import Gpu, SpecError
+from ...spec.errors import did_you_mean
 from .batching import Lengths, Point, steady, waiting
 from .inference import Deployment, Rates, read_constants
+from .room import Room, room
 from .served import Served
-from .serving_room import Room, room
 
 IDLE = 0.01  # sequences in flight, on average, of a replica that has hardly anything to do
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from ..spec import Cluster, Gpu, SpecError
-from ..spec.errors import did_you_mean
+from ...spec import Cluster, Gpu, SpecError
+from ...spec.errors import did_you_mean
+from ..links import Fabric
 from .kv import Cache
-from .links import Fabric
 from .served import WEIGHT_FORMATS, Linear, Served, compute_format
 
 DIRECT = ("nvswitch", "mesh")

@@ -7,7 +7,7 @@ from typing import Any
 
 from .batching import Point
 from .inference import read_constants
-from .serving import Plan, Times, tag
+from .plans import Plan, Times, tag
 
 
 def sheet(plans: list[Plan], engine: str) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..spec import Gpu, SpecError, catalogue
+from ...spec import Gpu, SpecError, catalogue
+from .plans import Demand, Plan, Slo, candidates
 from .served import WEIGHT_FORMATS, Served, compute_format
-from .serving import Demand, Plan, Slo, candidates
 
 NARROWER = ("fp8", "int8", "int4", "fp4")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..spec import ModelSpec, SpecError
-from ..spec.errors import did_you_mean
+from ...spec import ModelSpec, SpecError
+from ...spec.errors import did_you_mean
 
 BLOCK = 16  # tokens of a page, as vLLM, SGLang and TensorRT-LLM have it (or a multiple of it)
 

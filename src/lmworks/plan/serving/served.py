@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..spec import Gpu, ModelSpec, SpecError
+from ...spec import Gpu, ModelSpec, SpecError
 from .kv import Cache, heads_per_rank
 
 

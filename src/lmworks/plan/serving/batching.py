@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..spec import SpecError
+from ...spec import SpecError
 from .inference import Deployment
 
 

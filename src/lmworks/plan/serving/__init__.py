@@ -1,0 +1,1 @@
+"""Serving: what fits, how fast, how many replicas, what a token costs."""
