@@ -69,7 +69,7 @@ def components(data: Path | None = None) -> list[Part]:
 
 
 def constants(name: str) -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
 def recorded_products() -> Iterator[Part]:
