@@ -53,7 +53,8 @@ class Case:
         if layout.strategy == "zero" or layout.engine == "deepspeed":
             zero = layout.zero
         else:
-            zero = 3 if layout.strategy.startswith("fsdp") and layout.dp_shard > 1 else 0
+            over = layout.dp_shard * (layout.cp if layout.strategy == "fsdp2" else 1)
+            zero = 3 if layout.strategy.startswith("fsdp") and over > 1 else 0
         degrees = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")}
         return cls(
             spec.model,

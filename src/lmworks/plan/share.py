@@ -69,15 +69,17 @@ def share_of(case: Case, rank: Number) -> Share:
 
 
 def layers_of(case: Case, first: Any, last: Any) -> Number:
-    """Our own pipelines give the head's rank fewer layers, as it computes the logits; others are taken as even."""
-    m, stages = case.model, case.pp * case.virtual
-    even = np.ceil(m.layers / stages)
+    """Our own pipelines give the head's stage fewer layers, as it computes the logits (`stages.py`), and of the rest
+    the embedding's none too many; others are taken as even, and the busiest rank is meant."""
+    m, v, stages = case.model, case.virtual, case.pp * case.virtual
     if not case.software.name.startswith("lmworks"):
-        return np.minimum(m.layers, even * case.virtual)
+        return np.minimum(m.layers, np.ceil(m.layers / stages) * v)
     head = head_cost(m) / layer_cost(m, case.seq)
-    each = np.minimum(np.maximum(even, np.round((m.layers + head) / stages)), np.maximum(1, m.layers - stages + 1))
-    end = np.maximum(1, m.layers - (stages - 1) * each)
-    return np.where(last, (case.virtual - 1) * each + end, case.virtual * each)
+    end = np.clip(np.round((m.layers + head) / stages - head), 1, np.maximum(1, m.layers - stages + 1))
+    mean = (m.layers - end) / np.maximum(1, stages - 1)
+    between = v - np.where(first, 1, 0) - np.where(last, 1, 0)
+    found = np.where(first, np.floor(mean), 0) + np.where(last, end, 0) + np.round(between * mean)
+    return np.where(np.equal(case.pp, 1), m.layers, found)
 
 
 def under_way(case: Case, rank: Number) -> Number:
