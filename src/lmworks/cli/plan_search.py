@@ -123,10 +123,11 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
     """One layout of the front, for programs."""
     from ..plan.budget import budget
     from ..plan.collectives import collectives
+    from ..plan.links import Fabric
     from ..plan.reserve import capacity, usable
 
     price, question = found.price, found.question
-    spec = found.spec(base)
+    spec, fabric = found.spec(base), Fabric.of(question.cluster, question.gpu)
     low, high = price.interval
     return {
         "layout": found.layout,
@@ -149,7 +150,7 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
         "parts": {name: float(seconds) for name, seconds in price.parts.items()},
         "hidden": {name: float(seconds) for name, seconds in price.hidden.items()},
         "tags": price.tags,
-        "collectives": [vars(call) for call in collectives(spec)],
+        "collectives": [{**vars(call), "link": fabric.link(call.ranks, call.stride)} for call in collectives(spec)],
     }
 
 

@@ -54,6 +54,10 @@ class Fabric:
         """Whether a group crosses no network."""
         return (self.members(ranks, stride) >= ranks) | (self.kind == "torus")
 
+    def link(self, ranks: int, stride: int) -> str:
+        """What a group's slowest messages go over: the fabric of a machine, or the network between them."""
+        return self.kind if self.inside(ranks, stride) else "network"
+
     def tag(self, kind: str, ranks: int, stride: int = 1) -> str:
         """Where the figure comes from: measured here, fitted to measurements of such links, or modelled."""
         if self.curve is None or self.gpu not in self.curve.gpus or not self.inside(ranks, stride):
