@@ -14,7 +14,7 @@ from lmworks.spec import load_run
 from lmworks.spec.layouts import choose
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "parallelism.md", ROOT / "docs" / "simulate.md"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("parallelism", "simulate", "calibrate"))]
 BLOCKS = [
     block
     for page in PAGES

@@ -118,7 +118,10 @@ def law_rate(laws: GpuRates, table: str, shape: tuple[float, ...]) -> float:
 
 
 def between(points: Sequence[Rate], values: Sequence[float], shape: tuple[Any, ...]) -> Number:
-    """What lies between points: the mean of their values' logarithms, weighted by 1/distance² of log-shapes."""
+    """What lies between points: the mean of their values' logarithms, weighted by 1/distance⁴ of log-shapes.
+
+    With 1/distance², dozens of far points outvote the near ones.
+    """
     if len(points) == 1:
         return values[0]
     place = [np.log(np.maximum(size, 1.0)) for size in shape]
@@ -126,7 +129,7 @@ def between(points: Sequence[Rate], values: Sequence[float], shape: tuple[Any, .
     log_sum: Number = 0.0
     for point, value in zip(points, values, strict=True):
         distance = sum((a - np.log(b)) ** 2 for a, b in zip(place, point.shape, strict=True))
-        weight = 1 / (distance + 1e-6)
+        weight = 1 / (distance + 1e-6) ** 2
         weight_sum = weight_sum + weight
         log_sum = log_sum + weight * np.log(value)
     return np.exp(log_sum / weight_sum)
