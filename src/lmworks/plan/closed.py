@@ -50,8 +50,9 @@ def at_loss(case: Case, net: Network, part: Share, state: dict[str, Number]) -> 
     else:
         ends = total(net.loss, "saved") - total(net.loss[-1:]) + states * (1 + (load.tp > 1))
         count = load.tokens * load.vocab
-        logits = (LOGITS[kind] + CUT[kind] * (load.tp > 1)) / 2 * load.width * count
-        left = LEFT[kind] * count
+        each = case.software.logit_bytes or LOGITS[kind] + CUT[kind] * (load.tp > 1)
+        logits = each / 2 * load.width * count
+        left = LEFT[kind] * count * (not case.software.logit_bytes)
         weights = case.software.stand_in * head
         if case.zero == 3:  # gathered, and its gradient as it is made and as it is sent
             weights = weights + (2 * load.width + case.software.reduce) * head
@@ -144,8 +145,8 @@ def gradients_there(case: Case, part: Share, state: dict[str, Number], done: Num
     several = np.greater(case.accumulation, 1)
     if case.schedule in ("gpipe", "looped-bfs"):
         several = several & ~piped
-    held_back = whole if case.zero == 3 else state["gradients"]
-    if case.zero == 2:
+    held_back = whole if case.software.held_back and case.zero == 3 else state["gradients"]
+    if case.zero >= 2:  # PyTorch's pipelines let gradients meet at the end
         held_back = np.where(piped, whole, held_back)
     found = np.where(several, held_back, case.software.gradients * done)
     if case.zero == 0 and lmworks(case):
@@ -180,14 +181,14 @@ def standing(case: Case, part: Share, net: Network, gathered: float) -> Number:
     keep = (not case.reshard) | (np.greater(case.pp, 1) & (case.schedule not in ("gpipe", "1f1b") or not lmworks(case)))
     blocks = np.where(keep, part.layers, 0) + np.where(keep & (gathered > 1), 0, np.minimum(gathered, part.layers))
     root = 4 * part.root if lmworks(case) else 0.0 * part.root  # ours keeps embedding and head gathered, in fp32
-    return own + width * part.block * blocks + root
+    return own + width * np.minimum(part.block, code.bucket) * blocks + root
 
 
 def travelling(case: Case, part: Share) -> Number:
     """A block's gradients as they are made and as they are sent, where they are not held back."""
     if case.zero < 3 or lmworks(case):  # our top block's are sent when it is done
         return 0.0 * part.block
-    return (case.software.reduce + 2) * part.block
+    return (case.software.reduce + 2) * np.minimum(part.block, case.software.bucket)
 
 
 def lmworks(case: Case) -> bool:

@@ -7,6 +7,7 @@ all of them; a run of our own trainer is one entry among the others. Constants o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ..spec import RunSpec, SpecError
@@ -28,6 +29,7 @@ class Software:
     flash: str = ""  # which flash attention, as rates.toml names them ("": what PyTorch takes on this GPU)
     dropout: bool = False  # its masks are kept
     loss: str = "chunked"  # logits never whole; "plain": whole, in fp32 as well; "fused": whole, once; or "compiled"
+    logit_bytes: int = 0  # of one logit when the loss is highest (0: as its kind has it, see closed.py)
     every_second: bool = False  # selective recompute keeps every second product, not all
     stand_in: int = 0  # bytes a weight of what autograd is handed where a product adds to the gradient itself
     casts: float = 3.0  # bytes moved for every number of a product's operands that is cast to 8 bits
@@ -35,12 +37,16 @@ class Software:
     overlap: bool = True
     gather: int = 0  # bytes of a parameter on its way to a gather (0: as the precision in use)
     reduce: int = 4  # bytes of a gradient on its way
+    held_back: bool = False  # sharded gradients meet after the last micro-batch of a step, and are whole until then
+    bucket: float = math.inf  # weights that are gathered or reduced at once, where that is less than a block
     async_tp: bool = False  # tensor-parallel traffic runs behind the products it feeds
     again: float = 0.0  # share of a block's products that selective recompute computes again all the same
 
 
-EAGER = Software("lmworks", cast=True)
-COMPILED = Software("lmworks-compile", cast=True, fused=True)
+DEEPSPEED = 5e8  # its default reduce_bucket_size, in weights
+
+EAGER = Software("lmworks", cast=True, held_back=True)
+COMPILED = Software("lmworks-compile", cast=True, fused=True, held_back=True)
 
 SOFTWARE = {
     software.name: software
@@ -54,7 +60,18 @@ SOFTWARE = {
         Software("torchtitan-compile", stream=2, fused=True, loss="plain", flash="fa2", every_second=True),
         Software("torchtitan-2025", stream=2, fused=True, loss="compiled", every_second=True),
         # bf16 weights, gradients summed in fp32, fp32 master weights and moments: 18 bytes a parameter.
-        Software("megatron-2021", 2, 4, 4, stream=2, attention="scores", dropout=True, loss="plain", overlap=False),
+        Software(
+            "megatron-2021",
+            2,
+            4,
+            4,
+            stream=2,
+            attention="scores",
+            dropout=True,
+            loss="plain",
+            overlap=False,
+            bucket=DEEPSPEED,
+        ),
         Software("megatron", 2, 4, 4, stream=2, fused=True, loss="fused", stand_in=2),
         Software(
             "megatron-deepspeed",
@@ -67,11 +84,12 @@ SOFTWARE = {
             loss="plain",
             overlap=False,
             reduce=2,
+            bucket=DEEPSPEED,
         ),
-        # FSDP1 over MPT with flash attention, all gathers and sums in bf16.
-        Software("llm-foundry", stream=2, fused=True, loss="plain", flash="fa1", reduce=2),
+        # FSDP1 over MPT with flash attention, all gathers and sums in bf16; the loss keeps logits and gradients in bf16.
+        Software("llm-foundry", stream=2, fused=True, loss="plain", logit_bytes=4, flash="fa1", reduce=2),
         # Only met in tables: ZeRO over a plain model, the Trainer's autocast, one compiled file.
-        Software("deepspeed", 2, 2, 4, stream=2, loss="plain", reduce=2),
+        Software("deepspeed", 2, 2, 4, stream=2, loss="plain", reduce=2, bucket=DEEPSPEED),
         Software("huggingface", cast=True, loss="plain"),
         Software("nanogpt", cast=True, fused=True, loss="plain"),
     )
