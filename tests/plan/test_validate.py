@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 
 from lmworks.cli.plan_validate import validate as validate_command
 from lmworks.plan.case import Case
@@ -211,7 +212,10 @@ def test_a_grown_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sentence.startswith("korthikanti/step_s: fitted error")
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmworks.plan import replay as module
+
+    monkeypatch.setattr(module, "thresholds", dict)
     validate_command(source="korthikanti", json=True)
     result = json.loads(capsys.readouterr().out)
     assert 0 < result["mape"]["korthikanti"] < 1
@@ -222,3 +226,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "not at hand" in capsys.readouterr().out
     with pytest.raises(SpecError, match="is not a folder"):
         validate_command(data=tmp_path / "absent")
+    monkeypatch.setattr(module, "thresholds", lambda: {"korthikanti/step_s": {"fitted": 0.001}})
+    with pytest.raises(typer.Exit):
+        validate_command(source="korthikanti")
