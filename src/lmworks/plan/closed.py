@@ -86,12 +86,13 @@ def at_top(case: Case, net: Network, part: Share, state: dict[str, Number]) -> M
 
 def at_end(case: Case, net: Network, part: Share, state: dict[str, Number]) -> Moment:
     """All gradients, the embedding's last; micro-batches that a pipeline still holds are done by then."""
-    load, m = net.load, case.model
-    wide = case.software.gradients if case.software.master == 0 else load.width
-    table = wide * load.vocab * m.hidden * part.first
+    load, m, code = net.load, case.model, case.software
+    table = (code.gradients if code.master == 0 else load.width) * load.vocab * m.hidden * part.first
+    if case.zero == 3 and lmworks(case):  # the root's are whole, and on their way
+        table = (code.gradients + code.reduce) * part.root
     return Moment(
         gradients=state["gradients"] + 0.0 * load.tokens,
-        activations=case.software.stream * load.outside * m.hidden,
+        activations=code.stream * load.outside * m.hidden * (case.zero < 3),
         logits=0.0 * load.tokens,
         buffers=table + standing(case, part, net, gathered=0.0),
     )

@@ -86,7 +86,7 @@ SOFTWARE = {
             reduce=2,
             bucket=DEEPSPEED,
         ),
-        # FSDP1 over MPT with flash attention, all gathers and sums in bf16; the loss keeps logits and gradients in bf16.
+        # FSDP1 over MPT with flash attention, all gathers and sums in bf16; logits and their gradients too.
         Software("llm-foundry", stream=2, fused=True, loss="plain", logit_bytes=4, flash="fa1", reduce=2),
         # Only met in tables: ZeRO over a plain model, the Trainer's autocast, one compiled file.
         Software("deepspeed", 2, 2, 4, stream=2, loss="plain", reduce=2, bucket=DEEPSPEED),
