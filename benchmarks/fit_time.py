@@ -45,10 +45,11 @@ class Prior:
 
 PRIORS = (
     *(Prior(f"products.{gpu}", value, 0.1) for gpu, value in {
-        "A100": 1.0, "H100": 1.0, "H200": 1.0, "B200": 1.1, "V100": 1.0,
+        "A100": 1.0, "H100": 1.0, "H200": 1.0, "B200": 1.25, "V100": 1.0,
     }.items()),
     *(Prior(f"attention.{gpu}", 1.1, 0.15) for gpu in ("A100", "H100", "H200", "B200")),
     Prior("traffic.megatron-2021", 5.0, 1.0),
+    Prior("alone", 0.95, 0.05),
     Prior("power", 0.5, 0.4),
     Prior("memory", 1.15, 0.2),
     *(Prior(f"launch_s.{name}", value, 0.5) for name, value in {
@@ -178,11 +179,7 @@ def section(name: str, given: Constants) -> list[str]:
     lines = [f"[{name}]"]
     for entry in fields(Constants):
         value = getattr(given, entry.name)
-        if isinstance(value, dict):
-            inside = ", ".join(f'"{key}" = {number:.4g}' for key, number in value.items())
-            lines.append(f"{entry.name} = {{ {inside} }}")
-        else:
-            lines.append(f"{entry.name} = {value:.4g}")
+        lines.append(f"{entry.name} = {inline(value) if isinstance(value, dict) else format(value, '.4g')}")
     return [*lines, ""]
 
 
@@ -212,30 +209,35 @@ def write(tables: dict[str, Table], logs: Array) -> None:
     """Fit once more without each source, and keep all of it with the errors."""
     everything = unpack(logs)
     lines = HEADER.splitlines()
-    sections, table_lines, spread = [], ["[errors]  # percent: all sources fitted, and this one never seen"], []
+    sections, spread, unseen_spread = [], [], []
+    lines.append(
+        "[errors]  # percent: `fitted` to all sources, and `blind`, with constants that have never seen this one"
+    )
     for name, table in tables.items():
         blind = unpack(fit({other: t for other, t in tables.items() if other != name}, logs, rounds=3))
-        unseen, seen = errors(table, blind), errors(table, everything)
-        print(f"{name:12s} fitted {summary(seen)} blind {summary(unseen)}", flush=True)
-        both = ", ".join(
-            f"{kind} = {summary(error)[kind]}" for kind, error in (("mape", seen), ("p90", seen), ("bias", seen))
-        )
-        table_lines.append(
-            f'"{name}" = {{ rows = {len(seen)}, {both}, blind = {summary(unseen)["mape"]}, blind_bias = {summary(unseen)["bias"]} }}'
-        )
-        spread.append(np.sqrt(np.mean(np.log1p(unseen) ** 2)))
+        seen, unseen = summary(errors(table, everything)), summary(errors(table, blind))
+        print(f"{name:12s} fitted {seen} blind {unseen}", flush=True)
+        both = ", ".join(f"{kind} = {inline(found)}" for kind, found in (("fitted", seen), ("blind", unseen)))
+        lines.append(f"{name} = {{ rows = {len(table.rows)}, {both} }}")
+        spread.append(np.mean(np.log1p(errors(table, everything)) ** 2))
+        unseen_spread.append(np.mean(np.log1p(errors(table, blind)) ** 2))
         sections.append((name, blind))
-    width = float(np.sqrt(np.mean(np.square(spread))))  # of sources never seen: what a user's table is
-    lines += [*table_lines, "", *section("all", replace(everything, spread=width))]
+    widths = {"spread": float(np.sqrt(np.mean(spread))), "unseen": float(np.sqrt(np.mean(unseen_spread)))}
+    lines += ["", *section("all", replace(everything, **widths))]
     for name, blind in sections:
-        lines += section(f'without."{name}"', replace(blind, spread=width))
+        lines += section(f"without.{name}", replace(blind, **widths))
     FITTED.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def inline(figures: dict[str, float]) -> str:
+    return "{ " + ", ".join(f"{name} = {value:.4g}" for name, value in figures.items()) + " }"
 
 
 HEADER = """\
 # Constants of a step's time: what they mean is in constants.py. Written by benchmarks/fit_time.py from published runs
-# (published/*.csv), vTrain's and SimuMax's tables (github:VIA-Research/vTrain@f8dda8473a, github:MooreThreads/SimuMax@4dcaae513b)
-# and eight runs of nanoGPT, Hugging Face and torchtitan on one H200. `without` leaves a source out of the fit.
+# (published/*.csv), the tables of vTrain (github:VIA-Research/vTrain@f8dda8473a) and SimuMax
+# (github:MooreThreads/SimuMax@4dcaae513b), and eight runs of nanoGPT, HF and torchtitan on one H200 (anchors).
+
 """
 
 

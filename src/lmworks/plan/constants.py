@@ -13,8 +13,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from ..spec import Gpu, SpecError
 from ..spec.errors import did_you_mean
+from .case import Number
 from .software import Software
 
 WATTS = {"A100": 400.0, "H100": 700.0, "H200": 700.0, "B200": 1000.0}  # of the boards that the factors are fitted to
@@ -31,6 +34,7 @@ class Constants:
     software: Mapping[str, float] = field(default_factory=dict)  # what is left of a code base's own slowness
     launch_s: Mapping[str, float] = field(default_factory=dict)  # host time of one kernel of the op list, by code base
     traffic: Mapping[str, float] = field(default_factory=dict)  # ZeRO-3's messages, by code base
+    alone: float = 0.95  # products of a GPU that nothing else shares a machine, its power and its air with
     power: float = 0.5  # products slow down as (usual watts / watts) to this power
     memory: float = 1.0  # passes over memory
     uneven: float = 0.1  # share of that time by which the slowest host is slower, for every doubling of the hosts
@@ -40,21 +44,26 @@ class Constants:
     links: float = 1.0  # collectives inside a node
     network: float = 1.0  # collectives between nodes
     jitter: float = 0.005  # share of a step lost in waiting, for every doubling of the nodes
-    spread: float = 0.1  # standard deviation of log(predicted / measured)
+    # Standard deviation of log(predicted / measured): of code bases and GPUs that were fitted, and of others.
+    spread: float = 0.1
+    unseen: float = 0.2
 
-    def factors(self, gpu: Gpu) -> dict[str, float]:
+    def factors(self, gpu: Gpu, world: Number = 1) -> dict[str, Any]:
         """By kind of kernel."""
         kind = family(gpu)
         capped = (WATTS[kind] / gpu.tdp_w) ** self.power if gpu.tdp_w and kind in WATTS else 1.0
         attention = self.attention.get(kind, 1.0) * capped
         passes = dict.fromkeys(("stream", "strided", "exp", "tanh", "optimizer"), self.memory)
-        products = self.products.get(kind, 1.0) * capped
+        products = self.products.get(kind, 1.0) * capped * np.where(world == 1, self.alone, 1.0)
         return {"gemm": products, "attention": attention, "attention_backward": attention, **passes}
 
     def launch(self, software: Software) -> float:
         """Seconds of the host for one kernel: compiled code launches as many as the list says, other code more."""
         usual = "compiled" if software.fused else "eager"
         return self.launch_s.get(software.name, self.launch_s.get(usual, 10e-6))
+
+    def knows(self, gpu: Gpu, software: Software) -> bool:
+        return family(gpu) in self.products and software.name in self.software
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:

@@ -92,7 +92,7 @@ class Weigher:
 
     bare: Bare
     given: Constants
-    factors: Mapping[str, float]
+    factors: Mapping[str, Number]
 
     @property
     def case(self) -> Case:

@@ -22,27 +22,50 @@ from .stages import Stage, head_cost, layer_cost, split_layers
 
 @dataclass(frozen=True)
 class Cut:
-    """Blocks of the last stage, and of the others on average, the first of them, and the fullest."""
+    """Blocks of the first stage, of the last, and of the others on average; and of whole ranks.
 
-    last: Number
-    mean: Number
+    `split_layers` gives stages ⌊mean⌋ blocks and, from some stage on, one more; a test compares the two.
+    """
+
     first: Number
-    most: Number
+    last: Number
+    mean: Number  # of all stages but the last
+    middle: Number  # of the fullest rank that has neither end
+    below: Number  # of the rank that has the last stage, without that stage
 
     @classmethod
     def of(cls, case: Case) -> Self:
-        layers, stages = case.model.layers, case.pp * case.virtual
-        even = layers / stages
-        if cuts_evenly(case):
-            return cls(even, even, even, np.ceil(even))
-        head, others = head_cost(case.model) / layer_cost(case.model, case.seq), np.maximum(stages - 1, 1)
-        best = np.clip((layers - head * others) / stages, 1, np.maximum(layers - others, 1))
-        low, high = np.floor(best), np.ceil(best)
-        paces = [np.maximum(j + head, np.ceil((layers - j) / others)) for j in (low, high)]
-        last = np.where(paces[0] <= paces[1], low, high)
-        mean = (layers - last) / others
-        alone = stages == 1
-        return cls(*(np.where(alone, layers, n) for n in (last, mean, np.floor(mean), np.ceil(mean))))
+        layers, p, v = case.model.layers, case.pp, case.virtual
+        others = np.maximum(p * v - 1, 1)
+        last = np.where(p * v == 1, layers, last_stage(case))
+        low = np.floor((layers - last) / others)
+        fuller = layers - last - low * others  # stages with one more: the last ones before the last
+        begin = others - fuller  # the first of them
+        if case.schedule in V_SHAPED:
+            extra, below = np.minimum(fuller, 1) + (begin < p) * np.minimum(fuller, 1), low + (begin == 0)
+        else:
+            extra = np.ceil(fuller / p)
+            below = (v - 1) * low + np.clip(v - 1 - np.ceil((begin - p + 1) / p), 0, v - 1)
+        mean = np.where(p * v == 1, layers, (layers - last) / others)
+        return cls(low + (begin == 0), last, mean, v * low + extra, below)
+
+
+def last_stage(case: Case) -> Number:
+    """Blocks of the last stage: of the cuts whose slowest stage is quickest, the most even one."""
+    layers, stages = case.model.layers, case.pp * case.virtual
+    if cuts_evenly(case):
+        return np.floor(layers / stages)
+    head, others = head_cost(case.model) / layer_cost(case.model, case.seq), np.maximum(stages - 1, 1)
+    best = np.clip((layers - head * others) / stages, 1, np.maximum(layers - others, 1))
+
+    def cost(j: Number) -> Number:
+        mean = (layers - j) / others
+        low, part = np.floor(mean), mean - np.floor(mean)
+        squares = others * ((1 - part) * low**2 + part * (low + 1) ** 2) + (j + head) ** 2
+        return np.maximum(j + head, np.ceil(mean)) + 1e-9 * squares
+
+    low, high = np.floor(best), np.ceil(best)
+    return np.where(cost(low) <= cost(high), low, high)
 
 
 @dataclass(frozen=True)
@@ -55,13 +78,12 @@ class Busiest:
 
     @classmethod
     def of(cls, case: Case, cut: Cut, one: MicroBatch) -> Self:
-        alone = np.where(case.pp == 1, 1.0, 0.0)
-        rest = (case.virtual - 1) * cut.mean
+        alone = case.pp == 1
         head = one.loss.seconds / one.block.seconds
-        ends = np.where((cut.last + head >= cut.most) | (case.pp == 1), 1.0, 0.0)
-        layers = np.where(ends == 1, rest + cut.last, rest + cut.most)
-        first = (case.schedule in V_SHAPED) * ends  # a V begins where it ends
-        return cls(layers, np.maximum(alone, first), ends)
+        ends = alone | (cut.below + cut.last + head >= cut.middle) | ((case.pp == 2) & (case.schedule not in V_SHAPED))
+        layers = np.where(ends, cut.below + cut.last, cut.middle)
+        stem = alone | (ends & (case.schedule in V_SHAPED))  # a V begins where it ends
+        return cls(np.where(alone, case.model.layers, layers), stem * 1.0, ends * 1.0)
 
     def seconds(self, one: MicroBatch) -> Number:
         """Of one micro-batch."""
@@ -75,8 +97,7 @@ def pace(case: Case, cut: Cut, one: MicroBatch, send: Number) -> Number:
     whole = forward + backward
     first = (cut.first * one.block.seconds + one.stem.seconds) / whole
     last = (cut.last * one.block.seconds + one.loss.seconds) / whole
-    middle = (cut.mean * (case.virtual - 1) + cut.most) / (case.virtual * cut.mean)
-    costs = Costs(first, last, middle)
+    costs = Costs(first, last, cut.middle / (case.virtual * cut.mean))
     args = (case.schedule, case.pp, case.virtual, case.accumulation, forward, backward - weight, weight)
     alone = case.accumulation * Busiest.of(case, cut, one).seconds(one)
     passes = bubble(*args, costs, send).total
@@ -88,7 +109,7 @@ def pace(case: Case, cut: Cut, one: MicroBatch, send: Number) -> Number:
 def apart(cut: Cut, one: MicroBatch) -> Number:
     """All forward passes, then all backward passes: where one stage is slowest in these and another in those, both."""
     ways = [
-        (cut.most * getattr(one.block, way).seconds, cut.last * getattr(one.block, way).seconds + end.seconds)
+        (np.ceil(cut.mean) * getattr(one.block, way).seconds, cut.last * getattr(one.block, way).seconds + end.seconds)
         for way, end in (("forward", one.loss.forward), ("backward", one.loss.backward))
     ]
     each = sum(np.maximum(middle, last) for middle, last in ways)
@@ -113,7 +134,7 @@ def spans(case: Case, one: MicroBatch, send: float) -> list[Span]:
 def stages(case: Case) -> list[Stage]:
     count, layers = int(case.pp * case.virtual), case.model.layers
     if not cuts_evenly(case):
-        return split_layers(case.model, case.seq, count)
+        return list(split_layers(case.model, case.seq, count))
     ends = [round(layers * i / count) for i in range(count + 1)]
     return [Stage(i, range(ends[i], ends[i + 1]), first=i == 0, last=i == count - 1) for i in range(count)]
 

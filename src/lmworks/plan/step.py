@@ -9,6 +9,7 @@ and add up to the step. `timeline` prices one candidate the same way, with its p
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from .bare import Bare, reductions
 from .case import Case, Number
-from .constants import Constants, constants
+from .constants import Constants, constants, family
 from .flops import hardware_flops_per_token, model_flops_per_token
 from .layer import MicroBatch, Traffic, Way, Weigher
 from .pipeline import Busiest, Cut, followed, pace, spans
@@ -49,7 +50,7 @@ class Step:
 
     @classmethod
     def of(cls, bare: Bare, given: Constants) -> Self:
-        weigher = Weigher(bare, given, given.factors(bare.case.gpu))
+        weigher = Weigher(bare, given, given.factors(bare.case.gpu, bare.case.world))
         one = weigher.micro_batch()
         return cls(weigher, one, Cut.of(bare.case), weigher.wire(bare.wires.send))
 
@@ -122,18 +123,28 @@ def finish(case: Case, given: Constants, parts: dict[str, Number], hidden: dict[
         model_flops_per_token(case.model, case.seq),
         hardware_flops_per_token(case.model, case.seq, case.recompute),
     )
-    tags = dict.fromkeys(parts, "fitted")
-    margin = np.exp(1.645 * given.spread)
+    known = given.knows(case.gpu, case.software)
+    margin = np.exp(1.645 * (given.spread if known else given.unseen))
     return Price(
         seconds,
         parts,
-        tags,
+        tags(case, given, parts),
         dict(hidden),
         rate,
         rate * model / peak,
         rate * hardware / peak,
         (seconds / margin, seconds * margin),
+        () if known else (f"no run of {case.software.name} on {case.gpu.name} was fitted: the interval is wider",),
     )
+
+
+def tags(case: Case, given: Constants, parts: Iterable[str]) -> dict[str, str]:
+    """What the figures rest on. Links between nodes and waits were never measured on their own."""
+    work = "fitted" if family(case.gpu) in given.products else "modelled"
+    inside = bool(np.all(case.world <= case.gpus_per_node))
+    found = dict.fromkeys(parts, "measured" if case.profile else work)
+    found |= dict.fromkeys(("tp", "cp", "ep", "dp", "pp"), "fitted" if inside else "modelled")
+    return {**found, "host": "fitted", "bubble": "modelled", "stragglers": "fitted"}
 
 
 def data_tail(weigher: Weigher, rank: Busiest, one: MicroBatch) -> Traffic:

@@ -41,17 +41,17 @@ class Pass:
             launches = launches + (1.0 if batched else kernel.count)
         return cls(dict(raw), launches)
 
-    def parts(self, factors: Mapping[str, float]) -> dict[str, Number]:
+    def parts(self, factors: Mapping[str, Number]) -> dict[str, Number]:
         """By part, each kind of kernel times its factor."""
         parts: dict[str, Number] = defaultdict(float)
         for (part, kind), seconds in self.raw.items():
             parts[part] = parts[part] + factors[kind] * seconds
         return dict(parts)
 
-    def seconds(self, factors: Mapping[str, float]) -> Number:
+    def seconds(self, factors: Mapping[str, Number]) -> Number:
         return sum(factors[kind] * seconds for (_, kind), seconds in self.raw.items())
 
-    def part(self, name: str, factors: Mapping[str, float]) -> Number:
+    def part(self, name: str, factors: Mapping[str, Number]) -> Number:
         found = (factors[kind] * seconds for (part, kind), seconds in self.raw.items() if part == name)
         return sum(found, np.float64(0.0))
 
