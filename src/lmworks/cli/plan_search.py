@@ -125,8 +125,9 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
     from ..plan.collectives import collectives
     from ..plan.links import Fabric
     from ..plan.reserve import capacity, usable
+    from ..plan.step import price as closed_form
 
-    price, question = found.price, found.question
+    price, question = found.price or closed_form(found.case), found.question
     spec, fabric = found.spec(base), Fabric.of(question.cluster, question.gpu)
     low, high = price.interval
     return {

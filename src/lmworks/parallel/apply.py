@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model import GPT
-from ..plan.orders import stages_of
-from ..plan.stages import Stage, split_layers
+from ..plan.stages import Stage, stages_here
 from ..spec import RunSpec
 from .alone import Alone
 from .data import DataParallel
@@ -40,7 +39,7 @@ def lay_out(
     splits = Splits()
     parts: dict[int, GPT] = {}
     strategies: dict[int, DataParallel] = {}
-    for stage in stages or stages_here(spec, mesh):
+    for stage in stages or stages_here(spec, mesh.rank("pp") if mesh else 0):
         with torch.device("meta"):
             part = GPT(spec.model, layers=stage.layers, first=stage.first, last=stage.last)
         experts: set[str] = set()
@@ -65,14 +64,6 @@ def lay_out(
 
         pipeline = Pipeline(dict(parts), spec, mesh, device)
     return Laid(spec, mesh, device, splits, parts, strategies, pipeline)
-
-
-def stages_here(spec: RunSpec, mesh: Mesh | None) -> list[Stage]:
-    layout = spec.parallel
-    stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
-    if mesh is None or layout.pp == 1:
-        return stages
-    return [stages[i] for i in stages_of(layout.schedule, layout.pp, layout.virtual_stages, mesh.rank("pp"))]
 
 
 def compile_blocks(part: GPT, spec: RunSpec, mesh: Mesh | None) -> None:

@@ -35,6 +35,7 @@ class Found:
     case: Case  # of this one candidate
     step_s: float
     reserved: float  # bytes, of the fullest rank
+    price: Price | None = None  # of the simulated timeline, where it was followed
 
     @property
     def tokens_per_s(self) -> float:
@@ -62,12 +63,9 @@ class Found:
     def budget(self) -> Budget:
         return budget(self.case)
 
-    @property
-    def price(self) -> Price:
-        return timeline(self.case)
-
     def repriced(self) -> Found:
-        return replace(self, step_s=float(self.price.seconds))
+        price = timeline(self.case)
+        return replace(self, step_s=float(price.seconds), price=price)
 
     @property
     def layout(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ layers, and the last stage gets fewer of them. Costs are forward FLOPs a token; 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -62,7 +63,8 @@ def head_cost(model: ModelSpec) -> float:
     return 2 * model.vocab * model.hidden
 
 
-def split_layers(model: ModelSpec, seq: int, stages: int) -> list[Stage]:
+@functools.cache
+def split_layers(model: ModelSpec, seq: int, stages: int) -> tuple[Stage, ...]:
     """Contiguous runs of at least one layer. The largest cost is least; of such splits, the most even one."""
     if not 1 <= stages <= model.layers:
         raise SpecError(f"{stages} pipeline stages cannot be cut from model.layers = {model.layers}: use at most that")
@@ -70,10 +72,10 @@ def split_layers(model: ModelSpec, seq: int, stages: int) -> list[Stage]:
     costs[0] += embedding_cost(model)
     costs[-1] += head_cost(model)
     ends = even_cut(costs, stages, limit=least_largest(costs, stages))
-    return [
+    return tuple(
         Stage(index, range(begin, end), first=index == 0, last=index == stages - 1)
         for index, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
-    ]
+    )
 
 
 def least_largest(costs: list[float], parts: int) -> float:

@@ -10,10 +10,9 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..parallel.apply import stages_here
 from ..parallel.mesh import Mesh
 from ..parallel.traffic import Row
-from ..plan.stages import Stage
+from ..plan.stages import Stage, stages_here
 from ..spec import RunSpec, SpecError
 from .fake_rank import Simulation, fake_world, step
 from .ledger import Bytes
@@ -59,7 +58,7 @@ def simulate(spec: RunSpec, rank: int, *, layers_per_stage: int = 0, exact: bool
     began = time.perf_counter()
     refuse(spec, rank)
     with fake_world(spec, rank) as mesh:
-        stages = stages_here(spec, mesh)
+        stages = stages_here(spec, mesh.rank("pp"))
         reason = "" if exact else not_alike(spec, mesh)
         short = layers_per_stage or max(2, spec.parallel.prefetch + 1)
         trials = [] if exact or reason else shorter(stages, short)
