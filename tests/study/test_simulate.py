@@ -13,9 +13,9 @@ import torch._dynamo  # dispatch loads it on first use: once here, not in every 
 from typer.testing import CliRunner
 
 from lmworks.cli.main import app
-from lmworks.parallel.apply import stages_here
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.weights import source_of
+from lmworks.plan.stages import stages_here
 from lmworks.spec import Grid, RunSpec, SpecError, load_run
 from lmworks.study.agreement import counted, differing, planned_calls
 from lmworks.study.fake_rank import Simulation, Step, account
@@ -50,7 +50,7 @@ def real(rank: int, spec: RunSpec) -> Simulation:
     torch.set_num_threads(1)
     mesh = Mesh(Grid.of(spec.parallel), "cpu")
     with Ledger() as ledger:
-        return account(Real(spec, mesh, stages_here(spec, mesh), source_of(spec)), mesh, ledger, nullcontext())
+        return account(Real(spec, mesh, stages_here(spec, mesh.rank("pp")), source_of(spec)), mesh, ledger, nullcontext())
 
 
 def simulated(_rank: int, spec: RunSpec, rank: int) -> Report:
