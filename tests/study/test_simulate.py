@@ -50,7 +50,8 @@ def real(rank: int, spec: RunSpec) -> Simulation:
     torch.set_num_threads(1)
     mesh = Mesh(Grid.of(spec.parallel), "cpu")
     with Ledger() as ledger:
-        return account(Real(spec, mesh, stages_here(spec, mesh.rank("pp")), source_of(spec)), mesh, ledger, nullcontext())
+        rank = Real(spec, mesh, stages_here(spec, mesh.rank("pp")), source_of(spec))
+        return account(rank, mesh, ledger, nullcontext())
 
 
 def simulated(_rank: int, spec: RunSpec, rank: int) -> Report:
