@@ -9,10 +9,11 @@ import torch
 from tracker import Steps, make_run
 
 from lmworks.kernels import cross_entropy
-from lmworks.plan.memory import memory
+from lmworks.plan.memory import memory, stage_sheets
 from lmworks.plan.moments import pieces
 from lmworks.plan.ops import CHUNK_LOGITS
 from lmworks.spec import RunSpec
+from lmworks.study.simulate import simulate
 
 GPT2: dict[str, Any] = {
     "norm": "layer", "mlp": "gelu", "bias": True, "positions": "learned", "tie_embeddings": True,
@@ -124,3 +125,54 @@ def test_resident_memory_is_more_than_tensors_on_a_cpu_only() -> None:
     spec = make_run()
     assert memory(spec, "cpu").total > memory(spec, "cpu").tensors
     assert memory(spec, "cuda").total == memory(spec, "cuda").tensors
+
+
+# --- layouts: against a rank that is laid out and stepped on tensors without numbers ------------------------
+
+
+MODEL = {"layers": 2, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1536, "vocab": 2048, "context": 512}
+EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 512}
+LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # parallel, micro-batches, model
+    "ddp": ({"dp": 4}, 2, {}),
+    "zero-2": ({"dp": 4, "strategy": "zero", "zero": 2}, 1, {}),
+    "fsdp2": ({"dp": 4, "strategy": "fsdp2"}, 1, {}),
+    "fsdp2, selective": ({"dp": 4, "strategy": "fsdp2", "recompute": "selective"}, 1, {}),
+    "tp": ({"tp": 4, "recompute": "full"}, 1, {}),
+    "tp, sp": ({"tp": 4, "sp": True}, 1, {}),
+    "ulysses": ({"cp": 2, "cp_method": "ulysses"}, 1, {}),
+    "gpipe": ({"pp": 2, "schedule": "gpipe"}, 2, {}),
+    "ep": ({"dp": 4, "ep": 4, "strategy": "fsdp2"}, 1, EXPERTS),
+    "zero-1, tp, sp, pp": ({"dp": 2, "strategy": "zero", "zero": 1, "tp": 2, "sp": True, "pp": 2}, 2, {}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_of_a_layout(name: str) -> None:
+    """Within 4 %, on the first and the last rank; larger models are closer. A fake group makes no copies of messages."""
+    parallel, batches, model = LAYOUTS[name]
+    spec = RunSpec.from_dict({"model": {**MODEL, **model}, "parallel": parallel, "precision": {"dtype": "bf16"}})
+    data = spec.data.replace(seq=512, micro_batch=4, global_batch=4 * batches * spec.parallel.dp)
+    spec = spec.replace(data=data)
+    for rank in {0, spec.parallel.world - 1} if spec.parallel.pp > 1 else {0}:
+        real = simulate(spec, rank, exact=True).simulation
+        said = memory(spec, "cpu", rank, copies=1)
+        assert said.tensors == pytest.approx(real.peak_bytes, rel=0.04), (rank, real.peak, said.rows)
+        rows = {row.name: row.bytes for row in said.rows}
+        assert rows["parameters"] + rows.get("padding", 0) == real.resident["parameters"]
+        assert rows["optimizer states"] == real.resident["optimizer states"]
+
+
+def test_a_pipeline_has_a_sheet_for_every_rank() -> None:
+    spec = RunSpec.from_dict({"model": MODEL, "parallel": {"pp": 2}, "data": {"global_batch": 64, "seq": 128}})
+    first, *_, last = stage_sheets(spec)
+    assert {row.name for row in first.rows} >= {"activations of blocks", "pipeline buffers"}
+    assert "loss: chunk of logits" in {row.name for row in last.rows}
+    assert first.total > last.total  # two micro-batches are under way, and one
+
+
+def test_offload_leaves_the_device() -> None:
+    layout = {"dp": 4, "strategy": "fsdp2"}
+    here, there = (memory(RunSpec.from_dict({"parallel": {**layout, "offload": kind}})) for kind in ("none", "full"))
+    assert here.host == 0
+    assert there.host >= 16 * RunSpec().model.params / 4
+    assert "parameters" not in {row.name for row in there.rows}

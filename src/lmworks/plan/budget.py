@@ -16,7 +16,7 @@ most micro-batches under way on its first rank and the logits on its last: both 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,12 @@ def activations(case: Case, rank: Number = 0) -> Number:
 def at_rank(case: Case, net: Network, rank: Number) -> Budget:
     part = share_of(case, rank)
     state = held(case, part)
-    moments = [at_loss(case, net, part, state), at_top(case, net, part, state), at_end(case, net, part, state)]
+    # A rank that runs all forward passes first has no gradients when it holds all micro-batches, and then holds fewer.
+    fewer = np.where(np.greater(case.pp, 1), np.minimum(part.under_way, case.accumulation - 1), part.under_way)
+    rest = replace(part, under_way=np.where(np.greater(case.accumulation, 1), fewer, part.under_way))
+    moments = [at_end(case, net, part, state)]
+    for share, later in ((part, False), (rest, True)):
+        moments += [at_loss(case, net, share, state, later), at_top(case, net, share, state, later)]
     totals = np.stack(np.broadcast_arrays(*[moment.total for moment in moments]))
     highest = totals.argmax(axis=0)
 

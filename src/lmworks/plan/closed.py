@@ -39,7 +39,7 @@ class Moment:
         return self.gradients + self.activations + self.logits + self.buffers
 
 
-def at_loss(case: Case, net: Network, part: Share, state: dict[str, Number]) -> Moment:
+def at_loss(case: Case, net: Network, part: Share, state: dict[str, Number], later: bool) -> Moment:
     """All activations of this rank; on the last the logits, the hidden states they come from and their gradient."""
     load, h = net.load, case.model.hidden
     states = load.width * load.tokens * h  # hidden states, as tensor-parallel ranks gather them, or their gradient
@@ -57,7 +57,7 @@ def at_loss(case: Case, net: Network, part: Share, state: dict[str, Number]) -> 
         if case.zero == 3:  # gathered, and its gradient as it is made and as it is sent
             weights = weights + (2 * load.width + case.software.reduce) * head
     return Moment(
-        gradients=gradients_there(case, part, state, done=0.0),
+        gradients=gradients_there(case, part, state, 0.0, later),
         activations=stored(case, net, part) + part.last * ends,
         logits=part.last * logits,
         buffers=part.last * weights + standing(case, part, net, gathered=1.0) + casts(case, net, part, forward=True),
@@ -65,7 +65,7 @@ def at_loss(case: Case, net: Network, part: Share, state: dict[str, Number]) -> 
     )
 
 
-def at_top(case: Case, net: Network, part: Share, state: dict[str, Number]) -> Moment:
+def at_top(case: Case, net: Network, part: Share, state: dict[str, Number], later: bool) -> Moment:
     """Inside the MLP of the top block: what it computes again, and gradients beside what it keeps."""
     load, m = net.load, case.model
     s, w = case.software.stream, load.width
@@ -75,7 +75,7 @@ def at_top(case: Case, net: Network, part: Share, state: dict[str, Number]) -> M
         inside = inside + 2 * w * slots * m.hidden
     stream = s * load.outside * m.hidden * (2 if load.cast else 1) + w * load.tokens * m.hidden * (load.tp > 1)
     return Moment(
-        gradients=gradients_there(case, part, state, done=part.head),
+        gradients=gradients_there(case, part, state, part.head, later),
         activations=stored(case, net, part) + again(net, case.recompute) + inside + stream,
         logits=0.0 * load.tokens,
         buffers=standing(case, part, net, gathered=2.0)
@@ -133,19 +133,17 @@ def blocks_keep(case: Case, net: Network, part: Share) -> Number:
 # --- weights and gradients on their way -----------------------------------------------------------------
 
 
-def gradients_there(case: Case, part: Share, state: dict[str, Number], done: Number) -> Number:
+def gradients_there(case: Case, part: Share, state: dict[str, Number], done: Number, later: bool) -> Number:
     """Before the backward pass is over. Megatron keeps a buffer for all; elsewhere they come with the backward pass.
 
-    While micro-batches accumulate they stay: whole, as they meet after the last one. Our DDP keeps its buckets from
-    step to step, and a pipeline that runs all forward passes first has none when its activations are highest.
+    While micro-batches accumulate they stay, so a `later` one finds them: whole, as they meet after the last one. Our
+    DDP keeps its buckets from step to step.
     """
     if case.software.master:
         return state["gradients"]
     whole = case.software.gradients * (part.root + part.layers * part.block)
     piped = np.greater(case.pp, 1)
-    several = np.greater(case.accumulation, 1)
-    if case.schedule in ("gpipe", "looped-bfs"):
-        several = several & ~piped
+    several = np.greater(case.accumulation, 1) & later
     held_back = whole if case.software.held_back and case.zero == 3 else state["gradients"]
     if case.zero >= 2:  # PyTorch's pipelines let gradients meet at the end
         held_back = np.where(piped, whole, held_back)

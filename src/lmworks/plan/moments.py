@@ -7,7 +7,7 @@
 
 In between every block swaps its activations for its gradients, so the highest point lies at an end. A pipeline rank
 holds several micro-batches: its order of work is followed action by action, and the highest forward and backward pass
-are its moments.
+are its moments, before and after it has made its first gradients.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from .stages import Stage, stages_here
 from .weights import ROOT, held
 
 LOSS, TOP, LOWEST, END = "loss", "backward, top block", "backward, lowest block", "backward, last gradient"
+# Of a pipeline rank that has made gradients of an earlier micro-batch.
+LATER = {LOSS: "a later micro-batch's forward pass", TOP: "a later micro-batch's backward pass"}
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class Piece:
         # Gradients beside what is saved (the result's takes its place): swiglu of silu(gate) and up, gelu of its input.
         beside = 2 if m.mlp == "swiglu" else 1
         size: float = stream * (2 if load.cast else 1)
+        if load.tp > 1 and not load.sp:  # the input's gradient, from two products, before ranks add it up
+            size += 2 * w * self.hidden
         if m.experts:
             ffn, count = m.expert_ffn // load.tp, m.experts // load.ep
             whole = count * ffn * m.hidden
@@ -191,19 +195,22 @@ def pipelined(spec: RunSpec, rank: int, found: list[Piece]) -> dict[str, list[Ro
     by_index = {piece.stage.index: piece for piece in found}
     under_way: Counter[int] = Counter()  # micro-batches whose activations a stage keeps
     waiting: Counter[int] = Counter()  # of these, with gradients of inputs and not of weights
-    highest: dict[str, tuple[int, list[Row]]] = {LOSS: (-1, []), TOP: (-1, [])}
+    highest: dict[str, tuple[int, list[Row]]] = {}
+    begun = False
     for stage, kind, _ in orders[Grid.of(layout).coordinates(rank)["pp"]]:
         piece = by_index[stage]
         under_way[stage] += kind == "F"
         if kind != "W":
             rows = all_kept(by_index, under_way, waiting, stage if kind != "F" else None)
-            rows += piece.at_loss() if kind == "F" else piece.at_backward()
-            moment, size = LOSS if kind == "F" else TOP, sum(one.bytes for one in rows)
-            highest[moment] = max(highest[moment], (size, rows), key=lambda one: one[0])
+            rows = merged([*rows, *(piece.at_loss() if kind == "F" else piece.at_backward())])
+            moment = LOSS if kind == "F" else TOP
+            name, size = LATER[moment] if begun else moment, sum(one.bytes for one in rows)
+            highest[name] = max(highest.get(name, (-1, [])), (size, rows), key=lambda one: one[0])
         split = kind == "I" and layout.recompute == "none"  # else I is all of the backward pass
         waiting[stage] += split - (kind == "W" and waiting[stage] > 0)
         under_way[stage] -= kind in "BI" if not split else 0
         under_way[stage] -= kind == "W" and layout.recompute == "none"
+        begun = begun or kind != "F"
     return {moment: rows for moment, (_, rows) in highest.items()} | {END: at_end(spec, found[0])}
 
 
@@ -219,3 +226,13 @@ def all_kept(by_index: dict[int, Piece], under_way: Counter[int], waiting: Count
         if waiting[index]:
             rows.append(row("gradients that wait", waiting[index] * piece.waiting(), "of results, for their weights'"))
     return rows
+
+
+def merged(rows: list[Row]) -> list[Row]:
+    """One of each name."""
+    found: dict[str, Row] = {}
+    for one in rows:
+        before = found.get(one.name)
+        how = f"{before.how} + {one.how}" if before else one.how
+        found[one.name] = Row(one.name, one.bytes + (before.bytes if before else 0), how)
+    return list(found.values())

@@ -13,10 +13,10 @@ An estimate: what is exact is `residency.resident`, which all of it stands on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..spec import Grid, RunSpec
-from .moments import END, LOSS, LOWEST, TOP, Row, row
+from .moments import END, LATER, LOSS, LOWEST, TOP, Row, row
 from .residency import Resident
 from .shards import FP32, buckets, compute_bytes, reduce_bytes, strategy_of, unit_size, units
 from .stages import stages_here
@@ -35,6 +35,7 @@ class Holding:
     weights: list[Weight]
     head: int  # elements whose gradient is there when the blocks' backward pass begins
     layers: int
+    several: bool  # gradients of earlier micro-batches are there
     state: Resident
     copies: int  # of a message: gloo makes another
 
@@ -45,12 +46,6 @@ class Holding:
     @property
     def block(self) -> float:
         return sum(weight.size for weight in self.weights if weight.unit != ROOT) / self.layers
-
-    @property
-    def several(self) -> bool:
-        """Whether gradients of earlier micro-batches are there when the activations are highest."""
-        all_forward_first = self.spec.parallel.pp > 1 and self.spec.parallel.schedule in ("gpipe", "looped-bfs")
-        return self.spec.accumulation > 1 and not all_forward_first
 
     @property
     def done(self) -> dict[str, float]:
@@ -64,23 +59,33 @@ def holding(spec: RunSpec, rank: int, state: Resident, copies: int) -> Holding:
     last = [weight for stage in stages if stage.last for weight in held(spec, stage) if weight.unit == ROOT]
     copy = not any(stage.first for stage in stages)  # of a tied embedding: it is the head alone
     head = sum(w.size for w in last if w.name.startswith(("norm.", "head.")) or (copy and w.name == "embed.weight"))
-    return Holding(spec, found, head, sum(len(stage.layers) for stage in stages), state, copies)
+    layers = sum(len(stage.layers) for stage in stages)
+    return Holding(spec, found, head, layers, spec.accumulation > 1, state, copies)
 
 
 def passing(spec: RunSpec, rank: int, state: Resident, copies: int) -> dict[str, list[Row]]:
     """Rows by moment."""
-    mine, kind = holding(spec, rank, state, copies), strategy_of(spec)
-    if kind == "ddp":
-        sizes = replicated(mine)
-    elif kind.startswith("fsdp") and Grid.of(spec.parallel).size("shard") * spec.parallel.dp_shard > 1:
-        sizes = sharded(mine, kind, rank)
-    elif kind.startswith("zero"):
-        sizes = bucketed(mine, kind)
+    mine = holding(spec, rank, state, copies)
+    if spec.parallel.pp == 1:
+        sizes = by_strategy(mine, rank)
     else:
-        sizes = alone(mine) if kind == "alone" else replicated(mine)
+        later = by_strategy(mine, rank)
+        sizes = {moment: later[moment] for moment in later if moment not in (LOSS, TOP, LOWEST)}
+        sizes |= {LATER[moment]: later[moment] for moment in LATER}
+        before = by_strategy(replace(mine, several=False), rank)
+        sizes |= {moment: before[moment] for moment in LATER}
     return {
         moment: [row(NAMES[name], size, HOW[name]) for name, size in parts.items()] for moment, parts in sizes.items()
     }
+
+
+def by_strategy(mine: Holding, rank: int) -> Sizes:
+    kind, layout = strategy_of(mine.spec), mine.spec.parallel
+    if kind.startswith("fsdp") and Grid.of(layout).size("shard") * layout.dp_shard > 1:
+        return sharded(mine, kind, rank)
+    if kind.startswith("zero"):
+        return bucketed(mine, kind)
+    return alone(mine) if kind == "alone" else replicated(mine)
 
 
 HOW = {
@@ -149,7 +154,8 @@ def sharded(mine: Holding, kind: str, rank: int) -> Sizes:
     keep = not layout.reshard or (layout.pp > 1 and layout.schedule not in ("gpipe", "1f1b"))
     ahead = min(layout.prefetch, layers - 1)
     at_work = layers * gathered if keep else (1 + ahead) * gathered
-    left = gathered if kind == "fsdp2" else 0  # FSDP2 lets go of a gather's buffer at the next gather
+    # FSDP2 lets go of a gather's buffer at the next gather; where experts are apart, the last of a block is small.
+    left = gathered if kind == "fsdp2" and layout.ep == 1 else 0.0
     whole = {LOSS: left + (layers * gathered if keep else 0), TOP: at_work, LOWEST: gathered, END: 0.0}
     found: Sizes = {}
     for moment, weights_there in whole.items():
