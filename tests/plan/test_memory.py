@@ -148,7 +148,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # parallel, 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_of_a_layout(name: str) -> None:
-    """Within 4 %, on the first and the last rank; larger models are closer. A fake group makes no copies of messages."""
+    """Within 4 %, on the first and the last rank; larger models are closer. A fake group copies no messages."""
     parallel, batches, model = LAYOUTS[name]
     spec = RunSpec.from_dict({"model": {**MODEL, **model}, "parallel": parallel, "precision": {"dtype": "bf16"}})
     data = spec.data.replace(seq=512, micro_batch=4, global_batch=4 * batches * spec.parallel.dp)

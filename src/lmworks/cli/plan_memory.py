@@ -57,17 +57,19 @@ def memory(
     from ..plan.case import Case
     from ..plan.job import Wish, job
     from ..plan.reserve import capacity, usable
+    from ..plan.sheet import budget_of
 
     wish = Wish(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
     run = job(spec, overrides or (), wish)
     gpu = run.cluster.accelerator
     assert gpu is not None, "a cluster that is typed names its GPU"
     case = Case.of(run, gpu)
-    if optimizer:
-        case = case.replace(optimizer=optimizer)
-    found = budget(case)
+    if optimizer or run.parallel.engine != "native":  # priced, not run: in closed form
+        case = case.replace(optimizer=optimizer or case.optimizer)
+        found, stages = budget(case), [budget(case, stage).to_dict() for stage in range(run.parallel.pp)]
+    else:
+        found, stages = budget_of(run), [budget_of(run, stage).to_dict() for stage in range(run.parallel.pp)]
     room, chance = usable(gpu), float(oom_probability(found.reserved, gpu))
-    stages = [budget(case, stage).to_dict() for stage in range(run.parallel.pp)]
     facts: dict[str, Any] = {
         "name": run.name,
         "gpu": gpu.name,

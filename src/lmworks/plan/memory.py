@@ -72,7 +72,7 @@ def stage_sheets(spec: RunSpec, device: str = "cpu") -> list[MemorySheet]:
 
 def notes(spec: RunSpec) -> Iterable[str]:
     if spec.parallel.compile:
-        yield "torch.compile fuses element-wise ops and keeps less; this sheet is for eager execution"
+        yield "what torch.compile fuses, and so does not keep, is estimated op by op"
     if spec.model.experts:
         yield "experts are taken as evenly loaded"
     if spec.parallel.schedule in SPLIT_BACKWARD and spec.parallel.pp > 1 and spec.parallel.recompute == "none":

@@ -10,7 +10,7 @@ from .residency import on_host, resident
 LOGITS = ("loss: chunk of logits",)
 BUFFERS = (
     "weight casts", "gathered weights", "messages", "pipeline buffers", "padding", "embedding gradient",
-    "gradients that wait",
+    "gradients that wait", "loss: gradients",
 )  # fmt: skip
 STATE = ("parameters", "master weights", "optimizer states")
 
