@@ -16,6 +16,9 @@ from .ops import Kernel
 from .profile import profile_for
 from .work import Pass, Work
 
+LINK = 0.8  # of the link to the host that large copies get
+HOST = 30e9  # bytes/s of host memory for each GPU of a machine: eight share some 250 GB/s
+
 
 @dataclass(frozen=True)
 class Bare:
@@ -24,6 +27,7 @@ class Bare:
     wires: Exchanges
     copies: tuple[Pass, Pass]  # of a block's weights and gradients, forward and backward
     optimizer: Pass
+    offload: Number  # seconds of a step on the way to the host and back, and in its update
 
     @classmethod
     def of(cls, case: Case) -> Self:
@@ -34,7 +38,8 @@ class Bare:
             Pass.of([("copies", Kernel("stream", bytes=there))], machine, "fp32"),
             Pass.of([("copies", Kernel("stream", bytes=back))], machine, "fp32"),
         )
-        return cls(case, Work.of_case(case, machine), Exchanges.of(case), copies, optimizer)
+        offload = offloaded(case, owned(case, weights))
+        return cls(case, Work.of_case(case, machine), Exchanges.of(case), copies, optimizer, offload)
 
 
 @functools.cache
@@ -66,9 +71,23 @@ def reductions(case: Case) -> Number:
     return 1 / case.accumulation if case.software.name.startswith("lmworks") else 1.0
 
 
+def owned(case: Case, weights: Weights) -> Number:
+    """Numbers that a rank updates."""
+    numbers = (case.model.layers * weights.block + weights.root) / case.pp
+    return numbers / (case.dp_shard * case.cp) if case.zero else numbers
+
+
 def updates(case: Case, weights: Weights) -> list[Kernel]:
     """Clipping reads gradients twice and writes them once; AdamW reads p, g, m, v and writes p, m, v."""
-    numbers = (case.model.layers * weights.block + weights.root) / case.pp
-    if case.zero:
-        numbers = numbers / (case.dp_shard * case.cp)
-    return [Kernel("stream", bytes=12.0 * numbers), Kernel("optimizer", bytes=28.0 * numbers)]
+    numbers = owned(case, weights)
+    clip = Kernel("stream", bytes=12.0 * numbers)
+    return [clip] if case.offload != "none" else [clip, Kernel("optimizer", bytes=28.0 * numbers)]
+
+
+def offloaded(case: Case, numbers: Number) -> Number:
+    """Gradients to the host, its update, new weights back; `full`: weights come for every pass. Nothing hides it."""
+    if case.offload == "none":
+        return 0.0
+    link = LINK * 1e9 * (case.gpu.host_gbs or 16.0)
+    passes = 2 * case.accumulation if case.offload == "full" else 1
+    return numbers * ((4.0 + 4.0 * passes) / link + 28.0 / HOST)

@@ -98,6 +98,7 @@ def priced(step: Step, quick: Number, whole: Number) -> Price:
     parts["dp"] = parts["dp"] + tail.exposed
     hidden["dp"] = hidden["dp"] + tail.hidden
     parts["optimizer"] = weigher.bare.optimizer.seconds(weigher.factors)
+    parts["offload"] = weigher.bare.offload
     parts["host"] = parts["host"] + given.step_s
     return finish(case, given, parts, hidden)
 
@@ -144,7 +145,7 @@ def tags(case: Case, given: Constants, parts: Iterable[str]) -> dict[str, str]:
     inside = bool(np.all(case.world <= case.gpus_per_node))
     found = dict.fromkeys(parts, "measured" if case.profile else work)
     found |= dict.fromkeys(("tp", "cp", "ep", "dp", "pp"), "fitted" if inside else "modelled")
-    return {**found, "host": "fitted", "bubble": "modelled", "stragglers": "fitted"}
+    return {**found, "host": "fitted", "bubble": "modelled", "offload": "modelled", "stragglers": "fitted"}
 
 
 def data_tail(weigher: Weigher, rank: Busiest, one: MicroBatch) -> Traffic:
