@@ -146,6 +146,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # parallel, 
 }
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_of_a_layout(name: str) -> None:
     """Within 4 %, on the first and the last rank; larger models are closer. A fake group copies no messages."""
