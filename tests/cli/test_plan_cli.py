@@ -41,7 +41,7 @@ def test_plan_measures_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["plan", "tiny", "parallel.tp=2"], "parallel.tp = 2: the time of this layout is not predicted here"),
+        (["plan", "tiny", "parallel.tp=3"], "parallel.tp = 3 does not divide"),
         (["plan", "tiny", "cluster.gpu=H100"], "did you mean"),
         (["plan", "tinny"], "did you mean 'tiny'"),
         (["hardware", "H100"], "did you mean"),

@@ -46,7 +46,7 @@ def demo(
     prediction = predict(spec, machine)
     spec = fit_to_time(spec, prediction, seconds)
     print_memory(prediction)
-    print_time(prediction, spec.precision.dtype)
+    print_time(prediction, spec)
     typer.echo(f"so training takes {spec.optim.steps:,} steps")
 
     heading(3, "Train")

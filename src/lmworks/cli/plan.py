@@ -16,9 +16,10 @@ from .plan_validate import predict as predict_table
 from .plan_validate import validate
 
 if TYPE_CHECKING:
+    from ..plan.calls import Collective
     from ..plan.machine import Machine
     from ..plan.predict import Prediction
-    from ..spec import Cluster
+    from ..spec import Cluster, RunSpec
 
 
 class SpecOrCommand(TyperGroup):
@@ -56,6 +57,7 @@ def run(
       lmworks plan cpu-10m data.seq=256 data.micro_batch=8
       lmworks plan llama3-1b cluster.gpu=H200-SXM-141GB data.seq=4096 data.micro_batch=4 precision.dtype=bf16
       lmworks plan gpt2-small parallel.recompute=full --no-probe --json
+      lmworks plan configs/reference/70b-256-h100.toml
     """
     from ..plan.predict import predict
     from ..spec import load_run
@@ -64,11 +66,13 @@ def run(
     machine = find_machine(job.cluster, no_probe)
     prediction = predict(job, machine)
     if json:
-        print_json({"name": job.name, **prediction.to_dict(), "fits": fits(prediction)})
+        calls = [vars(call) for call in sent(job)]
+        print_json({"name": job.name, **prediction.to_dict(), "fits": fits(prediction), "collectives": calls})
         return
     typer.echo(f"{job.name}: {job.model.params:,} parameters, {job.tokens_per_step:,} tokens a step")
     print_memory(prediction)
-    print_time(prediction, job.precision.dtype)
+    print_calls(job)
+    print_time(prediction, job)
 
 
 app.command()(memory)
@@ -95,9 +99,25 @@ def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
 
 
 def fits(prediction: Prediction) -> bool | None:
-    """None where the machine, or its memory, is unknown."""
-    memory = prediction.machine.memory_bytes if prediction.machine else 0
-    return prediction.memory.total <= memory if memory else None
+    """With what the allocator takes on top; None where the machine, or its memory, is unknown."""
+    from ..plan.reserve import reserve, reserved
+
+    machine = prediction.machine
+    if machine is None or not machine.memory_bytes:
+        return None
+    if machine.device == "cpu":
+        return prediction.memory.total <= machine.memory_bytes
+    return float(reserved(prediction.memory.total)) <= machine.memory_bytes - reserve().context
+
+
+def sent(job: RunSpec) -> list[Collective]:
+    from ..plan.collectives import collectives
+    from ..spec import SpecError
+
+    try:
+        return collectives(job)
+    except SpecError:  # DeepSpeed's are not known
+        return []
 
 
 def print_memory(prediction: Prediction) -> None:
@@ -113,11 +133,23 @@ def print_memory(prediction: Prediction) -> None:
     if machine and answer is not None:
         share = sheet.total / machine.memory_bytes
         verdict = "fits in" if answer else "does NOT fit in"
-        besides = "; driver and allocator come on top" if machine.device == "cuda" else ""
+        besides = ", allocator and driver included" if machine.device == "cuda" else ""
         typer.echo(f"{verdict} the {both(machine.memory_bytes)} of {machine.name}: {share:.1%} of it{besides}")
 
 
-def print_time(prediction: Prediction, dtype: str) -> None:
+def print_calls(job: RunSpec) -> None:
+    from ..record.figures import binary_bytes
+
+    rows = [
+        [call.what, call.kind, f"{call.ranks} ({call.group})", call.count, binary_bytes(call.bytes), call.when]
+        for call in sent(job)
+        if call.kind != "recv"
+    ]
+    if rows:
+        print_table("What rank 0 sends in a step", ["what", "how", "among", "calls", "bytes", "when"], rows)
+
+
+def print_time(prediction: Prediction, job: RunSpec) -> None:
     from ..record.figures import duration, short
 
     time, machine = prediction.time, prediction.machine
@@ -125,25 +157,41 @@ def print_time(prediction: Prediction, dtype: str) -> None:
         typer.echo("\nstep time: not predicted; leave out --no-probe to measure this machine")
         return
     if time is None:
-        typer.echo(f"\nstep time: not predicted; the rate of {machine.name} in {dtype} is not known")
+        unknown = f"the rate of {machine.name} in {job.precision.dtype} is not known"
+        if machine.covers(job.precision.dtype):
+            unknown = "several ranks share this machine; name the accelerator of a cluster with cluster.gpu"
+        typer.echo(f"\nstep time: not predicted; {unknown}")
         return
     rows = [
         [part, duration(seconds), f"{seconds / time.total:.0%}", time.tags[part]]
         for part, seconds in sorted(time.parts.items(), key=lambda item: -item[1])
+        if seconds
     ]
     print_table(f"Time of one step on {machine.name}", ["part", "time", "share", "rests on"], rows)
     flops = prediction.flops.model / time.total
     typer.echo(
         f"step {duration(time.total)}, {short(time.tokens_per_s)} tokens/s, {short(flops)}FLOP/s of the model's own"
+        + shares(prediction, job)
     )
+    if time.interval:
+        low, high = time.interval
+        typer.echo(f"nine in ten such predictions lie within {duration(low)} to {duration(high)}")
     if machine.noise > 1.3:
         typer.echo(
             f"this machine was busy while it was measured (runs took {machine.noise:.1f} × the fastest): expect better"
         )
     if machine.tag != "measured":
-        typer.echo(
-            f"{machine.name} was not at hand: products by a fit to measured ones, the rest a share of its datasheet"
-        )
+        typer.echo(f"{machine.name} was not at hand: see lmworks plan validate for how good such predictions are")
+
+
+def shares(prediction: Prediction, job: RunSpec) -> str:
+    """MFU and HFU, where the peak of the accelerator is known."""
+    gpu, time = job.cluster.accelerator, prediction.time
+    peak = gpu.peak_flops(job.precision.dtype) if gpu else None
+    if not peak or time is None:
+        return ""
+    whole = peak * job.parallel.world * time.total
+    return f", {prediction.flops.model / whole:.1%} MFU, {prediction.flops.hardware / whole:.1%} HFU"
 
 
 def both(count: int) -> str:

@@ -17,6 +17,7 @@ from ..spec import Gpu
 from .case import Number
 from .ops import Kernel
 from .rates import GpuRates, gpu_rates
+from .reserve import capacity
 
 FULL_GPU = 1e15  # FLOPs that fill any GPU
 FORMAT = 4  # of a profile; one written by another version is measured again
@@ -95,9 +96,7 @@ class Machine:
         """A GPU of the catalogue; `attention` as in `gpu_rates`."""
         laws = gpu_rates(gpu, attention)
         tag = laws.tags.get("gemm.bf16", "modelled")
-        return cls(
-            gpu.name, "cuda", tag, {}, laws.launch_s, laws.launch_backward_s, round(gpu.memory_gb * 1e9), laws=laws
-        )
+        return cls(gpu.name, "cuda", tag, {}, laws.launch_s, laws.launch_backward_s, round(capacity(gpu)), laws=laws)
 
     def to_dict(self) -> dict[str, Any]:
         """What was measured, for programs."""

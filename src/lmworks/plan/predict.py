@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..spec import RunSpec
+from .case import Case
 from .flops import StepFlops, step_flops
 from .machine import Machine
 from .memory import MemorySheet, memory
+from .step import timeline
 from .time import StepTime, step_time
 
 
@@ -17,7 +19,7 @@ class Prediction:
     params: int
     flops: StepFlops
     memory: MemorySheet
-    time: StepTime | None  # None without a machine: a time is never made up
+    time: StepTime | None  # None where nobody knows: a time is never made up
     machine: Machine | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -32,6 +34,7 @@ class Prediction:
             "memory": [asdict(row) for row in self.memory.rows],
             "memory_moments": self.memory.moments,
             "step_s": time.total if time else None,
+            "interval": list(time.interval) if time and time.interval else None,
             "tokens_per_s": time.tokens_per_s if time else None,
             "step_parts": time.parts if time else None,
             "machine": {"name": machine.name, "device": machine.device, "tag": machine.tag} if machine else None,
@@ -41,10 +44,25 @@ class Prediction:
 
 
 def predict(spec: RunSpec, machine: Machine | None = None) -> Prediction:
-    """Without a machine, or where its rate for this precision is unknown, there is no time."""
+    """Memory is that of rank 0, which a pipeline gives the most micro-batches."""
     device = machine.device if machine else likely_device(spec)
-    time = step_time(spec, machine) if machine and machine.covers(spec.precision.dtype) else None
-    return Prediction(spec.model.params, step_flops(spec), memory(spec, device), time, machine)
+    return Prediction(spec.model.params, step_flops(spec), memory(spec, device), time_of(spec, machine), machine)
+
+
+def time_of(spec: RunSpec, machine: Machine | None) -> StepTime | None:
+    """By the fitted model of a GPU that is named, or by the rates of one machine that was measured.
+
+    There is none without a machine, where its rate for this precision is unknown, and for ranks that share a CPU.
+    """
+    gpu = spec.cluster.accelerator
+    if machine is None or not machine.covers(spec.precision.dtype):
+        return None
+    if gpu is not None and (machine.tag != "measured" or spec.parallel.world > 1):
+        price = timeline(Case.of(spec, gpu))
+        parts = {name: float(seconds) for name, seconds in price.parts.items()}
+        low, high = price.interval
+        return StepTime(parts, price.tags, spec.tokens_per_step, (float(low), float(high)))
+    return step_time(spec, machine) if spec.parallel.world == 1 else None
 
 
 def likely_device(spec: RunSpec) -> str:

@@ -23,7 +23,8 @@ class StepTime:
 
     parts: dict[str, float]
     tags: dict[str, str]
-    tokens: int
+    tokens: int  # of a step, on all ranks
+    interval: tuple[float, float] | None = None  # of the whole: nine in ten lie within
 
     @property
     def total(self) -> float:
@@ -35,7 +36,6 @@ class StepTime:
 
 
 def step_time(spec: RunSpec, machine: Machine) -> StepTime:
-    refuse_unpredicted(spec)
     load = Workload.of(spec, machine.device)
     if not machine.covers(load.dtype):
         raise SpecError(f"precision.dtype = '{load.dtype}': the rate of {machine.name} for it is not known")
@@ -52,7 +52,7 @@ def step_time(spec: RunSpec, machine: Machine) -> StepTime:
 
     parts["launches"] = max(0.0, host - sum(parts.values())) if machine.device == "cuda" else host
     tags["launches"] = "modelled"
-    return StepTime(dict(parts), tags, spec.tokens_per_step // spec.parallel.dp)
+    return StepTime(dict(parts), tags, spec.tokens_per_step)
 
 
 def passes(spec: RunSpec, work: Work, machine: Machine) -> list[tuple[Pass, float, float]]:
@@ -68,13 +68,3 @@ def passes(spec: RunSpec, work: Work, machine: Machine) -> list[tuple[Pass, floa
         (work.block[1], layers, back),
         (work.stem[1], batches, back),
     ]
-
-
-def refuse_unpredicted(spec: RunSpec) -> None:
-    """This sheet is of one rank; `step.price` is for layouts of many."""
-    layout = spec.parallel
-    for axis in ("dp_shard", "tp", "pp", "cp", "ep"):
-        if getattr(layout, axis) > 1:
-            raise SpecError(f"parallel.{axis} = {getattr(layout, axis)}: the time of this layout is not predicted here")
-    if layout.offload != "none" or layout.engine != "native":
-        raise SpecError("parallel.offload and parallel.engine: the time of this layout is not predicted here")
