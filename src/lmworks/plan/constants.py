@@ -30,13 +30,14 @@ class Constants:
     """Factors are times over what the rates of single kernels or links give; a missing name has factor 1."""
 
     products: Mapping[str, float] = field(default_factory=dict)  # by family of GPU: heat and power in a long run
-    attention: Mapping[str, float] = field(default_factory=dict)  # by family of GPU
+    attention: Mapping[str, float] = field(default_factory=dict)  # by family of GPU, or family and kernel: H100-fa1
     software: Mapping[str, float] = field(default_factory=dict)  # what is left of a code base's own slowness
     launch_s: Mapping[str, float] = field(default_factory=dict)  # host time of one kernel of the op list, by code base
     traffic: Mapping[str, float] = field(default_factory=dict)  # ZeRO-3's messages, by code base
     alone: float = 0.95  # products of a GPU that nothing else shares a machine, its power and its air with
     power: float = 0.5  # products slow down as (usual watts / watts) to this power
     memory: float = 1.0  # passes over memory
+    casts: float = 1.0  # of these, casts to 8 bits, which may be fused with what comes before
     uneven: float = 0.1  # share of that time by which the slowest host is slower, for every doubling of the hosts
     step_s: float = 5e-3  # host time of one step beside its kernels
     contention: float = 0.15  # what a second of hidden traffic adds to the work that hides it
@@ -48,14 +49,20 @@ class Constants:
     spread: float = 0.1
     unseen: float = 0.2
 
-    def factors(self, gpu: Gpu, world: Number = 1) -> dict[str, Any]:
+    def factors(self, gpu: Gpu, flash: str = "", world: Number = 1) -> dict[str, Any]:
         """By kind of kernel."""
         kind = family(gpu)
         capped = (WATTS[kind] / gpu.tdp_w) ** self.power if gpu.tdp_w and kind in WATTS else 1.0
-        attention = self.attention.get(kind, 1.0) * capped
+        attention = self.attention.get(f"{kind}-{flash}", self.attention.get(kind, 1.0)) * capped
         passes = dict.fromkeys(("stream", "strided", "exp", "tanh", "optimizer"), self.memory)
         products = self.products.get(kind, 1.0) * capped * np.where(world == 1, self.alone, 1.0)
-        return {"gemm": products, "attention": attention, "attention_backward": attention, **passes}
+        return {
+            "gemm": products,
+            "attention": attention,
+            "attention_backward": attention,
+            **passes,
+            "casts": self.memory * self.casts,
+        }
 
     def launch(self, software: Software) -> float:
         """Seconds of the host for one kernel: compiled code launches as many as the list says, other code more."""

@@ -142,7 +142,7 @@ def software_for(row: Row, gpu: Gpu, usual: str = "") -> Software:
     elif ASYNC_TP.search(row.hints.lower()) and "vanilla" not in row.hints.lower():
         found = replace(found, async_tp=True)
     if re.search(r"row-?wise", row.hints.lower()):  # a scale for every row, both ways
-        found = replace(found, casts=12.0)
+        found = replace(found, casts=10.0)
     if row.text("mixed"):
         found = replace(found, reduce=2 if row.text("mixed").lower() == "pure" else 4)
     return found

@@ -32,7 +32,7 @@ class Software:
     logit_bytes: int = 0  # of one logit when the loss is highest (0: as its kind has it, see closed.py)
     every_second: bool = False  # selective recompute keeps every second product, not all
     stand_in: int = 0  # bytes a weight of what autograd is handed where a product adds to the gradient itself
-    casts: float = 3.0  # bytes moved for every number of a product's operands that is cast to 8 bits
+    casts: float = 5.0  # bytes moved for every number of a product's operands that is cast to 8 bits
     # What the data-parallel traffic of a step hides behind.
     overlap: bool = True
     gather: int = 0  # bytes of a parameter on its way to a gather (0: as the precision in use)

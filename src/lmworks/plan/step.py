@@ -50,7 +50,8 @@ class Step:
 
     @classmethod
     def of(cls, bare: Bare, given: Constants) -> Self:
-        weigher = Weigher(bare, given, given.factors(bare.case.gpu, bare.case.world))
+        case = bare.case
+        weigher = Weigher(bare, given, given.factors(case.gpu, case.software.flash, case.world))
         one = weigher.micro_batch()
         return cls(weigher, one, Cut.of(bare.case), weigher.wire(bare.wires.send))
 
