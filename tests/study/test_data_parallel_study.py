@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmworks.plan.peak import peak
+from lmworks.plan.memory import memory
 from lmworks.spec import Cluster, RunSpec, SpecError
 from lmworks.study.bars import Bars, as_svg, as_text
 from lmworks.study.data_parallel import STRATEGIES, Study, choose, study, with_layout
@@ -88,7 +88,7 @@ def test_peaks_follow_the_formula(dataset: Path, tmp_path: Path) -> None:
         specs[name] = with_layout(spec, 2, STRATEGIES[name])
     measured = on_ranks(2, peaks, specs, tmp_path)[0]
     for name, one in specs.items():
-        assert measured[name] == pytest.approx(peak(one, 0).bytes, rel=0.05), name
+        assert measured[name] == pytest.approx(memory(one).tensors, rel=0.05), name
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..spec import RunSpec, SpecError
-from ..spec.layout import LOOPED
+from . import bubble
 from .kept import kept
 from .network import network
 from .ops import Workload
@@ -55,18 +55,9 @@ def kept_bytes(spec: RunSpec) -> dict[str, float]:
 
 
 def in_flight(spec: RunSpec) -> float:
-    """Micro-batches whose activations a pipeline rank holds at once, at most, in terms of all its layers.
-
-    GPipe and looped BFS hold all m; 1F1B p. With v stages a rank, a micro-batch in one stage is 1/v of one: interleaved
-    schedules hold 2(p − 1) + (v − 1)p + 1 of these on rank 0, V-shaped ones 2p (and one more where two overlap).
-    """
-    layout, batches = spec.parallel, spec.accumulation
-    pp, stages = layout.pp, layout.virtual_stages
-    if pp == 1:
+    """Micro-batches whose activations the first pipeline rank holds at once, in terms of all its layers."""
+    layout = spec.parallel
+    if layout.pp == 1:
         return 1
-    if layout.schedule in ("gpipe", "looped-bfs"):
-        return batches
-    if layout.schedule == "1f1b":
-        return min(pp, batches)
-    chunks = 2 * (pp - 1) + (stages - 1) * pp + 1 if layout.schedule in LOOPED else 2 * pp + 1
-    return min(batches * stages, chunks) / stages
+    stages = layout.virtual_stages
+    return float(bubble.in_flight(layout.schedule, layout.pp, stages, spec.accumulation, rank=0)) / stages

@@ -17,7 +17,7 @@ import torch
 from ..parallel.deepspeed import load_deepspeed
 from ..plan.calls import by_kind
 from ..plan.collectives import collectives
-from ..plan.peak import Peak, peak
+from ..plan.memory import MemorySheet, memory
 from ..plan.residency import Resident, resident
 from ..spec import Cluster, RunSpec, SpecError
 from .holdings import Holdings, observe
@@ -56,7 +56,7 @@ class Outcome:
     gradients_after: int  # bytes of gradients that the first rank still has between two steps
     peak: list[int]
     peak_by: dict[str, int]  # of the first rank, by category
-    peak_worked_out: list[Peak]
+    peak_worked_out: list[MemorySheet]
     counted: dict[str, tuple[int, int]]  # kind → (count, bytes) of a step
     formula: dict[str, tuple[int, int]]  # empty: none is known (DeepSpeed)
     job: Job | None
@@ -170,7 +170,7 @@ def outcome(
         gradients_after=held[0].gradients_after,
         peak=[sum(one.peak.values()) for one in held],
         peak_by=held[0].peak,
-        peak_worked_out=[peak(spec, rank) for rank in everyone] if native else [],
+        peak_worked_out=[memory(spec, rank=rank) for rank in everyone] if native else [],
         counted=by_kind(held[0].collectives),
         formula=by_kind(collectives(spec)) if native else {},
         job=job,

@@ -183,16 +183,16 @@ def peaks(study: Study) -> Section:
     for one in study.outcomes:
         for rank, size in enumerate(one.peak):
             said = one.peak_worked_out[rank] if one.peak_worked_out else None
-            off = f"{size / said.bytes - 1:+.1%}" if said else "–"
+            off = f"{size / said.tensors - 1:+.1%}" if said else "–"
             rows.append([one.name, f"{rank}", said.moment if said else "no formula"])
-            rows[-1] += [f"{size:,}", f"{said.bytes:,}" if said else "–", off]
+            rows[-1] += [f"{size:,}", f"{said.tensors:,}" if said else "–", off]
     bars = Bars(
         "Peak of rank 0",
         [one.name for one in study.outcomes],
         ["bytes"],
         [[one.peak[0]] for one in study.outcomes],
         binary_bytes,
-        [one.peak_worked_out[0].bytes if one.peak_worked_out else None for one in study.outcomes],
+        [one.peak_worked_out[0].tensors if one.peak_worked_out else None for one in study.outcomes],
         "what the formula says",
     )
     columns = ["strategy", "rank", "highest moment by formula", "measured", "formula", "measured against it"]
