@@ -12,7 +12,7 @@ from lmworks.plan.candidates import NUMBERS, Question, cases, question_of
 from lmworks.plan.case import Case
 from lmworks.plan.explain import changed_by, explain, filled, read_layout
 from lmworks.plan.job import Wish, job
-from lmworks.plan.reserve import usable
+from lmworks.plan.reserve import oom_probability, usable
 from lmworks.plan.search import Result, enough, fitting, front, least, search, unbeaten
 from lmworks.plan.step import price
 from lmworks.spec import RunSpec, SpecError
@@ -20,7 +20,7 @@ from lmworks.spec import RunSpec, SpecError
 
 def asked(model: str, cluster: str, batch: int, seq: int = 8192, **pinned: object) -> tuple[RunSpec, Question]:
     base = job(model, [], Wish(seq=seq, micro_batch=1, global_batch=batch))
-    return base, question_of(base, cluster, "bf16", True, pinned)
+    return base, question_of(base, cluster, pinned=pinned)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_front_is_every_candidate_priced_one_by_one(found: tuple[RunSpec, Questi
         assert float(price(alone).seconds) == pytest.approx(layout.step_s, rel=1e-9)
         assert float(budget(alone).reserved) == pytest.approx(layout.reserved, rel=1e-9)
     fastest = min(
-        float(np.min(np.where(budget(case).reserved <= usable(question.gpu), price(case).seconds, np.inf)))
+        float(np.min(np.where(budget(case).reserved <= question.room, price(case).seconds, np.inf)))
         for kind, case in cases(small)
         if kind.offload == "none"
     )
@@ -67,7 +67,8 @@ def test_what_is_found_fits_and_is_a_run_of_the_whole_cluster(found: tuple[RunSp
         assert spec.parallel.world == 32
         assert spec.data.global_batch == 128
         assert RunSpec.from_dict(spec.to_dict()) == spec
-        assert 0 < layout.reserved <= usable(question.gpu)
+        assert 0 < layout.reserved <= question.room < usable(question.gpu)
+        assert oom_probability(layout.reserved, question.gpu) <= 0.1
         again = Case.of(spec, question.gpu)
         assert float(budget(again).reserved) == pytest.approx(layout.reserved, rel=1e-6)
     speeds = [layout.tokens_per_s for layout in result.front]
@@ -85,7 +86,7 @@ def test_closed_form_and_timeline_agree(found: tuple[RunSpec, Question, Result])
 
 def test_several_clusters_are_told_apart_by_what_they_cost() -> None:
     base, hopper = asked("llama3-8b", "8xh100", 64, cp=1)
-    ampere = question_of(base, "8xa100", "bf16", True, {"cp": 1})
+    ampere = question_of(base, "8xa100", pinned={"cp": 1})
     result = search([hopper, ampere])
     assert result.front[0].question is hopper  # the faster one
     figures = [(one.tokens_per_s, one.headroom, -one.dollars_per_gtoken) for one in result.front]
@@ -95,9 +96,9 @@ def test_several_clusters_are_told_apart_by_what_they_cost() -> None:
 
 def test_a_model_that_fits_nowhere_names_a_cluster_that_is_enough() -> None:
     _, question = asked("llama3-405b", "8xa100", 8, offload="none")
-    assert least(question) > usable(question.gpu)
+    assert least(question) > question.room
     larger = enough(question)
-    assert larger and least(larger) <= usable(question.gpu)
+    assert larger and least(larger) <= question.room
     assert larger.cluster.gpus > 8
 
 
@@ -109,7 +110,7 @@ def test_explaining_names_what_binds() -> None:
     rule = explain(question, read_layout(["tp=16", "schedule=zbv"]), base, nothing)
     assert rule.binding == "rule" and "virtual_stages = 2 needs parallel.pp > 1" in rule.text
     full = explain(question, read_layout(["tp=8", "zero=0"]), base, nothing)
-    assert full.binding == "memory" and full.budget and float(full.budget.reserved) > usable(question.gpu)
+    assert full.binding == "memory" and full.budget and float(full.budget.reserved) > question.room
     assert full.changes
     fits = explain(question, read_layout(["tp=8", "pp=4", "recompute=full"]), base, nothing)
     assert fits.binding == "" and fits.step_s and fits.step_s > 0

@@ -32,6 +32,9 @@ def search(
         list[str] | None, typer.Option("--fix", help="Keep a part of the layout, e.g. tp=8 or recompute=none.")
     ] = None,
     compiled: Annotated[bool, typer.Option("--compile/--eager", help="Blocks under torch.compile.")] = True,
+    risk: Annotated[
+        float, typer.Option("--risk", min=0.001, max=0.5, help="Probability of running out of memory that is taken.")
+    ] = 0.1,
     explain: Annotated[
         str | None, typer.Option("--explain", help='Why not this layout: "tp=8 pp=4 zero=1 micro_batch=2".')
     ] = None,
@@ -62,7 +65,9 @@ def search(
     began = time.perf_counter()
     base = job(spec, overrides or (), Wish(seq=seq, micro_batch=1, global_batch=global_batch))
     pinned = read_layout(fix or [])
-    questions = [question_of(base, text, dtype or "bf16", compiled, pinned) for text in cluster]
+    questions = [
+        question_of(base, text, dtype or "bf16", compile=compiled, risk=risk, pinned=pinned) for text in cluster
+    ]
     result = find(questions)
     verdict = why(questions[0], read_layout(explain.split()), base, result) if explain else None
     if not result.front and verdict is None:
@@ -101,7 +106,6 @@ def search(
 
 def no_room(question: Question, result: Result) -> str:
     """Nothing can run, or nothing fits: what does."""
-    from ..plan.reserve import usable
     from ..plan.search import enough, least
 
     where = f"{question.cluster.gpus} × {question.gpu.name}"
@@ -113,7 +117,7 @@ def no_room(question: Question, result: Result) -> str:
             kept = ", ".join(f"{key}={value}" for key, value in question.pinned.items())
             return f"{asked} with {kept}: --explain '{kept.replace(',', '')}' says why"
         return f"{asked}; a batch of {-(-question.global_batch // question.world) * question.world} divides evenly"
-    need, room = least(question) / 2**30, usable(question.gpu) / 2**30
+    need, room = least(question) / 2**30, question.room / 2**30
     larger = enough(question)
     hint = f"; {larger.cluster.gpus} × {question.gpu.name} would do" if larger else ""
     return f"nothing fits on {where}: the most frugal layout needs {need:.1f} GiB of {room:.1f} GiB a GPU{hint}"
@@ -124,7 +128,7 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
     from ..plan.budget import budget
     from ..plan.collectives import collectives
     from ..plan.links import Fabric
-    from ..plan.reserve import capacity, usable
+    from ..plan.reserve import capacity, oom_probability, usable
     from ..plan.step import price as closed_form
 
     price, question = found.price or closed_form(found.case), found.question
@@ -146,6 +150,7 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
         "capacity": capacity(question.gpu),
         "usable": usable(question.gpu),
         "headroom": found.headroom,
+        "oom_probability": float(oom_probability(found.reserved, question.gpu)),
         "dollars_per_gtoken": found.dollars_per_gtoken,
         "bill": {"tokens": tokens, **vars(found.bill(tokens))},
         "parts": {name: float(seconds) for name, seconds in price.parts.items()},

@@ -20,6 +20,7 @@ from ..spec.hardware import parse_cluster
 from ..spec.layout import IN_ROUNDS, LOOPED, SPLIT_BACKWARD, V_SHAPED
 from ..spec.run import SCHEDULES
 from .case import Case
+from .reserve import room
 from .software import COMPILED, EAGER
 
 STRATEGIES = {0: "ddp", 1: "zero", 2: "zero", 3: "fsdp2"}
@@ -41,15 +42,24 @@ class Question:
     global_batch: int
     dtype: str = "bf16"
     compile: bool = True
+    risk: float = 0.1  # of running out of memory, that is still taken
     pinned: Mapping[str, Any] = field(default_factory=dict)  # NUMBERS and WORDS that are not open
 
     @property
     def world(self) -> int:
-        return self.cluster.nodes * self.cluster.gpus_per_node
+        return self.cluster.gpus
+
+    @property
+    def room(self) -> float:
+        """Bytes that a layout may be predicted to reserve."""
+        return room(self.gpu, self.risk)
 
 
-def question_of(base: RunSpec, cluster: str, dtype: str, compile: bool, pinned: Mapping[str, Any]) -> Question:
-    """A spec on a cluster as people type it; what the spec says of networks and prices holds there too."""
+def question_of(base: RunSpec, cluster: str, dtype: str = "bf16", **more: Any) -> Question:
+    """A spec on a cluster as people type it; what the spec says of networks and prices holds there too.
+
+    `more`: compile, risk and pinned, as in Question.
+    """
     own = base.cluster
     machines = parse_cluster(cluster, own.catalogue)
     kept = {key: getattr(own, key) for key in ("network", "nic_gbs", "price_hour", "profile")}
@@ -60,7 +70,7 @@ def question_of(base: RunSpec, cluster: str, dtype: str, compile: bool, pinned: 
         known = [name for name in ("bf16", "fp16", "fp32") if gpu.peak_flops(name)]
         raise SpecError(f"{gpu.name} has no known speed in {dtype}; it has one in {' and '.join(known) or 'nothing'}")
     batch = base.data.global_batch if base.data.given["global_batch"] else SEQUENCES * machines.gpus
-    return Question(base.model, machines, gpu, base.data.seq, batch, dtype, compile, pinned)
+    return Question(base.model, machines, gpu, base.data.seq, batch, dtype, **more)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from ..spec import RunSpec, SpecError
 from ..spec.errors import did_you_mean
 from ..spec.load import parse_value
 from ..spec.run import SCHEDULES
-from .budget import Budget, budget, usable
+from .budget import Budget, budget
 from .candidates import NUMBERS, WORDS, Question, run_of
 from .case import Case
+from .reserve import oom_probability, usable
 from .search import Result
 from .step import price
 
@@ -42,10 +43,11 @@ def explain(question: Question, said: Layout, base: RunSpec, result: Result) -> 
         case = Case.of(run_of(question, layout, base), question.gpu)
     except SpecError as error:
         return Verdict(layout, "rule", str(error))
-    room, need = usable(question.gpu), budget(case)
-    if float(need.reserved) > room:
-        text = f"needs {gib(need.reserved)} of the {gib(room)} that a {question.gpu.name} has to give"
-        return Verdict(layout, "memory", text, need, smallest_changes(question, layout, base, room))
+    need = budget(case)
+    if float(need.reserved) > question.room:
+        chance = f"a probability of {float(oom_probability(need.reserved, question.gpu)):.0%}"
+        text = f"needs {gib(need.reserved)} of {gib(usable(question.gpu))}: out of memory with {chance}"
+        return Verdict(layout, "memory", text, need, smallest_changes(question, layout, base))
     seconds = float(price(case).seconds)
     faster = [found for found in result.front if found.step_s < seconds]
     text = f"fits in {gib(need.reserved)} and takes {seconds:.4g} s a step"
@@ -85,7 +87,7 @@ def filled(question: Question, said: Layout) -> Layout:
     return layout
 
 
-def smallest_changes(question: Question, layout: Layout, base: RunSpec, room: float) -> tuple[str, ...]:
+def smallest_changes(question: Question, layout: Layout, base: RunSpec) -> tuple[str, ...]:
     """Single changes that make it fit, else pairs of them; the fastest first."""
     for count in (1, 2):
         found = []
@@ -94,7 +96,7 @@ def smallest_changes(question: Question, layout: Layout, base: RunSpec, room: fl
                 case = Case.of(run_of(question, changed, base), question.gpu)
             except SpecError:
                 continue
-            if float(budget(case).reserved) <= room:
+            if float(budget(case).reserved) <= question.room:
                 found.append((float(price(case).seconds), text))
         if found:
             return tuple(f"{text} ({seconds:.4g} s a step)" for seconds, text in sorted(found)[:SHOWN])

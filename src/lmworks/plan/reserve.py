@@ -12,6 +12,7 @@ import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,11 @@ def capacity(gpu: Gpu) -> float:
 def usable(gpu: Gpu) -> float:
     """Bytes that PyTorch's allocator can have on this GPU."""
     return capacity(gpu) - reserve().context
+
+
+def room(gpu: Gpu, risk: float) -> float:
+    """Predicted reserved bytes at which a step runs out of memory with this probability."""
+    return usable(gpu) * math.exp(reserve().spread * NormalDist().inv_cdf(risk))
 
 
 def oom_probability(needed: Number, gpu: Gpu) -> Any:

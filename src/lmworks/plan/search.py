@@ -20,7 +20,7 @@ from .budget import Budget, budget
 from .candidates import NUMBERS, Question, Words, cases, run_of
 from .case import Case
 from .money import Bill, bill
-from .reserve import capacity, usable
+from .reserve import capacity
 from .step import Price, price, timeline
 
 REPRICED = 50
@@ -93,7 +93,7 @@ def search(questions: Iterable[Question]) -> Result:
 
 def fitting(question: Question, counted: Counter[str]) -> list[Found]:
     """Of every case of layouts, those that fit and are not beaten by another of the same case."""
-    room, found = usable(question.gpu), list[Found]()
+    found: list[Found] = []
     homeless: dict[Words, NDArray[Any]] = {}  # by the words without offload: rows that do not fit
     for words, case in cases(question):
         plain = replace(words, offload="none")
@@ -101,7 +101,7 @@ def fitting(question: Question, counted: Counter[str]) -> list[Found]:
             case = case.take(homeless[plain])
         counted["legal"] += np.size(case.tp)
         reserved = np.asarray(budget(case).reserved)
-        fits = reserved <= room
+        fits = reserved <= question.room
         if words.offload == "none":
             homeless[plain] = ~fits
         counted["fitting"] += int(fits.sum())
@@ -123,7 +123,7 @@ def enough(question: Question) -> Question | None:
     for _ in range(12):
         grown = question.cluster.replace(nodes=2 * question.cluster.nodes)
         question = replace(question, cluster=grown, global_batch=max(question.global_batch, grown.gpus))
-        if least(question) <= usable(question.gpu):
+        if least(question) <= question.room:
             return question
     return None
 
