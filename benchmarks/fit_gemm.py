@@ -1,7 +1,7 @@
 """Fit the constants of matrix products to measured ones, and say how far off they are.
 
     python benchmarks/fit_gemm.py --data DIR            errors of a fit, on rows and systems that it has not seen
-    python benchmarks/fit_gemm.py --data DIR --write    the same, and write src/lmworks/plan/gemm.toml
+    python benchmarks/fit_gemm.py --data DIR --write    the same, and write src/lmworks/plan/devices/gemm.toml
 
 DIR holds aiconfigurator_gemm_bf16_measured.csv.gz (ai-dynamo/aiconfigurator, systems/data: bf16 products as
 TensorRT-LLM runs them, 9 systems). A fifth of the rows, by a hash of system and shape, is kept out of every fit. A
@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from lmworks.plan import rates
-from lmworks.plan.gemm import gemm_seconds
+from lmworks.plan.devices import rates
+from lmworks.plan.devices.gemm import gemm_seconds
 from lmworks.spec import Gpu, catalogue
 
 TABLE = "aiconfigurator_gemm_bf16_measured.csv.gz"

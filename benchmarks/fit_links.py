@@ -1,4 +1,4 @@
-"""Fit the curves of `src/lmworks/plan/links.toml` to measured collectives, and say how far off they are.
+"""Fit the curves of `src/lmworks/plan/devices/links.toml` to measured collectives, and say how far off they are.
 
     python benchmarks/fit_links.py --data DIR            print errors: held-out rows, whole systems left out
     python benchmarks/fit_links.py --data DIR --save     also write links.toml
@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lmworks.plan.curves import LINKS, Curve, wire_share
-from lmworks.plan.links import Fabric
+from lmworks.plan.devices.curves import LINKS, Curve, wire_share
+from lmworks.plan.devices.links import Fabric
 from lmworks.spec import Cluster, catalogue
 
 KNOTS = np.arange(9, 29.1, 2)  # log2 of message bytes
@@ -205,7 +205,7 @@ def score(rows: Rows, folder: Path) -> dict[str, dict[str, float]]:
 def score_network() -> dict[str, dict[str, float]]:
     """The model of links between machines against published runs; a run that asked for the ring is held against it."""
     groups: dict[str, list[float]] = defaultdict(list)
-    with open(LINKS.parent / "published" / "nccl_multinode.csv") as file:
+    with open(LINKS.parent / "nccl_multinode.csv") as file:
         for row in csv.DictReader(file):
             nodes, each = int(row["nodes"]), int(row["gpus_per_node"])
             cluster = Cluster(nodes=nodes, gpus_per_node=each, nic_gbs=float(row["nic_gbs"]), network=row["network"])

@@ -1,4 +1,4 @@
-"""Fit what PyTorch's allocator reserves beyond what tensors need, and write src/lmworks/plan/memory.toml.
+"""Fit what PyTorch's allocator reserves beyond what tensors need, and write src/lmworks/plan/memory/memory.toml.
 
     python benchmarks/fit_memory.py --data DIR
 
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lmworks.plan.budget import budget
-from lmworks.plan.reserve import CONSTANTS
-from lmworks.plan.sources import SOURCES, Measured
+from lmworks.plan.memory.budget import budget
+from lmworks.plan.memory.reserve import CONSTANTS
+from lmworks.plan.tables.sources import SOURCES, Measured
 
 Array = NDArray[np.float64]
 CONTEXT = 1.5e9  # bytes: a CUDA context with its kernels is about 0.5 GB, NCCL's channels about 1 GB

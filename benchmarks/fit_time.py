@@ -1,4 +1,4 @@
-"""Fit the constants of a step's time to what others measured, and write src/lmworks/plan/fitted.toml.
+"""Fit the constants of a step's time to what others measured, and write src/lmworks/plan/step/fitted.toml.
 
     python benchmarks/fit_time.py --data DIR
 
@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmworks.plan.bare import Bare
 from lmworks.plan.case import Case
-from lmworks.plan.constants import FITTED, Constants
-from lmworks.plan.rows import Job
 from lmworks.plan.software import SOFTWARE
-from lmworks.plan.sources import SOURCES, Measured
-from lmworks.plan.step import weigh
+from lmworks.plan.step.bare import Bare
+from lmworks.plan.step.constants import FITTED, Constants
+from lmworks.plan.step.price import weigh
+from lmworks.plan.tables.rows import Job
+from lmworks.plan.tables.sources import SOURCES, Measured
 from lmworks.spec import ModelSpec, catalogue
 
 Array = NDArray[np.float64]

@@ -23,9 +23,9 @@ from parallel_cases import CASES, DENSE, MOE, Case, symbols, value
 
 from lmworks.data import resolve
 from lmworks.parallel.traffic import Traffic
-from lmworks.plan.bubble import ideal_idle, in_flight
-from lmworks.plan.orders import actions
-from lmworks.plan.schedule import durations, idle_shares, simulate, stage_times
+from lmworks.plan.pipelines.bubble import ideal_idle, in_flight
+from lmworks.plan.pipelines.orders import actions
+from lmworks.plan.pipelines.schedule import durations, idle_shares, simulate, stage_times
 from lmworks.spec import RunSpec
 from lmworks.spec.run import SCHEDULES
 from lmworks.study.ranks import on_ranks

@@ -13,8 +13,8 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from lmworks.observe.timeline import draw_png
 from lmworks.parallel.ring import chunk_starts
-from lmworks.plan.orders import actions
-from lmworks.plan.schedule import durations, simulate, stage_times
+from lmworks.plan.pipelines.orders import actions
+from lmworks.plan.pipelines.schedule import durations, simulate, stage_times
 from lmworks.spec import Grid
 from lmworks.spec.run import SCHEDULES
 

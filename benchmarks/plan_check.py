@@ -24,8 +24,8 @@ from lmworks.data import Batch
 from lmworks.observe.probe import probe
 from lmworks.parallel.apply import lay_out
 from lmworks.parallel.weights import source_of
-from lmworks.plan.memory import memory
-from lmworks.plan.time import step_time
+from lmworks.plan.memory.sheet import memory
+from lmworks.plan.step.one_device import step_time
 from lmworks.spec import RunSpec, load_run
 from lmworks.train.device import PeakMemory
 from lmworks.train.optim import make_optimizer

@@ -11,9 +11,9 @@ import argparse
 import tomllib
 from pathlib import Path
 
-from lmworks.plan.components import components
-from lmworks.plan.replay import THRESHOLDS, reached, replay
-from lmworks.plan.validate import Line
+from lmworks.plan.tables.components import components
+from lmworks.plan.tables.replay import THRESHOLDS, reached, replay
+from lmworks.plan.tables.validate import Line
 
 PAGE = Path(__file__).parent.parent / "docs" / "validation.md"
 BEGIN, END = "<!-- table: benchmarks/validation.py -->\n", "<!-- end of table -->"

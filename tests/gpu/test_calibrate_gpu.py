@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lmworks.observe.calibrate import calibrate, save
-from lmworks.plan.machine import Machine
+from lmworks.plan.devices.machine import Machine
+from lmworks.plan.devices.profile import load_profile
 from lmworks.plan.ops import Kernel, gemm
-from lmworks.plan.profile import load_profile
 from lmworks.spec import recognise
 
 pytestmark = [

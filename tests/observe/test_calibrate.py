@@ -18,10 +18,10 @@ import torch
 from lmworks.observe import calibrate as calibrating
 from lmworks.observe import collectives, probe
 from lmworks.observe.sizes import FULL, QUICK
-from lmworks.plan.curves import Curve
-from lmworks.plan.links import Fabric
+from lmworks.plan.devices.curves import Curve
+from lmworks.plan.devices.links import Fabric
+from lmworks.plan.devices.profile import Profile, load_profile
 from lmworks.plan.predict import predict
-from lmworks.plan.profile import Profile, load_profile
 from lmworks.spec import Cluster, Gpu, LMWorksError, RunSpec, SpecError, load_run
 from lmworks.train.start import with_absolute_paths
 from typed import lmworks

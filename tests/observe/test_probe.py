@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lmworks.observe import probe as probing
-from lmworks.plan.machine import Machine
+from lmworks.plan.devices.machine import Machine
 from lmworks.plan.network import network, optimizer
 from lmworks.plan.ops import Workload
-from lmworks.plan.time import step_time
+from lmworks.plan.step.one_device import step_time
 from lmworks.spec import PRESETS, Cluster, ModelSpec, RunSpec, SpecError
 
 

@@ -16,8 +16,8 @@ from lmworks.model import GPT
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.pipeline import SEVERAL, SINGLE, Pipeline
 from lmworks.parallel.precision import run_in
-from lmworks.plan.orders import stages_of
-from lmworks.plan.stages import split_layers
+from lmworks.plan.pipelines.orders import stages_of
+from lmworks.plan.pipelines.stages import split_layers
 from lmworks.spec import Grid, RunSpec, SpecError, TrainingError
 from lmworks.spec.run import SCHEDULES
 from lmworks.study.ranks import on_ranks

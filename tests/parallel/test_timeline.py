@@ -11,8 +11,8 @@ from torch import nn
 
 from lmworks.observe.timeline import draw_png, draw_text
 from lmworks.parallel.pipeline import SEVERAL, SINGLE
-from lmworks.plan.orders import Action, actions
-from lmworks.plan.schedule import Span, durations, idle_shares, simulate, stage_times
+from lmworks.plan.pipelines.orders import Action, actions
+from lmworks.plan.pipelines.schedule import Span, durations, idle_shares, simulate, stage_times
 from lmworks.study.ranks import on_ranks
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmworks.plan.budget import Budget, activations, budget
 from lmworks.plan.case import Case
-from lmworks.plan.reserve import capacity, oom_probability, reserve, usable
-from lmworks.plan.sheet import budget_of, sheet
+from lmworks.plan.memory.budget import Budget, activations, budget
+from lmworks.plan.memory.reserve import capacity, oom_probability, reserve, usable
+from lmworks.plan.memory.run_budget import budget_of, sheet
 from lmworks.plan.software import SOFTWARE, software_named
-from lmworks.plan.sources import SOURCES
+from lmworks.plan.tables.sources import SOURCES
 from lmworks.spec import ModelSpec, RunSpec, SpecError, catalogue
 
 H100 = catalogue()["H100-SXM-80GB"]

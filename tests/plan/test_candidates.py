@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from lmworks.plan.candidates import Question, Words, cases, cuts, legal, run_of, words
+from lmworks.plan.search.candidates import Question, Words, cases, cuts, legal, run_of, words
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from lmworks.spec.hardware import parse_cluster
 from lmworks.spec.layout import LOOPED

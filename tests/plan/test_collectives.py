@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import UNSHARD, _Action, _add_unshard_reshard
 
-from lmworks.plan.calls import Here
-from lmworks.plan.collectives import collectives, fetched
-from lmworks.plan.orders import actions
-from lmworks.plan.residency import resident
+from lmworks.plan.exact.calls import Here
+from lmworks.plan.exact.collectives import collectives, fetched
+from lmworks.plan.exact.residency import resident
+from lmworks.plan.pipelines.orders import actions
 from lmworks.spec import Grid, RunSpec
 from lmworks.spec.layouts import layouts
 from lmworks.study.agreement import counted, differing, planned_calls

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lmworks.plan.gemm import GemmRate, alignment, gemm_seconds
-from lmworks.plan.rates import gemm_rate, table
+from lmworks.plan.devices.gemm import GemmRate, alignment, gemm_seconds
+from lmworks.plan.devices.rates import gemm_rate, table
 from lmworks.spec import catalogue
 
 IDEAL = GemmRate(

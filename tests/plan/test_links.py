@@ -9,8 +9,8 @@ from statistics import median
 import numpy as np
 import pytest
 
-from lmworks.plan.curves import KINDS, LINKS, Curve, curves, read_links
-from lmworks.plan.links import Fabric
+from lmworks.plan.devices.curves import KINDS, LINKS, Curve, curves, read_links
+from lmworks.plan.devices.links import Fabric
 from lmworks.spec import Cluster, SpecError, catalogue, parse_cluster
 
 MIB, GIB = 2**20, 2**30
@@ -46,7 +46,7 @@ def test_published_bandwidth_inside_a_machine(text: str, nbytes: float, gbs: flo
 def test_published_runs_between_machines() -> None:
     """nccl-tests on 2 to 128 machines: the median of each table's large messages within a fifth."""
     errors: dict[tuple[str, int], list[float]] = defaultdict(list)
-    with open(LINKS.parent / "published" / "nccl_multinode.csv") as file:
+    with open(LINKS.parent / "nccl_multinode.csv") as file:
         for row in csv.DictReader(file):
             nodes, nbytes = int(row["nodes"]), float(row["message_bytes"])
             cluster = Cluster(

@@ -8,10 +8,10 @@ import json
 import numpy as np
 import pytest
 
-from lmworks.plan.gemm import gemm_seconds
-from lmworks.plan.machine import Machine, Rate
+from lmworks.plan.devices.gemm import gemm_seconds
+from lmworks.plan.devices.machine import Machine, Rate
+from lmworks.plan.devices.rates import best_matmul
 from lmworks.plan.ops import Kernel, gemm
-from lmworks.plan.rates import best_matmul
 from lmworks.spec import SpecError, catalogue
 
 H100 = catalogue()["H100-SXM-80GB"]

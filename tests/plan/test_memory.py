@@ -9,8 +9,8 @@ import torch
 from tracker import Steps, make_run
 
 from lmworks.kernels import cross_entropy
-from lmworks.plan.memory import memory, stage_sheets
-from lmworks.plan.moments import pieces
+from lmworks.plan.memory.moments import pieces
+from lmworks.plan.memory.sheet import memory, stage_sheets
 from lmworks.plan.ops import CHUNK_LOGITS
 from lmworks.spec import RunSpec
 from lmworks.study.simulate import simulate

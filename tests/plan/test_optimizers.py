@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lmworks.plan.optimizers import optimizer_bytes
+from lmworks.plan.exact.optimizers import optimizer_bytes
 from lmworks.spec import SpecError
 
 SHAPES = [(30, 50), (7, 3), (4, 20, 32), (64,), (1,)]

@@ -9,10 +9,10 @@ import sys
 import pytest
 from tracker import make_run
 
-from lmworks.plan.machine import Machine, Rate
+from lmworks.plan.devices.machine import Machine, Rate
 from lmworks.plan.ops import Kernel
 from lmworks.plan.predict import predict
-from lmworks.plan.time import step_time
+from lmworks.plan.step.one_device import step_time
 from lmworks.spec import RunSpec, SpecError, catalogue
 
 KINDS = ("stream", "strided", "exp", "tanh", "optimizer")

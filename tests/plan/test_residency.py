@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from lmworks.model import GPT
-from lmworks.plan.calls import by_kind
-from lmworks.plan.collectives import collectives
-from lmworks.plan.residency import Resident, on_host, resident
-from lmworks.plan.shards import flat, units
-from lmworks.plan.stages import split_layers, stages_here
-from lmworks.plan.weights import weights
+from lmworks.plan.exact.calls import by_kind
+from lmworks.plan.exact.collectives import collectives
+from lmworks.plan.exact.residency import Resident, on_host, resident
+from lmworks.plan.exact.shards import flat, units
+from lmworks.plan.exact.weights import weights
+from lmworks.plan.pipelines.stages import split_layers, stages_here
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from lmworks.study.data_parallel import STRATEGIES as COMPARED
 from lmworks.study.holdings import Holdings, observe

@@ -11,10 +11,10 @@ import pytest
 
 from lmworks.cli.plan_validate import predict
 from lmworks.plan.case import Case
-from lmworks.plan.columns import COLUMNS, NAMES, number, parse, read
 from lmworks.plan.flops import hardware_flops_per_token, model_flops_per_token
-from lmworks.plan.forecast import forecast_table
-from lmworks.plan.names import (
+from lmworks.plan.tables.columns import COLUMNS, NAMES, number, parse, read
+from lmworks.plan.tables.forecast import forecast_table
+from lmworks.plan.tables.names import (
     framework_named,
     gpu_named,
     nic_named,
@@ -24,7 +24,7 @@ from lmworks.plan.names import (
     shape_named,
     shapes,
 )
-from lmworks.plan.rows import Job, job, usual_framework
+from lmworks.plan.tables.rows import Job, job, usual_framework
 from lmworks.spec import ModelSpec, SpecError
 
 DOCS = Path(__file__).parents[2] / "docs" / "validation.md"

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from lmworks.plan.bubble import Costs, bubble, ideal_idle, in_flight
-from lmworks.plan.orders import Action, actions, stages_of
-from lmworks.plan.schedule import Span, durations, idle_shares, simulate, stage_times, total
-from lmworks.plan.stages import split_layers
+from lmworks.plan.pipelines.bubble import Costs, bubble, ideal_idle, in_flight
+from lmworks.plan.pipelines.orders import Action, actions, stages_of
+from lmworks.plan.pipelines.schedule import Span, durations, idle_shares, simulate, stage_times, total
+from lmworks.plan.pipelines.stages import split_layers
 from lmworks.spec import PRESETS, ModelSpec, SpecError
 from lmworks.spec.layout import IN_ROUNDS, V_SHAPED
 from lmworks.spec.run import SCHEDULES

@@ -7,14 +7,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lmworks.plan.budget import budget
-from lmworks.plan.candidates import NUMBERS, Question, cases, question_of
 from lmworks.plan.case import Case
-from lmworks.plan.explain import changed_by, explain, filled, read_layout
-from lmworks.plan.job import Wish, job
-from lmworks.plan.reserve import oom_probability, usable
-from lmworks.plan.search import Result, enough, fitting, front, least, search, unbeaten
-from lmworks.plan.step import price
+from lmworks.plan.memory.budget import budget
+from lmworks.plan.memory.reserve import oom_probability, usable
+from lmworks.plan.search.candidates import NUMBERS, Question, cases, question_of
+from lmworks.plan.search.explain import changed_by, explain, filled, read_layout
+from lmworks.plan.search.job import Wish, job
+from lmworks.plan.search.search import Result, enough, fitting, front, least, search, unbeaten
+from lmworks.plan.step.price import price
 from lmworks.spec import RunSpec, SpecError
 
 

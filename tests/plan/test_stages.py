@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lmworks.plan.flops import forward_flops_per_token
-from lmworks.plan.stages import Stage, embedding_cost, least_largest, split_layers
+from lmworks.plan.pipelines.stages import Stage, embedding_cost, least_largest, split_layers
 from lmworks.spec import ModelSpec, SpecError
 
 SMALL = ModelSpec(layers=7, hidden=64, heads=4, vocab=512, context=64)

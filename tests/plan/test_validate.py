@@ -12,12 +12,12 @@ import typer
 
 from lmworks.cli.plan_validate import validate as validate_command
 from lmworks.plan.case import Case
-from lmworks.plan.columns import read
-from lmworks.plan.components import components
-from lmworks.plan.replay import errors, grown, reached, replay, thresholds
-from lmworks.plan.rows import job, usual_framework
-from lmworks.plan.sources import PUBLISHED, SOURCES, Measured, printed_flops, source_named
-from lmworks.plan.validate import Score, constant_mfu, mfu, relative, validate, weighted_median
+from lmworks.plan.tables.columns import read
+from lmworks.plan.tables.components import components
+from lmworks.plan.tables.replay import errors, grown, reached, replay, thresholds
+from lmworks.plan.tables.rows import job, usual_framework
+from lmworks.plan.tables.sources import PUBLISHED, SOURCES, Measured, printed_flops, source_named
+from lmworks.plan.tables.validate import Score, constant_mfu, mfu, relative, validate, weighted_median
 from lmworks.spec import SpecError
 
 
@@ -205,7 +205,7 @@ def test_every_published_figure_has_a_threshold() -> None:
 
 
 def test_a_grown_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.plan import replay as module
+    from lmworks.plan.tables import replay as module
 
     monkeypatch.setattr(module, "thresholds", lambda: {"korthikanti/step_s": {"fitted": 0.001}})
     (sentence,) = grown(replay(source="korthikanti"))
@@ -213,7 +213,7 @@ def test_a_grown_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.plan import replay as module
+    from lmworks.plan.tables import replay as module
 
     monkeypatch.setattr(module, "thresholds", dict)
     validate_command(source="korthikanti", json=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmworks.plan.memory import memory
+from lmworks.plan.memory.sheet import memory
 from lmworks.spec import Cluster, RunSpec, SpecError
 from lmworks.study.bars import Bars, as_svg, as_text
 from lmworks.study.data_parallel import STRATEGIES, Study, choose, study, with_layout

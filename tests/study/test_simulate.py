@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lmworks.cli.main import app
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.weights import source_of
-from lmworks.plan.stages import stages_here
+from lmworks.plan.pipelines.stages import stages_here
 from lmworks.spec import Grid, RunSpec, SpecError, load_run
 from lmworks.study.agreement import counted, differing, planned_calls
 from lmworks.study.fake_rank import Simulation, Step, account

@@ -9,7 +9,7 @@ import typer
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..plan.machine import Machine
+    from ..plan.devices.machine import Machine
     from ..spec import Gpu
 
 

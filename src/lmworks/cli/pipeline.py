@@ -12,7 +12,7 @@ from .output import Json, Overrides, Spec, print_json, print_table
 from .ranks import needs_ranks, start_ranks
 
 if TYPE_CHECKING:
-    from ..plan.schedule import Span
+    from ..plan.pipelines.schedule import Span
     from ..spec import RunSpec
 
 
@@ -81,10 +81,10 @@ def measured(run: RunSpec) -> list[Span] | None:
 
 def describe(run: RunSpec, real: list[Span] | None) -> tuple[dict[str, Any], list[Span]]:
     """Everything that is printed, as data; and the simulated timeline of this split."""
-    from ..plan.bubble import ideal_idle
-    from ..plan.orders import actions, stages_of
-    from ..plan.schedule import durations, idle_shares, simulate, stage_times
-    from ..plan.stages import split_layers
+    from ..plan.pipelines.bubble import ideal_idle
+    from ..plan.pipelines.orders import actions, stages_of
+    from ..plan.pipelines.schedule import durations, idle_shares, simulate, stage_times
+    from ..plan.pipelines.stages import split_layers
 
     layout, model, seq = run.parallel, run.model, run.data.seq
     shape = (layout.schedule, layout.pp, layout.virtual_stages, run.accumulation)

@@ -16,8 +16,8 @@ from .plan_validate import predict as predict_table
 from .plan_validate import validate
 
 if TYPE_CHECKING:
-    from ..plan.calls import Collective
-    from ..plan.machine import Machine
+    from ..plan.devices.machine import Machine
+    from ..plan.exact.calls import Collective
     from ..plan.predict import Prediction
     from ..spec import Cluster, RunSpec
 
@@ -84,8 +84,8 @@ app.command("predict")(predict_table)
 
 
 def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
-    from ..plan.machine import Machine
-    from ..plan.profile import profile_of
+    from ..plan.devices.machine import Machine
+    from ..plan.devices.profile import profile_of
 
     if cluster.profile:
         return profile_of(cluster).machine
@@ -100,7 +100,7 @@ def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
 
 def fits(prediction: Prediction) -> bool | None:
     """With what the allocator takes on top; None where the machine, or its memory, is unknown."""
-    from ..plan.reserve import reserve, reserved
+    from ..plan.memory.reserve import reserve, reserved
 
     machine = prediction.machine
     if machine is None or not machine.memory_bytes:
@@ -111,7 +111,7 @@ def fits(prediction: Prediction) -> bool | None:
 
 
 def sent(job: RunSpec) -> list[Collective]:
-    from ..plan.collectives import collectives
+    from ..plan.exact.collectives import collectives
     from ..spec import SpecError
 
     try:

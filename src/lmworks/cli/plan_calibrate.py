@@ -10,8 +10,8 @@ import typer
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..plan.curves import Curve
-    from ..plan.profile import Profile
+    from ..plan.devices.curves import Curve
+    from ..plan.devices.profile import Profile
 
 
 def calibrate(
@@ -69,7 +69,7 @@ def print_profile(profile: Profile) -> None:
 
 
 def print_links(curve: Curve) -> None:
-    from ..plan.curves import wire_share
+    from ..plan.devices.curves import wire_share
     from ..record.figures import binary_bytes, duration, short
 
     rows = [

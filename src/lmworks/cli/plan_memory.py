@@ -53,11 +53,11 @@ def memory(
       lmworks plan memory llama3-70b --cluster 64xh100 --tp 8 --pp 4 --recompute selective --json
       lmworks plan memory configs/tiny.toml --cluster 2xa100
     """
-    from ..plan.budget import budget, oom_probability
     from ..plan.case import Case
-    from ..plan.job import Wish, job
-    from ..plan.reserve import capacity, usable
-    from ..plan.sheet import budget_of
+    from ..plan.memory.budget import budget, oom_probability
+    from ..plan.memory.reserve import capacity, usable
+    from ..plan.memory.run_budget import budget_of
+    from ..plan.search.job import Wish, job
 
     wish = Wish(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
     run = job(spec, overrides or (), wish)

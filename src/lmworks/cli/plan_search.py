@@ -13,9 +13,9 @@ from .job import Dtype, GlobalBatch, Seq
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
 
 if TYPE_CHECKING:
-    from ..plan.candidates import Question
-    from ..plan.explain import Verdict
-    from ..plan.search import Found, Result
+    from ..plan.search.candidates import Question
+    from ..plan.search.explain import Verdict
+    from ..plan.search.search import Found, Result
     from ..spec import RunSpec
 
 
@@ -56,11 +56,11 @@ def search(
       lmworks plan search llama3-70b --cluster 64xh100 --global-batch 512 --fix tp=8 --json
       lmworks plan search llama3-70b --cluster 64xh100 --global-batch 512 --explain "tp=8 zero=1"
     """
-    from ..plan.candidates import question_of
-    from ..plan.explain import explain as why
-    from ..plan.explain import read_layout
-    from ..plan.job import Wish, job
-    from ..plan.search import search as find
+    from ..plan.search.candidates import question_of
+    from ..plan.search.explain import explain as why
+    from ..plan.search.explain import read_layout
+    from ..plan.search.job import Wish, job
+    from ..plan.search.search import search as find
 
     began = time.perf_counter()
     base = job(spec, overrides or (), Wish(seq=seq, micro_batch=1, global_batch=global_batch))
@@ -106,7 +106,7 @@ def search(
 
 def no_room(question: Question, result: Result) -> str:
     """Nothing can run, or nothing fits: what does."""
-    from ..plan.search import enough, least
+    from ..plan.search.search import enough, least
 
     where = f"{question.cluster.gpus} × {question.gpu.name}"
     if not result.legal:
@@ -125,11 +125,11 @@ def no_room(question: Question, result: Result) -> str:
 
 def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
     """One layout of the front, for programs."""
-    from ..plan.budget import budget
-    from ..plan.collectives import collectives
-    from ..plan.links import Fabric
-    from ..plan.reserve import capacity, oom_probability, usable
-    from ..plan.step import price as closed_form
+    from ..plan.devices.links import Fabric
+    from ..plan.exact.collectives import collectives
+    from ..plan.memory.budget import budget
+    from ..plan.memory.reserve import capacity, oom_probability, usable
+    from ..plan.step.price import price as closed_form
 
     price, question = found.price or closed_form(found.case), found.question
     spec, fabric = found.spec(base), Fabric.of(question.cluster, question.gpu)
@@ -162,7 +162,7 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
 
 def spans_of(found: Found) -> list[list[Any]] | None:
     """The pipeline in time: too long for --json, so only a page has it."""
-    from ..plan.step import passes
+    from ..plan.step.price import passes
 
     return [list(span) for span in passes(found.case)] if found.case.pp > 1 else None
 

@@ -10,8 +10,8 @@ import typer
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..plan.components import Part
-    from ..plan.validate import Line, Report, Score
+    from ..plan.tables.components import Part
+    from ..plan.tables.validate import Line, Report, Score
 
 Data = Annotated[
     Path | None, typer.Option("--data", metavar="DIR", help="A folder with bulk sets that are not part of LMWorks.")
@@ -34,8 +34,8 @@ def validate(
       lmworks plan validate --source torchtitan
       lmworks plan validate --data measured --json
     """
-    from ..plan.components import components
-    from ..plan.replay import grown, replay
+    from ..plan.tables.components import components
+    from ..plan.tables.replay import grown, replay
 
     report = replay(data, source)
     worse = grown(report)
@@ -116,10 +116,10 @@ def predict(
       lmworks plan predict runs.csv
       lmworks plan predict runs.csv --json
     """
-    from ..plan.budget import budget
-    from ..plan.columns import read
-    from ..plan.forecast import forecast_table
-    from ..plan.step import price
+    from ..plan.memory.budget import budget
+    from ..plan.step.price import price
+    from ..plan.tables.columns import read
+    from ..plan.tables.forecast import forecast_table
 
     result = forecast_table(read(rows), price, budget)
     if json:

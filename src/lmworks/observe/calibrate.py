@@ -18,8 +18,8 @@ import torch
 
 from .. import __version__
 from ..data.progress import Progress, silent
-from ..plan.curves import wire_share
-from ..plan.profile import Profile
+from ..plan.devices.curves import wire_share
+from ..plan.devices.profile import Profile
 from ..spec import SpecError, recognise
 from ..spec.files import write_whole
 from .collectives import group_sizes, measure_collectives

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from ..data.progress import Progress, silent
+from ..plan.devices.machine import Machine, Rate
 from ..plan.flops import keys_per_query
-from ..plan.machine import Machine, Rate
 from .sizes import Sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

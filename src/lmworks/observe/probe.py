@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from ..plan.machine import FORMAT, Machine
-from ..plan.profile import Profile, load_profile, profile_of
+from ..plan.devices.machine import FORMAT, Machine
+from ..plan.devices.profile import Profile, load_profile, profile_of
 from ..spec import Cluster, SpecError
 from .calibrate import QUICK_SECONDS, about, calibrate, save
 from .measure import device_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from ..plan.schedule import Span
+from ..plan.pipelines.schedule import Span
 from ..spec import SpecError
 from .plots import has_matplotlib, save
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model import GPT
-from ..plan.stages import Stage, stages_here
+from ..plan.pipelines.stages import Stage, stages_here
 from ..spec import RunSpec
 from .alone import Alone
 from .data import DataParallel

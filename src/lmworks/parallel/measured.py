@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..data import Batch
-from ..plan.schedule import Span
+from ..plan.pipelines.schedule import Span
 from ..spec import RunSpec
 from .apply import lay_out
 from .mesh import Mesh

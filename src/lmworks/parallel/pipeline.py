@@ -2,7 +2,7 @@
 
     memory per rank      1/p of the layers; activations of the micro-batches under way (all of them in GPipe, p in 1F1B)
     traffic per step     2 · m · v messages of (micro_batch, seq, hidden) between neighbours, m micro-batches, v stages
-    idle share           (p − 1)/(v·m + p − 1), less where the backward pass is split: see plan/bubble.py
+    idle share           (p − 1)/(v·m + p − 1), less where the backward pass is split: see plan/pipelines/bubble.py
 
 `torch.distributed.pipelining` runs the schedule. Its chunking knows tensors only, so micro-batches do not go through
 it: a stage looks its own inputs up by the index of the micro-batch that the schedule tells it to run.
@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from ..plan.orders import stages_of
+from ..plan.pipelines.orders import stages_of
 from ..spec import RunSpec, TrainingError
 from .mesh import Mesh
 from .timeline import Recorder

@@ -1,4 +1,4 @@
-"""When a rank of a pipeline really works; plan/schedule.py says when it should."""
+"""When a rank of a pipeline really works; plan/pipelines/schedule.py says when it should."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..plan.schedule import Span
+from ..plan.pipelines.schedule import Span
 
 
 class Recorder:

@@ -7,11 +7,11 @@ from typing import Any
 
 from ..spec import RunSpec
 from .case import Case
+from .devices.machine import Machine
 from .flops import StepFlops, step_flops
-from .machine import Machine
-from .memory import MemorySheet, memory
-from .step import timeline
-from .time import StepTime, step_time
+from .memory.sheet import MemorySheet, memory
+from .step.one_device import StepTime, step_time
+from .step.price import timeline
 
 
 @dataclass(frozen=True)

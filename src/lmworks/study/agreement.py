@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import Protocol
 
-from ..plan.collectives import collectives
-from ..plan.residency import on_host, resident
-from ..plan.shards import own_shapes
+from ..plan.exact.collectives import collectives
+from ..plan.exact.residency import on_host, resident
+from ..plan.exact.shards import own_shapes
 from ..spec import Grid, RunSpec
 from ..spec.grid import AXES, JOINED, shorten
 from .trial import Trial

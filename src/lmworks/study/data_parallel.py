@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from ..parallel.deepspeed import load_deepspeed
-from ..plan.calls import by_kind
-from ..plan.collectives import collectives
-from ..plan.memory import MemorySheet, memory
-from ..plan.residency import Resident, resident
+from ..plan.exact.calls import by_kind
+from ..plan.exact.collectives import collectives
+from ..plan.exact.residency import Resident, resident
+from ..plan.memory.sheet import MemorySheet, memory
 from ..spec import Cluster, RunSpec, SpecError
 from .holdings import Holdings, observe
 from .job import Job, run_job

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from ..observe.page import page, table
-from ..plan.weights import weights
+from ..plan.exact.weights import weights
 from ..record.figures import binary_bytes, short
 from ..spec import SpecError
 from ..spec.files import write_whole

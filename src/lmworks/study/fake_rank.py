@@ -44,7 +44,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.precision import LossScale
 from ..parallel.traffic import Row, Traffic
 from ..parallel.weights import Source
-from ..plan.stages import Stage
+from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
 from ..train import trainer
 from ..train.optim import make_optimizer

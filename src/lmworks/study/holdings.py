@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..parallel.offload import HostOptimizer
 from ..parallel.traffic import Row, Traffic
-from ..plan.residency import Resident
+from ..plan.exact.residency import Resident
 from ..spec import RunSpec
 from ..train import Trainer
 from .ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, Ledger

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..parallel.mesh import Mesh
 from ..parallel.traffic import Row
-from ..plan.stages import Stage, stages_here
+from ..plan.pipelines.stages import Stage, stages_here
 from ..spec import RunSpec, SpecError
 from .fake_rank import Simulation, fake_world, step
 from .ledger import Bytes

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..parallel.data import Shard
 from ..parallel.laid import Laid
 from ..parallel.traffic import Row, Traffic
-from ..plan.residency import Resident
+from ..plan.exact.residency import Resident
 from ..spec import OptimSpec, RunSpec
 from ..train import Trainer
 from .holdings import STEPS_BEFORE, Reader, take_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ..plan.machine import Machine
+from ..plan.devices.machine import Machine
 from ..plan.predict import predict
 from ..record import RunFolder
 from ..spec import RunSpec, SpecError

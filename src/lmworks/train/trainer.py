@@ -32,8 +32,8 @@ from ..parallel.precision import LossScale
 from ..parallel.state import take, training_state
 from ..parallel.weights import is_hf, source_of
 from ..parallel.world import explained, from_lead, is_lead, join, known, together
+from ..plan.devices.machine import Machine
 from ..plan.flops import model_flops_per_token
-from ..plan.machine import Machine
 from ..record import MetricsWriter, RunFolder
 from ..spec import DataError, RunSpec, SpecError, TrainingError
 from . import checkpoint

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...spec import Cluster, Gpu, SpecError
 from ...spec.errors import did_you_mean
-from ..links import Fabric
+from ..devices.links import Fabric
 from .kv import Cache
 from .served import WEIGHT_FORMATS, Linear, Served, compute_format
 

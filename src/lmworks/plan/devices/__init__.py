@@ -1,0 +1,1 @@
+"""What an accelerator and its links do in a given time: measured, fitted to measurements, or by a datasheet."""

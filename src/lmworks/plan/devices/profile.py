@@ -1,0 +1,177 @@
+"""The profile of a machine: what `lmworks plan calibrate` measured there, as a TOML file that later plans read.
+
+    format = 4
+    [machine]            its name, device, memory, the cost of a launch, how noisy it was
+    [made]               when, and with which versions
+    [rates."gemm.bf16"]  FLOP/s (products, attention) or bytes/s (passes) at some shapes
+    [links]              message sizes in bytes, and below it µs of each collective for each number of ranks
+
+A profile may be made on one machine and read on another: that is how a laptop plans for a cluster.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from ...spec import Cluster, Gpu, SpecError, dump_toml, recognise
+from .curves import KINDS, Curve
+from .machine import FORMAT, Machine, Rate
+from .rates import gpu_rates
+
+REMEDY = "measure it again with `lmworks plan calibrate`"
+HEADER = '# Written by `lmworks plan calibrate`. Later plans read it with cluster.profile = "THIS FILE".\n'
+SHAPES = {"gemm": 3, "attention": 2, "attention_backward": 2}  # numbers that a shape has; a pass has its bytes
+
+
+@dataclass(frozen=True)
+class Profile:
+    machine: Machine
+    links: Mapping[str, Any] | None = None  # as `Curve.from_dict` reads it, with `sizes`; None: one rank, no links
+    made: Mapping[str, Any] | None = None  # date and versions, for people
+
+    @functools.cached_property
+    def curve(self) -> Curve | None:
+        if self.links is None:
+            return None
+        return Curve.from_dict(self.machine.name, self.links, np.array(self.links["sizes"], dtype=float))
+
+    def to_dict(self) -> dict[str, Any]:
+        machine = asdict(self.machine)
+        rates = {
+            kind: {"shapes": [list(point.shape) for point in points], "rates": [point.rate for point in points]}
+            for kind, points in self.machine.rates.items()
+        }
+        kept = {key: value for key, value in machine.items() if key not in ("rates", "laws", "gains", "tag")}
+        table = {"format": FORMAT, "machine": kept, "made": dict(self.made or {}), "rates": rates}
+        return table if self.links is None else {**table, "links": dict(self.links)}
+
+    def to_toml(self) -> str:
+        return HEADER + dump_toml(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any], catalogue: str = "") -> Self:
+        """Raises ProfileError with what is wrong. `catalogue` is a user's own, where a GPU is looked up."""
+        if table.get("format") != FORMAT:
+            raise ProfileError(f"its format is {table.get('format')!r}, and this version of LMWorks reads {FORMAT}")
+        known = part(table, "machine", ("name", "device", "memory_bytes", "launch_s", "launch_backward_s", "noise"))
+        if known["device"] not in ("cpu", "cuda"):
+            raise ProfileError(f"machine.device is {known['device']!r}, not cpu or cuda")
+        for name in ("memory_bytes", "launch_s", "launch_backward_s", "noise"):
+            number(known[name], f"machine.{name}", least=0.0)
+        rates = {kind: read_rates(kind, entry) for kind, entry in part(table, "rates", ()).items()}
+        if not any(kind.startswith("gemm.") for kind in rates):
+            raise ProfileError('it has no matrix products: [rates."gemm.…"] is missing')
+        machine = Machine(tag="measured", rates=rates, **known)
+        machine = with_laws(machine, catalogue)
+        return cls(machine, read_links(table["links"]) if "links" in table else None, table.get("made", {}))
+
+
+class ProfileError(ValueError):
+    """What is wrong with a profile; whoever knows its file says so."""
+
+
+def load_profile(path: str | Path, catalogue: str = "") -> Profile:
+    try:
+        return Profile.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")), catalogue)
+    except OSError as error:
+        raise SpecError(f"cluster.profile: cannot read {path}: {error.strerror}") from None
+    except ProfileError as error:
+        raise SpecError(f"cluster.profile: {path} is no profile to plan with: {error}; {REMEDY}") from None
+    except ValueError as error:  # TOML's, or of text that is not UTF-8
+        raise SpecError(f"cluster.profile: {path} is not valid TOML: {error}; {REMEDY}") from None
+
+
+def profile_of(cluster: Cluster) -> Profile:
+    """The one that a spec names. What the spec says of its accelerators must be true of the profile."""
+    found = load_profile(cluster.profile, cluster.catalogue)
+    machine, measured = found.machine, f"cluster.profile: {cluster.profile} was measured on {found.machine.name}"
+    if cluster.device not in ("auto", machine.device):
+        raise SpecError(f"{measured}, but cluster.device = {cluster.device!r}; leave one of them out")
+    if cluster.accelerator and not cluster.accelerator.answers_to(machine.name):
+        raise SpecError(f"{measured}, but cluster.gpu = {cluster.gpu!r}; leave one of them out")
+    return found
+
+
+@functools.cache
+def profile_for(gpu: Gpu, path: str) -> Profile:
+    """Of a GPU that a plan is for."""
+    found = load_profile(path)
+    if not gpu.answers_to(found.machine.name):
+        raise SpecError(
+            f"cluster.profile: {path} was measured on {found.machine.name}, and this plan is for {gpu.name}"
+        )
+    return found
+
+
+def with_laws(machine: Machine, catalogue: str) -> Machine:
+    """What was not measured of a GPU that the catalogue knows, its catalogue rates answer."""
+    gpu = recognise(machine.name, catalogue) if machine.device == "cuda" else None
+    return machine.beside(gpu_rates(gpu)) if gpu and gpu.bandwidth_gbs else machine
+
+
+# --- reading with care: a profile is a file that people copy and edit ------------------------------------------
+
+
+def part(table: Mapping[str, Any], name: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    found = table.get(name)
+    if not isinstance(found, Mapping):
+        raise ProfileError(f"[{name}] is missing")
+    for key in keys:
+        if key not in found:
+            raise ProfileError(f"{name}.{key} is missing")
+    return {key: found[key] for key in keys} if keys else dict(found)
+
+
+def number(value: Any, name: str, least: float = 1e-12) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ProfileError(f"{name} has {value!r}, which is no number")
+    if value < least:
+        raise ProfileError(f"{name} has {value}, which no machine does")
+    return value
+
+
+def numbers(values: Any, name: str) -> list[float]:
+    if not isinstance(values, list) or not values:
+        raise ProfileError(f"{name} is not a list of numbers")
+    return [number(value, name) for value in values]
+
+
+def read_rates(kind: str, entry: Any) -> tuple[Rate, ...]:
+    name = f"rates.{kind}"
+    table = part({name: entry}, name, ("shapes", "rates"))
+    rates = numbers(table["rates"], f"{name}.rates")
+    shapes, size = table["shapes"], SHAPES.get(kind.partition(".")[0], 1)
+    if not isinstance(shapes, list) or len(shapes) != len(rates):
+        raise ProfileError(f"{name} has not as many shapes as rates")
+    points = []
+    for shape, rate in zip(shapes, rates, strict=True):
+        sizes = numbers(shape, f"{name}.shapes")
+        if len(sizes) != size:
+            raise ProfileError(f"{name}: the shape {shape} should have {size} numbers")
+        points.append(Rate(tuple(sizes), rate))
+    return tuple(points)
+
+
+def read_links(table: Any) -> dict[str, Any]:
+    known = part({"links": table}, "links", ("gpus", "link_gbs", "fabric", "sizes"))
+    sizes = numbers(known["sizes"], "links.sizes")
+    if sizes != sorted(set(sizes)) or len(sizes) < 2:
+        raise ProfileError("links.sizes must grow, from at least two")
+    measured = {kind: dict(table[kind]) for kind in KINDS if isinstance(table.get(kind), Mapping)}
+    if "all-reduce" not in measured:
+        raise ProfileError("links.all-reduce is missing: what was not measured is priced like it")
+    for kind, by_ranks in measured.items():
+        for ranks, times in by_ranks.items():
+            if not str(ranks).isdecimal() or int(ranks) < 2:
+                raise ProfileError(f"links.{kind}: {ranks!r} is no number of ranks")
+            if len(numbers(times, f"links.{kind}.{ranks}")) != len(sizes):
+                raise ProfileError(f"links.{kind}.{ranks} has not as many times as there are sizes")
+    return {**known, "tag": "measured", **measured}

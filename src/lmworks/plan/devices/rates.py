@@ -1,0 +1,176 @@
+"""What a GPU of the catalogue does in a given time, kernel by kernel, without having been at hand.
+
+Products follow `gemm`: with constants fitted to this very GPU where its products were measured, to its family where a
+sister's were, else to all. Attention and passes over memory take a share of the datasheet. `gemm.toml` is written by
+`benchmarks/fit_gemm.py`; `rates.toml` by hand.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...spec import Gpu, SpecError
+from ...spec.errors import did_you_mean
+from ..case import Number
+from ..ops import Kernel
+from .gemm import GemmRate, gemm_seconds
+
+HERE = Path(__file__).parent
+WIDTHS = {"fp32": (4.0, 4.0), "bf16": (2.0, 2.0), "fp16": (2.0, 2.0), "fp8": (1.0, 2.0)}  # operands, result
+GENERIC_SMS = 128
+BLOCK = 128  # rows of queries that one SM takes at a time
+HEAD = 128  # dimension of the heads that attention's shares are given for
+
+
+@functools.cache
+def table(name: str) -> dict[str, Any]:
+    return tomllib.loads((HERE / name).read_text(encoding="utf-8"))
+
+
+@functools.cache
+def best_matmul(accelerators: tuple[str, ...], dtype: str) -> float | None:
+    """FLOP/s of the fastest product that was measured, of the first of these accelerators that has one."""
+    with (HERE / "matmul.csv").open(encoding="utf-8", newline="") as lines:
+        best = {(row["accelerator"], row["dtype"]): float(row["mamf_tflops"]) * 1e12 for row in csv.DictReader(lines)}
+    return next((best[name, dtype] for name in accelerators if (name, dtype) in best), None)
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """Fused attention: `forward` and `backward` are FLOP/s of an endless sequence with heads of 128, causal."""
+
+    forward: float
+    backward: float
+    half: float  # sequence at which half of that is reached
+    half_backward: float
+    head: float
+    sms: int
+    start_s: float
+
+    def seconds(self, kernel: Kernel) -> Number:
+        seq, head_dim = kernel.shape
+        backward = kernel.kind == "attention_backward"
+        rate, half, products = (self.backward, self.half_backward, 2.5) if backward else (self.forward, self.half, 1.0)
+        narrow = np.minimum(head_dim, HEAD)
+        rate = rate * seq / (seq + half) * narrow / (narrow + self.head) * (HEAD + self.head) / HEAD
+        rows = kernel.flops / (2.0 * products * seq * head_dim)  # of all heads: each sees half of the sequence
+        busy = np.minimum(1.0, rows / (BLOCK * self.sms))  # a few short sequences leave SMs idle
+        return kernel.flops / (rate * np.maximum(busy, 1e-3)) + self.start_s
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    gemm: Mapping[str, GemmRate]  # by number format
+    attention: Mapping[str, AttentionRate]
+    bandwidth: Mapping[str, float]  # bytes/s by kind of pass
+    start_s: float  # of a pass over nothing
+    launch_s: float
+    launch_backward_s: float
+    tags: Mapping[str, str]  # what each kind rests on: "fitted" or "modelled"
+
+    def seconds(self, kernel: Kernel, dtype: str) -> Number:
+        """All launches of this kernel, host time not counted.
+
+        Equal products are priced as one batched launch, as scores of attention and experts are computed; where each of
+        them fills the GPU it makes no difference.
+        """
+        if kernel.kind == "gemm":
+            m, k, n = kernel.shape
+            return gemm_seconds(m, k, n, self.gemm[dtype], np.maximum(kernel.count, 1)) * np.minimum(kernel.count, 1)
+        if kernel.kind in ("attention", "attention_backward"):
+            return kernel.count * self.attention[dtype].seconds(kernel)
+        return kernel.count * (kernel.bytes / self.bandwidth[kernel.kind] + self.start_s * np.sign(kernel.bytes))
+
+
+def gpu_rates(gpu: Gpu, attention: str = "") -> GpuRates:
+    """`attention` names a kernel of rates.toml (fa1, fa2, fa3, cudnn); by default what PyTorch takes on this GPU."""
+    if not gpu.bandwidth_gbs:
+        raise SpecError(f"{gpu.name}: bandwidth_gbs is not in the catalogue, so no time can be predicted for it")
+    bandwidth, passes = gpu.bandwidth_gbs * 1e9, table("rates.toml")["passes"]
+    start = passes["start_us"] * 1e-6
+    kinds = ("stream", "strided", "exp", "tanh", "optimizer")
+    peaks = {dtype: peak for dtype in WIDTHS if (peak := gpu.peak_flops(dtype))}
+    fitted = "fitted" if gpu.name in table("gemm.toml")["gpus"] else "modelled"
+    tags = {f"gemm.{dtype}": fitted if dtype in ("bf16", "fp16") else "modelled" for dtype in peaks}
+    tags |= dict.fromkeys((*kinds, "attention", "attention_backward"), "modelled")
+    return GpuRates(
+        gemm={dtype: gemm_rate(gpu, dtype) for dtype in peaks},
+        attention={dtype: attention_rate(gpu, dtype, attention, start) for dtype in peaks},
+        bandwidth={kind: bandwidth * passes[kind] for kind in kinds},
+        start_s=start,
+        launch_s=passes["launch_us"] * 1e-6,
+        launch_backward_s=passes["launch_backward_us"] * 1e-6,
+        tags=tags,
+    )
+
+
+def facts(gpu: Gpu) -> dict[str, Any]:
+    return table("rates.toml")["gpus"].get(gpu.name, {})
+
+
+def gemm_rate(gpu: Gpu, dtype: str, fits: Mapping[str, Any] | None = None) -> GemmRate:
+    """Constants of this GPU, else of its family, else of all; `fits` other than `gemm.toml` are for trying them out."""
+    fits = fits or table("gemm.toml")
+    known = facts(gpu)
+    constants = fits["gpus"].get(gpu.name) or fits["families"].get(known.get("family")) or fits["generic"]
+    family = table("rates.toml")["families"].get(known.get("family"), {})
+    width, result_width = WIDTHS[dtype]
+    return GemmRate(
+        flops=ceiling(gpu, dtype, constants),
+        bandwidth=gpu.bandwidth_gbs * 1e9,
+        sms=known.get("sms", GENERIC_SMS),
+        wave=constants["wave"],
+        ramp=constants["ramp"],
+        tile=constants["tile"],
+        memory=constants["memory"],
+        launch_s=constants["launch_us"] * 1e-6,
+        heat=constants["heat"],
+        sustained=family.get("sustained", 1.0),
+        width=width,
+        result_width=result_width,
+    )
+
+
+def ceiling(gpu: Gpu, dtype: str, constants: Mapping[str, float]) -> float:
+    """FLOP/s of a perfect product: from the best one measured in this format, else a share of the datasheet.
+
+    The best product of a published search lies near the fitted ceiling: `of_best` is their ratio.
+    """
+    peak = gpu.peak_flops(dtype) or 0.0
+    alike = dtype == "fp16" and gpu.fp16_tflops == gpu.bf16_tflops
+    searched = "bf16" if alike else dtype
+    best = best_matmul(tuple(facts(gpu).get("matmul", ())), searched)
+    if best and "of_best" in constants:
+        return min(best * constants["of_best"], peak)
+    return peak * constants["ceiling"]
+
+
+def attention_rate(gpu: Gpu, dtype: str, kernel: str, start_s: float) -> AttentionRate:
+    """fp8 products go with 16-bit attention; fp32 has no flash kernel and gets the generic share of its own peak."""
+    known, rates = facts(gpu), table("rates.toml")
+    family = known.get("family", "")
+    kernels = rates["attention"]
+    if kernel and kernel not in kernels:
+        raise SpecError(f"attention = {kernel!r} is not known{did_you_mean(kernel, [*kernels])}")
+    name = kernel or rates["families"].get(family, {}).get("attention", "")
+    shares = kernels.get(name, {}).get(family) or kernels["generic"]
+    if dtype == "fp32":
+        shares = kernels["generic"]
+    peak = gpu.peak_flops("bf16" if dtype == "fp8" else dtype) or 0.0
+    return AttentionRate(
+        forward=shares["forward"] * peak,
+        backward=shares["backward"] * peak,
+        half=shares["half"],
+        half_backward=shares["half_backward"],
+        head=shares["head"],
+        sms=known.get("sms", GENERIC_SMS),
+        start_s=start_s,
+    )

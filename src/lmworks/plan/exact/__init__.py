@@ -1,0 +1,1 @@
+"""What every rank of our own trainer holds and sends, to the byte and to the call."""

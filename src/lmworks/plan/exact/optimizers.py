@@ -1,0 +1,58 @@
+"""Bytes of an optimizer's states, from the shapes of what a rank updates.
+
+    adamw       two fp32 moments of every element, and an fp32 count of steps for each tensor
+    sgd         none (plain, without momentum)
+    adamw8bit   two moments of one byte, and for each an fp32 scale of every 256 elements (Dettmers et al. 2021);
+                tensors of fewer than 4,096 elements keep fp32 moments
+    adafactor   of a matrix one fp32 number for each row and each column, of a vector the second moment
+                (Shazeer and Stern 2018, as `torch.optim.Adafactor`, without a first moment)
+    muon        one fp32 momentum of a matrix (`torch.optim.Muon`); vectors have AdamW's states. Embedding and head are
+                usually left to AdamW: add `optimizer_bytes("adamw", …)` of those
+
+The trainer itself has adamw and sgd; the others are priced, for plans of runs that use them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ...spec import SpecError
+from ...spec.errors import did_you_mean
+
+FP32 = 4
+BLOCK_8BIT, SMALLEST_8BIT = 256, 4096
+
+Shape = tuple[int, ...]
+
+
+def optimizer_bytes(kind: str, shapes: Iterable[Shape]) -> int:
+    """Of tensors with these shapes; one without elements has no state."""
+    if kind not in RULES:
+        raise SpecError(f"optimizer {kind!r} is not known{did_you_mean(kind, RULES)}")
+    return sum(RULES[kind](shape) for shape in shapes if math.prod(shape))
+
+
+def adamw(shape: Shape) -> int:
+    return FP32 * (2 * math.prod(shape) + 1)
+
+
+def adamw_8bit(shape: Shape) -> int:
+    size = math.prod(shape)
+    if size < SMALLEST_8BIT:
+        return adamw(shape)
+    return 2 * (size + FP32 * -(-size // BLOCK_8BIT)) + FP32
+
+
+def adafactor(shape: Shape) -> int:
+    size = math.prod(shape)
+    if len(shape) < 2:
+        return FP32 * (size + 1)
+    return FP32 * (size // shape[-1] + size // shape[-2] + 1)
+
+
+def muon(shape: Shape) -> int:
+    return FP32 * math.prod(shape) if len(shape) >= 2 else adamw(shape)
+
+
+RULES = {"adamw": adamw, "sgd": lambda _: 0, "adamw8bit": adamw_8bit, "adafactor": adafactor, "muon": muon}

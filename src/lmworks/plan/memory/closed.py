@@ -1,0 +1,194 @@
+"""The moments of `moments.py` and `passing.py` in closed form: for code of any kind, and thousands of layouts at once.
+
+Less is followed one by one here. A test holds the two against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..case import Case, Number
+from ..network import Network
+from .kept import again, kept, total
+from .share import Share
+
+# Bytes of one logit when the loss is highest. Plain code has log p, its gradient and that of the logits, in fp32, and
+# over a vocabulary that is cut one more; compiled code the logits as they came and in fp32; a fused loss writes
+# gradients over the logits.
+LOGITS = {"plain": 12, "compiled": 6, "fused": 2}
+CUT = {"plain": 4, "compiled": 0, "fused": 0}
+# Bytes of one logit that the allocator keeps from the forward pass, as nothing fits there: those as they came.
+LEFT = {"plain": 2, "compiled": 0, "fused": 0}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is there beside weights and states."""
+
+    gradients: Number = 0.0
+    activations: Number = 0.0
+    logits: Number = 0.0
+    buffers: Number = 0.0
+    left: Number = 0.0
+
+    @property
+    def total(self) -> Number:
+        return self.gradients + self.activations + self.logits + self.buffers
+
+
+def at_loss(case: Case, net: Network, part: Share, state: dict[str, Number], later: bool) -> Moment:
+    """All activations of this rank; on the last the logits, the hidden states they come from and their gradient."""
+    load, h = net.load, case.model.hidden
+    states = load.width * load.tokens * h  # hidden states, as tensor-parallel ranks gather them, or their gradient
+    head = load.vocab * h
+    kind, left = case.software.loss, 0.0 * states
+    if kind == "chunked":
+        ends, logits, weights = chunked_loss(net)
+    else:
+        ends = total(net.loss, "saved") - total(net.loss[-1:]) + states * (1 + (load.tp > 1))
+        count = load.tokens * load.vocab
+        each = case.software.logit_bytes or LOGITS[kind] + CUT[kind] * (load.tp > 1)
+        logits = each / 2 * load.width * count
+        left = LEFT[kind] * count * (not case.software.logit_bytes)
+        weights = case.software.stand_in * head
+        if case.zero == 3:  # gathered, and its gradient as it is made and as it is sent
+            weights = weights + (2 * load.width + case.software.reduce) * head
+    return Moment(
+        gradients=gradients_there(case, part, state, 0.0, later),
+        activations=stored(case, net, part) + part.last * ends,
+        logits=part.last * logits,
+        buffers=part.last * weights + standing(case, part, net, gathered=1.0) + casts(case, net, part, forward=True),
+        left=part.last * left,
+    )
+
+
+def at_top(case: Case, net: Network, part: Share, state: dict[str, Number], later: bool) -> Moment:
+    """Inside the MLP of the top block: what it computes again, and gradients beside what it keeps."""
+    load, m = net.load, case.model
+    s, w = case.software.stream, load.width
+    slots, width = (load.tokens * m.top_k, m.expert_ffn) if m.experts else (load.tokens, m.ffn)
+    inside = (2 if m.mlp == "swiglu" else 1) * w * slots * width // load.tp
+    if m.experts:
+        inside = inside + 2 * w * slots * m.hidden
+    stream = s * load.outside * m.hidden * (2 if load.cast else 1) + w * load.tokens * m.hidden * (load.tp > 1)
+    return Moment(
+        gradients=gradients_there(case, part, state, part.head, later),
+        activations=stored(case, net, part) + again(net, case.recompute) + inside + stream,
+        logits=0.0 * load.tokens,
+        buffers=standing(case, part, net, gathered=2.0)
+        + casts(case, net, part, forward=False)
+        + travelling(case, part),
+    )
+
+
+def at_end(case: Case, net: Network, part: Share, state: dict[str, Number]) -> Moment:
+    """All gradients, the embedding's last; micro-batches that a pipeline still holds are done by then."""
+    load, m, code = net.load, case.model, case.software
+    table = (code.gradients if code.master == 0 else load.width) * load.vocab * m.hidden * part.first
+    if case.zero == 3 and lmworks(case):  # the root's are whole, and on their way
+        table = (code.gradients + code.reduce) * part.root
+    return Moment(
+        gradients=state["gradients"] + 0.0 * load.tokens,
+        activations=code.stream * load.outside * m.hidden * (case.zero < 3),
+        logits=0.0 * load.tokens,
+        buffers=table + standing(case, part, net, gathered=0.0),
+    )
+
+
+def chunked_loss(net: Network) -> tuple[Any, Any, Any]:
+    """(hidden states, logits, weights) of kernels/cross_entropy.py, as `moments.Piece` has them row by row."""
+    load, cut = net.load, np.greater(net.load.tp, 1)
+    hidden, head = load.tokens * load.model.hidden, load.vocab * load.model.hidden
+    logits = load.chunk_rows * load.vocab
+    ends = total(net.loss) + 2 * load.width * hidden
+    if not load.cast:
+        return ends, 8 * logits, 4 * head
+    chunk = np.maximum(np.where(cut, 8, 10) * logits, 6 * logits + 2 * head)
+    return ends + 4 * hidden * ~cut, chunk, 6 * head
+
+
+def stored(case: Case, net: Network, part: Share) -> Number:
+    """Activations of all micro-batches under way."""
+    stem, _, _ = kept(net, case.recompute)
+    received = case.software.stream * net.load.outside * case.model.hidden
+    loss: Number = 0.0 * received
+    if case.software.loss == "chunked":  # both its gradients wait for the backward pass; those of one are at_loss's
+        loss = part.last * (part.under_way - 1) * (net.load.width * net.load.tokens + 4 * net.load.vocab)
+    kept_here = blocks_keep(case, net, part) + np.where(part.first, stem, received * (not lmworks(case)))
+    return part.under_way * kept_here + loss * case.model.hidden
+
+
+def blocks_keep(case: Case, net: Network, part: Share) -> Number:
+    """Of one micro-batch. Every k-th block is recomputed whole, the others not at all."""
+    each = kept(net, case.recompute)[1]
+    if case.recompute != "full":
+        return part.layers * each
+    few = np.ceil(part.layers / case.recompute_every)
+    return few * each + (part.layers - few) * kept(net, "none")[1]
+
+
+# --- weights and gradients on their way -----------------------------------------------------------------
+
+
+def gradients_there(case: Case, part: Share, state: dict[str, Number], done: Number, later: bool) -> Number:
+    """Before the backward pass is over. Megatron keeps a buffer for all; elsewhere they come with the backward pass.
+
+    While micro-batches accumulate they stay, so a `later` one finds them: whole, as they meet after the last one. Our
+    DDP keeps its buckets from step to step.
+    """
+    if case.software.master:
+        return state["gradients"]
+    whole = case.software.gradients * (part.root + part.layers * part.block)
+    piped = np.greater(case.pp, 1)
+    several = np.greater(case.accumulation, 1) & later
+    held_back = whole if case.software.held_back and case.zero == 3 else state["gradients"]
+    if case.zero >= 2:  # PyTorch's pipelines let gradients meet at the end
+        held_back = np.where(piped, whole, held_back)
+    found = np.where(several, held_back, case.software.gradients * done)
+    if case.zero == 0 and lmworks(case):
+        buckets = np.greater(case.dp * case.cp, 1) & ~piped & np.equal(case.ep, 1)
+        found = np.where(buckets, whole * (1 + several), found)
+    return found
+
+
+def casts(case: Case, net: Network, part: Share, forward: bool) -> Number:
+    """Autocast's copies of the blocks' weights, where none are gathered.
+
+    They are kept with the activations of every micro-batch, or, of recomputed blocks, until the forward pass is over,
+    and made again block by block.
+    """
+    each = 2.0 * part.block * (net.load.cast and case.zero < 3)
+    if case.recompute == "none":
+        return part.under_way * part.layers * each
+    return each * np.where(forward, part.layers, 1)
+
+
+def standing(case: Case, part: Share, net: Network, gathered: float) -> Number:
+    """Weights that are gathered for as long as a block, or the whole pass, needs them; buffers that code keeps."""
+    code, w = case.software, net.load.width
+    own = code.stand_in * part.block
+    if code.master == 0:  # PyTorch's pipelines receive every micro-batch in a buffer of its own, from both sides
+        sides = 2 * case.virtual - np.where(part.first, 1, 0) - np.where(part.last, 1, 0)
+        stream = code.stream * net.load.outside * case.model.hidden
+        own = own + np.where(np.greater(case.pp, 1), sides * case.accumulation * stream, 0)
+    if case.zero < 3:
+        return own
+    width = code.gather or w
+    keep = (not case.reshard) | (np.greater(case.pp, 1) & (case.schedule not in ("gpipe", "1f1b") or not lmworks(case)))
+    blocks = np.where(keep, part.layers, 0) + np.where(keep & (gathered > 1), 0, np.minimum(gathered, part.layers))
+    root = 4 * part.root if lmworks(case) else 0.0 * part.root  # ours keeps embedding and head gathered, in fp32
+    return own + width * np.minimum(part.block, code.bucket) * blocks + root
+
+
+def travelling(case: Case, part: Share) -> Number:
+    """A block's gradients as they are made and as they are sent, where they are not held back."""
+    if case.zero < 3 or lmworks(case):  # our top block's are sent when it is done
+        return 0.0 * part.block
+    return (case.software.reduce + 2) * np.minimum(part.block, case.software.bucket)
+
+
+def lmworks(case: Case) -> bool:
+    return case.software.name.startswith("lmworks")

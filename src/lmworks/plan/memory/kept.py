@@ -1,0 +1,49 @@
+"""What one block, and what stands before the blocks, keep between forward and backward pass, by recompute policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..network import Network
+from ..ops import Op
+
+
+def total(ops: Iterable[Op], field: str = "saved") -> Any:
+    return sum(getattr(op, field) for op in ops)
+
+
+def stream_bytes(net: Network) -> Any:
+    """The residual stream, once."""
+    return 1.0 * net.load.software.stream * net.load.outside * net.load.model.hidden
+
+
+def kept(net: Network, recompute: str) -> tuple[Any, Any, str]:
+    """Bytes that the stem and one block keep, and how the block's follow."""
+    stem = total(net.stem)
+    if recompute == "none":
+        return stem, total(net.block), "what each op saves for the backward pass"
+    if recompute == "attention":
+        return stem, total(net.block) - total(net.block, "inside"), "what each op saves, but for attention's inside"
+    stem = stem + total(net.stem, "dear")
+    if recompute == "full":
+        return stem, stream_bytes(net), "the block's input"
+    return (
+        stem,
+        stream_bytes(net) + total(net.block, "dear"),
+        "the block's input, results of products and of attention",
+    )
+
+
+def again(net: Network, recompute: str) -> Any:
+    """What the backward pass of a block makes once more of what it did not keep."""
+    saved = total(net.block)
+    if recompute == "none":
+        return 0.0 * saved
+    if recompute == "attention":
+        return total(net.block, "inside")
+    if recompute == "full":
+        return saved - stream_bytes(net)
+    # Taken over from what was kept, all but the last product, which nothing asks for.
+    last = net.load.width * net.load.tokens * net.load.model.hidden * (not net.load.software.fused)
+    return saved - stream_bytes(net) - total(net.block, "dear") + last

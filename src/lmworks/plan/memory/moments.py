@@ -1,0 +1,238 @@
+"""What a step of one rank needs beside weights, states and gradients, at the moments that can be the highest.
+
+    loss                     all activations, a chunk of logits
+    backward, top block      all activations but the last sum, what the block computes again
+    backward, lowest block   few activations (nearly all gradients are there by then)
+    backward, last gradient  the embedding's, which is whole
+
+In between every block swaps its activations for its gradients, so the highest point lies at an end. A pipeline rank
+holds several micro-batches: its order of work is followed action by action, and the highest forward and backward pass
+are its moments, before and after it has made its first gradients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from ...spec import Grid, RunSpec
+from ..exact.weights import ROOT, held
+from ..network import Network, network
+from ..ops import Workload
+from ..pipelines.orders import actions
+from ..pipelines.stages import Stage, stages_here
+from .kept import again, kept, stream_bytes, total
+from .policies import policies
+
+LOSS, TOP, LOWEST, END = "loss", "backward, top block", "backward, lowest block", "backward, last gradient"
+# Of a pipeline rank that has made gradients of an earlier micro-batch.
+LATER = {LOSS: "a later micro-batch's forward pass", TOP: "a later micro-batch's backward pass"}
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    bytes: int
+    how: str  # how it follows
+
+
+def row(name: str, size: float, how: str) -> Row:
+    return Row(name, round(size), how)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One stage of a rank."""
+
+    stage: Stage
+    net: Network
+    policies: tuple[str, ...]  # of each of its blocks
+    casts: float  # bytes of one block's matrices in the precision of products, where each micro-batch casts them
+
+    @property
+    def head(self) -> Any:
+        """Weights of the head on this rank, where the stage has one."""
+        return self.net.load.vocab * self.net.load.model.hidden * self.stage.last
+
+    @property
+    def hidden(self) -> Any:
+        """Numbers in hidden states as the head sees them."""
+        return self.net.load.tokens * self.net.load.model.hidden
+
+    # --- kept from forward to backward ------------------------------------------------------------------
+
+    def keeps(self, left: int | None = None) -> list[Row]:
+        """Of one micro-batch; in its backward pass of the lowest `left` blocks: the loss and the last sum are gone.
+
+        What a later stage received lies in a buffer of the pipeline.
+        """
+        over = left is not None
+        groups = Counter(self.policies[:left])
+        each = {policy: kept(self.net, policy) for policy in groups}
+        blocks = sum(count * each[policy][1] for policy, count in groups.items()) - stream_bytes(self.net) * over
+        how = "; ".join(f"{n} × {each[policy][1]:,.0f} B: {each[policy][2]}" for policy, n in groups.items())
+        stem = max(kept(self.net, policy)[0] for policy in self.policies) if self.stage.first else 0.0
+        outside = stem + total(self.net.loss) * (self.stage.last and not over)
+        found = [
+            row("activations of blocks", blocks, how + ", less the last sum" * over),
+            row("activations outside blocks", outside, "embedding, position tables, final norm"),
+            row("weight casts", self.casts * groups["none"], "2 B × matrices of blocks that are not computed again"),
+        ]
+        if self.stage.last and not over:
+            w = self.net.load.width
+            loss = w * self.hidden + 4 * self.head
+            found.append(row("loss: gradients", loss, f"{w} B × tokens × hidden + 4 B × vocab × hidden"))
+        return found
+
+    # --- comes and goes ---------------------------------------------------------------------------------
+
+    def at_loss(self) -> list[Row]:
+        """At the end of a forward pass, while a chunk of logits is there, beside what is kept.
+
+        Autocast holds on to every cast until the pass is over, those of recomputed blocks as well.
+        """
+        load = self.net.load
+        again = sum(policy != "none" for policy in self.policies)
+        casts = row("weight casts", self.casts * again, "2 B × matrices of the blocks, until the forward pass is over")
+        if not self.stage.last:
+            return [casts]
+        logits = load.chunk_rows * load.vocab
+        if load.cast:
+            # 2-byte logits, their fp32 copy (softmax cannot read 2 bytes itself), log p (where the vocabulary is cut,
+            # exp of a sum in its place); then its gradient in 2 bytes beside log p, and the product that is added to
+            # the head's gradient.
+            chunk = max(logits * (10 if load.tp == 1 else 8), logits * 6 + 2 * self.head)
+        else:
+            chunk = 8 * logits  # logits and log p
+        inputs = load.width * self.hidden + (2 * self.head if load.cast else 0)
+        if load.cast and load.tp == 1:
+            inputs += 4 * self.hidden
+        return [
+            casts,
+            row(
+                "loss: chunk of logits",
+                chunk,
+                f"{load.chunk_rows:,} tokens × {load.vocab:,} logits, {chunk / logits:.3g} B each",
+            ),
+            row("loss: inputs", inputs, "final hidden states, and casts of them and of the head under autocast"),
+        ]
+
+    def at_backward(self) -> list[Row]:
+        """Inside the MLP of a block, beside what is kept: gradients, and what the block computes again."""
+        load, m = self.net.load, self.net.load.model
+        w, slots = load.width, load.tokens * m.top_k
+        policy = self.policies[-1]
+        once_more = again(self.net, policy) + self.casts * (policy != "none")
+        stream = stream_bytes(self.net)
+        # Gradients beside what is saved (the result's takes its place): swiglu of silu(gate) and up, gelu of its input.
+        beside = 2 if m.mlp == "swiglu" else 1
+        size: float = stream * (2 if load.cast else 1)
+        if load.tp > 1 and not load.sp:  # the input's gradient, from two products, before ranks add it up
+            size += 2 * w * self.hidden
+        if m.experts:
+            ffn, count = m.expert_ffn // load.tp, m.experts // load.ep
+            whole = count * ffn * m.hidden
+            # Experts run one after another: at first the gradient of every slot is there, at last all experts'
+            # gradients, one of them joined already, and the rows' gradient, twice; what they kept is gone by then.
+            first = slots * w * m.hidden + beside * ffn * slots / count * w + 4 * ffn * m.hidden
+            last = 16 * whole + 2 * slots * w * m.hidden - slots * w * (4 * ffn + m.hidden)
+            size += max(first, last)
+        else:
+            ffn = m.ffn // load.tp
+            size += beside * ffn * load.tokens * w + 4 * ffn * m.hidden
+        return [
+            row("recomputed block", once_more, "what one block saves, less what it kept"),
+            row("backward temporaries", size, "gradients inside one MLP and of the residual stream"),
+        ]
+
+    def waiting(self) -> float:
+        """Of a micro-batch whose inputs have their gradients and whose weights have not: results' gradients."""
+        return float(len(self.policies) * total(self.net.block, "dear"))
+
+
+def pieces(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[Piece]:
+    """`gathered`: weights come in the precision of products, and nothing is cast."""
+    net = network(Workload.of(spec, device))
+    found = []
+    for stage in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
+        matrices = sum(w.size for w in held(spec, stage) if w.unit != ROOT and len(w.shape) > 1)
+        casts = 2.0 * matrices / len(stage.layers) * (net.load.cast and not gathered)
+        found.append(Piece(stage, net, tuple(policies(spec, stage.layers)), casts))
+    return found
+
+
+def moments(spec: RunSpec, rank: int, device: str, gathered: bool) -> dict[str, list[Row]]:
+    found = pieces(spec, rank, device, gathered)
+    if spec.parallel.pp > 1:
+        return pipelined(spec, rank, found)
+    (piece,) = found
+    return {
+        LOSS: [*piece.keeps(), *piece.at_loss()],
+        TOP: [*piece.keeps(len(piece.policies)), *piece.at_backward()],
+        LOWEST: [*piece.keeps(1), *piece.at_backward()],
+        END: at_end(spec, piece),
+    }
+
+
+def at_end(spec: RunSpec, piece: Piece) -> list[Row]:
+    """The embedding's gradient comes last, and a tied head's is added to it in a third tensor."""
+    copies = (2 * spec.model.tie_embeddings * piece.stage.last + (spec.accumulation > 1)) * piece.stage.first
+    table = 4 * piece.net.load.vocab * spec.model.hidden
+    return [
+        row("embedding gradient", copies * table, f"{copies} × 4 B × vocab × hidden before it is added"),
+        row("gradient of the stream", stream_bytes(piece.net), "4 B × tokens × hidden"),
+    ]
+
+
+# --- pipelines ------------------------------------------------------------------------------------------
+
+
+def pipelined(spec: RunSpec, rank: int, found: list[Piece]) -> dict[str, list[Row]]:
+    """The highest forward and the highest backward pass of the rank's order of work, and the end."""
+    layout = spec.parallel
+    orders = actions(layout.schedule, layout.pp, layout.virtual_stages, spec.accumulation)
+    by_index = {piece.stage.index: piece for piece in found}
+    under_way: Counter[int] = Counter()  # micro-batches whose activations a stage keeps
+    waiting: Counter[int] = Counter()  # of these, with gradients of inputs and not of weights
+    highest: dict[str, tuple[int, list[Row]]] = {}
+    begun = False
+    for stage, kind, _ in orders[Grid.of(layout).coordinates(rank)["pp"]]:
+        piece = by_index[stage]
+        under_way[stage] += kind == "F"
+        if kind != "W":
+            rows = all_kept(by_index, under_way, waiting, stage if kind != "F" else None)
+            rows = merged([*rows, *(piece.at_loss() if kind == "F" else piece.at_backward())])
+            moment = LOSS if kind == "F" else TOP
+            name, size = LATER[moment] if begun else moment, sum(one.bytes for one in rows)
+            highest[name] = max(highest.get(name, (-1, [])), (size, rows), key=lambda one: one[0])
+        split = kind == "I" and layout.recompute == "none"  # else I is all of the backward pass
+        waiting[stage] += split - (kind == "W" and waiting[stage] > 0)
+        under_way[stage] -= kind in "BI" if not split else 0
+        under_way[stage] -= kind == "W" and layout.recompute == "none"
+        begun = begun or kind != "F"
+    return {moment: rows for moment, (_, rows) in highest.items()} | {END: at_end(spec, found[0])}
+
+
+def all_kept(by_index: dict[int, Piece], under_way: Counter[int], waiting: Counter[int], back: int | None) -> list[Row]:
+    """Of all micro-batches of all stages; one of stage `back` is in its backward pass."""
+    rows: list[Row] = []
+    for index, piece in by_index.items():
+        count = under_way[index]
+        if index == back:
+            count -= 1
+            rows += piece.keeps(len(piece.policies))
+        rows += [Row(one.name, count * one.bytes, f"{count} × ({one.how})") for one in piece.keeps() if count]
+        if waiting[index]:
+            rows.append(row("gradients that wait", waiting[index] * piece.waiting(), "of results, for their weights'"))
+    return rows
+
+
+def merged(rows: list[Row]) -> list[Row]:
+    """One of each name."""
+    found: dict[str, Row] = {}
+    for one in rows:
+        before = found.get(one.name)
+        how = f"{before.how} + {one.how}" if before else one.how
+        found[one.name] = Row(one.name, one.bytes + (before.bytes if before else 0), how)
+    return list(found.values())

@@ -1,0 +1,66 @@
+"""From the bytes of tensors to the bytes of a GPU: what the allocator holds on to, and what is there before it.
+
+PyTorch's allocator keeps blocks that no live tensor fits, so it reserves more than tensors ever need. How much more
+depends on the order of sizes in a step, which no closed form knows: the mean and the spread are fitted to runs for
+which both figures were measured (`memory.toml`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from ...spec import Gpu
+from ..case import Number
+
+CONSTANTS = Path(__file__).with_name("memory.toml")
+
+
+@dataclass(frozen=True)
+class Reserve:
+    slack: float  # of the bytes allocated
+    spread: float  # standard deviation of log(reserved / predicted)
+    context: float  # bytes of the CUDA context, its kernels and NCCL's buffers, which the allocator does not count
+
+
+@functools.cache
+def reserve() -> Reserve:
+    table = tomllib.loads(CONSTANTS.read_text(encoding="utf-8"))["reserve"]
+    return Reserve(table["slack"], table["spread"], table["context_bytes"])
+
+
+def reserved(allocated: Number) -> Number:
+    """As `torch.cuda.max_memory_reserved` counts."""
+    return allocated * (1 + reserve().slack)
+
+
+def capacity(gpu: Gpu) -> float:
+    """Bytes that a driver reports. The GB of a datasheet are really GiB here, of which about 1 % is not for programs:
+    79.1 GiB of an A100 or H100 with 80, 139.8 of an H200 with 141, 95.0 of an H100 with 96."""
+    return 0.99 * gpu.memory_gb * 2**30
+
+
+def usable(gpu: Gpu) -> float:
+    """Bytes that PyTorch's allocator can have on this GPU."""
+    return capacity(gpu) - reserve().context
+
+
+def room(gpu: Gpu, risk: float) -> float:
+    """Predicted reserved bytes at which a step runs out of memory with this probability."""
+    return usable(gpu) * math.exp(reserve().spread * NormalDist().inv_cdf(risk))
+
+
+def oom_probability(needed: Number, gpu: Gpu) -> Any:
+    """That a step whose predicted reserved bytes are `needed` does not fit: log(real / predicted) is taken as normal.
+
+    An allocator that runs short gives back what it does not need and tries again, so this is on the safe side.
+    """
+    ratio = np.log(np.maximum(needed, 1.0) / usable(gpu)) / reserve().spread
+    return np.vectorize(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)), otypes=[float])(ratio)[()]

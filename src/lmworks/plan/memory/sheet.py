@@ -1,0 +1,117 @@
+"""The memory sheet of one rank of our own trainer, in bytes: what is always there, and the moment at which most is.
+
+Weights, master weights and optimizer states are exact (`residency.py`). What a step needs beside them is worked out for
+the few moments that can be the highest: activations and the loss (`moments.py`), gradients and what data parallelism
+has on its way (`passing.py`). Every moment is a list of rows; the peak is the largest sum. On a GPU it is what tensors
+hold, as `max_memory_allocated` counts it: context and allocator come on top (`reserve.py`). On a CPU it is the growth
+of the resident set, so what the allocator cannot use again is a row as well.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...spec import Grid, RunSpec
+from ...spec.layout import SPLIT_BACKWARD
+from ..exact.residency import Resident, on_host, resident
+from ..exact.shards import strategy_of
+from ..network import Network, network
+from ..ops import Workload
+from ..pipelines.stages import stages_here
+from .kept import kept, total
+from .moments import Row, moments, row
+from .passing import passing
+from .policies import policies
+
+OVERHEAD = ("allocator holes",)  # rows that are not tensors
+
+
+@dataclass(frozen=True)
+class MemorySheet:
+    """Rows add up to `total`, the predicted peak; `moments` holds the sum of each moment."""
+
+    moment: str
+    rows: tuple[Row, ...]
+    moments: dict[str, int]
+    notes: tuple[str, ...] = ()
+    host: int = 0  # bytes in host memory, where states or weights are offloaded
+
+    @property
+    def total(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def tensors(self) -> int:
+        """What tensors hold; exact for dense models on one rank, see tests/plan/test_memory.py."""
+        return sum(row.bytes for row in self.rows if row.name not in OVERHEAD)
+
+
+def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -> MemorySheet:
+    """`copies` of a message on its way: 2 on a CPU, where gloo makes one more."""
+    net = network(Workload.of(spec, device))
+    state = resident(spec, rank)
+    static = [*static_rows(spec, net, state, rank), *overhead_rows(spec, net, rank)]
+    work = moments(spec, rank, device, gathered=strategy_of(spec).startswith("fsdp"))
+    beside = passing(spec, rank, state, copies or (2 if device == "cpu" else 1))
+    sheets = {
+        moment: tuple(one for one in (*static, *rows, *work.get(moment, [])) if one.bytes)
+        for moment, rows in beside.items()
+    }
+    sums = {moment: sum(one.bytes for one in rows) for moment, rows in sheets.items()}
+    moment = max(sums, key=lambda name: sums[name])
+    return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), on_host(spec, rank).total)
+
+
+def stage_sheets(spec: RunSpec, device: str = "cpu") -> list[MemorySheet]:
+    """One of each pipeline rank: the first of its other axes, which has the most rows of every weight."""
+    grid = Grid.of(spec.parallel)
+    return [memory(spec, device, grid.rank(pp=pp)) for pp in range(spec.parallel.pp)]
+
+
+def notes(spec: RunSpec) -> Iterable[str]:
+    if spec.parallel.compile:
+        yield "what torch.compile fuses, and so does not keep, is estimated op by op"
+    if spec.model.experts:
+        yield "experts are taken as evenly loaded"
+    if spec.parallel.schedule in SPLIT_BACKWARD and spec.parallel.pp > 1 and spec.parallel.recompute == "none":
+        yield "PyTorch frees a split backward pass late: up to a tenth more than this sheet says"
+    if spec.parallel.engine == "deepspeed":
+        yield "DeepSpeed's own buckets and copies are taken to be like ours"
+
+
+def static_rows(spec: RunSpec, net: Network, state: Resident, rank: int) -> list[Row]:
+    load, count = net.load, state.parameters // 4
+    ids = 3 if load.documents else 2
+    tokens = spec.data.micro_batch * spec.data.seq * (spec.accumulation if spec.parallel.pp > 1 else 1)
+    states = 4 * state.optimizer / max(1, state.parameters)
+    found = [
+        row("parameters", state.parameters, f"4 B × {count:,}"),
+        row("padding", state.parameter_padding, "allocated with the parameters, and no part of any"),
+        row("master weights", state.master, "fp32 copies of what this rank updates"),
+        row("optimizer states", state.optimizer, f"{spec.optim.optimizer}: {states:.3g} B for each weight held"),
+        row("batch", 8 * ids * tokens, f"int64 tokens and targets: {8 * ids} B × {tokens:,} tokens"),
+    ]
+    return [*found, *pipeline_rows(spec, net, rank)]
+
+
+def pipeline_rows(spec: RunSpec, net: Network, rank: int) -> list[Row]:
+    """PyTorch receives every micro-batch's hidden states, and their gradients, in a buffer of its own."""
+    if spec.parallel.pp == 1:
+        return []
+    ends = sum((not s.first) + (not s.last) for s in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]))
+    size = 4 * net.load.outside * spec.model.hidden
+    return [row("pipeline buffers", ends * spec.accumulation * size, f"{ends} × {spec.accumulation} hidden states")]
+
+
+def overhead_rows(spec: RunSpec, net: Network, rank: int) -> list[Row]:
+    """glibc serves an aligned block only from a larger one, so a freed tensor leaves a hole that the next tensor of
+    the same size cannot take: what every block frees in its forward pass stays resident until all is freed."""
+    if net.load.device != "cpu" or platform.libc_ver()[0] != "glibc":
+        return []
+    size = 0.0
+    for stage in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
+        for policy in policies(spec, stage.layers):
+            size += max(0.0, total(net.block) + total(net.block, "freed") - kept(net, policy)[1])
+    return [row("allocator holes", size, "freed by each block in its forward pass")]

@@ -1,0 +1,1 @@
+"""Pipelines: how a network is cut, in which order a rank works, how long it waits."""

@@ -1,0 +1,115 @@
+"""How a network is cut into pipeline stages: runs of layers, so that the slowest stage is as fast as it can be.
+
+A pipeline moves at the pace of its slowest stage, so the split minimises the largest cost. The embedding is a look-up
+and costs next to nothing; the head multiplies every token with vocab × hidden weights, often as much as several
+layers, and the last stage gets fewer of them. Costs are forward FLOPs a token; the backward pass is twice of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from ...spec import ModelSpec, RunSpec, SpecError
+from ..flops import attention_flops_per_token
+from .orders import stages_of
+
+
+@dataclass(frozen=True)
+class Stage:
+    index: int
+    layers: range
+    first: bool  # it holds the embedding
+    last: bool  # it holds the final norm and the head
+
+    def params(self, model: ModelSpec) -> int:
+        """Weights of this part; a tied embedding is held, and counted, on both ends."""
+        count = len(self.layers) * model.block_params
+        if self.first:
+            count += model.embedding_params
+        if self.last:
+            count += model.norm_params
+            count += 0 if self.first and model.tie_embeddings else model.vocab * model.hidden
+        return count
+
+    def cost(self, model: ModelSpec, seq: int) -> float:
+        """Forward FLOPs a token."""
+        return (
+            len(self.layers) * layer_cost(model, seq)
+            + self.first * embedding_cost(model)
+            + self.last * head_cost(model)
+        )
+
+
+def stages_here(spec: RunSpec, pp_rank: int) -> list[Stage]:
+    """Those that a rank of the pipeline holds; without a pipeline the one stage is the whole network."""
+    layout = spec.parallel
+    stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
+    return [stages[index] for index in stages_of(layout.schedule, layout.pp, layout.virtual_stages, pp_rank)]
+
+
+def layer_cost(model: ModelSpec, seq: int) -> float:
+    products = 2 * (model.matmul_params - model.vocab * model.hidden)
+    return (products + attention_flops_per_token(model, seq)) / model.layers
+
+
+def embedding_cost(model: ModelSpec) -> float:
+    """A look-up moves `hidden` numbers: far below any product, but not nothing, so it decides between equals."""
+    return model.hidden
+
+
+def head_cost(model: ModelSpec) -> float:
+    return 2 * model.vocab * model.hidden
+
+
+@functools.cache
+def split_layers(model: ModelSpec, seq: int, stages: int) -> tuple[Stage, ...]:
+    """Contiguous runs of at least one layer. The largest cost is least; of such splits, the most even one."""
+    if not 1 <= stages <= model.layers:
+        raise SpecError(f"{stages} pipeline stages cannot be cut from model.layers = {model.layers}: use at most that")
+    costs = [layer_cost(model, seq)] * model.layers
+    costs[0] += embedding_cost(model)
+    costs[-1] += head_cost(model)
+    ends = even_cut(costs, stages, limit=least_largest(costs, stages))
+    return tuple(
+        Stage(index, range(begin, end), first=index == 0, last=index == stages - 1)
+        for index, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
+    )
+
+
+def least_largest(costs: list[float], parts: int) -> float:
+    """The smallest possible largest sum, when `costs` is cut into `parts` runs of at least one.
+
+    best(n, k) = min over j of max(best(j, k − 1), costs[j] + … + costs[n − 1])
+    """
+    before = prefix_sums(costs)
+    best = [0.0, *[math.inf] * len(costs)]
+    for part in range(1, parts + 1):
+        best = [math.inf] * part + [
+            min(max(best[j], before[n] - before[j]) for j in range(part - 1, n)) for n in range(part, len(costs) + 1)
+        ]
+    return best[-1]
+
+
+def even_cut(costs: list[float], parts: int, limit: float) -> list[int]:
+    """Where each run ends, in the cut with the least sum of squares of which no run costs more than `limit`."""
+    before = prefix_sums(costs)
+    allowed = limit * (1 + 1e-12)  # sums of the same numbers in another order
+    best: list[tuple[float, list[int]]] = [(0.0, []), *[(math.inf, [])] * len(costs)]
+    for part in range(1, parts + 1):
+        longer: list[tuple[float, list[int]]] = [(math.inf, [])] * part
+        for n in range(part, len(costs) + 1):
+            runs = [(j, before[n] - before[j]) for j in range(part - 1, n)]
+            fitting = [(best[j][0] + run**2, best[j][1]) for j, run in runs if run <= allowed]
+            squares, ends = min(fitting, key=lambda cut: cut[0], default=(math.inf, []))
+            longer.append((squares, [*ends, n]))
+        best = longer
+    return best[-1][1]
+
+
+def prefix_sums(costs: list[float]) -> list[float]:
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    return sums

@@ -1,0 +1,200 @@
+"""Every layout that can answer a question: "this model, on these GPUs, with this batch".
+
+A layout is a few words (ZeRO stage, schedule, recompute, offload) and a few numbers (the degrees and the micro-batch).
+The words are looped over; the numbers of all layouts with the same words are one `Case` of arrays. The rules are those
+of `spec.layout`, as masks; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...spec import Cluster, Gpu, ModelSpec, RunSpec, SpecError
+from ...spec.hardware import parse_cluster
+from ...spec.layout import IN_ROUNDS, LOOPED, SPLIT_BACKWARD, V_SHAPED
+from ...spec.run import SCHEDULES
+from ..case import Case
+from ..memory.reserve import room
+from ..software import COMPILED, EAGER
+
+STRATEGIES = {0: "ddp", 1: "zero", 2: "zero", 3: "fsdp2"}
+SEQUENCES = 4  # of a step for each GPU, where the batch is not said
+MICRO_BATCHES = 32  # at most: more never made a product faster
+LEAST_TOKENS = 1024  # of a sequence on one context-parallel rank: with fewer, messages take longer than the work
+VIRTUAL = (2, 3, 4, 6, 8)  # stages that a rank of a looped schedule may have
+NUMBERS = ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "micro_batch", "virtual")
+WORDS = ("zero", "schedule", "recompute", "offload")
+Columns = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Question:
+    model: ModelSpec
+    cluster: Cluster
+    gpu: Gpu
+    seq: int
+    global_batch: int
+    dtype: str = "bf16"
+    compile: bool = True
+    risk: float = 0.1  # of running out of memory, that is still taken
+    pinned: Mapping[str, Any] = field(default_factory=dict)  # NUMBERS and WORDS that are not open
+
+    @property
+    def world(self) -> int:
+        return self.cluster.gpus
+
+    @property
+    def room(self) -> float:
+        """Bytes that a layout may be predicted to reserve."""
+        return room(self.gpu, self.risk)
+
+
+def question_of(base: RunSpec, cluster: str, dtype: str = "bf16", **more: Any) -> Question:
+    """A spec on a cluster as people type it; what the spec says of networks and prices holds there too.
+
+    `more`: compile, risk and pinned, as in Question.
+    """
+    own = base.cluster
+    machines = parse_cluster(cluster, own.catalogue)
+    kept = {key: getattr(own, key) for key in ("network", "nic_gbs", "price_hour", "profile")}
+    machines = machines.replace(**kept)
+    gpu = machines.accelerator
+    assert gpu is not None, "a cluster that is typed names its GPU"
+    if not gpu.peak_flops(dtype):
+        known = [name for name in ("bf16", "fp16", "fp32") if gpu.peak_flops(name)]
+        raise SpecError(f"{gpu.name} has no known speed in {dtype}; it has one in {' and '.join(known) or 'nothing'}")
+    batch = base.data.global_batch if base.data.given["global_batch"] else SEQUENCES * machines.gpus
+    return Question(base.model, machines, gpu, base.data.seq, batch, dtype, **more)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What all layouts of one case have in common."""
+
+    zero: int
+    schedule: str
+    recompute: str
+    offload: str
+
+
+def words(question: Question) -> Iterator[Words]:
+    schedules = [name for name in SCHEDULES if not (question.compile and name in SPLIT_BACKWARD)]
+    for chosen in itertools.product(range(4), schedules, ("none", "selective", "full"), ("none", "optimizer", "full")):
+        found = Words(*chosen)
+        if found.offload == "full" and found.zero < 3:
+            continue
+        if all(getattr(found, key) == value for key, value in question.pinned.items() if key in WORDS):
+            yield found
+
+
+def numbers(question: Question) -> Columns:
+    """Degrees whose product is the world, sharded in every way, and micro-batches that divide the batch."""
+    world, model, pinned = question.world, question.model, question.pinned
+    rows: list[tuple[int, ...]] = []
+    inside = [n for n in divisors(world) if n <= question.cluster.gpus_per_node or n == pinned.get("tp")]
+    along = [n for n in divisors(world) if n == 1 or question.seq // n >= LEAST_TOKENS or n == pinned.get("cp")]
+    for tp, cp, pp in itertools.product(inside, along, divisors(world)):
+        if world % (tp * cp * pp) or not cuts(model, question.seq, tp, cp, pp):
+            continue
+        dp = world // (tp * cp * pp)
+        if question.global_batch % dp:
+            continue
+        each = [n for n in divisors(question.global_batch // dp) if n <= MICRO_BATCHES]
+        experts = [n for n in divisors(model.experts or 1) if n <= dp * cp]
+        stages = [n for n in (1, *VIRTUAL) if n == 1 or 1 < pp <= model.layers // n]
+        for ep, shard, micro, virtual in itertools.product(experts, divisors(dp), each, stages):
+            rows.append((tp, cp, pp, ep, dp // shard, shard, micro, virtual))
+    table = np.array(rows, dtype=np.int64).reshape(-1, len(NUMBERS))
+    columns = {name: table[:, index] for index, name in enumerate(NUMBERS)}
+    keep = np.ones(len(table), dtype=bool)
+    for name in pinned.keys() & {*NUMBERS}:
+        keep &= columns[name] == pinned[name]
+    return {name: column[keep] for name, column in columns.items()}
+
+
+def cuts(model: ModelSpec, seq: int, tp: int, cp: int, pp: int) -> bool:
+    """Whether heads, MLP, vocabulary, sequence and layers divide (`spec.layout.tensor`, `context`)."""
+    ffn = model.expert_ffn if model.experts else model.ffn
+    whole = not (model.heads % tp or model.vocab % tp or ffn % tp)
+    shared = not (model.kv_heads % tp and tp % model.kv_heads)
+    return whole and shared and seq % (2 * cp if cp > 1 else 1) == 0 and seq // cp % tp == 0 and pp <= model.layers
+
+
+def legal(question: Question, kind: Words, columns: Columns) -> NDArray[np.bool_]:
+    """Which rows can be combined with these words (`spec.layout.pipeline`, `expert`, `data`)."""
+    pp, virtual, shard, replicate = (columns[name] for name in ("pp", "virtual", "dp_shard", "dp_replicate"))
+    dp = shard * replicate
+    batches = question.global_batch // (columns["micro_batch"] * dp)
+    if kind.zero == 0:
+        fits = shard == 1
+    elif kind.zero < 3:
+        fits = (shard > 1) & (replicate == 1)
+    else:
+        fits = shard > 1
+    fits &= np.where(shard == 1, dp, shard) * columns["cp"] % columns["ep"] == 0
+    if kind.schedule == "1f1b":
+        return fits & (virtual == 1) & ((pp == 1) | (batches >= pp))
+    fits &= pp > 1
+    if kind.schedule in V_SHAPED:
+        fits &= virtual == 2
+    else:
+        fits &= (virtual > 1) == (kind.schedule in LOOPED)
+    if kind.schedule == "dualpipev":
+        fits &= batches >= 2 * pp
+    if kind.schedule in IN_ROUNDS:
+        fits &= batches % np.maximum(1, batches // pp) == 0
+    return fits
+
+
+def cases(question: Question) -> Iterator[tuple[Words, Case]]:
+    """All legal layouts, in cases of equal words; sequence parallelism goes with tensor parallelism."""
+    columns = numbers(question)
+    software = COMPILED if question.compile else EAGER
+    for kind in words(question):
+        allowed = legal(question, kind, columns)
+        if not allowed.any():
+            continue
+        chosen: dict[str, Any] = {name: column[allowed] for name, column in columns.items()}
+        dp = chosen["dp_replicate"] * chosen["dp_shard"]
+        yield (
+            kind,
+            Case(
+                question.model,
+                question.gpu,
+                software,
+                question.seq,
+                accumulation=question.global_batch // (chosen["micro_batch"] * dp),
+                **chosen,
+                **vars(kind),
+                sp=True,  # of one rank it is nothing
+                dtype=question.dtype,
+                gpus_per_node=question.cluster.gpus_per_node,
+                nic_gbs=question.cluster.nic_gbs,
+                profile=question.cluster.profile,
+            ),
+        )
+
+
+def run_of(question: Question, layout: Mapping[str, Any], base: RunSpec) -> RunSpec:
+    """`base` on this cluster with this layout, which has all NUMBERS and WORDS: a run that `lmworks train` takes."""
+    axes = ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "schedule", "recompute", "offload")
+    zero = layout["zero"]
+    parallel = {"dp": 0, "strategy": STRATEGIES[zero], "zero": zero if zero in (1, 2) else 0, "sp": layout["tp"] > 1}
+    parallel |= {"virtual_stages": layout["virtual"], "compile": question.compile}
+    parallel |= {axis: layout[axis] for axis in axes}
+    sizes = {"micro_batch": layout["micro_batch"], "global_batch": question.global_batch, "seq": question.seq}
+    data = base.to_dict()
+    for table, changes in {"parallel": parallel, "data": sizes, "precision": {"dtype": question.dtype}}.items():
+        data[table] = {**data[table], **changes}
+    data["cluster"] = question.cluster.to_dict()
+    return RunSpec.from_dict(data)
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,146 @@
+"""Why not this layout: what keeps it from running or from fitting, the smallest change that helps, or who is faster."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ...spec import RunSpec, SpecError
+from ...spec.errors import did_you_mean
+from ...spec.load import parse_value
+from ...spec.run import SCHEDULES
+from ..case import Case
+from ..memory.budget import Budget, budget
+from ..memory.reserve import oom_probability, usable
+from ..step.price import price
+from .candidates import NUMBERS, WORDS, Question, run_of
+from .search import Result
+
+Layout = dict[str, Any]  # NUMBERS and WORDS
+SHOWN = 3
+MORE = {"recompute": ("none", "selective", "full"), "offload": ("none", "optimizer", "full"), "zero": (0, 1, 2, 3)}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    layout: Layout
+    binding: str  # "rule", "memory", or "" where the layout fits
+    text: str
+    budget: Budget | None = None
+    changes: tuple[str, ...] = ()  # each makes it fit, the fastest first
+    step_s: float | None = None
+
+
+def explain(question: Question, said: Layout, base: RunSpec, result: Result) -> Verdict:
+    layout = filled(question, said)
+    inner = layout["tp"] * layout["cp"] * layout["pp"]
+    if question.world % inner:
+        return Verdict(layout, "rule", f"tp × cp × pp = {inner} does not divide the {question.world} GPUs")
+    try:
+        case = Case.of(run_of(question, layout, base), question.gpu)
+    except SpecError as error:
+        return Verdict(layout, "rule", str(error))
+    need = budget(case)
+    if float(need.reserved) > question.room:
+        chance = f"a probability of {float(oom_probability(need.reserved, question.gpu)):.0%}"
+        text = f"needs {gib(need.reserved)} of {gib(usable(question.gpu))}: out of memory with {chance}"
+        return Verdict(layout, "memory", text, need, smallest_changes(question, layout, base))
+    seconds = float(price(case).seconds)
+    faster = [found for found in result.front if found.step_s < seconds]
+    text = f"fits in {gib(need.reserved)} and takes {seconds:.4g} s a step"
+    if faster:
+        text += f"; the fastest layout takes {faster[0].step_s:.4g} s, {seconds / faster[0].step_s - 1:.1%} less"
+    return Verdict(layout, "", text, need, (), seconds)
+
+
+def read_layout(texts: Iterable[str]) -> Layout:
+    """tp=8, recompute=full: numbers as numbers."""
+    layout: Layout = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise SpecError(f"'{text}' is no part of a layout; write name=value, e.g. tp=8")
+        layout[key.strip()] = parse_value(value.strip())
+    for key, value in layout.items():
+        if key not in (*NUMBERS, *WORDS):
+            raise SpecError(f"{key} is no part of a layout{did_you_mean(key, (*NUMBERS, *WORDS))}")
+        if key in NUMBERS and not (isinstance(value, int) and value > 0):
+            raise SpecError(f"{key} = {value!r} must be a whole number, at least 1")
+        choices = {**MORE, "schedule": SCHEDULES}.get(key, (value,))
+        if value not in choices:
+            raise SpecError(f"{key} = {value!r}: it can be {', '.join(map(str, choices))}")
+    return layout
+
+
+def filled(question: Question, said: Layout) -> Layout:
+    """What is not said: data parallelism over the GPUs that are left, with everything sharded."""
+    layout: Layout = dict.fromkeys(NUMBERS, 1) | {"schedule": "1f1b", "recompute": "none", "offload": "none"} | said
+    rest = question.world // (layout["tp"] * layout["cp"] * layout["pp"]) or 1
+    layout.setdefault("zero", 3 if rest > 1 else 0)
+    if "virtual" not in said and layout["schedule"] not in ("1f1b", "gpipe"):
+        layout["virtual"] = 2
+    if not said.keys() & {"dp_shard", "dp_replicate"}:
+        layout["dp_shard" if layout["zero"] else "dp_replicate"] = rest
+    return layout
+
+
+def smallest_changes(question: Question, layout: Layout, base: RunSpec) -> tuple[str, ...]:
+    """Single changes that make it fit, else pairs of them; the fastest first."""
+    for count in (1, 2):
+        found = []
+        for changed, text in changed_by(layout, count):
+            try:
+                case = Case.of(run_of(question, changed, base), question.gpu)
+            except SpecError:
+                continue
+            if float(budget(case).reserved) <= question.room:
+                found.append((float(price(case).seconds), text))
+        if found:
+            return tuple(f"{text} ({seconds:.4g} s a step)" for seconds, text in sorted(found)[:SHOWN])
+    return ()
+
+
+def changed_by(layout: Layout, count: int) -> Iterator[tuple[Layout, str]]:
+    """Every layout so many steps away, with what changed; each step is towards less memory."""
+    seen = set()
+    for chosen in itertools.combinations_with_replacement(STEPS, count):
+        changed = layout
+        for step in chosen:
+            changed = step(changed)
+        text = ", ".join(f"{key} {layout[key]} → {value}" for key, value in changed.items() if value != layout[key])
+        if text and text not in seen:
+            seen.add(text)
+            yield changed, text
+
+
+def more(key: str, layout: Layout) -> Layout:
+    """The next value of a word that saves memory. A ZeRO stage shards over all data-parallel ranks."""
+    values = MORE[key]
+    changed = {**layout, key: values[min(values.index(layout[key]) + 1, len(values) - 1)]}
+    if key == "zero" and layout["dp_shard"] == 1:
+        changed |= {"dp_shard": layout["dp_replicate"], "dp_replicate": 1}
+    return changed
+
+
+def half_a_batch(layout: Layout) -> Layout:
+    return {**layout, "micro_batch": max(1, layout["micro_batch"] // 2)}
+
+
+def twice(axis: str, layout: Layout) -> Layout:
+    """Of a degree, taken from the data-parallel ranks."""
+    of = "dp_replicate" if layout["dp_replicate"] % 2 == 0 else "dp_shard"
+    return {**layout, axis: 2 * layout[axis], of: layout[of] // 2} if layout[of] % 2 == 0 else layout
+
+
+STEPS: tuple[Callable[[Layout], Layout], ...] = (
+    *(partial(more, key) for key in MORE),
+    half_a_batch,
+    *(partial(twice, axis) for axis in ("tp", "cp", "pp")),
+)
+
+
+def gib(size: Any) -> str:
+    return f"{float(size) / 2**30:.1f} GiB"

@@ -1,0 +1,104 @@
+"""A run on a cluster, from the few words people say about it: "8 H100, ZeRO-3, 8192 tokens, one sequence at a time".
+
+What is said replaces the spec's own; what is left open is filled in: data parallelism takes the GPUs that the other
+degrees leave, and shards everything (ZeRO-3) unless told otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...spec import Cluster, RunSpec, SpecError
+from ...spec.hardware import parse_cluster
+from ...spec.load import apply_overrides, read_source
+from ...spec.presets import PRESETS
+from ...spec.schema import merge
+
+USUAL = 8192  # tokens of a sequence where nobody says, and the model is made for as many
+
+
+@dataclass(frozen=True)
+class Wish:
+    """None: not said."""
+
+    cluster: str | None = None
+    seq: int | None = None
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    zero: int | None = None
+    tp: int | None = None
+    cp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    recompute: str | None = None
+    dtype: str | None = None
+
+
+def job(source: str, overrides: Iterable[str], wish: Wish) -> RunSpec:
+    """The spec, with the wish laid over it and the overrides over both."""
+    data = read_source(source)
+    data.setdefault("name", source if source in PRESETS else Path(source).stem)
+    overrides = list(overrides)
+    said = merge(apply_overrides(data, overrides), words(wish))
+    if wish.cluster:
+        said = merge(said, on_cluster(said, parse_cluster(wish.cluster), wish))
+    said = as_long(said)
+    return RunSpec.from_dict(apply_overrides(said, overrides))
+
+
+def words(wish: Wish) -> dict[str, Any]:
+    tables: dict[str, dict[str, Any]] = {"data": {}, "parallel": {}, "precision": {}}
+    places = {"data": ("seq", "micro_batch", "global_batch"), "parallel": ("tp", "cp", "pp", "ep", "recompute")}
+    for table, keys in {**places, "precision": ("dtype",)}.items():
+        tables[table] |= {key: getattr(wish, key) for key in keys if getattr(wish, key) is not None}
+    return tables
+
+
+def on_cluster(said: dict[str, Any], cluster: Cluster, wish: Wish) -> dict[str, Any]:
+    """One rank a GPU; bf16 products; a small micro-batch; everything where the spec does not say it itself."""
+    layout = said.get("parallel", {})
+    world = cluster.nodes * cluster.gpus_per_node
+    inner = 1
+    for axis in ("tp", "cp", "pp"):
+        inner *= layout.get(axis, 1)
+    if world % inner:
+        raise SpecError(
+            f"tp × cp × pp = {inner} does not divide the {world} GPUs of {wish.cluster}; "
+            f"{world - world % inner or inner} or {world - world % inner + inner} would do"
+        )
+    parallel = shared(world // inner, wish.zero) if not sharding(layout) or wish.zero is not None else {}
+    if layout.get("tp", 1) > 1 and "sp" not in layout:
+        parallel["sp"] = True
+    machines = {"gpu": cluster.gpu, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
+    filled: dict[str, Any] = {"cluster": machines, "parallel": parallel}
+    if "dtype" not in said.get("precision", {}):
+        filled["precision"] = {"dtype": "bf16"}
+    if "micro_batch" not in said.get("data", {}):
+        filled["data"] = {"micro_batch": 1}
+    return filled
+
+
+def sharding(layout: dict[str, Any]) -> bool:
+    return any(key in layout for key in ("dp", "dp_replicate", "dp_shard", "strategy"))
+
+
+def shared(dp: int, zero: int | None) -> dict[str, Any]:
+    if zero == 0 or dp == 1:
+        return {"strategy": "ddp", "zero": 0, "dp_replicate": dp, "dp_shard": 1}
+    if zero in (None, 3):
+        return {"strategy": "fsdp2", "zero": 0, "dp_replicate": 1, "dp_shard": dp}
+    return {"strategy": "zero", "zero": zero, "dp_replicate": 1, "dp_shard": dp}
+
+
+def as_long(said: dict[str, Any]) -> dict[str, Any]:
+    """A preset is stretched to the sequence that is asked of it, and asked for a usual one if for none."""
+    model, seq = said.get("model", {}), said.get("data", {}).get("seq", 0)
+    context = PRESETS.get(model.get("preset", ""), {}).get("context", 0)
+    if not context or "context" in model:
+        return said
+    if not seq:
+        return merge(said, {"data": {"seq": min(context, USUAL)}})
+    return merge(said, {"model": {"context": seq}}) if seq > context else said

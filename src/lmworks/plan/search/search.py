@@ -1,0 +1,155 @@
+"""Which layout: every legal one is priced in closed form, and the best of the front again with a simulated timeline.
+
+What does not fit is dropped; offload, which only ever costs time, is tried for layouts that do not fit without it. Of
+the rest stays the Pareto front: no other layout is faster, leaves more memory free and costs less. On one cluster
+money is time, so cost decides only between clusters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...spec import RunSpec
+from ..case import Case
+from ..memory.budget import Budget, budget
+from ..memory.reserve import capacity
+from ..money import Bill, bill
+from ..step.price import Price, price, timeline
+from .candidates import NUMBERS, Question, Words, cases, run_of
+
+REPRICED = 50
+
+
+@dataclass(frozen=True)
+class Found:
+    """One layout that fits, and what is predicted of it."""
+
+    question: Question
+    words: Words
+    case: Case  # of this one candidate
+    step_s: float
+    reserved: float  # bytes, of the fullest rank
+    price: Price | None = None  # of the simulated timeline, where it was followed
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.question.global_batch * self.question.seq / self.step_s
+
+    @property
+    def headroom(self) -> float:
+        """Part of a GPU's memory that stays free."""
+        return 1 - self.reserved / capacity(self.question.gpu)
+
+    @property
+    def dollars_per_gtoken(self) -> float:
+        """What 1e9 tokens cost."""
+        return self.question.world * self.price_hour / 3600 * 1e9 / self.tokens_per_s
+
+    @property
+    def price_hour(self) -> float:
+        return self.question.cluster.price_hour or self.question.gpu.price_hour
+
+    def bill(self, tokens: float) -> Bill:
+        """Of training on so many tokens, with the failures of a cluster of this size."""
+        return bill(tokens, self.tokens_per_s, self.question.world, self.price_hour, self.question.gpu.tdp_w)
+
+    @property
+    def budget(self) -> Budget:
+        return budget(self.case)
+
+    def repriced(self) -> Found:
+        price = timeline(self.case)
+        return replace(self, step_s=float(price.seconds), price=price)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        return {name: int(getattr(self.case, name)) for name in NUMBERS} | vars(self.words)
+
+    def spec(self, base: RunSpec) -> RunSpec:
+        return run_of(self.question, self.layout, base)
+
+
+@dataclass(frozen=True)
+class Result:
+    front: tuple[Found, ...]  # fastest first
+    legal: int
+    fitting: int
+
+
+def search(questions: Iterable[Question]) -> Result:
+    """The front of one cluster, or of several."""
+    counted: Counter[str] = Counter()
+    found = [layout for question in questions for layout in fitting(question, counted)]
+    first = front(found)
+    best = sorted((layout.repriced() for layout in first[:REPRICED]), key=lambda layout: layout.step_s)
+    return Result((*front(best), *first[REPRICED:]), counted["legal"], counted["fitting"])
+
+
+def fitting(question: Question, counted: Counter[str]) -> list[Found]:
+    """Of every case of layouts, those that fit and are not beaten by another of the same case."""
+    found: list[Found] = []
+    homeless: dict[Words, NDArray[Any]] = {}  # by the words without offload: rows that do not fit
+    for words, case in cases(question):
+        plain = replace(words, offload="none")
+        if words.offload != "none" and plain in homeless:
+            case = case.take(homeless[plain])
+        counted["legal"] += np.size(case.tp)
+        reserved = np.asarray(budget(case).reserved)
+        fits = reserved <= question.room
+        if words.offload == "none":
+            homeless[plain] = ~fits
+        counted["fitting"] += int(fits.sum())
+        if fits.any():
+            case, reserved = case.take(fits), reserved[fits]
+            seconds = np.asarray(price(case).seconds)
+            for row in unbeaten(seconds, reserved):
+                found.append(Found(question, words, case.take(row), float(seconds[row]), float(reserved[row])))
+    return found
+
+
+def least(question: Question) -> float:
+    """Bytes that the most frugal layout reserves on its fullest rank; infinite where no layout is legal."""
+    return min((float(np.min(budget(case).reserved)) for _, case in cases(question)), default=np.inf)
+
+
+def enough(question: Question) -> Question | None:
+    """The next larger cluster of the same GPUs, by doubling, on which some layout fits."""
+    for _ in range(12):
+        grown = question.cluster.replace(nodes=2 * question.cluster.nodes)
+        question = replace(question, cluster=grown, global_batch=max(question.global_batch, grown.gpus))
+        if least(question) <= question.room:
+            return question
+    return None
+
+
+def unbeaten(seconds: NDArray[Any], reserved: NDArray[Any]) -> list[np.intp]:
+    """Rows than which no other is faster and smaller, fastest first."""
+    order = np.lexsort((reserved, seconds))
+    least = np.minimum.accumulate(reserved[order])
+    first = np.r_[True, least[1:] < least[:-1]]
+    return list(order[first])
+
+
+def front(found: Sequence[Found]) -> list[Found]:
+    """Layouts than which no other is faster, smaller and cheaper, fastest first."""
+    clusters: dict[Any, list[Found]] = {}
+    for layout in found:
+        clusters.setdefault(layout.question.cluster, []).append(layout)
+    kept: list[Found] = []
+    for layouts in clusters.values():
+        rows = unbeaten(np.array([one.step_s for one in layouts]), np.array([one.reserved for one in layouts]))
+        kept += [layouts[row] for row in rows]
+    if len(clusters) > 1:
+        figures = np.array([(-one.tokens_per_s, -one.headroom, one.dollars_per_gtoken) for one in kept])
+        kept = [one for one, own in zip(kept, figures, strict=True) if not beaten(own, figures)]
+    return sorted(kept, key=lambda one: -one.tokens_per_s)
+
+
+def beaten(own: NDArray[Any], others: NDArray[Any]) -> bool:
+    return bool(((others <= own).all(axis=1) & (others < own).any(axis=1)).any())

@@ -1,0 +1,93 @@
+"""All that a step is made of, before the fitted constants: kernels at benchmarked rates, messages on idle links."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from ...spec import Gpu
+from ..case import Case, Number
+from ..devices.machine import Machine
+from ..devices.profile import profile_for
+from ..ops import Kernel
+from .comm import Exchanges, Weights
+from .work import Pass, Work
+
+LINK = 0.8  # of the link to the host that large copies get
+HOST = 30e9  # bytes/s of host memory for each GPU of a machine: eight share some 250 GB/s
+
+
+@dataclass(frozen=True)
+class Bare:
+    case: Case
+    work: Work
+    wires: Exchanges
+    copies: tuple[Pass, Pass]  # of a block's weights and gradients, forward and backward
+    optimizer: Pass
+    offload: Number  # seconds of a step on the way to the host and back, and in its update
+
+    @classmethod
+    def of(cls, case: Case) -> Self:
+        machine, weights = machine_of(case.gpu, case.software.flash, case.profile), Weights.of(case)
+        optimizer = Pass.of([("optimizer", kernel) for kernel in updates(case, weights)], machine, "fp32")
+        there, back = copied(case, weights)
+        copies = (
+            Pass.of([("copies", Kernel("stream", bytes=there))], machine, "fp32"),
+            Pass.of([("copies", Kernel("stream", bytes=back))], machine, "fp32"),
+        )
+        offload = offloaded(case, owned(case, weights))
+        return cls(case, Work.of_case(case, machine), Exchanges.of(case), copies, optimizer, offload)
+
+
+@functools.cache
+def machine_of(gpu: Gpu, flash: str, profile: str = "") -> Machine:
+    """A GPU in a long run, where the clock is down all the time: in a benchmark a short product still finds it up."""
+    machine = profile_for(gpu, profile).machine if profile else Machine.of(gpu, flash)
+    if machine.laws is None:
+        return machine
+    hot = {
+        dtype: replace(rate, flops=rate.flops / (1 + rate.heat), heat=0.0) for dtype, rate in machine.laws.gemm.items()
+    }
+    return replace(machine, laws=replace(machine.laws, gemm=hot))
+
+
+def copied(case: Case, weights: Weights) -> tuple[Number, Number]:
+    """Bytes of a block: gathered weights leave their buffer, gradients are packed, or added to earlier ones."""
+    software = case.software
+    if case.zero == 3:
+        gather = 2.0 * (software.gather or case.width) * weights.block
+        return gather, gather * case.reshard + 2.0 * software.reduce * weights.block * reductions(case)
+    if software.stand_in:  # products add to the gradients themselves
+        return 0.0, 0.0
+    summed = (2.0 * software.gradients + 2) * weights.block
+    return 0.0, np.where((case.accumulation > 1) | (software.master > 0), summed, 0.0)
+
+
+def reductions(case: Case) -> Number:
+    """ZeRO-3, of each micro-batch: our trainer reduces after the last one only, others after every one."""
+    return 1 / case.accumulation if case.software.name.startswith("lmworks") else 1.0
+
+
+def owned(case: Case, weights: Weights) -> Number:
+    """Numbers that a rank updates."""
+    numbers = (case.model.layers * weights.block + weights.root) / case.pp
+    return numbers / (case.dp_shard * case.cp) if case.zero else numbers
+
+
+def updates(case: Case, weights: Weights) -> list[Kernel]:
+    """Clipping reads gradients twice and writes them once; AdamW reads p, g, m, v and writes p, m, v."""
+    numbers = owned(case, weights)
+    clip = Kernel("stream", bytes=12.0 * numbers)
+    return [clip] if case.offload != "none" else [clip, Kernel("optimizer", bytes=28.0 * numbers)]
+
+
+def offloaded(case: Case, numbers: Number) -> Number:
+    """Gradients to the host, its update, new weights back; `full`: weights come for every pass. Nothing hides it."""
+    if case.offload == "none":
+        return 0.0
+    link = LINK * 1e9 * (case.gpu.host_gbs or 16.0)
+    passes = 2 * case.accumulation if case.offload == "full" else 1
+    return numbers * ((4.0 + 4.0 * passes) / link + 28.0 / HOST)

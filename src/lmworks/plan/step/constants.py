@@ -1,0 +1,95 @@
+"""The few numbers of a step's time that no datasheet and no benchmark of single kernels gives.
+
+They are fitted to other people's runs (`benchmarks/fit_time.py`) and live in `fitted.toml`: one set fitted to all
+sources, and for every source a set that has never seen it, so that a prediction of that source is a blind one.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from ...spec import Gpu, SpecError
+from ...spec.errors import did_you_mean
+from ..case import Number
+from ..software import Software
+
+WATTS = {"A100": 400.0, "H100": 700.0, "H200": 700.0, "B200": 1000.0}  # of the boards that the factors are fitted to
+SAME_CHIP = {"GH200": "H200", "H800": "H100", "A800": "A100", "GB200": "B200"}
+FITTED = Path(__file__).with_name("fitted.toml")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Factors are times over what the rates of single kernels or links give; a missing name has factor 1."""
+
+    products: Mapping[str, float] = field(default_factory=dict)  # by family of GPU: heat and power in a long run
+    attention: Mapping[str, float] = field(default_factory=dict)  # by family of GPU, or family and kernel: H100-fa1
+    software: Mapping[str, float] = field(default_factory=dict)  # what is left of a code base's own slowness
+    launch_s: Mapping[str, float] = field(default_factory=dict)  # host time of one kernel of the op list, by code base
+    traffic: Mapping[str, float] = field(default_factory=dict)  # ZeRO-3's messages, by code base
+    alone: float = 0.95  # products of a GPU that nothing else shares a machine, its power and its air with
+    power: float = 0.5  # products slow down as (usual watts / watts) to this power
+    memory: float = 1.0  # passes over memory
+    casts: float = 1.0  # of these, casts to 8 bits, which may be fused with what comes before
+    uneven: float = 0.1  # share of that time by which the slowest host is slower, for every doubling of the hosts
+    step_s: float = 5e-3  # host time of one step beside its kernels
+    contention: float = 0.15  # what a second of hidden traffic adds to the work that hides it
+    pieces: float = 0.5  # the same of tensor-parallel traffic cut into pieces, which makes products smaller too
+    links: float = 1.0  # collectives inside a node
+    network: float = 1.0  # collectives between nodes
+    jitter: float = 0.005  # share of a step lost in waiting, for every doubling of the nodes
+    # Standard deviation of log(predicted / measured): of code bases and GPUs that were fitted, and of others.
+    spread: float = 0.1
+    unseen: float = 0.2
+
+    def factors(self, gpu: Gpu, flash: str = "", world: Number = 1) -> dict[str, Any]:
+        """By kind of kernel."""
+        kind = family(gpu)
+        capped = (WATTS[kind] / gpu.tdp_w) ** self.power if gpu.tdp_w and kind in WATTS else 1.0
+        attention = self.attention.get(f"{kind}-{flash}", self.attention.get(kind, 1.0)) * capped
+        passes = dict.fromkeys(("stream", "strided", "exp", "tanh", "optimizer"), self.memory)
+        products = self.products.get(kind, 1.0) * capped * np.where(world == 1, self.alone, 1.0)
+        return {
+            "gemm": products,
+            "attention": attention,
+            "attention_backward": attention,
+            **passes,
+            "casts": self.memory * self.casts,
+        }
+
+    def launch(self, software: Software) -> float:
+        """Seconds of the host for one kernel: compiled code launches as many as the list says, other code more."""
+        usual = "compiled" if software.fused else "eager"
+        return self.launch_s.get(software.name, self.launch_s.get(usual, 10e-6))
+
+    def knows(self, gpu: Gpu, software: Software) -> bool:
+        return family(gpu) in self.products and software.name in self.software
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Self:
+        known = {entry.name for entry in fields(cls)}
+        return cls(**{name: value for name, value in table.items() if name in known})
+
+
+@functools.cache
+def constants(without: str = "") -> Constants:
+    """Fitted to all sources, or to all but one."""
+    tables = tomllib.loads(FITTED.read_text(encoding="utf-8"))
+    if not without:
+        return Constants.from_dict(tables["all"])
+    if without not in tables["without"]:
+        raise SpecError(f"no fit leaves out the source {without!r}{did_you_mean(without, tables['without'])}")
+    return Constants.from_dict(tables["without"][without])
+
+
+def family(gpu: Gpu) -> str:
+    """Boards with the same chip: H100-SXM-80GB and H100-NVL are H100s, a GB200 is a B200."""
+    name = gpu.name.replace(" ", "-").split("-")[0].upper()
+    return SAME_CHIP.get(name, name)

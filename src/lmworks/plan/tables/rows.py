@@ -1,0 +1,240 @@
+"""A row of somebody's table as a job that the planner can price.
+
+What the row does not say is unknown. The usual value is taken, said in a sentence, and where it matters the job is
+also priced with other values, so that the interval is as wide as the ignorance.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...spec import Gpu, SpecError
+from ..case import Case
+from ..software import SOFTWARE, Software
+from .columns import Row
+from .layout import batch_of, degrees_of, pipeline_of, sharding_of, sp_of
+from .names import (
+    ASYNC_TP,
+    COMPILE,
+    framework_named,
+    gpu_named,
+    nic_named,
+    optimizer_named,
+    precision_named,
+    recompute_named,
+)
+from .shape import model_of
+
+GUESSED = {
+    "model": 0.15,
+    "heads": 0.05,
+    "vocab": 0.05,
+    "seq_len": 0.15,
+    "gpu": 0.05,
+    "tp": 0.15,
+    "top_k": 0.3,
+    "accumulation": 0.1,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case read from a row, what was assumed for it, and how else its unknown fields might be answered."""
+
+    case: Case
+    label: str
+    assumed: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()  # columns
+    others: Mapping[str, tuple[Case, ...]] = field(default_factory=dict)  # by unknown column
+    spread: float = 0.0  # relative, for what no other case can stand for
+
+
+def job(cells: Mapping[str, str], label: str = "", usual: str = "") -> Job:
+    """Read one row. Raises SpecError where it cannot be a job, saying which column and why.
+
+    `usual` is the code base of rows that name none.
+    """
+    row = Row(dict(cells))
+    if re.search(r"(?i)lora|adapter|peft", row.text("task")):
+        raise SpecError(f"task = {row.text('task')!r}: training of adapters alone is not priced")
+    gpu = gpu_of(row)
+    software = software_for(row, gpu, usual)
+    seq = seq_of(row, software)
+    model = model_of(row, seq)
+    degrees = degrees_of(row, gpu, model, software)
+    axes: dict[str, Any] = {axis: degrees[axis] for axis in ("tp", "pp", "cp", "ep")}
+    case = Case(
+        model,
+        gpu,
+        software,
+        seq,
+        **axes,
+        **sharding_of(row, software, degrees, model, gpu),
+        **pipeline_of(row, model, degrees["pp"]),
+        sp=sp_of(row, software, degrees["tp"]),
+        recompute=recompute_of(row, software),
+        recompute_every=2
+        if re.search(r"selective layer|every (2nd|second|other)", row.text("recompute").lower())
+        else 1,
+        dtype=precision_of(row, gpu),
+        optimizer=optimizer_of(row),
+        offload=offload_of(row),
+        gpus_per_node=degrees["per_node"],
+        nic_gbs=nic_of(row, degrees["per_node"]),
+    )
+    case = case.replace(**batch_of(row, case))
+    spread = sum(GUESSED.get(column, 0.0) ** 2 for column in set(row.open)) ** 0.5
+    name = label or row.text("label") or describe(row, case)
+    return Job(case, name, tuple(row.assumed), tuple(row.open), others(row, case), spread)
+
+
+def describe(row: Row, case: Case) -> str:
+    degrees = " ".join(f"{axis}{n}" for axis in ("dp", "tp", "pp", "cp", "ep") if (n := int(getattr(case, axis))) > 1)
+    name = row.text("model") or f"{case.model.params / 1e9:.3g}B"
+    return f"{name} {int(case.world)}×{case.gpu.name} {degrees} seq {case.seq}".replace("  ", " ")
+
+
+def gpu_of(row: Row) -> Gpu:
+    text = row.text("gpu")
+    if not text:
+        row.assume("gpu", "gpu = H100-SXM-80GB")
+        text = "H100-SXM-80GB"
+    gpu, said = gpu_named(text, row.real("gpu_mem_gb"))
+    row.assumed.extend(said)
+    return gpu
+
+
+def usual_framework(rows: Sequence[Mapping[str, str]]) -> str:
+    """Of a table that names none: one that splits layers is Megatron's kind all over, one that shards is PyTorch's."""
+    splits = any(cells.get(axis, "1").strip() not in ("1", "1.0") for cells in rows for axis in ("tp", "pp", "ep"))
+    shards = any(cells.get("fsdp", "0").strip() not in ("0", "1") or "local_batch" in cells for cells in rows)
+    chunks = any("interleave" in cells for cells in rows)  # a word of Megatron's
+    return "megatron" if chunks or (splits and not shards) else "torchtitan"
+
+
+def software_for(row: Row, gpu: Gpu, usual: str = "") -> Software:
+    """The code base that is named, in the way that the row used it."""
+    found = framework_named(row.text("framework")) or framework_named(row.text("note"))
+    if not found and (found := framework_named(f"{row.text('origin')} {row.text('model')}")):
+        row.assumed.append(f"framework: {found.name}, by where the row comes from")
+    if not found:
+        found = SOFTWARE[usual or usual_framework([row.cells])]
+        row.assume("framework", f"framework: like {found.name}")
+    compiled = f"{found.name}-compile"
+    if compiled in SOFTWARE and (row.flag("compile") or COMPILE.search(row.hints.lower())):
+        found = SOFTWARE[compiled]
+    if found.name == "torchtitan-compile" and re.search(r"\b202[5-9]", row.hints):
+        found = SOFTWARE["torchtitan-2025"]
+    if found.name == "megatron" and gpu.name.startswith("V100"):
+        found = SOFTWARE["megatron-2021"]
+    kernel = row.text("attention").lower()
+    if row.flag("attention") is False or any(
+        word in kernel for word in ("scores", "eager", "unfused", "torch", "math")
+    ):
+        found = replace(found, attention="scores")
+    elif kernel:
+        found = replace(found, attention="flash")
+    if found.name == "megatron" and "framework" in row.open and not gpu.name.startswith("A"):
+        found = replace(found, async_tp=True)  # what tables without a name are made with
+    elif ASYNC_TP.search(row.hints.lower()) and "vanilla" not in row.hints.lower():
+        found = replace(found, async_tp=True)
+    if re.search(r"row-?wise", row.hints.lower()):  # a scale for every row, both ways
+        found = replace(found, casts=10.0)
+    if row.text("mixed"):
+        found = replace(found, reduce=2 if row.text("mixed").lower() == "pure" else 4)
+    return found
+
+
+def seq_of(row: Row, software: Software) -> int:
+    seq = row.whole("seq_len", kilo=1024)
+    if seq:
+        return seq
+    tokens, batch = row.whole("global_batch_tokens"), row.whole("global_batch")
+    if tokens and batch and tokens % batch == 0:
+        return tokens // batch
+    seq = 2048 if software.attention == "scores" else 4096
+    row.assume("seq_len", f"seq_len = {seq}")
+    return seq
+
+
+def recompute_of(row: Row, software: Software) -> str:
+    cell = row.text("recompute")
+    found = recompute_named(cell)
+    if not found and row.flag("recompute") is not None:
+        found = "full" if row.flag("recompute") else "none"
+    if not found and cell:
+        if not cell.replace(".", "").isdigit():
+            raise SpecError(f"recompute = {cell!r} is not known; use none, full, selective or attention")
+        found = "full"
+    if not found and "recomp" in row.hints.lower():
+        found = recompute_named(row.hints)
+    if not found:
+        family = software.name.removesuffix("-compile")
+        found = {"torchtitan": "selective", "megatron-2021": "full", "megatron-deepspeed": "full"}.get(family, "none")
+        row.assume("recompute", f"recompute = {found}: usual for {software.name}")
+    return "attention" if found == "selective" and software.name.startswith("megatron") else found
+
+
+def precision_of(row: Row, gpu: Gpu) -> str:
+    cell = row.text("precision")
+    found = precision_named(cell) or precision_named(row.text("note")) or precision_named(row.text("framework"))
+    if cell and not found and cell.lower() not in ("mixed", "amp", "half"):
+        raise SpecError(f"precision = {cell!r} is not known; use bf16, fp16, fp8 or fp32")
+    if not found:
+        found = "bf16" if gpu.bf16_tflops else "fp16"
+        row.assume("precision", f"precision = {found}")
+    return found
+
+
+def optimizer_of(row: Row) -> str:
+    if row.text("optimizer"):
+        return optimizer_named(row.text("optimizer"))
+    row.assume("optimizer", "optimizer = adamw")
+    return "adamw"
+
+
+def offload_of(row: Row) -> str:
+    said = row.flag("offload")
+    if said is not None or not row.text("offload"):
+        return "full" if said else "none"
+    return "full" if re.search(r"param|full|all", row.text("offload").lower()) else "optimizer"
+
+
+def nic_of(row: Row, per_node: int) -> float:
+    given = row.real("nic_gbs")
+    if given:
+        return given
+    text = row.text("internode")
+    if not text:
+        text = row.text("gpu") if re.search(r"\d\s*gb/s per gpu|gbps per gpu", row.text("gpu").lower()) else ""
+        return nic_named(text[text.rfind(",") + 1 :], per_node) if text else 0.0
+    return nic_named(text, per_node)
+
+
+def others(row: Row, case: Case) -> dict[str, tuple[Case, ...]]:
+    """The same job with one unknown answered otherwise."""
+    found: dict[str, list[Case]] = {}
+    if "recompute" in row.open:
+        ways = ("none", "full") if case.software.name.startswith("megatron") else ("none", "selective", "full")
+        found["recompute"] = [case.replace(recompute=way) for way in ways if way != case.recompute]
+    if "micro_batch" in row.open:
+        local = int(case.micro_batch * case.accumulation)
+        sizes = {1, int(case.micro_batch) * 2, int(case.micro_batch) // 2} - {int(case.micro_batch), 0}
+        found["micro_batch"] = [
+            case.replace(micro_batch=n, accumulation=local // n) for n in sorted(sizes) if local % n == 0
+        ]
+    if "framework" in row.open:
+        names = {"torchtitan": ("torchtitan-compile", "huggingface"), "megatron": ("megatron-2021",)}
+        found["framework"] = [case.replace(software=SOFTWARE[name]) for name in names.get(case.software.name, ())]
+        if case.software.async_tp:
+            found["framework"].append(case.replace(software=replace(case.software, async_tp=False)))
+    if "interleave" in row.open or "schedule" in row.open:
+        each = -(-case.model.layers // int(case.pp))
+        more = [n for n in (1, 2, each) if n != case.virtual and each % n == 0]
+        found["schedule"] = [case.replace(virtual=n, schedule="interleaved" if n > 1 else "1f1b") for n in more]
+    if "sp" in row.open:
+        found["sp"] = [case.replace(sp=not case.sp)]
+    return {column: tuple(cases) for column, cases in found.items() if cases}

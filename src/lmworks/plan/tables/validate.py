@@ -1,0 +1,227 @@
+"""How wrong the planner is: every source replayed, beside the guess that every run has the same MFU.
+
+Errors are relative to the measurement: of tokens/s where a source's readers compare those, else of the step time.
+`fitted` is with constants that have seen the source, `blind` with constants that have not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ...spec import SpecError
+from ..case import Case
+from ..flops import attention_flops_per_token, model_flops_per_token
+from .sources import Measured, Source
+
+GUESS = 0.40  # the MFU that people assume when they know nothing
+
+Seconds = Callable[[Case], float]  # of a step
+Bytes = Callable[[Case], Mapping[str, float]]  # of a rank: allocated, reserved, activations of the first stage, states
+
+
+@dataclass(frozen=True)
+class Score:
+    """Relative errors of a set of predictions, as fractions."""
+
+    rows: int
+    mape: float  # mean of the absolute errors
+    median: float
+    p90: float
+    bias: float  # mean of the signed errors: above zero, the prediction is too high
+    worst: str
+    worst_error: float
+
+    @classmethod
+    def of(cls, errors: Sequence[float], labels: Sequence[str]) -> Score:
+        signed = np.asarray(errors)
+        size = np.abs(signed)
+        index = int(np.argmax(size))
+        return cls(
+            len(signed),
+            float(size.mean()),
+            float(np.median(size)),
+            float(np.quantile(size, 0.9)),
+            float(signed.mean()),
+            labels[index],
+            float(signed[index]),
+        )
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The guess that every run has the same MFU: with the constant that suits these rows best, and with GUESS."""
+
+    mfu: float
+    mape: float
+    guess_mape: float
+    counts: str  # how FLOPs and peak are counted
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure of one source, or of one part of it."""
+
+    source: str
+    group: str  # "" for all of it
+    figure: str
+    kind: str  # measured, or formula: a paper's closed form
+    fitted: Score
+    blind: Score | None = None
+    sure: Score | None = None  # fitted, without suspect rows
+    baseline: Baseline | None = None
+
+    @property
+    def key(self) -> str:
+        return "/".join(part for part in (self.source, self.group, self.figure) if part)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"key": self.key, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Report:
+    lines: tuple[Line, ...]
+    missing: tuple[str, ...]  # sources that were not at hand
+    uncovered: Mapping[str, tuple[str, ...]]  # rows that could not be priced, and why
+
+    def to_dict(self) -> dict[str, Any]:
+        headline = {line.source: line.fitted.mape for line in self.lines if not line.group and line.figure in TIMES}
+        return {
+            "mape": headline,
+            "lines": [line.to_dict() for line in self.lines],
+            "not_at_hand": list(self.missing),
+            "uncovered": {name: list(why) for name, why in self.uncovered.items() if why},
+            "guess_mfu": GUESS,
+        }
+
+
+TIMES = ("tokens_per_s", "step_s")
+
+
+def validate(
+    sources: Iterable[tuple[Source, Sequence[Measured] | None]],
+    fitted: Seconds,
+    blind: Callable[[str], Seconds | None],
+    memory: Bytes,
+) -> Report:
+    """`blind(source)` prices with constants that have never seen it; None where there are none."""
+    lines: list[Line] = []
+    missing: list[str] = []
+    uncovered: dict[str, tuple[str, ...]] = {}
+    for source, rows in sources:
+        if rows is None:
+            missing.append(source.name)
+            continue
+        priced, why = covered(rows, fitted)
+        uncovered[source.name] = tuple(why)
+        lines += time_lines(source, priced, fitted, blind(source.name))
+        lines += memory_lines(source, rows, memory)
+    return Report(tuple(lines), tuple(missing), uncovered)
+
+
+def covered(rows: Sequence[Measured], price: Seconds) -> tuple[list[tuple[Measured, float]], list[str]]:
+    """Rows with a measured time and the seconds predicted for them, and sentences about those that have none."""
+    priced, why = [], []
+    for row in rows:
+        if row.step_s is None:
+            continue
+        try:
+            priced.append((row, price(row.case)))
+        except SpecError as error:
+            why.append(f"{row.label}: {error}")
+    return priced, why
+
+
+def time_lines(
+    source: Source, priced: Sequence[tuple[Measured, float]], fitted: Seconds, blind: Seconds | None
+) -> list[Line]:
+    """All rows whose layout the table gives, then every part; rows that rest on inference are a part of their own."""
+    unseen = {id(row): blind(row.case) for row, _ in priced} if blind else {}
+    stated = [pair for pair in priced if not pair[0].inferred]
+    groups = {row.group: [pair for pair in priced if pair[0].group == row.group] for row, _ in priced}
+    sets = {"": stated, **(groups if len(groups) > 1 else {})}
+    return [time_line(source, name, pairs, unseen) for name, pairs in sets.items() if pairs]
+
+
+def time_line(source: Source, group: str, pairs: Sequence[tuple[Measured, float]], unseen: Mapping[int, float]) -> Line:
+    rows = [row for row, _ in pairs]
+    labels = [row.label for row in rows]
+    measured = np.array([row.step_s for row in rows], float)
+    seconds = np.array([predicted for _, predicted in pairs])
+    errors = relative(seconds, measured, source.compare)
+    sure = [index for index, row in enumerate(rows) if not row.suspect]
+    return Line(
+        source.name,
+        group,
+        source.compare,
+        "measured",
+        Score.of(errors, labels),
+        Score.of(relative(np.array([unseen[id(row)] for row in rows]), measured, source.compare), labels)
+        if unseen
+        else None,
+        Score.of([errors[i] for i in sure], [labels[i] for i in sure]) if len(sure) < len(rows) else None,
+        constant_mfu(rows, source.compare),
+    )
+
+
+def relative(seconds: Any, measured: Any, compare: str) -> Any:
+    """Of tokens/s a prediction that is too slow is too low."""
+    return measured / seconds - 1 if compare == "tokens_per_s" else seconds / measured - 1
+
+
+def constant_mfu(rows: Sequence[Measured], compare: str) -> Baseline:
+    """The guess gets its best chance: of four ways to count, the one that leaves it the smallest error."""
+    ways = [(whole, own) for whole in (False, True) for own in (True, False)]
+    return min((one_constant(rows, compare, *way) for way in ways), key=lambda guess: guess.mape)
+
+
+def one_constant(rows: Sequence[Measured], compare: str, whole: bool, own: bool) -> Baseline:
+    """With the real MFU r of each row the error of a constant c is |c/r − 1| in tokens/s and |r/c − 1| in time: both
+    are least at a weighted median."""
+    real = np.array([mfu(row, whole, own) for row in rows])
+    if compare == "tokens_per_s":
+        best = weighted_median(real, 1 / real)
+    else:
+        best = 1 / weighted_median(1 / real, real)
+    errors = [np.abs(c / real - 1 if compare == "tokens_per_s" else real / c - 1).mean() for c in (best, GUESS)]
+    counts = f"{'whole' if whole else 'causal'} attention, peak of {'the precision in use' if own else 'bf16'}"
+    return Baseline(best, float(errors[0]), float(errors[1]), counts)
+
+
+def mfu(row: Measured, whole: bool = False, own: bool = True) -> float:
+    """Of the measurement. `whole`: attention as if it were not causal; `own`: over the peak of the precision in use."""
+    case, seq = row.case, row.case.seq
+    peak = case.gpu.peak_flops(case.dtype if own else "bf16") or case.gpu.peak_flops("fp16")
+    if not peak or not row.step_s:
+        raise SpecError(f"{row.label}: the peak of {case.gpu.name} in {case.dtype} is not known")
+    flops = model_flops_per_token(case.model, seq)
+    if whole:
+        flops += 3 * attention_flops_per_token(case.model, seq)
+    return float(flops * case.tokens_per_step / (row.step_s * case.world * peak))
+
+
+def weighted_median(values: Any, weights: Any) -> float:
+    order = np.argsort(values)
+    share = np.cumsum(weights[order]) / weights.sum()
+    return float(values[order][np.searchsorted(share, 0.5)])
+
+
+def memory_lines(source: Source, rows: Sequence[Measured], memory: Bytes) -> list[Line]:
+    lines = []
+    for figure in ("allocated", "reserved", "activations", "states"):
+        known = [row for row in rows if getattr(row, figure) is not None]
+        if not known:
+            continue
+        errors = []
+        for row in known:
+            predicted = memory(row.case)[figure]
+            if row.share_of is not None:
+                predicted /= memory(row.share_of)[figure]
+            errors.append(predicted / getattr(row, figure) - 1)
+        kind = "formula" if figure in ("activations", "states") else "measured"
+        lines.append(Line(source.name, "", figure, kind, Score.of(errors, [row.label for row in known])))
+    return lines
