@@ -5,7 +5,8 @@
     python benchmarks/plan_check.py --save                  also write benchmarks/results/plan_check_DEVICE.json
 
 Memory: on a CPU the growth of the resident set after a tiny step, on a GPU the allocator's peak. Time: the median
-of the steps after three to warm up. The rates are measured in the same process.
+of the steps after three to warm up. The rates are measured in the same process; on a GPU the time that the fitted model
+gives for its kind, without measuring this one, stands beside.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from lmworks.data import Batch
 from lmworks.observe.probe import probe
 from lmworks.parallel.apply import lay_out
 from lmworks.parallel.weights import source_of
+from lmworks.plan.case import Case
+from lmworks.plan.memory.reserve import reserved
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.step.one_device import step_time
+from lmworks.plan.step.price import price
 from lmworks.spec import RunSpec, load_run
+from lmworks.spec.hardware import recognise
 from lmworks.train.device import PeakMemory
 from lmworks.train.optim import make_optimizer
 
+BF16, COMPILE = "precision.dtype=bf16", "parallel.compile=true"
 CASES: dict[str, list[list[str]]] = {
     "cpu": [
         ["cpu-3m", "data.seq=256", "data.micro_batch=8"],
@@ -41,13 +47,24 @@ CASES: dict[str, list[list[str]]] = {
          "model.positions=rope", "model.ffn=704"],
     ],
     "cuda": [
-        ["gpt2-small", "data.seq=1024", "data.micro_batch=16", "precision.dtype=bf16"],
-        ["gpt2-small", "data.seq=1024", "data.micro_batch=32", "precision.dtype=bf16"],
-        ["gpt2-small", "data.seq=1024", "data.micro_batch=16", "precision.dtype=bf16", "parallel.recompute=full"],
-        ["gpt2-small", "data.seq=1024", "data.micro_batch=16", "precision.dtype=bf16", "parallel.recompute=selective"],
+        *(["gpt2-small", "data.seq=1024", "data.micro_batch=16", BF16, f"parallel.recompute={policy}"]
+          for policy in ("none", "selective", "full")),
+        ["gpt2-small", "data.seq=1024", "data.micro_batch=64", BF16],
         ["gpt2-small", "data.seq=1024", "data.micro_batch=8", "precision.dtype=fp32"],
-        ["llama3-1b", "data.seq=4096", "data.micro_batch=2", "precision.dtype=bf16"],
-        ["qwen3-0.6b", "data.seq=2048", "data.micro_batch=4", "precision.dtype=bf16"],
+        ["gpt2-small", "data.seq=1024", "data.micro_batch=16", "precision.dtype=fp16"],
+        ["gpt2-small", "data.seq=1024", "data.micro_batch=32", BF16, COMPILE],
+        ["gpt2-medium", "data.seq=512", "data.micro_batch=16", BF16],
+        *(["llama3-1b", "data.seq=4096", "data.micro_batch=2", BF16, f"parallel.recompute={policy}"]
+          for policy in ("none", "selective", "full")),
+        ["llama3-1b", "data.seq=4096", "data.micro_batch=1", BF16, "data.global_batch=4"],
+        ["llama3-1b", "data.seq=16384", "data.micro_batch=1", BF16, "parallel.recompute=full"],
+        ["llama3-1b", "data.seq=4096", "data.micro_batch=2", BF16, COMPILE],
+        ["llama3-1b", "data.seq=4096", "data.micro_batch=4", BF16, COMPILE, "parallel.recompute=selective"],
+        ["llama3-1b", "data.seq=2048", "data.micro_batch=4", BF16],
+        ["qwen3-0.6b", "data.seq=2048", "data.micro_batch=4", BF16],
+        ["qwen3-0.6b", "data.seq=2048", "data.micro_batch=8", BF16, COMPILE],
+        ["qwen3-1.7b", "data.seq=4096", "data.micro_batch=2", BF16, "parallel.recompute=selective"],
+        ["llama3-3b", "data.seq=4096", "data.micro_batch=1", BF16, "parallel.recompute=full"],
     ],
 }  # fmt: skip
 
@@ -81,7 +98,18 @@ def check(case: list[str], device: str, steps: int) -> dict[str, Any]:
     result: dict[str, Any] = {"case": " ".join(case), "memory": measured, "memory_predicted": sheet.total}
     result |= {"memory_moment": sheet.moment, "step": step, "step_best": min(seconds)}
     predicted = step_time(spec, probe(where))
-    return result | {"step_predicted": predicted.total, "parts": predicted.parts}
+    result |= {"step_predicted": predicted.total, "parts": predicted.parts}
+    gpu = recognise(torch.cuda.get_device_name()) if device == "cuda" else None
+    if gpu is not None:  # what is said of it without it
+        modelled = price(Case.of(spec, gpu))
+        result |= {"reserved": torch.cuda.max_memory_reserved(), "reserved_predicted": float(reserved(sheet.total))}
+        result |= {"step_modelled": float(modelled.seconds), "interval": [float(end) for end in modelled.interval]}
+    return result
+
+
+def modelled(result: dict[str, Any]) -> str:
+    """The error of the time that is said of such a GPU without it."""
+    return f"{result['step_modelled'] / result['step'] - 1:+8.1%}" if "step_modelled" in result else 8 * " "
 
 
 def main() -> None:
@@ -95,7 +123,9 @@ def main() -> None:
         print(json.dumps(check(options.one, options.device, options.steps)))
         return
     results = []
-    print(f"{'memory MB':>10} {'predicted':>10} {'error':>7}   {'step ms':>8} {'predicted':>9} {'error':>7}   case")
+    print(
+        f"{'memory MB':>10} {'predicted':>10} {'error':>7}   {'step ms':>8} {'predicted':>9} {'error':>7} {'by model':>8}   case"
+    )
     for case in CASES[options.device]:
         command = [sys.executable, __file__, "--device", options.device, "--steps", str(options.steps), "--one", *case]
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -108,7 +138,7 @@ def main() -> None:
         time_error = r["step_predicted"] / r["step"] - 1
         print(
             f"{r['memory'] / 1e6:10.1f} {r['memory_predicted'] / 1e6:10.1f} {memory_error:+7.1%}   "
-            f"{r['step'] * 1e3:8.1f} {r['step_predicted'] * 1e3:9.1f} {time_error:+7.1%}   {r['case']}",
+            f"{r['step'] * 1e3:8.1f} {r['step_predicted'] * 1e3:9.1f} {time_error:+7.1%} {modelled(r)}   {r['case']}",
             flush=True,
         )
     if options.save:

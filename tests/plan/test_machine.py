@@ -142,3 +142,11 @@ def test_measured_points_win_over_laws() -> None:
     assert machine.seconds(Kernel("stream", bytes=1e12), "bf16") == 1.0
     assert machine.tags["stream"] == "measured" and machine.tags["exp"] == "modelled"
     assert "laws" not in json.loads(json.dumps(machine.to_dict()))
+
+
+def test_a_precision_without_a_peak_is_refused() -> None:
+    machine = Machine.of(catalogue()["B200-SXM"])
+    with pytest.raises(
+        SpecError, match="precision fp32: this accelerator's peak is not in the catalogue, only that of"
+    ):
+        machine.seconds(Kernel("gemm", flops=2e9, shape=(1000, 1000, 1000)), "fp32")

@@ -82,6 +82,9 @@ class GpuRates:
         Equal products are priced as one batched launch, as scores of attention and experts are computed; where each of
         them fills the GPU it makes no difference.
         """
+        if kernel.kind in ("gemm", "attention", "attention_backward") and dtype not in self.gemm:
+            known = ", ".join(sorted(self.gemm))
+            raise SpecError(f"precision {dtype}: this accelerator's peak is not in the catalogue, only that of {known}")
         if kernel.kind == "gemm":
             m, k, n = kernel.shape
             return gemm_seconds(m, k, n, self.gemm[dtype], np.maximum(kernel.count, 1)) * np.minimum(kernel.count, 1)
