@@ -123,9 +123,8 @@ def main() -> None:
         print(json.dumps(check(options.one, options.device, options.steps)))
         return
     results = []
-    print(
-        f"{'memory MB':>10} {'predicted':>10} {'error':>7}   {'step ms':>8} {'predicted':>9} {'error':>7} {'by model':>8}   case"
-    )
+    columns = (("memory MB", 10), ("predicted", 10), ("error", 7), ("step ms", 10), ("predicted", 9), ("error", 7))
+    print(*(f"{name:>{wide}}" for name, wide in (*columns, ("by model", 8))), "  case")
     for case in CASES[options.device]:
         command = [sys.executable, __file__, "--device", options.device, "--steps", str(options.steps), "--one", *case]
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
