@@ -146,5 +146,5 @@ def test_measured_points_win_over_laws() -> None:
 
 def test_a_precision_without_a_peak_is_refused() -> None:
     machine = Machine.of(catalogue()["B200-SXM"])
-    with pytest.raises(SpecError, match="precision fp32: .* peak is not in the catalogue"):
+    with pytest.raises(SpecError, match=r"precision fp32: .* peak is not in the catalogue"):
         machine.seconds(Kernel("gemm", flops=2e9, shape=(1000, 1000, 1000)), "fp32")
