@@ -14,7 +14,8 @@ from lmworks.spec import load_run
 from lmworks.spec.layouts import choose
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("parallelism", "simulate", "calibrate"))]
+PLAIN = ("parallelism", "simulate", "planning", "plan-memory", "serving-plan", "calibrate", "validation", "reference")
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PLAIN)]
 BLOCKS = [
     block
     for page in PAGES

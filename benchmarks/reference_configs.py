@@ -1,0 +1,179 @@
+"""Reference configurations: the layout that the search finds for well-known sizes, as specs and as a page.
+
+    python benchmarks/reference_configs.py          # writes configs/reference/*.toml and docs/reference.md
+
+Every figure on the page is a prediction; `lmworks plan validate` says how good such predictions are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmworks.plan.search.candidates import Question, question_of
+from lmworks.plan.search.job import Wish, job
+from lmworks.plan.search.search import Found, search
+from lmworks.spec import RunSpec, SpecError
+from lmworks.spec.load import dump_toml
+
+ROOT = Path(__file__).parent.parent
+GPUS = {"a100": "A100 80 GB", "h100": "H100", "b200": "B200", "tpu-v5p": "TPU v5p"}
+TOKENS = 1e12
+TRILLION = [  # a mixture of experts of about 10¹² weights, of which a token meets 3 %
+    "model.layers=64",
+    "model.hidden=7168",
+    "model.heads=64",
+    "model.kv_heads=8",
+    "model.head_dim=128",
+    "model.ffn=18432",
+    "model.vocab=131072",
+    "model.context=8192",
+    "model.experts=352",
+    "model.top_k=8",
+    "model.shared_experts=1",
+    "model.expert_ffn=2048",
+]
+
+
+@dataclass(frozen=True)
+class Reference:
+    name: str
+    model: str
+    gpus: int
+    seq: int
+    batch: int  # sequences of a step
+    changes: tuple[str, ...] = ()
+
+
+REFERENCES = [
+    Reference("7b-8", "mistral-7b", 8, 4096, 256),
+    *(Reference(f"70b-{gpus}", "llama3-70b", gpus, 8192, 1024) for gpus in (64, 128, 256)),
+    *(Reference(f"405b-{gpus}", "llama3-405b", gpus, 8192, 2048) for gpus in (512, 1024, 2048)),
+    Reference("moe-1t-4096", "tiny", 4096, 8192, 8192, tuple(TRILLION)),
+]
+SCALING = (1, 8, 64, 512, 1024)
+PER_GPU = 4  # sequences of a step, in the scaling curve
+SIZES = ("parameters", "gradients", "optimizer", "activations")
+COLUMNS = ("GPU", "layout", *SIZES, "rest", "reserved", "step", "MFU", "days", "$")
+WORK = {"matmul", "attention", "norms", "residual", "rotary", "activation", "embedding", "loss", "experts"}
+HEAD = """# Reference configurations
+
+What the search finds for well-known sizes, made by `python benchmarks/reference_configs.py`. Every figure is a
+prediction ([validation](validation.md) says how good they are); times are for our own trainer with compiled blocks in
+bf16, fp32 weights and AdamW. Each line but the TPU's is a spec: `configs/reference/NAME-GPUS-GPU.toml`. TPUs are by
+formula: our trainer does not run there.
+
+```sh
+lmworks plan configs/reference/70b-256-h100.toml
+lmworks train configs/reference/7b-8-h100.toml data.path=YOUR-TOKENS
+```
+
+Memory is of the fullest rank, in GiB. With ψ weights on a rank, after pipeline and tensor parallelism, parameters take
+4ψ bytes, gradients 4ψ, AdamW's moments 8ψ; ZeRO-1 divides the moments by the data-parallel ranks, ZeRO-2 the gradients
+too, ZeRO-3 all three. Days and dollars are for 10¹² tokens with the failures of a cluster of that size, at the
+catalogue's prices; set your own with `cluster.price_hour`.
+"""
+
+
+def ask(reference: Reference, gpu: str) -> tuple[RunSpec, Question]:
+    wish = Wish(seq=reference.seq, micro_batch=1, global_batch=reference.batch)
+    base = job(reference.model, [*reference.changes, f"name={reference.name}-{gpu}", "data.path=my-tokens"], wish)
+    return base, question_of(base, f"{reference.gpus}x{gpu}")
+
+
+def find(reference: Reference, gpu: str) -> tuple[RunSpec, Found] | str:
+    try:
+        base, question = ask(reference, gpu)
+        result = search([question])
+    except SpecError as error:
+        return str(error)
+    if not result.front:
+        return "nothing fits"
+    return base, result.front[0]
+
+
+def write_specs(found: dict[tuple[str, str], Any]) -> None:
+    folder = ROOT / "configs" / "reference"
+    folder.mkdir(parents=True, exist_ok=True)
+    for (name, gpu), answer in found.items():
+        if isinstance(answer, str) or gpu.startswith("tpu"):
+            continue
+        base, layout = answer
+        text = f"# {layout.question.world} × {layout.question.gpu.name}: {layout.case.text}\n"
+        spec = layout.spec(base).to_dict()
+        spec["data"] = {key: spec["data"][key] for key in ("path", "seq", "micro_batch", "global_batch")}
+        kept = {key: spec[key] for key in ("name", "model", "data", "parallel", "precision", "cluster")}
+        (folder / f"{name}-{gpu}.toml").write_text(text + dump_toml(kept))
+
+
+def page(found: dict[tuple[str, str], Any], curve: list[tuple[int, Found]]) -> str:
+    lines = [HEAD]
+    for reference in REFERENCES:
+        base, _ = ask(reference, "h100")
+        title = reference.name.rsplit("-", 1)[0].upper()
+        lines += [
+            f"## {title} on {reference.gpus}",
+            "",
+            f"{base.model.params / 1e9:,.1f} × 10⁹ weights, sequences of {reference.seq}, {reference.batch} a step.",
+            "",
+            "| " + " | ".join(COLUMNS) + " |",
+            "|" + "---|" * len(COLUMNS),
+        ]
+        lines += [line(GPUS[gpu], found[reference.name, gpu]) for gpu in GPUS] + [""]
+    return "\n".join([*lines, scaling_text(curve)])
+
+
+def line(gpu: str, answer: Any) -> str:
+    if isinstance(answer, str):
+        return f"| {gpu} | {answer} |" + " |" * 10
+    _, layout = answer
+    memory, price = layout.budget.to_dict(), layout.price
+    assert price is not None, "the first of the front is priced again"
+    sizes = [memory[name] for name in SIZES]
+    sizes += [memory["allocated"] - sum(sizes), memory["reserved"]]
+    bill = layout.bill(TOKENS)
+    cells = [gpu, layout.case.text, *(f"{size / 2**30:.1f}" for size in sizes)]
+    cells += [f"{layout.step_s:.3g} s", f"{float(price.mfu):.1%}", f"{bill.hours / 24:,.0f}"]
+    return "| " + " | ".join([*cells, f"{bill.dollars / 1e6:,.2f}M"]) + " |"
+
+
+def scaling() -> list[tuple[int, Found]]:
+    points = []
+    for gpus in SCALING:
+        answer = find(Reference(f"scaling-{gpus}", "llama3-8b", gpus, 8192, PER_GPU * gpus), "h100")
+        if not isinstance(answer, str):
+            points.append((gpus, answer[1]))
+    return points
+
+
+def scaling_text(curve: list[tuple[int, Found]]) -> str:
+    lines = [
+        "## From one GPU to 1,024",
+        "",
+        f"Llama 3 8B on H100s, sequences of 8192, {PER_GPU} a step for each GPU (weak scaling); the fastest layouts.",
+        "",
+        "| GPUs | layout | tokens/s a GPU | of the best | MFU | what limits it: largest parts beside computing |",
+        "|---|---|---|---|---|---|",
+    ]
+    best = max(found.tokens_per_s / gpus for gpus, found in curve)
+    for gpus, found in curve:
+        price = found.price
+        assert price is not None
+        others = sorted(((float(s), n) for n, s in price.parts.items() if n not in WORK), reverse=True)[:3]
+        limits = ", ".join(f"{name} {seconds / found.step_s:.1%}" for seconds, name in others if seconds > 0)
+        each = found.tokens_per_s / gpus
+        lines.append(
+            f"| {gpus} | {found.case.text} | {each:,.0f} | {each / best:.0%} | {float(price.mfu):.1%} | {limits} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    found = {(one.name, gpu): find(one, gpu) for one in REFERENCES for gpu in GPUS}
+    write_specs(found)
+    (ROOT / "docs" / "reference.md").write_text(page(found, scaling()))
+
+
+if __name__ == "__main__":
+    main()
