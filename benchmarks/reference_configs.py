@@ -14,8 +14,9 @@ from typing import Any
 from lmworks.plan.search.candidates import Question, question_of
 from lmworks.plan.search.job import Wish, job
 from lmworks.plan.search.search import Found, search
-from lmworks.spec import RunSpec, SpecError
+from lmworks.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
 from lmworks.spec.load import dump_toml
+from lmworks.spec.schema import Section
 
 ROOT = Path(__file__).parent.parent
 GPUS = {"a100": "A100 80 GB", "h100": "H100", "b200": "B200", "tpu-v5p": "TPU v5p"}
@@ -101,10 +102,28 @@ def write_specs(found: dict[tuple[str, str], Any]) -> None:
             continue
         base, layout = answer
         text = f"# {layout.question.world} × {layout.question.gpu.name}: {layout.case.text}\n"
-        spec = layout.spec(base).to_dict()
-        spec["data"] = {key: spec["data"][key] for key in ("path", "seq", "micro_batch", "global_batch")}
-        kept = {key: spec[key] for key in ("name", "model", "data", "parallel", "precision", "cluster")}
+        spec = layout.spec(base)
+        data = {key: getattr(spec.data, key) for key in ("path", "seq", "micro_batch", "global_batch")}
+        machines = {key: getattr(spec.cluster, key) for key in ("gpu", "nodes", "gpus_per_node")}
+        kept = {"name": spec.name, "model": shape(spec.model), "data": data}
+        kept |= {
+            "parallel": changed(spec.parallel, ParallelSpec()),
+            "precision": {"dtype": "bf16"},
+            "cluster": machines,
+        }
         (folder / f"{name}-{gpu}.toml").write_text(text + dump_toml(kept))
+
+
+def shape(model: ModelSpec) -> dict[str, Any]:
+    """By name, and what differs from that."""
+    usual = ModelSpec.from_preset(model.preset) if model.preset != "tiny" else ModelSpec()
+    named = {"preset": model.preset} if model.preset != "tiny" else {}
+    return named | changed(model, usual, without="preset")
+
+
+def changed(section: Section, usual: Section, without: str = "") -> dict[str, Any]:
+    now, before = section.to_dict(), usual.to_dict()
+    return {key: value for key, value in now.items() if value != before.get(key) and key != without}
 
 
 def page(found: dict[tuple[str, str], Any], curve: list[tuple[int, Found]]) -> str:
