@@ -129,12 +129,17 @@ def test_links_between_nodes(text: str, gbs: float) -> None:
         ("Megatron-DeepSpeed (data/README.md)", "megatron-deepspeed"), ("torchtitan", "torchtitan"),
         ("torchtitan + compile", "torchtitan-compile"), ("MosaicML/llm-foundry", "llm-foundry"),
         ("PyTorch FSDP", "torchtitan"), ("HF Trainer/accelerate", "huggingface"), ("Narayanan2021", "megatron-2021"),
+        ("ZeRO++ on 64 GPUs", "deepspeed"), ("zero-3", "deepspeed"),
     ],
 )  # fmt: skip
 def test_frameworks(text: str, name: str) -> None:
     found = framework_named(text)
     assert found and found.name == name
-    assert framework_named("a stack of our own") is None
+
+
+@pytest.mark.parametrize("text", ["a stack of our own", "schedule: zero bubble", "zero overhead"])
+def test_what_names_no_framework(text: str) -> None:
+    assert framework_named(text) is None
 
 
 @pytest.mark.parametrize(

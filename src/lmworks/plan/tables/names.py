@@ -37,12 +37,14 @@ FRAMEWORKS = [  # first match wins
     (r"narayanan|korthikanti|megatron.*(202[012]\b)|ptd-?p", "megatron-2021"),
     (r"megatron|nemo\b|nemo[- ]|mcore|transformer[- ]?engine|bridge", "megatron"),
     (r"colossal|internevo|maxtext|nanotron|picotron", "megatron"),
-    (r"deepspeed|zero-?[123]|zero++", "deepspeed"),
+    (r"deepspeed|zero-?[123]|zero\+\+", "deepspeed"),
     (r"hugging|\bhf\b|accelerate|trainer|transformers|axolotl|trl\b|lightning|llama-?factory|unsloth", "huggingface"),
     (r"nanogpt|nanochat|litgpt|lit-gpt|karpathy", "nanogpt"),
     (r"lmworks", "lmworks"),
     (r"fsdp|pytorch|torchtune|torch\b|fms", "torchtitan"),
 ]  # fmt: skip
+# The block of GPT-2 and GPT-3, as a model spec has it.
+GPT = {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True, "tie_embeddings": True}
 COMPILE = re.compile(r"compil|inductor")
 ASYNC_TP = re.compile(r"async[ -]?tp|tp[-_ ]comm[-_ ]overlap|\bnemo\b|megatron[- ]bridge")  # NeMo's recipes have it on
 OPTIMIZERS = [
@@ -117,10 +119,7 @@ def framework_named(text: str) -> Software | None:
 
 @cache
 def shapes() -> list[tuple[re.Pattern[str], dict[str, Any]]]:
-    kinds = {
-        "llama": {},
-        "gpt": {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True, "tie_embeddings": True},
-    }
+    kinds: dict[str, dict[str, Any]] = {"llama": {}, "gpt": GPT}
     tables = tomllib.loads(Path(__file__).with_name("shapes.toml").read_text(encoding="utf-8"))
     return [
         (re.compile(rf"(?<![a-z0-9])(?:{name})(?![a-z0-9.]|-?[0-9.]+[bm](?![a-z0-9]))"), {**kinds[kind], **shape})

@@ -7,9 +7,8 @@ from typing import Any
 
 from ...spec import ModelSpec, SpecError
 from .columns import Row
-from .names import shape_named
+from .names import GPT, shape_named
 
-GPT = {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True, "tie_embeddings": True}
 COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "top_k", "shared_experts")
 USUAL_VOCAB = {"swiglu": 32_000, "gelu": 51_200}
 
