@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.plan.search.candidates import Question, question_of
-from lmworks.plan.search.job import Wish, job
+from lmworks.plan.wish import Wish, job
 from lmworks.plan.search.search import Found, search
 from lmworks.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
 from lmworks.spec.load import dump_toml

@@ -10,7 +10,7 @@ import torch
 from layouts import Job, do, layout
 from lmworks.model import GPT
 from lmworks.parallel.recompute import choose_recompute
-from lmworks.plan.memory.policies import kept_bytes
+from lmworks.plan.policies import kept_bytes
 from lmworks.spec import SpecError
 from tiny import differences, saved
 

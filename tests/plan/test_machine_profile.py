@@ -163,11 +163,11 @@ def test_layouts_are_priced_with_the_profile(tmp_path: Path) -> None:
     slow = {**LINKS, "all-gather": {"8": [200.0, 400.0, 16000.0]}, "reduce-scatter": {"8": [200.0, 400.0, 16000.0]}}
     path = str(write(tmp_path / "profile.toml", Profile(machine, slow)))
     case = Case(ModelSpec.from_preset("llama3-8b"), h100, EAGER, 4096, tp=8, sp=True)
-    usual, measured = price(case), price(case.replace(profile=path))
+    usual, measured = price(case), price(case.replace(cluster=Cluster(gpus_per_node=8, profile=path)))
     assert 1.8 < measured.parts["matmul"] / usual.parts["matmul"] < 2  # casts, which are in it, take what they took
     assert measured.parts["attention"] == usual.parts["attention"]
     assert measured.parts["tp"] > 5 * usual.parts["tp"]
     with pytest.raises(SpecError, match="was measured on NVIDIA H100 80GB HBM3, and this plan is for A100-SXM-80GB"):
-        price(case.replace(profile=path, gpu=catalogue()["A100-SXM-80GB"]))
+        price(case.replace(cluster=Cluster(gpus_per_node=8, profile=path), gpu=catalogue()["A100-SXM-80GB"]))
     question = question_of(RunSpec.from_dict({"cluster": {"profile": path}}), "8xh100", compile=False)
     assert question.cluster.profile == path

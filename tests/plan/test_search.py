@@ -12,9 +12,9 @@ from lmworks.plan.memory.budget import budget
 from lmworks.plan.memory.reserve import oom_probability, usable
 from lmworks.plan.search.candidates import NUMBERS, Question, cases, question_of
 from lmworks.plan.search.explain import changed_by, explain, filled, read_layout
-from lmworks.plan.search.job import Wish, job
 from lmworks.plan.search.search import Result, enough, fitting, front, least, search, unbeaten
 from lmworks.plan.step.price import price
+from lmworks.plan.wish import Wish, job
 from lmworks.spec import RunSpec, SpecError
 
 

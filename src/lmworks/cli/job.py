@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-OnCluster = Annotated[str, typer.Option("--cluster", help="What it runs on, e.g. 256xh100, or 2x8xa100.")]
+OnCluster = Annotated[
+    str | None, typer.Option("--cluster", help="What it runs on, e.g. 256xh100 or 2x8xa100 (by default the spec's).")
+]
 Seq = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sequence (data.seq).")]
 MicroBatch = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences a rank runs at once.")]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", min=1, help="Sequences of a step.")]

@@ -25,7 +25,7 @@ PARTS = {
 def memory(
     spec: Spec,
     overrides: Overrides = None,
-    cluster: OnCluster = "1xh100",
+    cluster: OnCluster = None,
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage of data parallelism.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = None,
     cp: Annotated[int | None, typer.Option("--cp", min=1, help="Context-parallel ranks.")] = None,
@@ -54,15 +54,14 @@ def memory(
       lmworks plan memory configs/tiny.toml --cluster 2xa100
     """
     from ..plan.case import Case
-    from ..plan.memory.budget import budget, oom_probability
-    from ..plan.memory.reserve import capacity, usable
+    from ..plan.memory.budget import budget
+    from ..plan.memory.reserve import RISK, capacity, oom_probability, usable
     from ..plan.memory.run_budget import budget_of
-    from ..plan.search.job import Wish, job
+    from ..plan.wish import Wish, job, machines_of
 
     wish = Wish(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
     run = job(spec, overrides or (), wish)
-    gpu = run.cluster.accelerator
-    assert gpu is not None, "a cluster that is typed names its GPU"
+    _, gpu = machines_of(run.cluster, "")
     case = Case.of(run, gpu)
     if optimizer or run.parallel.engine != "native":  # priced, not run: in closed form
         case = case.replace(optimizer=optimizer or case.optimizer)
@@ -78,7 +77,7 @@ def memory(
         **found.to_dict(),
         "capacity": capacity(gpu),
         "usable": room,
-        "fits": float(found.reserved) <= room,
+        "fits": chance <= RISK,
         "oom_probability": chance,
         "stages": stages,
     }
@@ -92,7 +91,7 @@ def memory(
     typer.echo(f"{run.name} on {run.parallel.world} × {gpu.name}: {run.model.params:,} parameters, {facts['layout']}")
     print_budget(facts)
     print_stages(stages)
-    verdict = "fits" if facts["fits"] else "does NOT fit"
+    verdict = "fits" if facts["fits"] else "does NOT fit" if chance > 1 - RISK else "may not fit"
     typer.echo(
         f"{verdict}: {float(found.reserved) / 2**30:.1f} GiB reserved of {room / 2**30:.1f} GiB usable; "
         f"out of memory with a probability of {chance:.0%}"

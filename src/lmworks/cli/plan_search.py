@@ -23,8 +23,11 @@ def search(
     spec: Spec,
     overrides: Overrides = None,
     cluster: Annotated[
-        list[str], typer.Option("--cluster", help="What it may run on, e.g. 256xh100; several times to compare.")
-    ] = ["8xh100"],  # noqa: B006
+        list[str] | None,
+        typer.Option(
+            "--cluster", help="What it may run on, e.g. 256xh100; several to compare (by default the spec's)."
+        ),
+    ] = None,
     seq: Seq = None,
     global_batch: GlobalBatch = None,
     dtype: Dtype = None,
@@ -59,14 +62,14 @@ def search(
     from ..plan.search.candidates import question_of
     from ..plan.search.explain import explain as why
     from ..plan.search.explain import read_layout
-    from ..plan.search.job import Wish, job
     from ..plan.search.search import search as find
+    from ..plan.wish import Wish, job
 
     began = time.perf_counter()
     base = job(spec, overrides or (), Wish(seq=seq, micro_batch=1, global_batch=global_batch))
     pinned = read_layout(fix or [])
     questions = [
-        question_of(base, text, dtype or "bf16", compile=compiled, risk=risk, pinned=pinned) for text in cluster
+        question_of(base, text, dtype or "bf16", compile=compiled, risk=risk, pinned=pinned) for text in cluster or [""]
     ]
     result = find(questions)
     verdict = why(questions[0], read_layout(explain.split()), base, result) if explain else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..plan.memory.policies import within_budget
 from ..plan.pipelines.stages import split_layers
+from ..plan.policies import within_budget
 from ..spec import RunSpec
 from .deepspeed import load_deepspeed
 from .tensor import refuse_async_tp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..model import GPT
-from ..plan.memory.policies import policies
+from ..plan.policies import policies
 from ..spec import RunSpec
 
 

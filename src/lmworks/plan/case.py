@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec import Gpu, ModelSpec, RunSpec
+from ..spec import Cluster, Gpu, ModelSpec, RunSpec
 from .software import Software, software_of
 
 Number = float | NDArray[Any]
@@ -42,9 +42,7 @@ class Case:
     dtype: str = "bf16"
     optimizer: str = "adamw"
     offload: str = "none"
-    gpus_per_node: int = 8
-    nic_gbs: float = 0.0  # a GPU's share of the links between nodes, one direction (0: usual for this GPU)
-    profile: str = ""  # a file with what was measured on such a machine
+    cluster: Cluster = Cluster(gpus_per_node=8)  # how many GPUs a machine has, and what joins them
 
     @classmethod
     def of(cls, spec: RunSpec, gpu: Gpu) -> Self:
@@ -74,8 +72,7 @@ class Case:
             dtype=spec.precision.dtype,
             optimizer=spec.optim.optimizer,
             offload=layout.offload,
-            gpus_per_node=spec.cluster.gpus_per_node,
-            profile=spec.cluster.profile,
+            cluster=spec.cluster,
         )
 
     def replace(self, **changes: Any) -> Self:

@@ -27,6 +27,13 @@ from .software import EAGER, Software, software_of
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # as in kernels/cross_entropy.py, which a test compares
 
 
+def device_of(spec: RunSpec) -> str:
+    """Whose kernels will run (they differ in what they keep): as the spec says, else a named accelerator's."""
+    if spec.cluster.device != "auto":
+        return spec.cluster.device
+    return "cpu" if spec.cluster.gpu == "auto" else "cuda"
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One launch, `count` times over.

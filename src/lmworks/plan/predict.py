@@ -10,6 +10,7 @@ from .case import Case
 from .devices.machine import Machine
 from .flops import StepFlops, step_flops
 from .memory.sheet import MemorySheet, memory
+from .ops import device_of
 from .step.one_device import StepTime, step_time
 from .step.price import timeline
 
@@ -45,7 +46,7 @@ class Prediction:
 
 def predict(spec: RunSpec, machine: Machine | None = None) -> Prediction:
     """Memory is that of rank 0, which a pipeline gives the most micro-batches."""
-    device = machine.device if machine else likely_device(spec)
+    device = machine.device if machine else device_of(spec)
     return Prediction(spec.model.params, step_flops(spec), memory(spec, device), time_of(spec, machine), machine)
 
 
@@ -63,10 +64,3 @@ def time_of(spec: RunSpec, machine: Machine | None) -> StepTime | None:
         low, high = price.interval
         return StepTime(parts, price.tags, spec.tokens_per_step, (float(low), float(high)))
     return step_time(spec, machine) if spec.parallel.world == 1 else None
-
-
-def likely_device(spec: RunSpec) -> str:
-    """Whose kernels will run (they differ in what they keep): as the spec says, else a named accelerator's."""
-    if spec.cluster.device != "auto":
-        return spec.cluster.device
-    return "cpu" if spec.cluster.gpu == "auto" else "cuda"

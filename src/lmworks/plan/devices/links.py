@@ -69,8 +69,6 @@ class Fabric:
         """Of one collective of `nbytes`, the whole buffer (of a send, the message), among `ranks` at `stride`."""
         if kind not in KINDS:
             raise SpecError(f"collective {kind!r} is not one of: {', '.join(KINDS)}")
-        if kind == "send":
-            ranks = np.maximum(ranks, 2)
         nbytes, ranks, stride = np.broadcast_arrays(np.asarray(nbytes, float), np.asarray(ranks, int), stride)
         if self.kind == "torus":
             took = self.on_torus(kind, nbytes, ranks)

@@ -101,9 +101,9 @@ def profile_of(cluster: Cluster) -> Profile:
 
 
 @functools.cache
-def profile_for(gpu: Gpu, path: str) -> Profile:
+def profile_for(gpu: Gpu, path: str, catalogue: str = "") -> Profile:
     """Of a GPU that a plan is for."""
-    found = load_profile(path)
+    found = load_profile(path, catalogue)
     if not gpu.answers_to(found.machine.name):
         raise SpecError(
             f"cluster.profile: {path} was measured on {found.machine.name}, and this plan is for {gpu.name}"

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..memory.policies import policies
-from ..ops import CHUNK_LOGITS
+from ..ops import CHUNK_LOGITS, device_of
 from ..pipelines.stages import Stage
+from ..policies import policies
 from .calls import BACKWARD, FORWARD, Collective, Here
 from .shards import FP32
 
@@ -90,8 +90,7 @@ def crossing(here: Here, what: str, entered: bool, count: int, more: int, size: 
 def loss(here: Here) -> Collective:
     """Two fp32 numbers a token of every rank, one gather for each chunk of logits."""
     spec, tp = here.spec, here.spec.parallel.tp
-    device = "cuda" if spec.cluster.device == "cuda" or spec.cluster.gpu != "auto" else "cpu"
-    rows = max(1, CHUNK_LOGITS[device] // (spec.model.vocab // tp))
+    rows = max(1, CHUNK_LOGITS[device_of(spec)] // (spec.model.vocab // tp))
     count = spec.accumulation * -(-here.tokens // rows)
     return here.total("all-gather", "loss", "tp", count, spec.accumulation * here.tokens * tp * 2 * FP32, FORWARD)
 

@@ -27,10 +27,8 @@ from ..case import Case, Number
 from ..network import Network, network
 from ..ops import Workload
 from .closed import at_end, at_loss, at_top, blocks_keep
-from .reserve import oom_probability, reserved, usable
+from .reserve import reserved
 from .share import Share, share_of
-
-__all__ = ["Budget", "budget", "oom_probability", "usable"]
 
 # Bytes of optimizer states of one weight; `optimizers.py` has them tensor by tensor.
 STATES = {"adamw": 8.0, "adamw8bit": 2.0 + 8 / 256, "adafactor": 0.01, "sgd": 0.0, "muon": 4.0}
@@ -112,8 +110,8 @@ def at_rank(case: Case, net: Network, rank: Number) -> Budget:
 
 
 def batch_bytes(case: Case) -> Number:
-    """int64 tokens and targets of all micro-batches of a step that are at hand: one, or a pipeline's."""
-    return 16 * case.tokens
+    """int64 tokens and targets of the micro-batches that are at hand: one, or all of a pipeline's step."""
+    return 16 * case.tokens * np.where(np.greater(case.pp, 1), case.accumulation, 1)
 
 
 def held(case: Case, part: Share) -> dict[str, Number]:

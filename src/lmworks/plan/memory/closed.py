@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..case import Case, Number
+from ..kept import again, kept, total
 from ..network import Network
-from .kept import again, kept, total
 from .share import Share
 
 # Bytes of one logit when the loss is highest. Plain code has log p, its gradient and that of the logits, in fp32, and

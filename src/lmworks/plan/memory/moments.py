@@ -18,12 +18,12 @@ from typing import Any
 
 from ...spec import Grid, RunSpec
 from ..exact.weights import ROOT, held
+from ..kept import again, kept, stream_bytes, total
 from ..network import Network, network
 from ..ops import Workload
 from ..pipelines.orders import actions
 from ..pipelines.stages import Stage, stages_here
-from .kept import again, kept, stream_bytes, total
-from .policies import policies
+from ..policies import policies
 
 LOSS, TOP, LOWEST, END = "loss", "backward, top block", "backward, lowest block", "backward, last gradient"
 # Of a pipeline rank that has made gradients of an earlier micro-batch.

@@ -174,6 +174,5 @@ def sharded(mine: Holding, kind: str, rank: int) -> Sizes:
         "flying": mine.copies * reduce_bytes(spec) * root + FP32 * own_root,
     }
     if mine.several:  # block after block is sent, the root last
-        found[REDUCED]["gradients"] = FP32 * (root + layers * own * (not away))
         found[TOP]["flying"] = 0.0 if layout.pp > 1 else message
     return found

@@ -20,6 +20,7 @@ import numpy as np
 from ...spec import Gpu
 from ..case import Number
 
+RISK = 0.1  # of running out of memory, at which a layout still counts as one that fits
 CONSTANTS = Path(__file__).with_name("memory.toml")
 
 
@@ -52,9 +53,14 @@ def usable(gpu: Gpu) -> float:
     return capacity(gpu) - reserve().context
 
 
-def room(gpu: Gpu, risk: float) -> float:
-    """Predicted reserved bytes at which a step runs out of memory with this probability."""
-    return usable(gpu) * math.exp(reserve().spread * NormalDist().inv_cdf(risk))
+def room(gpu: Gpu, risk: float = RISK) -> float:
+    """Predicted reserved bytes at which a step runs out of memory with this probability: what fits."""
+    return room_in(capacity(gpu), risk)
+
+
+def room_in(memory: float, risk: float = RISK) -> float:
+    """The same of a device with so many bytes."""
+    return (memory - reserve().context) * math.exp(reserve().spread * NormalDist().inv_cdf(risk))
 
 
 def oom_probability(needed: Number, gpu: Gpu) -> Any:

@@ -17,13 +17,13 @@ from ...spec import Grid, RunSpec
 from ...spec.layout import SPLIT_BACKWARD
 from ..exact.residency import Resident, on_host, resident
 from ..exact.shards import strategy_of
+from ..kept import kept, total
 from ..network import Network, network
 from ..ops import Workload
 from ..pipelines.stages import stages_here
-from .kept import kept, total
+from ..policies import policies
 from .moments import Row, moments, row
 from .passing import passing
-from .policies import policies
 
 OVERHEAD = ("allocator holes",)  # rows that are not tensors
 
@@ -62,12 +62,6 @@ def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -
     sums = {moment: sum(one.bytes for one in rows) for moment, rows in sheets.items()}
     moment = max(sums, key=lambda name: sums[name])
     return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), on_host(spec, rank).total)
-
-
-def stage_sheets(spec: RunSpec, device: str = "cpu") -> list[MemorySheet]:
-    """One of each pipeline rank: the first of its other axes, which has the most rows of every weight."""
-    grid = Grid.of(spec.parallel)
-    return [memory(spec, device, grid.rank(pp=pp)) for pp in range(spec.parallel.pp)]
 
 
 def notes(spec: RunSpec) -> Iterable[str]:

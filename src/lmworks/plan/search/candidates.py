@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...spec import Cluster, Gpu, ModelSpec, RunSpec, SpecError
-from ...spec.hardware import parse_cluster
 from ...spec.layout import IN_ROUNDS, LOOPED, SPLIT_BACKWARD, V_SHAPED
 from ...spec.run import SCHEDULES
 from ..case import Case
-from ..memory.reserve import room
+from ..memory.reserve import RISK, room
 from ..software import COMPILED, EAGER
+from ..wish import machines_of
 
 STRATEGIES = {0: "ddp", 1: "zero", 2: "zero", 3: "fsdp2"}
 SEQUENCES = 4  # of a step for each GPU, where the batch is not said
@@ -42,7 +42,7 @@ class Question:
     global_batch: int
     dtype: str = "bf16"
     compile: bool = True
-    risk: float = 0.1  # of running out of memory, that is still taken
+    risk: float = RISK  # of running out of memory, that is still taken
     pinned: Mapping[str, Any] = field(default_factory=dict)  # NUMBERS and WORDS that are not open
 
     @property
@@ -55,17 +55,12 @@ class Question:
         return room(self.gpu, self.risk)
 
 
-def question_of(base: RunSpec, cluster: str, dtype: str = "bf16", **more: Any) -> Question:
-    """A spec on a cluster as people type it; what the spec says of networks and prices holds there too.
+def question_of(base: RunSpec, cluster: str = "", dtype: str = "bf16", **more: Any) -> Question:
+    """A spec on a cluster as people type it, or on its own; what the spec says of networks and prices holds on both.
 
     `more`: compile, risk and pinned, as in Question.
     """
-    own = base.cluster
-    machines = parse_cluster(cluster, own.catalogue)
-    kept = {key: getattr(own, key) for key in ("network", "nic_gbs", "price_hour", "profile")}
-    machines = machines.replace(**kept)
-    gpu = machines.accelerator
-    assert gpu is not None, "a cluster that is typed names its GPU"
+    machines, gpu = machines_of(base.cluster, cluster)
     if not gpu.peak_flops(dtype):
         known = [name for name in ("bf16", "fp16", "fp32") if gpu.peak_flops(name)]
         raise SpecError(f"{gpu.name} has no known speed in {dtype}; it has one in {' and '.join(known) or 'nothing'}")
@@ -174,9 +169,7 @@ def cases(question: Question) -> Iterator[tuple[Words, Case]]:
                 **vars(kind),
                 sp=True,  # of one rank it is nothing
                 dtype=question.dtype,
-                gpus_per_node=question.cluster.gpus_per_node,
-                nic_gbs=question.cluster.nic_gbs,
-                profile=question.cluster.profile,
+                cluster=question.cluster,
             ),
         )
 

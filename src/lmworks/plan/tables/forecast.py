@@ -131,7 +131,7 @@ def resolved(case: Case) -> dict[str, Any]:
         "model": {**{name: getattr(model, name) for name in names}, "params": model.params},
         "gpu": case.gpu.name,
         "n_gpus": int(case.world),
-        "gpus_per_node": case.gpus_per_node,
+        "gpus_per_node": case.cluster.gpus_per_node,
         "software": case.software.name,
         "seq_len": case.seq,
         **{axis: int(getattr(case, axis)) for axis in axes},

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...spec import Gpu, SpecError
+from ...spec import Cluster, Gpu, SpecError
 from ..case import Case
 from ..software import SOFTWARE, Software
 from .columns import Row
@@ -82,8 +82,7 @@ def job(cells: Mapping[str, str], label: str = "", usual: str = "") -> Job:
         dtype=precision_of(row, gpu),
         optimizer=optimizer_of(row),
         offload=offload_of(row),
-        gpus_per_node=degrees["per_node"],
-        nic_gbs=nic_of(row, degrees["per_node"]),
+        cluster=Cluster(gpus_per_node=degrees["per_node"], nic_gbs=nic_of(row, degrees["per_node"])),
     )
     case = case.replace(**batch_of(row, case))
     spread = sum(GUESSED.get(column, 0.0) ** 2 for column in set(row.open)) ** 0.5

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...spec import RunSpec, SpecError
-from ..network import network
-from ..ops import Workload
-from ..pipelines import bubble
+from ..spec import RunSpec, SpecError
 from .kept import kept
+from .network import network
+from .ops import Workload, device_of
+from .pipelines import bubble
 
 
 def policies(spec: RunSpec, layers: Iterable[int]) -> list[str]:
@@ -49,8 +49,7 @@ def within_budget(spec: RunSpec, blocks: int) -> list[str]:
 
 def kept_bytes(spec: RunSpec) -> dict[str, float]:
     """Bytes that one block keeps of a micro-batch on this rank, by policy."""
-    device = "cuda" if spec.cluster.device == "cuda" or spec.cluster.gpu != "auto" else "cpu"
-    net = network(Workload.of(spec, device))
+    net = network(Workload.of(spec, device_of(spec)))
     return {policy: kept(net, policy)[1] for policy in ("none", "selective", "full")}
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...spec import Cluster, RunSpec, SpecError
-from ...spec.hardware import parse_cluster
-from ...spec.load import apply_overrides, read_source
-from ...spec.presets import PRESETS
-from ...spec.schema import merge
+from ..spec import Cluster, Gpu, RunSpec, SpecError
+from ..spec.hardware import parse_cluster
+from ..spec.load import apply_overrides, read_source
+from ..spec.presets import PRESETS
+from ..spec.schema import merge
 
 USUAL = 8192  # tokens of a sequence where nobody says, and the model is made for as many
 
@@ -44,9 +44,22 @@ def job(source: str, overrides: Iterable[str], wish: Wish) -> RunSpec:
     overrides = list(overrides)
     said = merge(apply_overrides(data, overrides), words(wish))
     if wish.cluster:
-        said = merge(said, on_cluster(said, parse_cluster(wish.cluster), wish))
+        own = said.get("cluster", {}).get("catalogue", "")
+        said = merge(said, on_cluster(said, parse_cluster(wish.cluster, own), wish))
     said = as_long(said)
     return RunSpec.from_dict(apply_overrides(said, overrides))
+
+
+def machines_of(own: Cluster, typed: str) -> tuple[Cluster, Gpu]:
+    """The cluster that is typed, joined and paid as the spec's own; or that one, if it names its accelerator."""
+    machines = own
+    if typed:
+        kept = {key: getattr(own, key) for key in ("fabric", "domain", "network", "nic_gbs", "price_hour", "profile")}
+        machines = parse_cluster(typed, own.catalogue).replace(**kept)
+    gpu = machines.accelerator
+    if gpu is None:
+        raise SpecError("what does it run on? Give --cluster, e.g. --cluster 8xh100, or cluster.gpu in the spec")
+    return machines, gpu
 
 
 def words(wish: Wish) -> dict[str, Any]:
@@ -65,9 +78,9 @@ def on_cluster(said: dict[str, Any], cluster: Cluster, wish: Wish) -> dict[str, 
     for axis in ("tp", "cp", "pp"):
         inner *= layout.get(axis, 1)
     if world % inner:
+        near = [str(world - world % inner)] * (world > inner) + [str(world - world % inner + inner)]
         raise SpecError(
-            f"tp × cp × pp = {inner} does not divide the {world} GPUs of {wish.cluster}; "
-            f"{world - world % inner or inner} or {world - world % inner + inner} would do"
+            f"tp × cp × pp = {inner} does not divide the {world} GPUs of {wish.cluster}; {' or '.join(near)} would do"
         )
     parallel = shared(world // inner, wish.zero) if not sharding(layout) or wish.zero is not None else {}
     if layout.get("tp", 1) > 1 and "sp" not in layout:

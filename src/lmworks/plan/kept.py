@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..network import Network
-from ..ops import Op
+from .network import Network
+from .ops import Op
 
 
 def total(ops: Iterable[Op], field: str = "saved") -> Any:
