@@ -81,8 +81,7 @@ VARIATIONS = [
 )
 def test_layout_equals_one_rank(proof: Parity, layout: Layout) -> None:
     result = proof.prove(layout)
-    assert result.ok, result.failure
-    assert not result.plan_diff  # bytes and collectives of every rank are those of the planner
+    assert result.ok, result.failure  # bytes and collectives of every rank are those of the planner, too
 
 
 def test_variations_are_in_the_list() -> None:
@@ -118,6 +117,14 @@ def test_the_first_that_fails_ends_it(capsys: pytest.CaptureFixture[str], monkey
     assert "[1/2] one: FAILED" in err and "two" not in err
     assert "lmworks: error: one: the gradient of " in err
     assert "FAILED" in out
+
+
+def test_a_planner_that_disagrees_fails_the_layout(proof: Parity, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmworks.study.agreement.on_host", lambda spec, rank: "seven bytes")
+    result = proof.prove(layouts()["ddp"])
+    assert not result.ok
+    assert result.plan_diff.startswith("rank 0 holds ") and "on its host, the planner says seven" in result.plan_diff
+    assert result.failure == f"the planner is wrong about it: {result.plan_diff}"
 
 
 def test_what_is_asked_must_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,6 +154,9 @@ def judge(
             failures.append(f"{found.name} is {found.value:.2f} times as far from fp32 as on one rank")
     peaks = [trial.peak_bytes for trial in observed]
     planned = spec.replace(optim=spec.optim.replace(**RULES[list(one)[-1]]))
+    plan_diff = "; ".join(disagreements(planned, observed))
+    if plan_diff:
+        failures.append(f"the planner is wrong about it: {plan_diff}")
     return Result(
         layout=layout.name,
         ranks=len(ranks),
@@ -169,7 +172,7 @@ def judge(
         peak_bytes=max(peaks),
         peak_bytes_by_rank=peaks,
         collectives=busiest(observed),
-        plan_diff="; ".join(disagreements(planned, observed)),
+        plan_diff=plan_diff,
         cause=limit.cause or (ZERO_CAUSE if zero else ""),
         ok=not failures,
         failure="; ".join(failures),
