@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..memory.reserve import capacity, reserve
 from .inference import Deployment
 
 UTILISATION = 0.9  # of the memory is what engines take by default; the rest is left to fragmentation and neighbours
-CONTEXT_BYTES = 1.5e9  # CUDA context, NCCL, captured graphs
 SAMPLED = 256  # sequences whose logits the engine makes room for at once
 
 
@@ -19,7 +19,7 @@ class Room:
     usable: float
     weights: float
     workspace: float
-    context: float
+    context: float  # CUDA's, its kernels, NCCL
 
     @property
     def cache(self) -> float:
@@ -27,8 +27,8 @@ class Room:
 
 
 def room(deployment: Deployment) -> Room:
-    memory = deployment.gpu.memory_gb * 1e9
-    return Room(memory, UTILISATION * memory, deployment.weight_bytes, workspace(deployment), CONTEXT_BYTES)
+    memory = capacity(deployment.gpu)
+    return Room(memory, UTILISATION * memory, deployment.weight_bytes, workspace(deployment), reserve().context)
 
 
 def workspace(deployment: Deployment) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...spec import Gpu, ModelSpec, SpecError
 from ..case import Case
+from ..memory.reserve import capacity
 from ..software import Software
 from .columns import Row
 from .names import schedule_named
@@ -46,7 +47,7 @@ def degrees_of(row: Row, gpu: Gpu, model: ModelSpec, software: Software) -> dict
 
 def split_by_size(row: Row, degrees: dict[str, int], gpus: int, model: ModelSpec, gpu: Gpu) -> None:
     """No layout is given: a model whose whole states (18 bytes a parameter) fit no GPU is split over a node first."""
-    room, need = 0.6e9 * gpu.memory_gb, 18 * model.params
+    room, need = 0.6 * capacity(gpu), 18 * model.params
     if not room or need <= room or re.search(r"zero|fsdp|shard", row.hints.lower()):
         return
     tp = math.gcd(gpus, 8)
@@ -108,7 +109,7 @@ def zero_of(row: Row, software: Software, degrees: dict[str, int], model: ModelS
     family = software.name.removesuffix("-compile")
     usual = {"torchtitan": 3, "llm-foundry": 3, "megatron": 1, "deepspeed": 2}.get(family, 0)
     held = model.params * 16 / (degrees["tp"] * degrees["pp"] * degrees["ep"])
-    if usual in (0, 2) and degrees["pp"] == 1 and held > 0.9 * gpu.memory_gb * 1e9 > 0:
+    if usual in (0, 2) and degrees["pp"] == 1 and held > 0.9 * capacity(gpu) > 0:
         usual = 3
     if degrees["dp"] > 1:
         row.assume("zero", f"zero = {usual}: usual for {software.name}" if usual else "zero = 0: whole copies")
