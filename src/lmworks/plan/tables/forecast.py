@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...spec import LMWorksError
 from ..case import Case
 from ..flops import model_flops_per_token
+from ..memory.reserve import room, usable
 from .columns import Table
 from .rows import Job, job, usual_framework
 
@@ -53,7 +54,6 @@ def forecast(given: Job, price: Pricing, budget: Budgeting) -> dict[str, Any]:
     low, high = interval(found, answer, price)
     tokens, world = float(case.tokens_per_step), float(case.world)
     flops = model_flops_per_token(case.model, case.seq) * tokens / (seconds * world)
-    room = case.gpu.memory_gb * 1e9
     return {
         "label": found.label,
         "step_s": seconds,
@@ -69,7 +69,7 @@ def forecast(given: Job, price: Pricing, budget: Budgeting) -> dict[str, Any]:
         "memory": memory.to_dict(),
         "allocated_gib": float(memory.allocated) / 2**30,
         "reserved_gib": float(memory.reserved) / 2**30,
-        "fits": bool(memory.reserved <= room) if room else None,
+        "fits": bool(memory.reserved <= room(case.gpu)) if case.gpu.memory_gb else None,
         "parts": {name: float(part) for name, part in answer.parts.items()},
         "tags": {**answer.tags, "memory": "modelled"},
         "assumed": list(found.assumed),
@@ -81,8 +81,8 @@ def forecast(given: Job, price: Pricing, budget: Budgeting) -> dict[str, Any]:
 def make_fit(given: Job, budget: Budgeting) -> Job:
     """People ran what fits, and recomputed as little as that took: every fourth block, every second, all; then less
     at once. Only where the row leaves it open."""
-    room = MARGIN * given.case.gpu.memory_gb * 1e9
-    if not room or float(budget(given.case).reserved) <= room:
+    most = MARGIN * usable(given.case.gpu)
+    if not given.case.gpu.memory_gb or float(budget(given.case).reserved) <= most:
         return given
     tried: list[tuple[str, Case, str]] = []
     if "recompute" in given.others and given.case.recompute != "full":
@@ -91,7 +91,7 @@ def make_fit(given: Job, budget: Budgeting) -> Job:
         tried += [("recompute", case, text) for case, text in zip(some, words, strict=True)]
     tried += [("micro_batch", case, f"{case.micro_batch:g}") for case in given.others.get("micro_batch", ())]
     for column, case, text in tried:
-        if float(budget(case).reserved) <= room:
+        if float(budget(case).reserved) <= most:
             kept = tuple(said for said in given.assumed if not said.startswith(f"{column} ="))
             said = f"{column} = {text}: what was usual would not fit"
             others = {**given.others, column: (given.case, *given.others[column])}
