@@ -176,6 +176,8 @@ def print_time(prediction: Prediction, job: RunSpec) -> None:
     if time.interval:
         low, high = time.interval
         typer.echo(f"nine in ten such predictions lie within {duration(low)} to {duration(high)}")
+    for note in time.notes:
+        typer.echo(f"note: {note}")
     if machine.noise > 1.3:
         typer.echo(
             f"this machine was busy while it was measured (runs took {machine.noise:.1f} × the fastest): expect better"

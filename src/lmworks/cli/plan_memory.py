@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .job import Dtype, GlobalBatch, MicroBatch, OnCluster, Seq
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
+
+if TYPE_CHECKING:
+    from ..spec import Gpu, RunSpec
 
 PARTS = {
     "parameters": "weights as they are held",
@@ -62,9 +65,8 @@ def memory(
     wish = Wish(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
     run = job(spec, overrides or (), wish)
     _, gpu = machines_of(run.cluster, "")
-    case = Case.of(run, gpu)
     if optimizer or run.parallel.engine != "native":  # priced, not run: in closed form
-        case = case.replace(optimizer=optimizer or case.optimizer)
+        case = Case.of(run, gpu).replace(optimizer=optimizer or run.optim.optimizer)
         found, stages = budget(case), [budget(case, stage).to_dict() for stage in range(run.parallel.pp)]
     else:
         found, stages = budget_of(run), [budget_of(run, stage).to_dict() for stage in range(run.parallel.pp)]
@@ -73,7 +75,7 @@ def memory(
         "name": run.name,
         "gpu": gpu.name,
         "gpus": run.parallel.world,
-        "layout": case.text,
+        "layout": layout_of(run, gpu),
         **found.to_dict(),
         "capacity": capacity(gpu),
         "usable": room,
@@ -98,6 +100,16 @@ def memory(
     )
     if html:
         typer.echo(f"page: {html}")
+
+
+def layout_of(run: RunSpec, gpu: Gpu) -> str:
+    from ..plan.case import Case
+
+    layout = run.parallel
+    if layout.recompute != "budget":
+        return Case.of(run, gpu).text
+    plain = run.replace(parallel=layout.replace(recompute="none", recompute_budget=0.0))
+    return f"{Case.of(plain, gpu).text}, recompute down to {layout.recompute_budget:g} GiB"
 
 
 def print_budget(facts: dict[str, Any]) -> None:

@@ -159,6 +159,7 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
         "parts": {name: float(seconds) for name, seconds in price.parts.items()},
         "hidden": {name: float(seconds) for name, seconds in price.hidden.items()},
         "tags": price.tags,
+        "notes": list(price.notes),
         "collectives": [{**vars(call), "link": fabric.link(call.ranks, call.stride)} for call in collectives(spec)],
     }
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec import Cluster, Gpu, ModelSpec, RunSpec
+from ..spec import Cluster, Gpu, ModelSpec, RunSpec, SpecError
 from .software import Software, software_of
 
 Number = float | NDArray[Any]
@@ -48,6 +48,8 @@ class Case:
     def of(cls, spec: RunSpec, gpu: Gpu) -> Self:
         """A run of our own trainer on GPUs of this kind."""
         layout = spec.parallel
+        if layout.recompute == "budget":
+            raise SpecError("parallel.recompute = 'budget' has no closed form; plan with none, selective or full")
         if layout.strategy == "zero" or layout.engine == "deepspeed":
             zero = layout.zero
         else:

@@ -40,7 +40,7 @@ class Prediction:
             "step_parts": time.parts if time else None,
             "machine": {"name": machine.name, "device": machine.device, "tag": machine.tag} if machine else None,
             "tags": {"memory": "modelled", **(time.tags if time else {})},
-            "notes": list(self.memory.notes),
+            "notes": [*self.memory.notes, *(time.notes if time else ())],
         }
 
 
@@ -53,14 +53,15 @@ def predict(spec: RunSpec, machine: Machine | None = None) -> Prediction:
 def time_of(spec: RunSpec, machine: Machine | None) -> StepTime | None:
     """By the fitted model of a GPU that is named, or by the rates of one machine that was measured.
 
-    There is none without a machine, where its rate for this precision is unknown, and for ranks that share a CPU.
+    There is none without a machine, where its rate for this precision is unknown, for ranks that share a CPU, and for
+    a budget of activations, under which every block may do something else.
     """
     gpu = spec.cluster.accelerator
-    if machine is None or not machine.covers(spec.precision.dtype):
+    if machine is None or not machine.covers(spec.precision.dtype) or spec.parallel.recompute == "budget":
         return None
     if gpu is not None and (machine.tag != "measured" or spec.parallel.world > 1):
         price = timeline(Case.of(spec, gpu))
         parts = {name: float(seconds) for name, seconds in price.parts.items()}
         low, high = price.interval
-        return StepTime(parts, price.tags, spec.tokens_per_step, (float(low), float(high)))
+        return StepTime(parts, price.tags, spec.tokens_per_step, (float(low), float(high)), price.notes)
     return step_time(spec, machine) if spec.parallel.world == 1 else None

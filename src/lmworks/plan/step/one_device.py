@@ -25,6 +25,7 @@ class StepTime:
     tags: dict[str, str]
     tokens: int  # of a step, on all ranks
     interval: tuple[float, float] | None = None  # of the whole: nine in ten lie within
+    notes: tuple[str, ...] = ()
 
     @property
     def total(self) -> float:
