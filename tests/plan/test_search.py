@@ -78,7 +78,7 @@ def test_what_is_found_fits_and_is_a_run_of_the_whole_cluster(found: tuple[RunSp
 
 
 def test_closed_form_and_timeline_agree(found: tuple[RunSpec, Question, Result]) -> None:
-    """Issue of a search: the best are priced again, and may not turn out to be something else."""
+    """The best are priced again, and may not turn out to be something else."""
     _, _, result = found
     for layout in result.front:
         assert float(price(layout.case).seconds) == pytest.approx(layout.step_s, rel=0.02), layout.case.text
@@ -122,7 +122,9 @@ def test_a_change_is_as_small_as_it_can_be() -> None:
     single = {text for _, text in changed_by(layout, 1)}
     assert single == {
         "recompute none → selective",
+        "recompute none → full",
         "offload none → optimizer",
+        "offload none → full",
         "micro_batch 2 → 1",
         "tp 4 → 8, dp_shard 16 → 8",
         "cp 1 → 2, dp_shard 16 → 8",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ...spec import RunSpec, SpecError
@@ -105,41 +103,31 @@ def smallest_changes(question: Question, layout: Layout, base: RunSpec) -> tuple
 
 def changed_by(layout: Layout, count: int) -> Iterator[tuple[Layout, str]]:
     """Every layout so many steps away, with what changed; each step is towards less memory."""
+    reached = [layout]
+    for _ in range(count):
+        reached = [further for one in reached for further in steps(one)]
     seen = set()
-    for chosen in itertools.combinations_with_replacement(STEPS, count):
-        changed = layout
-        for step in chosen:
-            changed = step(changed)
+    for changed in reached:
         text = ", ".join(f"{key} {layout[key]} → {value}" for key, value in changed.items() if value != layout[key])
         if text and text not in seen:
             seen.add(text)
             yield changed, text
 
 
-def more(key: str, layout: Layout) -> Layout:
-    """The next value of a word that saves memory. A ZeRO stage shards over all data-parallel ranks."""
-    values = MORE[key]
-    changed = {**layout, key: values[min(values.index(layout[key]) + 1, len(values) - 1)]}
-    if key == "zero" and layout["dp_shard"] == 1:
-        changed |= {"dp_shard": layout["dp_replicate"], "dp_replicate": 1}
-    return changed
-
-
-def half_a_batch(layout: Layout) -> Layout:
-    return {**layout, "micro_batch": max(1, layout["micro_batch"] // 2)}
-
-
-def twice(axis: str, layout: Layout) -> Layout:
-    """Of a degree, taken from the data-parallel ranks."""
+def steps(layout: Layout) -> Iterator[Layout]:
+    """A later value of a word, a smaller micro-batch, or a degree twice as large, taken from the data-parallel ranks."""
+    for key, values in MORE.items():
+        for value in values[values.index(layout[key]) + 1 :]:
+            changed = {**layout, key: value}
+            if key == "zero" and layout["dp_shard"] == 1:  # a stage shards over all data-parallel ranks
+                changed |= {"dp_shard": layout["dp_replicate"], "dp_replicate": 1}
+            yield changed
+    for micro_batch in {layout["micro_batch"] // 2, 1} - {0, layout["micro_batch"]}:
+        yield {**layout, "micro_batch": micro_batch}
     of = "dp_replicate" if layout["dp_replicate"] % 2 == 0 else "dp_shard"
-    return {**layout, axis: 2 * layout[axis], of: layout[of] // 2} if layout[of] % 2 == 0 else layout
-
-
-STEPS: tuple[Callable[[Layout], Layout], ...] = (
-    *(partial(more, key) for key in MORE),
-    half_a_batch,
-    *(partial(twice, axis) for axis in ("tp", "cp", "pp")),
-)
+    if layout[of] % 2 == 0:
+        for axis in ("tp", "cp", "pp"):
+            yield {**layout, axis: 2 * layout[axis], of: layout[of] // 2}
 
 
 def gib(size: Any) -> str:

@@ -1,0 +1,113 @@
+"""`lmworks plan memory` and `lmworks plan search` as they are typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmworks.spec import load_run
+from typed import lmworks
+
+MEMORY = ["plan", "memory", "llama3-8b", "--cluster", "8xh100", "--zero", "3", "--seq", "8192", "--micro-batch", "1"]
+SEARCH = ["plan", "search", "llama3-8b", "--cluster", "8xh100", "--seq", "4096", "--global-batch", "64"]
+QUICK = ["--fix", "recompute=full", "--fix", "schedule=1f1b", "--fix", "offload=none"]
+BYTES = ["parameters", "gradients", "optimizer", "master", "activations", "logits", "buffers", "allocated", "reserved"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    code, out, err = lmworks(capsys, *args, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_memory_of_zero_3(capsys: pytest.CaptureFixture[str]) -> None:
+    """ψ = 8,030,261,248 weights over 8 ranks, AdamW in fp32: 4ψ/8, 4ψ/8 and 8ψ/8 bytes, and a count of each weight."""
+    sheet = answer(capsys, *MEMORY)
+    share = 8_030_261_248 // 8
+    assert [sheet[name] >= 0 for name in BYTES] == [True] * len(BYTES)
+    assert sheet["parameters"] == sheet["gradients"] == 4 * share
+    assert sheet["optimizer"] == 8 * share + 4 * (2 + 1 + 32 * 9)  # embedding, head; last norm; 9 weights a block
+    parts = sum(sheet[name] for name in BYTES[:7]) - sheet["absent"]
+    assert sheet["allocated"] == pytest.approx(parts)
+    assert sheet["reserved"] > sheet["allocated"]
+
+
+def test_less_is_held_by_later_stages_and_more_by_longer_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    zero = [answer(capsys, *MEMORY[:5], "--zero", str(stage), "--seq", "2048") for stage in range(4)]
+    held = [sum(one[name] for name in ("parameters", "gradients", "optimizer")) for one in zero]
+    assert held == sorted(held, reverse=True) and len(set(held)) == 4
+    short, long = (answer(capsys, *MEMORY[:5], "--seq", seq)["activations"] for seq in ("2048", "8192"))
+    assert long == pytest.approx(4 * short, rel=0.1)
+
+
+def test_a_table_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = lmworks(capsys, *MEMORY, "--recompute", "full")
+    assert code == 0
+    assert "dp=8 ZeRO-3, recompute full, micro-batch 1" in out and "\nfits: " in out
+    code, out, _ = lmworks(capsys, "plan", "memory", "llama3-70b", "--cluster", "8xh100")
+    assert code == 0
+    assert "does NOT fit" in out
+
+
+def test_search_finds_a_spec_to_train_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    spec, page = tmp_path / "best.toml", tmp_path / "plan.html"
+    found = answer(capsys, *SEARCH, "--out", str(spec), "--html", str(page))
+    best = found["front"][0]
+    assert found["legal"] > found["fitting"] >= len(found["front"]) > 0
+    assert best["step_s"] == pytest.approx(sum(best["parts"].values()))
+    assert best["interval"][0] < best["step_s"] < best["interval"][1]
+    assert 0.2 < best["mfu"] <= best["hfu"] < 0.7
+    assert best["tokens_per_s"] == pytest.approx(64 * 4096 / best["step_s"])
+    assert set(BYTES) <= best["memory"].keys()
+    run = load_run(spec)
+    assert run.parallel.world == 8 and run.data.global_batch == 64 and run.data.seq == 4096
+    assert {axis: getattr(run.parallel, axis) for axis in ("tp", "pp", "cp")} == {
+        axis: best["layout"][axis] for axis in ("tp", "pp", "cp")
+    }
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_what_is_typed_of_the_cluster_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
+    """Slower links and dearer hours must be seen in the answer."""
+    asked = ["plan", "search", "llama3-8b", "--cluster", "16xh100", "--seq", "4096", "--global-batch", "64"]
+    fixed = ["--fix", "tp=1", "--fix", "pp=1", "--fix", "cp=1", "--fix", "zero=3", "--fix", "recompute=full"]
+    usual = answer(capsys, *asked, *fixed)["front"][0]
+    for change in ("cluster.nic_gbs=5", "cluster.network=ethernet", "cluster.fabric=pcie"):
+        assert answer(capsys, *asked[:3], change, *asked[3:], *fixed)["front"][0]["step_s"] > usual["step_s"], change
+    dear = answer(capsys, *asked[:3], "cluster.price_hour=100", *asked[3:], *fixed)["front"][0]
+    assert dear["bill"]["dollars"] > 5 * usual["bill"]["dollars"]
+    assert dear["step_s"] == usual["step_s"]
+
+
+def test_explaining(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = lmworks(capsys, *SEARCH, "--show", "1", "--explain", "zero=0 micro_batch=8")
+    assert code == 0
+    assert "does not fit: needs" in out and "the smallest changes that make it fit:" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["memory", "llama3-8b"], "what does it run on? Give --cluster"),
+        (["memory", "llama3-8b", "--cluster", "-8xh100"], "-8 is not a count"),
+        (["memory", "llama3-8b", "--cluster", "8xh1000"], "did you mean 'h100'"),
+        (["memory", "llama3-8b", "--cluster", "12xh100"], "8xh100 or 16xh100 would"),
+        (["memory", "llama3-8b", "--cluster", "8xh100", "--tp", "3"], "tp × cp × pp = 3 does not divide the 8 GPUs"),
+        (["memory", "llama3-8b", "--cluster", "8xh100", "--tp", "16"], "16 would do"),
+        (["memory", "llama3-8b", "--cluster", "8xh100", "--optimizer", "adam9"], "optimizer 'adam9' is not known"),
+        (["search", "llama3-8b", "--cluster", "8xh100", "--fix", "tp=3"], "--explain 'tp=3' says why"),
+        (["search", "llama3-8b", "--cluster", "8xh100", "--fix", "colour=3"], "colour is no part of a layout"),
+        (["search", "llama3-405b", "--cluster", "1xa100", *QUICK], "nothing fits on 1 × A100-SXM-80GB"),
+        (["search", "llama3-8b", "--cluster", "8xh100", "--out", "/dev/null/x"], "--out /dev/null/x: "),
+    ],
+)
+def test_nonsense(capsys: pytest.CaptureFixture[str], args: list[str], words: str) -> None:
+    code, _, err = lmworks(capsys, "plan", *args)
+    assert code == 2
+    assert words in err
+    assert len(err.splitlines()) == 1
