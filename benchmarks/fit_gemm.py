@@ -11,10 +11,7 @@ system left out gets the constants of its family, or the mean of all others, as 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import gzip
-import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,16 +21,11 @@ import numpy as np
 
 from lmworks.plan.devices import rates
 from lmworks.plan.devices.gemm import gemm_seconds
+from lmworks.plan.tables.kernels import PRODUCTS, products
 from lmworks.spec import Gpu, catalogue
 
-TABLE = "aiconfigurator_gemm_bf16_measured.csv.gz"
 SOURCE = "github:ai-dynamo/aiconfigurator@095f58a51c:aic-core/src/aiconfigurator_core/systems/data/*/gemm"
 RESULT = Path(rates.__file__).with_name("gemm.toml")
-GPUS = {
-    "a100_sxm": "A100-SXM-80GB", "h100_sxm": "H100-SXM-80GB", "h200_sxm": "H200-SXM-141GB", "b200_sxm": "B200-SXM",
-    "b300_sxm": "B300-SXM", "gb200": "GB200", "gb300": "GB300", "l40s": "L40S",
-    "rtx_pro_6000_server": "RTX PRO 6000 Blackwell Server",
-}  # fmt: skip
 # Where a constant lies before anything is measured, and how far from it it may reasonably be (in its logarithm, for
 # shares in their log-odds).
 PRIORS = {
@@ -46,18 +38,6 @@ INDEPENDENT = 300  # rows of one system err together, so they weigh as many agai
 
 Table = np.ndarray  # columns m, n, k, seconds
 Constants = dict[str, float]
-
-
-def read(folder: Path) -> dict[str, tuple[Table, Table]]:
-    """By GPU of the catalogue: rows to fit, rows kept out."""
-    rows: dict[str, tuple[list, list]] = defaultdict(lambda: ([], []))
-    with gzip.open(folder / TABLE, "rt", encoding="utf-8", newline="") as lines:
-        for row in csv.DictReader(lines):
-            key = ",".join(row[name] for name in ("system", "m", "n", "k"))
-            kept_out = int(hashlib.sha256(key.encode()).hexdigest(), 16) % 5 == 0
-            figures = [float(row[name]) for name in ("m", "n", "k")] + [float(row["latency_ms"]) * 1e-3]
-            rows[GPUS[row["system"]]][kept_out].append(figures)
-    return {gpu: (np.array(seen), np.array(unseen)) for gpu, (seen, unseen) in rows.items()}
 
 
 def log_error(rows: Table, gpu: Gpu, fits: Mapping[str, Any]) -> np.ndarray:
@@ -157,17 +137,17 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    data, gpus = read(options.data), catalogue()
-    fitted = {name: with_best(fit(seen, gpus[name]), gpus[name]) for name, (seen, _) in data.items()}
+    data, gpus = products(options.data / PRODUCTS), catalogue()
+    fitted = {name: with_best(fit(rows.fitted, gpus[name]), gpus[name]) for name, rows in data.items()}
     fits = pooled(fitted)
     scores: dict[str, dict[str, Any]] = {}
     print(f"{'median / mean / p90 error, %':32}{'fitted rows':>20}{'unseen rows':>20}{'system left out':>20}")
-    for name, (seen, unseen) in data.items():
+    for name, rows in data.items():
         others = pooled({other: constants for other, constants in fitted.items() if other != name})
         scores[name] = {
-            "seen": errors(seen, gpus[name], fits),
-            "unseen_rows": errors(unseen, gpus[name], fits),
-            "left_out": errors(np.concatenate([seen, unseen]), gpus[name], others),
+            "seen": errors(rows.fitted, gpus[name], fits),
+            "unseen_rows": errors(rows.unseen, gpus[name], fits),
+            "left_out": errors(np.concatenate([rows.fitted, rows.unseen]), gpus[name], others),
         }
         print(f"{name:32}" + "".join(f"{' / '.join(map(str, s.values())):>20}" for s in scores[name].values()))
     if options.write:

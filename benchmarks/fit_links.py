@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from lmworks.plan.devices.curves import LINKS, Curve, wire_share
-from lmworks.plan.devices.links import Fabric
-from lmworks.spec import Cluster, catalogue
+from lmworks.plan.tables.kernels import SYSTEMS, between_machines
+from lmworks.spec import catalogue
 
 KNOTS = np.arange(9, 29.1, 2)  # log2 of message bytes
 SMOOTH = 0.1  # weight of a bend between knots, beside a row's log error
@@ -34,11 +34,7 @@ KINDS = {
     "reduce_scatter": "reduce-scatter",
     "alltoall": "all-to-all",
 }
-SYSTEMS = {
-    "a100_sxm": "A100-SXM-80GB", "h100_sxm": "H100-SXM-80GB", "h200_sxm": "H200-SXM-141GB", "b200_sxm": "B200-SXM",
-    "b300_sxm": "B300-SXM", "gb200": "GB200", "gb300": "GB300", "l40s": "L40S",
-    "rtx_pro_6000_server": "RTX PRO 6000 Blackwell Server", "V100": "V100-SXM2-32GB",
-}  # fmt: skip
+GPUS = {**SYSTEMS, "V100": "V100-SXM2-32GB"}
 # Accelerators whose links are alike share a curve; the name is the family's.
 FAMILIES = {
     "nvlink2": ("V100",),
@@ -107,7 +103,7 @@ def fit_family(family: str, rows: Rows) -> Curve | None:
     for (kind, ranks), points in sorted(groups.items()):
         sizes, seconds = np.array([point for point in points if point[0] <= 2 ** KNOTS[-1]]).T
         times[kind][ranks] = np.exp(fit_knots(sizes, seconds))
-    gpus = [SYSTEMS[system] for system in FAMILIES[family]]
+    gpus = [GPUS[system] for system in FAMILIES[family]]
     gpu = catalogue()[gpus[0]]
     names = (*gpus, *ALIKE.get(family, ()))
     return Curve(family, gpu.link_gbs, names, gpu.fabric, 2.0**KNOTS, dict(times))
@@ -159,7 +155,7 @@ def score(rows: Rows, folder: Path) -> dict[str, dict[str, float]]:
 
     result = {"held_out": summary(errors(held, predict))}
     table = [("all", result["held_out"])]
-    for system in SYSTEMS:
+    for system in GPUS:
         for kind in KINDS.values():
             part = {key: seconds for key, seconds in held.items() if key[:2] == (system, kind)}
             if part:
@@ -167,7 +163,7 @@ def score(rows: Rows, folder: Path) -> dict[str, dict[str, float]]:
     show("Held-out keys (a fifth, by hash)", table)
 
     table = []
-    for system in SYSTEMS:
+    for system in GPUS:
         part = {key: seconds for key, seconds in rows.items() if key[0] == system}
         rest = fit({key: seconds for key, seconds in rows.items() if key[0] != system})
         family = family_of(system)
@@ -180,7 +176,7 @@ def score(rows: Rows, folder: Path) -> dict[str, dict[str, float]]:
     pairs = [("a100_sxm", "nvlink5"), ("a100_sxm", "nvlink4"), ("h100_sxm", "nvlink3"), ("b200_sxm", "nvlink4")]
     for system, base in pairs:
         rest = fit(rows)[base]
-        link = catalogue()[SYSTEMS[system]].link_gbs
+        link = catalogue()[GPUS[system]].link_gbs
         for floor, name in ((0, "all sizes"), (2**25, "from 32 MiB")):
             part = {key: seconds for key, seconds in rows.items() if key[0] == system and key[3] >= floor}
             table.append((f"{system} from {base}, {name}", summary(errors(part, lambda key: at(rest, key, link)))))  # noqa: B023
@@ -205,17 +201,9 @@ def score(rows: Rows, folder: Path) -> dict[str, dict[str, float]]:
 def score_network() -> dict[str, dict[str, float]]:
     """The model of links between machines against published runs; a run that asked for the ring is held against it."""
     groups: dict[str, list[float]] = defaultdict(list)
-    with open(LINKS.parent / "nccl_multinode.csv") as file:
-        for row in csv.DictReader(file):
-            nodes, each = int(row["nodes"]), int(row["gpus_per_node"])
-            cluster = Cluster(nodes=nodes, gpus_per_node=each, nic_gbs=float(row["nic_gbs"]), network=row["network"])
-            fabric = Fabric.of(cluster, catalogue()[row["gpu"]])
-            nbytes, took = float(row["message_bytes"]), float(row["time_us"]) * 1e-6
-            predicted = fabric.seconds(row["kind"], nbytes, nodes * each)
-            if row["algorithm"] == "ring" and fabric.network:
-                predicted = fabric.network.ring(row["kind"], nbytes, nodes * each, each, fabric.rates_within[each])
-            size = "from 32 MiB" if nbytes >= 2**25 else "below"
-            groups[f"{nodes} × 8 {row['gpu'].split('-')[0]}, {size}"].append(float(predicted) / took - 1)
+    for run in between_machines():
+        size = "from 32 MiB" if run.nbytes >= 2**25 else "below"
+        groups[f"{run.nodes} × 8 {run.gpu.split('-')[0]}, {size}"].append(run.error)
     scored = {name: summary(np.array(error)) for name, error in groups.items()}
     show("Between machines: published runs", scored.items())
     return scored

@@ -22,14 +22,10 @@ import numpy as np
 from lmworks.plan.serving.batching import Lengths, steady, waiting
 from lmworks.plan.serving.inference import CONSTANTS, Deployment, Rates
 from lmworks.plan.serving.served import Experts, Linear, Served, mlp
+from lmworks.plan.tables.kernels import SYSTEMS
 from lmworks.spec import ModelSpec, catalogue
 
 TABLE = "aiconfigurator_silicon_inference_refs.csv"
-
-GPUS = {
-    "h100_sxm": "H100-SXM-80GB", "h200_sxm": "H200-SXM-141GB", "b200_sxm": "B200-SXM", "b300_sxm": "B300-SXM",
-    "gb200": "GB200", "gb300": "GB300", "a100_sxm": "A100-SXM-80GB",
-}  # fmt: skip
 FORMATS = {"fp8": "fp8", "fp8_block": "fp8", "nvfp4": "fp4", "": "bf16"}
 
 
@@ -152,7 +148,7 @@ def read_row(record: dict[str, str]) -> Row:
     tp = number("tp_size")
     deployment = Deployment(
         served,
-        catalogue()[GPUS[record["system"]]],
+        catalogue()[SYSTEMS[record["system"]]],
         Rates.of(record["backend"]),
         tp=tp,
         ep=number("moe_ep_size"),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from statistics import median
 
 import numpy as np
 import pytest
 
-from lmworks.plan.devices.curves import KINDS, LINKS, Curve, curves, read_links
+from lmworks.plan.devices.curves import KINDS, Curve, curves, read_links
 from lmworks.plan.devices.links import Fabric
-from lmworks.spec import Cluster, SpecError, catalogue, parse_cluster
+from lmworks.plan.tables.kernels import between_machines
+from lmworks.spec import SpecError, catalogue, parse_cluster
 
 MIB, GIB = 2**20, 2**30
 
@@ -46,20 +46,9 @@ def test_published_bandwidth_inside_a_machine(text: str, nbytes: float, gbs: flo
 def test_published_runs_between_machines() -> None:
     """nccl-tests on 2 to 128 machines: the median of each table's large messages within a fifth."""
     errors: dict[tuple[str, int], list[float]] = defaultdict(list)
-    with open(LINKS.parent / "nccl_multinode.csv") as file:
-        for row in csv.DictReader(file):
-            nodes, nbytes = int(row["nodes"]), float(row["message_bytes"])
-            cluster = Cluster(
-                nodes=nodes, gpus_per_node=8, nic_gbs=float(row["nic_gbs"]), network=row["network"], gpu=row["gpu"]
-            )
-            links = Fabric.of(cluster, catalogue()[row["gpu"]])
-            if row["algorithm"] == "ring":
-                assert links.network is not None
-                took = links.network.ring("all-reduce", nbytes, 8 * nodes, 8, links.rates_within[8])
-            else:
-                took = links.seconds("all-reduce", nbytes, 8 * nodes)
-            if nbytes >= 32 * MIB:
-                errors[row["gpu"], nodes].append(abs(float(took) / float(row["time_us"]) * 1e6 - 1))
+    for run in between_machines():
+        if run.nbytes >= 32 * MIB:
+            errors[run.gpu, run.nodes].append(abs(run.error))
     assert len(errors) == 5
     for case, several in errors.items():
         assert median(several) < 0.2, case

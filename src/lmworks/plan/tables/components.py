@@ -6,10 +6,6 @@ here. Where the measurements themselves are at hand, they are replayed with the 
 
 from __future__ import annotations
 
-import csv
-import gzip
-import hashlib
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,24 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ...spec import Cluster, catalogue
-from ..devices.curves import LINKS
+from ...spec import catalogue
+from ..devices.curves import read_links
 from ..devices.gemm import gemm_seconds
-from ..devices.links import Fabric
-from ..devices.rates import gemm_rate
-
-GEMM_TABLE = "aiconfigurator_gemm_bf16_measured.csv.gz"
-SYSTEMS = {
-    "a100_sxm": "A100-SXM-80GB",
-    "h100_sxm": "H100-SXM-80GB",
-    "h200_sxm": "H200-SXM-141GB",
-    "b200_sxm": "B200-SXM",
-    "b300_sxm": "B300-SXM",
-    "gb200": "GB200",
-    "gb300": "GB300",
-    "l40s": "L40S",
-    "rtx_pro_6000_server": "RTX PRO 6000 Blackwell Server",
-}
+from ..devices.rates import gemm_rate, table
+from ..serving.inference import read_constants
+from .kernels import PRODUCTS, between_machines, products
 
 
 @dataclass(frozen=True)
@@ -63,65 +47,44 @@ class Part:
 
 
 def components(data: Path | None = None) -> list[Part]:
-    parts = [*recorded_products(), *recorded_collectives(), *recorded_serving(), *between_machines()]
-    table = data / GEMM_TABLE if data else None
-    return [*parts, *replayed_products(table)] if table and table.exists() else parts
-
-
-def constants(name: str) -> dict[str, Any]:
-    return tomllib.loads((Path(__file__).parents[1] / name).read_text(encoding="utf-8"))
+    parts = [*recorded_products(), *recorded_collectives(), *recorded_serving(), *replayed_collectives()]
+    path = data / PRODUCTS if data else None
+    return [*parts, *replayed_products(path)] if path and path.exists() else parts
 
 
 def recorded_products() -> Iterator[Part]:
-    for gpu, fit in constants("devices/gemm.toml")["gpus"].items():
+    for gpu, fit in table("gemm.toml")["gpus"].items():
         for how, key in (("unseen rows", "unseen_rows"), ("left out", "left_out")):
             figures = {name: value / 100 for name, value in fit[key].items()}
             yield Part(f"products {gpu}", how, **figures)
 
 
 def recorded_collectives() -> Iterator[Part]:
-    for key, figures in constants("devices/links.toml")["errors"].items():
+    for key, figures in read_links()["errors"].items():
         system = key.removeprefix("without_")
         how = "left out" if key.startswith("without_") else "unseen rows"
-        yield Part(f"collectives {'' if key == 'held_out' else system}".strip(), how, **kept(figures))
+        kept = {name: figures[name] for name in ("median", "mape", "p90", "rows")}
+        yield Part(f"collectives {'' if key == 'held_out' else system}".strip(), how, **kept)
 
 
 def recorded_serving() -> Iterator[Part]:
-    for name, median in constants("serving/serving.toml")["errors"].items():
+    for name, median in read_constants()["errors"].items():
         yield Part(f"serving {name.upper()}", "left out", median)
 
 
-def kept(figures: dict[str, Any]) -> dict[str, Any]:
-    return {name: figures[name] for name in ("median", "mape", "p90", "rows")}
-
-
-def between_machines() -> Iterator[Part]:
+def replayed_collectives() -> Iterator[Part]:
     """Published NCCL runs over several machines. The model of networks was chosen with some of them in view."""
     errors: dict[int, list[float]] = defaultdict(list)
-    with (LINKS.parent / "nccl_multinode.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["algorithm"] != "auto":
-                continue
-            nodes, each = int(row["nodes"]), int(row["gpus_per_node"])
-            cluster = Cluster(nodes=nodes, gpus_per_node=each, nic_gbs=float(row["nic_gbs"]), network=row["network"])
-            fabric = Fabric.of(cluster, catalogue()[row["gpu"]])
-            seconds = float(fabric.seconds(row["kind"], float(row["message_bytes"]), nodes * each))
-            errors[nodes].append(seconds / (float(row["time_us"]) * 1e-6) - 1)
+    for run in between_machines():
+        if run.algorithm == "auto":
+            errors[run.nodes].append(run.error)
     for nodes, found in sorted(errors.items()):
         yield Part.of(f"collectives over {nodes} machines", "replayed", found)
 
 
-def replayed_products(table: Path) -> Iterator[Part]:
-    """The fifth of the rows that `benchmarks/fit_gemm.py` keeps out of its fit. A benchmark is not sustained work."""
-    rows: dict[str, list[list[float]]] = defaultdict(list)
-    with gzip.open(table, "rt", encoding="utf-8", newline="") as lines:
-        for row in csv.DictReader(lines):
-            key = ",".join(row[name] for name in ("system", "m", "n", "k"))
-            if int(hashlib.sha256(key.encode()).hexdigest(), 16) % 5 == 0:
-                figures = [float(row[name]) for name in ("m", "n", "k", "latency_ms")]
-                rows[SYSTEMS[row["system"]]].append(figures)
-    for name, found in rows.items():
-        m, n, k, milliseconds = np.array(found).T
+def replayed_products(path: Path) -> Iterator[Part]:
+    """The rows that `benchmarks/fit_gemm.py` keeps out of its fit. A benchmark is not sustained work."""
+    for name, rows in products(path).items():
+        m, n, k, seconds = rows.unseen.T
         rate = replace(gemm_rate(catalogue()[name], "bf16"), sustained=1.0)
-        errors = gemm_seconds(m, k, n, rate) / (milliseconds * 1e-3) - 1
-        yield Part.of(f"products {name}", "replayed", errors)
+        yield Part.of(f"products {name}", "replayed", gemm_seconds(m, k, n, rate) / seconds - 1)
