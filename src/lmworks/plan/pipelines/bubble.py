@@ -95,6 +95,7 @@ class Costs(NamedTuple):
     first: Number = 1.0
     last: Number = 1.0
     middle: Number = 1.0
+    late: Number = 1.0  # W of the last stage: a head has none that can wait
 
     def busiest(self, p: Number, v: Number) -> Number:
         """Of ranks whose stages lie in a loop, in stages; two ranks have none between them."""
@@ -141,7 +142,7 @@ def longest(*lengths: Number) -> Number:
 
 def breadth_first(even: Even, costs: Costs) -> Number:
     """gpipe and looped-bfs: every turn moves at the pace of its own slowest stage, so two slow ends cost twice."""
-    first, last, _ = costs
+    first, last = costs.first, costs.last
     alone, v = even.v == 1, even.v
     pace = longest(costs.busiest(even.p, v), np.where(alone, 0, v - 2 + first + last))
     way = np.where(alone, above(0, np.minimum(first, last) - 1), 0) - above(0, 1 - first) - above(0, 1 - last)
@@ -155,7 +156,7 @@ def one_f_one_b(even: Even, costs: Costs) -> Number:
     again at the end. No more than p micro-batches are under way, so their messages hold up each of their rounds.
     """
     p, m, whole = even.p, even.m, even.whole
-    first, last, middle = costs
+    first, last, middle, _ = costs
 
     def below(n: Number, cost: Number, others: Number) -> Number:
         return above(0, others * whole - n * cost * even.f) + above(0, others * whole - n * cost * even.b)
@@ -172,7 +173,7 @@ def one_f_one_b(even: Even, costs: Costs) -> Number:
 def interleaved(even: Even, costs: Costs) -> Number:
     """As 1f1b. A slow first stage holds up the others for one round of micro-batches; paced by it, others keep up."""
     p, v, m, whole = even.p, even.v, even.m, even.whole
-    first, last, middle = costs
+    first, last, middle, _ = costs
     way = even.way(m // np.maximum(1, m // p)) + (p * above(0, first - 1) - above(0, 1 - first)) * whole
     return longest(
         np.where(p == 2, 0, (v * m - 3 * above(0, 1 - last)) * whole + way),
@@ -196,7 +197,10 @@ def zero_bubble(even: Even, costs: Costs) -> Number:
     )
     slow = above(0, np.minimum(costs.first, costs.last) - 1) * p * (even.f + even.i)
     quick = (above(0, 1 - costs.first) + 2 * above(0, 1 - costs.last)) * even.f
-    return m * even.whole * costs.busiest(p, v) + gap + slow - quick
+    # The last rank's W lie p − 1 turns behind: those of its other stages go with the last stage's F and I, and while
+    # it has the short ones of its last stage, it waits for the other ranks.
+    behind = (v - 1 + costs.last) * even.whole + (1 - 1 / p) * above(0, 1 - costs.late) * even.w
+    return m * longest(even.whole * costs.busiest(p, v), behind) + gap + slow - quick
 
 
 def v_shaped(schedule: str, even: Even, costs: Costs) -> Number:
@@ -231,10 +235,11 @@ def top_of_v(schedule: str, even: Even, first: Number, last: Number) -> Number:
     """What rank 0 of a V waits where it sets the pace, as it holds both ends: what its own W leave of the ways."""
     p, d, both = even.p, even.p - 1, even.i - even.w
     slow, quick = above(0, first - 1) * even.b, above(0, 1 - first) * (2 * even.f + even.b)
-    waits = [d * (both - slow + quick), d * (2 * both - even.f - above(0, last - 1) * even.whole - slow)]
-    if schedule == "zbv":
-        waits.append((d - last) * even.w - p * slow + d * quick)
-    return longest(0.0, *waits)
+    there, back = d * (both - slow + quick), d * (2 * both - even.f - above(0, last - 1) * even.whole - slow)
+    if schedule != "zbv":
+        return longest(0.0, there, back)
+    few = above(0, 2 * p - 1 - even.m)  # forward passes that lack until the first micro-batch is back
+    return longest(above(0, there) + few * even.f, back, (d - last) * even.w - p * slow + d * quick)
 
 
 def in_flight(

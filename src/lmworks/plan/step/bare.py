@@ -31,7 +31,7 @@ class Bare:
 
     @classmethod
     def of(cls, case: Case) -> Self:
-        machine, weights = machine_of(case.gpu, case.software.flash, case.profile), Weights.of(case)
+        machine, weights = machine_of(case.gpu, case.software.flash, case.cluster.profile), Weights.of(case)
         optimizer = Pass.of([("optimizer", kernel) for kernel in updates(case, weights)], machine, "fp32")
         there, back = copied(case, weights)
         copies = (

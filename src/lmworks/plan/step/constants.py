@@ -27,7 +27,7 @@ FITTED = Path(__file__).with_name("fitted.toml")
 
 @dataclass(frozen=True)
 class Constants:
-    """Factors are times over what the rates of single kernels or links give; a missing name has factor 1."""
+    """Factors are times over what the rates of single kernels or links give; "*" is for what has no factor of its own."""
 
     products: Mapping[str, float] = field(default_factory=dict)  # by family of GPU: heat and power in a long run
     attention: Mapping[str, float] = field(default_factory=dict)  # by family of GPU, or family and kernel: H100-fa1
@@ -53,9 +53,9 @@ class Constants:
         """By kind of kernel."""
         kind = family(gpu)
         capped = (WATTS[kind] / gpu.tdp_w) ** self.power if gpu.tdp_w and kind in WATTS else 1.0
-        attention = self.attention.get(f"{kind}-{flash}", self.attention.get(kind, 1.0)) * capped
+        attention = self.attention.get(f"{kind}-{flash}", factor(self.attention, kind)) * capped
         passes = dict.fromkeys(("stream", "strided", "exp", "tanh", "optimizer"), self.memory)
-        products = self.products.get(kind, 1.0) * capped * np.where(world == 1, self.alone, 1.0)
+        products = factor(self.products, kind) * capped * np.where(world == 1, self.alone, 1.0)
         return {
             "gemm": products,
             "attention": attention,
@@ -76,6 +76,10 @@ class Constants:
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
         known = {entry.name for entry in fields(cls)}
         return cls(**{name: value for name, value in table.items() if name in known})
+
+
+def factor(table: Mapping[str, float], name: str) -> float:
+    return table.get(name, table.get("*", 1.0))
 
 
 @functools.cache

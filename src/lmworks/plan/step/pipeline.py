@@ -46,7 +46,7 @@ class Cut:
         else:
             extra = np.ceil(fuller / p)
             below = (v - 1) * low + np.clip(v - 1 - np.ceil((begin - p + 1) / p), 0, v - 1)
-        mean = np.where(p * v == 1, layers, (layers - last) / others)
+        mean = np.where(last < layers, (layers - last) / others, layers)
         return cls(low + (begin == 0), last, mean, v * low + extra, below)
 
 
@@ -97,7 +97,7 @@ def pace(case: Case, cut: Cut, one: MicroBatch, send: Number) -> Number:
     whole = forward + backward
     first = (cut.first * one.block.seconds + one.stem.seconds) / whole
     last = (cut.last * one.block.seconds + one.loss.seconds) / whole
-    costs = Costs(first, last, cut.middle / (case.virtual * cut.mean))
+    costs = Costs(first, last, cut.middle / (case.virtual * cut.mean), cut.last / cut.mean)
     args = (case.schedule, case.pp, case.virtual, case.accumulation, forward, backward - weight, weight)
     alone = case.accumulation * Busiest.of(case, cut, one).seconds(one)
     passes = bubble(*args, costs, send).total

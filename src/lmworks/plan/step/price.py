@@ -19,7 +19,7 @@ from ..case import Case, Number
 from ..flops import hardware_flops_per_token, model_flops_per_token
 from ..pipelines.schedule import Span
 from .bare import Bare, reductions
-from .constants import Constants, constants, family
+from .constants import Constants, constants, factor, family
 from .layer import MicroBatch, Traffic, Way, Weigher
 from .pipeline import Busiest, Cut, followed, pace, spans
 
@@ -93,8 +93,9 @@ def priced(step: Step, quick: Number, whole: Number) -> Price:
     for count, both in ((rank.layers, one.block), (rank.stem, one.stem), (rank.head, one.loss)):
         for way in (both.forward, both.backward):
             add(parts, hidden, batches * count, way)
+    quick = np.maximum(quick, batches * rank.seconds(one))  # rounding, or a closed form that is a little short
     parts["bubble"] = quick - batches * rank.seconds(one)
-    parts["pp"] = whole - quick
+    parts["pp"] = np.maximum(0.0, whole - quick)
     tail = data_tail(weigher, rank, one)
     parts["dp"] = parts["dp"] + tail.exposed
     hidden["dp"] = hidden["dp"] + tail.hidden
@@ -114,8 +115,8 @@ def add(parts: dict[str, Number], hidden: dict[str, Number], count: Number, way:
 
 
 def finish(case: Case, given: Constants, parts: dict[str, Number], hidden: dict[str, Number]) -> Price:
-    slow = given.software.get(case.software.name, 1.0)
-    nodes = np.ceil(case.world / case.gpus_per_node)
+    slow = factor(given.software, case.software.name)
+    nodes = np.ceil(case.world / case.cluster.gpus_per_node)
     parts = {name: slow * seconds for name, seconds in parts.items()}
     parts["stragglers"] = sum(parts.values()) * given.jitter * np.log2(np.maximum(nodes, 1))
     seconds = sum(parts.values())
@@ -143,8 +144,8 @@ def finish(case: Case, given: Constants, parts: dict[str, Number], hidden: dict[
 def tags(case: Case, given: Constants, parts: Iterable[str]) -> dict[str, str]:
     """What the figures rest on. Links between nodes and waits were never measured on their own."""
     work = "fitted" if family(case.gpu) in given.products else "modelled"
-    inside = bool(np.all(case.world <= case.gpus_per_node))
-    found = dict.fromkeys(parts, "measured" if case.profile else work)
+    inside = bool(np.all(case.world <= case.cluster.gpus_per_node))
+    found = dict.fromkeys(parts, "measured" if case.cluster.profile else work)
     found |= dict.fromkeys(("tp", "cp", "ep", "dp", "pp"), "fitted" if inside else "modelled")
     return {**found, "host": "fitted", "bubble": "modelled", "offload": "modelled", "stragglers": "fitted"}
 
