@@ -11,13 +11,26 @@ from typing import Any
 
 import numpy as np
 
+from .balance import fullest, padded
 from .flops import keys_per_query
 from .ops import Kernel, Op, Workload, gemm
+
+# Small passes over every token's scores, each way: logits in fp32, softmax, the largest, their sum and weights, who
+# goes where as a mask, counts by expert and by rank, sums of these, a sort, and the loss that balances.
+ROUTING = 12
 
 
 def passes(*sizes: Any) -> tuple[Kernel, ...]:
     """One pass each, over so many bytes."""
     return tuple(Kernel("stream", bytes=1.0 * size) for size in sizes)
+
+
+def launched(load: Workload, count: int) -> tuple[Kernel, ...]:
+    """Launches of code that fuses nothing, of which the host has the work: small sums, and gradients added to others.
+
+    What they move is counted with the passes that they belong to.
+    """
+    return () if load.software.fused else (Kernel("stream", count=count),)
 
 
 def product(name: str, load: Workload, inputs: Any, outputs: Any, part: str = "matmul", dear: Any = None) -> Op:
@@ -26,7 +39,9 @@ def product(name: str, load: Workload, inputs: Any, outputs: Any, part: str = "m
     `dear` are the outputs that selective recompute keeps, where that is not all of them.
     """
     t = load.tokens
-    backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs))
+    # The weight's gradient is added to the last one; a bias has a sum over tokens, and the same.
+    sums = launched(load, 3 if load.model.bias else 1)
+    backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs), *sums)
     return Op(
         name, part, (gemm(t, inputs, outputs),), backward, dear=load.width * t * (outputs if dear is None else dear)
     )
@@ -43,7 +58,8 @@ def norm(name: str, load: Workload) -> Op:
     x = load.outside * load.model.hidden
     s, w = load.software.stream, load.width
     statistics = load.outside * (8 if load.model.norm == "layer" else 4)
-    return Op(name, "norms", passes((s + w) * x), passes((2 * s + w) * x), saved=w * x + statistics)
+    sums = launched(load, 4 if load.model.norm == "layer" else 2)  # each of its weights: a sum, added to the last
+    return Op(name, "norms", passes((s + w) * x), (*passes((2 * s + w) * x), *sums), saved=w * x + statistics)
 
 
 def residual(name: str, load: Workload) -> Op:
@@ -90,22 +106,24 @@ def scores(load: Workload, inputs: Any, result: Any) -> Op:
         gemm(load.seq // load.cp, m.head_dim, load.seq, each),
         gemm(load.seq // load.cp, load.seq, m.head_dim, each),
     )
-    forward = (up, down, *passes(2 * w * count), *passes(*[(2 * w + 1) * count] * drop))
-    backward = (up, up, down, down, *passes(3 * w * count), *passes(*[(2 * w + 1) * count] * drop))
+    forward = (up, down, *passes(2 * w * count), *passes(*[(2 * w + 1) * count] * drop), *launched(load, 1))
+    backward = (up, up, down, down, *passes(3 * w * count), *passes(*[(2 * w + 1) * count] * drop), *launched(load, 3))
     saved = inputs + seen * count + result
     return Op("attention", "attention", forward, backward, saved, dear=w * count + result, inside=seen * count)
 
 
-def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1) -> list[Op]:
-    """`count` of them, each over so many tokens: one, or this rank's experts."""
+def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = None) -> list[Op]:
+    """`count` of them, each over so many tokens: one, or this rank's experts. Their products pay for `rows`."""
     h, w = load.model.hidden, load.width
+    rows = tokens if rows is None else rows
     wide = w * tokens * width * count
     gated = load.model.mlp == "swiglu"
     up, apart = (2 if gated else 1), (1 if load.software.fused else 2)
-    forward = (gemm(tokens, h, up * width, count),)
-    backward = (gemm(tokens, up * width, h, count), gemm(up * width, tokens, h, count))
+    forward = (gemm(rows, h, up * width, count),)
+    sums = launched(load, 3 if load.model.bias else 1)
+    backward = (gemm(rows, up * width, h, count), gemm(up * width, rows, h, count), *sums)
     act = passes((up + 1) * wide * apart), passes((2 * up + 1) * wide * apart)
-    last = (gemm(tokens, width, h, count),), (gemm(tokens, h, width, count), gemm(h, tokens, width, count))
+    last = (gemm(rows, width, h, count),), (gemm(rows, h, width, count), gemm(h, rows, width, count), *sums)
     second = load.software.every_second
     return [
         Op("up", "matmul", forward, backward, dear=wide if second else up * wide),
@@ -116,13 +134,21 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1) -> list[Op]:
 
 
 def experts(load: Workload) -> list[Op]:
-    """Rows sorted by expert, each rank's experts over what comes to them (evenly, it is taken), rows back."""
+    """Rows sorted by expert, each rank's experts over what comes to them, rows back.
+
+    They are sorted before they travel to another rank and again after, and so on their way back. The pace is that of
+    the fullest rank; what is kept is counted as evenly spread.
+    """
     m, w, t = load.model, load.width, load.tokens
     slots, mine = t * m.top_k, m.experts // load.ep
+    each = np.maximum(1, slots // mine)
     moved = w * slots * m.hidden
     route = product("router", load, m.hidden, m.experts)
-    move = Op("dispatch", "experts", passes(2 * moved, 2 * moved), passes(2 * moved, 2 * moved), saved=moved)
-    ops = [route, move, *mlp(load, m.expert_ffn // load.tp, np.maximum(1, slots // mine), mine)]
+    scores = Op("routing", "experts", *(tuple(ROUTING * passes(8 * t * m.experts)),) * 2)
+    sorts = passes(*[2 * moved * np.where(load.ep > 1, 2, 1)] * 2)
+    move = Op("dispatch", "experts", sorts, sorts, saved=moved)
+    rows = padded(each * fullest(slots, load.ep))
+    ops = [route, scores, move, *mlp(load, m.expert_ffn // load.tp, each, mine, rows)]
     if m.shared_experts:
         ops += mlp(load, m.shared_experts * m.expert_ffn // load.tp, t)
     return ops

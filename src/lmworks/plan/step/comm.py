@@ -10,10 +10,12 @@ from typing import Self
 
 import numpy as np
 
-from ...spec import Cluster
+from ..balance import fullest
 from ..case import Case, Number
 from ..devices.links import Fabric
 from ..devices.profile import profile_for
+
+TENSORS = 4  # of a block that are large enough to be sharded: the four products of attention and MLP
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,9 @@ class Links:
 
     @classmethod
     def of(cls, case: Case) -> Self:
-        nodes = int(np.max(np.ceil(case.world / case.gpus_per_node)))
-        cluster = Cluster(nodes=nodes, gpus_per_node=case.gpus_per_node, nic_gbs=case.nic_gbs)
-        measured = profile_for(case.gpu, case.profile).curve if case.profile else None
+        nodes = int(np.max(np.ceil(case.world / case.cluster.gpus_per_node)))
+        cluster = case.cluster.replace(nodes=nodes)
+        measured = profile_for(case.gpu, cluster.profile, cluster.catalogue).curve if cluster.profile else None
         return cls(case, Fabric.of(cluster, case.gpu, measured))
 
     def wire(self, kind: str, nbytes: Number, ranks: Number, stride: Number) -> Wire:
@@ -103,7 +105,10 @@ class Exchanges:
         stream = case.tokens * case.model.hidden * width
         kv = 2 * case.tokens * np.maximum(case.model.kv_dim / case.tp, case.model.head_dim) * width
         tensor = exchange(case, links, stream)
-        rows = links.expert("all-to-all", case.model.top_k * stream) if case.model.experts else Wire()
+        rows = Wire()
+        if case.model.experts:  # all wait for the rank that gets most
+            most = fullest(case.tokens * case.model.top_k, case.ep)
+            rows = links.expert("all-to-all", case.model.top_k * stream * most)
         own = stream / case.tp if case.sp else stream  # with sequence parallelism each rank sends its own positions
         return cls(
             tensor=(tensor.times(2), tensor.times(2) + regathered(case, links, stream)),
@@ -156,8 +161,9 @@ def sharded(case: Case, links: Links, weights: Weights) -> dict[str, Wire]:
     """ZeRO-3: weights are gathered where they are used, gradients go to their owners, and there to other copies."""
     gather, reduce, ranks = case.software.gather or case.width, case.software.reduce, case.dp_shard * case.cp
     copies = links.replicate("all-reduce", reduce * weights.block / ranks)
+    pieces = TENSORS if case.software.piecewise else 1
     return {
-        "gather": links.shard("all-gather", gather * weights.dense)
+        "gather": links.shard("all-gather", gather * weights.dense / pieces).times(pieces)
         + links.expert_copies("all-gather", gather * weights.experts, ranks),
         "reduce": links.shard("reduce-scatter", reduce * weights.dense)
         + links.expert_copies("reduce-scatter", reduce * weights.experts, ranks)

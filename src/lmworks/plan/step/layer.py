@@ -157,7 +157,8 @@ class Weigher:
             return Traffic(), Traffic()
         slow = self.given.traffic.get(case.software.name, 1.0)
         gather, reduce = slow * self.wire(wires.gather), slow * self.wire(wires.reduce)
-        back = gather * case.reshard + reduce * reductions(case)
+        again = case.software.piecewise * (case.recompute == "full") / case.recompute_every
+        back = gather * (case.reshard + again) + reduce * reductions(case)
         if not case.software.overlap:
             return Traffic(gather), Traffic(back)
         return self.hide(gather, forward), self.hide(back, backward)
