@@ -37,40 +37,62 @@ OUTLIER = 0.15  # of log(predicted / measured): beyond it a row pulls no harder
 
 @dataclass(frozen=True)
 class Prior:
-    """A constant before any run was seen: its logarithm is normal around log(value).
+    """A constant before any run was seen: its logarithm is normal around log(value), or around that of its kin.
 
-    A blind figure rests on these, so none of them may be moved after looking at what a fit made of it.
+    What a source alone would tell of a GPU or a code base falls back to what the others say of its kin, and that of
+    something nobody has seen to the root of them all ("*"). A blind figure rests on these, so none of them may be
+    moved after looking at what a fit made of it.
     """
 
     name: str  # of a field of Constants, with a key after a dot where that is a table
-    value: float
     sigma: float
+    value: float = 0.0
+    kin: str = ""
+
+
+def tree(table: str, root: float, sure: float, sigma: float, members: dict[str, str]) -> list[Prior]:
+    """The constants of a table: each member differs by about `sigma` from the one that it is told from."""
+    first = Prior(f"{table}.*", sure, root)
+    return [first, *(Prior(f"{table}.{name}", sigma, kin=f"{table}.{kin}") for name, kin in members.items())]
 
 
 PRIORS = (
-    *(Prior(f"products.{gpu}", value, 0.1) for gpu, value in {
-        "A100": 1.0, "H100": 1.0, "H200": 1.0, "B200": 1.1, "V100": 1.0,
-    }.items()),
-    *(Prior(f"attention.{gpu}", 1.1, 0.15) for gpu in ("A100", "H100", "H100-fa1", "H200", "B200")),
+    # From the GPU of the generation before, or of the same.
+    *tree("products", 1.0, 0.1, 0.1, {"A100": "*", "H100": "*", "H200": "H100", "B200": "H100"}),
+    *tree("attention", 1.1, 0.15, 0.15, {"A100": "*", "H100": "*", "H100-fa1": "*", "H200": "H100", "B200": "H100"}),
+    *tree("software", 1.0, 0.05, 0.05, {
+        "llm-foundry": "*", "torchtitan": "*", "torchtitan-compile": "torchtitan", "torchtitan-2025": "torchtitan",
+        "megatron": "*", "megatron-2021": "megatron", "megatron-deepspeed": "megatron",
+    }),
+    Prior("launch_s.compiled", 0.5, 10e-6),
+    Prior("launch_s.eager", 0.5, 20e-6),
+    Prior("launch_s.megatron-deepspeed", 0.5, kin="launch_s.eager"),
     Prior("traffic.megatron-2021", 1.0, 1.0),
-    Prior("alone", 0.95, 0.05),
-    Prior("power", 0.5, 0.4),
-    Prior("memory", 1.15, 0.2),
-    Prior("casts", 1.0, 0.4),
-    *(Prior(f"launch_s.{name}", value, 0.5) for name, value in {
-        "compiled": 10e-6, "eager": 20e-6, "megatron-deepspeed": 20e-6}.items()),
-    Prior("uneven", 0.1, 0.5),
-    Prior("step_s", 5e-3, 0.7),
-    Prior("contention", 0.15, 0.7),
-    Prior("pieces", 0.5, 0.4),
-    Prior("links", 1.1, 0.2),
-    Prior("network", 1.2, 0.3),
-    Prior("jitter", 0.005, 0.7),
-    *(Prior(f"software.{name}", 1.0, 0.05) for name in (
-        "llm-foundry", "torchtitan", "torchtitan-compile", "torchtitan-2025", "megatron", "megatron-2021",
-        "megatron-deepspeed",
-    )),
+    Prior("alone", 0.05, 0.95),
+    Prior("power", 0.4, 0.5),
+    Prior("memory", 0.2, 1.15),
+    Prior("casts", 0.4, 1.0),
+    Prior("uneven", 0.5, 0.1),
+    Prior("step_s", 0.7, 5e-3),
+    Prior("contention", 0.7, 0.15),
+    Prior("pieces", 0.4, 0.5),
+    Prior("links", 0.2, 1.1),
+    Prior("network", 0.3, 1.2),
+    Prior("jitter", 0.7, 0.005),
 )  # fmt: skip
+
+
+def beliefs() -> tuple[Array, Array]:
+    """What a fit is held to before it sees a run, as normal equations: a matrix, and what it gives at the priors."""
+    place = {prior.name: i for i, prior in enumerate(PRIORS)}
+    rows, centre = np.eye(len(PRIORS)), np.zeros(len(PRIORS))
+    for i, prior in enumerate(PRIORS):
+        if prior.kin:
+            rows[i, place[prior.kin]] = -1.0
+        else:
+            centre[i] = np.log(prior.value)
+    weight = np.array([prior.sigma**-2 for prior in PRIORS])
+    return rows.T @ (weight[:, None] * rows), rows.T @ (weight * centre)
 
 
 @dataclass(frozen=True)
@@ -146,9 +168,8 @@ def unpack(logs: Array) -> Constants:
 
 def fit(tables: dict[str, Table], start: Array | None = None, rounds: int = 6) -> Array:
     """Gauss-Newton; `start` is where another fit ended."""
-    centre = np.array([np.log(prior.value) for prior in PRIORS])
-    sigma = np.array([prior.sigma for prior in PRIORS])
-    logs = centre.copy() if start is None else start.copy()
+    held, towards = beliefs()
+    logs = np.linalg.solve(held, towards) if start is None else start.copy()
     weights = np.concatenate([np.full(len(t.rows), EVIDENCE / len(t.rows)) for t in tables.values()])
     targets = np.log(np.concatenate([table.measured for table in tables.values()]))
 
@@ -160,8 +181,8 @@ def fit(tables: dict[str, Table], start: Array | None = None, rounds: int = 6) -
         here = residuals(logs)
         slopes = np.stack([(residuals(logs + step) - here) / 0.01 for step in 0.01 * np.eye(len(logs))], axis=1)
         pull = weights / NOISE**2 / np.maximum(1, np.abs(here) / OUTLIER)
-        normal = slopes.T @ (pull[:, None] * slopes) + np.diag(1 / sigma**2)
-        gradient = slopes.T @ (pull * here) + (logs - centre) / sigma**2
+        normal = slopes.T @ (pull[:, None] * slopes) + held
+        gradient = slopes.T @ (pull * here) + held @ logs - towards
         move = np.clip(np.linalg.solve(normal, -gradient), -0.5, 0.5)
         logs = logs + move
         if np.abs(move).max() < 2e-3:
@@ -197,9 +218,10 @@ def main() -> None:
     tables["anchors"] = Table.of(anchors())
     logs = fit(tables)
     given = unpack(logs)
+    found_logs = {prior.name: log for prior, log in zip(PRIORS, logs, strict=True)}
     for prior, log in zip(PRIORS, logs, strict=True):
-        away = (log - np.log(prior.value)) / prior.sigma
-        print(f"{prior.name:30s} {prior.value:9.4g} → {np.exp(log):9.4g}  {away:+.1f}σ")
+        centre = found_logs[prior.kin] if prior.kin else np.log(prior.value)
+        print(f"{prior.name:30s} {np.exp(centre):9.4g} → {np.exp(log):9.4g}  {(log - centre) / prior.sigma:+.1f}σ")
     found = {name: errors(table, given) for name, table in tables.items()}
     for name, error in found.items():
         print(f"{name:12s} {len(error):5d} {summary(error)}", flush=True)
