@@ -1,10 +1,14 @@
-"""What `lmworks plan memory` and `lmworks plan search` say (`--json`), in figures that are easy to check."""
+"""What `lmworks plan memory` and `lmworks plan search` say (`--json`), in figures that are easy to check.
+
+tests/observe/test_plan_page.py holds the keys to those of the commands.
+"""
 
 GIB = 2**30
 
 
 def budget(weights, activations, logits=0):
-    """Bytes of one rank. A fifth of the gradients is not made yet at the highest moment; the allocator takes 5 GiB."""
+    """Bytes of one rank. A fifth of the gradients is not made yet at the highest moment; the allocator takes 5 GiB, of
+    which nothing fits into 2."""
     found = {
         "parameters": weights * GIB,
         "gradients": weights * GIB,
@@ -17,7 +21,7 @@ def budget(weights, activations, logits=0):
         "host": 0.0,
     }
     allocated = sum(found.values()) - 2 * found["absent"]
-    return found | {"allocated": allocated, "reserved": allocated + 5 * GIB}
+    return found | {"left": 2.0 * GIB, "allocated": allocated, "reserved": allocated + 5 * GIB}
 
 
 def memory_facts(**changes):
@@ -56,18 +60,22 @@ def layout(step_s, stages, **changes):
         "hfu": 1.0 / step_s,
         "memory": fullest,
         "stages": stages,
+        "capacity": 80.0 * GIB,
+        "usable": 78.0 * GIB,
         "headroom": 1 - fullest["reserved"] / (80 * GIB),
+        "oom_probability": 0.05,
         "dollars_per_gtoken": 100.0 * step_s,
         "bill": {"tokens": 1e12, "hours": 240.0 * step_s, "gpu_hours": 1920.0 * step_s, "dollars": 1e5 * step_s,
                  "kwh": 2000.0 * step_s, "stops": 3.0, "save_every_s": 600.0, "goodput": 0.975},
         "parts": {"matmul": 0.6 * step_s, "dp": 0.3 * step_s, "cp": 0.0, "bubble": 0.1 * step_s},
         "hidden": {"dp": 0.2 * step_s, "cp": 0.0},
         "tags": {"matmul": "measured", "dp": "modelled", "cp": "modelled", "bubble": "fitted"},
+        "notes": ["no run of it was fitted"],
         "collectives": [
             {"kind": "all-gather", "what": "weights", "group": "dp_shard", "ranks": 8, "stride": 1, "count": 40,
-             "bytes": 2_000_000_000, "when": "forward"},
+             "bytes": 2_000_000_000, "when": "forward", "link": "nvswitch"},
             {"kind": "all-gather", "what": "weights, again", "group": "dp_shard", "ranks": 8, "stride": 1, "count": 2,
-             "bytes": 1_000_000_000, "when": "backward"},
+             "bytes": 1_000_000_000, "when": "backward", "link": "nvswitch"},
         ],
         "timeline": timeline(len(stages)) if len(stages) > 1 else None,
     }  # fmt: skip
@@ -78,6 +86,18 @@ def timeline(ranks):
     down = [[rank, rank, "F", 0, float(rank), rank + 1.0] for rank in range(ranks)]
     up = [[ranks - 1 - i, ranks - 1 - i, "B", 0, ranks + 2.0 * i, ranks + 2.0 * i + 2] for i in range(ranks)]
     return down + up
+
+
+def verdict_facts(**changes):
+    """Of a layout that `--explain` asks about."""
+    return {
+        "layout": {"tp": 8, "zero": 1},
+        "binding": "memory",
+        "text": "needs 99 GiB",
+        "budget": budget(20, 13),
+        "changes": ["zero=3 & more"],
+        "step_s": None,
+    } | changes
 
 
 def search_facts(**changes):

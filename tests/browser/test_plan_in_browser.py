@@ -109,7 +109,7 @@ def test_collectives_are_summed_by_kind(page):
     assert [texts(page, "#collectives tbody td"), rows.count()] == [["all-gather", "dp_shard", "8", "42", "3 GB"], 1]
     page.get_by_text("Every call").click()
     assert texts(page, "#all-collectives tbody tr:last-child td") == [
-        "all-gather", "dp_shard", "weights, again", "backward", "8", "2", "1 GB",
+        "all-gather", "dp_shard", "weights, again", "backward", "nvswitch", "8", "2", "1 GB",
     ]  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from lmworks.observe import plan_page
 from lmworks.observe.plan_page import memory_page, own, search_page, thinned
-from plan_facts import GIB, layout, memory_facts, search_facts
+from plan_facts import GIB, layout, memory_facts, search_facts, verdict_facts
+from typed import lmworks
 
 VOID = {"meta", "input"}
 
@@ -50,6 +51,31 @@ def test_nothing_comes_from_outside(text):
     assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
     addresses = set(re.findall(r"\w+://[\w./]+", text))
     assert addresses <= {"http://www.w3.org/2000/svg"}  # the name of SVG, which nobody fetches
+
+
+def keys(facts):
+    """Keys at every depth; names of parts are free, and of a list the first stands for all."""
+    if isinstance(facts, list):
+        return keys(facts[0]) if facts else None
+    if not isinstance(facts, dict):
+        return None
+    return {key: None if key in ("parts", "hidden", "tags") else keys(value) for key, value in facts.items()}
+
+
+def test_facts_of_memory_are_those_of_the_command(capsys):
+    code, out, _ = lmworks(capsys, "plan", "memory", "tiny", "--cluster", "2xh100", "--pp", "2", "--json")
+    assert code == 0
+    assert keys(json.loads(out)) == keys(memory_facts())
+
+
+def test_facts_of_a_search_are_those_of_the_command(capsys):
+    asked = ["--cluster", "2xh100", "--explain", "tp=2 zero=1"]
+    code, out, _ = lmworks(capsys, "plan", "search", "tiny", *asked, "--json")
+    assert code == 0
+    real, ours = keys(json.loads(out)), keys(search_facts(explained=verdict_facts()))
+    assert ours["front"].pop("timeline", "none") is None  # only a page has it
+    assert ours["explained"].pop("layout").keys() < real["explained"].pop("layout").keys()
+    assert real == ours
 
 
 def test_the_page_carries_the_facts():
@@ -99,13 +125,7 @@ def test_fronts_of_none_and_of_one(front):
 
 
 def test_why_not_this_layout():
-    verdict = {
-        "layout": {"tp": 8, "zero": 1},
-        "binding": "memory",
-        "text": "needs 99 GiB",
-        "changes": ["zero=3 & more"],
-    }
-    text = Page(search_page(search_facts(explained=verdict))).text
+    text = Page(search_page(search_facts(explained=verdict_facts()))).text
     assert "Asked about: tp=8 zero=1|" in text and "needs 99 GiB|" in text and "zero=3 & more|" in text
 
 
