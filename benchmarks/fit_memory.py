@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with the bulk tables")
     data = parser.parse_args().data
-    sources, lines = {}, []
+    sources, lines, blind = {}, [], []
     for name in ("simumax", "torchtitan"):
         rows = SOURCES[name].rows(data)
         assert rows, f"{SOURCES[name].file} is not in {data}"
@@ -67,11 +67,12 @@ def main() -> None:
     spread = float(np.sqrt(np.mean([np.mean(errors(slack, one) ** 2) for one in sources.values()])))
     for name, one in sources.items():
         without = fit([other for key, other in sources.items() if key != name])
-        mean, blind = (100 * np.abs(np.expm1(errors(value, one))).mean() for value in (slack, without))
+        seen, unseen = (100 * np.abs(np.expm1(errors(value, one))).mean() for value in (slack, without))
         lines.append(
-            f"# {name}: reserved {mean:.1f} % off in the mean of {len(one[0])} distinct runs; "
-            f"{blind:.1f} % with the slack of the others, {without:.3f}"
+            f"# {name}: reserved {seen:.1f} % off in the mean of {len(one[0])} distinct runs; "
+            f"{unseen:.1f} % with the slack of the others"
         )
+        blind += ["", f"[reserve.without.{name}]  # fitted to the others", f"slack = {without:.3f}"]
     text = [
         "# What a GPU needs beyond its tensors. Written by benchmarks/fit_memory.py from SimuMax's runs of Megatron on",
         "# B200 (MooreThreads/SimuMax, docs/b200) and torchtitan's published figures.",
@@ -81,6 +82,7 @@ def main() -> None:
         f"slack = {slack:.3f}  # fitted: reserved / allocated − 1",
         f"spread = {spread:.3f}  # fitted: of log(measured / predicted)",
         f"context_bytes = {CONTEXT:.2g}  # modelled: context, kernels, NCCL: the allocator does not count them",
+        *blind,
     ]
     CONSTANTS.write_text("\n".join(text) + "\n", encoding="utf-8")
     print("\n".join(text))

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ...spec import Gpu
+from ...spec import Gpu, SpecError
+from ...spec.errors import did_you_mean
 from ..case import Number
 
 RISK = 0.1  # of running out of memory, at which a layout still counts as one that fits
@@ -32,14 +33,18 @@ class Reserve:
 
 
 @functools.cache
-def reserve() -> Reserve:
+def reserve(without: str = "") -> Reserve:
+    """Fitted to all sources; or with the slack that was fitted to all but one, for a blind prediction of that one."""
     table = tomllib.loads(CONSTANTS.read_text(encoding="utf-8"))["reserve"]
-    return Reserve(table["slack"], table["spread"], table["context_bytes"])
+    if without and without not in table["without"]:
+        raise SpecError(f"no fit of memory leaves out the source {without!r}{did_you_mean(without, table['without'])}")
+    slack = table["without"][without]["slack"] if without else table["slack"]
+    return Reserve(slack, table["spread"], table["context_bytes"])
 
 
-def reserved(allocated: Number) -> Number:
+def reserved(allocated: Number, without: str = "") -> Number:
     """As `torch.cuda.max_memory_reserved` counts."""
-    return allocated * (1 + reserve().slack)
+    return allocated * (1 + reserve(without).slack)
 
 
 def capacity(gpu: Gpu) -> float:
