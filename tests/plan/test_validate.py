@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,15 +11,18 @@ import numpy as np
 import pytest
 import typer
 
+from lmworks.cli.plan_validate import COLUMNS, cells
 from lmworks.cli.plan_validate import validate as validate_command
 from lmworks.plan.case import Case
+from lmworks.plan.memory.budget import budget
+from lmworks.plan.memory.reserve import reserve
 from lmworks.plan.tables.columns import read
 from lmworks.plan.tables.components import components
-from lmworks.plan.tables.replay import errors, grown, reached, replay, thresholds
+from lmworks.plan.tables.replay import errors, grown, memory, reached, replay, thresholds
 from lmworks.plan.tables.rows import job, usual_framework
 from lmworks.plan.tables.sources import PUBLISHED, SOURCES, Measured, printed_flops, source_named
 from lmworks.plan.tables.validate import Score, constant_mfu, mfu, relative, validate, weighted_median
-from lmworks.spec import SpecError
+from lmworks.spec import LMWorksError, SpecError
 
 
 @cache
@@ -150,7 +154,7 @@ def test_lines_of_a_perfect_and_of_a_slow_planner() -> None:
         [(SOURCES["megatron"], rows("megatron")), (SOURCES["vtrain"], None)],
         lambda case: known[id(case)],
         lambda source: lambda case: 1.5 * known[id(case)],
-        lambda case: {},
+        lambda case, without: {},
     )
     whole, *parts = report.lines
     assert (whole.group, whole.fitted.rows, whole.fitted.mape) == ("", 31, 0)
@@ -165,13 +169,41 @@ def test_a_row_that_cannot_be_priced_is_named() -> None:
     def never(case: Case) -> float:
         raise SpecError("no such kernel")
 
-    report = validate([(SOURCES["korthikanti"], rows("korthikanti")[:9])], never, lambda source: None, lambda case: {
-        "activations": 1.0, "states": 1.0
-    })  # fmt: skip
+    report = validate(
+        [(SOURCES["korthikanti"], rows("korthikanti")[:9])],
+        never,
+        lambda source: never,
+        lambda case, without: {"activations": 1.0, "states": 1.0},
+    )
     assert report.uncovered["korthikanti"] == (
         "megatron-22B full: no such kernel",
         "megatron-22B seqsel: no such kernel",
     )
+
+
+def test_reserved_memory_has_a_blind_figure_and_what_has_no_constant_has_none() -> None:
+    some = [replace(row, step_s=None, allocated=100.0, reserved=100.0) for row in rows("torchtitan")[:3]]
+    report = validate(
+        [(SOURCES["torchtitan"], some)],
+        lambda case: 1.0,
+        lambda source: lambda case: 1.0,
+        lambda case, without: {"allocated": 101.0, "reserved": 120.0 if without == "torchtitan" else 110.0},
+    )
+    allocated, reserved = report.lines
+    assert allocated.fitted.mape == pytest.approx(0.01) and allocated.blind is None
+    assert reserved.fitted.mape == pytest.approx(0.1) and reserved.blind and reserved.blind.mape == pytest.approx(0.2)
+    assert cells(allocated)[COLUMNS.index("blind")] == "no constant"
+    assert cells(reserved)[COLUMNS.index("blind")] == "20.0"
+
+
+def test_a_blind_slack_is_that_of_the_other_sources() -> None:
+    case = rows("torchtitan")[0].case
+    fitted, blind = memory(case), memory(case, "torchtitan")
+    assert fitted["reserved"] == pytest.approx(float(budget(case).reserved))
+    off = (reserve("torchtitan").slack - reserve().slack) * fitted["allocated"]
+    assert blind == {**fitted, "reserved": pytest.approx(fitted["reserved"] + off)} and off != 0
+    with pytest.raises(SpecError, match="no fit of memory leaves out the source 'vtrain'; known: simumax, torchtitan"):
+        reserve("vtrain")
 
 
 def test_pieces_of_a_step_are_listed() -> None:
@@ -209,25 +241,47 @@ def test_every_published_figure_has_a_threshold() -> None:
 def test_a_grown_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmworks.plan.tables import replay as module
 
-    monkeypatch.setattr(module, "thresholds", lambda: {"korthikanti/step_s": {"fitted": 0.001}})
+    monkeypatch.setattr(module, "thresholds", lambda: limits(0.001))
     (sentence,) = grown(replay(source="korthikanti"))
     assert sentence.startswith("korthikanti/step_s: fitted error")
+
+
+def test_what_was_reached_must_be_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without it no error could grow."""
+    from lmworks.plan.tables import replay as module
+
+    report = replay(source="korthikanti")
+    monkeypatch.setattr(module, "thresholds", lambda: {"korthikanti/step_s": {"fitted": 99.0}})
+    with pytest.raises(LMWorksError, match="does not say what blind error was reached for 'korthikanti/step_s'"):
+        grown(report)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "THRESHOLDS", tmp_path / "thresholds.toml")
+    with pytest.raises(LMWorksError, match="is missing: LMWorks is not installed as a whole"):
+        grown(report)
+    with pytest.raises(SpecError, match="no fit leaves out the source 'nobody'"):
+        module.blind("nobody")
+
+
+def limits(fitted: float) -> dict[str, dict[str, float]]:
+    memory = {f"korthikanti/{figure}": {"fitted": 99.0} for figure in ("activations", "states")}
+    return {"korthikanti/step_s": {"fitted": fitted, "blind": 99.0}, **memory}
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lmworks.plan.tables import replay as module
 
-    monkeypatch.setattr(module, "thresholds", dict)
+    monkeypatch.setattr(module, "thresholds", lambda: limits(99.0))
     validate_command(source="korthikanti", json=True)
     result = json.loads(capsys.readouterr().out)
     assert 0 < result["mape"]["korthikanti"] < 1
     assert {"fitted", "blind", "baseline"} <= result["lines"][0].keys()
     validate_command(source="korthikanti")
-    assert "formula" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "(formula)" in out and "no constant" in out
     validate_command(data=tmp_path, source="vtrain")
     assert "not at hand" in capsys.readouterr().out
     with pytest.raises(SpecError, match="is not a folder"):
         validate_command(data=tmp_path / "absent")
-    monkeypatch.setattr(module, "thresholds", lambda: {"korthikanti/step_s": {"fitted": 0.001}})
+    monkeypatch.setattr(module, "thresholds", lambda: limits(0.001))
     with pytest.raises(typer.Exit):
         validate_command(source="korthikanti")

@@ -11,8 +11,10 @@ from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from ..plan.tables.components import Part
-    from ..plan.tables.validate import Line, Report, Score
+    from ..plan.tables.validate import Line, Report
 
+COLUMNS = ("source", "figure", "rows", "fitted", "p90", "bias", "blind", "same MFU", "MFU 40%", "worst row")
+PART_COLUMNS = ("what a step is priced from", "how", "rows", "median", "mean", "p90")
 Data = Annotated[
     Path | None, typer.Option("--data", metavar="DIR", help="A folder with bulk sets that are not part of LMWorks.")
 ]
@@ -53,11 +55,10 @@ def validate(
 
 
 def print_report(report: Report) -> None:
-    columns = ["source", "figure", "rows", "fitted", "p90", "bias", "blind", "same MFU", "MFU 40%", "worst row"]
-    print_table("Mean absolute error against measurements, %", columns, [cells(line) for line in report.lines])
-    suspect = [line for line in report.lines if line.sure]
-    for line in suspect:
-        typer.echo(f"{line.key}: {percent(line.sure)} without {line.fitted.rows - line.sure.rows} suspect rows")  # type: ignore[union-attr]
+    print_table("Mean absolute error against measurements, %", COLUMNS, [cells(line) for line in report.lines])
+    typer.echo(
+        "in brackets: without rows that are suspect. no constant: nothing in it is fitted, so none can be left out"
+    )
     typer.echo("same MFU: the constant that suits the source best. formula: a paper's closed form, not a measurement")
     for name, why in report.uncovered.items():
         for sentence in why:
@@ -67,12 +68,7 @@ def print_report(report: Report) -> None:
 
 
 def print_parts(parts: list[Part]) -> None:
-    rows = [
-        [part.name, part.how, str(part.rows or "-"), *(f"{100 * e:.1f}" if e else "-" for e in part.spread)]
-        for part in parts
-    ]
-    columns = ["what a step is priced from", "how", "rows", "median", "mean", "p90"]
-    print_table("Errors of single kernels and collectives, %", columns, rows)
+    print_table("Errors of single kernels and collectives, %", PART_COLUMNS, [part_cells(part) for part in parts])
     typer.echo(
         "unseen rows: kept out of the fit. left out: the whole system was. replayed: with the constants of today"
     )
@@ -80,24 +76,28 @@ def print_parts(parts: list[Part]) -> None:
 
 def cells(line: Line) -> list[str]:
     name = f"{line.source} {line.group}".strip()
-    figure = line.figure.replace("_", " ").replace("per s", "/ s") + (" (formula)" if line.kind == "formula" else "")
-    guess = line.baseline
+    figure = {"tokens_per_s": "tokens/s", "step_s": "step time"}.get(line.figure, line.figure)
+    sure, guess = line.sure, line.baseline
     return [
         name,
-        figure,
+        f"{figure} (formula)" if line.kind == "formula" else figure,
         str(line.fitted.rows),
-        percent(line.fitted),
-        f"{100 * line.fitted.p90:.1f}",
+        percent(line.fitted.mape) + (f" ({percent(sure.mape)})" if sure else ""),
+        percent(line.fitted.p90),
         f"{100 * line.fitted.bias:+.1f}",
-        percent(line.blind),
-        f"{100 * guess.mape:.1f}" if guess else "-",
-        f"{100 * guess.guess_mape:.1f}" if guess else "-",
+        percent(line.blind.mape) if line.blind else "no constant",
+        percent(guess.mape if guess else None),
+        percent(guess.guess_mape if guess else None),
         f"{line.fitted.worst} ({100 * line.fitted.worst_error:+.0f})",
     ]
 
 
-def percent(score: Score | None) -> str:
-    return f"{100 * score.mape:.1f}" if score else "-"
+def part_cells(part: Part) -> list[str]:
+    return [part.name, part.how, str(part.rows or "-"), *map(percent, part.spread)]
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
 
 
 def predict(

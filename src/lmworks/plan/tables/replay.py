@@ -7,9 +7,10 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...spec import SpecError
+from ...spec import LMWorksError, SpecError
 from ..case import Case
 from ..memory.budget import activations, budget
+from ..memory.reserve import reserved
 from ..step.constants import constants
 from ..step.price import price
 from .sources import SOURCES, source_named
@@ -30,21 +31,18 @@ def seconds(case: Case) -> float:
     return float(price(case).seconds)
 
 
-def blind(source: str) -> Seconds | None:
-    """With constants that were fitted without this source; None where no such fit is there."""
-    try:
-        given = constants(source)
-    except (SpecError, KeyError):
-        return None
+def blind(source: str) -> Seconds:
+    """With constants that were fitted without this source."""
+    given = constants(source)
     return lambda case: float(price(case, given).seconds)
 
 
-def memory(case: Case) -> Mapping[str, float]:
+def memory(case: Case, without: str = "") -> Mapping[str, float]:
     """A paper's closed form is of the first pipeline stage; a measurement is of the fullest rank."""
     whole, first = budget(case), budget(case, 0)
     return {
         "allocated": float(whole.allocated),
-        "reserved": float(whole.reserved),
+        "reserved": float(reserved(whole.allocated, without) + whole.left),
         "activations": float(activations(case)),
         "states": float(first.parameters + first.gradients + first.master + first.optimizer),
     }
@@ -52,7 +50,10 @@ def memory(case: Case) -> Mapping[str, float]:
 
 def thresholds() -> dict[str, dict[str, float]]:
     """What was reached when they were written, in per cent, by a line's key."""
-    return tomllib.loads(THRESHOLDS.read_text(encoding="utf-8")) if THRESHOLDS.exists() else {}
+    try:
+        return tomllib.loads(THRESHOLDS.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LMWorksError(f"{THRESHOLDS} is missing: LMWorks is not installed as a whole; install it again") from None
 
 
 def grown(report: Report) -> list[str]:
@@ -61,7 +62,10 @@ def grown(report: Report) -> list[str]:
     for line in report.lines:
         for name, value in errors(line).items():
             limit = reached.get(line.key, {}).get(name)
-            if limit is not None and value > limit:
+            if limit is None:
+                known = f"{THRESHOLDS.name} does not say what {name} error was reached for {line.key!r}"
+                raise LMWorksError(f"{known}; benchmarks/validation.py writes it")
+            if value > limit:
                 found.append(f"{line.key}: {name} error {value:.2f}% was at most {limit:g}%")
     return found
 

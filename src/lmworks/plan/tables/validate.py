@@ -20,7 +20,9 @@ from .sources import Measured, Source
 GUESS = 0.40  # the MFU that people assume when they know nothing
 
 Seconds = Callable[[Case], float]  # of a step
-Bytes = Callable[[Case], Mapping[str, float]]  # of a rank: allocated, reserved, activations of the first stage, states
+# Of a rank: allocated, reserved, activations of the first stage, states; with constants that have not seen the source
+# of that name, or all of them where it is empty.
+Bytes = Callable[[Case, str], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Line:
     figure: str
     kind: str  # measured, or formula: a paper's closed form
     fitted: Score
-    blind: Score | None = None
+    blind: Score | None = None  # None: nothing in it is fitted, so there is nothing to be blind with
     sure: Score | None = None  # fitted, without suspect rows
     baseline: Baseline | None = None
 
@@ -105,10 +107,10 @@ TIMES = ("tokens_per_s", "step_s")
 def validate(
     sources: Iterable[tuple[Source, Sequence[Measured] | None]],
     fitted: Seconds,
-    blind: Callable[[str], Seconds | None],
+    blind: Callable[[str], Seconds],
     memory: Bytes,
 ) -> Report:
-    """`blind(source)` prices with constants that have never seen it; None where there are none."""
+    """`blind(source)` prices with constants that have never seen it."""
     lines: list[Line] = []
     missing: list[str] = []
     uncovered: dict[str, tuple[str, ...]] = {}
@@ -118,7 +120,7 @@ def validate(
             continue
         priced, why = covered(rows, fitted)
         uncovered[source.name] = tuple(why)
-        lines += time_lines(source, priced, fitted, blind(source.name))
+        lines += time_lines(source, priced, blind(source.name))
         lines += memory_lines(source, rows, memory)
     return Report(tuple(lines), tuple(missing), uncovered)
 
@@ -136,11 +138,9 @@ def covered(rows: Sequence[Measured], price: Seconds) -> tuple[list[tuple[Measur
     return priced, why
 
 
-def time_lines(
-    source: Source, priced: Sequence[tuple[Measured, float]], fitted: Seconds, blind: Seconds | None
-) -> list[Line]:
+def time_lines(source: Source, priced: Sequence[tuple[Measured, float]], blind: Seconds) -> list[Line]:
     """All rows whose layout the table gives, then every part; rows that rest on inference are a part of their own."""
-    unseen = {id(row): blind(row.case) for row, _ in priced} if blind else {}
+    unseen = {id(row): blind(row.case) for row, _ in priced}
     stated = [pair for pair in priced if not pair[0].inferred]
     groups = {row.group: [pair for pair in priced if pair[0].group == row.group] for row, _ in priced}
     sets = {"": stated, **(groups if len(groups) > 1 else {})}
@@ -153,6 +153,7 @@ def time_line(source: Source, group: str, pairs: Sequence[tuple[Measured, float]
     measured = np.array([row.step_s for row in rows], float)
     seconds = np.array([predicted for _, predicted in pairs])
     errors = relative(seconds, measured, source.compare)
+    blind = relative(np.array([unseen[id(row)] for row in rows]), measured, source.compare)
     sure = [index for index, row in enumerate(rows) if not row.suspect]
     return Line(
         source.name,
@@ -160,9 +161,7 @@ def time_line(source: Source, group: str, pairs: Sequence[tuple[Measured, float]
         source.compare,
         "measured",
         Score.of(errors, labels),
-        Score.of(relative(np.array([unseen[id(row)] for row in rows]), measured, source.compare), labels)
-        if unseen
-        else None,
+        Score.of(blind, labels),
         Score.of([errors[i] for i in sure], [labels[i] for i in sure]) if len(sure) < len(rows) else None,
         constant_mfu(rows, source.compare),
     )
@@ -211,17 +210,24 @@ def weighted_median(values: Any, weights: Any) -> float:
 
 
 def memory_lines(source: Source, rows: Sequence[Measured], memory: Bytes) -> list[Line]:
+    """Bytes of tensors and a paper's formulas have no fitted constant; what an allocator reserves has one."""
     lines = []
     for figure in ("allocated", "reserved", "activations", "states"):
         known = [row for row in rows if getattr(row, figure) is not None]
         if not known:
             continue
-        errors = []
-        for row in known:
-            predicted = memory(row.case)[figure]
-            if row.share_of is not None:
-                predicted /= memory(row.share_of)[figure]
-            errors.append(predicted / getattr(row, figure) - 1)
+        labels = [row.label for row in known]
+        fitted = Score.of([memory_error(row, figure, memory, "") for row in known], labels)
+        blind = None
+        if figure == "reserved":
+            blind = Score.of([memory_error(row, figure, memory, source.name) for row in known], labels)
         kind = "formula" if figure in ("activations", "states") else "measured"
-        lines.append(Line(source.name, "", figure, kind, Score.of(errors, [row.label for row in known])))
+        lines.append(Line(source.name, "", figure, kind, fitted, blind))
     return lines
+
+
+def memory_error(row: Measured, figure: str, memory: Bytes, without: str) -> float:
+    predicted = memory(row.case, without)[figure]
+    if row.share_of is not None:
+        predicted /= memory(row.share_of, without)[figure]
+    return float(predicted / getattr(row, figure) - 1)
