@@ -67,7 +67,6 @@ PRIORS = (
     Prior("launch_s.compiled", 0.5, 10e-6),
     Prior("launch_s.eager", 0.5, 20e-6),
     Prior("launch_s.megatron-deepspeed", 0.5, kin="launch_s.eager"),
-    Prior("traffic.megatron-2021", 1.0, 1.0),
     Prior("alone", 0.05, 0.95),
     Prior("power", 0.4, 0.5),
     Prior("memory", 0.2, 1.15),
@@ -77,7 +76,7 @@ PRIORS = (
     Prior("contention", 0.7, 0.15),
     Prior("pieces", 0.4, 0.5),
     Prior("links", 0.2, 1.1),
-    Prior("network", 0.3, 1.2),
+    Prior("network", 0.3, kin="links"),
     Prior("jitter", 0.7, 0.005),
 )  # fmt: skip
 

@@ -39,7 +39,8 @@ class Software:
     reduce: int = 4  # bytes of a gradient on its way
     held_back: bool = False  # sharded gradients meet after the last micro-batch of a step, and are whole until then
     bucket: float = math.inf  # weights that are gathered or reduced at once, where that is less than a block
-    piecewise: bool = False  # ZeRO-3 gathers tensor by tensor, and once more for what is computed again
+    # ZeRO-3 of 2021: gathers tensor by tensor, copies every rank's part by itself, and again for what is computed again
+    piecewise: bool = False
     async_tp: bool = False  # tensor-parallel traffic runs behind the products it feeds
     again: float = 0.0  # share of a block's products that selective recompute computes again all the same
 
@@ -92,7 +93,7 @@ SOFTWARE = {
         # FSDP1 over MPT with flash attention, all gathers and sums in bf16; logits and their gradients too.
         Software("llm-foundry", stream=2, fused=True, loss="plain", logit_bytes=4, flash="fa1", reduce=2),
         # Only met in tables: ZeRO over a plain model, the Trainer's autocast, one compiled file.
-        Software("deepspeed", 2, 2, 4, stream=2, loss="plain", reduce=2, piecewise=True, bucket=DEEPSPEED),
+        Software("deepspeed", 2, 2, 4, stream=2, loss="plain", reduce=2, bucket=DEEPSPEED),
         Software("huggingface", cast=True, loss="plain"),
         Software("nanogpt", cast=True, fused=True, loss="plain"),
     )

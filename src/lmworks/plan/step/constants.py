@@ -27,13 +27,12 @@ FITTED = Path(__file__).with_name("fitted.toml")
 
 @dataclass(frozen=True)
 class Constants:
-    """Factors are times over what the rates of single kernels or links give; "*" is for what has no factor of its own."""
+    """Factors are times over what rates of single kernels and links give; "*" is for what has none of its own."""
 
     products: Mapping[str, float] = field(default_factory=dict)  # by family of GPU: heat and power in a long run
     attention: Mapping[str, float] = field(default_factory=dict)  # by family of GPU, or family and kernel: H100-fa1
     software: Mapping[str, float] = field(default_factory=dict)  # what is left of a code base's own slowness
     launch_s: Mapping[str, float] = field(default_factory=dict)  # host time of one kernel of the op list, by code base
-    traffic: Mapping[str, float] = field(default_factory=dict)  # ZeRO-3's messages, by code base
     alone: float = 0.95  # products of a GPU that nothing else shares a machine, its power and its air with
     power: float = 0.5  # products slow down as (usual watts / watts) to this power
     memory: float = 1.0  # passes over memory

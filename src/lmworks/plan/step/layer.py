@@ -9,9 +9,11 @@ import numpy as np
 
 from ..case import Case, Number
 from .bare import Bare, reductions
-from .comm import Wire
+from .comm import TENSORS, Wire
 from .constants import Constants
 from .work import Pass, stops_early
+
+CALL = 3  # launches that a collective costs its host: streams are made to wait for each other before it and after
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,17 @@ class Weigher:
             (1 + repeats) * expert,
             data[1],
         )
-        launches = back.launches + work.again.launches / case.recompute_every
-        return Both(forward.launched_in(self.launch(ahead.launches)), backward.launched_in(self.launch(launches)))
+        calls = CALL * self.calls()
+        launches = back.launches + work.again.launches / case.recompute_every + calls * (1 + repeats)
+        ways = (forward, ahead.launches + calls), (backward, launches)
+        return Both(*(way.launched_in(self.launch(count)) for way, count in ways))
+
+    def calls(self) -> Number:
+        """Collectives that a block calls each way."""
+        case = self.case
+        tensor = 2 * (1 + case.sp) * np.where(case.tp > 1, 1, 0)
+        expert = 2 * bool(case.model.experts) * np.where(case.ep > 1, 1, 0)
+        return tensor + expert + (case.cp - 1) + (case.zero == 3)
 
     def tensor(self, comm: Number, way: Pass) -> Traffic:
         """Cut into pieces, the exchanges run behind the products that they feed; else nothing hides them."""
@@ -155,9 +166,11 @@ class Weigher:
         case, wires = self.case, self.bare.wires
         if case.zero < 3:
             return Traffic(), Traffic()
-        slow = self.given.traffic.get(case.software.name, 1.0)
-        gather, reduce = slow * self.wire(wires.gather), slow * self.wire(wires.reduce)
-        again = case.software.piecewise * (case.recompute == "full") / case.recompute_every
+        gather, reduce = self.wire(wires.gather), self.wire(wires.reduce)
+        again: Number = 0.0
+        if case.software.piecewise:
+            gather = gather + self.given.launch(case.software) * TENSORS * case.dp_shard * case.cp
+            again = (case.recompute == "full") / case.recompute_every
         back = gather * (case.reshard + again) + reduce * reductions(case)
         if not case.software.overlap:
             return Traffic(gather), Traffic(back)

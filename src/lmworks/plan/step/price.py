@@ -159,7 +159,9 @@ def data_tail(weigher: Weigher, rank: Busiest, one: MicroBatch) -> Traffic:
     summed, spread = weigher.wire(wires.gradients), weigher.wire(wires.new_weights)
     if not case.software.overlap:
         return Traffic(summed + spread)
-    behind = weigher.hide(summed, rank.layers * one.block.backward.seconds)
+    # With several stages on a rank, the gradients of one leave while the others see their last micro-batches.
+    open_for = rank.layers * (1 + (np.minimum(case.pp, case.accumulation) - 1) * (1 - 1 / case.virtual))
+    behind = weigher.hide(summed, open_for * one.block.backward.seconds)
     if case.software.master:  # new weights are needed, and sent, block by block in the next forward pass
-        return behind + weigher.hide(spread, rank.layers * one.block.forward.seconds)
+        return behind + weigher.hide(spread, open_for * one.block.forward.seconds)
     return behind + Traffic(spread)
