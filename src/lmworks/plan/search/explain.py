@@ -50,7 +50,7 @@ def explain(question: Question, said: Layout, base: RunSpec, result: Result) -> 
     faster = [found for found in result.front if found.step_s < seconds]
     text = f"fits in {gib(need.reserved)} and takes {seconds:.4g} s a step"
     if faster:
-        text += f"; the fastest layout takes {faster[0].step_s:.4g} s, {seconds / faster[0].step_s - 1:.1%} less"
+        text += f"; the fastest layout takes {faster[0].step_s:.4g} s, {1 - faster[0].step_s / seconds:.1%} less"
     return Verdict(layout, "", text, need, (), seconds)
 
 
@@ -115,7 +115,7 @@ def changed_by(layout: Layout, count: int) -> Iterator[tuple[Layout, str]]:
 
 
 def steps(layout: Layout) -> Iterator[Layout]:
-    """A later value of a word, a smaller micro-batch, or a degree twice as large, taken from the data-parallel ranks."""
+    """A later value of a word, a smaller micro-batch, or twice a degree, taken from the data-parallel ranks."""
     for key, values in MORE.items():
         for value in values[values.index(layout[key]) + 1 :]:
             changed = {**layout, key: value}
