@@ -256,7 +256,8 @@ def write(tables: dict[str, Table], logs: Array) -> None:
 
 
 def inline(figures: dict[str, float]) -> str:
-    return "{ " + ", ".join(f"{name} = {value:.4g}" for name, value in figures.items()) + " }"
+    keys = {name: '"*"' if name == "*" else name for name in figures}
+    return "{ " + ", ".join(f"{keys[name]} = {value:.4g}" for name, value in figures.items()) + " }"
 
 
 HEADER = """\
