@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lmworks.plan.balance import fullest
 from lmworks.plan.case import Case
 from lmworks.plan.devices.links import Fabric
 from lmworks.plan.flops import model_flops_per_token
@@ -148,6 +149,40 @@ def test_hosts_that_launch_slowly_set_the_pace() -> None:
     assert slow.parts["matmul"] == quick.parts["matmul"]
 
 
+def test_the_fullest_expert_is_the_one_that_chance_fills() -> None:
+    """Against a thousand draws: of ranks and of experts, with many slots and with few."""
+    rng = np.random.default_rng(0)
+    for slots, bins in ((32768, 8), (2048, 128), (256, 128), (64, 16)):
+        drawn = rng.multinomial(slots * bins, np.full(bins, 1 / bins), size=1000).max(axis=1).mean() / slots
+        assert fullest(slots, bins) - 1 == pytest.approx(drawn - 1, rel=0.1)
+    assert fullest(100, 1) == 1
+
+
+def test_many_small_experts_cost_more_than_their_products() -> None:
+    """128 experts of 768, eight for a token, against a dense MLP that computes as much."""
+    small = ModelSpec(
+        layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, vocab=151936, ffn=6144, context=4096,
+        experts=128, top_k=8, expert_ffn=768,
+    )  # fmt: skip
+    dense = small.replace(experts=0)
+    assert model_flops_per_token(dense, 4096) == pytest.approx(model_flops_per_token(small, 4096), rel=0.01)
+    case = make("megatron", small, micro_batch=2, accumulation=16, dp_shard=16, zero=1)
+    near, far = price(case.replace(ep=8)), price(case.replace(ep=16))
+    plain = price(case.replace(model=dense))
+    assert near.seconds > 1.5 * plain.seconds
+    assert near.parts["experts"] > 0.2 * near.parts["matmul"]
+    assert far.parts["ep"] > 2 * near.parts["ep"]  # over the network
+    few = [price(case.replace(micro_batch=n)).parts["matmul"] / n for n in (1, 8)]
+    assert few[0] > 1.05 * few[1]  # 256 rows an expert: of a short product, more of the last tile is empty
+
+
+def test_zero_3_of_2021_copies_what_it_gathers_rank_by_rank() -> None:
+    """Three gathers of four tensors a block: forward, once more for what is computed again, and backward."""
+    case = make("megatron-2021", dp_shard=1024, zero=3, recompute="full")
+    slow, quick = (price(case, Constants(launch_s={"eager": each}, step_s=1e-12, jitter=0.0)) for each in (2e-5, 0.0))
+    assert slow.parts["dp"] - quick.parts["dp"] == pytest.approx(2e-5 * 1024 * 4 * 3 * 32)
+
+
 # --- pipelines --------------------------------------------------------------------------------------------
 
 
@@ -186,11 +221,23 @@ def off(schedule: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_closed_form_follows_the_timeline(schedule: str) -> None:
-    """Mostly within 2%; the worst are zero-bubble schedules whose head makes the halves of one stage uneven."""
+    """Nearly all within 2%; the worst are V-shaped and looped ones, whose head makes the halves of a stage uneven."""
     found = off(schedule)
     apart = np.abs(list(found.values()))
-    assert apart.mean() <= 0.02, found
-    assert apart.max() <= 0.07, max(found.items(), key=lambda item: abs(item[1]))
+    assert apart.mean() <= 0.01, found
+    assert apart.max() <= 0.035, max(found.items(), key=lambda item: abs(item[1]))
+
+
+def test_no_time_is_negative_however_few_the_blocks() -> None:
+    """Arrays hold layouts that nobody would run, and these must not disturb the others."""
+    for layers, schedule, software in itertools.product((1, 3, 8), SCHEDULES, ("lmworks", "megatron")):
+        model, virtual = ModelSpec.from_preset("gpt2-small").replace(layers=layers), np.full(4, 2)
+        numbers = {"pp": np.array([1, 2, 4, 8]), "accumulation": np.array([1, 4, 8, 16])}
+        virtual = np.ones(4, int) if schedule in ("gpipe", "1f1b") else virtual
+        with np.errstate(all="raise", under="ignore"):
+            found = price(make(software, model, schedule=schedule, virtual=virtual, **numbers))
+        assert np.all(np.isfinite(found.seconds))
+        assert all(np.all(seconds >= 0) for seconds in found.parts.values())
 
 
 def test_a_timeline_without_a_pipeline_is_the_price() -> None:
@@ -214,6 +261,16 @@ def test_fitted_constants_are_plausible() -> None:
     assert all(0.8 < factor < 1.25 for factor in given.software.values())
     assert 0 < given.contention < 1 and 0 < given.jitter < 0.02
     assert all(1e-6 < seconds < 2e-4 for seconds in given.launch_s.values())
+
+
+def test_what_has_no_factor_of_its_own_takes_that_of_its_kind() -> None:
+    given = constants()
+    known, other = given.factors(H100, world=8), given.factors(catalogue()["MI300X"], world=8)
+    assert (known["gemm"], other["gemm"]) == (given.products["H100"], given.products["*"])
+    assert other["attention"] == given.attention["*"]
+    blind = constants("simumax")  # the only runs on B200: products as on H100
+    assert blind.products["B200"] == pytest.approx(blind.products["H100"], rel=1e-3)
+    assert constants("vtrain").launch_s["megatron-deepspeed"] == constants("vtrain").launch_s["eager"]
 
 
 def test_boards_with_the_same_chip_share_constants() -> None:
