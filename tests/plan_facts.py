@@ -117,5 +117,6 @@ def search_facts(**changes):
         "fitting": 321,
         "seconds": 0.5,
         "front": front,
+        "fastest": [],
         "explained": None,
     } | changes

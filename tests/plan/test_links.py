@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from statistics import median
 
@@ -171,3 +172,12 @@ def test_the_curves_are_complete_and_in_order() -> None:
             assert all(len(row) == len(table["sizes"]) and np.all(np.diff(row) >= 0) for row in times.values())
     assert table["errors"]["held_out"]["median"] <= 0.04  # aim: 8%
     assert all(table["errors"][f"without_{system}"]["median"] <= 0.05 for system in ("h200_sxm", "b200_sxm", "gb200"))
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100", "h200", "b200"])
+def test_a_ring_over_machines_is_no_faster_than_inside_one(gpu: str) -> None:
+    """The same links carry more, however fast the network: else tensor parallelism would gain by spreading out."""
+    for kind, size in itertools.product(("all-gather", "reduce-scatter"), (2**20, 2**27, 2**31)):
+        near, far = fabric(f"64x{gpu}"), [8, 16, 32, 64]
+        times = [near.seconds(kind, size, ranks) for ranks in far]
+        assert times == sorted(times), (kind, size)

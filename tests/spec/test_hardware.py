@@ -181,3 +181,8 @@ def test_a_profile_is_named_and_read_only_by_who_plans_with_it() -> None:
 def test_what_joins_a_cluster_is_checked(key: str, value: object, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         Cluster.from_dict({key: value})
+
+
+def test_a_spec_may_use_a_short_name() -> None:
+    assert Cluster(gpu="h100").gpu == "H100-SXM-80GB"
+    assert Cluster(gpu="a100 sxm 80gb").accelerator == catalogue()["A100-SXM-80GB"]

@@ -99,7 +99,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"precision": {"dtype": "bf61"}}, "precision.dtype = 'bf61' is not one of: fp32, bf16, fp16"),
     ({"checkpoint": {"evry": 3}}, "unknown key 'checkpoint.evry'; did you mean 'every'?"),
     ({"log": {"wandb": True}}, "log.wandb must be a string, got True"),
-    ({"cluster": {"gpu": "H100"}}, "cluster.gpu = 'H100' is not in the catalogue; did you mean 'H100-NVL-94GB' or"),
+    (
+        {"cluster": {"gpu": "H1000"}},
+        "cluster.gpu: 'H1000' is not in the catalogue of accelerators; did you mean 'h100'",
+    ),
 ]
 
 

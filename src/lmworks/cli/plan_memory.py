@@ -91,6 +91,11 @@ def memory(
         print_json(facts)
         return
     typer.echo(f"{run.name} on {run.parallel.world} × {gpu.name}: {run.model.params:,} parameters, {facts['layout']}")
+    data = run.data
+    typer.echo(
+        f"sequences of {data.seq} in {run.precision.dtype}, {data.global_batch} a step: "
+        f"{run.accumulation} micro-batch{'es' * (run.accumulation > 1)} a rank"
+    )
     print_budget(facts)
     print_stages(stages)
     verdict = "fits" if facts["fits"] else "does NOT fit" if chance > 1 - RISK else "may not fit"

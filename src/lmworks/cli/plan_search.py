@@ -84,6 +84,7 @@ def search(
         "fitting": result.fitting,
         "seconds": time.perf_counter() - began,
         "front": [row(found, base, tokens) for found in result.front],
+        "fastest": [row(found, base, tokens) for found in result.fastest] if len(questions) > 1 else [],
         "explained": explained(verdict) if verdict else None,
     }
     if out and result.front:
@@ -154,14 +155,20 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
         "usable": usable(question.gpu),
         "headroom": found.headroom,
         "oom_probability": float(oom_probability(found.reserved, question.gpu)),
-        "dollars_per_gtoken": found.dollars_per_gtoken,
-        "bill": {"tokens": tokens, **vars(found.bill(tokens))},
+        "dollars_per_gtoken": found.dollars_per_gtoken if found.price_hour else None,
+        "bill": bill_of(found, tokens),
         "parts": {name: float(seconds) for name, seconds in price.parts.items()},
         "hidden": {name: float(seconds) for name, seconds in price.hidden.items()},
         "tags": price.tags,
         "notes": list(price.notes),
         "collectives": [{**vars(call), "link": fabric.link(call.ranks, call.stride)} for call in collectives(spec)],
     }
+
+
+def bill_of(found: Found, tokens: float) -> dict[str, float | None]:
+    """Dollars and kWh are None where the catalogue has no price or no power."""
+    bill = {"tokens": tokens, **vars(found.bill(tokens))}
+    return {key: None if value == 0 and key in ("dollars", "kwh") else float(value) for key, value in bill.items()}
 
 
 def spans_of(found: Found) -> list[list[Any]] | None:
@@ -183,30 +190,38 @@ def print_front(facts: dict[str, Any], show: int) -> None:
         f"{facts['model']}: {facts['legal']:,} legal layouts, {facts['fitting']:,} fit, "
         f"{len(facts['front'])} on the front; {facts['seconds']:.1f} s"
     )
-    several = len({one["gpu"] for one in facts["front"]}) > 1
-    rows = [
-        [
-            (f"{one['gpus']} × {one['gpu']}: " if several else "") + one["text"],
-            f"{one['memory']['reserved'] / 2**30:.1f}",
-            f"{one['headroom']:.0%}",
-            duration(one["step_s"]),
-            short(one["tokens_per_s"]),
-            f"{one['mfu']:.1%}",
-            f"{sent(one) / 1e9:.1f}",
-            f"{one['bill']['hours'] / 24:.1f}",
-            short(one["bill"]["dollars"]),
-            short(one["bill"]["kwh"] / 1000),
-        ]
-        for one in facts["front"][:show]
-    ]
     columns = ["layout", "GiB a GPU", "free", "step", "tokens/s", "MFU", "GB sent", "days", "$", "MWh"]
-    print_table(f"Sequences of {facts['seq']}, {facts['global_batch']} a step; fastest first", columns, rows)
+    several = bool(facts["fastest"])
+    if several:
+        rows = [cells(one, several) for one in facts["fastest"]]
+        print_table("The fastest layout of each cluster", columns, rows)
+    where = "" if several or not facts["front"] else f" on {facts['front'][0]['gpus']} × {facts['front'][0]['gpu']}"
+    title = f"Sequences of {facts['seq']}, {facts['global_batch']} a step{where}; fastest first"
+    print_table(title, columns, [cells(one, several) for one in facts["front"][:show]])
     bill = facts["front"][0]["bill"] if facts["front"] else None
     if bill:
         typer.echo(
             f"days, $ and MWh are for {short(bill['tokens'])} tokens, with {bill['stops']:.1f} failures expected: "
             f"{bill['goodput']:.1%} of the time trains if a checkpoint is saved every {duration(bill['save_every_s'])}"
         )
+
+
+def cells(one: dict[str, Any], several: bool) -> list[str]:
+    from ..record.figures import duration, short
+
+    bill = one["bill"]
+    return [
+        (f"{one['gpus']} × {one['gpu']}: " if several else "") + one["text"],
+        f"{one['memory']['reserved'] / 2**30:.1f}",
+        f"{one['headroom']:.0%}",
+        duration(one["step_s"]),
+        short(one["tokens_per_s"]),
+        f"{one['mfu']:.1%}",
+        f"{sent(one) / 1e9:.1f}",
+        f"{bill['hours'] / 24:.1f}",
+        short(bill["dollars"]) if bill["dollars"] is not None else "-",
+        short(bill["kwh"] / 1000) if bill["kwh"] is not None else "-",
+    ]
 
 
 def sent(one: dict[str, Any]) -> int:

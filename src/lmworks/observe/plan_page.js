@@ -51,7 +51,8 @@ function searchPage() {
       ["tokens/s", short(chosen.tokens_per_s), `${short(chosen.tokens_per_s_per_gpu)} a GPU, ${chosen.gpus} GPUs`],
       ["MFU", percent(chosen.mfu), `HFU ${percent(chosen.hfu)}`],
       ["memory", gib(chosen.memory.reserved), `${percent(chosen.headroom, 0)} of the GPU stays free`],
-      ["cost", `$${short(bill.dollars)}`, `for ${short(bill.tokens)} tokens, and ${quantity(1e3 * bill.kwh, "Wh")}`],
+      ["cost", bill.dollars == null ? "–" : `$${short(bill.dollars)}`,
+        `for ${short(bill.tokens)} tokens` + (bill.kwh == null ? "" : `, and ${quantity(1e3 * bill.kwh, "Wh")}`)],
       ["time", `${digits(bill.hours / 24)} days`, `${percent(bill.goodput)} of it training, ${digits(bill.stops)} stops`],
     ];
     put("tiles", ...tiles.map(([name, figure, note]) =>

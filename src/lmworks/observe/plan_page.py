@@ -38,6 +38,11 @@ CHOICES = {
 MOST_SPANS = 100_000  # of all timelines of a page: about 3 MB
 
 
+def money(dollars: float | None) -> str:
+    """None where nobody knows the price."""
+    return "–" if dollars is None else short(dollars)
+
+
 def memory_page(facts: Facts) -> str:
     """The budget of every pipeline rank against what the GPU has."""
     verdict = "fits" if facts["fits"] else "does not fit"
@@ -151,7 +156,7 @@ def alternatives(front: Sequence[Facts], choices: Sequence[str]) -> str:
         "mfu": ("MFU", lambda one: "–" if one["mfu"] is None else f"{one['mfu']:.1%}"),
         "reserved": ("GiB", lambda one: f"{one['memory']['reserved'] / 2**30:.1f}"),
         "headroom": ("free", lambda one: f"{one['headroom']:.0%}"),
-        "dollars_per_gtoken": ("$ for 1e9 tokens", lambda one: short(one["dollars_per_gtoken"])),
+        "dollars_per_gtoken": ("$ for 1e9 tokens", lambda one: money(one["dollars_per_gtoken"])),
     }
     columns = [("text", "layout"), *((key, name) for key, (name, _) in figures.items())]
     columns += [(key, key.replace("_", " ")) for key in choices]

@@ -78,11 +78,10 @@ def on_cluster(said: dict[str, Any], cluster: Cluster, wish: Wish) -> dict[str, 
     for axis in ("tp", "cp", "pp"):
         inner *= layout.get(axis, 1)
     if world % inner:
-        near = [str(world - world % inner)] * (world > inner) + [str(world - world % inner + inner)]
-        raise SpecError(
-            f"tp × cp × pp = {inner} does not divide the {world} GPUs of {wish.cluster}; {' or '.join(near)} would do"
-        )
-    parallel = shared(world // inner, wish.zero) if not sharding(layout) or wish.zero is not None else {}
+        fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        raise SpecError(f"tp × cp × pp = {inner} does not divide the {world} GPUs of {wish.cluster}; {fitting} do")
+    over_cp = layout.get("cp", 1) > 1
+    parallel = shared(world // inner, wish.zero, over_cp) if not sharding(layout) or wish.zero is not None else {}
     if layout.get("tp", 1) > 1 and "sp" not in layout:
         parallel["sp"] = True
     machines = {"gpu": cluster.gpu, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
@@ -98,8 +97,9 @@ def sharding(layout: dict[str, Any]) -> bool:
     return any(key in layout for key in ("dp", "dp_replicate", "dp_shard", "strategy"))
 
 
-def shared(dp: int, zero: int | None) -> dict[str, Any]:
-    if zero == 0 or dp == 1:
+def shared(dp: int, zero: int | None, over_cp: bool) -> dict[str, Any]:
+    """FSDP2 shards over context-parallel ranks too, so it has a meaning without data-parallel ones."""
+    if zero == 0 or (dp == 1 and not (over_cp and zero in (None, 3))):
         return {"strategy": "ddp", "zero": 0, "dp_replicate": dp, "dp_shard": 1}
     if zero in (None, 3):
         return {"strategy": "fsdp2", "zero": 0, "dp_replicate": 1, "dp_shard": dp}

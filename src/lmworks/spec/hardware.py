@@ -110,7 +110,10 @@ class Cluster(Section):
     def check(self) -> None:
         known = catalogue(self.catalogue)
         if self.gpu != "auto" and self.gpu not in known:
-            raise SpecError(f"cluster.gpu = {self.gpu!r} is not in the catalogue{did_you_mean(self.gpu, known)}")
+            try:
+                self.derive("gpu", find_gpu_name(self.gpu, self.catalogue))
+            except SpecError as error:
+                raise SpecError(f"cluster.gpu: {error}") from None
 
     @property
     def gpus(self) -> int:

@@ -114,7 +114,8 @@ class Fabric:
             return net.send(nbytes)
         if kind == "all-to-all":
             return net.exchange(nbytes, ranks, members, self.within(kind, nbytes * members / ranks, members))
-        ring = np.maximum(local, net.ring(kind, nbytes, ranks, members, self.rates_within[members]))
+        further = wire_share(kind, ranks) / wire_share(kind, np.maximum(members, 2))  # a longer ring, the same links
+        ring = np.maximum(local * further, net.ring(kind, nbytes, ranks, members, self.rates_within[members]))
         if kind != "all-reduce":
             return ring
         return np.minimum(ring, net.tree(nbytes, ranks, members, local))

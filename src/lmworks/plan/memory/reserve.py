@@ -50,6 +50,8 @@ def reserved(allocated: Number, without: str = "") -> Number:
 def capacity(gpu: Gpu) -> float:
     """Bytes that a driver reports. The GB of a datasheet are really GiB here, of which about 1 % is not for programs:
     79.1 GiB of an A100 or H100 with 80, 139.8 of an H200 with 141, 95.0 of an H100 with 96."""
+    if not gpu.memory_gb:
+        raise SpecError(f"{gpu.name}: memory_gb is not in the catalogue; give it in one of your own, cluster.catalogue")
     return 0.99 * gpu.memory_gb * 2**30
 
 

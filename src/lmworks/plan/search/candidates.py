@@ -131,7 +131,7 @@ def legal(question: Question, kind: Words, columns: Columns) -> NDArray[np.bool_
     elif kind.zero < 3:
         fits = (shard > 1) & (replicate == 1)
     else:
-        fits = shard > 1
+        fits = (shard > 1) | (columns["cp"] > 1)  # FSDP2 shards over context-parallel ranks too
     fits &= np.where(shard == 1, dp, shard) * columns["cp"] % columns["ep"] == 0
     if kind.schedule == "1f1b":
         return fits & (virtual == 1) & ((pp == 1) | (batches >= pp))

@@ -7,6 +7,7 @@ money is time, so cost decides only between clusters.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +49,9 @@ class Found:
 
     @property
     def dollars_per_gtoken(self) -> float:
-        """What 1e9 tokens cost."""
+        """What 1e9 tokens cost; infinite where nobody knows the price, so that it beats none."""
+        if not self.price_hour:
+            return math.inf
         return self.question.world * self.price_hour / 3600 * 1e9 / self.tokens_per_s
 
     @property
@@ -80,15 +83,17 @@ class Result:
     front: tuple[Found, ...]  # fastest first
     legal: int
     fitting: int
+    fastest: tuple[Found, ...] = ()  # of every cluster that was asked about and has room, on the front or not
 
 
 def search(questions: Iterable[Question]) -> Result:
     """The front of one cluster, or of several."""
     counted: Counter[str] = Counter()
-    found = [layout for question in questions for layout in fitting(question, counted)]
-    first = front(found)
-    best = sorted((layout.repriced() for layout in first[:REPRICED]), key=lambda layout: layout.step_s)
-    return Result((*front(best), *first[REPRICED:]), counted["legal"], counted["fitting"])
+    each = [layouts for question in questions if (layouts := fitting(question, counted))]
+    first = front([layout for layouts in each for layout in layouts])
+    best = [layout.repriced() for layout in first[:REPRICED]]
+    fastest = [min(layouts, key=lambda layout: layout.step_s).repriced() for layouts in each]
+    return Result((*front(best), *first[REPRICED:]), counted["legal"], counted["fitting"], tuple(fastest))
 
 
 def fitting(question: Question, counted: Counter[str]) -> list[Found]:

@@ -13,6 +13,8 @@ from ..software import Software
 from .columns import Row
 from .names import schedule_named
 
+MOST_GPUS = 10_000_000
+
 
 def degrees_of(row: Row, gpu: Gpu, model: ModelSpec, software: Software) -> dict[str, int]:
     """Ranks of each axis. The number of GPUs is what all of them make; what is missing is data parallel."""
@@ -24,6 +26,8 @@ def degrees_of(row: Row, gpu: Gpu, model: ModelSpec, software: Software) -> dict
         row.assumed.append(f"tp = {degrees['tp']} and pp = {degrees['pp']}, of model-parallel size {together[1]}")
     per_node, nodes = row.whole("gpus_per_node"), row.whole("nodes")
     gpus = row.whole("n_gpus") or (nodes * (per_node or gpu.per_node) if nodes else None)
+    if gpus and gpus > MOST_GPUS:
+        raise SpecError(f"n_gpus = {gpus} is more than any cluster has; at most {MOST_GPUS:,} are priced")
     dp = data_ranks(row)
     silent = not any(row.text(column) for column in ("tp", "pp", "dp", "zero", "fsdp", "sharding")) and not together
     if gpus and silent and software.name.startswith("megatron"):
@@ -50,12 +54,29 @@ def split_by_size(row: Row, degrees: dict[str, int], gpus: int, model: ModelSpec
     room, need = 0.6 * capacity(gpu), 18 * model.params
     if not room or need <= room or re.search(r"zero|fsdp|shard", row.hints.lower()):
         return
+    if model.experts and not row.text("ep"):
+        deal_experts(row, degrees, gpus, model, room)
+        return
     tp = math.gcd(gpus, 8)
-    fitting = [pp for pp in range(1, gpus // tp + 1) if (gpus // tp) % pp == 0 and need / (tp * pp) <= room]
+    stages = range(1, min(model.layers, gpus // tp) + 1)
+    fitting = [pp for pp in stages if (gpus // tp) % pp == 0 and need / (tp * pp) <= room]
     even = [pp for pp in fitting if model.layers % pp == 0] or fitting
     if even:
         degrees.update(tp=tp, pp=even[0])
         row.assume("tp", f"tp = {tp} and pp = {even[0]}: the smallest split that holds the model")
+
+
+def deal_experts(row: Row, degrees: dict[str, int], gpus: int, model: ModelSpec, room: float) -> None:
+    """Experts go to as many ranks as they divide among, 64 at most, and what is left of a model to a pipeline."""
+    experts = model.layers * model.experts * model.mlp_matrix(model.expert_ffn)
+    for pp in range(1, min(model.layers, gpus) + 1):
+        if gpus % pp:
+            continue
+        ep = max(n for n in range(1, min(64, model.experts) + 1) if model.experts % n == 0 and gpus // pp % n == 0)
+        if 18 * (model.params - experts + experts / ep) / pp <= room:
+            degrees.update(pp=pp, ep=ep)
+            row.assume("ep", f"pp = {pp} and ep = {ep}: the smallest split that holds the model")
+            return
 
 
 def data_ranks(row: Row) -> int | None:
