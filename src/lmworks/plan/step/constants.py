@@ -66,9 +66,9 @@ class Constants:
     def launch(self, software: Software) -> float:
         """Seconds of the host for one kernel: compiled code launches as many as the list says, other code more.
 
-        The list of our own blocks, fp32 stream and all, has every launch in it, compiled or not.
+        The list of our own blocks has every launch in it, compiled or not.
         """
-        usual = "compiled" if software.fused or software.stream == 4 else "eager"
+        usual = "compiled" if software.fused or software.name.startswith("lmworks") else "eager"
         return self.launch_s.get(software.name, self.launch_s.get(usual, 10e-6))
 
     def knows(self, gpu: Gpu, software: Software) -> bool:
