@@ -100,7 +100,7 @@ def megatron(raw: Raw, cells: dict[str, str]) -> Measured | None:
         return None  # MFU of the runs whose times are a source of their own
     cells = {**cells, "optimizer": "adamw"}
     if "H100" in table:
-        # "Pipeline communication overlapped" is what Megatron does only where stages are interleaved.
+        # Its README has pipeline messages overlapped, which Megatron does only where stages are interleaved.
         cells |= {"framework": "megatron-core", "precision": "bf16", "schedule": "interleaved"}
         group, inferred = "Megatron-Core H100", False
     else:
