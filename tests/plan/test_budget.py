@@ -12,7 +12,7 @@ from lmworks.plan.case import Case
 from lmworks.plan.memory.budget import Budget, activations, budget
 from lmworks.plan.memory.reserve import capacity, oom_probability, reserve, usable
 from lmworks.plan.memory.run_budget import budget_of, sheet
-from lmworks.plan.software import SOFTWARE, software_named
+from lmworks.plan.software import SOFTWARE
 from lmworks.plan.tables.sources import SOURCES
 from lmworks.spec import ModelSpec, RunSpec, SpecError, catalogue
 
@@ -56,7 +56,7 @@ def run(parallel: dict[str, Any], data: dict[str, Any], preset: str = "llama3-8b
 
 
 def llama(**changes: Any) -> Case:
-    return Case(LLAMA, H100, software_named("lmworks"), 4096, **changes)
+    return Case(LLAMA, H100, SOFTWARE["lmworks"], 4096, **changes)
 
 
 @pytest.mark.parametrize(("parallel", "data", "within"), LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -133,7 +133,7 @@ def test_states_by_optimizer(optimizer: str, each: float) -> None:
 
 
 def test_megatron_holds_18_bytes_a_parameter() -> None:
-    found = budget(Case(LLAMA, H100, software_named("megatron"), 4096))
+    found = budget(Case(LLAMA, H100, SOFTWARE["megatron"], 4096))
     state = found.parameters + found.gradients + found.master + found.optimizer
     assert float(state) == 18 * LLAMA.params
 
@@ -165,7 +165,7 @@ def test_many_at_once_are_as_one_by_one(name: str, schedule: str) -> None:
     many = {**degrees, "micro_batch": [1, 2, 4], "accumulation": [8, 16, 8]}
     model = ModelSpec.from_preset("mixtral-8x7b")
     words: dict[str, Any] = {"virtual": 1 if schedule == "1f1b" else 2, "zero": 3, "sp": True, "schedule": schedule}
-    code = software_named(name)
+    code = SOFTWARE[name]
     together = budget(Case(model, H100, code, 4096, **{key: np.array(values) for key, values in many.items()}, **words))
     for index in range(3):
         alone = budget(Case(model, H100, code, 4096, **{key: values[index] for key, values in many.items()}, **words))

@@ -39,6 +39,7 @@ class Case:
     schedule: str = "1f1b"
     recompute: str = "none"  # "full", "selective" (products and attention are kept), or "attention" (its inside only)
     recompute_every: Number = 1
+    cp_method: str = "ring"  # or "ulysses"
     dtype: str = "bf16"
     optimizer: str = "adamw"
     offload: str = "none"
@@ -71,6 +72,7 @@ class Case:
             schedule=layout.schedule,
             recompute=layout.recompute,
             recompute_every=layout.recompute_every,
+            cp_method=layout.cp_method,
             dtype=spec.precision.dtype,
             optimizer=spec.optim.optimizer,
             offload=layout.offload,

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ..spec import RunSpec, SpecError
-from ..spec.errors import did_you_mean
+from ..spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -100,13 +99,8 @@ SOFTWARE = {
 }
 
 
-def software_named(name: str) -> Software:
-    if name not in SOFTWARE:
-        raise SpecError(f"software = {name!r} is not known{did_you_mean(name, SOFTWARE)}")
-    return SOFTWARE[name]
-
-
 def software_of(spec: RunSpec) -> Software:
     """Our own trainer, as this run uses it."""
     own = COMPILED if spec.parallel.compile else EAGER
-    return replace(own, cast=spec.precision.dtype != "fp32", reduce=2 if spec.precision.reduce == "bf16" else 4)
+    reduce = 2 if spec.precision.reduce == "bf16" else 4
+    return replace(own, cast=spec.precision.dtype != "fp32", reduce=reduce, async_tp=spec.parallel.async_tp)

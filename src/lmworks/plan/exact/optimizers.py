@@ -23,6 +23,9 @@ from ...spec.errors import did_you_mean
 FP32 = 4
 BLOCK_8BIT, SMALLEST_8BIT = 256, 4096
 
+# Bytes of states of one weight, for a closed form; below they are counted tensor by tensor.
+STATES = {"adamw": 8.0, "adamw8bit": 2.0 + 8 / 256, "adafactor": 0.01, "sgd": 0.0, "muon": 4.0}
+
 Shape = tuple[int, ...]
 
 

@@ -24,14 +24,12 @@ import numpy as np
 from ...spec import SpecError
 from ...spec.errors import did_you_mean
 from ..case import Case, Number
+from ..exact.optimizers import STATES
 from ..network import Network, network
 from ..ops import Workload
 from .closed import at_end, at_loss, at_top, blocks_keep
 from .reserve import reserved
-from .share import Share, share_of
-
-# Bytes of optimizer states of one weight; `optimizers.py` has them tensor by tensor.
-STATES = {"adamw": 8.0, "adamw8bit": 2.0 + 8 / 256, "adafactor": 0.01, "sgd": 0.0, "muon": 4.0}
+from .share import Share, cut_over, share_of
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,7 @@ def batch_bytes(case: Case) -> Number:
 def held(case: Case, part: Share) -> dict[str, Number]:
     """Bytes of weights, gradients, master weights and states; with offload those on the host."""
     code = case.software
-    over = case.dp_shard * case.cp  # ranks that share a dense weight, and an expert's
-    over_experts = np.maximum(1, np.where(np.equal(case.dp_shard, 1), case.dp, case.dp_shard) * case.cp // case.ep)
+    over, over_experts = cut_over(case)
     whole = part.root + part.layers * part.block
     cut = (part.root + part.layers * part.dense) / over + part.layers * part.experts / over_experts
     states = STATES[case.optimizer]

@@ -37,12 +37,9 @@ class Share:
         return self.stem + self.head
 
 
-def share_of(case: Case, rank: Number) -> Share:
-    """Of pipeline rank `rank`, from 0."""
+def of_block(case: Case) -> tuple[Number, Number]:
+    """Weights of one block as tensor and expert parallelism leave them: without its experts, and these."""
     m, tp = case.model, case.tp
-    first = np.equal(rank, 0)
-    last = first if case.schedule in V_SHAPED else np.equal(rank, case.pp - 1)
-    last = np.where(np.equal(case.pp, 1), True, last)
     keys = np.where(m.kv_heads % tp == 0, m.kv_dim // tp, m.kv_dim)  # whole where ranks outnumber the heads
     dense = m.hidden * (2 * m.q_dim // tp + 2 * keys) + 2 * m.norm_params + 2 * m.head_dim * m.qk_norm
     dense = dense + (m.q_dim // tp + 2 * keys) * m.qkv_bias + m.hidden * m.bias
@@ -53,6 +50,29 @@ def share_of(case: Case, rank: Number) -> Share:
     else:
         ups = 2 if m.mlp == "swiglu" else 1
         dense = dense + m.mlp_matrix(m.ffn) // tp + (ups * m.ffn // tp + m.hidden) * m.bias
+    return dense, experts
+
+
+def cut_over(case: Case) -> tuple[Number, Number]:
+    """Ranks that share a dense weight under ZeRO, and an expert's.
+
+    Our trainer deals whole experts: of two over four ranks the first has one, not half of one.
+    """
+    whole = np.where(np.equal(case.dp_shard, 1), case.dp, case.dp_shard) * case.cp
+    over = np.maximum(1, whole // case.ep)
+    if case.model.experts and case.software.name.startswith("lmworks"):
+        mine = case.model.experts // case.ep
+        over = mine / np.ceil(mine / over)
+    return case.dp_shard * case.cp, over
+
+
+def share_of(case: Case, rank: Number) -> Share:
+    """Of pipeline rank `rank`, from 0."""
+    m, tp = case.model, case.tp
+    first = np.equal(rank, 0)
+    last = first if case.schedule in V_SHAPED else np.equal(rank, case.pp - 1)
+    last = np.where(np.equal(case.pp, 1), True, last)
+    dense, experts = of_block(case)
     table = m.vocab * m.hidden // tp
     positions = m.context * m.hidden if m.positions == "learned" else 0
     tied = m.tie_embeddings & first

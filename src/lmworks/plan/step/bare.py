@@ -12,6 +12,8 @@ from ...spec import Gpu
 from ..case import Case, Number
 from ..devices.machine import Machine
 from ..devices.profile import profile_for
+from ..exact.optimizers import STATES
+from ..memory.share import cut_over
 from ..ops import Kernel
 from .comm import Exchanges, Weights
 from .work import Pass, Work
@@ -73,15 +75,21 @@ def reductions(case: Case) -> Number:
 
 def owned(case: Case, weights: Weights) -> Number:
     """Numbers that a rank updates."""
-    numbers = (case.model.layers * weights.block + weights.root) / case.pp
-    return numbers / (case.dp_shard * case.cp) if case.zero else numbers
+    dense = (case.model.layers * weights.dense + weights.root) / case.pp
+    experts = case.model.layers * weights.experts / case.pp
+    over, over_experts = cut_over(case) if case.zero else (1, 1)
+    return dense / over + experts / over_experts
 
 
 def updates(case: Case, weights: Weights) -> list[Kernel]:
-    """Clipping reads gradients twice and writes them once; AdamW reads p, g, m, v and writes p, m, v."""
+    """Clipping reads gradients twice and writes them once; the update reads p, g and states and writes p and states."""
     numbers = owned(case, weights)
     clip = Kernel("stream", bytes=12.0 * numbers)
-    return [clip] if case.offload != "none" else [clip, Kernel("optimizer", bytes=28.0 * numbers)]
+    return (
+        [clip]
+        if case.offload != "none"
+        else [clip, Kernel("optimizer", bytes=(12 + 2 * STATES[case.optimizer]) * numbers)]
+    )
 
 
 def offloaded(case: Case, numbers: Number) -> Number:

@@ -14,6 +14,7 @@ from ..balance import fullest
 from ..case import Case, Number
 from ..devices.links import Fabric
 from ..devices.profile import profile_for
+from ..memory.share import of_block
 
 TENSORS = 4  # of a block that are large enough to be sharded: the four products of attention and MLP
 
@@ -103,7 +104,6 @@ class Exchanges:
     def of(cls, case: Case) -> Self:
         links, weights, width = Links.of(case), Weights.of(case), 4 if case.dtype == "fp32" else 2
         stream = case.tokens * case.model.hidden * width
-        kv = 2 * case.tokens * np.maximum(case.model.kv_dim / case.tp, case.model.head_dim) * width
         tensor = exchange(case, links, stream)
         rows = Wire()
         if case.model.experts:  # all wait for the rank that gets most
@@ -113,11 +113,21 @@ class Exchanges:
         return cls(
             tensor=(tensor.times(2), tensor.times(2) + regathered(case, links, stream)),
             ends=tensor.times(0.5) + links.tensor("all-reduce", 4.0 * case.tokens).times(0.75),
-            context=(links.next_rank(kv, case.cp, case.tp), links.next_rank(2 * kv, case.cp, case.tp)),
+            context=context(case, links, width),
             expert=rows.times(2),
             send=links.next_rank(own, case.pp, case.tp * case.cp * case.dp),
             **(sharded(case, links, weights) if case.zero == 3 else whole(case, links, weights)),
         )
+
+
+def context(case: Case, links: Links, width: int) -> tuple[Wire, Wire]:
+    """One turn of the ring, forward (keys and values) and back (their gradients too); or all of Ulysses' exchanges."""
+    q = case.tokens * case.model.q_dim / case.tp * width
+    kv = 2 * case.tokens * np.maximum(case.model.kv_dim / case.tp, case.model.head_dim) * width
+    if case.cp_method == "ulysses":
+        there = links.wire("all-to-all", q + kv, case.cp, case.tp) + links.wire("all-to-all", q, case.cp, case.tp)
+        return there, there
+    return links.next_rank(kv, case.cp, case.tp), links.next_rank(2 * kv, case.cp, case.tp)
 
 
 def exchange(case: Case, links: Links, size: Number) -> Wire:
@@ -147,10 +157,8 @@ class Weights:
 
     @classmethod
     def of(cls, case: Case) -> Self:
-        model = case.model
-        inside = model.experts * model.mlp_matrix(model.expert_ffn) if model.experts else 0
-        root = (model.params - model.layers * model.block_params) / case.tp
-        return cls((model.block_params - inside) / case.tp, inside / (case.tp * case.ep), root)
+        root = (case.model.params - case.model.layers * case.model.block_params) / case.tp
+        return cls(*of_block(case), root)
 
     @property
     def block(self) -> Number:

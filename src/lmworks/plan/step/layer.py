@@ -122,16 +122,19 @@ class Weigher:
         """Host seconds; tensor-parallel ranks wait for the slowest host among them in every exchange."""
         return self.given.launch(self.case.software) * count * (1 + self.given.uneven * np.log2(self.case.tp))
 
+    def context(self, seconds: Number, way: Pass) -> Traffic:
+        """Keys travel round the ring behind attention to those at hand; Ulysses' exchanges hide behind nothing."""
+        if self.case.cp_method == "ulysses":
+            return Traffic(exposed=seconds)
+        return self.hide(seconds, way.part("attention", self.factors) / self.case.cp).times(self.case.cp - 1)
+
     def block(self) -> Both:
         case, work, wires = self.case, self.bare.work, self.bare.wires
         ahead, back = work.block
         again = work.again.seconds(self.factors) / case.recompute_every
         repeats = (case.recompute == "full") / case.recompute_every  # exchanges of a block that runs again
         tensor = [self.tensor(self.wire(wire), way) for wire, way in zip(wires.tensor, work.block, strict=True)]
-        ring = [
-            self.hide(self.wire(wire), way.part("attention", self.factors) / case.cp).times(case.cp - 1)
-            for wire, way in zip(wires.context, work.block, strict=True)
-        ]
+        ring = [self.context(self.wire(wire), way) for wire, way in zip(wires.context, work.block, strict=True)]
         expert = self.wire(wires.expert)
         data = self.data(ahead.seconds(self.factors), back.seconds(self.factors) + again)
         forward = Way(self.parts(ahead, self.bare.copies[0]), 0.0, tensor[0], ring[0], expert, data[0])

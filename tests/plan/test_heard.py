@@ -1,0 +1,73 @@
+"""Every key of a spec that changes a step is heard by its price."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmworks.plan.case import Case
+from lmworks.plan.exact.shards import own_shapes
+from lmworks.plan.step.bare import owned
+from lmworks.plan.step.comm import Weights
+from lmworks.plan.step.price import price
+from lmworks.spec import RunSpec, SpecError, catalogue, load_run
+
+H100 = catalogue()["H100-SXM-80GB"]
+BASE = (
+    "cluster.gpu=h100", "cluster.nodes=4", "cluster.gpus_per_node=8", "precision.dtype=bf16", "data.seq=4096",
+    "data.micro_batch=1", "data.global_batch=64", "parallel.strategy=fsdp2", "parallel.tp=2", "parallel.sp=true",
+    "parallel.cp=2", "parallel.dp_shard=8",
+)  # fmt: skip
+
+
+def run(*changes: str) -> RunSpec:
+    return load_run("llama3-8b", [*BASE, *changes])
+
+
+def seconds(*changes: str) -> float:
+    return float(price(Case.of(run(*changes), H100)).seconds)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "cluster.nic_gbs=5", "cluster.network=ethernet", "cluster.fabric=pcie", "parallel.cp_method=ulysses",
+        "optim.optimizer=sgd", "precision.reduce=bf16", "parallel.reshard=false", "parallel.recompute=full",
+        "parallel.recompute=selective", "parallel.compile=true", "parallel.sp=false", "data.micro_batch=2",
+        "data.global_batch=128", "data.seq=8192", "parallel.offload=optimizer", "model.ffn=16384",
+    ],
+)  # fmt: skip
+def test_a_key_changes_the_price(change: str) -> None:
+    assert seconds(change) != pytest.approx(seconds(), rel=1e-6)
+
+
+def test_overlapped_tensor_parallelism_is_faster() -> None:
+    assert seconds("parallel.compile=true", "parallel.async_tp=true") < seconds("parallel.compile=true")
+
+
+def test_a_budget_has_no_closed_form() -> None:
+    with pytest.raises(SpecError, match="recompute = 'budget' has no closed form"):
+        seconds("parallel.recompute=budget", "parallel.recompute_budget=20")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama3-8b", "parallel.strategy=fsdp2 parallel.dp_shard=8"),
+        ("llama3-8b", "parallel.strategy=fsdp2 parallel.dp_shard=2 parallel.tp=16 parallel.sp=true"),
+        ("llama3-8b", "parallel.strategy=zero parallel.zero=1 parallel.dp_shard=4 parallel.tp=2"),
+        ("mixtral-8x7b", "parallel.strategy=fsdp2 parallel.dp_shard=8 parallel.ep=8"),
+        ("mixtral-8x7b", "parallel.strategy=fsdp2 parallel.dp_shard=16 parallel.ep=4 parallel.tp=2"),
+        ("mixtral-8x7b", "parallel.dp_replicate=4 parallel.strategy=ddp"),
+    ],
+)
+def test_a_rank_updates_what_it_holds(model: str, layout: str) -> None:
+    """The closed form that prices the optimizer, against the shapes that the trainer cuts."""
+    spec = load_run(model, [*layout.split(), "data.seq=1024", "data.micro_batch=1", "precision.dtype=bf16"])
+    case = Case.of(spec, H100)
+    exact = 0
+    for _, shape in own_shapes(spec, 0):
+        size = 1
+        for length in shape:
+            size *= length
+        exact += size
+    assert float(owned(case, Weights.of(case))) == pytest.approx(exact, rel=0.02)
