@@ -30,10 +30,10 @@ TRILLION = [  # a mixture of experts of about 10¹² weights, of which a token m
     "model.ffn=18432",
     "model.vocab=131072",
     "model.context=8192",
-    "model.experts=352",
+    "model.experts=256",
     "model.top_k=8",
     "model.shared_experts=1",
-    "model.expert_ffn=2048",
+    "model.expert_ffn=2816",
 ]
 
 

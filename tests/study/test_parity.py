@@ -136,9 +136,8 @@ def test_what_is_asked_must_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 2 and "none is given" in err
     code, _, err = lmworks(capsys, "parity", "tiny", "--layouts", "ep2")
     assert code == 2 and "parallel.ep = 2" in err
-    code, _, err = lmworks(
-        capsys, "tiny", "parallel.dp=2", "parallel.strategy=zero", "parallel.zero=1", "parallel.engine=deepspeed"
-    )
+    zero = ["parallel.dp=2", "parallel.strategy=zero", "parallel.zero=1", "parallel.engine=deepspeed"]
+    code, _, err = lmworks(capsys, "parity", "tiny", *zero)
     assert code == 2 and "parallel.engine = 'deepspeed' keeps" in err
 
 

@@ -101,7 +101,8 @@ class Weigher:
         return self.bare.case
 
     def wire(self, wire: Wire) -> Number:
-        return self.given.links * wire.near + self.given.network * wire.far
+        """A message between machines passes the links inside them too: it is not priced above their pace."""
+        return self.given.links * wire.near + max(self.given.links, self.given.network) * wire.far
 
     def hide(self, comm: Number, behind: Number) -> Traffic:
         return hide(comm, behind, self.given.contention)
