@@ -44,7 +44,7 @@ def test_plan_measures_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "tiny", "parallel.tp=3"], "parallel.tp = 3 does not divide"),
         (["plan", "tiny", "cluster.gpu=H1000"], "did you mean"),
         (["plan", "tinny"], "did you mean 'tiny'"),
-        (["hardware", "H100"], "did you mean"),
+        (["hardware", "H1000"], "did you mean"),
         (["hardware", "T4", "--probe"], "--probe measures the machine at hand"),
     ],
 )

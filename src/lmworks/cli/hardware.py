@@ -27,7 +27,7 @@ def hardware(
       lmworks hardware --probe
     """
     from ..spec import Cluster, SpecError, catalogue
-    from ..spec.errors import did_you_mean
+    from ..spec.hardware import find_gpu_name
 
     if probe:
         if name:
@@ -38,8 +38,7 @@ def hardware(
         print_json(machine.to_dict()) if json else print_machine(machine)
         return
     gpus = catalogue()
-    if name and name not in gpus:
-        raise SpecError(f"'{name}' is not in the catalogue{did_you_mean(name, gpus)}")
+    name = find_gpu_name(name) if name else None
     if json:
         print_json(gpus[name].to_dict() if name else [gpu.to_dict() for gpu in gpus.values()])
     elif name:
@@ -51,7 +50,7 @@ def hardware(
 def print_catalogue(gpus: list[Gpu]) -> None:
     columns = {
         "fp32": "fp32_tflops", "bf16": "bf16_tflops", "fp16": "fp16_tflops", "fp8": "fp8_tflops", "GB": "memory_gb",
-        "GB/s": "bandwidth_gbs", "link GB/s": "link_gbs", "W": "tdp_w",
+        "GB/s": "bandwidth_gbs", "link GB/s": "link_gbs", "network GB/s": "nic_gbs", "W": "tdp_w", "$/h": "price_hour",
     }  # fmt: skip
     rows = []
     for gpu in gpus:

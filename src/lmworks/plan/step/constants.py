@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ...spec import Gpu, SpecError
+from ...spec import Gpu, LMWorksError, SpecError
 from ...spec.errors import did_you_mean
 from ..case import Number
 from ..software import Software
@@ -76,8 +76,10 @@ class Constants:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        known = {entry.name for entry in fields(cls)}
-        return cls(**{name: value for name, value in table.items() if name in known})
+        """A key that is missing or not known is a mistake of whoever wrote the file, not a default."""
+        if table.keys() != (names := {entry.name for entry in fields(cls)}):
+            raise LMWorksError(f"{FITTED.name} and its reader differ in: {', '.join(sorted(table.keys() ^ names))}")
+        return cls(**table)
 
 
 def factor(table: Mapping[str, float], name: str) -> float:
