@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "no layers": (["tiny", "model.layers=0"], ["model.layers = 0", "at least 1"]),
     "too large": (["tiny", f"seed={2**63}"], ["seed", "out of range"]),
     "no such choice": (["tiny", "precision.dtype=fp61"], ["precision.dtype = 'fp61'", "fp32, bf16, fp16"]),
-    "no such accelerator": (["tiny", "cluster.gpu=H1000"], ["cluster.gpu = 'H1000'", "H100-SXM-80GB"]),
+    "no such accelerator": (["tiny", "cluster.gpu=H1000"], ["cluster.gpu: 'H1000'", "did you mean 'h100'"]),
     # contradictions
     "heads and kv heads": (["tiny", "model.kv_heads=3"], ["model.heads = 4", "model.kv_heads = 3", "1, 2, 4"]),
     "hidden and heads": (["tiny", "model.heads=6"], ["model.hidden = 64", "model.heads = 6", "hidden = 66"]),
