@@ -129,7 +129,7 @@ def stacked(cases: list[Case]) -> Case:
 
 
 def anchors() -> list[Measured]:
-    """Peers on one H200 (torch 2.11): tokens/s of a step, measured by this project."""
+    """Peers on one H200 (torch 2.11): tokens/s of a step, quoted and not run again here."""
     gpu = catalogue()["H200-SXM-141GB"]
     gpt2 = ModelSpec.from_preset("gpt2-small", vocab=50304, bias=False)
     small = ModelSpec.from_preset("llama3-1b", context=8192)

@@ -72,8 +72,8 @@ lmworks train configs/reference/7b-8-h100.toml data.path=YOUR-TOKENS
 
 Memory is of the fullest rank, in GiB. With ψ weights on a rank, after pipeline and tensor parallelism, parameters take
 4ψ bytes, gradients 4ψ, AdamW's moments 8ψ; ZeRO-1 divides the moments by the data-parallel ranks, ZeRO-2 the gradients
-too, ZeRO-3 all three. Days and dollars are for 10¹² tokens with the failures of a cluster of that size, at the
-catalogue's prices; set your own with `cluster.price_hour`.
+too, ZeRO-3 all three; gradients are those that are there at the highest moment. Days and dollars are for 10¹² tokens
+with the failures of a cluster of that size, at the catalogue's prices; set your own with `cluster.price_hour`.
 """
 
 
@@ -149,7 +149,7 @@ def line(gpu: str, answer: Any) -> str:
     _, layout = answer
     memory, price = layout.budget.to_dict(), layout.price
     assert price is not None, "the first of the front is priced again"
-    sizes = [memory[name] for name in SIZES]
+    sizes = [memory[name] - (memory["absent"] if name == "gradients" else 0) for name in SIZES]
     sizes += [memory["allocated"] - sum(sizes), memory["reserved"]]
     bill = layout.bill(TOKENS)
     cells = [gpu, layout.case.text, *(f"{size / 2**30:.1f}" for size in sizes)]

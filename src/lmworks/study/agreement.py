@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Protocol
 
+from ..plan.exact.calls import Calls
 from ..plan.exact.collectives import collectives
 from ..plan.exact.residency import on_host, resident
 from ..plan.exact.shards import own_shapes
@@ -14,19 +15,13 @@ from ..spec.grid import AXES, JOINED, shorten
 from .trial import Trial
 
 
-class Counted(Protocol):
-    """A row of the planner's table, or of a counted one."""
+class Counted(Calls, Protocol):
+    """The same with the group that it went to."""
 
-    @property
-    def kind(self) -> str: ...
     @property
     def group(self) -> str: ...
     @property
     def ranks(self) -> int: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
 
 
 Table = dict[tuple[str, str], tuple[int, int]]  # (kind, group) → (count, bytes)
