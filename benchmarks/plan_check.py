@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 import torch
+from common import write_result
 
 from lmworks.data import Batch
 from lmworks.observe.probe import probe
@@ -140,10 +141,8 @@ def main() -> None:
             f"{r['step'] * 1e3:8.1f} {r['step_predicted'] * 1e3:9.1f} {time_error:+7.1%} {modelled(r)}   {r['case']}",
             flush=True,
         )
-    if options.save:
-        from common import write_result
-
-        write_result(f"plan_check_{options.device}", {"cases": results})
+        if options.save:  # after each case: nothing is lost when a lent machine goes
+            write_result(f"plan_check_{options.device}", {"cases": results})
 
 
 if __name__ == "__main__":

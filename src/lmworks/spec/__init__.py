@@ -1,5 +1,6 @@
 """Floor 0: what a run is, as validated data. Imports neither torch nor any other part of LMWorks."""
 
+from .engine import EngineSpec
 from .errors import CheckpointError, DataError, LMWorksError, SpecError, TrainingError
 from .grid import Grid
 from .hardware import Cluster, Gpu, catalogue, parse_cluster, recognise
@@ -15,6 +16,7 @@ __all__ = [
     "Cluster",
     "DataError",
     "DataSpec",
+    "EngineSpec",
     "Gpu",
     "Grid",
     "LMWorksError",

@@ -1,0 +1,117 @@
+"""A request as it lives in the engine: one sequence for each answer, and what comes out in the end."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from .params import SamplingParams
+
+UNKNOWN = -1  # a token that the device has picked and the host has not read yet
+
+
+class State(enum.Enum):
+    WAITING = "waiting"  # holds no blocks; its tokens so far are computed (again) when it is let in
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of the token at a place, and of the likeliest ones there."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished answer. finish_reason: length, stop, cancelled, error (then `error` says what was wrong)."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[Logprob] | None = None
+    stop_reason: str | int | None = None  # the string or token that ended it
+    error: str | None = None
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(each.logprob for each in self.logprobs or ())
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a request came to. The fields of the first answer are also its own; with n > 1 see `answers`."""
+
+    prompt_token_ids: list[int]
+    answers: list[Answer]
+    prompt_logprobs: list[Logprob | None] | None = None
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    times: dict[str, float] = field(default_factory=dict)  # seconds: queue, first_token, total
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.answers[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.answers[0].text
+
+    @property
+    def logprobs(self) -> list[Logprob] | None:
+        return self.answers[0].logprobs
+
+    @property
+    def finish_reason(self) -> str:
+        return self.answers[0].finish_reason
+
+    @property
+    def error(self) -> str | None:
+        return self.answers[0].error
+
+
+@dataclass
+class Sequence:
+    """One answer on its way. `tokens` is prompt and answer; the last may be UNKNOWN while the device picks it."""
+
+    request: Request
+    index: int  # which of the request's answers
+    seed: int
+    tokens: list[int]
+    prompt: int  # tokens of the prompt
+    state: State = State.WAITING
+    computed: int = 0  # tokens whose keys and values lie in the cache (or will, once launched steps have run)
+    blocks: list[int] = field(default_factory=list)  # block i holds tokens [i·size, (i + 1)·size)
+    slot: int = -1  # its row in the device's tables while it runs
+    guesses: list[int] = field(default_factory=list)  # tokens that speculation proposes to come next
+    logprobs: list[Logprob] = field(default_factory=list)
+    preempted: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)  # state of a grammar, of a text being decoded
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.prompt :]
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+
+@dataclass
+class Request:
+    """A prompt and its wishes. A smaller `priority` is served first; equals in order of arrival."""
+
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+    tenant: str = ""  # requests share cached prefixes only within a tenant
+    id: int = field(default_factory=itertools.count().__next__)
+    arrived: float = field(default_factory=time.monotonic)
+    sequences: list[Sequence] = field(default_factory=list)
+    prompt_logprobs: list[Logprob | None] = field(default_factory=list)
+    cached_tokens: int = 0

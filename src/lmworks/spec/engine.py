@@ -1,0 +1,41 @@
+"""How a model is served: what the engine may take, and how it fills a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .errors import SpecError
+from .schema import Section, opt
+
+
+@dataclass(frozen=True)
+class EngineSpec(Section):
+    """Sizes and choices of the inference engine. Zeros are filled in for the device at hand."""
+
+    section: ClassVar[str] = "engine"
+
+    device: str = opt("auto", "where it runs: cpu, cuda, or auto for a GPU where there is one")
+    dtype: str = opt("auto", "precision of weights and of the cache (auto: bf16 on a GPU, fp32 on a CPU)",
+                     choices=("auto", "fp32", "bf16", "fp16"))  # fmt: skip
+    kv_dtype: str = opt("auto", "what the cache holds (auto: as dtype)", choices=("auto", "fp8", "int8"))
+    block: int = opt(16, "tokens in one block of the cache", ge=1)
+    blocks: int = opt(0, "blocks in the pool (0: as many as memory holds)", ge=0)
+    memory: float = opt(0.9, "part of the GPU's memory that weights and cache may take together", gt=0, le=1)
+    context: int = opt(0, "longest sequence, prompt and answer together (0: the model's context)", ge=0)
+    max_seqs: int = opt(256, "sequences that run at once", ge=1)
+    max_batch_tokens: int = opt(
+        0, "tokens of one step, prompts and answers together (0: 8192 on a GPU, 512 on a CPU)", ge=0
+    )
+    prefix_cache: bool = opt(True, "keep the blocks of finished sequences for others that begin alike")
+    graphs: bool = opt(True, "replay decoding steps as CUDA graphs")
+    batch_invariant: bool = opt(False, "a request gives bitwise the same result alone and in any batch")
+    tp: int = opt(1, "ranks that share every layer", ge=1)
+    speculate: str = opt("none", "who guesses tokens ahead: none, ngram, or draft (a smaller model)",
+                         choices=("none", "ngram", "draft"))  # fmt: skip
+    draft: str = opt("", "folder of the smaller model, where speculate = 'draft'")
+    guesses: int = opt(4, "tokens that are guessed ahead in a step", ge=1, le=64)
+
+    def check(self) -> None:
+        if (self.speculate == "draft") != bool(self.draft):
+            raise SpecError("engine.speculate = 'draft' and engine.draft = FOLDER go together: give both or neither")
