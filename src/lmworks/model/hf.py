@@ -22,6 +22,7 @@ from torch import Tensor
 from ..spec import CheckpointError, ModelSpec, SpecError
 from .hf_config import config_of_spec, family_of_config, family_of_spec, spec_of_config
 from .hf_layout import Stored, layout
+from .upload import Lane, in_lanes
 
 if TYPE_CHECKING:
     from .gpt import GPT
@@ -30,6 +31,7 @@ Model = TypeVar("Model", bound="GPT")
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 4 * 10**9
+STAGED = ("cuda",)  # devices that weights reach through page-locked buffers
 # Tensors that some checkpoints hold and no network needs: causal masks and rotary frequencies, kept as buffers once.
 BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 
@@ -105,23 +107,35 @@ def one_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def load_hf(cls: type[Model], folder: Path) -> Model:
-    """The model of a Hugging Face folder, in fp32 whatever the precision of its files."""
+def load_hf(
+    cls: type[Model], folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Model:
+    """The model of a Hugging Face folder, in `dtype` whatever the precision of its files, straight on `device`."""
     config = read_json(folder / "config.json")
     try:
         family, spec = family_of_config(config), spec_of_config(config)
     except SpecError as error:
         raise SpecError(f"{folder / 'config.json'}: {error}") from None
     with torch.device("meta"):
-        model = cls(spec)
+        model = cls(spec).to(dtype)
+    device = torch.device(device)
     with ExitStack() as files:
         checkpoint = Checkpoint(folder, files)
         plan = {checkpoint.find(stored.name): stored for stored in layout(spec, family, checkpoint.file_of)}
         refuse_surplus(checkpoint, plan)
-        model.to_empty(device="cpu")
+        model.to_empty(device=device)
         parameters: dict[str, Tensor] = dict(model.named_parameters())
-        for name, stored in plan.items():
-            stored.scatter(checkpoint.read(name, stored.shape(parameters)), parameters)
+
+        def read(item: tuple[str, Stored], lane: Lane) -> None:
+            name, stored = item
+            stored.scatter(lane.upload(checkpoint.read(name, stored.shape(parameters))), parameters)
+
+        if device.type in STAGED:
+            in_lanes(plan.items(), read, device)
+            torch.cuda.empty_cache()  # tensors as they were stored
+        else:
+            for name, stored in plan.items():
+                stored.scatter(checkpoint.read(name, stored.shape(parameters)), parameters)
     return model
 
 
