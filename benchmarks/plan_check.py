@@ -1,32 +1,41 @@
-"""Hold the planner's first sheet against real steps: peak memory and step time, each case in a process of its own.
+"""Hold the planner's sheets against real steps: peak memory and step time.
 
     python benchmarks/plan_check.py                         the CPU presets
     python benchmarks/plan_check.py --device cuda           small models on a GPU
     python benchmarks/plan_check.py --save                  also write benchmarks/results/plan_check_DEVICE.json
+    python benchmarks/plan_check.py --again RESULTS.json    predict the same measurements again
 
-Memory: on a CPU the growth of the resident set after a tiny step, on a GPU the allocator's peak. Time: the median
-of the steps after three to warm up. The rates are measured in the same process; on a GPU the time that the fitted model
-gives for its kind, without measuring this one, stands beside.
+Memory: on a CPU the growth of the resident set after a tiny step, so each case has a process of its own; on a GPU the
+allocator's peak, one case after another in one process. Time: the median of the steps after three to warm up. The rates
+are measured in the same process; on a GPU the time that the fitted model gives for its kind, without measuring this
+one, stands beside.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch._dynamo
 from common import write_result
+from torch import Tensor
 
 from lmworks.data import Batch
 from lmworks.observe.probe import probe
 from lmworks.parallel.apply import lay_out
-from lmworks.parallel.weights import source_of
+from lmworks.parallel.weights import Source, source_of
 from lmworks.plan.case import Case
+from lmworks.plan.devices.machine import Machine
 from lmworks.plan.memory.reserve import reserved
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.step.one_device import step_time
@@ -53,27 +62,38 @@ CASES: dict[str, list[list[str]]] = {
         ["gpt2-small", "data.seq=1024", "data.micro_batch=64", BF16],
         ["gpt2-small", "data.seq=1024", "data.micro_batch=8", "precision.dtype=fp32"],
         ["gpt2-small", "data.seq=1024", "data.micro_batch=16", "precision.dtype=fp16"],
-        ["gpt2-small", "data.seq=1024", "data.micro_batch=32", BF16, COMPILE],
         ["gpt2-medium", "data.seq=512", "data.micro_batch=16", BF16],
         *(["llama3-1b", "data.seq=4096", "data.micro_batch=2", BF16, f"parallel.recompute={policy}"]
           for policy in ("none", "selective", "full")),
         ["llama3-1b", "data.seq=4096", "data.micro_batch=1", BF16, "data.global_batch=4"],
         ["llama3-1b", "data.seq=16384", "data.micro_batch=1", BF16, "parallel.recompute=full"],
-        ["llama3-1b", "data.seq=4096", "data.micro_batch=2", BF16, COMPILE],
-        ["llama3-1b", "data.seq=4096", "data.micro_batch=4", BF16, COMPILE, "parallel.recompute=selective"],
         ["llama3-1b", "data.seq=2048", "data.micro_batch=4", BF16],
         ["qwen3-0.6b", "data.seq=2048", "data.micro_batch=4", BF16],
-        ["qwen3-0.6b", "data.seq=2048", "data.micro_batch=8", BF16, COMPILE],
         ["qwen3-1.7b", "data.seq=4096", "data.micro_batch=2", BF16, "parallel.recompute=selective"],
         ["llama3-3b", "data.seq=4096", "data.micro_batch=1", BF16, "parallel.recompute=full"],
+        # Compiling takes longer than all of these.
+        ["gpt2-small", "data.seq=1024", "data.micro_batch=32", BF16, COMPILE],
+        ["llama3-1b", "data.seq=4096", "data.micro_batch=2", BF16, COMPILE],
+        ["llama3-1b", "data.seq=4096", "data.micro_batch=4", BF16, COMPILE, "parallel.recompute=selective"],
+        ["qwen3-0.6b", "data.seq=2048", "data.micro_batch=8", BF16, COMPILE],
     ],
 }  # fmt: skip
+
+
+def on_device(device: torch.device) -> Source:
+    """Weights drawn where they stay: their values do not matter here, and a CPU takes half a minute for a billion."""
+
+    def whole(name: str, shape: torch.Size) -> Tensor:
+        weight = torch.empty(shape, device=device)
+        return weight.fill_(1.0) if "norm" in name else weight.normal_(0.0, 0.02)
+
+    return whole
 
 
 def train_steps(spec: RunSpec, device: torch.device, steps: int) -> tuple[int, list[float]]:
     """What the trainer does in a step: (peak bytes, seconds of each step)."""
     peak = PeakMemory(device)
-    laid = lay_out(spec, None, device, source_of(spec))
+    laid = lay_out(spec, None, device, on_device(device) if device.type == "cuda" else source_of(spec))
     optimizer = make_optimizer(laid.shards, spec.optim)
     shape = (spec.data.micro_batch, spec.data.seq)
     tokens = torch.randint(0, spec.model.vocab, shape, device=device)
@@ -90,27 +110,68 @@ def train_steps(spec: RunSpec, device: torch.device, steps: int) -> tuple[int, l
     return peak.read(), seconds
 
 
-def check(case: list[str], device: str, steps: int) -> dict[str, Any]:
-    spec = load_run(case[0], [*case[1:], f"cluster.device={device}"])
-    where = torch.device(device)
+def measure(case: list[str], device: str, steps: int) -> dict[str, Any]:
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0  # cuBLAS's workspaces, from the second case on
+    measured, seconds = train_steps(spec_of(case, device), torch.device(device), steps)
+    found: dict[str, Any] = {"case": " ".join(case), "memory": measured, "memory_before": before}
+    if device == "cuda":
+        found["reserved"] = torch.cuda.max_memory_reserved()
+    return found | {"step": statistics.median(seconds[3:]), "step_best": min(seconds)}
+
+
+def predict(measured: dict[str, Any], device: str, machine: Machine | None, gpu: str) -> dict[str, Any]:
+    """What the planner says of the case; `machine` is what was measured of this one, `gpu` its name."""
+    spec = spec_of(measured["case"].split(), device)
     sheet = memory(spec, device)
-    measured, seconds = train_steps(spec, where, steps)
-    step = statistics.median(seconds[3:])
-    result: dict[str, Any] = {"case": " ".join(case), "memory": measured, "memory_predicted": sheet.total}
-    result |= {"memory_moment": sheet.moment, "step": step, "step_best": min(seconds)}
-    predicted = step_time(spec, probe(where))
-    result |= {"step_predicted": predicted.total, "parts": predicted.parts}
-    gpu = recognise(torch.cuda.get_device_name()) if device == "cuda" else None
-    if gpu is not None:  # what is said of it without it
-        modelled = price(Case.of(spec, gpu))
-        result |= {"reserved": torch.cuda.max_memory_reserved(), "reserved_predicted": float(reserved(sheet.total))}
-        result |= {"step_modelled": float(modelled.seconds), "interval": [float(end) for end in modelled.interval]}
-    return result
+    found = {**measured, "memory_predicted": sheet.total, "memory_moment": sheet.moment}
+    if machine is not None:
+        predicted = step_time(spec, machine)
+        found |= {"step_predicted": predicted.total, "parts": predicted.parts}
+    kind = recognise(gpu) if device == "cuda" else None
+    if kind is not None:  # what is said of it without it
+        modelled = price(Case.of(spec, kind))
+        found |= {"reserved_predicted": float(reserved(sheet.total)), "step_modelled": float(modelled.seconds)}
+        found |= {"parts_modelled": {part: float(s) for part, s in modelled.parts.items() if np.any(s)}}
+        found |= {"interval": [float(end) for end in modelled.interval]}
+    return found
 
 
-def modelled(result: dict[str, Any]) -> str:
-    """The error of the time that is said of such a GPU without it."""
-    return f"{result['step_modelled'] / result['step'] - 1:+8.1%}" if "step_modelled" in result else 8 * " "
+def spec_of(case: list[str], device: str) -> RunSpec:
+    return load_run(case[0], [*case[1:], f"cluster.device={device}"])
+
+
+def one_process(cases: list[list[str]], steps: int) -> Iterator[dict[str, Any]]:
+    """Every case on the GPU in turn; nothing of one is left for the next."""
+    for case in cases:
+        try:
+            yield measure(case, "cuda", steps)
+        except torch.OutOfMemoryError as error:
+            print(f"failed: {' '.join(case)}\n{error}")
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def own_processes(cases: list[list[str]], steps: int) -> Iterator[dict[str, Any]]:
+    for case in cases:
+        command = [sys.executable, __file__, "--steps", str(steps), "--one", *case]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode:
+            print(f"failed: {' '.join(case)}\n{answer.stderr[-1500:]}")
+            continue
+        yield json.loads(answer.stdout.splitlines()[-1])
+
+
+def error(found: dict[str, Any], predicted: str, measured: str) -> str:
+    return f"{found[predicted] / found[measured] - 1:+8.1%}" if predicted in found else 8 * " "
+
+
+def show(found: dict[str, Any]) -> None:
+    print(
+        f"{found['memory'] / 1e6:10.1f} {error(found, 'memory_predicted', 'memory')} {found['step'] * 1e3:8.1f} "
+        f"{error(found, 'step_predicted', 'step')} {error(found, 'step_modelled', 'step')}   {found['case']}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -118,31 +179,36 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--again", type=Path, help="a file of results whose cases are predicted again, and rewritten")
     parser.add_argument("--one", nargs="+", help="one case: SPEC [section.key=value …]; prints JSON")
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(check(options.one, options.device, options.steps)))
+    if options.again:
+        repeat(options.again, options.device)
         return
+    device, name = options.device, torch.cuda.get_device_name() if options.device == "cuda" else ""
+    if options.one:
+        measured = measure(options.one, device, options.steps)
+        print(json.dumps(predict(measured, device, probe(torch.device(device)), name)))
+        return
+    print(f"{'memory MB':>10} {'error':>8} {'step ms':>8} {'error':>8} {'by model':>8}   case")
     results = []
-    columns = (("memory MB", 10), ("predicted", 10), ("error", 7), ("step ms", 10), ("predicted", 9), ("error", 7))
-    print(*(f"{name:>{wide}}" for name, wide in (*columns, ("by model", 8))), "  case")
-    for case in CASES[options.device]:
-        command = [sys.executable, __file__, "--device", options.device, "--steps", str(options.steps), "--one", *case]
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-        if answer.returncode:
-            print(f"failed: {' '.join(case)}\n{answer.stderr[-1500:]}")
-            continue
-        r = json.loads(answer.stdout.splitlines()[-1])
-        results.append(r)
-        memory_error = r["memory_predicted"] / r["memory"] - 1
-        time_error = r["step_predicted"] / r["step"] - 1
-        print(
-            f"{r['memory'] / 1e6:10.1f} {r['memory_predicted'] / 1e6:10.1f} {memory_error:+7.1%}   "
-            f"{r['step'] * 1e3:8.1f} {r['step_predicted'] * 1e3:9.1f} {time_error:+7.1%} {modelled(r)}   {r['case']}",
-            flush=True,
-        )
+    cases = CASES[device]
+    machine = probe(torch.device(device)) if device == "cuda" else None
+    for measured in one_process(cases, options.steps) if device == "cuda" else own_processes(cases, options.steps):
+        found = predict(measured, device, machine, name) if device == "cuda" else measured
+        show(found)
+        results.append(found)
         if options.save:  # after each case: nothing is lost when a lent machine goes
-            write_result(f"plan_check_{options.device}", {"cases": results})
+            write_result(f"plan_check_{device}", {"cases": results})
+
+
+def repeat(path: Path, device: str) -> None:
+    """Measurements stay, and so does what the machine was measured to do; only the planner is asked again."""
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    kept["cases"] = [predict(case, device, None, kept["machine"]["gpu"] or "") for case in kept["cases"]]
+    for found in kept["cases"]:
+        show(found)
+    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""The loss over a vocabulary that is filled up for the GPU's products, against torch's cross-entropy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmworks.kernels import cross_entropy
+from lmworks.kernels.cross_entropy import IGNORE, filled, linear_cross_entropy, reference
+
+TOKENS, VOCAB, WIDTH = 40, 67, 16
+
+
+def losses(weight: Tensor, hidden: Tensor, targets: Tensor) -> dict[str, list[Tensor]]:
+    """Loss and gradients of 3 · loss, both ways."""
+    found = {}
+    for name, loss_of in (("filled", linear_cross_entropy), ("reference", reference)):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        loss = loss_of(*leaves, targets)
+        found[name] = [loss.detach(), *torch.autograd.grad(3 * loss, leaves)]
+    return found
+
+
+@pytest.mark.parametrize("rows", [7, 40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_tokens_that_fill_up_change_nothing(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All logits are negative: had the filling's (0, before it is masked) any weight, it would have most of it."""
+    monkeypatch.setattr(cross_entropy, "filled", lambda vocab, hidden: 128)
+    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", rows * 128)
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.rand(TOKENS, WIDTH, generator=draw, dtype=dtype) + 0.5
+    weight = -torch.rand(VOCAB, WIDTH, generator=draw, dtype=dtype)
+    targets = torch.randint(0, VOCAB, (TOKENS,), generator=draw)
+    targets[::5] = IGNORE
+    found = losses(weight, hidden, targets)
+    for ours, theirs in zip(found["filled"], found["reference"], strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_only_what_tensor_cores_cannot_take_is_filled_up() -> None:
+    with torch.device("meta"):
+        narrow, wide = torch.empty(1, 1, dtype=torch.bfloat16), torch.empty(1, 1)
+    assert filled(50257, narrow) == 50304
+    assert filled(128256, narrow) == 128256
+    assert filled(50257, wide) == 50257
+    assert filled(50257, torch.empty(1, 1, dtype=torch.bfloat16)) == 50257  # on a CPU
