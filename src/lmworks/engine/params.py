@@ -16,7 +16,7 @@ MAX_N = 128
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request's wishes; valid by construction. temperature = 0 is greedy; top_k = 0, top_p = 1, min_p = 0 are off."""
+    """One request's wishes; valid by construction. temperature = 0 is greedy; top_k = 0, top_p = 1, min_p = 0: off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -87,3 +87,13 @@ class SamplingParams:
     def answers(self) -> int:
         """How many are made."""
         return self.best_of or self.n
+
+    @property
+    def scored(self) -> bool:
+        """Whether each token's log-probability is needed: it was asked for, or it chooses the best answers."""
+        return self.logprobs is not None or self.answers > self.n
+
+    @property
+    def shaped(self) -> bool:
+        """Whether a grammar says which tokens may come."""
+        return self.json_schema is not None or self.regex is not None or self.choice is not None

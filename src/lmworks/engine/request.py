@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,23 +76,34 @@ class Result:
         return self.answers[0].error
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
-    """One answer on its way. `tokens` is prompt and answer; the last may be UNKNOWN while the device picks it."""
+    """One answer on its way. `tokens` is prompt and answer; the last ones may be UNKNOWN while the device picks them.
+
+    `known` counts those that the host has read; `computed` runs ahead of it by what has been launched.
+    """
 
     request: Request
     index: int  # which of the request's answers
     seed: int
     tokens: list[int]
     prompt: int  # tokens of the prompt
+    limit: int = sys.maxsize  # tokens it may come to, prompt included
+    known: int = field(init=False)  # of `tokens`; what follows is UNKNOWN
     state: State = State.WAITING
     computed: int = 0  # tokens whose keys and values lie in the cache (or will, once launched steps have run)
     blocks: list[int] = field(default_factory=list)  # block i holds tokens [i·size, (i + 1)·size)
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, each over all tokens up to its end
+    offered: int = 0  # of its blocks, put up for others to find
+    rank: tuple[int, int, int] = (0, 0, 0)  # the scheduler's order: the smallest goes first
     slot: int = -1  # its row in the device's tables while it runs
     guesses: list[int] = field(default_factory=list)  # tokens that speculation proposes to come next
     logprobs: list[Logprob] = field(default_factory=list)
     preempted: int = 0
     extra: dict[str, Any] = field(default_factory=dict)  # state of a grammar, of a text being decoded
+
+    def __post_init__(self) -> None:
+        self.known = len(self.tokens)
 
     @property
     def answer(self) -> list[int]:
@@ -102,7 +114,7 @@ class Sequence:
         return self.request.params
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A prompt and its wishes. A smaller `priority` is served first; equals in order of arrival."""
 
@@ -110,8 +122,24 @@ class Request:
     params: SamplingParams
     priority: int = 0
     tenant: str = ""  # requests share cached prefixes only within a tenant
+    stream: bool = False  # text is wanted token by token
     id: int = field(default_factory=itertools.count().__next__)
     arrived: float = field(default_factory=time.monotonic)
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)
     cached_tokens: int = 0
+    started: float = 0.0  # when it was first let in (as `arrived`: seconds of the monotonic clock; 0: not yet)
+    first_token: float = 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a step brought to one answer. The last piece of a request's last answer carries the result."""
+
+    request: Request
+    index: int  # which of the answers
+    token_ids: list[int]
+    text: str = ""  # where the request is streamed
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    result: Result | None = None
