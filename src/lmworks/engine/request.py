@@ -122,6 +122,7 @@ class Request:
     params: SamplingParams
     priority: int = 0
     tenant: str = ""  # requests share cached prefixes only within a tenant
+    ends: tuple[int, ...] = ()  # tokens that end an answer: end of text, unless ignored, and params.stop_token_ids
     stream: bool = False  # text is wanted token by token
     id: int = field(default_factory=itertools.count().__next__)
     arrived: float = field(default_factory=time.monotonic)
