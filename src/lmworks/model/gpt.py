@@ -131,6 +131,8 @@ class GPT(nn.Module):
         super().__init__()
         self.spec, self.first, self.last = spec, first, last
         self.cross_entropy = linear_cross_entropy  # (hidden, head weight, targets) → sum of the loss
+        self.project = F.linear  # (hidden, head weight) → logits
+        self.turns = rope.tables  # (spec, positions) → what rotates queries and keys
         self.embed = Embedding(spec.vocab, spec.hidden) if first or (last and spec.tie_embeddings) else None
         self.positions = Embedding(spec.context, spec.hidden) if first and spec.positions == "learned" else None
         # Names that say which layer it is, so that a part of the network has the names of the whole.
@@ -157,19 +159,14 @@ class GPT(nn.Module):
             positions = default_positions(tokens, documents)
         if attend is None:
             attend = dense(self.spec, tokens.device, documents)
-        x = self.embed(tokens) if self.first and self.embed is not None else tokens  # (batch, seq, hidden)
-        if self.positions is not None:
-            x = x + self.positions(positions)
-        turn = rope.tables(self.spec, positions) if self.spec.positions == "rope" else None
-        for block in self.layers():
-            x = recomputed(block, block.recompute)(x, turn, attend)
+        x = self.states(tokens, positions, attend)
         if self.norm is None:
             return x
-        x = self.norm(x)
         if targets is None:
-            return F.linear(x[:, -1:] if only_last else x, self.head_weight)
+            return self.logits(x[:, -1:] if only_last else x)
+        x = self.norm(x)
         if keep_logits:
-            logits = F.linear(x, self.head_weight)
+            logits = self.project(x, self.head_weight)
             flat = logits.flatten(0, 1).float()
             loss = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
         else:
@@ -178,6 +175,21 @@ class GPT(nn.Module):
         if reduction == "mean":
             loss = loss / (targets != IGNORE).sum()
         return logits, loss
+
+    def states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """What the last block gives, (batch, seq, hidden). An engine's batch is flat: (tokens) → (tokens, hidden)."""
+        x = self.embed(tokens) if self.first and self.embed is not None else tokens
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        turn = self.turns(self.spec, positions) if self.spec.positions == "rope" else None
+        for block in self.layers():
+            x = recomputed(block, block.recompute)(x, turn, attend)
+        return x
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Of the positions whose states these are: an engine wants few of a batch."""
+        assert self.norm is not None, "only the last part of a network has a head"
+        return self.project(self.norm(states), self.head_weight)
 
     def layers(self) -> list[Block]:
         return cast("list[Block]", list(self.blocks.values()))
