@@ -1,0 +1,137 @@
+"""A conversation as a prompt: the chat template that came with the model, or a plain frame where there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ..data import Tokenizer
+from ..data.tokenizer import FileTokenizer
+from ..spec import SpecError
+
+Message = Mapping[str, str]  # role: system, user or assistant; content
+Encode = Callable[[str], list[int]]
+
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
+TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How messages become token ids. `stop` are strings that mean that the model has begun to speak for the user."""
+
+    render: Callable[[Sequence[Message]], str]
+    encode: Encode
+    stop: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, folder: Path | None, tokenizer: Tokenizer, encode: Encode) -> Chat:
+        """The template of a model's folder, if it has one. `encode` makes a prompt of plain text."""
+        config = read_config(folder) if folder else {}
+        source = find_template(folder, config) if folder else None
+        if source is None:
+            return cls(plain, encode, (f"\n{NAMES['user']}:",))
+        return cls(compile_template(source, config), with_special_tokens(tokenizer))
+
+    def prompt(self, messages: Sequence[Message], room: int) -> tuple[list[int], list[Message]]:
+        """Ids of at most `room` tokens, and the messages in them: where all are too many, the oldest leave first.
+
+        What the system was told and the last message stay; they alone may be too long, which the engine then refuses.
+        """
+        kept = list(messages)
+        ids = self.encode(self.render(kept))
+        while len(ids) > room:
+            first = next((place for place, one in enumerate(kept[:-1]) if one["role"] != "system"), None)
+            if first is None:
+                break
+            following = kept[first + 1]["role"]  # an answer leaves with its question
+            del kept[first : first + (2 if following == "assistant" else 1)]
+            ids = self.encode(self.render(kept))
+        return ids, kept
+
+
+def plain(messages: Sequence[Message]) -> str:
+    """For models that know no roles: a dialogue as one would write it down."""
+    said = "".join(f"{NAMES[message['role']]}: {message['content']}\n" for message in messages)
+    return f"{said}{NAMES['assistant']}:"
+
+
+# --- templates --------------------------------------------------------------------------------------------
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise SpecError(f"{path}: expected a JSON object")
+    return config
+
+
+def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """In a file of its own, or in the tokenizer's config, where several may have names."""
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        found = {one["name"]: one["template"] for one in found}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def compile_template(source: str, config: Mapping[str, Any]) -> Callable[[Sequence[Message]], str]:
+    """With the variables that `transformers` gives a template, in a sandbox: it came with the weights."""
+    try:
+        from jinja2.exceptions import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise SpecError("this model has a chat template, which needs jinja2: pip install jinja2") from None
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    variables = {name: token_text(config[name]) for name in TOKENS if config.get(name)}
+    try:
+        template = environment.from_string(source)
+    except TemplateError as error:
+        raise SpecError(f"the chat template of this model cannot be read: {error}") from None
+
+    def render(messages: Sequence[Message]) -> str:
+        try:
+            return template.render(messages=[dict(one) for one in messages], add_generation_prompt=True, **variables)
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise SpecError(f"the chat template of this model refuses these messages: {error}") from None
+
+    return render
+
+
+def token_text(token: Any) -> str:
+    """A token is given by its text, or as an object that holds it."""
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def with_special_tokens(tokenizer: Tokenizer) -> Encode:
+    """What a template wrote: "<|im_start|>" is the token of that name. A tokenizer apart: elsewhere texts are texts."""
+    if not isinstance(tokenizer, FileTokenizer):
+        return tokenizer.encode
+    inner = type(tokenizer.inner).from_str(tokenizer.inner.to_str())
+    inner.encode_special_tokens = False
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = inner.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return encode

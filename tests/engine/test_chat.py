@@ -1,0 +1,122 @@
+"""Conversations as prompts: the same ids as `transformers` for templates of the usual kinds, and what is let go of."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from lmworks.data import load_tokenizer
+from lmworks.data.tokenizer import ByteTokenizer
+from lmworks.engine.chat import Chat, Message, plain
+from lmworks.spec import SpecError
+
+transformers = pytest.importorskip("transformers")
+
+CHATML = """{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+WITH_BOS = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] not in ['user', 'assistant'] %}"
+    "{{ raise_exception('no ' + m['role']) }}{% endif %}"
+    "{{ loop.index0 }}{{ m | tojson }}{{ eos_token }}{% endfor %}"
+)
+TALK: list[Message] = [
+    {"role": "user", "content": "Hi, <b>“you”</b>\n<|im_end|>?"},
+    {"role": "assistant", "content": "  Hello.  "},
+    {"role": "user", "content": "naïve 数"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A byte-level tokenizer with special tokens, as published models have it."""
+    inner = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(name) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def write_config(folder: Path, template: object) -> None:
+    config = {"chat_template": template, "bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("template", [CHATML, WITH_BOS], ids=["chatml", "bos"])
+@pytest.mark.parametrize("where", ["config", "named", "file"])
+def test_ids_are_those_of_transformers(folder: Path, template: str, where: str) -> None:
+    named = [{"name": "tool_use", "template": "{{ 1 / 0 }}"}, {"name": "default", "template": template}]
+    write_config(folder, {"config": template, "named": named, "file": "not this one"}[where])
+    if where == "file":
+        (folder / "chat_template.jinja").write_text(template)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<|endoftext|>", eos_token="<|im_end|>"
+    )
+    expected = theirs.apply_chat_template(
+        TALK, chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    tokenizer = load_tokenizer(folder)
+    chat = Chat.of(folder, tokenizer, tokenizer.encode)
+    assert chat.prompt(TALK, room=10_000) == (expected, TALK) and chat.stop == ()
+    assert len(tokenizer.encode("<|im_start|>")) > 1  # in a text it stays a text
+
+
+def test_without_a_template_it_is_a_dialogue() -> None:
+    tokenizer = ByteTokenizer()
+    chat = Chat.of(None, tokenizer, tokenizer.encode)
+    ids, _ = chat.prompt([{"role": "system", "content": "Be kind."}, *TALK[:1]], room=1000)
+    assert tokenizer.decode(ids) == "System: Be kind.\nUser: Hi, <b>“you”</b>\n<|im_end|>?\nAssistant:"
+    assert chat.stop == ("\nUser:",)
+
+
+def test_the_oldest_exchange_is_let_go_first() -> None:
+    tokenizer = ByteTokenizer()
+    chat = Chat.of(None, tokenizer, tokenizer.encode)
+    system: Message = {"role": "system", "content": "s"}
+    talk = [{"role": role, "content": f"{role} {turn}"} for turn in range(3) for role in ("user", "assistant")][:5]
+    whole = len(plain([system, *talk]))
+    assert chat.prompt([system, *talk], whole)[1] == [system, *talk]
+    assert chat.prompt([system, *talk], whole - 1)[1] == [system, *talk[2:]]
+    assert chat.prompt([system, *talk], len(plain([system, *talk[4:]])))[1] == [system, talk[4]]
+    ids, kept = chat.prompt([system, *talk], 3)  # too long even so: the engine says that
+    assert kept == [system, talk[4]] and len(ids) > 3
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for %}", "cannot be read"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", "refuses these messages"),  # out of the sandbox
+        ("{{ messages[9].content }}", "refuses these messages"),
+    ],
+)
+def test_a_bad_template_is_named(folder: Path, template: str, said: str) -> None:
+    write_config(folder, template)
+    tokenizer = load_tokenizer(folder)
+    with pytest.raises(SpecError, match=said):
+        Chat.of(folder, tokenizer, tokenizer.encode).prompt(TALK, 100)
+
+
+def test_what_to_install_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config(folder, CHATML)
+    tokenizer = load_tokenizer(folder)
+    for name in ("jinja2", "jinja2.exceptions", "jinja2.sandbox"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SpecError, match="pip install jinja2"):
+        Chat.of(folder, tokenizer, tokenizer.encode)
