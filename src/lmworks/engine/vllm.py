@@ -1,0 +1,214 @@
+"""vLLM as the engine behind the same API: our requests in its words, its results in ours.
+
+What vLLM cannot do is refused by name, never left out in silence.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..spec import EngineSpec, LMWorksError, SpecError
+from .params import SamplingParams
+from .request import Answer, Logprob, Piece, Request, Result
+
+Prompt = str | list[int]
+
+DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+FINISHED = {"stop": "stop", "length": "length", "abort": "cancelled"}
+LOOKUP = 4  # longest run of tokens that is looked up in the prompt
+
+
+class VLLM:
+    """A Hugging Face folder, served by vLLM."""
+
+    def __init__(self, folder: str, spec: EngineSpec, seed: int) -> None:
+        try:
+            vllm: Any = importlib.import_module("vllm")
+        except ImportError as error:
+            raise LMWorksError(f'engine "vllm" needs vLLM ({error}): pip install vllm') from None
+        self.module = vllm
+        self.inner = vllm.LLM(model=folder, seed=seed, **engine_options(spec))
+        self.context: int = self.inner.llm_engine.model_config.max_model_len
+        self.requests = 0
+
+    def generate(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: bool) -> list[Result]:
+        """Results in order. vLLM refuses a whole call for one bad prompt, so these are held back from it."""
+        results = {place: refused(prompt, why) for place, prompt in enumerate(prompts) if (why := self.wrong(prompt))}
+        good = [place for place in range(len(prompts)) if place not in results]
+        outputs = self.inner.generate(
+            [inputs(prompts[place]) for place in good],
+            [self.sampling(params[place]) for place in good],
+            use_tqdm=progress,
+        )
+        results |= {place: to_result(output, params[place]) for place, output in zip(good, outputs, strict=True)}
+        return [results[place] for place in range(len(prompts))]
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece]:
+        """Pieces as they come; leaving early cancels the request."""
+        request = Request([] if isinstance(prompt, str) else prompt, params, stream=True)
+        if why := self.wrong(prompt):
+            yield Piece(request, 0, [], finish_reason="error", result=refused(prompt, why))
+            return
+        engine, name = self.inner.llm_engine, f"lmworks-{self.requests}"
+        sent: dict[int, tuple[int, int]] = {}
+        self.requests += 1
+        engine.add_request(name, inputs(prompt), self.sampling(params))
+        finished = False
+        try:
+            while not finished:
+                for output in engine.step():
+                    if output.request_id == name:
+                        finished = output.finished
+                        yield from self.pieces(request, output, sent)
+        finally:
+            if not finished:
+                engine.abort_request([name])
+
+    def pieces(self, request: Request, output: Any, sent: dict[int, tuple[int, int]]) -> Iterator[Piece]:
+        """What is new in each answer since `sent`: tokens and characters. vLLM tells all of it every time."""
+        result = to_result(output, request.params) if output.finished else None
+        for place, one in enumerate(output.outputs):
+            tokens, characters = sent.get(one.index, (0, 0))
+            sent[one.index] = len(one.token_ids), len(one.text)
+            last = place == len(output.outputs) - 1
+            yield Piece(
+                request,
+                one.index,
+                list(one.token_ids[tokens:]),
+                one.text[characters:],
+                finish_reason=FINISHED.get(one.finish_reason or "", one.finish_reason),
+                result=result if last else None,
+            )
+
+    def close(self) -> None:
+        """vLLM ends its processes when its engine goes."""
+        del self.inner
+
+    def wrong(self, prompt: Prompt) -> str | None:
+        if len(prompt) == 0:
+            return "the prompt is empty: give at least one token"
+        if not isinstance(prompt, str) and len(prompt) >= self.context:
+            return f"the prompt has {len(prompt)} tokens, and the model's context only {self.context}; shorten it"
+        return None
+
+    def sampling(self, params: SamplingParams) -> Any:
+        return self.module.SamplingParams(**sampling_options(params), **self.shape(params))
+
+    def shape(self, params: SamplingParams) -> dict[str, Any]:
+        if not params.shaped:
+            return {}
+        module: Any = importlib.import_module("vllm.sampling_params")
+        choice = None if params.choice is None else list(params.choice)
+        shape = module.StructuredOutputsParams(json=params.json_schema, regex=params.regex, choice=choice)
+        return {"structured_outputs": shape}
+
+
+# --- in its words -----------------------------------------------------------------------------------------
+
+
+def engine_options(spec: EngineSpec) -> dict[str, Any]:
+    """Arguments of vllm.LLM. What is 0 or auto here is left to vLLM, which has defaults of its own."""
+    if spec.kv_dtype == "int8":
+        raise SpecError('engine.kv_dtype = "int8": vLLM has no such cache; it has fp8')
+    if spec.batch_invariant:
+        raise SpecError("engine.batch_invariant is a setting of vLLM's process: start it with VLLM_BATCH_INVARIANT=1")
+    if spec.device == "cpu":
+        raise SpecError('engine.device = "cpu": vLLM runs where it was built for, and that is no choice of a request')
+    options: dict[str, Any] = {
+        "dtype": DTYPES[spec.dtype],
+        "kv_cache_dtype": spec.kv_dtype,
+        "block_size": spec.block,
+        "gpu_memory_utilization": spec.memory,
+        "max_num_seqs": spec.max_seqs,
+        "enable_prefix_caching": spec.prefix_cache,
+        "enforce_eager": not spec.graphs,
+        "tensor_parallel_size": spec.tp,
+    }
+    given = {
+        "num_gpu_blocks_override": spec.blocks,
+        "max_model_len": spec.context,
+        "max_num_batched_tokens": spec.max_batch_tokens,
+    }
+    options |= {name: value for name, value in given.items() if value}
+    guess = {"num_speculative_tokens": spec.guesses}
+    if spec.speculate == "ngram":
+        options["speculative_config"] = {"method": "ngram", "prompt_lookup_max": LOOKUP, **guess}
+    elif spec.speculate == "draft":
+        options["speculative_config"] = {"model": spec.draft, **guess}
+    return options
+
+
+def sampling_options(params: SamplingParams) -> dict[str, Any]:
+    """Arguments of vllm.SamplingParams, all but the shape of the answer."""
+    if params.best_of not in (None, params.n):
+        raise SpecError("best_of is not known to vLLM any more; ask for n answers with logprobs and choose")
+    if params.adapter is not None:
+        raise SpecError(f"adapter = {params.adapter!r}: adapters are not passed on to vLLM; use the native engine")
+    return {
+        "n": params.n,
+        "temperature": params.temperature,
+        "top_k": params.top_k or -1,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "logit_bias": dict(params.logit_bias) or None,
+        "seed": params.seed,
+        "max_tokens": params.max_tokens,
+        "min_tokens": params.min_tokens,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "include_stop_str_in_output": params.include_stop,
+        "logprobs": params.logprobs,
+        "prompt_logprobs": params.prompt_logprobs,
+    }
+
+
+def inputs(prompt: Prompt) -> Any:
+    return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+
+
+# --- in ours ----------------------------------------------------------------------------------------------
+
+
+def to_result(output: Any, params: SamplingParams) -> Result:
+    answers = [
+        Answer(
+            token_ids=list(one.token_ids),
+            text=one.text,
+            finish_reason=FINISHED.get(one.finish_reason, one.finish_reason),
+            logprobs=to_logprobs(one.token_ids, one.logprobs, params.logprobs),
+            stop_reason=one.stop_reason,
+        )
+        for one in output.outputs
+    ]
+    prompt = list(output.prompt_token_ids)
+    return Result(
+        prompt_token_ids=prompt,
+        answers=answers,
+        prompt_logprobs=to_logprobs(prompt, output.prompt_logprobs, params.prompt_logprobs),
+        cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def to_logprobs(tokens: Sequence[int], places: Sequence[Any] | None, most: int | None) -> Any:
+    """Its tables (token → log-probability and rank) hold the token itself and the likeliest; None where nothing is."""
+    if places is None or most is None:
+        return None
+    return [
+        None if table is None else to_logprob(token, table, most) for token, table in zip(tokens, places, strict=True)
+    ]
+
+
+def to_logprob(token: int, table: Mapping[int, Any], most: int) -> Logprob:
+    ordered = sorted(table.items(), key=lambda item: -item[1].logprob)
+    return Logprob(token, table[token].logprob, tuple((other, one.logprob) for other, one in ordered[:most]))
+
+
+def refused(prompt: Prompt, why: str) -> Result:
+    ids = [] if isinstance(prompt, str) else list(prompt)
+    return Result(ids, [Answer([], "", "error", error=why)])
