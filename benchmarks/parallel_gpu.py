@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from common import write_result
+from plan_check import on_device
 
 from lmworks.data import Batch
 from lmworks.parallel.apply import lay_out
-from lmworks.parallel.weights import source_of
 from lmworks.parallel.world import join, leave
 from lmworks.spec import load_run
 from lmworks.train.optim import make_optimizer
@@ -36,7 +36,7 @@ def stepper(model: str, strategy: str) -> Any:
     spec = load_run(model, [*MODELS[model], *CASE, f"parallel.strategy={strategy.replace('plain', 'ddp')}"])
     device = torch.device("cuda", 0)
     mesh = None if strategy == "plain" else join(spec.parallel, device)
-    laid = lay_out(spec, mesh, device, source_of(spec))
+    laid = lay_out(spec, mesh, device, on_device(device))
     optimizer = make_optimizer(laid.shards, spec.optim)
     tokens = torch.randint(0, spec.model.vocab, (spec.data.micro_batch, spec.data.seq), device=device)
     batch = Batch(tokens, tokens)
