@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, Self, cast
 
@@ -131,8 +131,8 @@ class GPT(nn.Module):
         super().__init__()
         self.spec, self.first, self.last = spec, first, last
         self.cross_entropy = linear_cross_entropy  # (hidden, head weight, targets) → sum of the loss
-        self.project = F.linear  # (hidden, head weight) → logits
-        self.turns = rope.tables  # (spec, positions) → what rotates queries and keys
+        self.project: Callable[[Tensor, Tensor], Tensor] = F.linear  # (hidden, head weight) → logits
+        self.turns: Callable[[ModelSpec, Tensor], tuple[Tensor, Tensor]] = rope.tables  # rotation at some positions
         self.embed = Embedding(spec.vocab, spec.hidden) if first or (last and spec.tie_embeddings) else None
         self.positions = Embedding(spec.context, spec.hidden) if first and spec.positions == "learned" else None
         # Names that say which layer it is, so that a part of the network has the names of the whole.

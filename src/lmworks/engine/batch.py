@@ -1,0 +1,191 @@
+"""A step as tensors: everything that the device must be told, packed into one buffer and sent in one copy.
+
+Sections of the buffer, for T tokens, S sequences, R rows of logits and tables of W blocks:
+
+    int64   tokens, positions, slots (T each) · at, rows, places (R each)
+    int32   lengths (S) · starts, late starts (S + 1 each) · tables (S · W)
+
+Each begins at a multiple of 128 bytes, so that kernels see one alignment whatever the sizes. The block tables of
+running sequences are kept from step to step, and only what they grew by is written.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.paged_attention import Pages
+from ..spec import EngineSpec
+from .request import UNKNOWN, Sequence
+from .scheduler import Chunk, Step
+
+ALIGN = 16  # int64 numbers: 128 bytes
+NARROWEST = 2048  # tokens that the narrowest table covers; the next covers WIDER times as many, and so on
+WIDER = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of a step, and so where the sections of its buffer begin."""
+
+    tokens: int
+    seqs: int
+    rows: int
+    width: int
+    decoding: int  # sequences of one token; they come first
+    longest: int  # the most tokens that a sequence computes
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers in each section: six of int64, then four of int32."""
+        return [*(3 * [self.tokens]), *(3 * [self.rows]), self.seqs, *(2 * [self.seqs + 1]), self.seqs * self.width]
+
+    @property
+    def size(self) -> int:
+        """Of the buffer, in int64 numbers."""
+        return bounds(self)[-1]
+
+
+@lru_cache(maxsize=1024)
+def bounds(layout: Layout) -> list[int]:
+    numbers = [size if i < 6 else math.ceil(size / 2) for i, size in enumerate(layout.sizes)]
+    return list(accumulate((math.ceil(n / ALIGN) * ALIGN for n in numbers), initial=0))
+
+
+def cut(buffer: Any, layout: Layout, int32: Any) -> list[Any]:
+    """The sections of a buffer, of numpy or of torch."""
+    at = bounds(layout)
+    parts = [buffer[at[i] : at[i + 1]] for i in range(10)]
+    return [(part if i < 6 else part.view(int32))[: layout.sizes[i]] for i, part in enumerate(parts)]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step on the device."""
+
+    tokens: Tensor  # (tokens) int64: an id, or vocab + slot: the token that was picked last for that slot
+    positions: Tensor  # (tokens) int64
+    slots: Tensor  # (tokens) int64: where keys and values go; −1: nowhere
+    at: Tensor | None  # (rows) int64: tokens whose logits are wanted; None: all of them
+    rows: Tensor  # (rows) int64: the slot of the sequence that each row of logits belongs to
+    places: Tensor  # (rows) int64: index, in its answer, of the token that the row picks
+    pages: tuple[Pages, ...]
+    decoding: int
+
+
+def unpack(buffer: Tensor, layout: Layout) -> Batch:
+    tokens, positions, slots, at, rows, places, lengths, starts, late, tables = cut(buffer, layout, torch.int32)
+    tables, first = tables.view(layout.seqs, layout.width), layout.decoding
+    pages: tuple[Pages, ...]
+    if first in (0, layout.seqs):
+        pages = (Pages(tables, lengths, starts, layout.longest),)
+    else:
+        few = Pages(tables[:first], lengths[:first], starts[: first + 1], 1)
+        many = Pages(tables[first:], lengths[first:], late[: layout.seqs - first + 1], layout.longest)
+        pages = (few, many)
+    # Every token decodes for itself: its row of logits is its own.
+    every = layout.rows == layout.tokens == layout.seqs
+    return Batch(tokens, positions, slots, None if every else at, rows, places, pages, first)
+
+
+class Packer:
+    """Writes steps into buffers, and remembers the block tables of running sequences."""
+
+    def __init__(self, engine: EngineSpec, vocab: int, pinned: bool) -> None:
+        self.vocab, self.size, self.pinned = vocab, engine.block, pinned
+        self.padding = engine.max_seqs  # the slot of rows that nobody asked for
+        self.widest = math.ceil(engine.context / engine.block)
+        self.tables = np.zeros((engine.max_seqs + 1, self.widest), np.int32)
+        self.filled = np.zeros(engine.max_seqs + 1, np.int64)  # blocks of each table that are written
+
+    def admit(self, sequence: Sequence) -> None:
+        self.filled[sequence.slot] = 0
+
+    def width(self, blocks: int) -> int:
+        """Of a table for so many blocks: few different ones, as a CUDA graph and a kernel are made for each."""
+        width = max(1, NARROWEST // self.size)
+        while width < blocks:
+            width *= WIDER
+        return min(width, self.widest)
+
+    def pack(self, step: Step, padded: int = 0) -> tuple[Tensor, Layout]:
+        """The buffer on the host. A step that only decodes may be padded to `padded` sequences."""
+        chunks = step.chunks
+        facts = np.array([facts_of(chunk) for chunk in chunks], np.int64).T
+        slot, start, count, wanted, prompt, blocks = facts
+        self.update_tables(chunks, slot, blocks, anew=bool(step.copies))
+        total, rows = int(count.sum()), int(wanted.sum())
+        extra = max(padded - len(chunks), 0)
+        layout = Layout(
+            total + extra,
+            len(chunks) + extra,
+            rows + extra,
+            self.width(int(blocks.max())),
+            int((count == 1).sum()) + extra,
+            int(count.max()),
+        )
+        buffer = torch.empty(layout.size, dtype=torch.int64, pin_memory=self.pinned)
+        tokens, positions, slots, at, row_slots, places, lengths, starts, late, tables = cut(
+            buffer.numpy(), layout, np.int32
+        )
+        seqs = len(chunks)
+        ends = count.cumsum()
+        owner = np.repeat(np.arange(seqs), count)  # (T): the chunk of each token
+        position = np.arange(total) + (start - ends + count)[owner]
+        ids = np.array(tokens_of(chunks), np.int64)
+        tokens[:total] = np.where(ids == UNKNOWN, self.vocab + slot[owner], ids)
+        positions[:total] = position
+        slots[:total] = self.tables[slot[owner], position // self.size].astype(np.int64) * self.size
+        slots[:total] += position % self.size
+        asker = np.repeat(np.arange(seqs), wanted)  # (R): the chunk of each row
+        within = np.arange(rows) - wanted.cumsum()[asker]  # −wanted … −1
+        at[:rows] = ends[asker] + within
+        row_slots[:rows] = slot[asker]
+        places[:rows] = (start + count - prompt)[asker] + within + 1
+        lengths[:seqs] = start + count
+        starts[0] = 0
+        starts[1 : seqs + 1] = ends
+        tables.reshape(-1, layout.width)[:seqs] = self.tables[slot, : layout.width]
+        if extra:
+            tokens[total:], positions[total:], slots[total:] = 0, 0, -1
+            at[rows:], row_slots[rows:], places[rows:] = 0, self.padding, 0
+            lengths[seqs:], starts[seqs + 1 :] = 0, total + np.arange(1, extra + 1)
+        elif layout.decoding < seqs:
+            late[: seqs - layout.decoding + 1] = starts[layout.decoding :] - layout.decoding
+        return buffer, layout
+
+    def update_tables(self, chunks: list[Chunk], slot: np.ndarray, blocks: np.ndarray, anew: bool) -> None:
+        """Write what tables grew by. After a copy of blocks a table may have changed anywhere: then all of it."""
+        if anew:
+            self.filled[slot] = 0
+        for i in np.flatnonzero(blocks > self.filled[slot]).tolist():
+            row, end = slot[i], blocks[i]
+            begin = self.filled[row]
+            self.tables[row, begin:end] = chunks[i].sequence.blocks[begin:end]
+            self.filled[row] = end
+
+
+def facts_of(chunk: Chunk) -> tuple[int, int, int, int, int, int]:
+    sequence = chunk.sequence
+    return sequence.slot, chunk.start, chunk.count, chunk.wanted, sequence.prompt, len(sequence.blocks)
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    """Of all chunks, one after another; behind the first token of one that speculates come its guesses."""
+    ids: list[int] = []
+    for chunk in chunks:
+        sequence = chunk.sequence
+        if chunk.count == 1:
+            ids.append(sequence.tokens[chunk.start])
+        elif chunk.wanted > 1:
+            ids += [sequence.tokens[chunk.start], *sequence.guesses]
+        else:
+            ids += sequence.tokens[chunk.start : chunk.start + chunk.count]
+    return ids

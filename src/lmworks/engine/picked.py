@@ -1,0 +1,140 @@
+"""What a step brings back: tokens of the sequences that wanted one, and log-probabilities where they were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..model.gpt import GPT
+from .request import Logprob, Sequence
+from .sampler import Sampled, likeliest
+from .scheduler import Chunk
+
+LOGITS_AT_ONCE = 2**27  # elements of one chunk of a prompt's logits: 512 MiB in fp32
+
+
+@dataclass(slots=True)
+class Picked:
+    """What one chunk came to."""
+
+    tokens: list[int]
+    logprobs: list[Logprob] | None = None
+    bad: bool = False  # the logits were not finite, or nothing was allowed: the tokens mean nothing
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of the tokens from index `first` of a prompt on."""
+
+    sequence: Sequence
+    first: int
+    logprobs: list[Logprob]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Positions of one chunk whose next token is of the prompt, and wanted: flat indices `at` … `at + count`."""
+
+    sequence: Sequence
+    first: int  # index in the prompt of the token after the first of them
+    at: int
+    count: int
+
+    @property
+    def targets(self) -> list[int]:
+        return self.sequence.tokens[self.first : self.first + self.count]
+
+    @property
+    def top(self) -> int:
+        return self.sequence.params.prompt_logprobs or 0
+
+
+def asked_of(chunks: list[Chunk]) -> list[Asked]:
+    asked, at = [], 0
+    for chunk in chunks:
+        sequence = chunk.sequence
+        count = min(chunk.count, sequence.prompt - 1 - chunk.start)
+        if sequence.params.prompt_logprobs is not None and count > 0:
+            asked.append(Asked(sequence, chunk.start + 1, at, count))
+        at += chunk.count
+    return asked
+
+
+def prompt_logprobs(model: GPT, states: Tensor, asked: list[Asked]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of all that is asked, one after another: (positions), and the likeliest ids and theirs, (positions, top)."""
+    places = torch.tensor([place for each in asked for place in range(each.at, each.at + each.count)])
+    targets = torch.tensor([token for each in asked for token in each.targets])
+    places, targets = places.to(states.device), targets.to(states.device)
+    top = max(each.top for each in asked)
+    rows = max(1, LOGITS_AT_ONCE // model.spec.vocab)
+    results = []
+    for some, wanted in zip(places.split(rows), targets.split(rows), strict=True):
+        logits = model.logits(states[some]).float()
+        own = logits.gather(1, wanted.unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=1)
+        results.append((own, *(likeliest(logits, logits.shape[1], top) if top else (own, own))))
+    own, ids, others = (torch.cat(part) for part in zip(*results, strict=True))
+    return (own, ids, others) if top else (own, None, None)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step on its way. Its tensors are on the host once `arrived` has happened."""
+
+    chunks: list[Chunk]  # those that pick tokens
+    sampled: Sampled | None
+    asked: list[Asked]
+    prompt: tuple[Tensor, Tensor | None, Tensor | None] | None
+    arrived: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+
+    def read(self) -> list[Picked]:
+        """One for each chunk that picks, in order. Waits for the device."""
+        self.wait()
+        if self.sampled is None:
+            return []
+        sampled = self.sampled
+        tokens, bad = sampled.tokens.tolist(), sampled.bad.tolist()
+        logprobs = None if sampled.logprob is None else list(listed(sampled.logprob, *sampled[2:4]))
+        picked = []
+        for row, chunk in enumerate(self.chunks):
+            params = chunk.sequence.params
+            found = None
+            if logprobs is not None and (params.logprobs is not None or params.best_of is not None):
+                found = [as_logprob(tokens[row], logprobs[row], params.logprobs or 0)]
+            picked.append(Picked([tokens[row]], found, bad[row]))
+        return picked
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """What this step computed of prompts whose log-probabilities are asked for. Waits for the device."""
+        self.wait()
+        if self.prompt is None:
+            return []
+        rows = listed(*self.prompt)
+        return [
+            PromptLogprobs(
+                each.sequence, each.first, [as_logprob(token, next(rows), each.top) for token in each.targets]
+            )
+            for each in self.asked
+        ]
+
+
+Row = tuple[float, list[int], list[float]]
+
+
+def listed(own: Tensor, ids: Tensor | None, others: Tensor | None) -> Iterator[Row]:
+    """Row by row: a token's log-probability, the likeliest ids, and theirs."""
+    values = own.tolist()
+    empty: list[list] = [[]] * len(values)
+    tops = empty if ids is None or others is None else ids.tolist()
+    return zip(values, tops, empty if others is None else others.tolist(), strict=True)
+
+
+def as_logprob(token: int, row: Row, top: int) -> Logprob:
+    own, ids, others = row
+    return Logprob(token, own, tuple(zip(ids[:top], others[:top], strict=True)))

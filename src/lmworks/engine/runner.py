@@ -1,0 +1,183 @@
+"""The device's side of a step: send the batch, run the network over the paged cache, pick tokens, send them back.
+
+`launch` only queues work and returns at once; `Launched.read` waits for that step alone, so the host can prepare the
+next one meanwhile. A token that the host has not read yet goes from step to step on the device, in `recent`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..model.attention import make_pattern
+from ..model.gpt import GPT
+from ..model.moe import moe_layers
+from ..spec import EngineSpec, ModelSpec, SpecError
+from .batch import Batch, Layout, Packer, unpack
+from .cache import CPU_BYTES, Cache, CacheShape, blocks_that_fit
+from .fuse import fuse
+from .graphs import Graphs
+from .paged import Paged
+from .picked import Asked, Launched, asked_of, prompt_logprobs
+from .request import Sequence
+from .sampler import Sampled, Sampler, Wants
+from .scheduler import Chunk, Step
+from .warmup import room_on_gpu
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Runner:
+    """Takes the network over: its weights are moved, cast and merged in place."""
+
+    def __init__(self, model: GPT, spec: EngineSpec, device: torch.device | str, valid_vocab: int) -> None:
+        """`valid_vocab`: ids that the tokenizer has; rows of the head beyond it are never picked."""
+        self.device = torch.device(device)
+        self.spec = filled(spec, model.spec, self.device)
+        self.synchronous = self.device.type == "cpu"  # a launch is done when it returns
+        self.model = model
+        dtype = DTYPES[self.spec.dtype]
+        move(model, self.device, dtype)
+        kv_heads = model.layers()[0].attention.k.weight.shape[0] // model.spec.head_dim
+        fuse(model, self.spec.context, self.spec.batch_invariant)
+        slopes = make_pattern(model.spec).slopes
+        self.slopes = torch.tensor(slopes, device=self.device) if slopes else None
+        vocab, seqs = model.spec.vocab, self.spec.max_seqs
+        # Every id stands for itself, and vocab + slot for the token that was picked last for that slot.
+        self.ids = torch.cat((torch.arange(vocab), torch.zeros(seqs + 1, dtype=torch.int64))).to(self.device)
+        self.recent = self.ids[vocab:]
+        self.sampler = Sampler(vocab, valid_vocab, seqs, self.device)
+        self.packer = Packer(self.spec, vocab, pinned=not self.synchronous)
+        self.graphs: Graphs[Tensor | Sampled] | None = None
+        shape = CacheShape.of(model.spec, self.spec, dtype, kv_heads)
+        if not self.spec.blocks:
+            self.spec = self.spec.replace(blocks=self.blocks_for(shape))
+        self.blocks = self.spec.blocks
+        self.cache = Cache(shape, self.blocks, self.device)
+        # Experts are run one by one, by counts that the host has to know: no graph can hold that.
+        if self.device.type == "cuda" and self.spec.graphs and not moe_layers(model):
+            largest = Layout(seqs, seqs, seqs, self.packer.widest, seqs, 1)
+            self.graphs = Graphs(self.work, largest, self.device)
+
+    def blocks_for(self, shape: CacheShape) -> int:
+        if self.synchronous:
+            return blocks_that_fit(shape, CPU_BYTES, self.spec)
+        self.cache = Cache(shape, 1, self.device)
+        return blocks_that_fit(shape, room_on_gpu(self), self.spec)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Before the first step of a sequence that was given a slot."""
+        self.packer.admit(sequence)
+        self.sampler.admit(sequence.slot, sequence)
+
+    @torch.no_grad()
+    def launch(self, step: Step) -> Launched:
+        self.cache.copy(step.copies)
+        picking = [chunk for chunk in step.chunks if chunk.wanted]
+        wants = self.sampler.wants(chunk.sequence.slot for chunk in picking)
+        mask = self.masks(picking)
+        if self.graphs is not None and decodes(step):
+            sampled = self.replay(self.graphs, step, wants, mask)
+            return self.launched(picking, sampled, [], None)
+        buffer, layout = self.packer.pack(step)
+        batch = unpack(buffer.to(self.device, non_blocking=True), layout)
+        states = self.states(batch)
+        asked = asked_of(step.chunks)
+        prompt = prompt_logprobs(self.model, states, asked) if asked else None
+        return self.launched(picking, self.pick(states, batch, wants, mask) if picking else None, asked, prompt)
+
+    def replay(self, graphs: Graphs[Tensor | Sampled], step: Step, wants: Wants, mask: Tensor | None) -> Sampled:
+        """A step that only decodes. The graph holds the sampler too where that makes one pass over the logits."""
+        rows = len(step.chunks)
+        buffer, layout = self.packer.pack(step, graphs.padded(rows))
+        whole = wants.plain and mask is None
+        result = graphs.run(buffer, layout, wants if whole else None)
+        if isinstance(result, Sampled):
+            return result
+        batch = unpack(graphs.buffer, layout)
+        return self.sample(result[:rows], batch.rows[:rows], batch.places[:rows], wants, mask)
+
+    def work(self, batch: Batch, wants: Wants | None) -> Tensor | Sampled:
+        """What a graph holds: up to the logits, or with `wants` up to the tokens."""
+        logits = self.model.logits(self.states(batch))
+        return logits if wants is None else self.sample(logits, batch.rows, batch.places, wants, None)
+
+    def states(self, batch: Batch) -> Tensor:
+        """What the last block gives for every token, (tokens, hidden)."""
+        spec = self.model.spec
+        attend = Paged(
+            self.cache.layers,
+            batch.slots,
+            batch.pages,
+            batch.decoding,
+            spec.sliding_window,
+            self.slopes,
+            self.spec.batch_invariant,
+        )
+        return self.model.states(self.ids[batch.tokens], batch.positions, attend)
+
+    def pick(self, states: Tensor, batch: Batch, wants: Wants, mask: Tensor | None) -> Sampled:
+        logits = self.model.logits(states if batch.at is None else states[batch.at])
+        return self.sample(logits, batch.rows, batch.places, wants, mask)
+
+    def sample(self, logits: Tensor, rows: Tensor, places: Tensor, wants: Wants, mask: Tensor | None) -> Sampled:
+        sampled = self.sampler(logits, rows, places, mask, wants)
+        self.recent.index_copy_(0, rows, sampled.tokens)
+        return sampled
+
+    def masks(self, chunks: list[Chunk]) -> Tensor | None:
+        return None
+
+    def launched(
+        self,
+        picking: list[Chunk],
+        sampled: Sampled | None,
+        asked: list[Asked],
+        prompt: tuple[Tensor, Tensor | None, Tensor | None] | None,
+    ) -> Launched:
+        """Send the results home. Copies to page-locked memory do not wait, and come before all later steps."""
+        if self.synchronous:
+            return Launched(picking, sampled, asked, prompt, None)
+        arrived = torch.cuda.Event()
+        home = Launched(picking, sent_home(sampled), asked, sent_home(prompt), arrived)
+        arrived.record()
+        return home
+
+
+def sent_home(results: Any) -> Any:
+    """A tuple of tensors and Nones, or None."""
+    if isinstance(results, Tensor):
+        return results.to("cpu", non_blocking=True)
+    if results is None:
+        return None
+    parts = map(sent_home, results)
+    return Sampled(*parts) if isinstance(results, Sampled) else tuple(parts)
+
+
+def decodes(step: Step) -> bool:
+    """Whether every sequence computes one token and picks the next."""
+    return all(chunk.count == 1 and chunk.wanted == 1 for chunk in step.chunks)
+
+
+def filled(spec: EngineSpec, model: ModelSpec, device: torch.device) -> EngineSpec:
+    """The spec with its zeros filled in, but for the blocks."""
+    gpu = device.type == "cuda"
+    if spec.context > model.context:
+        raise SpecError(f"engine.context = {spec.context} is more than the model's context of {model.context}")
+    return spec.replace(
+        dtype=("bf16" if gpu else "fp32") if spec.dtype == "auto" else spec.dtype,
+        context=spec.context or model.context,
+        max_batch_tokens=spec.max_batch_tokens or (8192 if gpu else 512),
+    )
+
+
+@torch.no_grad()
+def move(model: GPT, device: torch.device, dtype: torch.dtype) -> None:
+    """Weights one by one; buffers keep their precision: a choice of experts is fp32, quantised weights are integers."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(device, dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

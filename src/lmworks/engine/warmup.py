@@ -1,0 +1,43 @@
+"""What the largest step takes, measured by taking it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from .cache import free_on_gpu
+from .params import SamplingParams
+from .request import Request, Sequence
+from .scheduler import Chunk, Step
+
+if TYPE_CHECKING:
+    from .runner import Runner
+
+
+def largest_step(runner: Runner) -> Step:
+    """As many tokens as a step may have, of as many sequences; all of their keys go to block 0."""
+    spec = runner.spec
+    seqs = min(spec.max_seqs, spec.max_batch_tokens)
+    count = min(spec.max_batch_tokens // seqs, spec.context - 1)
+    request = Request([0] * count, SamplingParams(max_tokens=1))
+    chunks = []
+    for slot in range(seqs):
+        sequence = Sequence(request, slot, slot, [0] * count, count, slot=slot)
+        sequence.blocks = [0] * math.ceil(count / spec.block)
+        chunks.append(Chunk(sequence, 0, count, 1))
+    return Step(chunks)
+
+
+def room_on_gpu(runner: Runner) -> int:
+    """Bytes that are left for the cache when the largest step runs; it also loads the kernels that it needs."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    step = largest_step(runner)
+    for chunk in step.chunks:
+        runner.admit(chunk.sequence)
+    runner.launch(step).read()
+    peak = torch.cuda.max_memory_allocated(runner.device)
+    torch.cuda.empty_cache()
+    return free_on_gpu(runner.device, runner.spec.memory, peak)
