@@ -11,6 +11,7 @@ tenant's cache. Free blocks keep what they hold until they are needed; the least
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -92,6 +93,13 @@ class Pool:
         digest = self.hash_of.pop(block, None)
         if digest is not None:
             del self.found[digest]
+
+    def discard(self, sequence: Sequence) -> None:
+        """What the sequence has computed cannot be trusted: nobody shall find it."""
+        for digest in sequence.hashes:
+            if digest in self.found:
+                self.forget(self.found[digest])
+        sequence.offered = sys.maxsize
 
     def hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
         """Hashes of its first blocks; kept, for its tokens never change."""

@@ -7,9 +7,12 @@ import itertools
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .params import SamplingParams
+
+if TYPE_CHECKING:
+    from .text import Text
 
 UNKNOWN = -1  # a token that the device has picked and the host has not read yet
 
@@ -100,7 +103,10 @@ class Sequence:
     guesses: list[int] = field(default_factory=list)  # tokens that speculation proposes to come next
     logprobs: list[Logprob] = field(default_factory=list)
     preempted: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)  # state of a grammar, of a text being decoded
+    text: Text | None = None  # of the answer so far, where someone looks at it before the end
+    done: Answer | None = None  # once it has ended
+    latest: float = 0.0  # when its last token was read
+    extra: dict[str, Any] = field(default_factory=dict)  # state of a grammar
 
     def __post_init__(self) -> None:
         self.known = len(self.tokens)

@@ -1,0 +1,79 @@
+"""How an answer grows and ends, token by token, and what a request comes to when all its answers have ended."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ..data.tokenizer import Tokenizer
+from .request import Answer, Piece, Request, Result, Sequence
+from .text import Text
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why an answer is over: length, stop (`stop`: the token or string), cancelled, or error (`error`: what it was)."""
+
+    reason: str
+    stop: str | int | None = None
+    error: str | None = None
+
+
+def prepare(sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+    """Text is made token by token only where someone looks at it before the end."""
+    params = sequence.params
+    if tokenizer is not None and (params.stop or sequence.request.stream):
+        sequence.text = Text(tokenizer, params.stop, params.include_stop, params.min_tokens)
+
+
+def push(sequence: Sequence, token: int) -> tuple[str, Ending | None]:
+    """The latest known token of an answer: the text that may be shown now, and whether it was the last."""
+    long_enough = sequence.known - sequence.prompt >= sequence.params.min_tokens
+    if long_enough and token in sequence.request.ends:
+        return "", Ending("stop", token)
+    shown = ""
+    if sequence.text is not None:
+        shown = sequence.text.push(token)
+        if sequence.text.stopped is not None:
+            return shown, Ending("stop", sequence.text.stopped)
+    return shown, Ending("length") if sequence.known >= sequence.limit else None
+
+
+def close(sequence: Sequence, ending: Ending, tokenizer: Tokenizer | None) -> str:
+    """The answer is written down; text that was held back until now is returned."""
+    del sequence.tokens[sequence.known :]
+    ids = sequence.answer
+    rest = ""
+    if sequence.text is not None:
+        rest = sequence.text.flush()
+        text = sequence.text.text
+    elif tokenizer is not None:
+        text = tokenizer.decode(ids[:-1] if isinstance(ending.stop, int) else ids)
+    else:
+        text = ""
+    logprobs = sequence.logprobs if sequence.params.scored else None
+    sequence.done = Answer(ids, text, ending.reason, logprobs, ending.stop, ending.error)
+    return rest
+
+
+def result(request: Request) -> Result:
+    """What the request came to: its answers, or of best_of the n likeliest, the likeliest first."""
+    params = request.params
+    answers = [each.done for each in request.sequences if each.done is not None]
+    if params.answers > params.n:
+        # One that went wrong has no likelihood; it is shown only where there are not enough others.
+        answers.sort(key=lambda answer: (answer.error is not None, -answer.cumulative_logprob))
+    now = time.monotonic()
+    times = {"total": now - request.arrived}
+    if request.started:
+        times["queue"] = request.started - request.arrived
+    if request.first_token:
+        times["first_token"] = request.first_token - request.arrived
+    prompt_logprobs = request.prompt_logprobs if params.prompt_logprobs is not None else None
+    return Result(list(request.prompt), answers[: params.n], prompt_logprobs, request.cached_tokens, times)
+
+
+def refusal(request: Request, error: str) -> Piece:
+    """The answer to a request that is not taken in."""
+    answers = [Answer([], "", "error", error=error) for _ in range(request.params.n)]
+    return Piece(request, 0, [], finish_reason="error", result=Result(list(request.prompt), answers))

@@ -1,0 +1,324 @@
+"""The engine: takes requests, runs steps, gives back pieces of answers.
+
+It works one step ahead of what it knows: step k + 1 is launched before the tokens of step k are read, so that the
+device never waits for the host. A token that is not read yet is UNKNOWN here and lies in a table of the device.
+A sequence that turns out to have ended with step k has its token of step k + 1 dropped; its blocks can be given away
+at once, for the device works in order. Where the next step depends on the tokens themselves (a grammar, guesses),
+they are read first; a runner that computes at once (`synchronous`) is read at once.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..data.tokenizer import Tokenizer
+from ..spec import EngineSpec, LMWorksError, SpecError
+from ..spec.errors import did_you_mean
+from . import sampler
+from .answers import Ending, close, prepare, push, refusal, result
+from .blocks import IntegrityError
+from .metrics import Metrics
+from .params import SEEDS
+from .request import UNKNOWN, Logprob, Piece, Request, Sequence, State
+from .scheduler import Chunk, Scheduler, Step
+
+MAX_PRIORITY = 1000
+NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity): no token can be picked"
+NEXT_SEED = 0x1E3779B97F4A7C15  # between the seeds of a request's answers: odd, so all differ
+
+
+class Picked(Protocol):
+    """What a step picked for one chunk: one token, or with guesses up to one more than there were."""
+
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def logprobs(self) -> list[Logprob] | None: ...
+    @property
+    def bad(self) -> bool: ...
+
+
+class Launched(Protocol):
+    def read(self) -> Many[Picked]:
+        """Waits for the step; in the order of its chunks that want logits."""
+        ...
+
+
+class Device(Protocol):
+    """What the engine asks of a runner."""
+
+    spec: EngineSpec  # zeros filled in
+    blocks: int
+    valid_vocab: int
+    synchronous: bool  # launch computes at once: there is nothing to run ahead of
+
+    def admit(self, sequence: Sequence) -> None: ...
+    def launch(self, step: Step) -> Launched: ...
+
+
+class Speculator(Protocol):
+    def propose(self, sequences: list[Sequence]) -> None:
+        """Sets `guesses` of running sequences whose tokens are all known."""
+        ...
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step that is under way."""
+
+    step: Step
+    launched: Launched
+
+
+class Engine:
+    def __init__(
+        self,
+        runner: Device,
+        tokenizer: Tokenizer | None = None,
+        eos: Iterable[int] = (),
+        seed: int | None = None,
+        speculator: Speculator | None = None,
+    ) -> None:
+        """`eos`: tokens that end an answer beside the tokenizer's. `seed`: of requests that bring none."""
+        self.runner = runner
+        self.spec = runner.spec
+        self.tokenizer = tokenizer
+        self.eos = tuple(dict.fromkeys([*([] if tokenizer is None else [tokenizer.eot]), *eos]))
+        self.seeds = random.Random(seed)
+        self.speculator = speculator
+        self.scheduler = Scheduler(runner.spec, runner.blocks)
+        self.adapters: set[str] = set()  # names that requests may ask for
+        self.metrics = Metrics()
+        self.requests: dict[int, Request] = {}  # those under way, by id
+        self.flight: Flight | None = None
+        self.outbox: list[Piece] = []
+        self.failure: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether another step would bring something."""
+        return bool(self.requests or self.flight or self.outbox)
+
+    def check(self, request: Request) -> None:
+        """Raises SpecError where the request could never be served."""
+        params, prompt = request.params, request.prompt
+        if not prompt:
+            raise SpecError("the prompt is empty: give at least one token")
+        wrong = next((token for token in prompt if not 0 <= token < self.runner.valid_vocab), None)
+        if wrong is not None:
+            raise SpecError(
+                f"the prompt holds token {wrong}: the model's tokens are 0 to {self.runner.valid_vocab - 1}"
+            )
+        if len(prompt) >= self.spec.context:
+            raise SpecError(
+                f"the prompt has {len(prompt)} tokens: with an answer of one token or more it does not fit "
+                f"engine.context = {self.spec.context}"
+            )
+        needed = self.scheduler.pool.blocks_for(self.limit(request) - 1)
+        if needed > self.runner.blocks:
+            raise SpecError(
+                f"the prompt ({len(prompt)} tokens) and max_tokens = {params.max_tokens} need {needed} blocks of "
+                f"{self.spec.block} tokens, and the pool has {self.runner.blocks}: ask for fewer tokens, or give the "
+                "engine more memory (engine.memory, engine.blocks)"
+            )
+        if abs(request.priority) > MAX_PRIORITY:
+            raise SpecError(f"priority = {request.priority}: it must be between −{MAX_PRIORITY} and {MAX_PRIORITY}")
+        if params.adapter is not None and params.adapter not in self.adapters:
+            raise SpecError(f"adapter {params.adapter!r} is not loaded{did_you_mean(params.adapter, self.adapters)}")
+        if self.tokenizer is None and (params.stop or params.shaped):
+            raise SpecError("stop strings and structured output need a tokenizer; this engine has none: use token ids")
+        if request.id in self.requests:
+            raise SpecError(f"a request with id = {request.id} is under way already")
+        sampler.check(params, self.runner.valid_vocab)
+
+    def limit(self, request: Request) -> int:
+        return min(len(request.prompt) + request.params.max_tokens, self.spec.context)
+
+    def add(self, request: Request) -> None:
+        """Takes a request in. One that could never be served is answered with an error by the next step."""
+        try:
+            self.check(request)
+            self.begin(request)
+        except SpecError as error:
+            self.outbox.append(refusal(request, str(error)))
+            return
+        self.requests[request.id] = request
+        self.scheduler.add(request.sequences)
+        self.metrics.prompt_tokens += len(request.prompt)
+
+    def begin(self, request: Request) -> None:
+        """Its sequences, one for each answer."""
+        params = request.params
+        request.ends = tuple(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else self.eos)]))
+        seed = self.seeds.randrange(SEEDS) if params.seed is None else params.seed
+        request.sequences = [
+            Sequence(
+                request,
+                index,
+                (seed + index * NEXT_SEED) % SEEDS,
+                list(request.prompt),
+                len(request.prompt),
+                self.limit(request),
+            )
+            for index in range(params.answers)
+        ]
+        for sequence in request.sequences:
+            prepare(sequence, self.tokenizer)
+
+    def cancel(self, request_id: int) -> bool:
+        """Ends a request at once; false if it is not under way (any more)."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        for sequence in request.sequences:
+            if sequence.state is not State.DONE:
+                self.finish(sequence, Ending("cancelled"))
+        return True
+
+    def step(self) -> list[Piece]:
+        """Launches a step, reads the one before it, and returns what that brought."""
+        if self.failure is not None:
+            raise LMWorksError(f"the engine has stopped after an error: {self.failure}") from self.failure
+        try:
+            self.advance()
+        except BaseException as error:
+            self.failure = error
+            raise
+        pieces, self.outbox = self.outbox, []
+        return pieces
+
+    def run(self) -> list[Piece]:
+        """Steps until nothing is left to do; the last pieces of all requests, in the order they ended."""
+        last = []
+        while self.busy:
+            last += [piece for piece in self.step() if piece.result is not None]
+        return last
+
+    def advance(self) -> None:
+        if self.needs_tokens():
+            self.land()
+        if self.speculator is not None:
+            self.speculator.propose(self.scheduler.running)
+        step = self.scheduler.schedule()
+        before, self.flight = self.flight, None
+        if step.chunks:
+            now = time.monotonic()
+            for sequence in self.scheduler.admitted:
+                self.runner.admit(sequence)
+                self.note_start(sequence.request, now)
+            self.flight = Flight(step, self.runner.launch(step))
+        elif before is None and self.scheduler.waiting:
+            raise IntegrityError(f"{len(self.scheduler.waiting)} answers wait, nothing runs, and none can be let in")
+        if before is not None:
+            self.take(before)
+        if self.runner.synchronous:
+            self.land()
+        self.count(step)
+        if not self.requests and self.flight is None:
+            self.scheduler.pool.check(self.scheduler.running)
+
+    def needs_tokens(self) -> bool:
+        """Whether the next step cannot be made before the tokens of this one are known."""
+        return self.speculator is not None or any(each.params.shaped for each in self.scheduler.running)
+
+    def land(self) -> None:
+        """Reads the step that is under way."""
+        flight, self.flight = self.flight, None
+        if flight is not None:
+            self.take(flight)
+
+    def take(self, flight: Flight) -> None:
+        picks = flight.launched.read()
+        now = time.monotonic()
+        wanting = (chunk for chunk in flight.step.chunks if chunk.wanted)
+        for chunk, picked in zip(wanting, picks, strict=True):
+            if chunk.sequence.state is not State.DONE:
+                self.accept(chunk, picked, now)
+
+    def accept(self, chunk: Chunk, picked: Picked, now: float) -> None:
+        """Tokens of a sequence have become known."""
+        sequence = chunk.sequence
+        if picked.bad:
+            self.scheduler.pool.discard(sequence)
+            self.finish(sequence, Ending("error", error=NOT_FINITE))
+            return
+        if chunk.wanted > 1:
+            # Guesses that were refused lie in the cache behind `computed`, and are written over.
+            sequence.computed = chunk.start + len(picked.tokens)
+            sequence.tokens[chunk.place :] = [UNKNOWN] * len(picked.tokens)
+            self.metrics.proposed_guesses += chunk.wanted - 1
+            self.metrics.accepted_guesses += len(picked.tokens) - 1
+        shown, ending = "", None
+        taken = 0
+        for token in picked.tokens:
+            sequence.tokens[chunk.place + taken] = token
+            taken += 1
+            sequence.known = chunk.place + taken
+            text, ending = push(sequence, token)
+            shown += text
+            if ending is not None:
+                break
+        logprobs = (picked.logprobs or [])[:taken]
+        sequence.logprobs += logprobs
+        self.note_tokens(sequence, taken, now)
+        if ending is not None:
+            self.finish(sequence, ending, picked.tokens[:taken], shown, logprobs)
+        elif sequence.request.stream:
+            self.outbox.append(Piece(sequence.request, sequence.index, picked.tokens[:taken], shown, logprobs))
+
+    def finish(
+        self,
+        sequence: Sequence,
+        ending: Ending,
+        tokens: list[int] | None = None,
+        shown: str = "",
+        logprobs: list[Logprob] | None = None,
+    ) -> None:
+        """An answer has ended; with the last one, so has its request."""
+        request = sequence.request
+        self.scheduler.finish(sequence)
+        shown += close(sequence, ending, self.tokenizer)
+        self.metrics.finished[ending.reason] = self.metrics.finished.get(ending.reason, 0) + 1
+        over = all(each.done is not None for each in request.sequences)
+        if over:
+            del self.requests[request.id]
+            self.metrics.e2e_request_latency_seconds.add(time.monotonic() - request.arrived)
+        if over or request.stream:
+            outcome = result(request) if over else None
+            self.outbox.append(
+                Piece(request, sequence.index, tokens or [], shown, logprobs or [], ending.reason, outcome)
+            )
+
+    def note_start(self, request: Request, now: float) -> None:
+        if not request.started:
+            request.started = now
+            self.metrics.request_queue_time_seconds.add(now - request.arrived)
+
+    def note_tokens(self, sequence: Sequence, count: int, now: float) -> None:
+        request, metrics = sequence.request, self.metrics
+        metrics.generation_tokens += count
+        if not request.first_token:
+            request.first_token = now
+            metrics.time_to_first_token_seconds.add(now - request.arrived)
+        if sequence.latest:
+            metrics.inter_token_latency_seconds.add((now - sequence.latest) / count, count)
+        sequence.latest = now
+
+    def count(self, step: Step) -> None:
+        scheduler, metrics = self.scheduler, self.metrics
+        metrics.num_requests_running = len(scheduler.running)
+        metrics.num_requests_waiting = len(scheduler.waiting)
+        metrics.kv_cache_usage_perc = scheduler.pool.used / len(scheduler.pool.counts)
+        metrics.kv_cache_usage_peak = max(metrics.kv_cache_usage_peak, metrics.kv_cache_usage_perc)
+        metrics.prefix_cache_queries = scheduler.prefix_queries
+        metrics.prefix_cache_hits = scheduler.prefix_hits
+        metrics.num_preemptions = scheduler.preemptions
+        if step.chunks:
+            metrics.steps += 1
+            metrics.computed_tokens += step.tokens
+            metrics.computed_sequences += len(step.chunks)

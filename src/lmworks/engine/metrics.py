@@ -1,0 +1,67 @@
+"""What the engine counts: plain numbers, named as dashboards of other engines know them."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+# Upper edges in seconds, 1–2.5–5 from 1 ms to 100 s.
+EDGES = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0,
+)  # fmt: skip
+
+
+@dataclass
+class Times:
+    """Durations, sorted into buckets: the last counts what is above all edges."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(EDGES) + 1))
+    count: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        self.counts[bisect.bisect_left(EDGES, seconds)] += times
+        self.count += times
+        self.seconds += seconds * times
+
+    @property
+    def mean(self) -> float:
+        return self.seconds / self.count if self.count else 0.0
+
+
+@dataclass
+class Metrics:
+    """Gauges are of the latest step; the rest has been counted since the start."""
+
+    # gauges
+    num_requests_running: int = 0  # each answer counts
+    num_requests_waiting: int = 0
+    kv_cache_usage_perc: float = 0.0  # blocks that are held, of all (0 to 1, whatever the name says)
+    # counters
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0  # tokens looked up
+    prefix_cache_hits: int = 0  # tokens found
+    num_preemptions: int = 0
+    steps: int = 0
+    computed_tokens: int = 0  # by all steps, those computed again included
+    computed_sequences: int = 0  # rows of all steps: over `steps`, the mean batch
+    kv_cache_usage_peak: float = 0.0
+    proposed_guesses: int = 0
+    accepted_guesses: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # answers by reason
+    # seconds
+    request_queue_time_seconds: Times = field(default_factory=Times)
+    time_to_first_token_seconds: Times = field(default_factory=Times)
+    inter_token_latency_seconds: Times = field(default_factory=Times)
+    e2e_request_latency_seconds: Times = field(default_factory=Times)
+
+    @property
+    def mean_batch(self) -> float:
+        """Sequences in a step."""
+        return self.computed_sequences / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Of guesses."""
+        return self.accepted_guesses / self.proposed_guesses if self.proposed_guesses else 0.0
