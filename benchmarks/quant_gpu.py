@@ -1,0 +1,214 @@
+"""Linear layers of a decoding step on one GPU: bf16, int8, int4 and fp8 beside what torch has, and beside memory.
+
+    python benchmarks/quant_gpu.py              every kind and shape; writes benchmarks/results/quant_gpu.json
+    python benchmarks/quant_gpu.py tune KIND    the ways to cut a product, the best for each shape and number of rows
+
+Weights are taken in turn from copies that together are larger than the L2 cache, in one CUDA graph, as a step does it.
+A floor is the bytes of a weight over PACE, the highest rate that a copy reaches on an H200.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+
+import torch
+import torch.nn.functional as F
+from common import write_result
+from torch import Tensor
+
+from lmworks.kernels import linear_triton, quantized
+from lmworks.kernels.linear_triton import Tile
+
+PACE = 4.27e12  # bytes/s
+COLD = 240e6  # bytes that the copies of a weight take together
+SHAPES = {  # (channels, inputs)
+    "8b qkv": (6144, 4096),
+    "8b out": (4096, 4096),
+    "8b gate-up": (28672, 4096),
+    "8b down": (4096, 14336),
+    "8b head": (128256, 4096),
+    "0.6b qkv": (4096, 1024),
+    "0.6b out": (1024, 2048),
+    "0.6b gate-up": (6144, 1024),
+    "0.6b down": (1024, 3072),
+    "0.6b head": (151936, 1024),
+}
+LAYERS = {"8b": 32, "0.6b": 28}
+ROWS = (1, 8, 16, 64, 256)
+Linear = Callable[[Tensor], Tensor]
+
+
+def make(kind: str, channels: int, inputs: int, seed: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(seed)
+    weight = torch.randn(channels, inputs, device="cuda", dtype=torch.bfloat16) * 0.02
+    if kind == "int8":
+        return quantized.int8_quantize(weight)
+    if kind == "int4":
+        scale = quantized.int4_scale(weight, 128)
+        return quantized.int4_pack(quantized.int4_round(weight, scale), 128), scale
+    if kind == "fp8":
+        return quantized.fp8_quantize(weight)
+    return (weight,)
+
+
+def ours(kind: str, tensors: tuple[Tensor, ...]) -> Linear:
+    if kind == "bf16":
+        return lambda x: linear_triton.linear(x, tensors[0])
+    apply = {"int8": quantized.int8_linear, "int4": quantized.int4_linear, "fp8": quantized.fp8_linear}[kind]
+    return lambda x: apply(x, *tensors)
+
+
+def theirs(kind: str, tensors: tuple[Tensor, ...]) -> Linear | None:
+    """What torch itself has for it; None where it has nothing that runs here."""
+    if kind == "bf16":
+        return lambda x: F.linear(x, tensors[0])
+    if kind == "int8":
+        scale = tensors[1].bfloat16()
+        return lambda x: torch._weight_int8pack_mm(x, tensors[0], scale)
+    if kind == "int4":
+        channels, inputs = tensors[0].shape[0], 2 * tensors[0].shape[1]
+        q = torch.randint(0, 256, (channels, inputs // 2), dtype=torch.uint8, device="cuda")
+        packed = torch._convert_weight_to_int4pack(q, 8)
+        scales = torch.full((inputs // 128, channels, 2), 0.01, dtype=torch.bfloat16, device="cuda")
+        return lambda x: torch._weight_int4pack_mm(x, packed, 128, scales)
+    q, scale = tensors
+
+    def scaled(x: Tensor) -> Tensor:
+        p, s = linear_triton.fp8_rows(x)
+        return torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=torch.bfloat16)
+
+    return scaled
+
+
+def seconds(linears: list[Linear], x: Tensor) -> float:
+    """Of one product: the best of three replays of a graph that goes through all of them."""
+    for _ in range(2):
+        for linear in linears:
+            linear(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    times = max(1, 24 // len(linears))
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            for linear in linears:
+                linear(x)
+    best = float("inf")
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(4):  # the first replay uploads the graph
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, start.elapsed_time(end) / 1e3)
+    return best / (times * len(linears))
+
+
+def copies(kind: str, channels: int, inputs: int) -> list[tuple[Tensor, ...]]:
+    first = make(kind, channels, inputs, 0)
+    count = max(1, round(COLD / sum(t.nbytes for t in first)))
+    return [first, *(tuple(t.clone() for t in first) for _ in range(count - 1))]
+
+
+def measure(make_linear: Callable[[str, tuple[Tensor, ...]], Linear | None], kind: str, sets: list[tuple[Tensor, ...]],
+            x: Tensor) -> float | None:  # fmt: skip
+    try:
+        linears = [make_linear(kind, tensors) for tensors in sets]
+        return None if linears[0] is None else seconds([one for one in linears if one is not None], x)
+    except (RuntimeError, NotImplementedError) as error:
+        print(f"  {kind}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
+        return None
+
+
+def compare() -> None:
+    print(
+        f"{'shape':14}{'kind':6}{'floor':>8}" + "".join(f"{f'{rows} ours':>10}{'torch':>8}" for rows in ROWS) + "  µs"
+    )
+    result = []
+    for kind, (name, (channels, inputs)) in itertools.product(("bf16", "int8", "int4", "fp8"), SHAPES.items()):
+        sets = copies(kind, channels, inputs)
+        floor = sum(t.nbytes for t in sets[0]) / PACE
+        line = f"{name:14}{kind:6}{floor * 1e6:8.1f}"
+        for rows in ROWS:
+            x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+            mine, other = measure(ours, kind, sets, x), measure(theirs, kind, sets, x)
+            line += "".join(f"{'-' if t is None else f'{t * 1e6:.1f}':>{w}}" for t, w in ((mine, 10), (other, 8)))
+            result.append(
+                {"shape": name, "kind": kind, "rows": rows, "floor_s": floor, "ours_s": mine, "torch_s": other}
+            )
+        print(line, flush=True)
+    for model, layers in LAYERS.items():
+        for kind in ("bf16", "int8", "int4", "fp8"):
+            total = sum(
+                r["ours_s"] * (1 if r["shape"].endswith("head") else layers)
+                for r in result
+                if r["kind"] == kind and r["shape"].startswith(model) and r["rows"] == 1
+            )
+            print(f"{model} {kind}: linear layers of a step with one row {total * 1e3:.2f} ms")
+    print(write_result("quant_gpu", {"cases": result}))
+
+
+# --- tuning -------------------------------------------------------------------------------------------
+
+
+def tiles(kind: str, rows: int) -> Iterator[Tile]:
+    most = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    widths = (128,) if kind == "int4" else (64, 128, 256) if kind == "bf16" else (128, 256)
+    for lines, width, warps in itertools.product((16, 32, 64, 128), widths, (4, 8)):
+        size = lines * width * (2 if kind == "bf16" else 1) + most * width * (1 if kind == "fp8" else 2) * (
+            1 + (kind == "int4")
+        )
+        if (warps == 8 and lines < 128) or size * 3 > 200_000:
+            continue
+        yield Tile(most, lines, width, 1, min(8, 190_000 // size, max(3, 65_000 // size)), warps)
+
+
+def prepare(kind: str, rows: int, tile: Tile) -> None:
+    """Compile a tile in a process of its own: the kernel is then found on the disk."""
+    tensors = make(kind, 1024, 2048, 0)
+    x = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
+    for split in (1, 2):
+        cut = replace(tile, split=split)
+        linear_triton.few_rows_tile = lambda *_, t=cut: t
+        ours(kind, tensors)(x)
+
+
+def tune(kind: str) -> None:
+    cases = [(kind, rows, tile) for rows in (8, 64) for tile in tiles(kind, rows)]
+    with ProcessPoolExecutor(12, get_context("spawn")) as pool:
+        list(pool.map(prepare, *zip(*cases, strict=True)))
+    plain = linear_triton.few_rows_tile
+    for name, (channels, inputs) in SHAPES.items():
+        sets = copies(kind, channels, inputs)
+        floor = sum(t.nbytes for t in sets[0]) / PACE
+        linears = [ours(kind, tensors) for tensors in sets]
+        for rows in (1, 8, 64):
+            x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+            found = []
+            if rows == 1:
+                one = linear_triton.one_row_tile
+                for lines, width in itertools.product((1, 2, 4, 8), (512, 1024, 2048)):
+                    linear_triton.one_row_tile = lambda *_, t=(lines, width): t
+                    found.append((seconds(linears, x), f"{lines}x{width}"))
+                linear_triton.one_row_tile = one
+            for _, _, tile in (case for case in cases if case[1] == max(8, rows) and rows > 1):
+                steps = inputs // (2 * tile.inputs if kind == "int4" else tile.inputs)
+                for split in (1, 2, 4, 8, 16):
+                    programs = -(-channels // tile.channels) * split
+                    if (split > 1 and programs > 1100) or (split < 8 and programs < 66) or split > steps // 2:
+                        continue
+                    cut = replace(tile, split=split)
+                    linear_triton.few_rows_tile = lambda *_, t=cut: t
+                    label = f"{tile.channels}x{tile.inputs}/{split} s{tile.stages} w{tile.warps}"
+                    found.append((seconds(linears, x), label))
+                linear_triton.few_rows_tile = plain
+            best = "  ".join(f"{t * 1e6:.1f} {label}" for t, label in sorted(found)[:4])
+            print(f"{name:13} {kind} {rows:3} floor {floor * 1e6:6.1f} µs: {best}", flush=True)
+
+
+if __name__ == "__main__":
+    tune(sys.argv[2]) if sys.argv[1:2] == ["tune"] else compare()

@@ -1,0 +1,151 @@
+"""Linear layers with small weights: int8 and int4 (the weights alone), fp8 (weights and activations).
+
+    int8  w ≈ q · scale[n]            q in −127…127, one fp32 scale an output channel
+    int4  w ≈ q · scale[n, k // group]  q in −8…7, one bf16 scale for `group` inputs of a channel
+    fp8   w ≈ q · scale[n],  x ≈ p · s[m]   q and p in e4m3, p and its scale made from each row of x as it comes
+
+Every format is symmetric: there is no zero point, so that a product needs no correction. All scales go with output
+channels, so layers that read the same input merge by laying their tensors end to end.
+
+int4 keeps two groups in the nibbles of one run of bytes: byte j of a pair holds weight j of its first group in the low
+half and weight j of its second in the high half. A program then reads `group` bytes of a row in one go and gets two
+plain tiles, each with a scale and a stretch of x of its own; nothing is interleaved. K is a multiple of 2·group.
+
+On a CPU everything is computed in fp32 as the formulas say. On a GPU a few rows go to the streaming kernels of
+`linear_triton`; many rows (prefill) pay for widening the weight once per call and for cuBLAS on it, and in fp8 for
+torch._scaled_mm: from MANY rows on, chosen by measurement.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+GROUPS = (128, 64, 32, 16)  # of int4, largest first: the inputs that share a scale
+MANY = 256  # rows from which a widened weight and cuBLAS are faster than widening tile by tile
+TINY = 1e-12  # a channel of zeros has this scale, not 0: its weights are 0 · TINY
+
+# --- formats ------------------------------------------------------------------------------------------
+
+
+def int8_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (out, in) → q (out, in) int8, scale (out) fp32; each weight goes to the nearest."""
+    wide = weight.float()
+    scale = (wide.abs().amax(dim=1) / 127).clamp(min=TINY)
+    return (wide / scale.unsqueeze(1)).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def int4_group(inputs: int, wanted: int = GROUPS[0]) -> int | None:
+    """The largest group, `wanted` at most, that this many inputs allow; None where they allow none."""
+    return next((group for group in GROUPS if group <= wanted and inputs % (2 * group) == 0), None)
+
+
+def int4_scale(weight: Tensor, group: int) -> Tensor:
+    """(out, in) → the scales (out, in / group) with which no weight is cut off, in bf16."""
+    amax = weight.float().unflatten(1, (-1, group)).abs().amax(dim=2)
+    return (amax / 7).clamp(min=TINY).bfloat16()
+
+
+def int4_round(weight: Tensor, scale: Tensor) -> Tensor:
+    """The nearest q in −8…7 under these scales: (out, in) int8."""
+    group = weight.shape[1] // scale.shape[1]
+    return (weight.float() / widen(scale, group)).round().clamp(-8, 7).to(torch.int8)
+
+
+def widen(scale: Tensor, group: int) -> Tensor:
+    """One fp32 scale for every weight: (out, in / group) → (out, in)."""
+    return scale.float().repeat_interleave(group, dim=1)
+
+
+def int4_pack(q: Tensor, group: int) -> Tensor:
+    """q (out, in) in −8…7 → (out, in / 2) bytes."""
+    low, high = (q + 8).to(torch.uint8).unflatten(1, (-1, 2, group)).unbind(dim=2)
+    return (low | high << 4).flatten(1)
+
+
+def int4_unpack(packed: Tensor, group: int) -> Tensor:
+    """(out, in / 2) bytes → q (out, in) int8."""
+    runs = packed.unflatten(1, (-1, group))
+    return torch.stack((runs & 15, runs >> 4), dim=2).flatten(1).to(torch.int8) - 8
+
+
+def int4_group_of(packed: Tensor, scale: Tensor) -> int:
+    return 2 * packed.shape[1] // scale.shape[1]
+
+
+def fp8_quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, k) → e4m3 (n, k) and one fp32 scale a row: the largest value of a row becomes the largest of e4m3."""
+    wide = rows.float()
+    scale = (wide.abs().amax(dim=1) / FP8_MAX).clamp(min=TINY)
+    return (wide / scale.unsqueeze(1)).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def int8_dequantize(q: Tensor, scale: Tensor) -> Tensor:
+    return q.float() * scale.unsqueeze(1)
+
+
+def int4_dequantize(packed: Tensor, scale: Tensor) -> Tensor:
+    group = int4_group_of(packed, scale)
+    return int4_unpack(packed, group).float() * widen(scale, group)
+
+
+def fp8_dequantize(q: Tensor, scale: Tensor) -> Tensor:
+    return q.float() * scale.unsqueeze(1)
+
+
+# --- products: x (…, in) → (…, out) in x's precision ----------------------------------------------------
+
+
+def int8_reference(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    return F.linear(x.float(), int8_dequantize(q, scale)).type_as(x)
+
+
+def int4_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    return F.linear(x.float(), int4_dequantize(packed, scale)).type_as(x)
+
+
+def fp8_reference(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    p, s = fp8_quantize(x.flatten(0, -2))
+    return F.linear(fp8_dequantize(p, s), fp8_dequantize(q, scale)).type_as(x).view(*x.shape[:-1], -1)
+
+
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    """x · (q · scale)ᵀ: q (out, in) int8, scale (out)."""
+    if x.device.type == "cpu":
+        return int8_reference(x, q, scale)
+    if rows_of(x) >= MANY:  # an int8 is exact in bf16
+        return F.linear(x, q.to(x.dtype)) * scale.to(x.dtype)
+    from .linear_triton import quantized_linear
+
+    return quantized_linear(x, q, scale)
+
+
+def int4_linear(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """x · (q · scale)ᵀ: packed (out, in / 2) uint8, scale (out, in / group) bf16."""
+    if x.device.type == "cpu":
+        return int4_reference(x, packed, scale)
+    from .linear_triton import int4_widen, quantized_linear
+
+    if rows_of(x) >= MANY:
+        return F.linear(x, int4_widen(packed, scale, x.dtype))
+    return quantized_linear(x, packed, scale)
+
+
+def fp8_linear(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    """(p · s) · (q · scale)ᵀ with p, s made from the rows of x: q (out, in) e4m3, scale (out)."""
+    if x.device.type == "cpu":
+        return fp8_reference(x, q, scale)
+    from .linear_triton import fp8_rows, quantized_linear
+
+    p, s = fp8_rows(x.flatten(0, -2))
+    if rows_of(x) >= MANY and x.dtype == torch.bfloat16:  # the only result that row-wise _scaled_mm knows
+        y = torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=x.dtype)
+        return y.view(*x.shape[:-1], -1)
+    return quantized_linear(p.view(x.shape), q, scale, s, x.dtype)
+
+
+def rows_of(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]

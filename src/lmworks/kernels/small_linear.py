@@ -1,0 +1,40 @@
+"""x · Wᵀ for a few rows of x: what a decoding step does, and what takes its time.
+
+With few rows a product is a read of W: the kernels of `linear_triton` stream it past a handful of rows at the pace of
+memory, where cuBLAS, made for square products, often does not. More than FEW rows, other precisions and other devices
+go to torch as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FEW = 16  # rows up to which streaming is faster than cuBLAS
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `reference`: x (…, in), weight (out, in), bias (out) → (…, out)."""
+    if not streams(x, weight):
+        return F.linear(x, weight, bias)
+    from .linear_triton import linear
+
+    y = linear(x, weight)
+    return y if bias is None else y + bias
+
+
+def streams(x: Tensor, weight: Tensor) -> bool:
+    """Whether the streaming kernel takes it: few rows, half precision, whole rows of 16 bytes."""
+    return (
+        x.device.type == "cuda"
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and weight.dtype == x.dtype
+        and x.numel() <= FEW * x.shape[-1]
+        and weight.is_contiguous()
+        and x.shape[-1] % 128 == 0
+    )
