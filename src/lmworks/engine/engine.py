@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +23,7 @@ from .answers import Ending, close, prepare, push, refusal, result
 from .blocks import IntegrityError
 from .metrics import Metrics
 from .params import SEEDS
+from .picked import Picked, PromptLogprobs
 from .request import UNKNOWN, Logprob, Piece, Request, Sequence, State
 from .scheduler import Chunk, Scheduler, Step
 
@@ -32,20 +32,13 @@ NOT_FINITE = "the model's logits for this request are not finite (NaN or infinit
 NEXT_SEED = 0x1E3779B97F4A7C15  # between the seeds of a request's answers: odd, so all differ
 
 
-class Picked(Protocol):
-    """What a step picked for one chunk: one token, or with guesses up to one more than there were."""
-
-    @property
-    def tokens(self) -> list[int]: ...
-    @property
-    def logprobs(self) -> list[Logprob] | None: ...
-    @property
-    def bad(self) -> bool: ...
-
-
 class Launched(Protocol):
-    def read(self) -> Many[Picked]:
+    def read(self) -> list[Picked]:
         """Waits for the step; in the order of its chunks that want logits."""
+        ...
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """What the step computed of prompts whose log-probabilities are asked for."""
         ...
 
 
@@ -62,8 +55,12 @@ class Device(Protocol):
 
 
 class Speculator(Protocol):
-    def propose(self, sequences: list[Sequence]) -> None:
-        """Sets `guesses` of running sequences whose tokens are all known."""
+    def active(self, running: list[Sequence]) -> bool:
+        """Whether it guesses in the next step: then it must know all tokens of the one before."""
+        ...
+
+    def propose(self, running: list[Sequence]) -> None:
+        """Sets their guesses."""
         ...
 
 
@@ -224,7 +221,9 @@ class Engine:
 
     def needs_tokens(self) -> bool:
         """Whether the next step cannot be made before the tokens of this one are known."""
-        return self.speculator is not None or any(each.params.shaped for each in self.scheduler.running)
+        running = self.scheduler.running
+        guessing = self.speculator is not None and self.speculator.active(running)
+        return guessing or any(each.params.shaped for each in running)
 
     def land(self) -> None:
         """Reads the step that is under way."""
@@ -234,11 +233,19 @@ class Engine:
 
     def take(self, flight: Flight) -> None:
         picks = flight.launched.read()
+        for found in flight.launched.prompt_logprobs():
+            self.note_prompt(found)
         now = time.monotonic()
         wanting = (chunk for chunk in flight.step.chunks if chunk.wanted)
         for chunk, picked in zip(wanting, picks, strict=True):
             if chunk.sequence.state is not State.DONE:
                 self.accept(chunk, picked, now)
+
+    def note_prompt(self, found: PromptLogprobs) -> None:
+        """The first token of a prompt has no probability; a prompt that is computed again gives the same ones."""
+        request = found.sequence.request
+        request.prompt_logprobs = request.prompt_logprobs or [None] * len(request.prompt)
+        request.prompt_logprobs[found.first : found.first + len(found.logprobs)] = found.logprobs
 
     def accept(self, chunk: Chunk, picked: Picked, now: float) -> None:
         """Tokens of a sequence have become known."""
