@@ -1,0 +1,157 @@
+"""LoRA adapters beside the weights: several at once in one batch.
+
+All adapters of a layer are stacked to one pair of matrices, as wide as their ranks together. A row of the batch goes
+through all of them, and a mask keeps the columns of its own:
+
+    y = W·x + B·(mask ∘ A·x)        A (Σ rank, in), B (out, Σ rank), mask (rows, Σ rank) of zeros and ones
+
+That is two products whoever is in the batch, so the shapes are fixed and a CUDA graph can hold them; the ranks are
+small, and so is the waste. Where layers were merged (q, k and v; gate and up), B is zero but for each one's own block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..model import GPT
+from ..spec import SpecError
+from ..spec.errors import did_you_mean
+from .fuse import Applied, FusedAttention, FusedBlock, FusedMLP
+from .lora_files import Adapter, read_adapter
+
+NONE = 0  # index of a row without an adapter
+
+
+@dataclass
+class Choice:
+    """Which columns each row of the batch uses: one tensor for all layers, always the same memory."""
+
+    mask: Tensor  # (tokens of the largest step, Σ rank)
+
+
+class Adapted(nn.Module):
+    """A linear layer, and what the adapters add to it."""
+
+    def __init__(self, base: nn.Module, apply: Applied, choice: Choice, down: Tensor, up: Tensor) -> None:
+        super().__init__()
+        self.base, self.apply_linear, self.choice = base, apply, choice
+        self.down, self.up = down, up  # (parts · Σ rank, in), (out, parts · Σ rank)
+
+    def forward(self, x: Tensor) -> Tensor:  # (tokens, in)
+        mask = self.choice.mask[: x.shape[0]].unsqueeze(1)  # (tokens, 1, Σ rank)
+        narrow = F.linear(x, self.down).unflatten(1, (-1, mask.shape[-1])) * mask
+        return self.apply_linear(self.base, x) + F.linear(narrow.flatten(1), self.up)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layer of the fused network, and the weights that it was merged from, with their rows."""
+
+    owner: FusedAttention | FusedMLP
+    attribute: str
+    parts: dict[str, int]
+
+    @property
+    def base(self) -> nn.Module:
+        layer: nn.Module = getattr(self.owner, self.attribute)
+        return layer.base if isinstance(layer, Adapted) else layer
+
+
+class Adapters:
+    """The adapters that an engine holds. Adding one stacks all of them anew."""
+
+    def __init__(self, model: GPT, tokens: int) -> None:
+        """`model` is fused; `tokens` are those of the largest step."""
+        self.model, self.tokens = model, tokens
+        self.held: dict[str, Adapter] = {}
+        self.columns = torch.zeros(1, 0)  # (1 + adapters, Σ rank): the mask of a row, by the index of its adapter
+
+    def add(self, name: str, folder: Path) -> None:
+        if name in self.held:
+            raise SpecError(f"an adapter named {name!r} is already there; give this one another name")
+        adapter = read_adapter(name, folder, self.model.spec)
+        places = places_of(self.model)
+        reachable = {part for place in places for part in place.parts}
+        if missed := sorted(adapter.deltas.keys() - reachable):
+            raise SpecError(f"{folder}: it changes {missed[0]}, and the engine applies adapters to plain layers only")
+        self.held[name] = adapter
+        self.stack(places)
+
+    def index(self, name: str | None) -> int:
+        if name is None:
+            return NONE
+        if name not in self.held:
+            raise SpecError(f"adapter {name!r} is not known to the engine{did_you_mean(name, self.held)}")
+        return 1 + list(self.held).index(name)
+
+    @torch.no_grad()
+    def stack(self, places: list[Place]) -> None:
+        weight = self.model.head_weight  # whose device and precision those of all layers are
+        width = sum(adapter.rank for adapter in self.held.values())
+        columns = torch.zeros(1 + len(self.held), width)
+        begin = 0
+        for index, adapter in enumerate(self.held.values(), start=1):
+            columns[index, begin : begin + adapter.rank] = 1
+            begin += adapter.rank
+        self.columns = columns.to(weight)
+        choice = Choice(torch.zeros(self.tokens, width).to(weight))
+        self.choice = choice
+        for place in places:
+            if any(part in adapter.deltas for adapter in self.held.values() for part in place.parts):
+                down, up = (matrix.to(weight) for matrix in stacked(list(self.held.values()), place.parts, width))
+                layer = Adapted(place.base, place.owner.apply_linear, choice, down, up)
+                setattr(place.owner, place.attribute, layer)
+
+    def choose(self, rows: Iterable[tuple[str | None, int]]) -> None:
+        """For the next forward pass: the adapter of each run of tokens, and how many they are. Does not wait."""
+        names, counts = zip(*rows, strict=True)
+        index = torch.from_numpy(np.repeat([self.index(name) for name in names], counts))
+        if self.columns.is_cuda:
+            index = index.pin_memory()
+        index = index.to(self.columns.device, non_blocking=True)
+        torch.index_select(self.columns, 0, index, out=self.choice.mask[: len(index)])
+
+
+def places_of(model: GPT) -> list[Place]:
+    """Every layer that adapters can stand beside."""
+    spec, places = model.spec, []
+    rows = {"q": spec.q_dim, "k": spec.kv_dim, "v": spec.kv_dim, "out": spec.hidden}
+    rows |= {"gate": spec.ffn, "up": spec.ffn, "down": spec.hidden}
+    for layer, block in model.blocks.items():
+        assert isinstance(block, FusedBlock)
+        into = ("gate", "up") if spec.mlp == "swiglu" else ("up",)
+        merged = [
+            ("attention", "qkv", ("q", "k", "v")),
+            ("attention", "out", ("out",)),
+            ("mlp", "into", into),
+            ("mlp", "down", ("down",)),
+        ]
+        for part, attribute, names in merged:
+            owner = getattr(block, part)
+            if isinstance(owner, FusedAttention | FusedMLP):
+                parts = {f"blocks.{layer}.{part}.{name}.weight": rows[name] for name in names}
+                places.append(Place(owner, attribute, parts))
+    return places
+
+
+def stacked(adapters: list[Adapter], parts: dict[str, int], width: int) -> tuple[Tensor, Tensor]:
+    """A (parts · Σ rank, in) and B (out, parts · Σ rank) of a layer that was merged from `parts`."""
+    inputs = next(a.deltas[part].down.shape[1] for a in adapters for part in parts if part in a.deltas)
+    down, up = torch.zeros(len(parts) * width, inputs), torch.zeros(sum(parts.values()), len(parts) * width)
+    column = row = 0
+    for part, rows in parts.items():
+        for adapter in adapters:
+            if (delta := adapter.deltas.get(part)) is not None:
+                rank = delta.down.shape[0]
+                down[column : column + rank] = delta.down
+                up[row : row + rows, column : column + rank] = delta.up
+            column += adapter.rank
+        row += rows
+    return down, up
