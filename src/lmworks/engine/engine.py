@@ -223,7 +223,8 @@ class Engine:
         """Whether the next step cannot be made before the tokens of this one are known."""
         running = self.scheduler.running
         guessing = self.speculator is not None and self.speculator.active(running)
-        return guessing or any(each.params.shaped for each in running)
+        guessed = self.flight is not None and any(chunk.wanted > 1 for chunk in self.flight.step.chunks)
+        return guessing or guessed or any(each.params.shaped for each in running)
 
     def land(self) -> None:
         """Reads the step that is under way."""

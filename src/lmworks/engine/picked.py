@@ -87,6 +87,7 @@ class Launched:
     sampled: Sampled | None
     asked: list[Asked]
     prompt: tuple[Tensor, Tensor | None, Tensor | None] | None
+    guesses: Tensor | None  # (rows): the guess that each row speaks of, where the step has guesses
     arrived: torch.cuda.Event | None
 
     def wait(self) -> None:
@@ -101,13 +102,19 @@ class Launched:
         sampled = self.sampled
         tokens, bad = sampled.tokens.tolist(), sampled.bad.tolist()
         logprobs = None if sampled.logprob is None else list(listed(sampled.logprob, *sampled[2:4]))
-        picked = []
-        for row, chunk in enumerate(self.chunks):
+        guesses = [] if self.guesses is None else self.guesses.tolist()
+        picked, row = [], 0
+        for chunk in self.chunks:
+            end = row + 1
+            # A row speaks of the place after a guess: it counts only where the row before agreed with that guess.
+            while end < row + chunk.wanted and tokens[end - 1] == guesses[end - 1] and not bad[end - 1]:
+                end += 1
             params = chunk.sequence.params
             found = None
             if logprobs is not None and (params.logprobs is not None or params.best_of is not None):
-                found = [as_logprob(tokens[row], logprobs[row], params.logprobs or 0)]
-            picked.append(Picked([tokens[row]], found, bad[row]))
+                found = [as_logprob(tokens[i], logprobs[i], params.logprobs or 0) for i in range(row, end)]
+            picked.append(Picked(tokens[row:end], found, any(bad[row:end])))
+            row += chunk.wanted
         return picked
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:

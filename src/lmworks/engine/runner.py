@@ -37,7 +37,7 @@ class Runner:
         self.device = torch.device(device)
         self.spec = filled(spec, model.spec, self.device)
         self.synchronous = self.device.type == "cpu"  # a launch is done when it returns
-        self.model = model
+        self.model, self.valid_vocab = model, valid_vocab
         dtype = DTYPES[self.spec.dtype]
         move(model, self.device, dtype)
         kv_heads = model.layers()[0].attention.k.weight.shape[0] // model.spec.head_dim
@@ -79,14 +79,14 @@ class Runner:
         wants = self.sampler.wants(chunk.sequence.slot for chunk in picking)
         mask = self.masks(picking)
         if self.graphs is not None and decodes(step):
-            sampled = self.replay(self.graphs, step, wants, mask)
-            return self.launched(picking, sampled, [], None)
+            return self.launched(picking, self.replay(self.graphs, step, wants, mask), [], None, None)
         buffer, layout = self.packer.pack(step)
         batch = unpack(buffer.to(self.device, non_blocking=True), layout)
         states = self.states(batch)
         asked = asked_of(step.chunks)
         prompt = prompt_logprobs(self.model, states, asked) if asked else None
-        return self.launched(picking, self.pick(states, batch, wants, mask) if picking else None, asked, prompt)
+        sampled = self.pick(states, batch, wants, mask) if picking else None
+        return self.launched(picking, sampled, asked, prompt, guesses_of(batch, picking))
 
     def replay(self, graphs: Graphs[Tensor | Sampled], step: Step, wants: Wants, mask: Tensor | None) -> Sampled:
         """A step that only decodes. The graph holds the sampler too where that makes one pass over the logits."""
@@ -136,12 +136,13 @@ class Runner:
         sampled: Sampled | None,
         asked: list[Asked],
         prompt: tuple[Tensor, Tensor | None, Tensor | None] | None,
+        guesses: Tensor | None,
     ) -> Launched:
         """Send the results home. Copies to page-locked memory do not wait, and come before all later steps."""
         if self.synchronous:
-            return Launched(picking, sampled, asked, prompt, None)
+            return Launched(picking, sampled, asked, prompt, guesses, None)
         arrived = torch.cuda.Event()
-        home = Launched(picking, sent_home(sampled), asked, sent_home(prompt), arrived)
+        home = Launched(picking, sent_home(sampled), asked, sent_home(prompt), sent_home(guesses), arrived)
         arrived.record()
         return home
 
@@ -154,6 +155,13 @@ def sent_home(results: Any) -> Any:
         return None
     parts = map(sent_home, results)
     return Sampled(*parts) if isinstance(results, Sampled) else tuple(parts)
+
+
+def guesses_of(batch: Batch, picking: list[Chunk]) -> Tensor | None:
+    """(rows): the token behind each row's own, which is the guess that the row speaks of (or nobody's)."""
+    if batch.at is None or all(chunk.wanted == 1 for chunk in picking):
+        return None
+    return batch.tokens[(batch.at + 1).clamp(max=len(batch.tokens) - 1)]
 
 
 def decodes(step: Step) -> bool:
