@@ -186,7 +186,7 @@ class Sampler:
         """
         wants = wants or self.wants(self.asked)
         scores = self.scores(logits, slots, places, mask, wants)
-        rows = sample.Rows(self.floats[slots, TEMPERATURE], self.seeds[slots], places) if wants.noise else None
+        rows = sample.Rows(self.floats[:, TEMPERATURE], self.seeds, slots, places) if wants.noise else None
         drawn = sample.draw(logits, scores, rows, wants.logprobs)
         if wants.penalties and self.answered is not None:
             self.answered.index_put_((slots, drawn.tokens), torch.ones_like(drawn.tokens, dtype=torch.int32), True)

@@ -17,10 +17,11 @@ from . import noise
 
 
 class Rows(NamedTuple):
-    """How each row is sampled."""
+    """How each row is sampled: tables by slot, and each row's slot and place."""
 
-    temperatures: Tensor  # (rows) float32
-    seeds: Tensor  # (rows) int64
+    temperatures: Tensor  # (slots) float32
+    seeds: Tensor  # (slots) int64
+    slots: Tensor  # (rows) int64
     places: Tensor  # (rows) int64
 
 
@@ -35,8 +36,8 @@ def reference(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool)
     scores = scores.float()
     if rows is not None:
         ids = torch.arange(scores.shape[1], device=scores.device)
-        drawn = noise.gumbel(noise.bits(rows.seeds, rows.places, ids))  # (rows, valid)
-        scores = drawn.mul_(rows.temperatures.unsqueeze(1)).add_(scores)
+        drawn = noise.gumbel(noise.bits(rows.seeds[rows.slots], rows.places, ids))  # (rows, valid)
+        scores = drawn.mul_(rows.temperatures[rows.slots].unsqueeze(1)).add_(scores)
     tokens = scores.argmax(dim=1)  # of equal scores the first
     best = scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
     bad = ~torch.isfinite(logits).all(dim=1) | (best == -math.inf)
@@ -50,4 +51,8 @@ def reference(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool)
 
 def draw(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool) -> Drawn:
     """As `reference`; on a GPU one kernel that reads every number once."""
-    return reference(logits, scores, rows, logprobs)
+    if logits.device.type != "cuda":
+        return reference(logits, scores, rows, logprobs)
+    from .sample_triton import launch
+
+    return launch(logits, scores, rows, logprobs)

@@ -1,0 +1,168 @@
+"""`sample.draw` on a GPU: a row of logits is cut into spans, each read once; a second kernel takes the best of them.
+
+Spans have one size whatever the batch, so a row's token and log-probability do not depend on the rows beside it.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import noise
+from .sample import Drawn, Rows
+from .triton_support import power_of_two, tl, triton
+
+SPAN = 4096  # columns of one program: 38 programs for a row of 151,936
+
+GOLDEN = tl.constexpr(noise.GOLDEN)
+WIDE_1, WIDE_2 = (tl.constexpr(factor) for factor in noise.WIDE)
+NARROW_1, NARROW_2 = (tl.constexpr(factor) for factor in noise.NARROW)
+SMALL = tl.constexpr(noise.SMALL)
+LAST = tl.constexpr(noise.LAST)
+
+
+def launch(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool) -> Drawn:
+    """As `sample.reference`. Never waits for the device, and can be held in a CUDA graph."""
+    count, vocab = logits.shape
+    spans = triton.cdiv(vocab, SPAN)
+    same = scores.data_ptr() == logits.data_ptr() and scores.dtype == logits.dtype
+    tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
+    bad = torch.empty(count, dtype=torch.bool, device=logits.device)
+    found = torch.empty(count, dtype=torch.float32, device=logits.device) if logprobs else None
+    floats = torch.empty(3, count, spans, dtype=torch.float32, device=logits.device)
+    ints = torch.empty(2, count, spans, dtype=torch.int32, device=logits.device)
+    span_kernel[(spans, count)](
+        logits,
+        scores,
+        *(rows or (None,) * 4),
+        *floats,
+        *ints,
+        vocab,
+        scores.shape[1],
+        logits.stride(0),
+        scores.stride(0),
+        rows.temperatures.stride(0) if rows else 0,
+        rows.seeds.stride(0) if rows else 0,
+        SAME=same,
+        NOISE=rows is not None,
+        LOGPROBS=logprobs,
+        SPAN=SPAN,
+        num_warps=4,
+    )
+    row_kernel[(count,)](
+        logits, *floats, *ints, tokens, bad, found, logits.stride(0), spans,
+        SPANS=power_of_two(spans), LOGPROBS=logprobs, num_warps=1,
+    )  # fmt: skip
+    return Drawn(tokens, bad, found)
+
+
+@triton.jit
+def mix64(x):
+    x = (x ^ (x >> 30)) * WIDE_1
+    x = (x ^ (x >> 27)) * WIDE_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def mix32(x):
+    x = (x ^ (x >> 16)) * NARROW_1
+    x = (x ^ (x >> 13)) * NARROW_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def gumbel(seed, place, ids):
+    """As `noise.gumbel(noise.bits(…))`: seed and place are int64 scalars, ids (n) int32."""
+    key = mix64(mix64(seed.to(tl.uint64)) + (place + 1).to(tl.uint64) * GOLDEN)
+    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    random = mix32(mix32(ids.to(tl.uint32) ^ low) + high)
+    v = tl.minimum((random.to(tl.float32) + 0.5) * 2.3283064365386963e-10, LAST)  # 2⁻³²
+    series = (((v * 0.25 + 1 / 3) * v + 0.5) * v + 1) * v
+    return -tl.log(tl.where(v < SMALL, series, -tl.log(1 - v)))
+
+
+@triton.jit
+def span_kernel(
+    logits,  # (rows, vocab)
+    scores,  # (rows, valid)
+    temperatures,  # (slots) fp32
+    seeds,  # (slots) int64
+    slots,  # (rows) int64
+    places,  # (rows) int64
+    best,  # (rows, spans) fp32: the best score of a span
+    highest,  # (rows, spans) fp32: its highest logit
+    mass,  # (rows, spans) fp32: Σ exp(logit − highest)
+    winners,  # (rows, spans) int32: the token of the best score
+    wrong,  # (rows, spans) int32: whether a logit is not finite
+    vocab,
+    valid,
+    logits_stride,
+    scores_stride,
+    temperatures_stride,
+    seeds_stride,
+    SAME: tl.constexpr,
+    NOISE: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    ids = span * SPAN + tl.arange(0, SPAN)
+    inside = ids < vocab
+    x = tl.load(logits + row * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
+    at = row * tl.num_programs(0) + span
+    tl.store(wrong + at, tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, axis=0))
+    if LOGPROBS:
+        top = tl.max(tl.where(inside, x, -float("inf")), axis=0)
+        tl.store(highest + at, top)
+        tl.store(mass + at, tl.sum(tl.where(inside, tl.exp(x - top), 0.0), axis=0))
+    if SAME:
+        score = x
+    else:
+        score = tl.load(scores + row * scores_stride + ids, mask=ids < valid, other=0.0).to(tl.float32)
+    if NOISE:
+        slot = tl.load(slots + row)
+        temperature = tl.load(temperatures + slot * temperatures_stride)
+        if temperature > 0:
+            score += temperature * gumbel(tl.load(seeds + slot * seeds_stride), tl.load(places + row), ids)
+    score = tl.where(ids < valid, score, -float("inf"))
+    peak = tl.max(score, axis=0)
+    tl.store(best + at, peak)
+    tl.store(winners + at, tl.min(tl.where(score == peak, ids, 2147483647), axis=0))
+
+
+@triton.jit
+def row_kernel(
+    logits,
+    best,
+    highest,
+    mass,
+    winners,
+    wrong,
+    tokens,
+    bad,
+    found,
+    logits_stride,
+    spans,
+    SPANS: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.arange(0, SPANS)
+    inside = span < spans
+    at = row * spans + span
+    scores = tl.load(best + at, mask=inside, other=-float("inf"))
+    peak = tl.max(scores, axis=0)
+    ids = tl.load(winners + at, mask=inside, other=2147483647)
+    winner = tl.min(tl.where(scores == peak, ids, 2147483647), axis=0)
+    failed = (tl.max(tl.load(wrong + at, mask=inside, other=0), axis=0) > 0) | (peak == -float("inf"))
+    token = tl.where(failed, 0, winner).to(tl.int64)
+    tl.store(tokens + row, token)
+    tl.store(bad + row, failed)
+    if LOGPROBS:
+        tops = tl.load(highest + at, mask=inside, other=-float("inf"))
+        top = tl.max(tops, axis=0)
+        total = tl.sum(tl.load(mass + at, mask=inside, other=0.0) * tl.exp(tops - top), axis=0)
+        chosen = tl.load(logits + row * logits_stride + token).to(tl.float32)
+        tl.store(found + row, chosen - top - tl.log(total))

@@ -1,0 +1,150 @@
+"""Random bits are well mixed, and the GPU's kernel (on a GPU, or interpreted on a CPU) picks the same tokens."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from lmworks.kernels import noise, sample
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# --- noise ---
+
+
+def words(seeds: list[int], places: list[int], ids: int) -> np.ndarray:
+    random = noise.bits(torch.tensor(seeds), torch.tensor(places), torch.arange(ids))
+    return random.numpy().view(np.uint32)
+
+
+def test_the_mixers_are_those_that_were_published() -> None:
+    """First numbers of splitmix64 from seed 0, and MurmurHash3's finaliser of 1."""
+    golden = noise.signed(noise.GOLDEN, 64)
+    first = noise.mix64(torch.tensor([1, 2, 3]) * golden).numpy().view(np.uint64)
+    assert [hex(n) for n in first] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"]
+    assert noise.mix32(torch.tensor([1], dtype=torch.int32)).numpy().view(np.uint32)[0] == 0x514E28B7
+
+
+def test_bits_are_as_python_computes_them() -> None:
+    def mixed(x: int, shifts: tuple[int, ...], factors: tuple[int, ...], size: int) -> int:
+        for by, factor in zip(shifts, factors, strict=False):
+            x = (x ^ (x >> by)) * factor % 2**size
+        return x ^ (x >> shifts[-1])
+
+    for seed, place in ((0, 0), (2**63 - 1, 5), (12345, 100_000)):
+        key = mixed(seed, (30, 27, 31), noise.WIDE, 64) + (place + 1) * noise.GOLDEN
+        key = mixed(key % 2**64, (30, 27, 31), noise.WIDE, 64)
+        for token, found in enumerate(words([seed], [place], 50)[0]):
+            half = mixed(token ^ (key % 2**32), (16, 13, 16), noise.NARROW, 32)
+            assert found == mixed((half + (key >> 32)) % 2**32, (16, 13, 16), noise.NARROW, 32)
+
+
+@pytest.mark.parametrize("varied", ["ids", "places", "seeds"])
+def test_bits_are_uniform_and_independent(varied: str) -> None:
+    """Along each of the three, every byte is uniform, and unrelated to that of the next."""
+    count = 40_000
+    if varied == "ids":
+        random = words([7], [3], count)[0]
+    elif varied == "places":
+        random = words([7] * count, list(range(count)), 6)[:, 5]
+    else:
+        random = words(list(range(count)), [3] * count, 6)[:, 5]
+    for shift in (0, 8, 16, 24):
+        byte = (random >> shift) & 255
+        assert stats.chisquare(np.bincount(byte, minlength=256)).pvalue > 1e-4
+        pairs = stats.contingency.crosstab(byte[:-1] // 16, byte[1:] // 16).count
+        assert stats.chi2_contingency(pairs).pvalue > 1e-4
+    flipped = np.unpackbits((random[:-1] ^ random[1:]).view(np.uint8)).mean()
+    assert abs(flipped - 0.5) < 0.002
+
+
+def test_no_two_tokens_of_a_place_share_their_noise() -> None:
+    assert len(np.unique(words([1], [1], 200_000))) == 200_000
+
+
+def test_gumbel_noise_has_its_distribution_and_no_infinity() -> None:
+    drawn = noise.gumbel(noise.bits(torch.tensor([1]), torch.tensor([2]), torch.arange(100_000)))[0].numpy()
+    assert stats.kstest(drawn, "gumbel_r").pvalue > 1e-3
+    ends = noise.gumbel(torch.tensor([0, -1, 1, 2**31 - 1, -(2**31)], dtype=torch.int32)).double()
+    v = np.minimum((np.array([0, 2**32 - 1, 1, 2**31 - 1, 2**31]) + 0.5) / 2**32, noise.LAST)
+    np.testing.assert_allclose(ends.numpy(), -np.log(-np.log1p(-v)), rtol=1e-4)
+
+
+# --- the kernel ---
+
+
+def launch(logits: Tensor, scores: Tensor, rows: sample.Rows | None, logprobs: bool) -> sample.Drawn:
+    if DEVICE == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
+        pytest.importorskip("triton")
+    from lmworks.kernels.sample_triton import launch
+
+    return launch(logits, scores, rows, logprobs)
+
+
+def rows_of(count: int) -> sample.Rows:
+    """Greedy, tiny, usual and large temperatures."""
+    draw = torch.Generator().manual_seed(1)
+    temperatures = torch.tensor([0.0, 0.5, 1.0, 1e-30, 3.0]).repeat(count)[:count]
+    seeds = torch.randint(0, 2**62, (count,), generator=draw)
+    slots, places = torch.randperm(count, generator=draw), torch.arange(count) * 1000
+    return sample.Rows(*(t.to(DEVICE) for t in (temperatures, seeds, slots, places)))
+
+
+def some_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab", "valid"), [(50, 50), (5000, 4900), (5000, 4000)])
+def test_the_kernel_picks_the_same_tokens(dtype: torch.dtype, vocab: int, valid: int) -> None:
+    logits, rows = some_logits(5, vocab, dtype), rows_of(5)
+    changed = logits[:, :valid].float().masked_fill(logits[:, :valid] > 6, -math.inf)
+    for scores in (logits[:, :valid], changed):
+        for each in (rows, None):
+            expected = sample.reference(logits, scores, each, True)
+            found = launch(logits, scores, each, True)
+            assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.bad, expected.bad)
+            torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=2e-6)
+            assert torch.equal(launch(logits, scores, each, False).tokens, expected.tokens)
+
+
+def test_the_kernel_gives_a_row_the_same_alone_and_in_a_batch() -> None:
+    logits, rows = some_logits(6, 5000), rows_of(6)
+    together = launch(logits, logits, rows, True)
+    for i in range(6):
+        row = sample.Rows(rows.temperatures, rows.seeds, rows.slots[i : i + 1], rows.places[i : i + 1])
+        alone = launch(logits[i : i + 1], logits[i : i + 1], row, True)
+        assert torch.equal(alone.tokens, together.tokens[i : i + 1])
+        assert alone.logprobs is not None and together.logprobs is not None
+        assert torch.equal(alone.logprobs, together.logprobs[i : i + 1])
+
+
+def test_the_kernel_takes_the_first_of_equals_across_spans() -> None:
+    logits = torch.zeros(1, 9000, device=DEVICE)
+    logits[0, [8999, 4500, 4100, 4097]] = 1.0
+    assert launch(logits, logits, None, False).tokens.item() == 4097
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_kernel_flags_bad_rows(value: float) -> None:
+    logits = some_logits(3, 5000)
+    logits[1, 4999] = value
+    drawn = launch(logits, logits[:, :4990], rows_of(3), False)
+    assert drawn.bad.tolist() == [False, True, False] and drawn.tokens[1] == 0
+    nothing = launch(some_logits(1, 60), torch.full((1, 60), -math.inf, device=DEVICE), None, False)
+    assert nothing.bad.item() and nothing.tokens.item() == 0
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="compares two devices")
+def test_noise_is_the_same_on_both_devices() -> None:
+    arguments = torch.arange(9) * 7**20, torch.arange(9) * 1000, torch.arange(200_000)
+    here, there = noise.bits(*arguments), noise.bits(*(t.cuda() for t in arguments))
+    assert torch.equal(here, there.cpu())
