@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .engine.params import SamplingParams as SamplingParams
+    from .llm import LLM as LLM
     from .model import GPT as GPT
     from .spec import Cluster as Cluster
     from .spec import ModelSpec as ModelSpec
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
 EXPORTS = {
     "Cluster": "lmworks.spec",
     "GPT": "lmworks.model",
+    "LLM": "lmworks.llm",
     "ModelSpec": "lmworks.spec",
     "RunSpec": "lmworks.spec",
+    "SamplingParams": "lmworks.engine.params",
     "Trainer": "lmworks.train",
 }
 

@@ -310,7 +310,7 @@ def test_sampling_repeats_with_its_seed_and_differs_with_another(lmworks: Run, f
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["generate", "RUN", "--prompt", "x" * 200], 2, "the prompt has 200 tokens, and the model's context only 128"),
+        (["generate", "RUN", "--prompt", "x" * 200], 2, "the prompt has 200 tokens: with an answer"),
         (["generate", "RUN", "--prompt", "x", "--seed", "99999999999999999999"], 2, "seed = 99999999999999999999"),
         (["generate", "RUN", "--prompt", "x" * 100, "--max-tokens", "29"], 2, "at most 28 new tokens fit"),
         (["generate", "RUN", "--prompt", "x", "--temperature", "-1"], 2, "temperature = -1 is out of range"),

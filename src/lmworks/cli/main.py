@@ -8,7 +8,24 @@ import sys
 import typer
 
 from ..spec.errors import LMWorksError
-from . import data, demo, hardware, launch, mesh, models, parity, pipeline, plan, runs, simulate, study, train, use
+from . import (
+    chat,
+    data,
+    demo,
+    generate,
+    hardware,
+    launch,
+    mesh,
+    models,
+    parity,
+    pipeline,
+    plan,
+    runs,
+    simulate,
+    study,
+    train,
+    use,
+)
 from .ranks import stop_with_starter
 
 app = typer.Typer(
@@ -34,7 +51,8 @@ app.add_typer(launch.app, name="launch")
 app.command("parity")(parity.parity)
 app.add_typer(study.app, name="study")
 app.command("eval")(use.evaluate)
-app.command("generate")(use.generate)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("export")(use.export)
 
 

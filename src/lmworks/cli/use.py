@@ -1,18 +1,16 @@
-"""`lmworks eval`, `lmworks generate` and `lmworks export`: a trained run at work."""
+"""`lmworks eval` and `lmworks export`: a trained run measured, and written for others."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .generate import Step
 from .output import Json, print_json
 from .train import RunDir
-
-Step = Annotated[int | None, typer.Option("--step", help="Use the checkpoint of this step instead of the newest.")]
 
 
 def evaluate(
@@ -51,63 +49,6 @@ def evaluate(
             f"step {trained.step}: loss {result.loss:.4f} nats/token, perplexity {summary['perplexity']:.2f}, "
             f"{bits_per_byte:.3f} bits/byte over {result.tokens:,} held-out tokens"
         )
-
-
-def generate(
-    run: RunDir,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="How many tokens to add.")] = 64,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
-    temperature: Annotated[float, typer.Option(help="Below 1: safer; above 1: wilder; 0: greedy.")] = 0.8,
-    top_k: Annotated[int, typer.Option("--top-k", help="Choose among the k likeliest (0: all).")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Choose among the likeliest that hold this mass.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
-    step: Step = None,
-    json: Json = False,
-) -> None:
-    """Continue a text with a trained run (or a Hugging Face folder with a tokenizer.json).
-
-    \b
-    Examples:
-      lmworks generate runs/demo --prompt "def add(a, b):" --max-tokens 48 --greedy
-      lmworks generate runs/demo --prompt "import " --temperature 0.8 --top-k 50 --seed 7
-    """
-    import torch
-
-    from ..model import Sampling
-    from ..model.generation import stream
-    from ..spec import SpecError
-    from ..train.load import load_for_generation
-
-    how = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
-    if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
-        raise SpecError("--prompt is not valid UTF-8")
-    model, tokenizer = load_for_generation(run, step)
-    how = replace(how, vocab=tokenizer.vocab_size)
-    ids = tokenizer.encode(prompt) or [tokenizer.eot]
-    outside = [i for i in ids if i >= model.spec.vocab]
-    if outside:
-        raise SpecError(
-            f"the tokenizer gives id {outside[0]}, but the model's vocabulary ends at {model.spec.vocab - 1}"
-        )
-    tokens = torch.tensor([ids], device=model.device)
-    new: list[int] = []
-    shown = ""
-    for number, token in enumerate(stream(model, tokens, max_tokens, how)):
-        if not json and number == 0:  # not before: a prompt that is too long is refused by now
-            typer.echo(prompt, nl=False)
-        if int(token) == tokenizer.eot:
-            break
-        new.append(int(token))
-        text = tokenizer.decode(new)
-        if not json and not text.endswith("\ufffd"):  # half of a character waits for its other half
-            typer.echo(text[len(shown) :], nl=False)
-            shown = text
-    text = tokenizer.decode(new)
-    if json:
-        print_json({"prompt": prompt, "text": text, "tokens": new, "prompt_tokens": len(ids)})
-    else:
-        typer.echo(text[len(shown) :])
 
 
 def export(

@@ -76,8 +76,9 @@ class SamplingParams:
             raise SpecError(f"{name} = {value!r}: a finite number is expected")
         if value < low or value > high or (open_below and value == low):
             least = f"more than {low:g}" if open_below else f"at least {low:g}"
-            most = "" if math.isinf(high) else f" and at most {high:g}"
-            raise SpecError(f"{name} = {value:g} is out of range: it must be {least}{most}")
+            most = "" if math.isinf(high) else f" and at most {high if isinstance(high, int) else f'{high:g}'}"
+            shown = value if isinstance(value, int) else f"{value:g}"
+            raise SpecError(f"{name} = {shown} is out of range: it must be {least}{most}")
 
     @property
     def greedy(self) -> bool:

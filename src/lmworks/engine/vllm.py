@@ -6,7 +6,7 @@ What vLLM cannot do is refused by name, never left out in silence.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..spec import EngineSpec, LMWorksError, SpecError
@@ -45,7 +45,7 @@ class VLLM:
         results |= {place: to_result(output, params[place]) for place, output in zip(good, outputs, strict=True)}
         return [results[place] for place in range(len(prompts))]
 
-    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Piece, None, None]:
         """Pieces as they come; leaving early cancels the request."""
         request = Request([] if isinstance(prompt, str) else prompt, params, stream=True)
         if why := self.wrong(prompt):

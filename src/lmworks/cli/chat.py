@@ -1,0 +1,110 @@
+"""`lmworks chat`: talk with a model in the terminal, or through a pipe."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..spec.errors import SpecError
+from .generate import Engine, EngineOverrides, MaxTokens, Seed, Source, Step, Temperature, TopK, TopP, open_llm
+
+if TYPE_CHECKING:
+    from ..engine.chat import Chat, Message
+    from ..engine.params import SamplingParams
+    from ..llm import LLM
+
+HELP = "/reset begins anew, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+
+
+def chat(
+    model: Source,
+    overrides: EngineOverrides = None,
+    system: Annotated[str, typer.Option("--system", help="What the model is told before the first message.")] = "",
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 0.95,
+    seed: Seed = 0,
+    step: Step = None,
+    engine: Engine = "native",
+) -> None:
+    """Talk with a model: its own chat template where it has one, else as a plain dialogue.
+
+    \b
+    Examples:
+      lmworks chat exported/demo
+      lmworks chat runs/demo --temperature 0 --max-tokens 80 --system "You write Python."
+    """
+    from ..engine.params import SamplingParams
+
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    with open_llm(model, overrides, step, engine, seed) as llm:
+        Talk(llm, params, system).run()
+
+
+class Talk:
+    """One conversation: reads lines until there are no more, and writes answers as they come."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str) -> None:
+        self.llm = llm
+        self.chat: Chat = llm.chat()
+        # An answer may take up to half of the context; the rest is for what was said before.
+        longest = min(params.max_tokens, max(1, llm.context // 2))
+        self.params = replace(params, max_tokens=longest, stop=self.chat.stop)
+        self.start: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self.start)
+        self.live = sys.stdin.isatty()
+
+    def run(self) -> None:
+        if self.live:
+            typer.echo(HELP)
+        while (line := self.read()) is not None:
+            if line == "/quit":
+                return
+            if line == "/reset":
+                self.messages = list(self.start)
+                typer.echo("(begun anew)")
+            elif line.startswith("/"):
+                typer.echo(f"(no such command) {HELP}")
+            elif line:
+                self.reply(line)
+
+    def read(self) -> str | None:
+        """The next line; None at the end. Ctrl-C at the prompt leaves, as Ctrl-D does."""
+        if self.live:
+            try:
+                return input("> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                typer.echo("")
+                return None
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+
+    def reply(self, line: str) -> None:
+        asked: list[Message] = [*self.messages, {"role": "user", "content": line}]
+        room = self.llm.context - self.params.max_tokens
+        ids, kept = self.chat.prompt(asked, room)
+        if len(kept) < len(asked):
+            typer.echo(
+                f"(the context of {self.llm.context} tokens is full: the oldest messages are forgotten)", err=True
+            )
+        said = ""
+        pieces = self.llm.stream(ids, self.params)
+        try:
+            for piece in pieces:
+                if piece.result is not None and piece.result.error:
+                    raise SpecError(piece.result.error)
+                said += piece.text
+                typer.echo(piece.text, nl=False)
+        except KeyboardInterrupt:
+            typer.echo(" (stopped)", nl=False)
+        except SpecError as error:  # this message cannot be answered; the next one may
+            typer.echo(f"({error})", err=True)
+            return
+        finally:
+            pieces.close()
+        typer.echo("")
+        self.messages = [*kept, {"role": "assistant", "content": said.strip()}]

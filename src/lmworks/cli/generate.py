@@ -1,0 +1,209 @@
+"""`lmworks generate`: continue texts with a trained run or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..spec.errors import SpecError
+from .output import Json, print_json
+
+if TYPE_CHECKING:
+    from ..engine.params import SamplingParams
+    from ..engine.request import Answer, Result
+    from ..llm import LLM
+
+Source = Annotated[str, typer.Argument(metavar="MODEL", help="A run folder, or a Hugging Face one.")]
+EngineOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[engine.KEY=VALUE]...", help="Changes to the engine, e.g. engine.dtype=bf16."),
+]
+Engine = Annotated[str, typer.Option("--engine", help="native, or vllm where it is installed.")]
+Step = Annotated[int | None, typer.Option("--step", help="Use the checkpoint of this step instead of the newest.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="How many tokens to add at most.")]
+Temperature = Annotated[float, typer.Option(help="Below 1: safer; above 1: wilder; 0: greedy.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Choose among the k likeliest (0: all).")]
+TopP = Annotated[float, typer.Option("--top-p", help="Choose among the likeliest that hold this mass.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same text.")]
+
+Prompt = str | list[int]
+Wish = tuple[Prompt, "SamplingParams"]  # a prompt, and how it is to be continued
+
+
+def generate(
+    model: Source,
+    overrides: EngineOverrides = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Text to continue; may be repeated.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="A file of prompts: .txt with one a line, or .jsonl (see docs/engine.md)."),
+    ] = None,
+    max_tokens: MaxTokens = 64,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 0.95,
+    seed: Seed = 0,
+    n: Annotated[int, typer.Option("--n", help="Answers to each prompt.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="End the text here; may be repeated.")] = None,
+    step: Step = None,
+    engine: Engine = "native",
+    json: Json = False,
+) -> None:
+    """Continue texts with a trained run (or a Hugging Face folder with a tokenizer.json).
+
+    \b
+    Examples:
+      lmworks generate runs/demo --prompt "def add(a, b):" --max-tokens 48 --greedy
+      lmworks generate runs/demo --prompt "import " --temperature 0.8 --top-k 50 --seed 7
+      lmworks generate exported/demo engine.dtype=bf16 --prompts prompts.jsonl --n 2 --json
+    """
+    from ..engine.params import SamplingParams
+
+    usual = SamplingParams(
+        temperature=0.0 if greedy else temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        n=n,
+        stop=tuple(stop or ()),
+    )
+    wishes: list[Wish] = [(text, usual) for text in prompt or ()]
+    wishes += read_prompts(prompts, usual) if prompts else []
+    if not wishes:
+        raise SpecError("nothing to continue: give --prompt TEXT or --prompts FILE")
+    refuse_broken_text(prompt or ())
+    with open_llm(model, overrides, step, engine, seed) as llm:
+        starts = [text if text else llm.empty_start() for text, _ in wishes]
+        if len(wishes) == 1:
+            refuse_too_long(llm, starts[0], max_tokens)
+            if n == 1 and not json:
+                write_as_it_comes(llm, wishes[0][0], starts[0], wishes[0][1])
+                return
+        results = llm.generate(starts, [params for _, params in wishes], progress=not json)
+    if len(results) == 1 and results[0].error:
+        raise SpecError(results[0].error)
+    shown = [summary(text, result) for (text, _), result in zip(wishes, results, strict=True)]
+    if json:
+        print_json(shown[0] if len(shown) == 1 else shown)
+    else:
+        show(shown)
+    if any(result.error for result in results):
+        raise typer.Exit(1)
+
+
+def open_llm(model: str, overrides: Sequence[str] | None, step: int | None, engine: str, seed: int = 0) -> LLM:
+    """The model with its engine, from what was typed."""
+    from ..llm import LLM
+
+    return LLM(model, engine=engine, step=step, seed=seed, **engine_options(overrides))
+
+
+def engine_options(overrides: Sequence[str] | None) -> dict[str, Any]:
+    from ..spec.load import apply_overrides
+
+    sections = apply_overrides({}, overrides or ())
+    for name, value in sections.items():
+        if name != "engine" or not isinstance(value, dict):
+            raise SpecError(f"'{name}' is no part of the engine; write engine.KEY=VALUE, e.g. engine.dtype=bf16")
+    return dict(sections.get("engine", {}))
+
+
+# --- prompts ----------------------------------------------------------------------------------------------
+
+
+def refuse_broken_text(texts: Sequence[str]) -> None:
+    """Bytes that are no UTF-8 reach a program as lone surrogates."""
+    for text in texts:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise SpecError("--prompt is not valid UTF-8")
+
+
+def read_prompts(path: Path, usual: SamplingParams) -> list[Wish]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise SpecError(f"--prompts {path}: {getattr(error, 'strerror', None) or 'not valid UTF-8'}") from None
+    if path.suffix != ".jsonl":
+        return [(line, usual) for line in lines if line.strip()]
+    return [read_wish(line, f"{path}:{number}", usual) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def read_wish(line: str, where: str, usual: SamplingParams) -> Wish:
+    """A string, a list of ids, or an object with `prompt` and wishes of its own: {"prompt": …, "max_tokens": 5}."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise SpecError(f"{where}: not JSON ({error})") from None
+    wishes = value if isinstance(value, dict) else {"prompt": value}
+    prompt = wishes.pop("prompt", None)
+    ids = isinstance(prompt, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in prompt)
+    if not isinstance(prompt, str) and not ids:
+        raise SpecError(f"{where}: expected a string, a list of token ids, or an object with such a 'prompt'")
+    known = {field.name for field in fields(usual)}
+    if unknown := sorted(wishes.keys() - known):
+        raise SpecError(f"{where}: unknown key '{unknown[0]}'; SamplingParams has {', '.join(sorted(known))}")
+    try:
+        return prompt, replace(usual, **wishes)
+    except (SpecError, TypeError) as error:
+        raise SpecError(f"{where}: {error}") from None
+
+
+def refuse_too_long(llm: LLM, prompt: Prompt, max_tokens: int) -> None:
+    """The engine would end the answer where the context ends; who asked for more by name should know."""
+    ids = llm.encode(prompt)
+    room = llm.context - len(ids)
+    if isinstance(ids, list) and 0 < room < max_tokens:
+        raise SpecError(
+            f"prompt ({len(ids)} tokens) + max tokens ({max_tokens}) exceed the model's context of {llm.context}; "
+            f"at most {room} new tokens fit"
+        )
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def write_as_it_comes(llm: LLM, prompt: Prompt, start: Prompt, params: SamplingParams) -> None:
+    begun = False
+    for piece in llm.stream(start, params):
+        if piece.result is not None and piece.result.error:
+            raise SpecError(piece.result.error)
+        if not begun:  # not before: a prompt that is too long is refused by now
+            typer.echo(prompt if isinstance(prompt, str) else "", nl=False)
+            begun = True
+        typer.echo(piece.text, nl=False)
+    typer.echo("")
+
+
+def summary(prompt: Prompt, result: Result) -> dict[str, Any]:
+    """One prompt and what it came to. With n > 1 all answers are listed; the first one stands on top as well."""
+    first = of_answer(result.answers[0])
+    told = {"prompt": prompt, **first, "prompt_tokens": len(result.prompt_token_ids)}
+    if result.error:
+        told["error"] = result.error
+    if len(result.answers) > 1:
+        told["answers"] = [of_answer(one) for one in result.answers]
+    return told
+
+
+def of_answer(answer: Answer) -> dict[str, Any]:
+    """Its tokens without the one that ended it, as its text is."""
+    tokens = answer.token_ids[:-1] if isinstance(answer.stop_reason, int) else answer.token_ids
+    return {"text": answer.text, "tokens": tokens, "finish_reason": answer.finish_reason}
+
+
+def show(summaries: Sequence[dict[str, Any]]) -> None:
+    for number, one in enumerate(summaries):
+        typer.echo(f"── {number + 1} ──")
+        if "error" in one:
+            typer.echo(f"error: {one['error']}")
+            continue
+        start = one["prompt"] if isinstance(one["prompt"], str) else ""
+        for answer in one.get("answers", [one]):
+            typer.echo(start + answer["text"])

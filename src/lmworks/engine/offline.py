@@ -1,0 +1,125 @@
+"""An engine driven by its caller: many prompts at once, or one answer as it comes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+
+from .engine import Engine
+from .params import SamplingParams
+from .request import Piece, Request, Result
+
+Advance = Callable[[Sequence[Result]], None]
+
+
+class Offline:
+    """Steps the engine whenever somebody waits for a piece. A stream may be open while other prompts are generated."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.boxes: dict[int, list[Piece]] = {}  # of every request that is waited for
+
+    @property
+    def context(self) -> int:
+        return self.engine.spec.context
+
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], progress: bool) -> list[Result]:
+        """Results in order. Whatever ends this early (Ctrl-C) takes all its requests back."""
+        requests = [Request(prompt, wishes) for prompt, wishes in zip(prompts, params, strict=True)]
+        results: dict[int, Result] = {}
+        box: list[Piece] = []
+        try:
+            for request in requests:
+                self.add(request, box)
+            with progress_bar(len(requests), progress) as advance:
+                while len(results) < len(requests):
+                    self.step()
+                    done = {piece.request.id: piece.result for piece in box if piece.result is not None}
+                    box.clear()
+                    advance(list(done.values()))
+                    results |= done
+        finally:
+            for request in requests:
+                self.leave(request, request.id in results)
+        return [results[request.id] for request in requests]
+
+    def stream(self, prompt: list[int], params: SamplingParams) -> Generator[Piece, None, None]:
+        """Pieces as they come; the last one carries the result. Closing it before that cancels the request."""
+        request = Request(prompt, params, stream=True)
+        box: list[Piece] = []
+        self.add(request, box)
+        finished = False
+        try:
+            while not finished:
+                self.step()
+                pieces = box.copy()
+                box.clear()
+                for piece in pieces:
+                    finished = piece.result is not None
+                    yield piece
+        finally:
+            self.leave(request, finished)
+
+    def add(self, request: Request, box: list[Piece]) -> None:
+        self.boxes[request.id] = box
+        self.engine.add(request)
+
+    def step(self) -> None:
+        with after_interrupts():
+            pieces = self.engine.step()
+        for piece in pieces:
+            if piece.request.id in self.boxes:
+                self.boxes[piece.request.id].append(piece)
+
+    def leave(self, request: Request, finished: bool) -> None:
+        del self.boxes[request.id]
+        if not finished:
+            self.engine.cancel(request.id)
+
+    def close(self) -> None:
+        """Lets go of the engine, and with it of weights and cache."""
+        del self.engine
+
+
+@contextmanager
+def after_interrupts() -> Iterator[None]:
+    """Ctrl-C in the middle of a step would leave the engine's books half written: it is raised behind it."""
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def progress_bar(requests: int, wanted: bool) -> Iterator[Advance]:
+    """Finished requests and tokens a second, for people who look at a terminal."""
+    if not wanted or not sys.stderr.isatty():
+        yield lambda results: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[pace]}"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=requests, pace="")
+        tokens = 0
+
+        def advance(results: Sequence[Result]) -> None:
+            nonlocal tokens
+            tokens += sum(len(answer.token_ids) for result in results for answer in result.answers)
+            seconds = bar.tasks[0].elapsed or 0.0
+            if results and seconds:
+                bar.update(task, advance=len(results), pace=f"{tokens / seconds:,.0f} tokens/s")
+
+        yield advance
