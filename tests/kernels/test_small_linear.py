@@ -1,0 +1,193 @@
+"""Streaming linears, quantized formats and the batch-invariant product, against torch and against plain arithmetic.
+
+Kernels run where there is a GPU, or under Triton's interpreter: TRITON_INTERPRET=1, with triton on the path. The
+interpreter multiplies bf16 tiles wrongly and rounds to fp8 and bf16 wrongly, so there they run in fp16.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lmworks.kernels import quantized
+from lmworks.kernels.fixed_linear import fixed_linear
+from lmworks.kernels.small_linear import small_linear
+
+GPU = torch.cuda.is_available()
+DEVICE, HALF = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+with_triton = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU, or triton and TRITON_INTERPRET=1")
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().norm().cpu())
+
+
+# --- formats --------------------------------------------------------------------------------------------
+
+
+def test_int8_is_the_nearest_of_its_levels_and_multiplies_as_torch_does() -> None:
+    weight, x = draw(48, 64), draw(3, 64, seed=1)
+    weight[7] = 0
+    q, scale = quantized.int8_quantize(weight)
+    assert q.dtype == torch.int8
+    assert int(q.abs().max()) == 127
+    error = (quantized.int8_dequantize(q, scale) - weight).abs()
+    assert bool((error <= 0.5001 * scale.unsqueeze(1)).all())
+    half = x.bfloat16()
+    theirs = torch._weight_int8pack_mm(half, q, scale.bfloat16())
+    assert off(quantized.int8_linear(half, q, scale), theirs) < 0.01  # they round the scale to bf16
+    assert off(quantized.int8_linear(x, q, scale), x.double() @ (q.double() * scale.double().unsqueeze(1)).t()) < 1e-6
+
+
+@pytest.mark.parametrize("group", [16, 128])
+def test_int4_packs_two_groups_side_by_side_and_comes_back(group: int) -> None:
+    q = torch.randint(-8, 8, (6, 4 * group), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    packed = quantized.int4_pack(q, group)
+    assert packed.shape == (6, 2 * group)
+    assert torch.equal(quantized.int4_unpack(packed, group), q)
+    byte = int(packed[2, group + 3])  # pair 1, place 3: of groups 2 and 3
+    assert (byte & 15) - 8 == int(q[2, 2 * group + 3])
+    assert (byte >> 4) - 8 == int(q[2, 3 * group + 3])
+
+
+def test_int4_levels_and_product() -> None:
+    weight, x = draw(40, 256), draw(5, 256, seed=1)
+    scale = quantized.int4_scale(weight, 64)
+    q = quantized.int4_round(weight, scale)
+    spread = scale.float().repeat_interleave(64, dim=1)
+    # bf16 rounds a scale by up to 2⁻⁹, so the largest weight may lie that much above 7 steps.
+    assert bool(((q * spread - weight).abs() <= (0.5 + 7 / 256) * spread).all())
+    explicit = x.double() @ (q.double() * spread.double()).t()
+    assert off(quantized.int4_linear(x, quantized.int4_pack(q, 64), scale), explicit) < 1e-6
+    assert off(explicit, x.double() @ weight.double().t()) < 0.15
+
+
+def test_the_group_is_what_the_inputs_allow() -> None:
+    assert quantized.int4_group(4096) == 128
+    assert quantized.int4_group(4096, 64) == 64
+    assert quantized.int4_group(896) == 64
+    assert quantized.int4_group(32) == 16
+    assert quantized.int4_group(24) is None
+
+
+def test_fp8_rounds_weights_and_activations_by_row() -> None:
+    weight, x = (
+        draw(48, 64) * torch.logspace(-3, 3, 48).unsqueeze(1),
+        draw(3, 64, seed=1) * torch.tensor([[1], [99], [0]]),
+    )
+    q, scale = quantized.fp8_quantize(weight)
+    assert float(q.float().abs().amax(dim=1).min()) == quantized.FP8_MAX
+    assert bool(
+        ((quantized.fp8_dequantize(q, scale) - weight).abs() <= weight.abs() / 16 + scale.unsqueeze(1) / 512).all()
+    )
+    p, s = quantized.fp8_quantize(x)
+    explicit = (p.double() * s.double().unsqueeze(1)) @ (q.double() * scale.double().unsqueeze(1)).t()
+    found = quantized.fp8_linear(x, q, scale)
+    assert off(found, explicit) < 1e-6
+    assert not found[2].any()
+    assert torch.equal(quantized.fp8_linear(x.view(1, 3, 64), q, scale), found.view(1, 3, 48))
+
+
+# --- kernels --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["whole", "shared"])
+def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiles small enough for the interpreter; `shared`: three programs add up one tile."""
+    from lmworks.kernels import linear_triton
+
+    split = 3 if request.param == "shared" else 1
+    tile = linear_triton.few_rows_tile
+
+    def small(kind: str, rows: int, channels: int, inputs: int, group: int) -> linear_triton.Tile:
+        if GPU and split == 1:
+            return tile(kind, rows, channels, inputs, group)
+        return replace(tile(kind, rows, channels, inputs, group), split=split)
+
+    monkeypatch.setattr(linear_triton, "few_rows_tile", small)
+    yield
+    if GPU or INTERPRETED:
+        assert not linear_triton.tickets_of(torch.device(DEVICE)).any()  # left as the next call expects them
+
+
+@with_triton
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("kind", ["wide", "int8", "int4", "fp8"])
+def test_kernels_compute_their_formulas(kind: str, rows: int, cut: None) -> None:
+    """90 channels fill no tile; 768 inputs are six steps of 128, or three pairs of groups."""
+    from lmworks.kernels import linear_triton
+
+    x, weight = draw(rows, 768).to(DEVICE, HALF), draw(90, 768, seed=1).to(DEVICE)
+    if kind == "wide":
+        found, wanted = linear_triton.linear(x, weight.to(HALF)), F.linear(x.double(), weight.to(HALF).double())
+    elif kind == "int8":
+        tensors = quantized.int8_quantize(weight)
+        found, wanted = linear_triton.quantized_linear(x, *tensors), quantized.int8_reference(x.double(), *tensors)
+    elif kind == "int4":
+        scale = quantized.int4_scale(weight, 128)
+        packed = quantized.int4_pack(quantized.int4_round(weight, scale), 128)
+        found = linear_triton.quantized_linear(x, packed, scale)
+        wanted = quantized.int4_reference(x.double(), packed, scale)
+    else:
+        q, scale = quantized.fp8_quantize(weight)
+        p, s = quantized.fp8_quantize(x)
+        found, wanted = (
+            linear_triton.quantized_linear(p, q, scale, s, HALF),
+            quantized.fp8_reference(x.float(), q, scale),
+        )
+    assert found.dtype == HALF
+    assert off(found, wanted) < (4e-3 if GPU else 1e-3)
+
+
+@with_triton
+def test_int4_is_widened_as_the_formula_says() -> None:
+    from lmworks.kernels import linear_triton
+
+    weight = draw(70, 256)
+    scale = quantized.int4_scale(weight, 64)
+    packed = quantized.int4_pack(quantized.int4_round(weight, scale), 64)
+    found = linear_triton.int4_widen(packed.to(DEVICE), scale.to(DEVICE), torch.float32)
+    assert torch.equal(found.cpu(), quantized.int4_dequantize(packed, scale))
+
+
+def test_small_linear_is_a_linear() -> None:
+    x, weight, bias = draw(2, 3, 256).to(DEVICE, HALF), draw(90, 256).to(DEVICE, HALF), draw(90).to(DEVICE, HALF)
+    assert off(small_linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double())) < 4e-3
+
+
+# --- rows that do not know of each other ------------------------------------------------------------------
+
+
+def test_a_row_is_the_same_among_any_others_on_a_cpu() -> None:
+    x, weight, bias = draw(70, 200), draw(90, 200, seed=1), draw(90, seed=2)
+    whole = fixed_linear(x.view(7, 10, 200), weight, bias)
+    assert off(whole.view(70, 90), F.linear(x.double(), weight.double(), bias.double())) < 1e-6
+    for start, end in ((0, 1), (13, 14), (5, 69)):
+        assert torch.equal(fixed_linear(x[start:end], weight, bias), whole.view(70, 90)[start:end])
+    assert fixed_linear(x[:0], weight).shape == (0, 90)
+
+
+@with_triton
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_a_row_is_the_same_among_any_others_in_the_kernel(dtype: torch.dtype) -> None:
+    """1,100 inputs are cut into stretches; up to 64 rows programs share them, 70 rows are one program's a tile."""
+    from lmworks.kernels.fixed_linear_triton import CUTS, fixed_rows, stretches_of
+
+    assert stretches_of(90, 1100, CUTS[dtype.itemsize]) > 1
+    x, weight, bias = (draw(*s, seed=i).to(DEVICE, dtype) for i, s in enumerate(((70, 1100), (90, 1100), (90,))))
+    whole = fixed_rows(x, weight, bias)
+    assert off(whole, F.linear(x.double(), weight.double(), bias.double())) < (1e-6 if dtype == torch.float32 else 4e-3)
+    for start, end in ((0, 1), (13, 14), (40, 70)):
+        assert torch.equal(fixed_rows(x[start:end], weight, bias), whole[start:end])
