@@ -153,7 +153,7 @@ class Engine:
         params = request.params
         request.ends = tuple(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else self.eos)]))
         seed = self.seeds.randrange(SEEDS) if params.seed is None else params.seed
-        request.sequences = [
+        sequences = [
             Sequence(
                 request,
                 index,
@@ -164,8 +164,9 @@ class Engine:
             )
             for index in range(params.answers)
         ]
-        for sequence in request.sequences:
+        for sequence in sequences:
             prepare(sequence, self.tokenizer)
+        request.sequences = sequences
 
     def cancel(self, request_id: int) -> bool:
         """Ends a request at once; false if it is not under way (any more)."""

@@ -1,0 +1,134 @@
+"""A device without a network: what it computes shows every mistake in the books of blocks.
+
+A cell of the cache holds a hash of all that its position can see, read through the block table, as keys and values of
+a real network do. The next token is a hash of the seed and of all cells. One wrong block, one block written too early,
+and every token after it is another one. Steps are computed only when they are read, in order, from what the host said
+when they were launched: as late as a real device may.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from lmworks.engine.picked import Picked, PromptLogprobs
+from lmworks.engine.request import UNKNOWN, Logprob, Sequence
+from lmworks.engine.scheduler import Step
+from lmworks.spec import EngineSpec
+
+EMPTY = 0
+
+
+def mix(*numbers: int) -> int:
+    data = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+
+
+def alone(prompt: list[int], seed: int, count: int, vocab: int, ends: tuple[int, ...] = ()) -> list[int]:
+    """What a sequence comes to with nobody else around and no cache at all."""
+    cells: list[int] = []
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count and not (len(tokens) > len(prompt) and tokens[-1] in ends):
+        for position in range(len(cells), len(tokens)):
+            cells.append(mix(tokens[position], position, *cells))
+        tokens.append(mix(seed, *cells) % vocab)
+    return tokens[len(prompt) :]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One chunk as the device was told of it."""
+
+    slot: int
+    seed: int
+    tokens: list[int]
+    start: int
+    wanted: int
+    table: list[int]
+    bad: bool
+
+
+@dataclass
+class Launched:
+    device: FakeDevice
+    works: list[Work]
+    copies: list[tuple[int, int]]
+    picks: list[Picked] | None = None
+
+    def read(self) -> list[Picked]:
+        self.device.run_until(self)
+        assert self.picks is not None
+        return self.picks
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        return []
+
+
+@dataclass
+class FakeDevice:
+    spec: EngineSpec
+    valid_vocab: int = 50
+    synchronous: bool = False
+    bad_seeds: set[int] = field(default_factory=set)  # sequences whose logits are not finite
+
+    def __post_init__(self) -> None:
+        self.blocks = self.spec.blocks
+        self.cache = [[EMPTY] * self.spec.block for _ in range(self.blocks)]
+        self.recent = [UNKNOWN] * self.spec.max_seqs
+        self.queue: list[Launched] = []
+        self.steps: list[Step] = []
+
+    def admit(self, sequence: Sequence) -> None:
+        assert 0 <= sequence.slot < self.spec.max_seqs
+        assert UNKNOWN not in sequence.tokens[: sequence.known]
+
+    def launch(self, step: Step) -> Launched:
+        assert 0 < step.tokens <= self.spec.max_batch_tokens
+        assert len(step.chunks) <= self.spec.max_seqs
+        counts = [chunk.count for chunk in step.chunks]
+        assert counts == sorted(counts, key=lambda count: count > 1), "chunks of one token come first"
+        works = []
+        for chunk in step.chunks:
+            sequence, start, count = chunk.sequence, chunk.start, chunk.count
+            tokens = sequence.tokens[start : start + count]
+            if chunk.wanted > 1:
+                tokens = [sequence.tokens[start], *sequence.guesses]
+            assert len(tokens) == count
+            bad = sequence.seed in self.bad_seeds
+            works.append(Work(sequence.slot, sequence.seed, tokens, start, chunk.wanted, list(sequence.blocks), bad))
+        self.steps.append(step)
+        self.queue.append(launched := Launched(self, works, list(step.copies)))
+        return launched
+
+    def run_until(self, launched: Launched) -> None:
+        while launched.picks is None:
+            first = self.queue.pop(0)
+            for source, target in first.copies:
+                self.cache[target] = list(self.cache[source])
+            # All keys are written before any are read, as within a layer of a real step.
+            tokens = [[self.recent[w.slot] if t == UNKNOWN else t for t in w.tokens] for w in first.works]
+            for work, ids in zip(first.works, tokens, strict=True):
+                self.write(work, ids)
+            first.picks = [self.pick(work, ids) for work, ids in zip(first.works, tokens, strict=True) if work.wanted]
+
+    def cells(self, work: Work, length: int) -> list[int]:
+        size = self.spec.block
+        return [self.cache[work.table[position // size]][position % size] for position in range(length)]
+
+    def write(self, work: Work, tokens: list[int]) -> None:
+        size = self.spec.block
+        for position, token in enumerate(tokens, start=work.start):
+            cell = mix(token, position, *self.cells(work, position))
+            self.cache[work.table[position // size]][position % size] = cell
+
+    def pick(self, work: Work, tokens: list[int]) -> Picked:
+        """The next token; with guesses, also those after each guess that was right."""
+        picked: list[int] = []
+        first = work.start + len(tokens) - work.wanted + 1
+        for i in range(work.wanted):
+            picked.append(mix(work.seed, *self.cells(work, first + i)) % self.valid_vocab)
+            if i + 1 < work.wanted and tokens[len(tokens) - work.wanted + 1 + i] != picked[-1]:
+                break
+        self.recent[work.slot] = picked[-1]
+        logprobs = [Logprob(token, -float(token) / 10) for token in picked]
+        return Picked(picked, logprobs, work.bad)

@@ -1,0 +1,206 @@
+"""Random lives of requests in tiny pools: no block lost or shared wrongly, everyone ends, results as if alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from fake_device import FakeDevice, alone
+
+from lmworks.engine.blocks import IntegrityError, Pool
+from lmworks.engine.engine import Engine
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.request import Piece, Request, Result, Sequence
+from lmworks.engine.scheduler import Scheduler
+from lmworks.spec import EngineSpec
+
+VOCAB = 50
+EOS = 7
+
+
+@dataclass(frozen=True)
+class World:
+    """One scenario; everything in it follows from the seed."""
+
+    seed: int
+    steps: int = 700  # while requests still arrive
+    synchronous: bool = False
+    guesses: bool = False
+
+    def spec(self) -> EngineSpec:
+        draw = random.Random(self.seed)
+        block = draw.choice([1, 2, 4, 5])
+        return EngineSpec(
+            block=block,
+            blocks=-(-24 // block) + draw.randrange(7),  # hardly more than one sequence needs
+            context=24,
+            max_seqs=draw.choice([2, 5, 8]),
+            max_batch_tokens=draw.choice([1, 3, 8, 32]),
+            prefix_cache=draw.random() < 0.8,
+        )
+
+    def request(self, draw: random.Random) -> Request:
+        # Few beginnings, so that prompts share prefixes, within a tenant and across.
+        beginning = [draw.randrange(2)] * draw.randrange(1, 12)
+        prompt = beginning + [draw.randrange(VOCAB) for _ in range(draw.randrange(4))]
+        n = draw.choice([1, 1, 1, 2, 4])
+        params = SamplingParams(
+            max_tokens=draw.randrange(1, 14),
+            seed=draw.randrange(1000),
+            n=n,
+            best_of=n + 1 if draw.random() < 0.1 else None,
+            ignore_eos=draw.random() < 0.5,
+            logprobs=0,
+        )
+        return Request(
+            prompt, params, draw.randrange(-1, 2), tenant=draw.choice(["", "a", "b"]), stream=draw.random() < 0.3
+        )
+
+
+class Guesser:
+    """Guesses that are often right: the seeds of answers are public here."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+
+    def active(self, running: list[Sequence]) -> bool:
+        return self.draw.random() < 0.7
+
+    def propose(self, sequences: list[Sequence]) -> None:
+        for each in sequences:
+            if each.computed == len(each.tokens) - 1 and each.known == len(each.tokens):
+                truth = alone(each.tokens, each.seed, self.draw.randrange(4), VOCAB)
+                each.guesses = [t if self.draw.random() < 0.7 else self.draw.randrange(VOCAB) for t in truth]
+
+
+@dataclass
+class Outcome:
+    requests: list[Request]
+    results: dict[int, Result]
+    pieces: list[Piece]
+    cancelled: set[int]
+    engine: Engine
+
+
+def live(world: World) -> Outcome:
+    draw = random.Random(world.seed + 1)
+    device = FakeDevice(world.spec(), VOCAB, world.synchronous)
+    engine = Engine(device, eos=[EOS], speculator=Guesser(draw) if world.guesses else None)
+    requests: list[Request] = []
+    pieces: list[Piece] = []
+    cancelled: set[int] = set()
+    busy_share = draw.choice([0.1, 0.3])
+    while engine.busy or len(device.steps) < world.steps:
+        if (len(device.steps) < world.steps and draw.random() < busy_share) or not engine.busy:
+            requests.append(world.request(draw))
+            engine.add(requests[-1])
+        if engine.requests and draw.random() < 0.02:
+            victim = draw.choice(list(engine.requests))
+            engine.cancel(victim)
+            cancelled.add(victim)
+        pieces += engine.step()
+        if draw.random() < 0.1:
+            engine.scheduler.pool.check(engine.scheduler.running)
+        assert len(device.steps) < 20 * world.steps, "someone starves"
+    results = {piece.request.id: piece.result for piece in pieces if piece.result is not None}
+    return Outcome(requests, results, pieces, cancelled, engine)
+
+
+def expected(request: Request, sequence: Sequence) -> list[int]:
+    count = min(request.params.max_tokens, 24 - len(request.prompt))
+    ends = () if request.params.ignore_eos else (EOS,)
+    return alone(request.prompt, sequence.seed, count, VOCAB, ends)
+
+
+def verify(outcome: Outcome) -> None:
+    engine, device = outcome.engine, outcome.engine.runner
+    engine.scheduler.pool.check([])
+    assert engine.scheduler.pool.used == 0 and len(engine.scheduler.slots) == device.spec.max_seqs
+    assert outcome.results.keys() == {request.id for request in outcome.requests}
+    for request in outcome.requests:
+        result = outcome.results[request.id]
+        for sequence in request.sequences:
+            answer, right = sequence.done, expected(request, sequence)
+            assert answer is not None
+            if answer.finish_reason == "cancelled":
+                assert request.id in outcome.cancelled
+                assert answer.token_ids == right[: len(answer.token_ids)]
+            else:
+                assert answer.token_ids == right, f"request {request.id}, answer {sequence.index}"
+            assert [each.token for each in answer.logprobs or []] == answer.token_ids
+        assert len(result.answers) == request.params.n
+        if request.stream:
+            streamed = Counter[int]()
+            for piece in (piece for piece in outcome.pieces if piece.request is request):
+                streamed[piece.index] += len(piece.token_ids)
+            assert all(streamed[each.index] == len(each.answer) for each in request.sequences)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", ["ahead", "at once", "guesses"])
+def test_everyone_ends_as_if_alone(seed: int, kind: str) -> None:
+    verify(live(World(seed, synchronous=kind == "at once", guesses=kind == "guesses")))
+
+
+def test_the_worlds_are_eventful() -> None:
+    """Otherwise the test above shows nothing: all that can go wrong must happen often."""
+    outcomes = [live(World(seed)) for seed in range(6)]
+    metrics = [outcome.engine.metrics for outcome in outcomes]
+    assert sum(each.num_preemptions for each in metrics) > 100
+    assert sum(each.prefix_cache_hits for each in metrics) > 500
+    assert sum(len(step.copies) for outcome in outcomes for step in outcome.engine.runner.steps) > 50
+    assert sum(len(outcome.cancelled) for outcome in outcomes) > 20
+
+
+def no_copy(pool: Pool, parent: Sequence, tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """A branch in the middle of a block writes to its parent's."""
+    blocks = parent.blocks[: pool.blocks_for(tokens)]
+    pool.hold(blocks)
+    return blocks, []
+
+
+def free_shared(pool: Pool, sequence: Sequence) -> None:
+    """Blocks that another sequence still holds go back to the pool."""
+    for block in sequence.blocks:
+        pool.counts[block] = 0
+        pool.free[block] = None
+    sequence.blocks.clear()
+    sequence.offered = 0
+
+
+def offer_all(pool: Pool, sequence: Sequence) -> None:
+    """A block can be found before it is full."""
+    for i, block in enumerate(sequence.blocks[: pool.blocks_for(sequence.computed)]):
+        if block not in pool.hash_of and (digest := pool.hashes(sequence, i + 1)[i]) not in pool.found:
+            pool.hash_of[block], pool.found[digest] = digest, block
+
+
+def no_preempting(scheduler: Scheduler, sequence: Sequence, tokens: int) -> bool:
+    """A sequence is given a block that is not free."""
+    missing = scheduler.pool.blocks_for(tokens) - len(sequence.blocks)
+    sequence.blocks += scheduler.running[0].blocks[:missing]
+    return True
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["by the books", "by the tokens"])
+@pytest.mark.parametrize(
+    ("where", "name", "bug"),
+    [
+        (Pool, "fork", no_copy),
+        (Pool, "release", free_shared),
+        (Pool, "offer", offer_all),
+        (Scheduler, "grow", no_preempting),
+    ],
+)
+def test_planted_bugs_are_found(
+    where: type, name: str, bug: object, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong blocks are found by the check, and with the check switched off they give wrong answers."""
+    monkeypatch.setattr(where, name, bug)
+    if not checked:
+        monkeypatch.setattr(Pool, "check", lambda pool, sequences: None)
+    with pytest.raises(IntegrityError if checked else AssertionError):
+        for seed in range(6):
+            verify(live(World(seed)))
