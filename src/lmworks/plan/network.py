@@ -127,8 +127,9 @@ def loss(load: Workload) -> list[Op]:
     t, h, vocab = load.tokens, load.model.hidden, load.vocab
     rows = load.chunk_rows
     chunks = t / rows
-    products = [gemm(rows, h, vocab, chunks), gemm(rows, vocab, h, chunks), gemm(vocab, rows, h, chunks)]
-    logits = rows * vocab
+    seen = load.columns
+    products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks)]
+    logits = rows * seen
     softmax = [
         stream(2 * logits, kind="exp", count=2 * chunks),
         stream(2 * logits, count=chunks),

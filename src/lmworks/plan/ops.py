@@ -24,7 +24,9 @@ from .case import Case, Number
 from .flops import keys_per_query
 from .software import EAGER, Software, software_of
 
-CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # as in kernels/cross_entropy.py, which a test compares
+# As in kernels/cross_entropy.py, which a test compares.
+CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
+ALIGNED, FILLED = 8, 64
 
 
 def device_of(spec: RunSpec) -> str:
@@ -128,6 +130,14 @@ class Workload:
         return self.model.vocab // self.tp
 
     @property
+    def columns(self) -> Any:
+        """Logits of a token: our loss fills up a vocabulary that tensor cores cannot take."""
+        if self.device == "cpu" or self.width == 4 or self.software.loss != "chunked":
+            return self.vocab
+        odd = np.not_equal(self.vocab % ALIGNED, 0) & np.equal(self.tp, 1)
+        return np.where(odd, -(-self.vocab // FILLED) * FILLED, self.vocab)[()]
+
+    @property
     def width(self) -> int:
         return 4 if self.dtype == "fp32" else 2
 
@@ -138,7 +148,7 @@ class Workload:
     @property
     def chunk_rows(self) -> Any:
         """Tokens whose logits are held at once."""
-        return np.minimum(self.tokens, np.maximum(1, CHUNK_LOGITS[self.device] // self.vocab))
+        return np.minimum(self.tokens, np.maximum(1, CHUNK_LOGITS[self.device] // self.columns))
 
     @property
     def attention(self) -> str:

@@ -28,7 +28,7 @@ from ..exact.optimizers import STATES
 from ..network import Network, network
 from ..ops import Workload
 from .closed import at_end, at_loss, at_top, blocks_keep
-from .reserve import reserved
+from .reserve import WORKSPACES, reserved
 from .share import Share, cut_over, share_of
 
 
@@ -42,7 +42,7 @@ class Budget:
     optimizer: Number
     activations: Number
     logits: Number
-    buffers: Number  # gathered weights, messages, gradients on their way
+    buffers: Number  # gathered weights, messages, gradients on their way, workspaces
     absent: Number  # gradients that are not made yet at the highest moment
     left: Number  # freed before it, but in blocks that nothing of that moment fits
     host: Number  # in host memory
@@ -101,7 +101,7 @@ def at_rank(case: Case, net: Network, rank: Number) -> Budget:
         **{name: state[name] for name in ("parameters", "gradients", "master", "optimizer", "host")},
         activations=pick("activations") + batch_bytes(case),
         logits=pick("logits"),
-        buffers=pick("buffers") + np.maximum(0.0, there - state["gradients"]),
+        buffers=pick("buffers") + np.maximum(0.0, there - state["gradients"]) + WORKSPACES,
         absent=np.maximum(0.0, state["gradients"] - there),
         left=pick("left"),
     )

@@ -16,6 +16,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ...spec import Grid, RunSpec
 from ..exact.weights import ROOT, held
 from ..kept import again, kept, stream_bytes, total
@@ -97,12 +99,10 @@ class Piece:
         casts = row("weight casts", self.casts * again, "2 B × matrices of the blocks, until the forward pass is over")
         if not self.stage.last:
             return [casts]
-        logits = load.chunk_rows * load.vocab
+        logits = load.chunk_rows * load.columns
         if load.cast:
-            # 2-byte logits, their fp32 copy (softmax cannot read 2 bytes itself), log p (where the vocabulary is cut,
-            # exp of a sum in its place); then its gradient in 2 bytes beside log p, and the product that is added to
-            # the head's gradient.
-            chunk = max(logits * (10 if load.tp == 1 else 8), logits * 6 + 2 * self.head)
+            # Then the gradient of the logits in 2 bytes beside log p, and the product added to the head's gradient.
+            chunk = max(logits * logit_bytes(load), logits * 6 + 2 * self.head)
         else:
             chunk = 8 * logits  # logits and log p
         inputs = load.width * self.hidden + (2 * self.head if load.cast else 0)
@@ -113,7 +113,7 @@ class Piece:
             row(
                 "loss: chunk of logits",
                 chunk,
-                f"{load.chunk_rows:,} tokens × {load.vocab:,} logits, {chunk / logits:.3g} B each",
+                f"{load.chunk_rows:,} tokens × {load.columns:,} logits, {chunk / logits:.3g} B each",
             ),
             row("loss: inputs", inputs, "final hidden states, and casts of them and of the head under autocast"),
         ]
@@ -149,6 +149,16 @@ class Piece:
     def waiting(self) -> float:
         """Of a micro-batch whose inputs have their gradients and whose weights have not: results' gradients."""
         return float(len(self.policies) * total(self.net.block, "dear"))
+
+
+def logit_bytes(load: Workload) -> Any:
+    """Of one logit under autocast when the loss is highest.
+
+    2-byte logits, their fp32 copy and log p; where the vocabulary is cut, exp of a sum in the place of the last. On a
+    GPU softmax reads fp16 itself, but not bf16.
+    """
+    whole = 6 if load.dtype == "fp16" and load.device == "cuda" else 10
+    return np.where(np.greater(load.tp, 1), 8, whole)[()]
 
 
 def pieces(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[Piece]:

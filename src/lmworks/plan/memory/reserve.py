@@ -23,6 +23,9 @@ from ..case import Number
 
 RISK = 0.1  # of running out of memory, at which a layout still counts as one that fits
 CONSTANTS = Path(__file__).with_name("memory.toml")
+# PyTorch gives cuBLAS 32 MiB for each thread that calls it (on Hopper and later; 8 MiB before), forward and backward,
+# and its allocator counts them.
+WORKSPACES = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True)

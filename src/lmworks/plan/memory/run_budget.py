@@ -10,7 +10,7 @@ from .sheet import MemorySheet, memory
 LOGITS = ("loss: chunk of logits",)
 BUFFERS = (
     "weight casts", "gathered weights", "messages", "pipeline buffers", "padding", "embedding gradient",
-    "gradients that wait", "loss: gradients",
+    "gradients that wait", "loss: gradients", "cuBLAS workspaces",
 )  # fmt: skip
 STATE = ("parameters", "master weights", "optimizer states")
 

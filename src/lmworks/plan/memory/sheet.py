@@ -24,8 +24,9 @@ from ..pipelines.stages import stages_here
 from ..policies import policies
 from .moments import Row, moments, row
 from .passing import passing
+from .reserve import WORKSPACES
 
-OVERHEAD = ("allocator holes",)  # rows that are not tensors
+OVERHEAD = ("allocator holes", "cuBLAS workspaces")  # rows that are not tensors
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,14 @@ def pipeline_rows(spec: RunSpec, net: Network, rank: int) -> list[Row]:
 
 
 def overhead_rows(spec: RunSpec, net: Network, rank: int) -> list[Row]:
-    """glibc serves an aligned block only from a larger one, so a freed tensor leaves a hole that the next tensor of
-    the same size cannot take: what every block frees in its forward pass stays resident until all is freed."""
-    if net.load.device != "cpu" or platform.libc_ver()[0] != "glibc":
+    """On a GPU the scratch of matrix products, which PyTorch's allocator counts with the tensors.
+
+    On a CPU glibc serves an aligned block only from a larger one, so a freed tensor leaves a hole that the next tensor
+    of the same size cannot take: what every block frees in its forward pass stays resident until all is freed.
+    """
+    if net.load.device == "cuda":
+        return [row("cuBLAS workspaces", WORKSPACES, "32 MiB for the forward and 32 MiB for the backward pass")]
+    if platform.libc_ver()[0] != "glibc":
         return []
     size = 0.0
     for stage in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
