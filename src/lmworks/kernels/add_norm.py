@@ -9,6 +9,10 @@ from . import rms_norm
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + delta, its RMSNorm), both (tokens, hidden) in the precision of x."""
+    if x.device.type == "cuda":
+        from .add_norm_triton import launch
+
+        return launch(x, delta, weight, eps)
     return reference(x, delta, weight, eps)
 
 

@@ -56,7 +56,11 @@ def paged_attention(
     slopes: Tensor | None = None,  # (heads) fp32: ALiBi's
     invariant: bool = False,  # the result of a query depends, bit for bit, on its own sequence alone
 ) -> Tensor:
-    """(tokens, heads, head_dim). Queries of no sequence get 0."""
+    """(tokens, heads, head_dim). Queries of no sequence get 0; where all are decoding, every query is of one."""
+    if q.device.type == "cuda":
+        from .paged_attention_triton import launch
+
+        return launch(q, cache, pages, window=window, slopes=slopes, invariant=invariant)
     return reference(q, cache, pages, window=window, slopes=slopes, invariant=invariant)
 
 

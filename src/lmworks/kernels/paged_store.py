@@ -27,6 +27,10 @@ def place(
     slots: Tensor,  # (tokens) int64: block·size + offset where a token's key goes; −1: nowhere
 ) -> Tensor:
     """Write keys and values to their slots, and return the queries, ready to attend: (tokens, heads, head_dim)."""
+    if qkv.device.type == "cuda":
+        from .paged_store_triton import launch
+
+        return launch(qkv, heads, kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots)
     return reference(qkv, heads, kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots)
 
 

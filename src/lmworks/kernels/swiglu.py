@@ -8,6 +8,10 @@ from torch import Tensor
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """(tokens, 2·ffn) → (tokens, ffn): silu(first half) · second half."""
+    if gate_up.device.type == "cuda":
+        from .swiglu_triton import launch
+
+        return launch(gate_up)
     return reference(gate_up)
 
 

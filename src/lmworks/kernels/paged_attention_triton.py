@@ -1,0 +1,336 @@
+"""Attention over pages on a GPU: one kernel for decoding and for prompts.
+
+A program takes some queries of a sequence for *all* the heads that share a key head, as rows of one matrix (query 0
+head 0, query 0 head 1, …), so that a key is read once for the whole group. It walks over the keys in tiles, with the
+running maximum and sum of FlashAttention (Dao et al. 2022); a tile spans several blocks, whose numbers it gathers.
+
+While decoding there are few queries and many keys: those of a sequence are shared out among `SPLITS` programs, each of
+which leaves its part of the result and its log-sum-exp for a second kernel to merge (flash-decoding). How many keys a
+program takes is computed on the device from the sequence's length, so a CUDA graph holds for all lengths; a program
+that has nothing to do ends at once.
+
+`invariant`: tiles and the order of the walk are the same for every shape of batch, and nothing is split. What a row
+meets beyond its own keys changes nothing (p = 0, and the running values times 1), so its result is the same bit for
+bit alone or in a batch, in one piece or in chunks, as a prompt or as a decoded token.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .paged_attention import LayerCache, Pages
+from .triton_support import multiprocessors, power_of_two, tl, triton
+
+MOST_SPLITS = 64
+PROGRAMS_EACH = 8  # programs for each multiprocessor that splitting aims at: enough to even out unequal lengths
+TILE_BYTES = 2**14  # of keys in one step of the walk: with three of them under way, the memory is never idle
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a launch is cut up."""
+
+    rows: int  # queries × heads of a group in one program
+    tile: int  # keys in one step of the walk
+    warps: int
+    stages: int  # tiles under way at once
+    splits: int = 1  # programs among which the keys of a sequence are shared out
+    one_walk: bool = True  # every tile is masked; else only those on the diagonal
+
+
+def choose(q: Tensor, cache: LayerCache, pages: Pages, window: int, invariant: bool) -> Config:
+    """From numbers that the host knows and that do not change when a CUDA graph is replayed."""
+    kv_heads, head_dim = cache.keys.shape[1], power_of_two(q.shape[2])
+    group = q.shape[1] // kv_heads
+    # Operands of a product have the precision of q: a tile of an 8-bit cache is widened.
+    tile = min(max(TILE_BYTES // (head_dim * q.element_size()), 16), 128)
+    rows = max(16, power_of_two(pages.longest_query * group))
+    if invariant:
+        return Config(max(64, power_of_two(group)), min(tile, 64), 4, 3)
+    if rows <= 64:
+        wanted = multiprocessors(q.device) * PROGRAMS_EACH
+        splits = math.ceil(wanted / (max(pages.lengths.shape[0], 1) * kv_heads))
+        return Config(rows, tile, 4, 3, min(splits, MOST_SPLITS))
+    wide = head_dim > 128 or q.element_size() > 2
+    return Config(
+        max(64 if wide else 128, power_of_two(group)), tile, 4 if wide else 8, 2 if wide else 3, 1, window > 0
+    )
+
+
+def launch(
+    q: Tensor,
+    cache: LayerCache,
+    pages: Pages,
+    *,
+    window: int = 0,
+    slopes: Tensor | None = None,
+    invariant: bool = False,
+    config: Config | None = None,
+) -> Tensor:
+    """As `paged_attention.reference`."""
+    q = q.contiguous()
+    tokens, heads, head_dim = q.shape
+    kv_heads, seqs = cache.keys.shape[1], pages.lengths.shape[0]
+    config = config or choose(q, cache, pages, window, invariant)
+    group = heads // kv_heads
+    queries = config.rows // group  # of one program
+    split = config.splits > 1
+    out = torch.zeros_like(q) if tokens != seqs * pages.longest_query else torch.empty_like(q)
+    parts = q.new_empty((tokens, heads, config.splits, head_dim), dtype=torch.float32) if split else out
+    lse = q.new_empty((tokens, heads, config.splits), dtype=torch.float32) if split else out
+    shape = {
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "WIDTH": max(power_of_two(head_dim), 16),
+        "QUERIES": queries,
+        "TILE": config.tile,
+        "WINDOW": window,
+        "SPLITS": config.splits,
+    }
+    attend_kernel[(config.splits if split else triton.cdiv(pages.longest_query, queries), kv_heads, seqs)](
+        q,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
+        parts,
+        lse,
+        pages.tables,
+        pages.lengths,
+        pages.starts,
+        slopes,
+        math.log2(math.e) / math.sqrt(head_dim),
+        pages.tables.stride(0),
+        cache.keys.stride(0),
+        cache.keys.stride(1),
+        0 if cache.key_scales is None else cache.key_scales.stride(0),
+        GROUP=group,
+        ROWS=config.rows,
+        SIZE=cache.size,
+        ONE_WALK=config.one_walk,
+        **shape,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    if split:
+        merge_kernel[(pages.longest_query * heads, seqs)](
+            parts, lse, out, pages.lengths, pages.starts, SPLITS_WIDTH=power_of_two(config.splits), **shape, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def key_tiles(
+    length,
+    queries,
+    first,
+    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Which tiles of keys the queries first … first + QUERIES of a sequence see: from, and up to."""
+    begin = length - queries + first  # position of the first query
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(begin - WINDOW + 1, 0) // TILE
+    high = tl.cdiv(tl.maximum(tl.minimum(begin + QUERIES, length), 0), TILE)
+    return low, high
+
+
+@triton.jit
+def split_tiles(low, high, SPLITS: tl.constexpr):
+    """Tiles of one split."""
+    return tl.cdiv(high - low, SPLITS)
+
+
+@triton.jit
+def walk(
+    acc,  # (ROWS, WIDTH) fp32: mixture of values, not yet divided by
+    total,  # (ROWS): sum of the weights
+    top,  # (ROWS): largest score so far; scores are in powers of two
+    q,  # (ROWS, WIDTH)
+    position,  # (ROWS)
+    slope,  # (ROWS): ALiBi's
+    low,
+    high,  # tiles
+    length,
+    kv_head,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    scale,
+    block_stride,
+    head_stride,
+    scale_stride,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    d = tl.arange(0, WIDTH)
+    j = low * TILE + tl.arange(0, TILE)
+    # Numbers of blocks are read a tile ahead: a load whose address is a load of the same turn takes a stage of its own.
+    block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
+    for _ in range(low, high):
+        # Nothing beyond the length is read: those rows of the table, and of the blocks, may hold anything, even NaN.
+        there = j < length if MASKED else tl.full((TILE,), True, tl.int1)
+        row = block.to(tl.int64) * block_stride + kv_head * head_stride + (j % SIZE) * HEAD_DIM
+        offsets = row[:, None] + d[None, :]
+        inside = there[:, None]
+        if HEAD_DIM < WIDTH:
+            inside &= (d < HEAD_DIM)[None, :]
+        k = tl.load(k_ptr + offsets, mask=inside, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=inside, other=0.0)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if k_scale_ptr is not None:
+            scale_offsets = block.to(tl.int64) * scale_stride + kv_head * SIZE + j % SIZE
+            s *= tl.load(k_scale_ptr + scale_offsets, mask=there, other=0.0)[None, :]
+        distance = position[:, None] - j[None, :]
+        if ALIBI:
+            s -= (slope[:, None] / scale) * distance
+        if MASKED:
+            seen = (distance >= 0) & there[None, :]
+            if WINDOW > 0:
+                seen &= distance < WINDOW
+            s = tl.where(seen, s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(p, 1)
+        if v_scale_ptr is not None:
+            p *= tl.load(v_scale_ptr + scale_offsets, mask=there, other=0.0)[None, :]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+        top = higher
+        j += TILE
+        block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
+    return acc, total, top
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,  # the result; split: its parts, (tokens, heads, splits, head_dim)
+    lse_ptr,  # split: (tokens, heads, splits)
+    tables_ptr,
+    lengths_ptr,
+    starts_ptr,
+    slopes_ptr,
+    scale,  # log₂e / √head_dim: exponentials are powers of two
+    table_stride,
+    block_stride,
+    head_stride,
+    scale_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ONE_WALK: tl.constexpr,
+):
+    kv_head, seq = tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts_ptr + seq)
+    queries = tl.load(starts_ptr + seq + 1) - start
+    length = tl.load(lengths_ptr + seq)
+    # The last queries of a prompt see the most keys; their programs begin first, so that none is left over at the end.
+    first = 0 if SPLITS > 1 else (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    low, high = key_tiles(length, queries, first, QUERIES, TILE, WINDOW)
+    if SPLITS > 1:
+        each = split_tiles(low, high, SPLITS)
+        low += tl.program_id(0) * each
+        if (first >= queries) | ((low >= high) & (tl.program_id(0) > 0)):
+            return
+        high = tl.minimum(low + each, high)
+    elif first >= queries:
+        return
+
+    rows, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    query, head = first + rows // GROUP, kv_head * GROUP + rows % GROUP
+    live = (rows < QUERIES * GROUP) & (query < queries)
+    inside = live[:, None] & (d < HEAD_DIM)[None, :]
+    place = (start + query) * HEADS + head
+    q = tl.load(q_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    position = length - queries + query
+    slope = tl.zeros((ROWS,), tl.float32)
+    if slopes_ptr is not None:
+        # Scores are multiplied by `scale` later, as those of the products are.
+        slope = tl.load(slopes_ptr + head, mask=live, other=0.0) * 1.4426950408889634
+
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), -1e30, tl.float32)  # finite, so that a row that has seen nothing yet stays 0 and not NaN
+    table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
+    whole = low  # tiles below it are seen by every row, all of them
+    if not ONE_WALK:
+        whole = tl.maximum(low, tl.minimum(high, (length - queries + first + 1) // TILE))
+        acc, total, top = walk(
+            acc, total, top, q, position, slope, low, whole, length, kv_head, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+            table_ptr, scale, block_stride, head_stride, scale_stride,
+            HEAD_DIM, WIDTH, SIZE, TILE, WINDOW, slopes_ptr is not None, False,
+        )  # fmt: skip
+    acc, total, top = walk(
+        acc, total, top, q, position, slope, whole, high, length, kv_head, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+        table_ptr, scale, block_stride, head_stride, scale_stride,
+        HEAD_DIM, WIDTH, SIZE, TILE, WINDOW, slopes_ptr is not None, True,
+    )  # fmt: skip
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if SPLITS > 1:
+        place = place * SPLITS + tl.program_id(0)
+        tl.store(lse_ptr + place, top + tl.log2(total), mask=live)
+    tl.store(out_ptr + place[:, None].to(tl.int64) * HEAD_DIM + d[None, :], acc, mask=inside)
+
+
+@triton.jit
+def merge_kernel(
+    parts_ptr,  # (tokens, heads, splits, head_dim)
+    lse_ptr,  # (tokens, heads, splits)
+    out_ptr,  # (tokens, heads, head_dim)
+    lengths_ptr,
+    starts_ptr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_WIDTH: tl.constexpr,
+):
+    """Parts weighted by e^lse, for one query and head."""
+    query, head, seq = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
+    start = tl.load(starts_ptr + seq)
+    queries = tl.load(starts_ptr + seq + 1) - start
+    if query >= queries:
+        return
+    low, high = key_tiles(tl.load(lengths_ptr + seq), queries, 0, QUERIES, TILE, WINDOW)
+    split, d = tl.arange(0, SPLITS_WIDTH), tl.arange(0, WIDTH)
+    there = (split == 0) | (split * split_tiles(low, high, SPLITS) < high - low)
+    there &= split < SPLITS
+    place = (start + query) * HEADS + head
+    lse = tl.load(lse_ptr + place * SPLITS + split, mask=there, other=float("-inf"))
+    weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
+    total = tl.sum(weight, 0)
+    inside = there[:, None] & (d < HEAD_DIM)[None, :]
+    offsets = (place.to(tl.int64) * SPLITS + split)[:, None] * HEAD_DIM + d[None, :]
+    parts = tl.load(parts_ptr + offsets, mask=inside, other=0.0)
+    out = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + place * HEAD_DIM + d, out, mask=d < HEAD_DIM)

@@ -1,0 +1,122 @@
+"""The CPU path of the engine's kernels, against PyTorch's own operations on pages made by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lmworks.kernels.add_norm import add_rms_norm
+from lmworks.kernels.paged_attention import LayerCache, Pages, paged_attention
+from lmworks.kernels.paged_store import place
+from lmworks.kernels.swiglu import swiglu
+from lmworks.model import rope
+from lmworks.spec import ModelSpec
+from paged_cases import NAMED, Case, expected, make, random_case
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_attention_over_pages_is_sdpa(name: str) -> None:
+    case = NAMED[name]
+    made = make(case)
+    torch.testing.assert_close(
+        paged_attention(made.q, made.cache, made.pages, **case.options()).double(),
+        expected(case, made),
+        rtol=0,
+        atol=2e-6,
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_attention_over_random_pages_is_sdpa(seed: int) -> None:
+    case = random_case(seed)
+    made = make(case, seed)
+    torch.testing.assert_close(
+        paged_attention(made.q, made.cache, made.pages, **case.options()).double(),
+        expected(case, made),
+        rtol=0,
+        atol=4e-6,
+    )
+
+
+def test_queries_of_no_sequence_get_zero() -> None:
+    made = make(Case((20, 0, 9), (5, 1, 9)))
+    q = torch.cat((made.q, torch.full((3, *made.q.shape[1:]), torch.nan)))
+    out = paged_attention(q, made.cache, made.pages)
+    assert not out[5].any() and not out[-3:].any() and out[:5].abs().amin(dim=(1, 2)).all()
+
+
+def test_invariant_result_does_not_depend_on_batch_or_chunks() -> None:
+    """A prompt at once, or its tokens one by one, alone: the same bits."""
+    made = make(Case((83, 40), (83, 40), group=4, window=50))
+    whole = paged_attention(made.q, made.cache, made.pages, window=50, invariant=True)
+    for i in range(83):
+        pages = Pages(made.pages.tables[:1], torch.tensor([i + 1]), torch.tensor([0, 1]), 1)
+        alone = paged_attention(made.q[i : i + 1], made.cache, pages, window=50, invariant=True)
+        assert torch.equal(alone[0], whole[i])
+
+
+def empty_cache(blocks: int, kv_heads: int, size: int, head_dim: int, stored: torch.dtype) -> LayerCache:
+    pools = [torch.zeros(blocks, kv_heads, size, head_dim).to(stored) for _ in range(2)]
+    quantised = stored.itemsize == 1
+    scales = [torch.zeros(blocks, kv_heads, size) if quantised else None for _ in range(2)]
+    return LayerCache(*pools, *scales)
+
+
+def read(pool: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+    wide = pool.float() if scales is None else pool.float() * scales.unsqueeze(-1)
+    return wide.transpose(1, 2).flatten(0, 1)[slots]  # (tokens, kv_heads, head_dim)
+
+
+# The largest element of a head is held exactly; the others lose at most half a step of int8, half a unit of e4m3's
+# last place (3 bits of fraction).
+WORST = {torch.float32: 1e-6, torch.int8: 0.51 / 127, torch.float8_e4m3fn: 2**-4}
+
+
+@pytest.mark.parametrize("stored", WORST)
+def test_place_is_norm_then_rope_then_write(stored: torch.dtype) -> None:
+    spec = ModelSpec.from_preset("tiny", hidden=64, heads=4, kv_heads=2, head_dim=64, qk_norm=True)
+    rng = torch.Generator().manual_seed(0)
+    qkv = torch.randn(7, 8 * 64, generator=rng) * 3
+    q_norm, k_norm = (torch.rand(64, generator=rng) + 0.5 for _ in range(2))
+    turn = rope.tables(spec, torch.tensor([0, 5, 6, 7, 100, 3, 2]))
+    cache = empty_cache(6, 2, 3, 64, stored)
+    slots = torch.tensor([17, 0, 4, -1, 9, 10, 11])
+    q = place(qkv, 4, 2, q_norm, k_norm, 1e-6, turn, cache, slots)
+
+    want_q, want_k, want_v = qkv.view(7, 8, 64).split((4, 2, 2), dim=1)
+    want_q = rope.rotate(F.rms_norm(want_q, (64,), q_norm, 1e-6), *turn)
+    want_k = rope.rotate(F.rms_norm(want_k, (64,), k_norm, 1e-6), *turn)
+    torch.testing.assert_close(q, want_q, rtol=1e-5, atol=1e-5)
+    kept = slots >= 0
+    for pool, scales, want in (
+        (cache.keys, cache.key_scales, want_k[kept]),
+        (cache.values, cache.value_scales, want_v[kept]),
+    ):
+        error = (read(pool, scales, slots[kept]) - want).abs() / want.abs().amax(dim=-1, keepdim=True)
+        assert error.max() <= WORST[stored]
+    untouched = sorted(set(range(18)) - set(slots.tolist()))
+    assert not read(cache.keys, None, torch.tensor(untouched)).any()
+
+
+def test_place_without_norm_and_rope_only_splits() -> None:
+    qkv = torch.randn(3, 6 * 16)
+    cache = empty_cache(1, 1, 8, 16, torch.float32)
+    q = place(qkv, 4, 1, None, None, 0.0, None, cache, torch.tensor([2, 5, 7]))
+    assert torch.equal(q.flatten(1), qkv[:, :64])
+    assert torch.equal(cache.keys[0, 0, [2, 5, 7]], qkv[:, 64:80])
+    assert torch.equal(cache.values[0, 0, [2, 5, 7]], qkv[:, 80:])
+
+
+def test_a_head_of_zeros_is_held_as_zeros() -> None:
+    cache = empty_cache(1, 1, 2, 16, torch.int8)
+    place(torch.zeros(1, 48), 1, 1, None, None, 0.0, None, cache, torch.tensor([1]))
+    assert not read(cache.keys, cache.key_scales, torch.tensor([1])).any()
+
+
+def test_swiglu_and_add_norm_are_the_model_s_own() -> None:
+    x, delta, weight = torch.randn(5, 24), torch.randn(5, 24), torch.rand(24)
+    torch.testing.assert_close(swiglu(x), F.silu(x[:, :12]) * x[:, 12:])
+    total, normed = add_rms_norm(x, delta, weight, 1e-5)
+    assert torch.equal(total, x + delta)
+    torch.testing.assert_close(normed, F.rms_norm(x + delta, (24,), weight, 1e-5))

@@ -1,0 +1,150 @@
+"""Hand-made pages for the tests of the paged kernels, and what PyTorch's own attention says of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lmworks.kernels.paged_attention import LayerCache, Pages
+
+NOWHERE = 2**30  # a number of a block that must never be followed
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...]
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 64
+    size: int = 16
+    window: int = 0
+    alibi: bool = False
+    dtype: torch.dtype = torch.float32
+    stored: torch.dtype | None = None  # what the cache holds, where that is not dtype
+    invariant: bool = False
+
+    def options(self, device: str = "cpu") -> dict[str, object]:
+        return {"window": self.window, "slopes": self.slopes(device), "invariant": self.invariant}
+
+    def slopes(self, device: str = "cpu") -> Tensor | None:
+        heads = self.kv_heads * self.group
+        return torch.linspace(0.5, 0.02, heads, device=device) if self.alibi else None
+
+
+@dataclass(frozen=True)
+class Made:
+    q: Tensor  # (tokens, heads, head_dim)
+    cache: LayerCache
+    pages: Pages
+    keys: list[Tensor]  # of each sequence, side by side: (length, kv_heads, head_dim), as the cache holds them
+    values: list[Tensor]
+
+    def to(self, device: str) -> Made:
+        cache = LayerCache(*(x if x is None else x.to(device) for x in vars(self.cache).values()))
+        p = self.pages
+        pages = Pages(p.tables.to(device), p.lengths.to(device), p.starts.to(device), p.longest_query)
+        return replace(self, q=self.q.to(device), cache=cache, pages=pages)
+
+
+def make(case: Case, seed: int = 0) -> Made:
+    """Blocks scattered over a pool whose every other place is NaN, and tables that end in a number out of range."""
+    rng = torch.Generator().manual_seed(seed)
+    need = [-(-length // case.size) for length in case.lengths]
+    order = torch.randperm(sum(need) + 2, generator=rng)
+    tables = torch.full((len(need), max(need) + 2), NOWHERE, dtype=torch.int32)
+    shape = (len(order), case.kv_heads, case.size, case.head_dim)
+    pools, scales = [], []
+    for _ in range(2):
+        if case.stored is None:
+            pools.append(torch.full(shape, torch.nan, dtype=case.dtype))
+        else:
+            pools.append(torch.full(shape, 77.0).to(case.stored))
+        scales.append(torch.full(shape[:3], torch.nan))
+    held: list[list[Tensor]] = [[], []]
+    at = 0
+    for row, length in enumerate(case.lengths):
+        blocks = order[at : at + need[row]]
+        at += need[row]
+        tables[row, : need[row]] = blocks
+        for pool, scale, into in zip(pools, scales, held, strict=True):
+            x = torch.randn(length, case.kv_heads, case.head_dim, generator=rng)
+            kept = torch.empty_like(x)
+            for j in range(length):
+                block, offset = blocks[j // case.size], j % case.size
+                if case.stored is None:
+                    pool[block, :, offset] = x[j].to(case.dtype)
+                    kept[j] = x[j].to(case.dtype).float()
+                else:  # any scale will do here; `place` is tested on its own
+                    by = 0.01 + 0.02 * torch.rand(case.kv_heads, generator=rng)
+                    held_as = (x[j] / by.unsqueeze(1)).clamp(-127, 127).round().to(case.stored)
+                    pool.view(torch.uint8)[block, :, offset] = held_as.view(torch.uint8)
+                    scale[block, :, offset] = by
+                    kept[j] = held_as.float() * by.unsqueeze(1)
+            into.append(kept)
+    starts = F.pad(torch.tensor(case.queries).cumsum(0), (1, 0)).to(torch.int32)
+    q = torch.randn(int(starts[-1]), case.kv_heads * case.group, case.head_dim, generator=rng).to(case.dtype)
+    cache = LayerCache(*pools, *(scales if case.stored is not None else (None, None)))
+    pages = Pages(tables, torch.tensor(case.lengths, dtype=torch.int32), starts, max(case.queries))
+    return Made(q, cache, pages, *held)
+
+
+def expected(case: Case, made: Made) -> Tensor:
+    """By `scaled_dot_product_attention`, in fp64, sequence by sequence, the mask spelt out."""
+    out = torch.zeros(made.q.shape, dtype=torch.float64)
+    slopes = case.slopes()
+    starts = made.pages.starts.tolist()
+    for row, (length, queries) in enumerate(zip(case.lengths, case.queries, strict=True)):
+        if not length:
+            continue
+        position = torch.arange(length - queries, length).unsqueeze(1)
+        distance = position - torch.arange(length)
+        bias = torch.zeros(made.q.shape[1], queries, length, dtype=torch.float64)
+        if slopes is not None:
+            bias -= slopes.double().view(-1, 1, 1) * distance
+        hidden = (distance < 0) | ((distance >= case.window) if case.window else torch.tensor(False))
+        bias.masked_fill_(hidden, -torch.inf)
+        mine = slice(starts[row], starts[row + 1])
+        q, k, v = (x.double().transpose(0, 1) for x in (made.q[mine], made.keys[row], made.values[row]))
+        k, v = (x.repeat_interleave(case.group, dim=0) for x in (k, v))
+        out[mine] = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(0, 1)
+    return out
+
+
+def random_case(seed: int, head_dims: tuple[int, ...] = (64, 80, 96, 128, 256)) -> Case:
+    """Lengths that are multiples of nothing, blocks of 1 to 32, prompts, chunks and decoding in one batch."""
+    rng = random.Random(seed)
+    lengths = [rng.choice((0, 1, rng.randint(2, 40), rng.randint(40, 200))) for _ in range(rng.randint(1, 4))]
+    kind = rng.choice(("decode", "few", "any"))
+    most = {"decode": 1, "few": 4, "any": 200}[kind]
+    queries = [1 if length == 0 else rng.randint(1, min(most, length)) for length in lengths]
+    return Case(
+        tuple(lengths),
+        tuple(queries),
+        kv_heads=rng.choice((1, 2, 3)),
+        group=rng.choice((1, 2, 3, 4, 8)),
+        head_dim=rng.choice(head_dims),
+        size=rng.choice((1, 3, 8, 16, 32)),
+        window=rng.choice((0, 0, 1, 17, 70)),
+        alibi=rng.random() < 0.25,
+        stored=rng.choice((None, None, None, torch.int8, torch.float8_e4m3fn)),
+        invariant=rng.random() < 0.3,
+    )
+
+
+NAMED = {
+    "decode": Case((37, 0, 130, 1), (1, 1, 1, 1)),
+    "speculation": Case((70, 3, 33), (3, 2, 3), group=4),
+    "prompts": Case((37, 0, 130, 5), (37, 1, 130, 5)),
+    "chunks": Case((90, 140), (7, 71)),
+    "window": Case((90, 140), (7, 71), window=20),
+    "alibi": Case((90, 140), (7, 71), alibi=True),
+    "int8": Case((90, 140), (1, 71), stored=torch.int8),
+    "fp8": Case((90, 140), (1, 1), stored=torch.float8_e4m3fn),
+    "heads of 80": Case((35, 66), (3, 66), head_dim=80),
+    "multi-query": Case((35, 66), (1, 1), kv_heads=1, group=24),
+}
