@@ -17,6 +17,7 @@ from ..model.moe import moe_layers
 from ..spec import EngineSpec, ModelSpec, SpecError
 from .batch import Batch, Layout, Packer, unpack
 from .cache import CPU_BYTES, Cache, CacheShape, blocks_that_fit
+from .draft import Draft, Guessed
 from .fuse import fuse
 from .graphs import Graphs
 from .paged import Paged
@@ -32,8 +33,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Runner:
     """Takes the network over: its weights are moved, cast and merged in place."""
 
-    def __init__(self, model: GPT, spec: EngineSpec, device: torch.device | str, valid_vocab: int) -> None:
-        """`valid_vocab`: ids that the tokenizer has; rows of the head beyond it are never picked."""
+    def __init__(
+        self,
+        model: GPT,
+        spec: EngineSpec,
+        device: torch.device | str,
+        valid_vocab: int,  # ids that the tokenizer has; rows of the head beyond it are never picked
+        draft: Draft | None = None,  # a smaller model that guesses
+    ) -> None:
         self.device = torch.device(device)
         self.spec = filled(spec, model.spec, self.device)
         self.synchronous = self.device.type == "cpu"  # a launch is done when it returns
@@ -52,6 +59,10 @@ class Runner:
         self.packer = Packer(self.spec, vocab, pinned=not self.synchronous)
         self.graphs: Graphs[Tensor | Sampled] | None = None
         shape = CacheShape.of(model.spec, self.spec, dtype, kv_heads)
+        self.draft = draft
+        if draft is not None:
+            move(draft.model, self.device, dtype)
+            draft.join(self, dtype)
         if not self.spec.blocks:
             self.spec = self.spec.replace(blocks=self.blocks_for(shape))
         self.blocks = self.spec.blocks
@@ -60,12 +71,19 @@ class Runner:
         if self.device.type == "cuda" and self.spec.graphs and not moe_layers(model):
             largest = Layout(seqs, seqs, seqs, self.packer.widest, seqs, 1)
             self.graphs = Graphs(self.work, largest, self.device)
+        if draft is not None:
+            draft.allot(self.blocks, self.graphs is not None)
 
     def blocks_for(self, shape: CacheShape) -> int:
-        if self.synchronous:
-            return blocks_that_fit(shape, CPU_BYTES, self.spec)
-        self.cache = Cache(shape, 1, self.device)
-        return blocks_that_fit(shape, room_on_gpu(self), self.spec)
+        room = CPU_BYTES
+        if not self.synchronous:
+            self.cache = Cache(shape, 1, self.device)
+            if self.draft is not None:
+                self.draft.allot(1, graphs=False)
+            room = room_on_gpu(self)
+        if self.draft is not None:  # whose cache has as many blocks
+            room = room * shape.block_bytes // (shape.block_bytes + self.draft.shape.block_bytes)
+        return blocks_that_fit(shape, room, self.spec)
 
     def admit(self, sequence: Sequence) -> None:
         """Before the first step of a sequence that was given a slot."""
@@ -78,14 +96,19 @@ class Runner:
         picking = [chunk for chunk in step.chunks if chunk.wanted]
         wants = self.sampler.wants(chunk.sequence.slot for chunk in picking)
         mask = self.masks(picking)
+        if self.draft is not None:
+            self.draft.cache.copy(step.copies)
         if self.graphs is not None and decodes(step):
+            if self.draft is not None:
+                self.draft.follow(step)
             return self.launched(picking, self.replay(self.graphs, step, wants, mask), [], None, None)
         buffer, layout = self.packer.pack(step)
         batch = unpack(buffer.to(self.device, non_blocking=True), layout)
+        guessed = None if self.draft is None else self.draft.guess(step, batch, wants)
         states = self.states(batch)
         asked = asked_of(step.chunks)
         prompt = prompt_logprobs(self.model, states, asked) if asked else None
-        sampled = self.pick(states, batch, wants, mask) if picking else None
+        sampled = self.pick(states, batch, wants, mask, guessed) if picking else None
         return self.launched(picking, sampled, asked, prompt, guesses_of(batch, picking))
 
     def replay(self, graphs: Graphs[Tensor | Sampled], step: Step, wants: Wants, mask: Tensor | None) -> Sampled:
@@ -118,12 +141,18 @@ class Runner:
         )
         return self.model.states(self.ids[batch.tokens], batch.positions, attend)
 
-    def pick(self, states: Tensor, batch: Batch, wants: Wants, mask: Tensor | None) -> Sampled:
+    def pick(self, states: Tensor, batch: Batch, wants: Wants, mask: Tensor | None, guessed: Guessed | None) -> Sampled:
         logits = self.model.logits(states if batch.at is None else states[batch.at])
-        return self.sample(logits, batch.rows, batch.places, wants, mask)
+        sampled = self.sample(logits, batch.rows, batch.places, wants, mask)
+        if self.draft is None or guessed is None:
+            return sampled
+        return self.draft.judged(sampled, logits, batch, guessed, wants)
 
     def sample(self, logits: Tensor, rows: Tensor, places: Tensor, wants: Wants, mask: Tensor | None) -> Sampled:
-        sampled = self.sampler(logits, rows, places, mask, wants)
+        if self.spec.batch_invariant and self.synchronous:
+            sampled = one_by_one(self.sampler, logits, rows, places, mask, wants)
+        else:
+            sampled = self.sampler(logits, rows, places, mask, wants)
         self.recent.index_copy_(0, rows, sampled.tokens)
         return sampled
 
@@ -162,6 +191,15 @@ def guesses_of(batch: Batch, picking: list[Chunk]) -> Tensor | None:
     if batch.at is None or all(chunk.wanted == 1 for chunk in picking):
         return None
     return batch.tokens[(batch.at + 1).clamp(max=len(batch.tokens) - 1)]
+
+
+def one_by_one(
+    sampler: Sampler, logits: Tensor, rows: Tensor, places: Tensor, mask: Tensor | None, wants: Wants
+) -> Sampled:
+    """On a CPU the order of sums over a row of logits may depend on how many rows there are."""
+    masks = [None] * len(rows) if mask is None else mask.split(1)
+    parts = [sampler(*each, wants) for each in zip(logits.split(1), rows.split(1), places.split(1), masks, strict=True)]
+    return Sampled(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def decodes(step: Step) -> bool:
