@@ -3,7 +3,7 @@
     python benchmarks/plan_check.py                         the CPU presets
     python benchmarks/plan_check.py --device cuda           small models on a GPU
     python benchmarks/plan_check.py --save                  also write benchmarks/results/plan_check_DEVICE.json
-    python benchmarks/plan_check.py --again RESULTS.json    predict the same measurements again
+    python benchmarks/plan_check.py --again RESULTS.json    predict the same measurements again, and publish them
 
 Memory: on a CPU the growth of the resident set after a tiny step, so each case has a process of its own; on a GPU the
 allocator's peak, one case after another in one process. Time: the median of the steps after three to warm up. The rates
@@ -36,15 +36,18 @@ from lmworks.parallel.apply import lay_out
 from lmworks.parallel.weights import Source, source_of
 from lmworks.plan.case import Case
 from lmworks.plan.devices.machine import Machine
+from lmworks.plan.devices.profile import Profile
 from lmworks.plan.memory.reserve import reserved
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.step.one_device import step_time
 from lmworks.plan.step.price import price
+from lmworks.plan.tables.sources import PUBLISHED
 from lmworks.spec import RunSpec, load_run
 from lmworks.spec.hardware import recognise
 from lmworks.train.device import PeakMemory
 from lmworks.train.optim import make_optimizer
 
+OWN_GPU = "H200-SXM-141GB"  # whose runs are a source
 BF16, COMPILE = "precision.dtype=bf16", "parallel.compile=true"
 CASES: dict[str, list[list[str]]] = {
     "cpu": [
@@ -199,16 +202,28 @@ def main() -> None:
         show(found)
         results.append(found)
         if options.save:  # after each case: nothing is lost when a lent machine goes
-            write_result(f"plan_check_{device}", {"cases": results})
+            probed = {"probe": Profile(machine).to_dict()} if machine else {}
+            write_result(f"plan_check_{device}", {"cases": results, **probed})
 
 
 def repeat(path: Path, device: str) -> None:
     """Measurements stay, and so does what the machine was measured to do; only the planner is asked again."""
     kept = json.loads(path.read_text(encoding="utf-8"))
-    kept["cases"] = [predict(case, device, None, kept["machine"]["gpu"] or "") for case in kept["cases"]]
+    machine = Profile.from_dict(kept["probe"]).machine if "probe" in kept else None
+    kept["cases"] = [predict(case, device, machine, kept["machine"]["gpu"] or "") for case in kept["cases"]]
     for found in kept["cases"]:
         show(found)
     path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    kind = recognise(kept["machine"]["gpu"] or "")
+    if device == "cuda" and kind is not None and kind.name == OWN_GPU:
+        publish(kept["cases"], kind.name, f"torch {kept['machine']['torch']}")
+
+
+def publish(cases: list[dict[str, Any]], gpu: str, torch_version: str) -> None:
+    """The measurements as a source of `lmworks plan validate` and of fit_time.py."""
+    lines = ["run,gpu,step_s,allocated_bytes,note"]
+    lines += [f"{c['case']},{gpu},{c['step']:.6f},{c['memory']},{torch_version}" for c in cases]
+    (PUBLISHED / "lmworks_h200.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
