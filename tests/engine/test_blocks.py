@@ -1,0 +1,196 @@
+"""The pool: counts, copies at a branch, blocks found by what they hold, and a check that names what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmworks.engine.blocks import IntegrityError, Pool, block_hash, root_hash
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.request import UNKNOWN, Request, Sequence
+
+
+def sequence(tokens: list[int], tenant: str = "", adapter: str | None = None) -> Sequence:
+    request = Request(tokens, SamplingParams(adapter=adapter), tenant=tenant)
+    return Sequence(request, 0, 0, list(tokens), len(tokens))
+
+
+def computed(pool: Pool, tokens: list[int], tenant: str = "", adapter: str | None = None) -> Sequence:
+    """A sequence that runs, with all its tokens in the cache."""
+    each = sequence(tokens, tenant, adapter)
+    each.blocks = pool.take(pool.blocks_for(len(tokens)))
+    each.computed = len(tokens)
+    pool.offer(each)
+    return each
+
+
+def test_full_blocks_are_found_again_even_after_they_are_freed() -> None:
+    pool = Pool(8, 4)
+    first = computed(pool, list(range(10)))
+    held = list(first.blocks)
+    assert pool.match(sequence(list(range(10)))) == held[:2]
+    pool.release(first)
+    assert pool.available == 8
+    assert pool.match(sequence([*range(8), 99])) == held[:2]
+    assert pool.match(sequence([*range(4), 99, 98, 97, 96, 95])) == held[:1]
+    assert pool.match(sequence([99, *range(1, 10)])) == []
+
+
+def test_a_later_block_is_not_found_without_those_before_it() -> None:
+    pool = Pool(8, 2)
+    computed(pool, [1, 2, 3, 4, 5])
+    assert pool.match(sequence([9, 9, 3, 4, 5])) == []
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    pool = Pool(8, 4)
+    held = computed(pool, list(range(8))).blocks
+    assert pool.match(sequence(list(range(8)))) == held[:1]
+    assert pool.match(sequence(list(range(9)))) == held[:2]
+    assert pool.match(sequence([0])) == []
+
+
+def test_tenants_and_adapters_do_not_share() -> None:
+    pool = Pool(8, 2)
+    computed(pool, [1, 2, 3], tenant="a", adapter="x")
+    assert pool.match(sequence([1, 2, 3], tenant="a", adapter="x"))
+    for tenant, adapter in (("b", "x"), ("a", None), ("a", "y"), ("", "ax"), ("ax", None), ("x", "a")):
+        assert pool.match(sequence([1, 2, 3], tenant, adapter)) == []
+
+
+def test_names_that_join_alike_hash_apart() -> None:
+    names = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")]
+    assert len({root_hash(sequence([1], tenant, adapter)) for tenant, adapter in names}) == len(names)
+
+
+def test_hashes_see_every_token_and_their_order() -> None:
+    prompts = [[1, 2], [2, 1], [1, 258], [257, 2], [1, 2**33]]
+    assert len({block_hash(b"", tokens) for tokens in prompts}) == len(prompts)
+
+
+def test_tokens_that_are_not_known_are_not_offered() -> None:
+    pool = Pool(8, 2)
+    running = computed(pool, [1, 2, 3])
+    running.tokens.append(UNKNOWN)
+    running.computed = 4
+    pool.offer(running)
+    assert pool.match(sequence([1, 2, 3, UNKNOWN, 5])) == running.blocks[:1]
+    running.tokens[3], running.known = 7, 4
+    pool.offer(running)
+    assert pool.match(sequence([1, 2, 3, 7, 5])) == running.blocks[:2]
+
+
+def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -> None:
+    pool = Pool(6, 1)
+    old, new = computed(pool, [1, 2, 3]), computed(pool, [4, 5, 6])
+    first, second = list(old.blocks), list(new.blocks)
+    pool.release(old)
+    pool.release(new)
+    assert pool.take(6) == [*reversed(first), *reversed(second)]
+    assert not pool.found and not pool.hash_of
+
+
+def test_using_a_cached_block_makes_it_recent() -> None:
+    pool = Pool(4, 1)
+    old, new = computed(pool, [1, 2]), computed(pool, [3, 4])
+    first, second = list(old.blocks), list(new.blocks)
+    pool.release(old)
+    pool.release(new)
+    user = sequence([1, 9])
+    user.blocks = pool.match(user)
+    assert user.blocks == first[:1]
+    pool.hold(user.blocks)
+    pool.release(user)
+    assert pool.take(3) == [first[1], *reversed(second)]
+
+
+def test_blocks_without_content_to_find_go_before_all_others() -> None:
+    pool = Pool(4, 2)
+    cached, nothing = computed(pool, [1, 2]), computed(pool, [3])
+    plain = list(nothing.blocks)
+    pool.take(2)
+    pool.release(cached)
+    pool.release(nothing)
+    assert pool.take(1) == plain
+
+
+def test_a_branch_shares_full_blocks_and_copies_the_one_that_is_cut() -> None:
+    pool = Pool(8, 4)
+    parent = computed(pool, list(range(10)))
+    blocks, copies = pool.fork(parent, 9)
+    assert blocks[:2] == parent.blocks[:2] and blocks[2] not in parent.blocks
+    assert copies == [(parent.blocks[2], blocks[2])]
+    assert [pool.counts[block] for block in parent.blocks] == [2, 2, 1]
+    assert pool.fork(parent, 8) == (parent.blocks[:2], [])
+
+
+def test_a_shared_block_is_free_when_the_last_holder_lets_go() -> None:
+    pool = Pool(8, 4)
+    parent = computed(pool, list(range(8)))
+    child = sequence(list(range(8)))
+    child.blocks, _ = pool.fork(parent, 8)
+    child.computed = 8
+    pool.release(parent)
+    assert pool.used == 2
+    pool.check([child])
+    pool.release(child)
+    assert pool.used == 0
+    pool.check([])
+
+
+def test_what_cannot_be_trusted_is_not_found() -> None:
+    pool = Pool(8, 2)
+    bad = computed(pool, [1, 2, 3, 4, 5])
+    pool.discard(bad)
+    assert pool.match(sequence([1, 2, 3])) == []
+    pool.release(bad)
+    assert pool.match(sequence([1, 2, 3])) == []
+    pool.check([])
+
+
+def test_without_a_prefix_cache_nothing_is_found() -> None:
+    pool = Pool(8, 2, prefix_cache=False)
+    computed(pool, [1, 2, 3, 4])
+    assert pool.match(sequence([1, 2, 3])) == []
+
+
+def two_running() -> tuple[Pool, Sequence, Sequence]:
+    pool = Pool(8, 2)
+    return pool, computed(pool, [1, 2, 3]), computed(pool, [4, 5, 6])
+
+
+def test_the_check_names_what_is_wrong() -> None:
+    pool, a, b = two_running()
+    pool.check([a, b])
+    with pytest.raises(IntegrityError, match=rf"blocks \[{b.blocks[0]}, {b.blocks[1]}\] are neither free nor held"):
+        pool.check([a])
+
+    pool, a, b = two_running()
+    pool.counts[a.blocks[0]] = 2
+    with pytest.raises(IntegrityError, match=f"block {a.blocks[0]} is held by 1 sequences and counted 2 times"):
+        pool.check([a, b])
+
+    pool, a, b = two_running()
+    pool.free[a.blocks[1]] = None
+    with pytest.raises(IntegrityError, match=rf"blocks \[{a.blocks[1]}\] are both"):
+        pool.check([a, b])
+
+    pool, a, b = two_running()
+    b.blocks[1] = a.blocks[1]
+    pool.hold([a.blocks[1]])
+    with pytest.raises(IntegrityError, match=f"shares block {a.blocks[1]}, which is not full"):
+        pool.check([a, b])
+
+    pool, a, b = two_running()
+    a.blocks[0], b.blocks[0] = b.blocks[0], a.blocks[0]
+    with pytest.raises(IntegrityError, match="is found by the hash of other tokens"):
+        pool.check([a, b])
+
+    pool, a, b = two_running()
+    del pool.found[pool.hash_of[a.blocks[0]]]
+    with pytest.raises(IntegrityError, match=f"block {a.blocks[0]} is not found by its hash"):
+        pool.check([a, b])
+
+    pool, a, b = two_running()
+    a.computed = 5
+    with pytest.raises(IntegrityError, match="has 2 blocks for 5 tokens"):
+        pool.check([a, b])

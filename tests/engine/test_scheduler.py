@@ -1,0 +1,296 @@
+"""Who computes what in a step: order, budget, room, priorities, and that nobody starves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.request import UNKNOWN, Request, Sequence, State
+from lmworks.engine.scheduler import AGEING, Scheduler, Step
+from lmworks.spec import EngineSpec
+
+
+def make(blocks: int = 100, block: int = 4, seqs: int = 8, tokens: int = 32, cache: bool = True) -> Scheduler:
+    spec = EngineSpec(block=block, blocks=blocks, context=1000, max_seqs=seqs, max_batch_tokens=tokens)
+    return Scheduler(spec.replace(prefix_cache=cache), blocks)
+
+
+fresh = count(1000)
+
+
+def add(
+    scheduler: Scheduler, prompt: int | list[int], answer: int = 4, priority: int = 0, n: int = 1, tenant: str = ""
+) -> Request:
+    """A request; a number stands for a prompt of that length which shares nothing with any other."""
+    tokens = [next(fresh) for _ in range(prompt)] if isinstance(prompt, int) else prompt
+    request = Request(tokens, SamplingParams(max_tokens=answer, n=n), priority, tenant)
+    request.sequences = [Sequence(request, i, i, list(tokens), len(tokens), len(tokens) + answer) for i in range(n)]
+    scheduler.add(request.sequences)
+    return request
+
+
+def read(scheduler: Scheduler, step: Step) -> None:
+    """The tokens of a step become known; sequences that are complete end."""
+    for chunk in step.chunks:
+        sequence = chunk.sequence
+        if chunk.wanted and sequence.state is not State.DONE:
+            picked = [*sequence.guesses[: chunk.wanted - 1], next(fresh)]
+            sequence.tokens[chunk.place :] = picked
+            sequence.known = len(sequence.tokens)
+            if sequence.known == sequence.limit:
+                scheduler.finish(sequence)
+
+
+def run(scheduler: Scheduler) -> Step:
+    step = scheduler.schedule()
+    scheduler.pool.check(scheduler.running)
+    assert step.tokens <= scheduler.spec.max_batch_tokens
+    read(scheduler, step)
+    return step
+
+
+def shape(step: Step, *requests: Request) -> list[tuple[int, int, int, int]]:
+    """Which request's chunk computes what: (request, start, count, wanted)."""
+    return [(requests.index(c.sequence.request), c.start, c.count, c.wanted) for c in step.chunks]
+
+
+def until(scheduler: Scheduler, ready: Callable[[], bool], most: int = 2000) -> int:
+    for steps in range(most):
+        if ready():
+            return steps
+        run(scheduler)
+    raise AssertionError("it never happened")
+
+
+def done(request: Request) -> bool:
+    return all(each.state is State.DONE for each in request.sequences)
+
+
+def test_a_long_prompt_is_cut_and_decoding_goes_first() -> None:
+    scheduler = make(tokens=10)
+    short = add(scheduler, 4, answer=10)
+    assert shape(run(scheduler), short) == [(0, 0, 4, 1)]
+    long, later = add(scheduler, 21), add(scheduler, 3)
+    both = (short, long, later)
+    assert shape(run(scheduler), *both) == [(0, 4, 1, 1), (1, 0, 9, 0)]
+    assert shape(run(scheduler), *both) == [(0, 5, 1, 1), (1, 9, 9, 0)]
+    # What the end of the long prompt leaves of the budget goes to the next.
+    assert shape(run(scheduler), *both) == [(0, 6, 1, 1), (1, 18, 3, 1), (2, 0, 3, 1)]
+    assert shape(run(scheduler), *both) == [(0, 7, 1, 1), (1, 21, 1, 1), (2, 3, 1, 1)]
+
+
+def test_chunks_of_one_token_come_first_whoever_computes_them() -> None:
+    scheduler = make(tokens=10)
+    add(scheduler, 9)
+    add(scheduler, 4)
+    assert [chunk.count for chunk in run(scheduler).chunks] == [1, 9]
+
+
+def test_tokens_that_are_on_their_way_are_unknown_and_nothing_is_computed_past_the_limit() -> None:
+    scheduler = make()
+    request = add(scheduler, 4, answer=2)
+    [sequence] = request.sequences
+    first = scheduler.schedule()
+    assert sequence.tokens[4:] == [UNKNOWN] and sequence.computed == 4
+    second = scheduler.schedule()
+    assert shape(second, request) == [(0, 4, 1, 1)]
+    assert sequence.tokens[4:] == [UNKNOWN] * 2
+    assert scheduler.schedule().chunks == []
+    sequence.tokens[4], sequence.known = 77, 5
+    assert scheduler.schedule().chunks == []
+    assert [step.chunks[0].place for step in (first, second)] == [4, 5]
+
+
+def test_the_smaller_priority_is_let_in_first_equals_by_arrival() -> None:
+    scheduler = make(seqs=1)
+    requests = [add(scheduler, 4, answer=1, priority=p) for p in (1, 0, -1, 0)]
+    order = [requests.index(run(scheduler).chunks[0].sequence.request) for _ in requests]
+    assert order == [2, 1, 3, 0]
+
+
+def test_out_of_blocks_the_latest_gives_up_its_own_and_goes_on_later() -> None:
+    scheduler = make(blocks=6, cache=False)
+    first, second = add(scheduler, 8, answer=12), add(scheduler, 8, answer=12)
+    until(scheduler, lambda: scheduler.preemptions > 0)
+    assert (first.sequences[0].preempted, second.sequences[0].preempted) == (0, 1)
+    waiting = second.sequences[0]
+    assert waiting.state is State.WAITING and not waiting.blocks and waiting.slot == -1
+    until(scheduler, lambda: done(first))
+    step = run(scheduler)
+    # Computed again from the beginning, its answer so far included.
+    [chunk] = step.chunks
+    assert chunk.sequence is waiting and (chunk.start, chunk.wanted) == (0, 1) and chunk.count > 8
+    until(scheduler, lambda: done(second))
+    assert scheduler.pool.used == 0
+
+
+def test_the_less_urgent_gives_way_even_if_it_came_first() -> None:
+    scheduler = make(blocks=6, cache=False)
+    relaxed, urgent = add(scheduler, 8, answer=12, priority=1), add(scheduler, 8, answer=12)
+    until(scheduler, lambda: scheduler.preemptions > 0)
+    assert (relaxed.sequences[0].preempted, urgent.sequences[0].preempted) == (1, 0)
+
+
+def test_an_urgent_request_takes_the_place_of_less_urgent_ones() -> None:
+    scheduler = make(seqs=2)
+    relaxed = [add(scheduler, 4, answer=100, priority=1) for _ in range(2)]
+    run(scheduler)
+    equal, urgent = add(scheduler, 4, priority=1), add(scheduler, 4, priority=0)
+    step = run(scheduler)
+    assert urgent.sequences[0].state is State.RUNNING and equal.sequences[0].state is State.WAITING
+    assert [request.sequences[0].preempted for request in relaxed] == [0, 1]
+    assert {chunk.sequence.request.priority for chunk in step.chunks} == {0, 1}
+
+
+def test_nobody_steps_back_where_it_would_not_be_enough() -> None:
+    scheduler = make(blocks=10, block=1)
+    add(scheduler, 5, answer=2, priority=0)
+    add(scheduler, 2, answer=2, priority=2)
+    run(scheduler)
+    add(scheduler, 6, answer=2, priority=1)
+    run(scheduler)
+    assert scheduler.preemptions == 0
+
+
+def test_nobody_is_let_in_past_one_that_does_not_fit_yet() -> None:
+    scheduler = make(blocks=10, block=1)
+    add(scheduler, 6, answer=3)
+    run(scheduler)
+    large, small = add(scheduler, 8, answer=2), add(scheduler, 1, answer=1)
+    run(scheduler)
+    assert small.sequences[0].state is State.WAITING
+    until(scheduler, lambda: done(large))
+
+
+def test_a_stream_of_urgent_requests_starves_nobody() -> None:
+    """One level of priority is worth AGEING steps: who came that long before goes first."""
+    scheduler = make(seqs=1)
+    patient = add(scheduler, 4, answer=1, priority=1)
+
+    def served() -> bool:
+        add(scheduler, 4, answer=1, priority=0)  # one in every step, and one is served in every step
+        return done(patient)
+
+    waited = until(scheduler, served)
+    assert AGEING - 2 <= waited <= AGEING + 2
+
+
+def test_a_preempted_request_is_not_overtaken_by_later_ones() -> None:
+    scheduler = make(blocks=12, block=2, seqs=4, tokens=8)
+    old = [add(scheduler, 6, answer=10) for _ in range(2)]
+    run(scheduler)
+
+    def served() -> bool:
+        add(scheduler, 6, answer=10)
+        return all(map(done, old))
+
+    assert until(scheduler, served) < 50
+    assert scheduler.preemptions > 0
+
+
+def test_the_first_in_rank_is_never_preempted() -> None:
+    scheduler = make(blocks=9, block=2, seqs=6, tokens=8)
+    requests = [add(scheduler, 5, answer=12) for _ in range(12)]
+    for _ in range(5000):
+        left = [request for request in requests if not done(request)]
+        if not left:
+            break
+        before = left[0].sequences[0].preempted
+        run(scheduler)
+        assert left[0].sequences[0].preempted == before
+    assert all(map(done, requests)) and scheduler.preemptions > 5
+
+
+def test_prompts_that_begin_alike_share_blocks_and_are_computed_once() -> None:
+    scheduler = make()
+    prompt = list(range(10))
+    first = add(scheduler, prompt)
+    run(scheduler)
+    second, stranger = add(scheduler, [*prompt, 50]), add(scheduler, prompt, tenant="other")
+    step = run(scheduler)
+    assert (1, 8, 3, 1) in shape(step, first, second, stranger)
+    assert (2, 0, 10, 1) in shape(step, first, second, stranger)
+    assert second.cached_tokens == 8 and stranger.cached_tokens == 0
+    assert second.sequences[0].blocks[:2] == first.sequences[0].blocks[:2]
+    assert (scheduler.prefix_hits, scheduler.prefix_queries) == (8, 31)
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
+    scheduler = make(blocks=6)
+    first, second = add(scheduler, 8, answer=12), add(scheduler, 8, answer=12)
+    until(scheduler, lambda: second.sequences[0].preempted > 0)
+    scheduler.finish(first.sequences[0])
+    [chunk] = run(scheduler).chunks
+    assert chunk.sequence is second.sequences[0] and chunk.start >= 8
+
+
+def test_answers_share_their_prompt_and_the_cut_block_is_copied() -> None:
+    scheduler = make(tokens=8)
+    request = add(scheduler, 10, n=3)
+    run(scheduler)
+    assert [each.state for each in request.sequences[1:]] == [State.WAITING] * 2  # the prompt is on its way
+    run(scheduler)
+    step = run(scheduler)
+    lead, *others = request.sequences
+    assert [(c.sequence.index, c.start, c.count, c.wanted) for c in step.chunks] == [
+        (0, 10, 1, 1),
+        (1, 9, 1, 1),
+        (2, 9, 1, 1),
+    ]
+    assert all(other.blocks[:2] == lead.blocks[:2] for other in others)
+    assert step.copies == [(lead.blocks[2], other.blocks[2]) for other in others]
+    assert len({each.blocks[2] for each in request.sequences}) == 3
+
+
+def test_answers_that_wait_for_their_prompt_hold_up_nobody() -> None:
+    scheduler = make(tokens=8)
+    add(scheduler, 7, n=2)
+    other = add(scheduler, 1)
+    run(scheduler)
+    assert other.sequences[0].state is State.RUNNING
+
+
+def test_an_answer_whose_lead_is_gone_computes_the_prompt_itself() -> None:
+    scheduler = make(seqs=1, cache=False)
+    request = add(scheduler, 6, answer=1, n=2)
+    run(scheduler)
+    assert shape(run(scheduler), request) == [(0, 0, 6, 1)]
+    assert done(request)
+
+
+def test_guesses_take_what_the_step_has_room_for() -> None:
+    scheduler = make(tokens=4, blocks=3, block=4)
+    request = add(scheduler, 4, answer=8)
+    run(scheduler)
+    [sequence] = request.sequences
+    sequence.guesses = [1, 2, 3, 4, 5, 6]
+    step = scheduler.schedule()
+    assert shape(step, request) == [(0, 4, 4, 4)] and sequence.guesses == [1, 2, 3]  # the budget
+    read(scheduler, step)
+    sequence.computed = 8
+    sequence.guesses = [1, 2, 3]
+    step = scheduler.schedule()
+    assert shape(step, request) == [(0, 8, 3, 3)]  # of 12 tokens 9 are there: two guesses and one more token
+
+
+def test_nobody_is_preempted_for_a_guess() -> None:
+    scheduler = make(blocks=4, block=2)
+    first, second = add(scheduler, 3, answer=5), add(scheduler, 3, answer=5)
+    run(scheduler)
+    first.sequences[0].guesses = [1, 2, 3]
+    step = scheduler.schedule()
+    assert scheduler.preemptions == 0
+    assert sorted(shape(step, first, second)) == [(0, 3, 1, 1), (1, 3, 1, 1)]
+
+
+def test_whatever_ends_leaves_nothing_behind() -> None:
+    scheduler = make(seqs=2)
+    requests = [add(scheduler, 5, n=2), add(scheduler, 5)]
+    run(scheduler)
+    for request in requests:
+        for sequence in request.sequences:
+            scheduler.finish(sequence)
+            scheduler.finish(sequence)
+    assert not scheduler.running and not scheduler.waiting and scheduler.pool.used == 0
+    assert sorted(scheduler.slots) == [0, 1]
