@@ -1,8 +1,9 @@
-"""The trainer's network made quick for inference, in place: fewer, larger products, and no sums of their own.
+"""The trainer's network made quick for inference, in place: fewer and larger products, fewer passes over memory.
 
     attention   q, k, v are one product; normalising, rotating and storing them is one kernel (`engine.paged`)
     MLP         gate and up are one product; silu(gate) · up is one kernel
-    block       what attention and MLP give is added to the residual stream by their last product
+    block       adding to the residual stream and the next norm are one kernel. Between blocks travels a pair, the
+                stream and what the last part has yet to add to it
 
 The weights are the same numbers. Each layer's are merged and the ones they came from let go before the next layer's
 turn, so that a network that fills the memory can be fused in it. A part that cannot be merged stays as it is.
@@ -18,44 +19,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.small_linear import small_linear, streams
+from ..kernels.add_norm import add_rms_norm
+from ..kernels.fixed_linear import fixed_linear
+from ..kernels.small_linear import small_linear
 from ..kernels.swiglu import swiglu
 from ..model import rope
-from ..model.gpt import GPT, MLP, Attention, Block, Linear, Rope
-from ..spec import ModelSpec
+from ..model.gpt import GPT, MLP, Attention, Block, Linear, RMSNorm, Rope
+from ..spec import ModelSpec, SpecError
 from .paged import Paged
 
-Product = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None = None) -> Tensor:
-    """x · weightᵀ + bias, added in place to `onto` where that is given: x (tokens, in) → (tokens, out)."""
-    if streams(x, weight):
-        y = small_linear(x, weight, bias)
-        return y if onto is None else onto.add_(y)
-    if onto is None:
-        return F.linear(x, weight, bias)
-    onto.addmm_(x, weight.t())
-    return onto if bias is None else onto.add_(bias)
-
-
-def row_by_row(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None = None) -> Tensor:
-    """As `product`, a token at a time: on a CPU the order of a product's sums depends on how many rows it has."""
-    y = torch.cat([F.linear(row, weight, bias) for row in x.split(1)]) if len(x) else F.linear(x, weight, bias)
-    return y if onto is None else onto.add_(y)
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Stream = Tensor | tuple[Tensor, Tensor]  # the residual stream, (tokens, hidden); or it, and what is still to be added
 
 
 class Applied:
-    """How linear layers are applied: a plain one by `product`, any other (quantised, cut over ranks) by itself."""
+    """The one place where it is chosen how linear layers are computed.
 
-    def __init__(self, product: Product) -> None:
-        self.product = product
+    A plain one by `product`: streamed where the rows are few, in an order that rows do not change where results must
+    not depend on the batch. Any other (quantised, cut over ranks, with adapters) by itself.
+    """
 
-    def __call__(self, layer: nn.Module, x: Tensor, onto: Tensor | None = None) -> Tensor:
+    def __init__(self, invariant: bool) -> None:
+        self.invariant = invariant
+        self.product: Product = fixed_linear if invariant else small_linear
+
+    def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
         if type(layer) is Linear:
-            return self.product(x, layer.weight, layer.bias, onto)
-        y: Tensor = layer(x)
-        return y if onto is None else onto.add_(y)
+            return self.product(x, layer.weight, layer.bias)
+        return layer(x)
+
+    def project(self, states: Tensor, weight: Tensor) -> Tensor:
+        return self.product(states, weight, None)
 
 
 class FusedAttention(nn.Module):
@@ -67,14 +61,14 @@ class FusedAttention(nn.Module):
         self.heads, self.kv_heads = rows_of(was.q) // was.head_dim, rows_of(was.k) // was.head_dim
         self.qkv, self.out, self.q_norm, self.k_norm = qkv, was.out, was.q_norm, was.k_norm
 
-    def forward(self, x: Tensor, turn: Rope, attend: Paged, onto: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turn: Rope, attend: Paged) -> Tensor:
         q_norm = k_norm = None
         eps = 0.0
         if self.q_norm is not None and self.k_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         qkv = self.apply_linear(self.qkv, x)
         mixed = attend.projected(qkv, self.heads, self.kv_heads, q_norm, k_norm, eps, turn, self.layer)
-        return self.apply_linear(self.out, mixed.flatten(-2), onto)
+        return self.apply_linear(self.out, mixed.flatten(-2))
 
 
 class FusedMLP(nn.Module):
@@ -84,76 +78,125 @@ class FusedMLP(nn.Module):
         super().__init__()
         self.into, self.act, self.down, self.apply_linear = into, act, down, apply
 
-    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
-        return self.apply_linear(self.down, self.act(self.apply_linear(self.into, x)), onto)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apply_linear(self.down, self.act(self.apply_linear(self.into, x)))
 
 
 class Unfused(nn.Module):
-    """A part that stayed as it was, in the place of one that adds its result to the residual stream."""
+    """A part of the trainer's network as it is, which takes (batch, seq, hidden)."""
 
     def __init__(self, was: nn.Module) -> None:
         super().__init__()
         self.was = was
 
     def forward(self, x: Tensor, *others: object) -> Tensor:
-        """The last argument is what the result is added to."""
-        *rest, onto = others
-        return cast(Tensor, onto).add_(self.was(x.unsqueeze(0), *rest).squeeze(0))
+        return self.was(x.unsqueeze(0), *others).squeeze(0)
+
+
+class ByRows(nn.Module):
+    """One token at a time: for parts whose order of addition may depend on how many tokens there are."""
+
+    def __init__(self, was: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.was = was
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.was(row) for row in x.split(1)])
+
+
+class AddNorm(nn.Module):
+    """The stream with what was still to be added, and its norm."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        if isinstance(stream, Tensor):
+            return stream, self.norm(stream)
+        x, delta = stream
+        if type(self.norm) is RMSNorm:
+            return add_rms_norm(x, delta, self.norm.weight, self.norm.eps)
+        x = x + delta
+        return x, self.norm(x)
 
 
 class FusedBlock(nn.Module):
-    """model.gpt.Block over a flat batch: x (tokens, hidden) is the residual stream, and is changed in place."""
+    """model.gpt.Block over a flat batch."""
 
-    def __init__(self, was: Block, attention: nn.Module, mlp: nn.Module) -> None:
+    def __init__(self, norms: tuple[AddNorm, AddNorm], attention: nn.Module, mlp: nn.Module, last: bool) -> None:
         super().__init__()
-        self.attention_norm, self.attention, self.mlp_norm, self.mlp = was.attention_norm, attention, was.mlp_norm, mlp
+        (self.attention_norm, self.mlp_norm), self.attention, self.mlp = norms, attention, mlp
+        self.last = last
         self.recompute = "none"
 
-    def forward(self, x: Tensor, turn: Rope, attend: Paged) -> Tensor:
-        x = self.attention(self.attention_norm(x), turn, attend, x)
-        return self.mlp(self.mlp_norm(x), x)
+    def forward(self, stream: Stream, turn: Rope, attend: Paged) -> Stream:
+        x, normed = self.attention_norm(stream)
+        x, normed = self.mlp_norm((x, self.attention(normed, turn, attend)))
+        delta = self.mlp(normed)
+        return x + delta if self.last else (x, delta)
 
 
 def fuse(model: GPT, context: int, invariant: bool = False) -> None:
     """Change a network whose weights are where they will be used, for flat batches of positions below `context`."""
     model.requires_grad_(False)
-    chosen = invariant_product(model.device) if invariant else product
-    apply = Applied(chosen)
-    for name, block in list(model.blocks.items()):
-        assert isinstance(block, Block)
-        model.blocks[name] = FusedBlock(block, fused_attention(block.attention, apply), fused_mlp(block.mlp, apply))
-        del block
-        if model.device.type == "cuda":
+    cpu = model.device.type == "cpu"
+    fuser = Fuser(Applied(invariant), by_rows=invariant and cpu)
+    names = list(model.blocks)
+    for name in names:
+        model.blocks[name] = fuser.block(cast(Block, model.blocks[name]), last=name == names[-1])
+        if not cpu:
             torch.cuda.empty_cache()  # merged weights are larger than the pieces that were let go, and fit none of them
-    model.project = lambda states, weight: chosen(states, weight, None, None)
+    assert model.norm is not None
+    model.norm = fuser.norm(model.norm)
+    model.project = fuser.apply.project
     if model.spec.positions == "rope":
         model.turns = Turns(model.spec, context, model.device)
 
 
-def invariant_product(device: torch.device) -> Product:
-    return row_by_row
+class Fuser:
+    """How the parts of a block are changed. `by_rows`: on a CPU, norms and activations too may depend on the batch."""
+
+    def __init__(self, apply: Applied, by_rows: bool) -> None:
+        self.apply, self.by_rows = apply, by_rows
+
+    def block(self, was: Block, last: bool) -> FusedBlock:
+        if self.apply.invariant:
+            refuse_unknown(was)
+        norms = AddNorm(self.norm(was.attention_norm)), AddNorm(self.norm(was.mlp_norm))
+        return FusedBlock(norms, self.attention(was.attention), self.mlp(was.mlp), last)
+
+    def norm(self, was: nn.Module) -> nn.Module:
+        return ByRows(was) if self.by_rows else was
+
+    def attention(self, was: Attention) -> nn.Module:
+        qkv = merged([was.q, was.k, was.v])
+        return Unfused(was) if qkv is None else FusedAttention(was, qkv, self.apply)
+
+    def mlp(self, was: nn.Module) -> nn.Module:
+        if not isinstance(was, MLP):
+            return ByRows(Unfused(was)) if self.apply.invariant else Unfused(was)
+        act = swiglu if was.gate is not None else functools.partial(F.gelu, approximate="tanh")
+        into = was.up if was.gate is None else merged([was.gate, was.up])
+        if into is None:
+            return Unfused(was)
+        return FusedMLP(into, ByRows(act) if self.by_rows else act, was.down, self.apply)
 
 
-def fused_attention(was: Attention, apply: Applied) -> nn.Module:
-    qkv = merged([was.q, was.k, was.v])
-    return Unfused(was) if qkv is None else FusedAttention(was, qkv, apply)
-
-
-def fused_mlp(was: nn.Module, apply: Applied) -> nn.Module:
-    if not isinstance(was, MLP):
-        return Unfused(was)
-    if was.gate is None:
-        return FusedMLP(was.up, functools.partial(F.gelu, approximate="tanh"), was.down, apply)
-    into = merged([was.gate, was.up])
-    return Unfused(was) if into is None else FusedMLP(into, swiglu, was.down, apply)
+def refuse_unknown(block: Block) -> None:
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear) and type(module) is not Linear and name != "mlp.router":
+            raise SpecError(
+                f"engine.batch_invariant = true needs plain weights, and {name} is a {type(module).__name__}: "
+                "quantised layers and layers cut over ranks are computed in ways that depend on the batch"
+            )
 
 
 def merged(layers: list[Linear]) -> nn.Module | None:
     """One layer that gives what these give, side by side; None where they cannot be merged."""
     if any(type(layer) is not Linear for layer in layers):
         return None
-    out = sum(map(rows_of, layers))
-    one = Linear(layers[0].weight.shape[1], out, bias=layers[0].bias is not None, device="meta")
+    one = Linear(layers[0].weight.shape[1], sum(map(rows_of, layers)), bias=layers[0].bias is not None, device="meta")
     one.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
     if layers[0].bias is not None:
         one.bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False)

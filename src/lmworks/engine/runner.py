@@ -199,7 +199,8 @@ def one_by_one(
     """On a CPU the order of sums over a row of logits may depend on how many rows there are."""
     masks = [None] * len(rows) if mask is None else mask.split(1)
     parts = [sampler(*each, wants) for each in zip(logits.split(1), rows.split(1), places.split(1), masks, strict=True)]
-    return Sampled(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
+    columns: Any = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
+    return Sampled(*columns)
 
 
 def decodes(step: Step) -> bool:

@@ -1,0 +1,97 @@
+"""Merging layers: the same numbers, held once; what cannot be merged stays, and still gives the same."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from test_runner import SHAPES, answered, lively, prompts_of, runner_of
+from torch import Tensor
+
+from lmworks.engine.fuse import FusedAttention, FusedBlock, FusedMLP, Turns, Unfused, fuse
+from lmworks.engine.params import SamplingParams
+from lmworks.model import GPT, generate, rope
+from lmworks.model.gpt import Linear
+from lmworks.spec import ModelSpec, SpecError
+
+
+def bytes_of(model: GPT) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_are_held_once(shape: str) -> None:
+    model = lively(**SHAPES[shape])
+    before = bytes_of(model)
+    replaced = [weakref.ref(block.attention.q) for block in model.layers()]
+    pointers = {tensor.data_ptr() for tensor in model.parameters()}
+    fuse(model, 64)
+    assert bytes_of(model) == before
+    assert all(ref() is None for ref in replaced)
+    merged = [tensor for tensor in model.parameters() if tensor.data_ptr() not in pointers]
+    assert len(merged) >= model.spec.layers  # and what was not merged lies where it lay
+
+
+def test_what_is_fused() -> None:
+    dense, moe = lively(), lively(**SHAPES["moe"])
+    for model in (dense, moe):
+        fuse(model, 64)
+    blocks = [model.layers()[0] for model in (dense, moe)]
+    assert all(isinstance(block, FusedBlock) and isinstance(block.attention, FusedAttention) for block in blocks)
+    assert isinstance(blocks[0].mlp, FusedMLP) and isinstance(blocks[1].mlp, Unfused)
+
+
+class Doubled(Linear):
+    """A layer that is not what its weight says: merging by the weight would be wrong."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def with_doubled(model: GPT) -> GPT:
+    for part, name in (("attention", "k"), ("mlp", "up"), ("mlp", "down")):
+        owner = getattr(model.layers()[0], part)
+        plain = getattr(owner, name)
+        odd = Doubled(plain.in_features, plain.out_features, bias=False)
+        odd.weight = plain.weight
+        setattr(owner, name, odd)
+    return model
+
+
+def test_other_layers_stay_as_they_are() -> None:
+    model = with_doubled(lively(qk_norm=True))
+    prompts = prompts_of([21, 6])
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 2
+    runner = runner_of(model)
+    assert isinstance(runner.model.layers()[0].attention, Unfused) and isinstance(
+        runner.model.layers()[1].attention, FusedAttention
+    )
+    for prompt, result in zip(prompts, answered(runner, prompts, *params), strict=True):
+        assert prompt + result.token_ids == generate(model, torch.tensor([prompt]), 12)[0].tolist()
+
+
+def test_invariance_refuses_layers_it_does_not_know() -> None:
+    with pytest.raises(SpecError, match=r"batch_invariant = true needs plain weights, and attention.k is a Doubled"):
+        fuse(with_doubled(lively()), 64, invariant=True)
+
+
+@pytest.mark.parametrize("scaling", [{}, {"type": "yarn", "factor": 4.0}, {"type": "llama3", "factor": 8.0}])
+def test_rotations_that_are_looked_up(scaling: dict[str, object]) -> None:
+    spec = ModelSpec.from_preset("tiny", rope_scaling=scaling)
+    positions = torch.tensor([0, 99, 7, 7, 127])
+    for mine, theirs in zip(
+        Turns(spec, 128, torch.device("cpu"))(spec, positions), rope.tables(spec, positions), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_the_trainers_copy_is_not_touched() -> None:
+    """A runner takes its model over; one that was copied before still trains."""
+    model = lively()
+    kept = copy.deepcopy(model)
+    fuse(model, 64)
+    tokens = torch.tensor([prompts_of([20])[0]])
+    kept(tokens[:, :-1], tokens[:, 1:])[1].backward()
+    assert all(parameter.grad is not None for parameter in kept.parameters())

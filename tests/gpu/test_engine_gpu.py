@@ -1,0 +1,105 @@
+"""The engine on a GPU: the same answers as transformers and as the CPU, through graphs, and bitwise in any batch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+from hf_reference import FAMILIES, compare, make_engine, random_prompts
+from test_runner import SHAPES, answered, lively, log_probabilities, prompts_of
+
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.request import Result
+from lmworks.engine.runner import Runner
+from lmworks.model import GPT
+from lmworks.spec import EngineSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LENGTHS = [5, 1, 33, 17, 2, 40, 9, 26]
+COUNTS = [20, 30, 12, 25, 8, 20, 1, 16]
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs": {"max_seqs": 8},
+    "eager": {"max_seqs": 4, "graphs": False},
+    "chunks": {"max_batch_tokens": 7},
+    "preemption": {"blocks": 24, "prefix_cache": False},
+    "invariant": {"batch_invariant": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_to_transformers(family: str, way: str) -> None:
+    engine = make_engine(family, "cuda", **{"blocks": 400, **WAYS[way]})
+    prompts = random_prompts(LENGTHS)
+    excused = compare(engine, family, prompts, COUNTS)
+    excused += compare(engine, family, prompts, COUNTS)  # again: prefix hits, and graphs that are replayed
+    assert excused <= 1
+    assert way != "preemption" or engine.metrics.num_preemptions > 0
+
+
+def cuda_runner(model: GPT, **spec: Any) -> Runner:
+    given = {"dtype": "fp32", "block": 4, "blocks": 400, "max_seqs": 4, "max_batch_tokens": 24, **spec}
+    import copy
+
+    return Runner(copy.deepcopy(model), EngineSpec(**given), "cuda", 320)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_log_probabilities_are_the_trainers(shape: str) -> None:
+    model = lively(**SHAPES[shape])
+    prompts = prompts_of([30, 3, 50, 11])
+    params = [SamplingParams(temperature=1.0, max_tokens=12, logprobs=0, seed=7, ignore_eos=True)] * 4
+    for result in answered(cuda_runner(model), prompts, *params):
+        expected = log_probabilities(model, result.prompt_token_ids + result.token_ids)
+        for place, found in enumerate(result.logprobs or ()):
+            row = expected[len(result.prompt_token_ids) - 1 + place]
+            assert found.logprob == pytest.approx(row[found.token].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_batch_invariance(dtype: str) -> None:
+    """Bitwise, tokens and log-probabilities: alone, among others, prompts in chunks, graphs and not."""
+    model = lively(hidden=128, heads=4, kv_heads=2)
+    prompts = prompts_of([30, 3, 50, 11, 64, 17])
+    params = [SamplingParams(temperature=0.8, max_tokens=20, logprobs=0, seed=i, ignore_eos=True) for i in range(6)]
+
+    def bits(results: list[Result]) -> list[list[tuple[int, float]]]:
+        return [[(each.token, each.logprob) for each in result.logprobs or ()] for result in results]
+
+    spec = {"dtype": dtype, "batch_invariant": True, "max_seqs": 8}
+    alone = [
+        bits(answered(cuda_runner(model, **spec, max_batch_tokens=100), [prompt], each))[0]
+        for prompt, each in zip(prompts, params, strict=True)
+    ]
+    assert bits(answered(cuda_runner(model, **spec), prompts, *params)) == alone
+    assert bits(answered(cuda_runner(model, **spec, max_batch_tokens=13), prompts, *params)) == alone
+    assert bits(answered(cuda_runner(model, **spec, graphs=False), prompts, *params)) == alone
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_quantised_cache_is_close(kind: str) -> None:
+    model = lively()
+    ask = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+    (exact,) = answered(cuda_runner(model), prompts_of([40]), ask)
+    (rough,) = answered(cuda_runner(model, kv_dtype=kind), prompts_of([40]), ask)
+    assert exact.logprobs and rough.logprobs
+    assert 1e-6 < abs(exact.logprobs[0].logprob - rough.logprobs[0].logprob) < 0.05
+
+
+def test_the_pool_takes_the_memory_it_was_given() -> None:
+    """Sized after the largest step: weights, cache and that step stay within the part that was asked for."""
+    runner = cuda_runner(lively(), blocks=0, memory=0.5, context=128, max_seqs=256, max_batch_tokens=2048)
+    assert runner.blocks == 256 * 32  # a tiny model: all that could ever be used
+    torch.cuda.reset_peak_memory_stats()
+    answered(runner, prompts_of([100] * 30), *[SamplingParams(max_tokens=4, ignore_eos=True)] * 30)
+    assert torch.cuda.max_memory_reserved() < 0.5 * torch.cuda.get_device_properties(0).total_memory
