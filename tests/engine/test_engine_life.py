@@ -1,0 +1,344 @@
+"""How a request lives: launched ahead, stopped in every way, cancelled at any time, counted, streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from fake_device import FakeDevice, Launched, Work, alone
+
+from lmworks.data.tokenizer import ByteTokenizer
+from lmworks.engine.blocks import IntegrityError
+from lmworks.engine.engine import Engine
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.picked import Picked
+from lmworks.engine.request import Piece, Request, Result, State
+from lmworks.engine.scheduler import Step
+from lmworks.engine.stream import AsyncEngine
+from lmworks.spec import EngineSpec, LMWorksError, SpecError
+
+VOCAB = 50
+SPEC = EngineSpec(block=4, blocks=64, context=64, max_seqs=8, max_batch_tokens=32)
+
+
+@dataclass
+class Typist(FakeDevice):
+    """Answers every prompt of one token with the same text, and then with itself."""
+
+    script: list[int] = field(default_factory=list)
+
+    def pick(self, work: Work, tokens: list[int]) -> Picked:
+        token = self.script[(work.start + len(tokens) - 1) % len(self.script)]
+        self.recent[work.slot] = token
+        return Picked([token])
+
+
+@dataclass
+class Diary(FakeDevice):
+    """Writes down when steps are launched and read."""
+
+    entries: list[str] = field(default_factory=list)
+
+    def launch(self, step: Step) -> Launched:
+        self.entries.append(f"launch {len(self.steps)}")
+        return super().launch(step)
+
+    def run_until(self, launched: Launched) -> None:
+        self.entries.append(f"read {self.steps.index(self.step_of(launched))}")
+        super().run_until(launched)
+
+    def step_of(self, launched: Launched) -> Step:
+        return self.steps[len(self.steps) - len(self.queue) + self.queue.index(launched)]
+
+
+def result_of(engine: Engine, request: Request) -> Result:
+    engine.add(request)
+    return next(piece.result for piece in engine.run() if piece.request is request and piece.result)
+
+
+def typed(text: str, params: SamplingParams, **spec: int) -> Result:
+    script = [*text.encode(), ByteTokenizer.eot]
+    engine = Engine(Typist(SPEC.replace(**spec), ByteTokenizer.vocab_size, script=script), ByteTokenizer())
+    return result_of(engine, Request([1], params))
+
+
+def test_end_of_text_stops_and_is_left_out_of_the_text() -> None:
+    result = typed("hello", SamplingParams(max_tokens=20))
+    assert (result.text, result.finish_reason, result.answers[0].stop_reason) == ("hello", "stop", ByteTokenizer.eot)
+    assert result.token_ids == [*b"hello", ByteTokenizer.eot]
+
+
+def test_end_of_text_can_be_ignored() -> None:
+    result = typed("hello", SamplingParams(max_tokens=9, ignore_eos=True))
+    assert (len(result.token_ids), result.text, result.finish_reason) == (9, "hellohel", "length")
+
+
+def test_max_tokens_and_the_context_end_an_answer() -> None:
+    assert typed("hello", SamplingParams(max_tokens=3)).text == "hel"
+    result = typed("hello world", SamplingParams(max_tokens=30), context=8)
+    assert (result.text, result.finish_reason) == ("hello w", "length")
+
+
+def test_stop_strings_across_tokens() -> None:
+    result = typed("one. two. three", SamplingParams(max_tokens=30, stop=["two.", "zzz"]))
+    assert (result.text, result.finish_reason, result.answers[0].stop_reason) == ("one. ", "stop", "two.")
+    assert bytes(result.token_ids) == b"one. two."
+    assert typed("one. two.", SamplingParams(max_tokens=30, stop="e.", include_stop=True)).text == "one."
+
+
+def test_stop_tokens_end_like_end_of_text() -> None:
+    result = typed("hello", SamplingParams(max_tokens=20, stop_token_ids=[ord("l")]))
+    assert (result.text, result.token_ids, result.answers[0].stop_reason) == ("he", [*b"hel"], ord("l"))
+
+
+def test_nothing_stops_before_min_tokens() -> None:
+    params = SamplingParams(max_tokens=20, min_tokens=4, stop_token_ids=[ord("l")], stop=["he", "lo"])
+    result = typed("hello", params)
+    # The second l is the fourth token: it may end the answer, and does so before "lo" is complete.
+    assert (result.text, result.token_ids) == ("hel", [*b"hell"])
+
+
+def test_the_next_step_is_launched_before_the_last_is_read() -> None:
+    device = Diary(SPEC, VOCAB)
+    result_of(Engine(device), Request([1, 2], SamplingParams(max_tokens=3, seed=1)))
+    assert device.entries == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
+
+
+def test_a_runner_that_computes_at_once_is_read_at_once() -> None:
+    device = Diary(SPEC, VOCAB, synchronous=True)
+    engine = Engine(device)
+    engine.add(Request([1, 2], SamplingParams(max_tokens=3, seed=1), stream=True))
+    assert [len(engine.step()) for _ in range(3)] == [1, 1, 1] and not engine.busy
+    assert device.entries == ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2"]
+
+
+def test_the_token_that_was_launched_after_the_end_is_dropped() -> None:
+    right = alone([1, 2], 1, 20, VOCAB)
+    end = next(i for i in range(2, 20) if right[i] not in right[:i])
+    device = FakeDevice(SPEC, VOCAB)
+    result = result_of(Engine(device, eos=[right[end]]), Request([1, 2], SamplingParams(max_tokens=20, seed=1)))
+    assert result.token_ids == right[: end + 1]
+    assert len(device.steps) == end + 2  # one too many was under way
+
+
+def test_the_first_of_several_answers_is_the_only_answer_of_the_same_seed() -> None:
+    several = result_of(Engine(FakeDevice(SPEC, VOCAB)), Request([1, 2, 3], SamplingParams(max_tokens=6, seed=9, n=3)))
+    one = result_of(Engine(FakeDevice(SPEC, VOCAB)), Request([1, 2, 3], SamplingParams(max_tokens=6, seed=9)))
+    assert several.token_ids == one.token_ids
+    assert len({tuple(answer.token_ids) for answer in several.answers}) == 3
+
+
+def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them() -> None:
+    def answers(seed: int) -> list[list[int]]:
+        engine = Engine(FakeDevice(SPEC, VOCAB), seed=seed)
+        return [result_of(engine, Request([1, 2], SamplingParams(max_tokens=6))).token_ids for _ in range(3)]
+
+    assert answers(0) == answers(0) != answers(1)
+    assert len(set(map(tuple, answers(0)))) == 3
+
+
+def test_the_likeliest_of_best_of_are_given() -> None:
+    params = SamplingParams(max_tokens=5, seed=3, n=2, best_of=6)
+    request = Request([1, 2], params)
+    result = result_of(Engine(FakeDevice(SPEC, VOCAB)), request)
+    scores = sorted((-sum(each.answer) / 10 for each in request.sequences), reverse=True)
+    given = [answer.cumulative_logprob for answer in result.answers]
+    assert given == pytest.approx(scores[:2]) and len(request.sequences) == 6
+
+
+def test_cancelling_frees_everything_at_any_time() -> None:
+    for steps in range(8):
+        device = FakeDevice(SPEC.replace(max_batch_tokens=4), VOCAB)
+        engine = Engine(device)
+        long, other = Request([1] * 10, SamplingParams(max_tokens=9, seed=1, n=3)), Request([2], SamplingParams(seed=2))
+        engine.add(long)
+        engine.add(other)
+        pieces = [piece for _ in range(steps) for piece in engine.step()]
+        assert engine.cancel(long.id) and not engine.cancel(long.id)
+        assert all(each.state is State.DONE and not each.blocks for each in long.sequences)
+        engine.scheduler.pool.check(engine.scheduler.running)
+        pieces += engine.run()
+        results = {piece.request.id: piece.result for piece in pieces if piece.result}
+        assert [answer.finish_reason for answer in results[long.id].answers] == ["cancelled"] * 3
+        assert results[other.id].token_ids == alone([2], 2, 16, VOCAB)
+        assert engine.scheduler.pool.used == 0
+    assert not engine.cancel(12345)
+
+
+def test_logits_that_are_not_finite_end_that_answer_alone() -> None:
+    device = FakeDevice(SPEC, VOCAB, bad_seeds={5})
+    engine = Engine(device)
+    prompt = list(range(10))
+    bad, good = Request(prompt, SamplingParams(max_tokens=6, seed=5)), Request(prompt, SamplingParams(seed=6))
+    engine.add(bad)
+    engine.add(good)
+    results = {piece.request.id: piece.result for piece in engine.run()}
+    assert results[bad.id].finish_reason == "error" and "not finite" in (results[bad.id].error or "")
+    assert results[good.id].token_ids == alone(prompt, 6, 16, VOCAB)
+
+
+def test_what_a_bad_answer_computed_is_not_reused() -> None:
+    engine = Engine(FakeDevice(SPEC, VOCAB, bad_seeds={5}))
+    prompt = list(range(10))
+    result_of(engine, Request(prompt, SamplingParams(seed=5)))
+    assert result_of(engine, Request(prompt, SamplingParams(seed=6))).cached_tokens == 0
+    assert result_of(engine, Request(prompt, SamplingParams(seed=6))).cached_tokens == 8
+
+
+def test_the_books_are_checked_whenever_the_engine_is_idle() -> None:
+    engine = Engine(FakeDevice(SPEC, VOCAB))
+    engine.add(Request([1, 2], SamplingParams(max_tokens=3)))
+    engine.step()
+    engine.scheduler.pool.take(1)  # nobody will ever give it back
+    with pytest.raises(IntegrityError, match="neither free nor held"):
+        engine.run()
+
+
+def test_an_engine_that_failed_says_so_to_whoever_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(SPEC, VOCAB)
+    engine = Engine(device)
+    engine.add(Request([1], SamplingParams()))
+    monkeypatch.setattr(device, "launch", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+    with pytest.raises(LMWorksError, match=r"stopped after an error: .*out of memory"):
+        engine.step()
+
+
+def broken(step: Step) -> Launched:
+    raise RuntimeError("the device is out of memory")
+
+
+def test_metrics_count_what_happened() -> None:
+    engine = Engine(FakeDevice(SPEC, VOCAB))
+    first, second = (Request(list(range(10)), SamplingParams(max_tokens=5, seed=seed)) for seed in (1, 2))
+    result_of(engine, first)
+    result = result_of(engine, second)
+    metrics = engine.metrics
+    assert (metrics.prompt_tokens, metrics.generation_tokens, metrics.finished) == (20, 10, {"length": 2})
+    assert (metrics.prefix_cache_queries, metrics.prefix_cache_hits, result.cached_tokens) == (20, 8, 8)
+    assert metrics.computed_tokens == 14 + 6 and metrics.steps == 10 and metrics.mean_batch == 1
+    assert metrics.time_to_first_token_seconds.count == 2 and metrics.inter_token_latency_seconds.count == 8
+    assert metrics.kv_cache_usage_peak == 4 / 64 and metrics.kv_cache_usage_perc == 0
+    assert 0 <= result.times["queue"] <= result.times["first_token"] <= result.times["total"]
+
+
+def test_pieces_of_a_stream_add_up_to_the_result() -> None:
+    script = [*"naïve – ✓ END more".encode(), ByteTokenizer.eot]
+    engine = Engine(Typist(SPEC, ByteTokenizer.vocab_size, script=script), ByteTokenizer())
+    engine.add(Request([1], SamplingParams(max_tokens=40, stop=" END"), stream=True))
+    pieces = list(stepped(engine))
+    result = pieces[-1].result
+    assert result is not None and result.text == "naïve – ✓"
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert [token for piece in pieces for token in piece.token_ids] == result.token_ids
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+
+
+def stepped(engine: Engine) -> Iterator[Piece]:
+    while engine.busy:
+        yield from engine.step()
+
+
+# --- the same for asyncio ---
+
+
+def request(seed: int, tokens: int = 20) -> Request:
+    return Request([1, 2, seed], SamplingParams(max_tokens=tokens, seed=seed))
+
+
+def test_many_consumers_stream_at_once() -> None:
+    async def consume(serving: AsyncEngine, seed: int) -> list[int]:
+        return [token async for piece in serving.stream(request(seed)) for token in piece.token_ids]
+
+    async def main() -> list[list[int]]:
+        async with AsyncEngine(Engine(FakeDevice(SPEC, VOCAB))) as serving:
+            return await asyncio.gather(*(consume(serving, seed) for seed in range(20)))
+
+    assert asyncio.run(main()) == [alone([1, 2, seed], seed, 20, VOCAB) for seed in range(20)]
+
+
+@pytest.mark.parametrize("how", ["break", "cancel"])
+def test_a_consumer_that_leaves_takes_its_request_back(how: str) -> None:
+    engine = Engine(Slow(SPEC.replace(context=60), VOCAB))
+
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            left = request(1, 50)
+            seen = asyncio.Event()
+
+            async def consume() -> None:
+                stream = serving.stream(left)
+                async for _ in stream:
+                    seen.set()
+                    if how == "break":
+                        break
+                await stream.aclose()
+
+            task = asyncio.create_task(consume())
+            await seen.wait()
+            if how == "cancel":
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            other = [piece async for piece in serving.stream(request(2, 3))]
+            assert other[-1].result is not None
+            assert left.sequences[0].done is not None and left.sequences[0].done.finish_reason == "cancelled"
+            assert len(left.sequences[0].answer) < 50
+
+    asyncio.run(main())
+    assert engine.scheduler.pool.used == 0
+
+
+class Slow(FakeDevice):
+    """A step takes until somebody else had a turn."""
+
+    def launch(self, step: Step) -> Launched:
+        threading.Event().wait(0.002)
+        return super().launch(step)
+
+
+def test_a_failure_reaches_everyone_who_waits_and_everyone_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(SPEC, VOCAB)
+    monkeypatch.setattr(device, "launch", broken)
+
+    async def consume(serving: AsyncEngine, seed: int) -> None:
+        async for _ in serving.stream(request(seed)):
+            pass
+
+    async def main() -> None:
+        async with AsyncEngine(Engine(device)) as serving:
+            outcomes = await asyncio.gather(*(consume(serving, seed) for seed in range(3)), return_exceptions=True)
+            outcomes += await asyncio.gather(consume(serving, 9), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [LMWorksError] * 4
+        assert all("out of memory" in str(outcome) for outcome in outcomes)
+
+    asyncio.run(main())
+
+
+def test_closing_ends_the_thread_and_tells_those_who_wait() -> None:
+    async def main() -> None:
+        serving = AsyncEngine(Engine(Slow(SPEC, VOCAB)))
+        stream = serving.stream(request(1, 50))
+        await anext(stream)
+        await asyncio.to_thread(serving.close)
+        assert not serving.thread.is_alive()
+        with pytest.raises(LMWorksError, match="closed"):
+            async for _ in stream:
+                pass
+        with pytest.raises(LMWorksError, match="closed"):
+            await anext(serving.stream(request(2)))
+
+    asyncio.run(main())
+
+
+def test_a_request_that_cannot_be_served_raises_for_its_consumer_alone() -> None:
+    async def main() -> None:
+        async with AsyncEngine(Engine(FakeDevice(SPEC, VOCAB))) as serving:
+            with pytest.raises(SpecError, match="prompt is empty"):
+                await anext(serving.stream(Request([], SamplingParams())))
+            assert [piece async for piece in serving.stream(request(1))][-1].result is not None
+
+    asyncio.run(main())
