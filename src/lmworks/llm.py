@@ -117,6 +117,13 @@ class LLM:
         """Longest sequence, prompt and answer together."""
         return self.backend.context
 
+    @property
+    def native(self) -> Engine:
+        """The engine itself, to measure it or to look into it."""
+        if not isinstance(self.backend, Offline):
+            raise SpecError("vLLM serves this model: it has an engine of its own")
+        return self.backend.engine
+
     def chat(self) -> Chat:
         """How conversations become prompts of this model."""
         if self.tokenizer is None:

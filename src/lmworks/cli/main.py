@@ -9,6 +9,7 @@ import typer
 
 from ..spec.errors import LMWorksError
 from . import (
+    bench,
     chat,
     data,
     demo,
@@ -53,6 +54,7 @@ app.add_typer(study.app, name="study")
 app.command("eval")(use.evaluate)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.add_typer(bench.app, name="bench")
 app.command("export")(use.export)
 
 

@@ -63,3 +63,13 @@ def read_range(text: str, name: str) -> Range:
     if not low.isdecimal() or (colon and not high.isdecimal()):
         raise SpecError(f"{name} = {text!r}: write LOW:HIGH, e.g. 100:1024, or one number")
     return int(low), int(high if colon else low)
+
+
+def make_workload(requests: int, input: str, output: str, seed: int, quick: bool) -> Workload:
+    """From what was typed. A quick one has an eighth of the requests and of their lengths."""
+    work = Workload(requests, read_range(input, "--input"), read_range(output, "--output"), seed)
+    return (
+        replace(work, requests=max(1, requests // 8)).within(sum((work.input[1], work.output[1])) // 8)
+        if quick
+        else work
+    )
