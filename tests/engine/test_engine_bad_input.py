@@ -16,15 +16,15 @@ SPEC = EngineSpec(block=4, blocks=5, context=32, max_seqs=8, max_batch_tokens=16
 BAD = {
     "empty": (Request([], SamplingParams()), "the prompt is empty"),
     "too long": (Request([1] * 32, SamplingParams()), r"32 tokens.*engine\.context = 32"),
-    "pool too small": (Request([1] * 10, SamplingParams(max_tokens=12)), r"need 6 blocks of 4.*pool has 5.*engine\.blocks"),
-    "unknown adapter": (Request([1], SamplingParams(adapter="frnch")), "adapter 'frnch' is not loaded; did you mean 'french'"),
-    "token too large": (Request([1, VOCAB], SamplingParams()), f"token {VOCAB}: the model's tokens are 0 to {VOCAB - 1}"),
+    "pool too small": (Request([1] * 10, SamplingParams(max_tokens=12)), r"6 blocks of 4.*has 5.*engine\.blocks"),
+    "unknown adapter": (Request([1], SamplingParams(adapter="frnch")), "'frnch' is not loaded.*mean 'french'"),
+    "token too large": (Request([1, VOCAB], SamplingParams()), "token 50: the model's tokens are 0 to 49"),
     "token negative": (Request([-1], SamplingParams()), "token -1"),
     "stop token": (Request([1], SamplingParams(stop_token_ids=[99])), "stop_token_ids names token 99"),
     "bias": (Request([1], SamplingParams(logit_bias={77: 1.0})), "logit_bias names token 77"),
     "priority": (Request([1], SamplingParams(), priority=10**6), "priority = 1000000"),
     "stop without text": (Request([1], SamplingParams(stop="x")), "need a tokenizer"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)

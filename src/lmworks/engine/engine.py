@@ -92,6 +92,7 @@ class Engine:
         self.adapters: set[str] = set()  # names that requests may ask for
         self.metrics = Metrics()
         self.requests: dict[int, Request] = {}  # those under way, by id
+        self.shaped: set[int] = set()  # those of them that a grammar guides
         self.flight: Flight | None = None
         self.outbox: list[Piece] = []
         self.failure: BaseException | None = None
@@ -145,6 +146,8 @@ class Engine:
             self.outbox.append(refusal(request, str(error)))
             return
         self.requests[request.id] = request
+        if request.params.shaped:
+            self.shaped.add(request.id)
         self.scheduler.add(request.sequences)
         self.metrics.prompt_tokens += len(request.prompt)
 
@@ -256,18 +259,18 @@ class Engine:
             self.scheduler.pool.discard(sequence)
             self.finish(sequence, Ending("error", error=NOT_FINITE))
             return
+        place = chunk.place
         if chunk.wanted > 1:
             # Guesses that were refused lie in the cache behind `computed`, and are written over.
             sequence.computed = chunk.start + len(picked.tokens)
-            sequence.tokens[chunk.place :] = [UNKNOWN] * len(picked.tokens)
+            sequence.tokens[place:] = [UNKNOWN] * len(picked.tokens)
             self.metrics.proposed_guesses += chunk.wanted - 1
             self.metrics.accepted_guesses += len(picked.tokens) - 1
-        shown, ending = "", None
-        taken = 0
+        shown, ending, taken = "", None, 0
         for token in picked.tokens:
-            sequence.tokens[chunk.place + taken] = token
+            sequence.tokens[place + taken] = token
             taken += 1
-            sequence.known = chunk.place + taken
+            sequence.known = place + taken
             text, ending = push(sequence, token)
             shown += text
             if ending is not None:
@@ -296,6 +299,7 @@ class Engine:
         over = all(each.done is not None for each in request.sequences)
         if over:
             del self.requests[request.id]
+            self.shaped.discard(request.id)
             self.metrics.e2e_request_latency_seconds.add(time.monotonic() - request.arrived)
         if over or request.stream:
             outcome = result(request) if over else None
