@@ -4,7 +4,7 @@ A program takes some queries of a sequence for *all* the heads that share a key 
 head 0, query 0 head 1, …), so that a key is read once for the whole group. It walks over the keys in tiles, with the
 running maximum and sum of FlashAttention (Dao et al. 2022); a tile spans several blocks, whose numbers it gathers.
 
-While decoding there are few queries and many keys: those of a sequence are shared out among `SPLITS` programs, each of
+While decoding there are few queries and many keys: those of a sequence are shared out among several programs, each of
 which leaves its part of the result and its log-sum-exp for a second kernel to merge (flash-decoding). How many keys a
 program takes is computed on the device from the sequence's length, so a CUDA graph holds for all lengths; a program
 that has nothing to do ends at once.
@@ -91,7 +91,6 @@ def launch(
         "QUERIES": queries,
         "TILE": config.tile,
         "WINDOW": window,
-        "SPLITS": config.splits,
     }
     attend_kernel[(config.splits if split else triton.cdiv(pages.longest_query, queries), kv_heads, seqs)](
         q,
@@ -110,9 +109,11 @@ def launch(
         cache.keys.stride(0),
         cache.keys.stride(1),
         0 if cache.key_scales is None else cache.key_scales.stride(0),
+        config.splits,
         GROUP=group,
         ROWS=config.rows,
         SIZE=cache.size,
+        SPLIT=split,
         ONE_WALK=config.one_walk,
         **shape,
         num_warps=config.warps,
@@ -120,7 +121,15 @@ def launch(
     )
     if split:
         merge_kernel[(pages.longest_query * heads, seqs)](
-            parts, lse, out, pages.lengths, pages.starts, SPLITS_WIDTH=power_of_two(config.splits), **shape, num_warps=4
+            parts,
+            lse,
+            out,
+            pages.lengths,
+            pages.starts,
+            config.splits,
+            MOST=8 if config.splits <= 8 else MOST_SPLITS,
+            **shape,
+            num_warps=4,
         )
     return out
 
@@ -141,12 +150,6 @@ def key_tiles(
         low = tl.maximum(begin - WINDOW + 1, 0) // TILE
     high = tl.cdiv(tl.maximum(tl.minimum(begin + QUERIES, length), 0), TILE)
     return low, high
-
-
-@triton.jit
-def split_tiles(low, high, SPLITS: tl.constexpr):
-    """Tiles of one split."""
-    return tl.cdiv(high - low, SPLITS)
 
 
 @triton.jit
@@ -217,7 +220,8 @@ def walk(
     return acc, total, top
 
 
-@triton.jit
+# A kernel is compiled once for all numbers of splits and widths of tables: a new batch size never waits for a compiler.
+@triton.jit(do_not_specialize=["splits", "table_stride"])
 def attend_kernel(
     q_ptr,
     k_ptr,
@@ -235,6 +239,7 @@ def attend_kernel(
     block_stride,
     head_stride,
     scale_stride,
+    splits,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -244,7 +249,7 @@ def attend_kernel(
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     ONE_WALK: tl.constexpr,
 ):
     kv_head, seq = tl.program_id(1), tl.program_id(2)
@@ -252,10 +257,10 @@ def attend_kernel(
     queries = tl.load(starts_ptr + seq + 1) - start
     length = tl.load(lengths_ptr + seq)
     # The last queries of a prompt see the most keys; their programs begin first, so that none is left over at the end.
-    first = 0 if SPLITS > 1 else (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    first = 0 if SPLIT else (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     low, high = key_tiles(length, queries, first, QUERIES, TILE, WINDOW)
-    if SPLITS > 1:
-        each = split_tiles(low, high, SPLITS)
+    if SPLIT:
+        each = tl.cdiv(high - low, splits)
         low += tl.program_id(0) * each
         if (first >= queries) | ((low >= high) & (tl.program_id(0) > 0)):
             return
@@ -293,27 +298,27 @@ def attend_kernel(
         HEAD_DIM, WIDTH, SIZE, TILE, WINDOW, slopes_ptr is not None, True,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if SPLITS > 1:
-        place = place * SPLITS + tl.program_id(0)
+    if SPLIT:
+        place = place * splits + tl.program_id(0)
         tl.store(lse_ptr + place, top + tl.log2(total), mask=live)
     tl.store(out_ptr + place[:, None].to(tl.int64) * HEAD_DIM + d[None, :], acc, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
     parts_ptr,  # (tokens, heads, splits, head_dim)
     lse_ptr,  # (tokens, heads, splits)
     out_ptr,  # (tokens, heads, head_dim)
     lengths_ptr,
     starts_ptr,
+    splits,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_WIDTH: tl.constexpr,
+    MOST: tl.constexpr,  # splits, at most
 ):
     """Parts weighted by e^lse, for one query and head."""
     query, head, seq = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
@@ -322,15 +327,15 @@ def merge_kernel(
     if query >= queries:
         return
     low, high = key_tiles(tl.load(lengths_ptr + seq), queries, 0, QUERIES, TILE, WINDOW)
-    split, d = tl.arange(0, SPLITS_WIDTH), tl.arange(0, WIDTH)
-    there = (split == 0) | (split * split_tiles(low, high, SPLITS) < high - low)
-    there &= split < SPLITS
+    split, d = tl.arange(0, MOST), tl.arange(0, WIDTH)
+    there = (split == 0) | (split * tl.cdiv(high - low, splits) < high - low)
+    there &= split < splits
     place = (start + query) * HEADS + head
-    lse = tl.load(lse_ptr + place * SPLITS + split, mask=there, other=float("-inf"))
+    lse = tl.load(lse_ptr + place * splits + split, mask=there, other=float("-inf"))
     weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
     total = tl.sum(weight, 0)
     inside = there[:, None] & (d < HEAD_DIM)[None, :]
-    offsets = (place.to(tl.int64) * SPLITS + split)[:, None] * HEAD_DIM + d[None, :]
+    offsets = (place.to(tl.int64) * splits + split)[:, None] * HEAD_DIM + d[None, :]
     parts = tl.load(parts_ptr + offsets, mask=inside, other=0.0)
     out = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + place * HEAD_DIM + d, out, mask=d < HEAD_DIM)

@@ -1,0 +1,121 @@
+"""The engine's kernels on a GPU: against PyTorch's own operations in fp64, bit for bit where that is promised."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lmworks.kernels.add_norm import add_rms_norm
+from lmworks.kernels.paged_attention import LayerCache, Pages, paged_attention
+from lmworks.kernels.paged_store import place
+from lmworks.kernels.paged_store import reference as place_reference
+from lmworks.kernels.swiglu import swiglu
+from lmworks.model import rope
+from lmworks.spec import ModelSpec
+from paged_cases import NAMED, Case, Made, expected, make, random_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# bf16 holds 8 bits: the result is rounded once, the weights p once before the second product.
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def run(case: Case, made: Made) -> torch.Tensor:
+    there = made.to("cuda")
+    return paged_attention(there.q, there.cache, there.pages, **case.options("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMED)
+def test_attention_is_sdpa(name: str, dtype: torch.dtype) -> None:
+    case = replace(NAMED[name], dtype=dtype)
+    made = make(case)
+    torch.testing.assert_close(run(case, made).cpu().double(), expected(case, made), rtol=0, atol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_attention_over_random_pages_is_sdpa(seed: int) -> None:
+    dtype = (torch.bfloat16, torch.float16)[seed % 2]
+    case = replace(random_case(100 + seed), dtype=dtype)
+    made = make(case, seed)
+    torch.testing.assert_close(run(case, made).cpu().double(), expected(case, made), rtol=0, atol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("heads", [(64, 1), (128, 2), (128, 4)], ids=str)
+def test_invariant_bits(heads: tuple[int, int]) -> None:
+    """A prompt at once, in uneven chunks, beside others, or its tokens decoded one by one: the same bits."""
+    head_dim, group = heads
+    length = 700
+    made = make(Case((length, 300), (length, 300), 2, group, head_dim, dtype=torch.bfloat16)).to("cuda")
+    whole = paged_attention(made.q, made.cache, made.pages, invariant=True)[:length]
+    cuts = [0, 1, 2, 65, 66, 200, 333, 640, 641, length]
+    for begin, end in itertools.pairwise(cuts):
+        lengths = torch.tensor([300, end, 0], dtype=torch.int32, device="cuda")
+        starts = torch.tensor([0, 1, 1 + end - begin, 2 + end - begin], dtype=torch.int32, device="cuda")
+        q = torch.cat((made.q[-1:], made.q[begin:end], made.q[:1]))
+        pages = Pages(made.pages.tables[[1, 0, 0]].contiguous(), lengths, starts, end - begin)
+        chunk = paged_attention(q, made.cache, pages, invariant=True)
+        assert torch.equal(chunk[1:-1], whole[begin:end]), f"queries {begin} to {end}"
+    # Decoding: every position as a sequence of its own, in one batch.
+    lengths = torch.arange(1, length + 1, dtype=torch.int32, device="cuda")
+    starts = torch.arange(length + 1, dtype=torch.int32, device="cuda")
+    pages = Pages(made.pages.tables[:1].expand(length, -1), lengths, starts, 1)
+    assert torch.equal(paged_attention(made.q[:length], made.cache, pages, invariant=True), whole)
+
+
+def test_a_graph_holds_for_other_lengths() -> None:
+    case = Case((1, 1, 1, 1, 1), (1, 1, 1, 1, 1), 2, 4, 128, dtype=torch.bfloat16)
+    full = replace(case, lengths=(513, 64, 0, 1, 1100))
+    made = make(full)
+    there = made.to("cuda")
+    lengths = torch.ones_like(there.pages.lengths)
+    pages = replace(there.pages, lengths=lengths)
+    paged_attention(there.q, there.cache, pages)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(there.q, there.cache, pages)
+    lengths.copy_(there.pages.lengths)
+    graph.replay()
+    torch.testing.assert_close(out.cpu().double(), expected(full, made), rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_place_gives_what_its_steps_give(head_dim: int, stored: torch.dtype) -> None:
+    spec = ModelSpec.from_preset("tiny", hidden=64, heads=8, kv_heads=4, head_dim=head_dim)
+    rng = torch.Generator("cuda").manual_seed(0)
+    qkv = torch.randn(50, 16 * head_dim, generator=rng, device="cuda", dtype=torch.bfloat16) * 3
+    norms = [torch.rand(head_dim, generator=rng, device="cuda", dtype=torch.bfloat16) + 0.5 for _ in range(2)]
+    turn = rope.tables(spec, torch.arange(50, device="cuda"))
+    slots = torch.randperm(96, generator=rng, device="cuda")[:50]
+    slots[7] = -1
+    results = []
+    for function in (place, place_reference):
+        pools = [torch.zeros(6, 4, 16, head_dim, device="cuda").to(stored) for _ in range(2)]
+        scales = [torch.zeros(6, 4, 16, device="cuda") if stored.itemsize == 1 else None for _ in range(2)]
+        cache = LayerCache(*pools, *scales)
+        q = function(qkv, 8, 4, *norms, 1e-6, turn, cache, slots)
+        results.append([q] + [x.float() for x in vars(cache).values() if x is not None])
+    # The order of the sum of squares may differ, and with it the last bit of a bf16, or one step of what is stored.
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(
+            mine, theirs, rtol=2**-3 if stored.itemsize == 1 else 2**-7, atol=1.0 if mine.abs().max() > 100 else 1e-2
+        )
+        assert (mine != theirs).float().mean() < 0.02
+
+
+def test_swiglu_and_add_norm() -> None:
+    rng = torch.Generator("cuda").manual_seed(0)
+    x, delta = (torch.randn(37, 3000, generator=rng, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.rand(3000, generator=rng, device="cuda", dtype=torch.bfloat16)
+    torch.testing.assert_close(swiglu(x), F.silu(x[:, :1500]) * x[:, 1500:])
+    total, normed = add_rms_norm(x, delta, weight, 1e-5)
+    assert torch.equal(total, x + delta)
+    torch.testing.assert_close(normed, F.rms_norm(total, (3000,), weight, 1e-5))
