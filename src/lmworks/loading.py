@@ -1,0 +1,122 @@
+"""What a name or a folder stands for, ready to be served: the network on its device, the tokenizer, the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .data import Tokenizer, load_tokenizer
+from .data.tokenizer import read_tokenizer
+from .engine.draft import Ahead, Draft
+from .engine.engine import Engine
+from .engine.ngram import NGram
+from .engine.runner import DTYPES, Runner
+from .engine.speculate import Speculator
+from .model import GPT
+from .model.hf import load_hf, read_json
+from .spec import EngineSpec, LMWorksError, ModelSpec, SpecError
+from .spec.presets import PRESETS
+from .train.load import load_trained
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: GPT
+    tokenizer: Tokenizer | None
+    eos: tuple[int, ...] = ()
+    vocab: int = 0  # ids that may be picked (0: all of the model's)
+
+
+def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> Loaded:
+    """On the engine's device, in its precision."""
+    device, folder = pick_device(spec), Path(source)
+    dtype = pick_dtype(spec, device)
+    if is_preset(source):
+        return Loaded(random_model(ModelSpec.from_preset(str(source)), device, dtype, seed), None)
+    if is_hf(folder):
+        if step is not None:
+            raise SpecError(f"{folder} is a Hugging Face folder: it has no steps to choose from")
+        model = load_hf(GPT, folder, dtype=dtype, device=device)
+        return Loaded(model.eval(), hf_tokenizer(folder), hf_eos(folder))
+    trained = load_trained(folder, step)
+    return Loaded(trained.model, trained.tokenizer, vocab=trained.tokenizer.vocab_size)
+
+
+def is_preset(source: str | Path) -> bool:
+    return str(source) in PRESETS and not Path(source).exists()
+
+
+def is_hf(folder: Path | None) -> bool:
+    return folder is not None and (folder / "config.json").is_file() and not (folder / "spec.toml").exists()
+
+
+def pick_device(spec: EngineSpec) -> torch.device:
+    if spec.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(spec.device)
+    except RuntimeError:
+        raise SpecError(f"engine.device = {spec.device!r} is no device; use cpu, cuda or auto") from None
+    if device.type not in ("cpu", "cuda"):
+        raise SpecError(f"engine.device = {spec.device!r}: the engine runs on cpu and cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise LMWorksError(f"engine.device = {spec.device!r}, but no CUDA device is there; use 'cpu' or 'auto'")
+    return device
+
+
+def pick_dtype(spec: EngineSpec, device: torch.device) -> torch.dtype:
+    if spec.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[spec.dtype]
+
+
+@torch.no_grad()
+def random_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
+    """On a CPU the weights that training begins with; on a GPU drawn there, in a fraction of the time."""
+    with torch.device("meta"):
+        model = GPT(spec).to(dtype)
+    model.to_empty(device=device)
+    if device.type == "cpu":
+        model.init_weights(seed)
+        return model.eval()
+    luck = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, spec.init_std, generator=luck)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model.eval()
+
+
+def hf_eos(folder: Path) -> tuple[int, ...]:
+    """Tokens at which `transformers` would stop."""
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (int(found),)
+    return ()
+
+
+def hf_tokenizer(folder: Path) -> Tokenizer | None:
+    """None where there is no tokenizer.json: prompts are then lists of ids."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    eos = hf_eos(folder)
+    return read_tokenizer(folder / "tokenizer.json", eos[0]) if eos else load_tokenizer(folder)
+
+
+def make_engine(loaded: Loaded, spec: EngineSpec, seed: int) -> Engine:
+    """Takes the model over; with a draft, that one too."""
+    draft = Draft(load(spec.draft, spec, None, seed).model) if spec.speculate == "draft" else None
+    runner = Runner(loaded.model, spec, loaded.model.device, loaded.vocab or loaded.model.spec.vocab, draft)
+    return Engine(runner, loaded.tokenizer, loaded.eos, seed, speculator(runner.spec))
+
+
+def speculator(spec: EngineSpec) -> Speculator | None:
+    if spec.speculate == "none":
+        return None
+    return Speculator(spec, Ahead() if spec.speculate == "draft" else NGram())
