@@ -23,7 +23,7 @@ FLOORS = [
     {"cli", "ui", "learn"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-DOORS = {("model", "kernels")}  # within one floor: the network is made of kernels
+DOORS = {("model", "kernels"), ("llm", "loading")}  # within one floor: the network is made of kernels
 WITHOUT_TORCH = {"spec", "plan", "record", "launch"}
 
 
