@@ -266,3 +266,6 @@ def test_a_padded_step_adds_places_that_nobody_took() -> None:
     (pages,) = batch.pages
     assert pages.lengths.tolist() == [21, 21, 21, 0, 0, 0, 0, 0] and pages.starts.tolist() == list(range(9))
     assert batch.at is None
+    nobody = unpack(*packer.nobody(4))
+    assert nobody.slots.tolist() == [-1] * 4 and nobody.rows.tolist() == [8] * 4
+    assert nobody.pages[0].lengths.tolist() == [0] * 4 and nobody.pages[0].starts.tolist() == list(range(5))

@@ -100,7 +100,7 @@ class Packer:
 
     def __init__(self, engine: EngineSpec, vocab: int, pinned: bool) -> None:
         self.vocab, self.size, self.pinned = vocab, engine.block, pinned
-        self.padding = engine.max_seqs  # the slot of rows that nobody asked for
+        self.unused = engine.max_seqs  # the slot of rows that nobody asked for
         self.widest = math.ceil(engine.context / engine.block)
         self.tables = np.zeros((engine.max_seqs + 1, self.widest), np.int32)
         self.filled = np.zeros(engine.max_seqs + 1, np.int64)  # blocks of each table that are written
@@ -131,11 +131,11 @@ class Packer:
             int((count == 1).sum()) + extra,
             int(count.max()),
         )
-        buffer = torch.empty(layout.size, dtype=torch.int64, pin_memory=self.pinned)
+        seqs = len(chunks)
+        buffer = self.padding(layout, total, rows, seqs)
         tokens, positions, slots, at, row_slots, places, lengths, starts, late, tables = cut(
             buffer.numpy(), layout, np.int32
         )
-        seqs = len(chunks)
         ends = count.cumsum()
         owner = np.repeat(np.arange(seqs), count)  # (T): the chunk of each token
         position = np.arange(total) + (start - ends + count)[owner]
@@ -153,13 +153,24 @@ class Packer:
         starts[0] = 0
         starts[1 : seqs + 1] = ends
         tables.reshape(-1, layout.width)[:seqs] = self.tables[slot, : layout.width]
-        if extra:
-            tokens[total:], positions[total:], slots[total:] = 0, 0, -1
-            at[rows:], row_slots[rows:], places[rows:] = 0, self.padding, 0
-            lengths[seqs:], starts[seqs + 1 :] = 0, total + np.arange(1, extra + 1)
-        elif layout.decoding < seqs:
+        if layout.decoding < seqs:
             late[: seqs - layout.decoding + 1] = starts[layout.decoding :] - layout.decoding
         return buffer, layout
+
+    def nobody(self, seqs: int) -> tuple[Tensor, Layout]:
+        """A decoding step in which every place is padding: it changes nothing."""
+        layout = Layout(seqs, seqs, seqs, self.width(1), seqs, 1)
+        return self.padding(layout, 0, 0, 0), layout
+
+    def padding(self, layout: Layout, tokens: int, rows: int, seqs: int) -> Tensor:
+        """A buffer whose places behind so many are taken by nobody; those before are still to be written."""
+        buffer = torch.empty(layout.size, dtype=torch.int64, pin_memory=self.pinned)
+        ids, positions, slots, at, owners, places, lengths, starts, _, tables = cut(buffer.numpy(), layout, np.int32)
+        ids[tokens:], positions[tokens:], slots[tokens:] = 0, 0, -1
+        at[rows:], owners[rows:], places[rows:] = 0, self.unused, 0
+        lengths[seqs:], starts[seqs:] = 0, np.arange(tokens, layout.tokens + 1)
+        tables[seqs * layout.width :] = 0
+        return buffer
 
     def update_tables(self, chunks: list[Chunk], slot: np.ndarray, blocks: np.ndarray, anew: bool) -> None:
         """Write what tables grew by. After a copy of blocks a table may have changed anywhere: then all of it."""

@@ -65,9 +65,8 @@ def asked_of(chunks: list[Chunk]) -> list[Asked]:
 
 def prompt_logprobs(model: GPT, states: Tensor, asked: list[Asked]) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Of all that is asked, one after another: (positions), and the likeliest ids and theirs, (positions, top)."""
-    places = torch.tensor([place for each in asked for place in range(each.at, each.at + each.count)])
-    targets = torch.tensor([token for each in asked for token in each.targets])
-    places, targets = places.to(states.device), targets.to(states.device)
+    places = sent([place for each in asked for place in range(each.at, each.at + each.count)], states.device)
+    targets = sent([token for each in asked for token in each.targets], states.device)
     top = max(each.top for each in asked)
     rows = max(1, LOGITS_AT_ONCE // model.spec.vocab)
     results = []
@@ -77,6 +76,11 @@ def prompt_logprobs(model: GPT, states: Tensor, asked: list[Asked]) -> tuple[Ten
         results.append((own, *(likeliest(logits, logits.shape[1], top) if top else (own, own))))
     own, ids, others = (torch.cat(part) for part in zip(*results, strict=True))
     return (own, ids, others) if top else (own, None, None)
+
+
+def sent(numbers: list[int], device: torch.device) -> Tensor:
+    """To the device, without waiting for it."""
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the largest step takes, measured by taking it."""
+"""Before the first request: what the largest step takes, measured by taking it, and graphs made ahead of use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from .cache import free_on_gpu
 from .params import SamplingParams
 from .request import Request, Sequence
+from .sampler import Wants
 from .scheduler import Chunk, Step
 
 if TYPE_CHECKING:
@@ -41,3 +42,17 @@ def room_on_gpu(runner: Runner) -> int:
     peak = torch.cuda.max_memory_allocated(runner.device)
     torch.cuda.empty_cache()
     return free_on_gpu(runner.device, runner.spec.memory, peak)
+
+
+@torch.no_grad()
+def record_graphs(runner: Runner, *kinds: Wants) -> None:
+    """Graphs of decoding for all numbers of sequences, for samplers of these kinds (plain ones), largest first.
+
+    Left undone, each is recorded when it is first needed, and that step takes longer.
+    """
+    if runner.graphs is None:
+        return
+    for size in reversed(runner.graphs.sizes):
+        for wants in kinds:
+            runner.graphs.run(*runner.packer.nobody(size), wants)
+    torch.cuda.synchronize(runner.device)
