@@ -46,21 +46,22 @@ class Config:
 
 def choose(q: Tensor, cache: LayerCache, pages: Pages, window: int, invariant: bool) -> Config:
     """From numbers that the host knows and that do not change when a CUDA graph is replayed."""
-    kv_heads, head_dim = cache.keys.shape[1], power_of_two(q.shape[2])
-    group = q.shape[1] // kv_heads
+    kv_heads, width = cache.keys.shape[1], power_of_two(q.shape[2])
+    group = power_of_two(q.shape[1] // kv_heads)
+    exact = q.dtype == torch.float32  # no tensor cores: small tiles, or the registers run out
+    few, warps, stages = (32, 8, 2) if exact else (64, 4, 3)
     # Operands of a product have the precision of q: a tile of an 8-bit cache is widened.
-    tile = min(max(TILE_BYTES // (head_dim * q.element_size()), 16), 128)
-    rows = max(16, power_of_two(pages.longest_query * group))
+    tile = min(max(TILE_BYTES // (width * q.element_size()), 16), 32 if exact else 128)
     if invariant:
-        return Config(max(64, power_of_two(group)), min(tile, 64), 4, 3)
-    if rows <= 64:
+        return Config(max(few, group), min(tile, 64), warps, stages)
+    rows = max(16, power_of_two(pages.longest_query * group))
+    if rows <= few:
         wanted = multiprocessors(q.device) * PROGRAMS_EACH
         splits = math.ceil(wanted / (max(pages.lengths.shape[0], 1) * kv_heads))
-        return Config(rows, tile, 4, 3, min(splits, MOST_SPLITS))
-    wide = head_dim > 128 or q.element_size() > 2
-    return Config(
-        max(64 if wide else 128, power_of_two(group)), tile, 4 if wide else 8, 2 if wide else 3, 1, window > 0
-    )
+        return Config(rows, tile, warps, stages, min(splits, MOST_SPLITS))
+    if exact or width > 128:
+        return Config(max(few, group), tile, warps, 2, 1, window > 0)
+    return Config(max(128, group), tile, 8, 3, 1, window > 0)
 
 
 def launch(
