@@ -1,0 +1,232 @@
+"""The engine on one GPU: throughput, step times, start-up, quantisation and speculation, beside vLLM and the floor.
+
+vLLM's figures were measured on one NVIDIA H200 (vLLM 0.22.1, FA3, CUDA graphs, compile) and are quoted, not run again.
+The floor is the bytes that a step must read over the bandwidth of a device copy, measured in the same run.
+
+    python benchmarks/engine_gpu.py                                          # everything
+    python benchmarks/engine_gpu.py --only throughput,quant --model llama3-8b
+
+Results are kept in benchmarks/results/engine_gpu.json after each part; parts that are not run keep what they had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, write_result
+
+from lmworks.engine.engine import Engine
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.quantized_model import apply_quantization
+from lmworks.engine.request import Request
+from lmworks.loading import Loaded, make_engine, random_model
+from lmworks.observe.engine_bench import BATCHES, Bench
+from lmworks.observe.workload import Workload
+from lmworks.spec import EngineSpec, LMWorksError, ModelSpec
+
+NAME = "engine_gpu"
+VLLM = {
+    "qwen3-0.6b": {"output_tokens_per_s": 23_879, "decode_ms": {"1": 1.94, "8": 1.93, "64": 3.70}, "startup_s": 78},
+    "llama3-8b": {"output_tokens_per_s": 9_823, "decode_ms": {"1": 5.09, "8": 5.77, "64": 9.56}, "startup_s": 68},
+}
+SCHEMES = ("int8", "int4", "fp8")
+CONTEXT = 2048  # the longest request of the workload
+
+
+@contextmanager
+def engine_of(name: str, scheme: str = "", **options: Any) -> Iterator[Engine]:
+    """With random weights, quantised by plain rounding where a scheme is named: values do not change the time."""
+    device = torch.device("cuda")
+    model = random_model(ModelSpec.from_preset(name), device, torch.bfloat16, seed=0)
+    if scheme:
+        apply_quantization(model, scheme)
+    engine = make_engine(Loaded(model, None), EngineSpec(context=CONTEXT, **options), seed=0)
+    del model
+    try:
+        yield engine
+    finally:
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measured(engine: Engine, work: Workload | None = None) -> dict[str, Any]:
+    """What `lmworks bench offline` measures; without a workload the steps alone."""
+    bench = Bench(engine)
+    warm_up_s = bench.warm_up()
+    times = [bench.step_time(batch) for batch in BATCHES]
+    facts = bench.throughput(work) if work else {}
+    facts.pop("trace", None)
+    return {
+        **bench.about(),
+        **facts,
+        "warm_up_s": warm_up_s,
+        "decode_ms": {str(one.batch): 1e3 * one.seconds for one in times},
+        "floors_ms": {str(one.batch): 1e3 * one.floor for one in times},
+    }
+
+
+def throughput(name: str) -> dict[str, Any]:
+    with engine_of(name) as engine:
+        return {"bf16": measured(engine, Workload())}
+
+
+def steps(name: str) -> dict[str, Any]:
+    with engine_of(name) as engine:
+        return {"bf16": measured(engine)}
+
+
+def quant(name: str) -> dict[str, Any]:
+    cases: dict[str, dict[str, Any]] = {scheme: {"scheme": scheme} for scheme in SCHEMES}
+    cases["kv fp8"] = {"kv_dtype": "fp8"}
+    results = {}
+    for case, options in cases.items():
+        with engine_of(name, **options) as engine:
+            results[case] = measured(engine, Workload())
+    return results
+
+
+def spec(name: str) -> dict[str, Any]:
+    """Greedy answers that repeat themselves, as those of random weights do: the best that n-grams can hope for."""
+    results: dict[str, Any] = {}
+    for speculate in ("none", "ngram"):
+        with engine_of(name, speculate=speculate) as engine:
+            Bench(engine).warm_up()
+            for batch in (1, 8):
+                results[f"{speculate}, batch {batch}"] = answer_greedily(engine, batch)
+    return results
+
+
+def answer_greedily(engine: Engine, batch: int, tokens: int = 256) -> dict[str, float]:
+    luck = torch.Generator().manual_seed(batch)
+    prompts = torch.randint(0, 10_000, (batch, 64), generator=luck).tolist()
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens)
+    before = engine.metrics.proposed_guesses, engine.metrics.accepted_guesses, engine.metrics.steps
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for prompt in prompts:
+        engine.add(Request(prompt, params))
+    engine.run()
+    seconds = time.perf_counter() - began
+    metrics = engine.metrics
+    proposed, accepted = metrics.proposed_guesses - before[0], metrics.accepted_guesses - before[1]
+    return {
+        "output_tokens_per_s": batch * tokens / seconds,
+        "ms_per_token": 1e3 * seconds / tokens,
+        "steps": metrics.steps - before[2],
+        "acceptance": accepted / proposed if proposed else 0.0,
+    }
+
+
+# --- start-up: a process of its own, from its start to its first token ------------------------------------
+
+FIRST_TOKEN = """
+import sys
+from lmworks import LLM, SamplingParams
+llm = LLM(sys.argv[1], context=2048)
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, ignore_eos=True), progress=False)
+print("first token", flush=True)
+"""
+
+
+def startup(name: str) -> dict[str, Any]:
+    """Cold: compiled kernels from nowhere, weights not in the page cache. Warm: the same once more."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("LMWORKS_BENCH_DISK")) as folder:
+        weights = Path(folder) / "model"
+        random_model(ModelSpec.from_preset(name), torch.device("cuda"), torch.bfloat16, seed=0).save_hf(weights)
+        gc.collect()
+        torch.cuda.empty_cache()
+        size = sum(file.stat().st_size for file in weights.iterdir())
+        forget(weights)
+        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        times = {}
+        for case in ("cold", "warm"):
+            began = time.perf_counter()
+            child = subprocess.run(
+                [sys.executable, "-c", FIRST_TOKEN, str(weights)],
+                env={**os.environ, **caches},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            times[case] = time.perf_counter() - began  # the end of the process, some 0.1 s, is in it
+            if "first token" not in child.stdout:
+                raise RuntimeError(f"start-up of {name} failed:\n{child.stderr[-2000:]}")
+        return {"start-up": {"cold_s": times["cold"], "warm_s": times["warm"], "weights_gb": size / 1e9}}
+
+
+def forget(folder: Path) -> None:
+    """Written back to the disk, and out of the page cache."""
+    for file in folder.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+# --- all of it --------------------------------------------------------------------------------------------
+
+PARTS = {"throughput": throughput, "steps": steps, "startup": startup, "quant": quant, "spec": spec}
+USUAL = ("throughput", "startup", "quant", "spec")  # throughput measures the steps, too
+
+
+def say(name: str, case: str, facts: dict[str, Any]) -> None:
+    """One case in a line or two, beside vLLM's bf16."""
+    if "decode_ms" not in facts:
+        print(f"{name} {case}: " + json.dumps({key: round(value, 3) for key, value in facts.items()}), flush=True)
+        return
+    peer = VLLM[name]
+    if "output_tokens_per_s" in facts:
+        rate = facts["output_tokens_per_s"]
+        print(
+            f"{name} {case}: {rate:,.0f} output tokens/s, {rate / peer['output_tokens_per_s']:.2f}× vLLM; "
+            f"prefill {facts['prefill_s']:.1f} s, decode {facts['decode_s']:.1f} s (floor {facts['floor_s']:.1f}); "
+            f"host {facts['host_share']:.0%}, batch {facts['mean_batch']:.0f}, preempted {facts['preemptions']}, "
+            f"KV {facts['kv_use']['peak']:.0%}",
+            flush=True,
+        )
+    times = ", ".join(
+        f"{batch}: {ms:.2f} (floor {facts['floors_ms'][batch]:.2f}, vLLM {peer['decode_ms'][batch]})"
+        for batch, ms in facts["decode_ms"].items()
+    )
+    print(f"{name} {case}: ms a step at batch {times}; warm-up {facts['warm_up_s']:.1f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(USUAL), help=f"parts, with commas between them: {', '.join(PARTS)}")
+    parser.add_argument("--model", default=",".join(VLLM), help="models, with commas between them")
+    chosen = parser.parse_args()
+    path = RESULTS / f"{NAME}.json"
+    models = json.loads(path.read_text()).get("models", {}) if path.exists() else {}
+    for name in chosen.model.split(","):
+        kept = models.setdefault(name, {})
+        kept["vllm, quoted"] = VLLM[name]
+        for part in chosen.only.split(","):
+            began = time.perf_counter()
+            try:
+                cases = PARTS[part](name)
+            except (RuntimeError, LMWorksError) as error:  # the other parts are worth having
+                print(f"{name} {part} failed: {error}", flush=True)
+                continue
+            for case, facts in cases.items():
+                say(name, case, facts)
+            print(f"  [{part} took {time.perf_counter() - began:.0f} s]", flush=True)
+            kept[part] = cases
+            write_result(NAME, {"models": models})
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
