@@ -21,6 +21,7 @@ from . import (
     parity,
     pipeline,
     plan,
+    quantize,
     runs,
     simulate,
     study,
@@ -56,6 +57,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.add_typer(bench.app, name="bench")
 app.command("export")(use.export)
+app.command("quantize")(quantize.quantize)
 
 
 @app.callback()

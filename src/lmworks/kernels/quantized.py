@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fixed_linear import fixed_linear
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 GROUPS = (128, 64, 32, 16)  # of int4, largest first: the inputs that share a scale
@@ -112,9 +114,11 @@ def fp8_reference(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     return F.linear(fp8_dequantize(p, s), fp8_dequantize(q, scale)).type_as(x).view(*x.shape[:-1], -1)
 
 
-def int8_linear(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
-    """x · (q · scale)ᵀ: q (out, in) int8, scale (out)."""
-    if x.device.type == "cpu":
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False) -> Tensor:
+    """x · (q · scale)ᵀ: q (out, in) int8, scale (out). `fixed`: no row depends on how many there are."""
+    if fixed:
+        return fixed_linear(x, q.to(x.dtype)) * scale.to(x.dtype)
+    if plain(x):
         return int8_reference(x, q, scale)
     if rows_of(x) >= MANY:  # an int8 is exact in bf16
         return F.linear(x, q.to(x.dtype)) * scale.to(x.dtype)
@@ -123,10 +127,11 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     return quantized_linear(x, q, scale)
 
 
-def int4_linear(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+def int4_linear(x: Tensor, packed: Tensor, scale: Tensor, fixed: bool = False) -> Tensor:
     """x · (q · scale)ᵀ: packed (out, in / 2) uint8, scale (out, in / group) bf16."""
-    if x.device.type == "cpu":
-        return int4_reference(x, packed, scale)
+    if fixed or plain(x):
+        weight = int4_dequantize(packed, scale)
+        return fixed_linear(x, weight.to(x.dtype)) if fixed else F.linear(x.float(), weight).type_as(x)
     from .linear_triton import int4_widen, quantized_linear
 
     if rows_of(x) >= MANY:
@@ -134,9 +139,13 @@ def int4_linear(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     return quantized_linear(x, packed, scale)
 
 
-def fp8_linear(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False) -> Tensor:
     """(p · s) · (q · scale)ᵀ with p, s made from the rows of x: q (out, in) e4m3, scale (out)."""
-    if x.device.type == "cpu":
+    if fixed:
+        p, s = fp8_quantize(x.flatten(0, -2))
+        y = fixed_linear(p.to(x.dtype), q.to(x.dtype)).float() * s.unsqueeze(1) * scale
+        return y.type_as(x).view(*x.shape[:-1], -1)
+    if plain(x):
         return fp8_reference(x, q, scale)
     from .linear_triton import fp8_rows, quantized_linear
 
@@ -145,6 +154,11 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
         y = torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=x.dtype)
         return y.view(*x.shape[:-1], -1)
     return quantized_linear(p.view(x.shape), q, scale, s, x.dtype)
+
+
+def plain(x: Tensor) -> bool:
+    """Whether the formula itself is computed: on a CPU, and in fp32, which the kernels do not speak."""
+    return x.device.type == "cpu" or x.dtype == torch.float32
 
 
 def rows_of(x: Tensor) -> int:

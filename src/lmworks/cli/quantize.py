@@ -1,0 +1,153 @@
+"""`lmworks quantize`: a smaller model from a trained one, or the reason why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .output import Json, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..data import Tokenizer
+    from ..engine.quantize import Calibration, Report
+    from ..model import GPT
+
+SHOWN = 8  # layers in the table
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+    "chat_template.jinja",
+)  # fmt: skip
+
+
+def quantize(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a Hugging Face one.")],
+    scheme: Annotated[str, typer.Option("--scheme", help="int8, int4 (weights) or fp8 (weights and activations).")],
+    out: Annotated[Path, typer.Option("--out", help="A new folder, or that of an earlier quantization.")],
+    calibration: Annotated[
+        str, typer.Option("--calibration", help="Text file or prepared data folder (default: the run's held-out data).")
+    ] = "",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="How much of it is used, at most.")] = 131072,
+    group: Annotated[int, typer.Option("--group", help="int4: inputs that share a scale: 128, 64, 32 or 16.")] = 128,
+    limit: Annotated[
+        float | None,
+        typer.Option(
+            "--max-loss-increase", min=0, help="Refuse if perplexity rises by more (default 0.02, int4 0.05)."
+        ),
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Use the checkpoint of this step.")] = None,
+    json: Json = False,
+) -> None:
+    """Make a model smaller, measure what it lost, and refuse it where that is too much.
+
+    Half of the calibration text is what rounding is fitted to, the other half what perplexity is measured on. A model
+    that is refused (exit code 1) is not written; its worst layers are named.
+
+    \b
+    Examples:
+      lmworks quantize runs/demo --scheme int4 --out quantized/demo-int4
+      lmworks quantize exported/demo --scheme fp8 --calibration text.txt --out quantized/demo-fp8 --json
+    """
+    from ..engine.quantize import QuantizationRefused
+    from ..engine.quantize import quantize as run
+    from ..engine.quantized_folder import refuse_others, save_quantized
+    from ..engine.quantized_model import scheme_named
+    from ..kernels.quantized import GROUPS
+    from ..spec import SpecError
+
+    scheme_named(scheme)
+    if group not in GROUPS:
+        raise SpecError(f"--group {group} is not one of: {', '.join(map(str, GROUPS))}")
+    refuse_others(out)
+    model, text, about = load(source, calibration, tokens, step)
+    try:
+        report = run(model, scheme, text, group=group, limit=limit)
+    except QuantizationRefused as refused:
+        if json:
+            print_json(refused.report.to_dict())
+        raise
+    save_quantized(model, out, report, **about)
+    if json:
+        print_json({"out": str(out), **report.to_dict()})
+    else:
+        show(report, out)
+
+
+def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple[GPT, Calibration, dict[str, Any]]:
+    """The model, the text to calibrate on, and what goes into the folder beside the weights."""
+    import torch
+
+    from ..data.tokenizer import ByteTokenizer
+    from ..model import GPT
+    from ..model.hf import load_hf, read_json
+    from ..spec import SpecError
+    from ..train.load import load_trained
+
+    if (source / "config.json").is_file() and not (source / "spec.toml").exists():
+        if step is not None:
+            raise SpecError(f"{source} is a Hugging Face folder: it has no steps to choose from")
+        if not calibration:
+            raise SpecError("a Hugging Face folder has no held-out data: give --calibration, a text or a data folder")
+        device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+        model = load_hf(GPT, source, dtype=dtype, device=device)
+        files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+        eos = read_json(source / "config.json").get("eos_token_id")
+        about: dict[str, Any] = {"files": files, "eos": eos if isinstance(eos, list) else [] if eos is None else [eos]}
+        return model, calibrate_on(calibration, tokens, model, tokenizer_in(source)), about
+    trained = load_trained(source, step)
+    data = next(iter(trained.spec.data.sources))
+    is_bytes = isinstance(trained.tokenizer, ByteTokenizer)
+    about = {
+        "tokenizer": "bytes" if is_bytes else "",
+        "files": [] if is_bytes else [resolved(data) / "tokenizer.json"],
+        "eos": [trained.tokenizer.eot],
+    }
+    seq = trained.spec.data.seq
+    return trained.model, calibrate_on(calibration or data, tokens, trained.model, trained.tokenizer, seq), about
+
+
+def resolved(data: str) -> Path:
+    from ..data import resolve
+
+    return resolve(data)
+
+
+def tokenizer_in(folder: Path) -> Tokenizer | None:
+    from ..data import load_tokenizer
+
+    return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+
+
+def calibrate_on(place: str, tokens: int, model: GPT, tokenizer: Tokenizer | None, seq: int = 1024) -> Calibration:
+    """From a text file, or from the held-out part of prepared data."""
+    from ..data import TokenData
+    from ..engine.quantize import Calibration
+    from ..spec import DataError, SpecError
+
+    spec, path = model.spec, Path(place)
+    if path.is_file():
+        if tokenizer is None:
+            raise SpecError("a text needs a tokenizer, and the model has none beside it; give prepared data instead")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: cannot be read as text ({error})") from None
+        # A token is rarely longer than 16 bytes: no need to encode a whole library for its first pages.
+        ids: Any = tokenizer.encode(text[: 16 * tokens])[:tokens]
+    else:
+        held_out = TokenData.open(resolved(place), "val")
+        ids = held_out.read(0, min(tokens, len(held_out))).astype("int64")
+    return Calibration.of(ids, min(seq, spec.context, max(1, tokens // 8)), spec.vocab, str(place))
+
+
+def show(report: Report, out: Path) -> None:
+    worst = report.worst(SHOWN)
+    rows = [(layer.name, f"{layer.error:.2%}", f"{layer.rounded_error:.2%}") for layer in worst]
+    print_table("Layers whose output is furthest off", ["layer", "off by", "plain rounding"], rows)
+    result = report.to_dict()
+    typer.echo(
+        f"{report.scheme}: perplexity {result['perplexity_before']:.4f} → {result['perplexity_after']:.4f} "
+        f"({report.increase:+.2%}, allowed {report.limit:.1%}); weights {report.bytes_before / 1e6:,.1f} MB in half "
+        f"precision → {report.bytes_after / 1e6:,.1f} MB in {out}"
+    )

@@ -1,0 +1,190 @@
+"""A quantized network on the disk, and back bit for bit.
+
+    config.json         the network's shape (ours, in "model") and the tokens that end a text
+    model.safetensors   its tensors by our names: quantized ones as they are, the rest in bf16 where that is exact
+    quantization.json   scheme, what quantizing did, and a digest of the two files above
+    tokenizer.json …    beside them, where the model had them
+
+`config.json` says quantization_config, so that nothing takes the folder for an ordinary Hugging Face one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..data import Tokenizer, load_tokenizer
+from ..model.gpt import GPT
+from ..model.hf import one_line, read_json
+from ..spec import CheckpointError, ModelSpec, SpecError
+from ..spec.files import write_whole
+from .quantize import Report
+from .quantized_model import SCHEMES, empty_like_quantized
+
+CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "quantization.json"
+VERSION = 1
+PIECE = 1 << 26  # bytes that one thread hashes at a time
+
+
+def is_quantized(folder: str | Path) -> bool:
+    return (Path(folder) / ABOUT).is_file()
+
+
+# --- writing --------------------------------------------------------------------------------------------
+
+
+def refuse_others(out: Path) -> None:
+    """Before any work: a folder with other things in it is nobody's to overwrite."""
+    if out.exists() and not out.is_dir():
+        raise SpecError(f"{out} is a file; name a folder for the quantized model")
+    if out.is_dir() and any(out.iterdir()) and not is_quantized(out):
+        raise SpecError(f"{out} is not empty and holds no quantized model; name another folder")
+
+
+def save_quantized(
+    model: GPT, out: Path, report: Report, *, eos: Iterable[int] = (), tokenizer: str = "", files: Iterable[Path] = ()
+) -> None:
+    """`tokenizer`: "bytes" where there is no file for it; `files`: those of the tokenizer, copied as they are.
+
+    Everything is written beside and renamed at the end: a killed job leaves the old folder or none.
+    """
+    refuse_others(out)
+    draft = out.with_name(f".{out.name}.part")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        save_file({name: narrow(tensor) for name, tensor in model.state_dict().items()}, draft / WEIGHTS)
+        config = {
+            "model_type": "lmworks",
+            "model": model.spec.to_dict(),
+            "eos_token_id": list(eos),
+            "quantization_config": {"quant_method": "lmworks", "scheme": report.scheme},
+        }
+        write_whole(draft / CONFIG, json.dumps(config, indent=2) + "\n")
+        for file in files:
+            shutil.copyfile(file, draft / file.name)
+        groups = {layer.name: layer.group for layer in report.layers} if report.scheme == "int4" else {}
+        about = {
+            "version": VERSION,
+            "scheme": report.scheme,
+            "groups": groups,
+            "tokenizer": tokenizer,
+            "digests": {name: digest(draft / name) for name in (CONFIG, WEIGHTS)},
+            "report": report.to_dict(),
+        }
+        write_whole(draft / ABOUT, json.dumps(about, indent=2, allow_nan=False) + "\n")
+        if out.is_dir():
+            shutil.rmtree(out)
+        draft.replace(out)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(f"{out}: cannot be written ({one_line(error)})") from None
+
+
+def narrow(tensor: Tensor) -> Tensor:
+    """In bf16 where no bit is lost, as with weights that were published in it."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.float32 and torch.equal(tensor.bfloat16().float(), tensor):
+        return tensor.bfloat16()
+    return tensor
+
+
+def digest(path: Path) -> str:
+    """SHA-256 over those of the file's pieces, which threads hash side by side."""
+
+    def piece(start: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(PIECE)).digest()
+
+    with ThreadPoolExecutor(8) as pool:
+        return hashlib.sha256(b"".join(pool.map(piece, range(0, path.stat().st_size, PIECE)))).hexdigest()
+
+
+# --- reading --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_quantized(
+    folder: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> GPT:
+    """The network, on `device`; what is not quantized in `dtype`."""
+    folder = Path(folder)
+    about = read_about(folder)
+    check_digests(folder, about["digests"])
+    try:
+        spec = ModelSpec.from_dict(read_json(folder / CONFIG)["model"])
+        with torch.device("meta"):
+            model = GPT(spec)
+            empty_like_quantized(model, about["scheme"], about["groups"])
+    except (SpecError, KeyError) as error:
+        raise CheckpointError(f"{folder}: {CONFIG} and {ABOUT} describe no network ({one_line(error)})") from None
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.to_empty(device=device)
+    fill(model, folder / WEIGHTS)
+    return model.eval().requires_grad_(False)
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    if not is_quantized(folder):
+        raise CheckpointError(f"{folder}: no {ABOUT} is there; it is not a folder that `lmworks quantize` wrote")
+    about = read_json(folder / ABOUT)
+    if about.get("version") != VERSION or about.get("scheme") not in SCHEMES:
+        raise CheckpointError(
+            f"{folder / ABOUT}: version {about.get('version')!r}, scheme {about.get('scheme')!r} is not known here; "
+            "quantize the model again"
+        )
+    if not isinstance(about.get("digests"), dict) or not isinstance(about.get("groups"), dict):
+        raise CheckpointError(f"{folder / ABOUT}: digests or groups are missing; quantize the model again")
+    return about
+
+
+def check_digests(folder: Path, digests: dict[str, str]) -> None:
+    """Files that were changed, cut off, or come from another folder."""
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}: the file is missing")
+        if digest(folder / name) != digests.get(name):
+            raise CheckpointError(
+                f"{folder / name}: it is damaged, or from another model than {ABOUT}; quantize the model again"
+            )
+
+
+def fill(model: GPT, path: Path) -> None:
+    state: dict[str, Tensor] = model.state_dict()
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            if names != state.keys():
+                odd = sorted(names ^ state.keys())
+                raise CheckpointError(f"{path}: {len(odd)} tensors are missing or too many, the first is '{odd[0]}'")
+            for name, tensor in state.items():
+                stored = file.get_tensor(name)
+                whole = not tensor.is_floating_point() or tensor.dtype.itemsize == 1
+                if stored.shape != tensor.shape or (whole and stored.dtype != tensor.dtype):
+                    raise CheckpointError(
+                        f"{path}: tensor '{name}' is {stored.dtype} {tuple(stored.shape)}, "
+                        f"but {tensor.dtype} {tuple(tensor.shape)} belongs there"
+                    )
+                tensor.copy_(stored)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
+
+
+def quantized_tokenizer(folder: str | Path) -> Tokenizer | None:
+    """None where the model came without one: prompts are then lists of ids."""
+    folder = Path(folder)
+    if read_about(folder).get("tokenizer") == "bytes":
+        return load_tokenizer("bytes")
+    return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
