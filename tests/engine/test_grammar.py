@@ -1,0 +1,289 @@
+"""Answers have the shape that was asked for, whatever the model; hostile shapes are refused, quickly."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models
+
+from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
+from lmworks.engine.grammar import KEPT, Grammars, Matcher
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.request import Request, Sequence
+from lmworks.engine.sampler import Sampler
+from lmworks.engine.text import Text
+from lmworks.spec import SpecError
+
+PADDING = 40  # ids of the model that the tokenizer does not have
+
+
+def bpe() -> FileTokenizer:
+    words = ['{"name": "Ada", "age": 36, "tags": ["x", "é🙂"]}', "red green blue true false null [1.5, -2e3]"]
+    return FileTokenizer(Inner.from_str(train_bpe(words * 20, 420)), eot=0)
+
+
+def pieces() -> FileTokenizer:
+    words = ["▁", "▁{", "▁}", '▁"', "▁red", "green", "▁1", "true", "▁the", '":', ",", "12", "name"]
+    names = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    inner = Inner(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    inner.add_special_tokens(["<unk>", "</s>"])
+    return FileTokenizer(inner, eot=1)
+
+
+TOKENIZERS: dict[str, Tokenizer] = {"bytes": ByteTokenizer(), "byte-level": bpe(), "pieces": pieces()}
+GRAMMARS = {name: Grammars(each, each.vocab_size + PADDING) for name, each in TOKENIZERS.items()}
+
+
+def answer(name: str, seed: int, params: SamplingParams, most: int = 600) -> tuple[str, Matcher]:
+    """What a model with random logits answers; end of text is likely, so it is taken as soon as it is allowed."""
+    tokenizer, grammars = TOKENIZERS[name], GRAMMARS[name]
+    vocab = tokenizer.vocab_size + PADDING
+    sampler = Sampler(vocab, vocab, 1, "cpu")
+    sampler.admit(0, Sequence(Request([1], params), 0, seed, [1], 1))
+    matcher = grammars.matcher(params)
+    assert matcher is not None
+    text, draw = Text(tokenizer), torch.Generator().manual_seed(seed)
+    for place in range(most):
+        logits = torch.randn(1, vocab, generator=draw) * 2
+        logits[0, tokenizer.eot] += 4
+        if name == "bytes":  # else most of a string would be control characters and other scripts
+            logits[0, 32:127] += 3
+        sampled = sampler(logits, torch.tensor([0]), torch.tensor([place]), grammars.masks([matcher], "cpu"))
+        assert not sampled.bad.item()
+        token = int(sampled.tokens)
+        matcher.accept(token)
+        assert matcher.error is None
+        text.push(token)
+        if token == tokenizer.eot:
+            assert matcher.done
+        if matcher.done:
+            break
+    text.flush()
+    return text.text, matcher
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", 3, None]}, "minItems": 1, "maxItems": 3},
+        "child": {"anyOf": [{"$ref": "#/$defs/pet"}, {"type": "null"}]},
+    },
+    "required": ["name", "age", "tags", "child"],
+    "additionalProperties": False,
+    "$defs": {
+        "pet": {
+            "type": "object",
+            "properties": {"kind": {"const": "cat"}, "id": {"type": "string", "pattern": "^[a-f0-9]{4}$"}},
+            "required": ["kind"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_json_fits_its_schema(name: str) -> None:
+    for seed in range(6):
+        text, matcher = answer(name, seed, SamplingParams(max_tokens=600, json_schema=PERSON))
+        assert matcher.done, text
+        jsonschema.validate(json.loads(text), PERSON)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_regex_matches_the_whole_answer(name: str) -> None:
+    pattern = r"(red|green){1,3} [0-9]{2,5}(\.[0-9]+)?é?"
+    for seed in range(8):
+        text, matcher = answer(name, seed, SamplingParams(regex=pattern))
+        assert re.fullmatch(pattern, text) and matcher.done
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_answer_is_one_of_the_choices(name: str) -> None:
+    choices = ["red", "green", "redder", "a.b*c", "x/y|z", "-#&~^$", "[{(\\", "é🙂\n", "two words", '"q"']
+    seen = set()
+    for seed in range(40):
+        text, matcher = answer(name, seed, SamplingParams(choice=choices))
+        assert text in choices and matcher.done
+        seen.add(text)
+    assert len(seen) > 4
+
+
+def allowed(name: str, matcher: Matcher) -> set[int]:
+    mask = GRAMMARS[name].masks([matcher], "cpu")
+    assert mask is not None
+    return {i for i in range(TOKENIZERS[name].vocab_size + PADDING) if mask[0, i // 32].item() >> (i % 32) & 1}
+
+
+def test_the_end_is_allowed_only_where_the_answer_is_complete() -> None:
+    matcher = GRAMMARS["bytes"].matcher(SamplingParams(regex="ab?"))
+    assert matcher is not None and allowed("bytes", matcher) == {ord("a")}
+    matcher.accept(ord("a"))
+    assert allowed("bytes", matcher) == {ord("b"), 256} and not matcher.done
+    matcher.accept(ord("b"))
+    assert matcher.done and allowed("bytes", matcher) == {256}
+
+
+def test_other_ends_of_text_are_as_good() -> None:
+    grammars = Grammars(bpe(), 500, ends=[7])
+    matcher = grammars.matcher(SamplingParams(regex="x*"))
+    mask = grammars.masks([matcher], "cpu")
+    assert mask is not None and mask[0, 0].item() & 1 and mask[0, 0].item() >> 7 & 1
+
+
+def test_a_forbidden_token_is_an_error_of_that_answer() -> None:
+    first, second = (GRAMMARS["bytes"].matcher(SamplingParams(choice=["yes", "no"])) for _ in range(2))
+    assert first is not None and second is not None
+    first.accept(ord("x"))
+    assert first.error is not None and not first.done
+    second.accept(ord("y"))
+    assert second.error is None
+
+
+def test_rows_without_a_grammar_allow_everything() -> None:
+    grammars = GRAMMARS["byte-level"]
+    matcher = grammars.matcher(SamplingParams(choice=["red"]))
+    masks = grammars.masks([None, matcher, None], "cpu")
+    assert masks is not None and (masks[0] == -1).all() and (masks[2] == -1).all() and (masks[1] != -1).all()
+    assert grammars.masks([None, None], "cpu") is None
+    assert grammars.matcher(SamplingParams()) is None
+
+
+def test_blanks_end() -> None:
+    matcher = GRAMMARS["bytes"].matcher(SamplingParams(json_schema={"type": "array", "items": {"type": "integer"}}))
+    assert matcher is not None
+    for byte in b"[" + b" " * 32:
+        matcher.accept(byte)
+    assert matcher.error is None and ord(" ") not in allowed("bytes", matcher)
+
+
+def test_compiled_grammars_are_kept_within_a_bound() -> None:
+    grammars = Grammars(ByteTokenizer(), 257)
+    for i in range(KEPT + 10):
+        grammars.matcher(SamplingParams(choice=["always"]))
+        grammars.matcher(SamplingParams(choice=[str(i)]))
+    assert len(grammars.compiled) == KEPT
+    assert any("always" in text for text in grammars.compiled)
+    one, two = (grammars.matcher(SamplingParams(json_schema=each)) for each in ({"type": "null"}, '{"type": "null"}'))
+    assert one is not None and two is not None and len(grammars.compiled) == KEPT
+
+
+# --- hostile and mistaken shapes ---
+
+
+def nested(levels: int, into: str = "items") -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", into: schema}
+    return schema
+
+
+def itself() -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "array"}
+    schema["items"] = schema
+    return schema
+
+
+def exploding() -> dict[str, Any]:
+    one = [{"properties": {f"k{i}": {"const": i}}, "required": [f"k{i}"]} for i in range(6)]
+    return {"allOf": [{"anyOf": one} for _ in range(14)]}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "deep": ({"json_schema": nested(2000)}, "nested more than 48"),
+    "deep text": ({"json_schema": '{"items":' * 20_000}, "characters"),
+    "deep small text": ({"json_schema": '{"not":' * 5000}, "nested more than 48"),
+    "in itself": ({"json_schema": itself()}, "nested more than 48"),
+    "huge enum": ({"json_schema": {"enum": [f"value {i}" for i in range(100_000)]}}, "characters|parts"),
+    "wide": ({"json_schema": {"properties": {f"p{i}": {} for i in range(1000)}}}, "1000 optional properties"),
+    "$ref to itself": ({"json_schema": {"$ref": "#"}}, "nothing matches"),
+    "$ref loop": (
+        {"json_schema": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+        "nothing matches",
+    ),
+    "$ref to nowhere": ({"json_schema": {"$ref": "#/$defs/none"}}, "does not exist"),
+    "$ref to elsewhere": ({"json_schema": {"$ref": "https://example.com/x.json"}}, "not present"),
+    "exploding": ({"json_schema": exploding()}, "cannot be used"),
+    "never": ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "nsatisfiable"),
+    "unknown type": ({"json_schema": {"type": "banana"}}, "banana"),
+    "unknown keyword": ({"json_schema": {"not": {"type": "null"}}}, "not"),
+    "a number": ({"json_schema": 5}, "must be an object"),
+    "not JSON": ({"json_schema": "{"}, "not JSON"),
+    "half a pair": ({"json_schema": {"const": "\ud800"}}, "json_schema"),
+    "no JSON": ({"json_schema": {"const": object()}}, "cannot be written as JSON"),
+    "long regex": ({"regex": "a" * 100_000}, "characters"),
+    "broken regex": ({"regex": "(a"}, "unclosed group"),
+    "lookahead": ({"regex": "(?=a)b"}, "look-around"),
+    "impossible regex": ({"regex": "[^\\s\\S]"}, "nothing matches|cannot be used"),
+    "regex of bytes": ({"regex": b"a"}, "must be text"),
+    "no choices": ({"choice": []}, "at least one"),
+    "empty choice": ({"choice": ["a", ""]}, "none of them empty"),
+    "many choices": ({"choice": [f"choice {i}" for i in range(50_000)]}, "characters"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_bad_shape_is_refused_at_once(name: str) -> None:
+    shape, message = REFUSED[name]
+    grammars = GRAMMARS["byte-level"]
+    start = time.process_time()
+    with pytest.raises(SpecError, match=message):
+        grammars.matcher(SamplingParams(**shape))
+    assert time.process_time() - start < 1
+    text, _ = answer("byte-level", 0, SamplingParams(choice=["red", "blue"]))  # the next request is none the wiser
+    assert text in ("red", "blue")
+
+
+HEAVY: dict[str, dict[str, Any]] = {
+    "counts of counts": {"regex": "((a{100}){100}){100}"},
+    "a million": {"regex": "a{1000000}b"},
+    "(x+x+)+y": {"regex": "(x+x+)+y"},
+    "options": {"regex": "(a?){1000}a{1000}"},
+    "subsets": {"regex": "[ab]*a[ab]{300}"},
+    "nested ranges": {"regex": "(((.{1,100}){1,100}){1,100})"},
+    "all letters": {"regex": "".join(f"(.*{letter})?" for letter in "abcdefghijklmnopqrstuvwxyz")},
+    "pattern": {"json_schema": {"anyOf": [{"type": "string", "pattern": f".*a.{{{i}}}b"} for i in range(200)]}},
+    "long string": {"json_schema": {"type": "string", "minLength": 10**6, "maxLength": 10**7}},
+    "many items": {"json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 10**6}},
+    "endless": {"json_schema": {"properties": {"next": {"$ref": "#"}}, "required": ["next"]}},
+    "enum": {"json_schema": {"enum": [f"v{i}" for i in range(5000)]}},
+    "properties": {"json_schema": {"properties": {f"p{i}": {"type": "integer"} for i in range(256)}}},
+}
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_no_shape_holds_up_the_others(name: str) -> None:
+    """Each either works or ends with an error of its own, and no token takes long."""
+    grammars = GRAMMARS["byte-level"]
+    draw, vocab = torch.Generator().manual_seed(0), TOKENIZERS["byte-level"].vocab_size
+    start = time.process_time()
+    try:
+        matcher = grammars.matcher(SamplingParams(**HEAVY[name]))
+    except SpecError as error:
+        assert "complex" in str(error)
+        matcher = None
+    times = [time.process_time() - start]
+    for _ in range(25):
+        if matcher is None or matcher.error is not None or matcher.done:
+            break
+        start = time.process_time()
+        mask = grammars.masks([matcher], "cpu")
+        assert mask is not None
+        if matcher.error is None:
+            bits = (mask[0].unsqueeze(1) >> torch.arange(32) & 1).flatten()[:vocab].float()
+            matcher.accept(int(torch.multinomial(bits, 1, generator=draw)))
+        times.append(time.process_time() - start)
+    assert max(times) < 1
+    if matcher is not None and matcher.error is not None:
+        assert "complex" in matcher.error
