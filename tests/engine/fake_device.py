@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from lmworks.engine.grammar import Grammars
 from lmworks.engine.picked import Picked, PromptLogprobs
 from lmworks.engine.request import UNKNOWN, Logprob, Sequence
 from lmworks.engine.scheduler import Step
@@ -70,6 +71,7 @@ class FakeDevice:
     valid_vocab: int = 50
     synchronous: bool = False
     bad_seeds: set[int] = field(default_factory=set)  # sequences whose logits are not finite
+    grammars: Grammars | None = None
 
     def __post_init__(self) -> None:
         self.blocks = self.spec.blocks

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+import torch
 from fake_device import FakeDevice, Launched, Work, alone
 
 from lmworks.data.tokenizer import ByteTokenizer
@@ -16,24 +20,14 @@ from lmworks.engine.engine import Engine
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.picked import Picked
 from lmworks.engine.request import Piece, Request, Result, State
+from lmworks.engine.runner import Runner
 from lmworks.engine.scheduler import Step
 from lmworks.engine.stream import AsyncEngine
-from lmworks.spec import EngineSpec, LMWorksError, SpecError
+from lmworks.model import GPT
+from lmworks.spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 
 VOCAB = 50
 SPEC = EngineSpec(block=4, blocks=64, context=64, max_seqs=8, max_batch_tokens=32)
-
-
-@dataclass
-class Typist(FakeDevice):
-    """Answers every prompt of one token with the same text, and then with itself."""
-
-    script: list[int] = field(default_factory=list)
-
-    def pick(self, work: Work, tokens: list[int]) -> Picked:
-        token = self.script[(work.start + len(tokens) - 1) % len(self.script)]
-        self.recent[work.slot] = token
-        return Picked([token])
 
 
 @dataclass
@@ -52,6 +46,18 @@ class Diary(FakeDevice):
 
     def step_of(self, launched: Launched) -> Step:
         return self.steps[len(self.steps) - len(self.queue) + self.queue.index(launched)]
+
+
+@dataclass
+class Typist(Diary):
+    """Answers every prompt of one token with the same text, and then with itself."""
+
+    script: list[int] = field(default_factory=list)
+
+    def pick(self, work: Work, tokens: list[int]) -> Picked:
+        token = self.script[(work.start + len(tokens) - 1) % len(self.script)]
+        self.recent[work.slot] = token
+        return Picked([token])
 
 
 def result_of(engine: Engine, request: Request) -> Result:
@@ -210,6 +216,56 @@ def test_an_engine_that_failed_says_so_to_whoever_comes_later(monkeypatch: pytes
 
 def broken(step: Step) -> Launched:
     raise RuntimeError("the device is out of memory")
+
+
+def test_a_grammar_reads_every_token_before_the_next_step_is_made() -> None:
+    pytest.importorskip("llguidance")
+    device = Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"abab", ByteTokenizer.eot])
+    engine = Engine(device, ByteTokenizer())
+    result = result_of(engine, Request([1], SamplingParams(max_tokens=20, regex="(ab){1,9}")))
+    assert (result.text, result.finish_reason) == ("abab", "stop")
+    assert device.entries == [f"{what} {step}" for step in range(5) for what in ("launch", "read")]
+
+
+def test_an_answer_ends_when_nothing_can_follow() -> None:
+    pytest.importorskip("llguidance")
+    device = Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"yes, of course"])
+    params = SamplingParams(max_tokens=20, choice=["yes", "no"], ignore_eos=True)
+    result = result_of(Engine(device, ByteTokenizer()), Request([1], params))
+    assert (result.text, result.finish_reason) == ("yes", "stop")
+
+
+def test_a_shape_guides_its_own_answer_and_no_other() -> None:
+    """A network with random weights: only what the mask allows can come out right by chance."""
+    pytest.importorskip("llguidance")
+    torch.manual_seed(0)
+    model = GPT(ModelSpec.from_preset("tiny", vocab=320, layers=2, context=64)).eval()
+    shapes = [{"regex": "[ab]{3}-[0-9]+"}, {"choice": ["left", "right"]}, {}, {"json_schema": {"type": "boolean"}}]
+
+    def texts(shapes: list[dict[str, Any]]) -> list[str]:
+        runner = Runner(copy.deepcopy(model), SPEC.replace(batch_invariant=True), "cpu", ByteTokenizer.vocab_size)
+        engine = Engine(runner, ByteTokenizer())
+        requests = [Request([1, 2], SamplingParams(max_tokens=12, seed=4, n=2, **shape)) for shape in shapes]
+        for each in requests:
+            engine.add(each)
+        results = {piece.request.id: piece.result for piece in engine.run() if piece.result}
+        return [answer.text for each in requests for answer in results[each.id].answers]
+
+    *matching, plain, plain_too, yes, no = texts(shapes)
+    assert all(re.fullmatch("[ab]{3}-[0-9]+", text) for text in matching[:2])
+    assert all(text in ("left", "right") for text in matching[2:])
+    assert all(text.strip() in ("true", "false") for text in (yes, no))
+    assert [plain, plain_too] == texts([{}])
+
+
+def test_a_shape_that_cannot_be_used_is_refused_alone() -> None:
+    pytest.importorskip("llguidance")
+    engine = Engine(Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"hello"]), ByteTokenizer())
+    engine.add(bad := Request([1], SamplingParams(regex="(")))
+    assert result_of(engine, Request([1], SamplingParams(max_tokens=5))).text == "hello"
+    engine.add(bad)
+    [piece] = engine.run()
+    assert piece.result is not None and "shape cannot be used" in (piece.result.error or "")
 
 
 def test_metrics_count_what_happened() -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from dataclasses import dataclass
 
 import pytest
+import torch
 from fake_device import FakeDevice, alone
 
 from lmworks.engine.blocks import IntegrityError, Pool
 from lmworks.engine.engine import Engine
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.request import Piece, Request, Result, Sequence
+from lmworks.engine.runner import Runner
 from lmworks.engine.scheduler import Scheduler
-from lmworks.spec import EngineSpec
+from lmworks.model import GPT
+from lmworks.spec import EngineSpec, ModelSpec
 
 VOCAB = 50
 EOS = 7
@@ -204,3 +208,27 @@ def test_planted_bugs_are_found(
     with pytest.raises(IntegrityError if checked else AssertionError):
         for seed in range(6):
             verify(live(World(seed)))
+
+
+def test_a_real_network_answers_as_if_alone() -> None:
+    """The same with a tiny network on a CPU, where the same request gives bitwise the same result in any batch."""
+    torch.manual_seed(0)
+    shape = {"vocab": VOCAB, "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+    model = GPT(ModelSpec.from_preset("tiny", context=24, **shape)).eval()
+    tight = EngineSpec(block=4, blocks=9, context=24, max_seqs=5, max_batch_tokens=12, batch_invariant=True)
+    roomy = tight.replace(blocks=100, max_batch_tokens=100, prefix_cache=False)
+    engine, lonely = (Engine(Runner(copy.deepcopy(model), spec, "cpu", VOCAB), eos=[EOS]) for spec in (tight, roomy))
+    draw, world = random.Random(3), World(3)
+    requests = [world.request(draw) for _ in range(40)]
+    pieces: list[Piece] = []
+    for request in requests:
+        engine.add(request)
+        pieces += [piece for _ in range(draw.randrange(4)) for piece in engine.step()]
+    pieces += engine.run()
+    results = {piece.request.id: piece.result for piece in pieces if piece.result is not None}
+    assert engine.metrics.num_preemptions > 5 and engine.metrics.prefix_cache_hits > 50
+    for request in requests:
+        lonely.add(again := Request(request.prompt, request.params))
+        [piece] = [piece for piece in lonely.run() if piece.request is again]
+        result = results[request.id]
+        assert piece.result is not None and piece.result.answers == result.answers

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from ..data.tokenizer import Tokenizer
+from .grammar import Grammars, Matcher
 from .request import Answer, Piece, Request, Result, Sequence
 from .text import Text
 
@@ -19,11 +20,13 @@ class Ending:
     error: str | None = None
 
 
-def prepare(sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+def prepare(sequence: Sequence, tokenizer: Tokenizer | None, grammars: Grammars | None) -> None:
     """Text is made token by token only where someone looks at it before the end."""
     params = sequence.params
     if tokenizer is not None and (params.stop or sequence.request.stream):
         sequence.text = Text(tokenizer, params.stop, params.include_stop, params.min_tokens)
+    if grammars is not None and params.shaped:
+        sequence.matcher = grammars.matcher(params)
 
 
 def push(sequence: Sequence, token: int) -> tuple[str, Ending | None]:
@@ -36,7 +39,17 @@ def push(sequence: Sequence, token: int) -> tuple[str, Ending | None]:
         shown = sequence.text.push(token)
         if sequence.text.stopped is not None:
             return shown, Ending("stop", sequence.text.stopped)
+    if sequence.matcher is not None and (ending := matched(sequence.matcher, token)) is not None:
+        return shown, ending
     return shown, Ending("length") if sequence.known >= sequence.limit else None
+
+
+def matched(matcher: Matcher, token: int) -> Ending | None:
+    """Whether the answer's shape is complete with this token, or cannot be followed any further."""
+    matcher.accept(token)
+    if matcher.error is not None:
+        return Ending("error", error=f"the answer's shape cannot be followed: {matcher.error}")
+    return Ending("stop") if matcher.done else None
 
 
 def close(sequence: Sequence, ending: Ending, tokenizer: Tokenizer | None) -> str:

@@ -21,6 +21,7 @@ from ..spec.errors import did_you_mean
 from . import sampler
 from .answers import Ending, close, prepare, push, refusal, result
 from .blocks import IntegrityError
+from .grammar import Grammars
 from .metrics import Metrics
 from .params import SEEDS
 from .picked import Picked, PromptLogprobs
@@ -29,6 +30,10 @@ from .scheduler import Chunk, Scheduler, Step
 
 MAX_PRIORITY = 1000
 NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity): no token can be picked"
+NOTHING_FITS = (
+    "no token can be picked: none fits the answer's shape together with logit_bias and min_tokens, "
+    "or the model's logits are not finite"
+)
 NEXT_SEED = 0x1E3779B97F4A7C15  # between the seeds of a request's answers: odd, so all differ
 
 
@@ -49,6 +54,7 @@ class Device(Protocol):
     blocks: int
     valid_vocab: int
     synchronous: bool  # launch computes at once: there is nothing to run ahead of
+    grammars: Grammars | None  # given by the engine, where it has a tokenizer
 
     def admit(self, sequence: Sequence) -> None: ...
     def launch(self, step: Step) -> Launched: ...
@@ -85,6 +91,7 @@ class Engine:
         self.runner = runner
         self.spec = runner.spec
         self.tokenizer = tokenizer
+        runner.grammars = None if tokenizer is None else Grammars(tokenizer, runner.valid_vocab)
         self.eos = tuple(dict.fromkeys([*([] if tokenizer is None else [tokenizer.eot]), *eos]))
         self.seeds = random.Random(seed)
         self.speculator = speculator
@@ -142,7 +149,7 @@ class Engine:
         try:
             self.check(request)
             self.begin(request)
-        except SpecError as error:
+        except LMWorksError as error:
             self.outbox.append(refusal(request, str(error)))
             return
         self.requests[request.id] = request
@@ -168,8 +175,10 @@ class Engine:
             for index in range(params.answers)
         ]
         for sequence in sequences:
-            prepare(sequence, self.tokenizer)
+            prepare(sequence, self.tokenizer, self.runner.grammars)
         request.sequences = sequences
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(request.prompt)  # the first stays so: nothing comes before it
 
     def cancel(self, request_id: int) -> bool:
         """Ends a request at once; false if it is not under way (any more)."""
@@ -247,9 +256,8 @@ class Engine:
                 self.accept(chunk, picked, now)
 
     def note_prompt(self, found: PromptLogprobs) -> None:
-        """The first token of a prompt has no probability; a prompt that is computed again gives the same ones."""
+        """A prompt that is computed again, after a preemption, gives the same ones again."""
         request = found.sequence.request
-        request.prompt_logprobs = request.prompt_logprobs or [None] * len(request.prompt)
         request.prompt_logprobs[found.first : found.first + len(found.logprobs)] = found.logprobs
 
     def accept(self, chunk: Chunk, picked: Picked, now: float) -> None:
@@ -257,7 +265,7 @@ class Engine:
         sequence = chunk.sequence
         if picked.bad:
             self.scheduler.pool.discard(sequence)
-            self.finish(sequence, Ending("error", error=NOT_FINITE))
+            self.finish(sequence, Ending("error", error=NOTHING_FITS if sequence.matcher else NOT_FINITE))
             return
         place = chunk.place
         if chunk.wanted > 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .params import SamplingParams
 
 if TYPE_CHECKING:
+    from .grammar import Matcher
     from .text import Text
 
 UNKNOWN = -1  # a token that the device has picked and the host has not read yet
@@ -106,7 +107,8 @@ class Sequence:
     text: Text | None = None  # of the answer so far, where someone looks at it before the end
     done: Answer | None = None  # once it has ended
     latest: float = 0.0  # when its last token was read
-    extra: dict[str, Any] = field(default_factory=dict)  # state of a grammar
+    matcher: Matcher | None = None  # how far it has come in the shape that was asked for
+    extra: dict[str, Any] = field(default_factory=dict)  # what others remember of it: a guesser its n-grams
 
     def __post_init__(self) -> None:
         self.known = len(self.tokens)

@@ -19,6 +19,7 @@ from .batch import Batch, Layout, Packer, unpack
 from .cache import CPU_BYTES, Cache, CacheShape, blocks_that_fit
 from .draft import Draft, Guessed
 from .fuse import fuse
+from .grammar import Grammars
 from .graphs import Graphs
 from .paged import Paged
 from .picked import Asked, Launched, asked_of, prompt_logprobs
@@ -58,6 +59,7 @@ class Runner:
         self.sampler = Sampler(vocab, valid_vocab, seqs, self.device)
         self.packer = Packer(self.spec, vocab, pinned=not self.synchronous)
         self.graphs: Graphs[Tensor | Sampled] | None = None
+        self.grammars: Grammars | None = None  # the engine's, where it has a tokenizer
         shape = CacheShape.of(model.spec, self.spec, dtype, kv_heads)
         self.draft = draft
         if draft is not None:
@@ -157,7 +159,11 @@ class Runner:
         return sampled
 
     def masks(self, chunks: list[Chunk]) -> Tensor | None:
-        return None
+        """What grammars allow, row by row; only the first row of a chunk can have one, for they take no guesses."""
+        if self.grammars is None or all(chunk.sequence.matcher is None for chunk in chunks):
+            return None
+        rows = [matcher for chunk in chunks for matcher in (chunk.sequence.matcher, *[None] * (chunk.wanted - 1))]
+        return self.grammars.masks(rows, self.device)
 
     def launched(
         self,

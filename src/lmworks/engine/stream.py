@@ -51,21 +51,32 @@ class AsyncEngine:
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         """Pieces as they come; the last one carries the result. A request that cannot be served raises SpecError."""
         request.stream = True
+        grammars = self.engine.runner.grammars
+        if request.params.shaped and grammars is not None:
+            # Compiled here, and then kept: it may take a second, and the engine's thread has others to serve.
+            await asyncio.to_thread(grammars.matcher, request.params)
         consumer = Consumer(asyncio.get_running_loop())
-        self.order(lambda: self.engine.add(request), request.id, consumer)
+        self.order(lambda: self.take_in(request, consumer), request.id, consumer)
         finished = False
         try:
             while not finished:
                 piece = await consumer.queue.get()
                 if isinstance(piece, BaseException):
                     finished = True
-                    raise LMWorksError(f"the engine has stopped: {piece}") from piece
+                    raise LMWorksError(f"the request cannot go on: {piece}") from piece
                 finished = piece.result is not None
                 if piece.result is not None and not request.sequences:
                     raise SpecError(piece.result.error or "the request was refused")
                 yield piece
         finally:
             self.leave(request.id, finished)
+
+    def take_in(self, request: Request, consumer: Consumer) -> None:
+        """Whatever goes wrong here is this request's own affair."""
+        try:
+            self.engine.add(request)
+        except Exception as error:
+            send(consumer.loop, [(consumer, error)])
 
     def leave(self, request_id: int, finished: bool) -> None:
         """Nobody waits for this request any more."""
