@@ -3,10 +3,11 @@
 Sections of the buffer, for T tokens, S sequences, R rows of logits and tables of W blocks:
 
     int64   tokens, positions, slots (T each) · at, rows, places (R each)
-    int32   lengths (S) · starts, late starts (S + 1 each) · tables (S · W)
+    int32   lengths (S) · starts (S + 1) · late lengths (S) · late starts (S + 1) · tables (S · W)
 
-Each begins at a multiple of 128 bytes, so that kernels see one alignment whatever the sizes. The block tables of
-running sequences are kept from step to step, and only what they grew by is written.
+Each begins at a multiple of 128 bytes, so that kernels see one alignment whatever the sizes; "late" are those of the
+sequences behind the ones that decode, once more and counted from there. The block tables of running sequences are kept
+from step to step, and only what they grew by is written.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class Layout:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers in each section: six of int64, then four of int32."""
-        return [*(3 * [self.tokens]), *(3 * [self.rows]), self.seqs, *(2 * [self.seqs + 1]), self.seqs * self.width]
+        """Numbers in each section: six of int64, then five of int32."""
+        seqs = [self.seqs, self.seqs + 1]
+        return [*(3 * [self.tokens]), *(3 * [self.rows]), *seqs, *seqs, self.seqs * self.width]
 
     @property
     def size(self) -> int:
@@ -62,7 +64,7 @@ def bounds(layout: Layout) -> list[int]:
 def cut(buffer: Any, layout: Layout, int32: Any) -> list[Any]:
     """The sections of a buffer, of numpy or of torch."""
     at = bounds(layout)
-    parts = [buffer[at[i] : at[i + 1]] for i in range(10)]
+    parts = [buffer[at[i] : at[i + 1]] for i in range(len(at) - 1)]
     return [(part if i < 6 else part.view(int32))[: layout.sizes[i]] for i, part in enumerate(parts)]
 
 
@@ -81,14 +83,15 @@ class Batch:
 
 
 def unpack(buffer: Tensor, layout: Layout) -> Batch:
-    tokens, positions, slots, at, rows, places, lengths, starts, late, tables = cut(buffer, layout, torch.int32)
+    tokens, positions, slots, at, rows, places, lengths, starts, *late, tables = cut(buffer, layout, torch.int32)
     tables, first = tables.view(layout.seqs, layout.width), layout.decoding
     pages: tuple[Pages, ...]
     if first in (0, layout.seqs):
         pages = (Pages(tables, lengths, starts, layout.longest),)
     else:
         few = Pages(tables[:first], lengths[:first], starts[: first + 1], 1)
-        many = Pages(tables[first:], lengths[first:], late[: layout.seqs - first + 1], layout.longest)
+        rest = layout.seqs - first
+        many = Pages(tables[first:], late[0][:rest], late[1][: rest + 1], layout.longest)
         pages = (few, many)
     # Every token decodes for itself: its row of logits is its own.
     every = layout.rows == layout.tokens == layout.seqs
@@ -133,7 +136,7 @@ class Packer:
         )
         seqs = len(chunks)
         buffer = self.padding(layout, total, rows, seqs)
-        tokens, positions, slots, at, row_slots, places, lengths, starts, late, tables = cut(
+        tokens, positions, slots, at, row_slots, places, lengths, starts, *late, tables = cut(
             buffer.numpy(), layout, np.int32
         )
         ends = count.cumsum()
@@ -153,8 +156,9 @@ class Packer:
         starts[0] = 0
         starts[1 : seqs + 1] = ends
         tables.reshape(-1, layout.width)[:seqs] = self.tables[slot, : layout.width]
-        if layout.decoding < seqs:
-            late[: seqs - layout.decoding + 1] = starts[layout.decoding :] - layout.decoding
+        if (rest := layout.seqs - layout.decoding) > 0:
+            late[0][:rest] = lengths[-rest:]
+            late[1][: rest + 1] = starts[-rest - 1 :] - layout.decoding
         return buffer, layout
 
     def nobody(self, seqs: int) -> tuple[Tensor, Layout]:
@@ -165,7 +169,7 @@ class Packer:
     def padding(self, layout: Layout, tokens: int, rows: int, seqs: int) -> Tensor:
         """A buffer whose places behind so many are taken by nobody; those before are still to be written."""
         buffer = torch.empty(layout.size, dtype=torch.int64, pin_memory=self.pinned)
-        ids, positions, slots, at, owners, places, lengths, starts, _, tables = cut(buffer.numpy(), layout, np.int32)
+        ids, positions, slots, at, owners, places, lengths, starts, *_, tables = cut(buffer.numpy(), layout, np.int32)
         ids[tokens:], positions[tokens:], slots[tokens:] = 0, 0, -1
         at[rows:], owners[rows:], places[rows:] = 0, self.unused, 0
         lengths[seqs:], starts[seqs:] = 0, np.arange(tokens, layout.tokens + 1)
