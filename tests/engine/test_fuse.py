@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lmworks.engine.fuse import FusedAttention, FusedBlock, FusedMLP, Turns, Unfused, fuse
 from lmworks.engine.params import SamplingParams
+from lmworks.engine.quantized_model import apply_quantization
 from lmworks.model import GPT, generate, rope
 from lmworks.model.gpt import Linear
 from lmworks.spec import ModelSpec, SpecError
@@ -72,8 +73,23 @@ def test_other_layers_stay_as_they_are() -> None:
         assert prompt + result.token_ids == generate(model, torch.tensor([prompt]), 12)[0].tolist()
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_quantised_layers_are_merged(scheme: str) -> None:
+    """They give what they gave one by one; with invariance, bitwise the same alone and in a batch."""
+    model = apply_quantization(lively(qkv_bias=True, hidden=128, ffn=256), scheme)
+    prompts = prompts_of([21, 6])
+    params = [SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)] * 2
+    runner = runner_of(model)
+    assert not any(isinstance(module, Unfused) for module in runner.model.modules())
+    for prompt, result in zip(prompts, answered(runner, prompts, *params), strict=True):
+        assert prompt + result.token_ids == generate(model, torch.tensor([prompt]), 8)[0].tolist()
+    together = answered(runner_of(model, batch_invariant=True), prompts, *params)
+    alone = [answered(runner_of(model, batch_invariant=True), [prompt], params[0])[0] for prompt in prompts]
+    assert [result.logprobs for result in together] == [result.logprobs for result in alone]
+
+
 def test_invariance_refuses_layers_it_does_not_know() -> None:
-    with pytest.raises(SpecError, match=r"batch_invariant = true needs plain weights, and attention.k is a Doubled"):
+    with pytest.raises(SpecError, match=r"batch_invariant = true cannot be kept by attention.k, which is a Doubled"):
         fuse(with_doubled(lively()), 64, invariant=True)
 
 

@@ -12,7 +12,7 @@ turn, so that a network that fills the memory can be fused in it. A part that ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -26,6 +26,7 @@ from ..kernels.swiglu import swiglu
 from ..model import rope
 from ..model.gpt import GPT, MLP, Attention, Block, Linear, RMSNorm, Rope
 from ..spec import ModelSpec, SpecError
+from . import quantized_model
 from .paged import Paged
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -142,6 +143,7 @@ def fuse(model: GPT, context: int, invariant: bool = False) -> None:
     model.requires_grad_(False)
     cpu = model.device.type == "cpu"
     fuser = Fuser(Applied(invariant), by_rows=invariant and cpu)
+    quantized_model.set_fixed(model, invariant)
     names = list(model.blocks)
     for name in names:
         model.blocks[name] = fuser.block(cast(Block, model.blocks[name]), last=name == names[-1])
@@ -187,15 +189,15 @@ def refuse_unknown(block: Block) -> None:
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear) and type(module) is not Linear and name != "mlp.router":
             raise SpecError(
-                f"engine.batch_invariant = true needs plain weights, and {name} is a {type(module).__name__}: "
-                "quantised layers and layers cut over ranks are computed in ways that depend on the batch"
+                f"engine.batch_invariant = true cannot be kept by {name}, which is a {type(module).__name__}: "
+                "it is computed in a way that depends on the batch (layers that are cut over ranks are)"
             )
 
 
-def merged(layers: list[Linear]) -> nn.Module | None:
+def merged(layers: Sequence[Linear]) -> nn.Module | None:
     """One layer that gives what these give, side by side; None where they cannot be merged."""
     if any(type(layer) is not Linear for layer in layers):
-        return None
+        return quantized_model.merge(layers)
     one = Linear(layers[0].weight.shape[1], sum(map(rows_of, layers)), bias=layers[0].bias is not None, device="meta")
     one.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
     if layers[0].bias is not None:
