@@ -1,0 +1,356 @@
+"""Guesses change when tokens come, never which: against transformers, against the same seed, and in distribution."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_device import FakeDevice, alone
+from hf_reference import FAMILIES, VOCAB, answers, compare, fresh_model, random_prompts
+from torch import Tensor
+
+from chance import chi_square
+from lmworks.engine import draft as draft_module
+from lmworks.engine import ngram, speculate
+from lmworks.engine.draft import Ahead, Draft
+from lmworks.engine.engine import Engine
+from lmworks.engine.ngram import Lookup, NGram
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.request import Request, Result, Sequence
+from lmworks.engine.runner import Runner
+from lmworks.engine.speculate import Speculator, draw_guess, judge, pick
+from lmworks.model import GPT
+from lmworks.spec import EngineSpec, ModelSpec, SpecError
+
+LENGTHS = [5, 1, 18, 12, 2, 20, 9, 14]
+COUNTS = [20, 30, 12, 25, 8, 20, 1, 16]
+
+
+def engine_for(model: GPT, vocab: int, source: str, draft: GPT | None = None, **spec: Any) -> Engine:
+    given = EngineSpec(**{"dtype": "fp32", "block": 4, "max_seqs": 8, "guesses": 3, **spec})
+    runner = Runner(model, given, "cpu", vocab, None if draft is None else Draft(draft))
+    sources = {"ngram": NGram(), "draft": Ahead()}
+    return Engine(runner, None, seed=0, speculator=Speculator(runner.spec, sources[source]) if source else None)
+
+
+def near(model: GPT, amount: float) -> GPT:
+    """A model that often says the same: its weights, and some noise."""
+    other = copy.deepcopy(model)
+    luck = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(amount * torch.randn(parameter.shape, generator=luck))
+    return other
+
+
+def hf_engine(family: str, source: str, **spec: Any) -> Engine:
+    draft = near(fresh_model(family), 0.02) if source == "draft" else None
+    return engine_for(fresh_model(family), VOCAB, source, draft, **spec)
+
+
+# --- looking back -----------------------------------------------------------------------------------------
+
+
+def looked_up(tokens: list[int], count: int) -> list[int]:
+    """The same by trying every place."""
+    best, length = 0, 1
+    for end in range(2, len(tokens)):
+        match = next((i for i in range(end) if tokens[end - 1 - i] != tokens[-1 - i]), end)
+        if match >= max(length, 2):
+            best, length = end, match
+    if not best:
+        return []
+    text = list(tokens)
+    for index in range(best, best + count):
+        text.append(text[index])
+    return text[len(tokens) :]
+
+
+def test_the_longest_match_is_found() -> None:
+    draw = random.Random(0)
+    found = 0
+    for _ in range(100):
+        lookup, text = Lookup(), [draw.randrange(8) for _ in range(draw.randrange(10))]
+        for _ in range(30):
+            text.append(draw.choice([draw.randrange(8), text[len(text) // 2] if text else 0]))
+            if draw.random() < 0.5:  # several tokens may have come since the last guess
+                continue
+            guess = lookup.guess(text, 4)
+            assert guess == looked_up(text, 4)
+            found += bool(guess)
+    assert found > 500
+
+
+def test_a_guess_costs_the_same_in_a_long_text() -> None:
+    """The worst text: every pair is the same, and every match is as long as the text."""
+
+    class Counted(list[int]):
+        reads = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            Counted.reads += 1
+            return super().__getitem__(index)
+
+    lookup, text = Lookup(), Counted([7] * 20_000)
+    lookup.guess(text, 4)
+    Counted.reads = 0
+    for _ in range(10):
+        text.append(7)
+        assert lookup.guess(text, 4) == [7] * 4
+    assert Counted.reads < 10 * (2 * ngram.CHAIN * ngram.LONGEST + 20)
+
+
+# --- exact tokens -----------------------------------------------------------------------------------------
+
+each = pytest.mark.parametrize(("family", "source"), list(itertools.product(FAMILIES, ("ngram", "draft"))))
+
+
+@each
+def test_equal_to_transformers(family: str, source: str) -> None:
+    """Batching, prompts in chunks, prefix hits and preemption at once: the pool holds half of what is asked."""
+    engine = hf_engine(family, source, blocks=22, max_batch_tokens=11)
+    prompts = [2 * prompt for prompt in random_prompts(LENGTHS, seed=3, prefix=5)]
+    assert compare(engine, family, prompts, COUNTS) == 0
+    assert compare(engine, family, prompts[::-1], COUNTS[::-1]) == 0
+    metrics = engine.metrics
+    assert metrics.num_preemptions > 0
+    assert metrics.prefix_cache_hits > 0
+    assert metrics.proposed_guesses >= metrics.accepted_guesses > 20
+    assert metrics.generation_tokens == 2 * sum(COUNTS)
+
+
+def test_guesses_save_steps() -> None:
+    """A model that is its own draft is always right: k + 1 tokens a step, as the metrics say."""
+    engine = engine_for(fresh_model("llama"), VOCAB, "draft", fresh_model("llama"), guesses=3)
+    assert compare(engine, "llama", random_prompts([9]), [41]) == 0
+    assert engine.metrics.acceptance_rate == 1
+    assert engine.metrics.steps == 1 + 40 // 4
+
+
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0.3},
+    {"temperature": 0.2, "top_k": 7, "logprobs": 3},
+    {"temperature": 0.3, "top_p": 0.9, "min_p": 0.05, "n": 3},
+    {"temperature": 0.2, "best_of": 3},
+    {"temperature": 0, "logprobs": 0, "logit_bias": {3: 2.0, 7: -100.0}},
+    {"temperature": 0.2, "repetition_penalty": 1.3},
+    {"temperature": 0, "presence_penalty": 1.0, "frequency_penalty": -0.5},
+    {"temperature": 0.2, "min_tokens": 9, "stop_token_ids": tuple(range(0, VOCAB, 3))},
+]
+
+
+def wished(source: str) -> tuple[Engine, list[Result]]:
+    prompts = [3 * prompt for prompt in random_prompts([7] * len(WISHES), seed=5)]
+    engine = hf_engine("qwen3", source, guesses=5)
+    params = [SamplingParams(seed=i, max_tokens=40, **each) for i, each in enumerate(WISHES)]
+    return engine, answers(engine, prompts, params)
+
+
+def test_lookup_gives_what_the_seed_gives() -> None:
+    """Token for token, log-probabilities too, for all that a request may ask; some in the batch never speculate."""
+    _, plain = wished("")
+    engine, guessed = wished("ngram")
+    assert engine.metrics.accepted_guesses > 50
+    for one, other in zip(plain, guessed, strict=True):
+        assert [a.token_ids for a in one.answers] == [a.token_ids for a in other.answers]
+        assert [a.finish_reason for a in one.answers] == [a.finish_reason for a in other.answers]
+        for a, b in zip(one.answers, other.answers, strict=True):
+            assert (a.logprobs is None) == (b.logprobs is None)
+            for x, y in zip(a.logprobs or [], b.logprobs or [], strict=True):
+                assert x.token == y.token
+                assert x.logprob == pytest.approx(y.logprob, abs=1e-5)
+                assert [i for i, _ in x.top] == [i for i, _ in y.top]
+
+
+def test_a_draft_reports_the_logprobs_of_its_tokens() -> None:
+    """Of accepted guesses and of what stands in for refused ones, as the model itself gives them."""
+    engine, results = wished("draft")
+    assert 0 < engine.metrics.acceptance_rate < 1
+    model, answer = fresh_model("qwen3"), results[1].answers[0]
+    tokens = torch.tensor([results[1].prompt_token_ids + answer.token_ids])
+    logits = model(tokens)
+    assert isinstance(logits, Tensor)
+    expected = logits.log_softmax(dim=-1)[0, -len(answer.token_ids) - 1 : -1]
+    assert answer.logprobs is not None
+    for place, logprob in enumerate(answer.logprobs):
+        assert logprob.token == answer.token_ids[place]
+        assert logprob.logprob == pytest.approx(expected[place, logprob.token].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("source", ["ngram", "draft"])
+def test_a_stop_among_accepted_guesses(source: str) -> None:
+    """The answer ends there; what was accepted behind it is dropped, from the counts too."""
+    prompts = [3 * prompt for prompt in random_prompts([6], seed=2)]
+    (plain,) = answers(hf_engine("gpt2", ""), prompts, [SamplingParams(temperature=0, max_tokens=30)])
+    late = [token for i, token in enumerate(plain.token_ids) if token not in plain.token_ids[:i]]
+    for stop in late:
+        params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=(stop,), logprobs=0)
+        engine = hf_engine("gpt2", source, guesses=6)
+        (found,) = answers(engine, prompts, [params])
+        assert found.token_ids == plain.token_ids[: plain.token_ids.index(stop) + 1]
+        assert found.finish_reason == "stop"
+        assert found.logprobs is not None
+        assert len(found.logprobs) == len(found.token_ids) == engine.metrics.generation_tokens
+
+
+# --- distribution -----------------------------------------------------------------------------------------
+
+FEW = 5  # tokens
+PAIRS = [0, 0, 1, 0, 2, 0, 3, 0, 4, 1, 1, 2, 1, 3, 1, 4, 2, 2, 3, 2, 4, 3, 3, 4, 4, 0]  # every pair once
+DRAWS = 1000
+
+
+@cache
+def few_tokens() -> GPT:
+    shape = {"layers": 1, "hidden": 16, "heads": 2, "vocab": FEW, "context": 32, "init_std": 0.5, "ffn": 32}
+    return GPT(ModelSpec.from_dict(shape), seed=3)
+
+
+def expected_triples(temperature: float, top_k: int) -> np.ndarray:
+    """Probability of every continuation of three tokens, from the model itself."""
+    table = np.zeros((FEW, FEW, FEW))
+    for triple in itertools.product(range(FEW), repeat=3):
+        logits = few_tokens()(torch.tensor([[*PAIRS, *triple[:2]]]))
+        assert isinstance(logits, Tensor)
+        last = logits[0, -3:].double() / temperature
+        least = last.topk(top_k).values[:, -1:]
+        p = last.masked_fill(last < least, -torch.inf).softmax(dim=-1)
+        table[triple] = np.prod([p[i, token].item() for i, token in enumerate(triple)])
+    return table.reshape(-1)
+
+
+def fit_of_triples(source: str) -> tuple[float, Engine]:
+    """How likely the engine's counts are under the exact distribution. The fourth token makes room for two guesses."""
+    draft = near(few_tokens(), 0.3) if source == "draft" else None
+    engine = engine_for(copy.deepcopy(few_tokens()), FEW, source, draft, max_seqs=64, guesses=2, blocks=1000)
+    params = [SamplingParams(temperature=1.2, top_k=4, seed=seed, max_tokens=4) for seed in range(DRAWS)]
+    triples = np.array([result.token_ids[:3] for result in answers(engine, [PAIRS] * DRAWS, params)])
+    seen = np.bincount(triples @ [FEW * FEW, FEW, 1], minlength=FEW**3)
+    expected = expected_triples(1.2, 4) * DRAWS
+    common = expected >= 8
+    seen, expected = (np.append(x[common], x[~common].sum()) for x in (seen, expected))
+    return chi_square(seen, expected), engine
+
+
+@pytest.mark.parametrize("source", ["ngram", "draft"])
+def test_the_distribution_is_the_models(source: str) -> None:
+    fit, engine = fit_of_triples(source)
+    assert engine.metrics.proposed_guesses > 1.5 * DRAWS
+    assert 0.1 < engine.metrics.acceptance_rate < 0.9
+    assert fit > 1e-3
+
+
+def always(p: Tensor, q: Tensor, guesses: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
+    return guesses
+
+
+def from_p(p: Tensor, q: Tensor, guesses: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
+    """A refused guess is replaced by a draw from p: likely tokens then have a second chance."""
+    settled = judge(p, q, guesses, seeds, places)
+    return torch.where(settled == guesses, guesses, pick(p, seeds, places))
+
+
+@pytest.mark.parametrize("planted", [always, from_p])
+def test_a_planted_bias_is_seen(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_module, "judge", planted)
+    fit, _ = fit_of_triples("draft")
+    assert fit < 1e-6
+
+
+def judged_alone(amount: float, guess: Any = draw_guess, rule: Any = judge) -> tuple[float, float, float]:
+    """How well 40,000 tokens fit p, how many of them are the guess, and how many can be: Σ min(p, q)."""
+    luck = torch.Generator().manual_seed(2)
+    logits = torch.randn(12, generator=luck)
+    p = logits.masked_fill(torch.arange(12) == 3, -torch.inf).softmax(0)
+    q = (logits + amount * torch.randn(12, generator=luck)).softmax(0)
+    seeds, places = torch.arange(40_000), torch.arange(40_000) % 7
+    many = p.expand(len(seeds), -1), q.expand(len(seeds), -1)
+    guesses = guess(many[1], seeds, places)
+    tokens = rule(*many, guesses, seeds, places)
+    seen, expected = np.bincount(tokens.numpy(), minlength=12), p.double().numpy() * len(seeds)
+    fit = 0.0 if seen[3] else chi_square(np.delete(seen, 3), np.delete(expected, 3))
+    return fit, (tokens == guesses).float().mean().item(), torch.minimum(p, q).sum().item()
+
+
+@pytest.mark.parametrize("amount", [0.0, 0.3, 3.0])
+def test_judged_guesses_are_drawn_from_p(amount: float) -> None:
+    """The rule alone, with many draws; and no more guesses are refused than must be."""
+    fit, agreed, most = judged_alone(amount)
+    assert fit > 1e-3
+    assert agreed == pytest.approx(most, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"rule": always},
+        {"rule": from_p},
+        {"guess": pick},  # with the numbers that its replacement is drawn with
+    ],
+)
+def test_a_bias_in_the_rule_is_seen(planted: dict[str, Any]) -> None:
+    assert judged_alone(1.0, **planted)[0] < 1e-6
+
+
+# --- when -------------------------------------------------------------------------------------------------
+
+
+def test_a_large_batch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight at once are too many here; when few are left, guessing begins."""
+    monkeypatch.setattr(speculate, "LARGEST", 8)
+    engine = hf_engine("llama", "ngram", guesses=3)
+    prompts = [3 * prompt for prompt in random_prompts([6] * 8, seed=1)]
+    together = [SamplingParams(temperature=0, max_tokens=20)] * 8
+    answers(engine, prompts, together)
+    assert engine.metrics.proposed_guesses == 0
+    assert compare(engine, "llama", prompts, [5] * 6 + [40] * 2) == 0
+    assert engine.metrics.proposed_guesses > 0
+
+
+class Moody:
+    """Speculates in some steps only, and is right in some."""
+
+    def __init__(self, vocab: int) -> None:
+        self.draw, self.vocab, self.truth, self.on = random.Random(1), vocab, {}, False  # type: ignore[var-annotated]
+
+    def active(self, running: list[Sequence]) -> bool:
+        self.on = self.draw.random() < 0.5
+        return self.on
+
+    def propose(self, running: list[Sequence]) -> None:
+        for sequence in running:
+            ready = self.on and sequence.known == len(sequence.tokens) == sequence.computed + 1
+            right = self.truth[sequence.seed][sequence.known - sequence.prompt :]
+            wrong = [self.draw.randrange(self.vocab) for _ in range(3)]
+            sequence.guesses = (right[: self.draw.randrange(4)] + wrong)[:3] if ready else []
+
+
+def test_guessing_may_stop_while_a_step_is_under_way() -> None:
+    """A step with guesses is read before anything else is planned, whoever goes on."""
+    device = FakeDevice(EngineSpec(block=4, blocks=60, context=64, max_seqs=6, max_batch_tokens=40, graphs=False))
+    moody = Moody(device.valid_vocab)
+    engine = Engine(device, None, speculator=moody)
+    requests = [Request([seed + 1] * 5, SamplingParams(seed=seed, max_tokens=30)) for seed in range(20)]
+    moody.truth = {seed: alone(requests[seed].prompt, seed, 30, device.valid_vocab) for seed in range(20)}
+    for request in requests:
+        engine.add(request)
+    for piece in engine.run():
+        assert piece.result is not None
+        assert piece.result.token_ids == moody.truth[piece.request.params.seed]
+    assert 0 < engine.metrics.acceptance_rate < 1
+
+
+def test_a_draft_that_does_not_fit_is_refused() -> None:
+    def shaped(**changes: Any) -> GPT:
+        return GPT(ModelSpec.from_dict({"layers": 1, "hidden": 16, "heads": 2, "vocab": 96, "context": 64, **changes}))
+
+    with pytest.raises(SpecError, match="must have the same tokenizer"):
+        engine_for(shaped(), 96, "draft", shaped(vocab=95))
+    with pytest.raises(SpecError, match=r"set engine.context = 32 or less"):
+        engine_for(shaped(), 96, "draft", shaped(context=32))
