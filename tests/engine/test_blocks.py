@@ -187,10 +187,17 @@ def test_the_check_names_what_is_wrong() -> None:
 
     pool, a, b = two_running()
     del pool.found[pool.hash_of[a.blocks[0]]]
-    with pytest.raises(IntegrityError, match=f"block {a.blocks[0]} is not found by its hash"):
+    with pytest.raises(IntegrityError, match=f"block {a.blocks[0]} of .* is not found by its hash"):
         pool.check([a, b])
 
     pool, a, b = two_running()
     a.computed = 5
     with pytest.raises(IntegrityError, match="has 2 blocks for 5 tokens"):
         pool.check([a, b])
+
+
+def test_a_block_that_is_found_by_another_blocks_hash_is_never_used() -> None:
+    pool, a, b = two_running()
+    pool.found[pool.hash_of[a.blocks[0]]] = b.blocks[0]
+    with pytest.raises(IntegrityError, match=f"block {b.blocks[0]} is found by another hash"):
+        pool.match(sequence([1, 2, 3]))

@@ -118,6 +118,8 @@ class Pool:
             block = self.found.get(digest)
             if block is None:
                 break
+            if self.hash_of.get(block) != digest:
+                raise IntegrityError(f"the pool of cache blocks is not sound: block {block} is found by another hash")
             matched.append(block)
         return matched
 
@@ -147,11 +149,10 @@ class Pool:
         return [*blocks, copy], [(parent.blocks[shared], copy)]
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raises where the books do not add up. `sequences`: all that hold blocks."""
+        """Raises where the books do not add up. `sequences`: all that hold blocks; it takes time only for those."""
         holders = list(sequences)
         wrong = [
             *count_errors(self, Counter(block for each in holders for block in each.blocks)),
-            *hash_errors(self),
             *(error for each in holders for error in sequence_errors(self, each)),
         ]
         if wrong:
@@ -160,25 +161,19 @@ class Pool:
 
 
 def count_errors(pool: Pool, held: Counter[int]) -> list[str]:
+    """Every block is free or held, none is both, and counts are those of the holders."""
     wrong = []
     total = len(pool.counts)
-    if len(held) + len(pool.free) != total or pool.counts.count(0) != len(pool.free):
-        lost = [b for b in range(total) if b not in pool.free and b not in held]
-        both = [b for b in held if b in pool.free]
+    both = [block for block in held if block in pool.free]
+    if both or len(held) + len(pool.free) != total or pool.counts.count(0) != len(pool.free):
+        lost = [block for block in range(total) if block not in pool.free and block not in held]
         wrong.append(f"blocks {lost[:8]} are neither free nor held, blocks {both[:8]} are both")
     for block, count in held.items():
         if pool.counts[block] != count:
             wrong.append(f"block {block} is held by {count} sequences and counted {pool.counts[block]} times")
-    if pool.free and not (min(pool.free) >= 0 and max(pool.free) < total):
-        wrong.append("a free block is not in the pool")
+    if len(pool.found) != len(pool.hash_of):
+        wrong.append(f"{len(pool.found)} hashes are found and {len(pool.hash_of)} blocks have one")
     return wrong
-
-
-def hash_errors(pool: Pool) -> list[str]:
-    if pool.found == dict(zip(pool.hash_of.values(), pool.hash_of.keys(), strict=True)):
-        return []  # both ways alike, and found out quickly: the engine is idle, but the next request may be near
-    wrong = [f"block {b} is not found by its hash" for b, digest in pool.hash_of.items() if pool.found.get(digest) != b]
-    return [*wrong, f"{len(pool.found)} hashes are found and {len(pool.hash_of)} blocks have one"]
 
 
 def sequence_errors(pool: Pool, sequence: Sequence) -> list[str]:
@@ -193,6 +188,10 @@ def sequence_errors(pool: Pool, sequence: Sequence) -> list[str]:
         if pool.counts[block] > 1 and i >= full:
             wrong.append(f"{name} shares block {block}, which is not full")
         digest = pool.hash_of.get(block)
-        if digest is not None and (i >= len(hashes) or hashes[i] != digest):
+        if digest is None:
+            continue
+        if i >= len(hashes) or hashes[i] != digest:
             wrong.append(f"block {block} of {name} is found by the hash of other tokens")
+        if pool.found.get(digest) != block:
+            wrong.append(f"block {block} of {name} is not found by its hash")
     return wrong
