@@ -1,0 +1,29 @@
+"""Runs the tests of Triton kernels on a CPU.
+
+Triton decides when it is first imported whether kernels are compiled or interpreted, so they get a process of their
+own: in this one PyTorch may have imported it already.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FILES = ("test_paged_triton.py", "test_sample.py", "test_small_linear.py")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, tests/gpu runs the kernels there")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the kernels are interpreted already")
+@pytest.mark.parametrize("file", FILES)
+def test_kernels_interpreted(file: str) -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

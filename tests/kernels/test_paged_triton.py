@@ -1,0 +1,101 @@
+"""The paged kernels as a GPU runs them, through Triton's interpreter (`test_interpreted` starts these with it).
+
+In fp32, and nothing is written as fp8: the interpreter does not round to bf16 and fp8 as a GPU does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lmworks.kernels.paged_attention import LayerCache, Pages
+from lmworks.kernels.paged_store import reference as place_reference
+from lmworks.model import rope
+from lmworks.spec import ModelSpec
+from paged_cases import NAMED, Case, expected, make, random_case
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+if INTERPRETED:
+    from lmworks.kernels import add_norm_triton, paged_attention_triton, paged_store_triton, swiglu_triton
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")
+
+
+def check(case: Case, seed: int, **options: object) -> None:
+    made = make(case, seed)
+    out = paged_attention_triton.launch(made.q, made.cache, made.pages, **case.options(), **options)
+    torch.testing.assert_close(out.double(), expected(case, made), rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_attention_is_sdpa(name: str) -> None:
+    check(NAMED[name], 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_attention_over_random_pages_is_sdpa(seed: int) -> None:
+    check(random_case(200 + seed), seed)
+
+
+@pytest.mark.parametrize("splits", [2, 5, 20])
+@pytest.mark.parametrize("window", [0, 40])
+def test_parts_of_the_keys_merge_to_the_whole(splits: int, window: int) -> None:
+    """More splits than tiles as well: what was not computed must not be merged."""
+    config = paged_attention_triton.Config(16, 16, 4, 2, splits)
+    check(Case((3, 0, 200), (3, 1, 2), kv_heads=1, window=window), 1, config=config)
+
+
+def test_the_walk_without_masks_is_the_same() -> None:
+    config = paged_attention_triton.Config(32, 16, 4, 2, 1, one_walk=False)
+    check(Case((90, 100, 0), (20, 70, 1), kv_heads=1, group=3), 2, config=config)
+
+
+def test_invariant_bits() -> None:
+    """A prompt at once, in uneven chunks beside another, or its tokens decoded one by one: the same bits."""
+    made = make(Case((150, 70), (150, 70), 1, 2))
+    launch = paged_attention_triton.launch
+    whole = launch(made.q, made.cache, made.pages, invariant=True)[:150]
+    for begin, end in itertools.pairwise([0, 1, 40, 65, 66, 150]):
+        lengths = torch.tensor([70, end, 0], dtype=torch.int32)
+        starts = torch.tensor([0, 1, 1 + end - begin, 2 + end - begin], dtype=torch.int32)
+        pages = Pages(made.pages.tables[[1, 0, 0]], lengths, starts, end - begin)
+        q = torch.cat((made.q[-1:], made.q[begin:end], made.q[:1]))
+        assert torch.equal(launch(q, made.cache, pages, invariant=True)[1:-1], whole[begin:end]), (begin, end)
+    some = torch.tensor([0, 1, 63, 64, 65, 149])
+    starts = torch.arange(len(some) + 1, dtype=torch.int32)
+    pages = Pages(made.pages.tables[:1].expand(len(some), -1), (some + 1).to(torch.int32), starts, 1)
+    assert torch.equal(launch(made.q[some], made.cache, pages, invariant=True), whole[some])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2, 64), (6, 2, 80), (3, 1, 128)], ids=str)
+def test_place_gives_what_its_steps_give(heads: tuple[int, int, int], stored: torch.dtype) -> None:
+    queries, kv_heads, head_dim = heads
+    spec = ModelSpec.from_preset("tiny", hidden=64, heads=queries, kv_heads=kv_heads, head_dim=head_dim)
+    rng = torch.Generator().manual_seed(0)
+    qkv = torch.randn(7, (queries + 2 * kv_heads) * head_dim, generator=rng) * 3
+    q_norm, k_norm = (torch.rand(head_dim, generator=rng) + 0.5 for _ in range(2))
+    norms = (None, None) if queries == 3 else (q_norm, k_norm)
+    turn = None if queries == 6 else rope.tables(spec, torch.tensor([0, 5, 6, 7, 100, 3, 2]))
+    slots = torch.tensor([17, 0, 4, -1, 9, 10, 11])
+    results = []
+    for function in (paged_store_triton.launch, place_reference):
+        pools = [torch.zeros(6, kv_heads, 3, head_dim).to(stored) for _ in range(2)]
+        scales = [torch.zeros(6, kv_heads, 3) if stored.itemsize == 1 else None for _ in range(2)]
+        cache = LayerCache(*pools, *scales)
+        q = function(qkv, queries, kv_heads, *norms, 1e-6, turn, cache, slots)
+        results.append([q, *(x.float() for x in vars(cache).values() if x is not None)])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_swiglu_and_add_norm() -> None:
+    x, delta, weight = torch.randn(5, 1300), torch.randn(5, 1300), torch.rand(1300)
+    torch.testing.assert_close(swiglu_triton.launch(x), F.silu(x[:, :650]) * x[:, 650:])
+    total, normed = add_norm_triton.launch(x, delta, weight, 1e-5)
+    assert torch.equal(total, x + delta)
+    torch.testing.assert_close(normed, F.rms_norm(total, (1300,), weight, 1e-5))
