@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from ..data.tokenizer import Tokenizer
@@ -58,6 +59,7 @@ class Device(Protocol):
 
     def admit(self, sequence: Sequence) -> None: ...
     def launch(self, step: Step) -> Launched: ...
+    def add_adapter(self, name: str, folder: Path) -> None: ...
 
 
 class Speculator(Protocol):
@@ -140,6 +142,11 @@ class Engine:
         if request.id in self.requests:
             raise SpecError(f"a request with id = {request.id} is under way already")
         sampler.check(params, self.runner.valid_vocab)
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        """A LoRA adapter, as PEFT writes it: requests then ask for it by `name`."""
+        self.runner.add_adapter(name, folder)
+        self.adapters.add(name)
 
     def limit(self, request: Request) -> int:
         return min(len(request.prompt) + request.params.max_tokens, self.spec.context)
@@ -234,10 +241,10 @@ class Engine:
 
     def needs_tokens(self) -> bool:
         """Whether the next step cannot be made before the tokens of this one are known."""
-        running = self.scheduler.running
-        guessing = self.speculator is not None and self.speculator.active(running)
+        if self.shaped or self.speculator is None:
+            return bool(self.shaped)
         guessed = self.flight is not None and any(chunk.wanted > 1 for chunk in self.flight.step.chunks)
-        return guessing or guessed or any(each.params.shaped for each in running)
+        return guessed or self.speculator.active(self.scheduler.running)
 
     def land(self) -> None:
         """Reads the step that is under way."""
