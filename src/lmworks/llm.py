@@ -116,6 +116,10 @@ class LLM:
             raise SpecError("vLLM serves this model: it has an engine of its own")
         return self.backend.engine
 
+    def add_adapter(self, name: str, folder: str | Path) -> None:
+        """A LoRA adapter as PEFT writes it; requests ask for it with SamplingParams(adapter=name)."""
+        self.native.add_adapter(name, Path(folder))
+
     def chat(self) -> Chat:
         """How conversations become prompts of this model."""
         if self.tokenizer is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lmworks.engine.grammar import Grammars
 from lmworks.engine.picked import Picked, PromptLogprobs
@@ -101,6 +102,9 @@ class FakeDevice:
         self.steps.append(step)
         self.queue.append(launched := Launched(self, works, list(step.copies)))
         return launched
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        pass
 
     def run_until(self, launched: Launched) -> None:
         while launched.picks is None:

@@ -11,22 +11,18 @@ small, and so is the waste. Where layers were merged (q, k and v; gate and up), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..model import GPT
 from ..spec import SpecError
-from ..spec.errors import did_you_mean
 from .fuse import Applied, FusedAttention, FusedBlock, FusedMLP
 from .lora_files import Adapter, read_adapter
-
-NONE = 0  # index of a row without an adapter
+from .scheduler import Chunk
 
 
 @dataclass
@@ -46,8 +42,9 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (tokens, in)
         mask = self.choice.mask[: x.shape[0]].unsqueeze(1)  # (tokens, 1, Σ rank)
-        narrow = F.linear(x, self.down).unflatten(1, (-1, mask.shape[-1])) * mask
-        return self.apply_linear(self.base, x) + F.linear(narrow.flatten(1), self.up)
+        product = self.apply_linear.product
+        narrow = product(x, self.down, None).unflatten(1, (-1, mask.shape[-1])) * mask
+        return self.apply_linear(self.base, x) + product(narrow.flatten(1), self.up, None)
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,6 @@ class Adapters:
         """`model` is fused; `tokens` are those of the largest step."""
         self.model, self.tokens = model, tokens
         self.held: dict[str, Adapter] = {}
-        self.columns = torch.zeros(1, 0)  # (1 + adapters, Σ rank): the mask of a row, by the index of its adapter
 
     def add(self, name: str, folder: Path) -> None:
         if name in self.held:
@@ -84,35 +80,29 @@ class Adapters:
         self.held[name] = adapter
         self.stack(places)
 
-    def index(self, name: str | None) -> int:
-        if name is None:
-            return NONE
-        if name not in self.held:
-            raise SpecError(f"adapter {name!r} is not known to the engine{did_you_mean(name, self.held)}")
-        return 1 + list(self.held).index(name)
-
     @torch.no_grad()
     def stack(self, places: list[Place]) -> None:
         weight = self.model.head_weight  # whose device and precision those of all layers are
         width = sum(adapter.rank for adapter in self.held.values())
         columns = torch.zeros(1 + len(self.held), width)
+        self.indices: dict[str | None, int] = {None: 0}
         begin = 0
-        for index, adapter in enumerate(self.held.values(), start=1):
+        for index, (name, adapter) in enumerate(self.held.items(), start=1):
+            self.indices[name] = index
             columns[index, begin : begin + adapter.rank] = 1
             begin += adapter.rank
-        self.columns = columns.to(weight)
-        choice = Choice(torch.zeros(self.tokens, width).to(weight))
-        self.choice = choice
+        self.columns = columns.to(weight)  # (1 + adapters, Σ rank): the mask of a row, by the index of its adapter
+        self.choice = choice = Choice(torch.zeros(self.tokens, width).to(weight))
         for place in places:
             if any(part in adapter.deltas for adapter in self.held.values() for part in place.parts):
                 down, up = (matrix.to(weight) for matrix in stacked(list(self.held.values()), place.parts, width))
                 layer = Adapted(place.base, place.owner.apply_linear, choice, down, up)
                 setattr(place.owner, place.attribute, layer)
 
-    def choose(self, rows: Iterable[tuple[str | None, int]]) -> None:
-        """For the next forward pass: the adapter of each run of tokens, and how many they are. Does not wait."""
-        names, counts = zip(*rows, strict=True)
-        index = torch.from_numpy(np.repeat([self.index(name) for name in names], counts))
+    def choose(self, chunks: list[Chunk]) -> None:
+        """For the forward pass of a step: each token goes by the adapter of its sequence. Does not wait."""
+        indices = [self.indices[chunk.sequence.params.adapter] for chunk in chunks]
+        index = torch.from_numpy(np.repeat(indices, [chunk.count for chunk in chunks]))
         if self.columns.is_cuda:
             index = index.pin_memory()
         index = index.to(self.columns.device, non_blocking=True)

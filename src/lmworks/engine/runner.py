@@ -6,6 +6,7 @@ next one meanwhile. A token that the host has not read yet goes from step to ste
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .draft import Draft, Guessed
 from .fuse import fuse
 from .grammar import Grammars
 from .graphs import Graphs
+from .lora import Adapters
 from .paged import Paged
 from .picked import Asked, Launched, asked_of, prompt_logprobs
 from .request import Sequence
@@ -61,6 +63,7 @@ class Runner:
         self.graphs: Graphs[Tensor | Sampled] | None = None
         self.grammars: Grammars | None = None  # the engine's, where it has a tokenizer
         shape = CacheShape.of(model.spec, self.spec, dtype, kv_heads)
+        self.adapters: Adapters | None = None
         self.draft = draft
         if draft is not None:
             move(draft.model, self.device, dtype)
@@ -92,9 +95,19 @@ class Runner:
         self.packer.admit(sequence)
         self.sampler.admit(sequence.slot, sequence)
 
+    def add_adapter(self, name: str, folder: Path) -> None:
+        """Hold a LoRA adapter, for sequences that ask for it by name."""
+        adapters = self.adapters or Adapters(self.model, max(self.spec.max_batch_tokens, self.spec.max_seqs))
+        adapters.add(name, folder)
+        self.adapters = adapters
+        if self.graphs is not None:
+            self.graphs.recorded.clear()  # of layers without it
+
     @torch.no_grad()
     def launch(self, step: Step) -> Launched:
         self.cache.copy(step.copies)
+        if self.adapters is not None:
+            self.adapters.choose(step.chunks)
         picking = [chunk for chunk in step.chunks if chunk.wanted]
         wants = self.sampler.wants(chunk.sequence.slot for chunk in picking)
         mask = self.masks(picking)
