@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.paged_attention import LayerCache, Pages, paged_attention
+from ..kernels.paged_decode import decode
 from ..kernels.paged_store import place
 
 Turn = tuple[Tensor, Tensor] | None
@@ -55,4 +56,6 @@ class Paged:
         return torch.cat([self.attend(part, cache, pages) for part, pages in zip(parts, self.pages, strict=True)])
 
     def attend(self, q: Tensor, cache: LayerCache, pages: Pages) -> Tensor:
+        if pages.longest_query == 1 and q.device.type == "cpu" and not self.invariant:
+            return decode(q, cache, pages, self.window, self.slopes)
         return paged_attention(q, cache, pages, window=self.window, slopes=self.slopes, invariant=self.invariant)

@@ -1,0 +1,64 @@
+"""Decoding over pages on a CPU: one query of every sequence, computed together.
+
+`paged_attention.reference` takes sequences one by one, which at one query each is mostly overhead. Here sequences of
+like length are gathered side by side, padded to the longest, and attended in one product.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .paged_attention import LayerCache, Pages
+
+TOGETHER = 2**21  # elements of keys that are gathered at once
+
+
+def decode(q: Tensor, cache: LayerCache, pages: Pages, window: int = 0, slopes: Tensor | None = None) -> Tensor:
+    """As `paged_attention.reference` where every sequence has one query: q (seqs, heads, head_dim)."""
+    out = torch.zeros_like(q)
+    lengths, order = pages.lengths.sort()
+    counts = lengths.tolist()
+    per_key = cache.keys.shape[1] * cache.keys.shape[3]
+    end = len(counts)
+    while end and counts[end - 1]:
+        most = max(1, TOGETHER // (per_key * counts[end - 1]))
+        begin = max(end - most, 0)
+        while not counts[begin]:  # nobody's places stay 0
+            begin += 1
+        some = order[begin:end]
+        blocks = math.ceil(counts[end - 1] / cache.size)
+        out[some] = together(q[some], cache, pages.tables[some, :blocks], lengths[begin:end], window, slopes)
+        end = begin
+    return out
+
+
+def together(
+    q: Tensor, cache: LayerCache, tables: Tensor, lengths: Tensor, window: int, slopes: Tensor | None
+) -> Tensor:
+    """A few sequences of like length: q (seqs, heads, head_dim), tables (seqs, blocks)."""
+    seqs, heads, head_dim = q.shape
+    kv_heads, keys = cache.keys.shape[1], tables.shape[1] * cache.size
+    distance = lengths.unsqueeze(1) - 1 - torch.arange(keys)  # (seqs, keys); below 0 lies what is not theirs
+    theirs = distance >= 0
+    # Blocks beyond a sequence's own, and places in its last, may hold anything, even what is not finite.
+    tables = torch.where(theirs[:, :: cache.size], tables, 0).long()
+    k = gathered(cache.keys, cache.key_scales, tables, q.dtype)  # (seqs, kv_heads, keys, head_dim)
+    v = gathered(cache.values, cache.value_scales, tables, q.dtype)
+    v.masked_fill_(~theirs.view(seqs, 1, keys, 1), 0)
+    scores = (q.view(seqs, kv_heads, -1, head_dim) @ k.transpose(2, 3)).float().view(seqs, heads, keys)
+    scores = scores / math.sqrt(head_dim)
+    if slopes is not None:
+        scores = scores - slopes.view(-1, 1) * distance.unsqueeze(1)
+    seen = theirs & (distance < window) if window else theirs
+    p = scores.masked_fill(~seen.unsqueeze(1), -math.inf).softmax(dim=-1).type_as(v)
+    return (p.view(seqs, kv_heads, -1, keys) @ v).view(seqs, heads, head_dim)
+
+
+def gathered(pool: Tensor, scales: Tensor | None, tables: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values of all sequences, side by side: (seqs, kv_heads, keys, head_dim)."""
+    x = pool[tables]  # (seqs, blocks, kv_heads, size, head_dim)
+    x = x.to(dtype) if scales is None else (x.float() * scales[tables].unsqueeze(-1)).to(dtype)
+    return x.transpose(1, 2).flatten(2, 3)

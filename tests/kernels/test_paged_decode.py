@@ -1,0 +1,25 @@
+"""Decoding together on a CPU, against PyTorch's own attention on pages made by hand (unused places hold NaN)."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from lmworks.kernels import paged_decode
+from paged_cases import Case, expected, make, random_case
+
+
+@pytest.mark.parametrize("together", [1, 2**12, 2**21])
+@pytest.mark.parametrize("seed", range(12))
+def test_decoding_together_is_sdpa(seed: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once, in groups of like length, and one by one."""
+    monkeypatch.setattr(paged_decode, "TOGETHER", together)
+    draw = random.Random(seed)
+    lengths = tuple(draw.choice((0, 1, draw.randint(2, 40), draw.randint(40, 200))) for _ in range(6))
+    case: Case = dataclasses.replace(random_case(seed), lengths=lengths, queries=(1,) * 6)
+    made = make(case, seed)
+    out = paged_decode.decode(made.q, made.cache, made.pages, case.window, case.slopes())
+    torch.testing.assert_close(out.double(), expected(case, made), rtol=0, atol=4e-6)
