@@ -111,7 +111,7 @@ def spec(name: str) -> dict[str, Any]:
 
 def answer_greedily(engine: Engine, batch: int, tokens: int = 256) -> dict[str, float]:
     luck = torch.Generator().manual_seed(batch)
-    prompts = torch.randint(0, 10_000, (batch, 64), generator=luck).tolist()
+    prompts = torch.randint(0, engine.runner.valid_vocab, (batch, 64), generator=luck).tolist()
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens)
     before = engine.metrics.proposed_guesses, engine.metrics.accepted_guesses, engine.metrics.steps
     torch.cuda.synchronize()

@@ -73,9 +73,11 @@ def test_imports_go_down(path: Path) -> None:
     "code",
     [
         "import lmworks; lmworks.RunSpec, lmworks.ModelSpec, lmworks.Cluster, dir(lmworks)",
+        "import lmworks; lmworks.SamplingParams(temperature=0.5)",
         "import lmworks.spec, lmworks.plan, lmworks.record, lmworks.launch",
         "from lmworks.cli.main import app; app(['--help'], standalone_mode=False)",
         "from lmworks.cli.main import app; app(['train', '--help'], standalone_mode=False)",
+        "from lmworks.cli.main import app; app(['bench', 'offline', '--help'], standalone_mode=False)",
         "from lmworks.cli.main import app; app(['models', '--json'], standalone_mode=False)",
     ],
 )

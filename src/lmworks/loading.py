@@ -18,7 +18,6 @@ from .model import GPT
 from .model.hf import load_hf, read_json
 from .spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 from .spec.presets import PRESETS
-from .train.load import load_trained
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,8 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
             raise SpecError(f"{folder} is a Hugging Face folder: it has no steps to choose from")
         model = load_hf(GPT, folder, dtype=dtype, device=device)
         return Loaded(model.eval(), hf_tokenizer(folder), hf_eos(folder))
+    from .train.load import load_trained  # not above: the trainer takes seconds to load, and others do without it
+
     trained = load_trained(folder, step)
     return Loaded(trained.model, trained.tokenizer, vocab=trained.tokenizer.vocab_size)
 

@@ -1,0 +1,131 @@
+"""`lmworks generate` over files of prompts, several answers, and what goes wrong with one of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from lmworks import LLM, SamplingParams
+from lmworks.cli.main import main
+from tiny import make_spec, train
+
+
+class Run(Protocol):
+    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]: ...
+
+
+@pytest.fixture
+def lmworks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lmworks", *map(str, arguments)])
+        code: int | str | None = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return int(code or 0), out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_dir(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("generate") / "run"
+    train(make_spec(dataset), path)
+    return path
+
+
+def test_a_file_of_prompts_with_wishes_of_their_own(lmworks: Run, run_dir: Path, tmp_path: Path) -> None:
+    lines = ['"def"', "[100, 101]", '{"prompt": "x", "max_tokens": 3}', "", '{"prompt": [105], "stop": ["e"]}']
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    code, out, _ = lmworks(
+        "generate", run_dir, "--prompts", tmp_path / "p.jsonl", "--greedy", "--max-tokens", "8", "--json"
+    )
+    shown = json.loads(out)
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(run_dir) as llm:
+        wishes = [greedy, greedy, SamplingParams(temperature=0, max_tokens=3)]
+        expected = llm.generate(["def", [100, 101], "x"], wishes)
+        stopped = llm.generate([[105]], SamplingParams(temperature=0, max_tokens=8, stop="e"))[0]
+    assert code == 0 and [one["prompt"] for one in shown] == ["def", [100, 101], "x", [105]]
+    assert [one["text"] for one in shown] == [result.text for result in [*expected, stopped]]
+    assert [len(one["tokens"]) for one in shown][:3] == [8, 8, 3]
+
+
+def test_a_text_file_has_one_prompt_a_line(lmworks: Run, run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("def\n\nfor x\n")
+    arguments = ("generate", run_dir, "--prompts", tmp_path / "p.txt", "--prompt", "if", "--max-tokens", "4")
+    code, out, err = lmworks(*arguments)
+    begun = [part.splitlines()[1][:2] for part in out.split("── ") if part.endswith("\n") and len(part) > 5]
+    assert (code, err) == (0, "") and begun == ["if", "de", "fo"]
+    assert [one["prompt"] for one in json.loads(lmworks(*arguments, "--json")[1])] == ["if", "def", "for x"]
+
+
+def test_several_answers_differ_and_repeat_with_the_seed(lmworks: Run, run_dir: Path) -> None:
+    arguments = ("generate", run_dir, "--prompt", "x", "--n", "3", "--temperature", "1.5", "--max-tokens", "12")
+    shown = json.loads(lmworks(*arguments, "--json")[1])
+    texts = [answer["text"] for answer in shown["answers"]]
+    assert len(set(texts)) == 3 and shown["text"] == texts[0]
+    assert json.loads(lmworks(*arguments, "--json")[1]) == shown
+    assert lmworks(*arguments)[1].count("── 1 ──") == 1
+
+
+def test_the_engine_is_set_from_the_command_line(lmworks: Run, run_dir: Path) -> None:
+    plain = lmworks("generate", run_dir, "--prompt", "def", "--greedy", "--max-tokens", "9")
+    small = lmworks(
+        "generate", run_dir, "engine.block=4", "engine.max_seqs=1", "--prompt", "def", "--greedy", "--max-tokens", "9"
+    )
+    assert plain == small and plain[0] == 0
+
+
+def test_an_empty_prompt_begins_a_document(lmworks: Run, run_dir: Path) -> None:
+    shown = json.loads(lmworks("generate", run_dir, "--prompt", "", "--greedy", "--max-tokens", "5", "--json")[1])
+    with LLM(run_dir) as llm:
+        assert shown["text"] == llm.generate([[256]], SamplingParams(temperature=0, max_tokens=5))[0].text
+    assert shown["prompt"] == "" and shown["prompt_tokens"] == 1
+
+
+def test_one_bad_prompt_of_several_fails_alone(lmworks: Run, run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(f'"x"\n{json.dumps([9999])}\n"y"\n')
+    arguments = ("generate", run_dir, "--prompts", tmp_path / "p.jsonl", "--max-tokens", "4")
+    code, out, _ = lmworks(*arguments, "--json")
+    shown = json.loads(out)
+    assert code == 1 and [one["finish_reason"] for one in shown] == ["length", "error", "length"]
+    assert "token 9999" in shown[1]["error"]
+    assert "error: the prompt holds token 9999" in lmworks(*arguments)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give --prompt TEXT or --prompts FILE"),
+        (["--prompt", "x", "engine.blok=3"], "unknown key 'engine.blok'"),
+        (["--prompt", "x", "model.layers=3"], "'model' is no part of the engine"),
+        (["--prompt", "x", "engine=3"], "'engine' is no part of the engine"),
+        (["--prompt", "x", "--engine", "tgi"], "engine = 'tgi' is not one of"),
+        (["--prompt", "x", "--engine", "vllm"], "write one with `lmworks export"),
+        (["--prompt", "x", "--n", "0"], "n = 0 is out of range"),
+        (["--prompt", "\udcff"], "--prompt is not valid UTF-8"),
+        (["--prompts", "FILE/none.txt"], "none.txt: No such file"),
+        (["--prompts", "FILE/bad.jsonl"], "bad.jsonl:1: not JSON"),
+        (["--prompts", "FILE/what.jsonl"], "what.jsonl:2: expected a string, a list of token ids, or an object"),
+        (["--prompts", "FILE/key.jsonl"], "key.jsonl:1: unknown key 'max_token'"),
+        (["--prompts", "FILE/value.jsonl"], "value.jsonl:1: top_p = 2"),
+        (["--prompts", "FILE/latin.txt"], "latin.txt: not valid UTF-8"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    lmworks: Run, run_dir: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("{")
+    (tmp_path / "what.jsonl").write_text('"x"\n[1.5]')
+    (tmp_path / "key.jsonl").write_text('{"prompt": "x", "max_token": 3}')
+    (tmp_path / "value.jsonl").write_text('{"prompt": "x", "top_p": 2}')
+    (tmp_path / "latin.txt").write_bytes(b"na\xefve\n")
+    code, out, err = lmworks("generate", run_dir, *(one.replace("FILE", str(tmp_path)) for one in arguments))
+    assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1

@@ -1,0 +1,223 @@
+"""The offline API: sources, prompts and results, against `transformers` and against the model itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+import lmworks
+from lmworks import LLM, SamplingParams
+from lmworks.engine.request import Result
+from lmworks.model import GPT, generate
+from lmworks.spec import LMWorksError, ModelSpec, SpecError
+from tiny import make_spec, train
+
+transformers = pytest.importorskip("transformers")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+EOS = 257
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights in bf16, whose tokenizer puts a begin-of-text in front, as Llama's does."""
+    path = tmp_path_factory.mktemp("hf")
+    model = GPT(ModelSpec.from_preset("tiny"), seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.to(torch.bfloat16).save_hf(path, eos=EOS)
+    alphabet = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken("<|begin|>"), AddedToken("<|finish|>")])  # ids 256 and 257
+    inner.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 256)])
+    inner.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def preset() -> LLM:
+    return LLM("tiny", seed=3)
+
+
+def ids_of(results: list[Result]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+# --- sources ----------------------------------------------------------------------------------------------
+
+
+def test_texts_are_continued_as_transformers_does(llm: LLM, folder: Path) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    prompts = ["def f(x):", "naïve", "<|finish|>?"]
+    results = llm.generate(prompts, GREEDY)
+    for prompt, result in zip(prompts, results, strict=True):
+        # Special tokens that a text merely mentions are text to us; their tokenizer is told so.
+        ids = tokenizer(prompt, split_special_tokens=True)["input_ids"]
+        out = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=12, eos_token_id=EOS, pad_token_id=0)
+        assert result.prompt_token_ids == ids and ids[0] == 256
+        assert result.token_ids == out[0, len(ids) :].tolist()
+        ended = result.finish_reason == "stop"
+        assert result.text == tokenizer.decode(result.token_ids[: -1 if ended else None], skip_special_tokens=True)
+
+
+def test_the_end_of_text_of_the_config_ends_an_answer(llm: LLM) -> None:
+    forced = SamplingParams(temperature=0, max_tokens=5, logit_bias={EOS: 100.0})
+    (result,) = llm.generate(["x"], forced)
+    assert (result.finish_reason, result.token_ids, result.text) == ("stop", [EOS], "")
+
+
+def test_a_preset_has_the_weights_that_training_begins_with(preset: LLM) -> None:
+    prompt = [5, 6, 7]
+    expected = generate(GPT(ModelSpec.from_preset("tiny"), seed=3), torch.tensor([prompt]), 12)[0, 3:].tolist()
+    assert ids_of(preset.generate([prompt], GREEDY)) == [expected]
+
+
+def test_a_run_is_served_as_it_was_trained(dataset: Path, tmp_path: Path) -> None:
+    trainer = train(make_spec(dataset), tmp_path / "run")
+    with LLM(tmp_path / "run") as llm:
+        prompt = list(b"def x")
+        (result,) = llm.generate(["def x"], GREEDY)
+        logits = trainer.model(torch.tensor([prompt + result.token_ids[:-1]]))[0, len(prompt) - 1 :, :257]
+        assert result.prompt_token_ids == prompt and result.token_ids == logits.argmax(dim=-1).tolist()
+
+
+def test_the_package_exports_both_names() -> None:
+    assert {"LLM", "SamplingParams"} <= set(dir(lmworks))
+    assert lmworks.SamplingParams is SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("nowhere", {}, "nowhere is not a run folder: it does not exist"),
+        ("tiny", {"max_seq": 3}, "unknown key 'engine.max_seq'; did you mean 'max_seqs'"),
+        ("tiny", {"engine": "sglang"}, "engine = 'sglang' is not one of: native, vllm"),
+        ("tiny", {"engine": "vllm"}, "vLLM reads Hugging Face folders"),
+        ("tiny", {"device": "tpu0"}, "engine.device"),
+        ("tiny", {"device": "meta"}, "engine.device"),
+        ("tiny", {"context": 4096}, "more than the model's context of 128"),
+    ],
+)
+def test_what_cannot_be_opened_is_named(source: str, options: dict[str, object], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        LLM(source, **options)  # type: ignore[arg-type]
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LMWorksError, match="no CUDA device is there"):
+        LLM("tiny", device="cuda")
+
+
+def test_a_hugging_face_folder_has_no_steps(folder: Path) -> None:
+    with pytest.raises(SpecError, match="no steps to choose from"):
+        LLM(folder, step=3)
+
+
+# --- prompts and results ----------------------------------------------------------------------------------
+
+
+def test_results_come_in_order_whatever_ends_first(preset: LLM) -> None:
+    prompts = [[place, place + 1] for place in range(20)]
+    params = [SamplingParams(temperature=0, max_tokens=1 + (7 * place) % 20) for place in range(20)]
+    results = preset.generate(prompts, params)
+    assert [result.prompt_token_ids for result in results] == prompts
+    assert [len(result.token_ids) for result in results] == [one.max_tokens for one in params]
+
+
+def test_a_bad_prompt_is_refused_alone(preset: LLM) -> None:
+    alone = ids_of(preset.generate([[1, 2]], GREEDY))[0]
+    bad = {"empty": [], "only 128|context = 128": [1] * 128, "token 320": [320], "token -1": [-1], "no tokenizer": "x"}
+    results = preset.generate([[1, 2], *bad.values(), [1, 2]], GREEDY)
+    assert results[0].token_ids == results[-1].token_ids == alone
+    for said, result in zip(bad, results[1:-1], strict=True):
+        assert result.finish_reason == "error" and result.token_ids == [] and result.error
+        assert any(part in result.error for part in said.split("|")), result.error
+
+
+def test_a_lone_prompt_needs_no_list(llm: LLM, preset: LLM) -> None:
+    assert ids_of(preset.generate([7, 8], GREEDY)) == ids_of(preset.generate([[7, 8]], GREEDY))
+    assert ids_of(llm.generate("abc", GREEDY)) == ids_of(llm.generate(["abc"], GREEDY))
+    assert preset.generate([], GREEDY) == []
+
+
+def test_params_are_one_for_all_or_one_each(preset: LLM) -> None:
+    with pytest.raises(SpecError, match="2 SamplingParams for 3 prompts"):
+        preset.generate([[1], [2], [3]], [GREEDY, GREEDY])
+    with pytest.raises(SpecError, match="temperature = -1"):
+        SamplingParams(temperature=-1)
+
+
+def test_a_stream_adds_up_to_its_result_while_others_are_served(llm: LLM) -> None:
+    (whole,) = llm.generate(["stream"], GREEDY)
+    stream = llm.stream("stream", GREEDY)
+    pieces = [next(stream)]
+    assert ids_of(llm.generate(["stream"], GREEDY)) == [whole.token_ids]  # in between
+    pieces += stream
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert pieces[-1].result is not None and pieces[-1].result.token_ids == whole.token_ids
+
+
+def test_leaving_a_stream_frees_what_it_held(preset: LLM) -> None:
+    for number, _ in enumerate(preset.stream([1, 2, 3], SamplingParams(max_tokens=100))):
+        if number == 2:
+            break
+    else:
+        raise AssertionError
+    assert not preset.native.requests and preset.native.scheduler.pool.used == 0
+
+
+def test_an_interrupt_takes_requests_back_and_leaves_the_engine_sound(
+    preset: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, steps = preset.native, 0
+    take = engine.step
+
+    def interrupted() -> object:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            import signal
+
+            signal.raise_signal(signal.SIGINT)  # as Ctrl-C in the middle of a step
+        return take()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        preset.generate([[1, 2], [3, 4]], SamplingParams(max_tokens=50))
+    monkeypatch.undo()
+    assert not engine.requests and engine.failure is None
+    assert len(preset.generate([[1, 2]], GREEDY)[0].token_ids) == 12
+
+
+def test_no_progress_bar_where_nobody_looks(
+    preset: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preset.generate([[1]], GREEDY)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    preset.generate([[1], [2]], GREEDY)
+    assert "2/2" in capsys.readouterr().err
+    preset.generate([[1], [2]], GREEDY, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_seeds(preset: LLM) -> None:
+    wild = SamplingParams(temperature=1.5, max_tokens=12, seed=1)
+    first, again = (ids_of(preset.generate([[1, 2]], wild)) for _ in range(2))
+    unseeded = SamplingParams(temperature=1.5, max_tokens=12)
+    assert first == again
+    assert ids_of(preset.generate([[1, 2]], unseeded)) != ids_of(preset.generate([[1, 2]], unseeded))
