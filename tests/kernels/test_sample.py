@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chance import independent, uniform
-from lmworks.kernels import noise, sample
+from lmworks.kernels import cut, noise, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -79,13 +79,19 @@ def test_gumbel_noise_has_its_distribution_and_no_infinity() -> None:
 # --- the kernel ---
 
 
-def launch(logits: Tensor, scores: Tensor, rows: sample.Rows | None, logprobs: bool) -> sample.Drawn:
+def interpreted() -> None:
     if DEVICE == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
         pytest.importorskip("triton")
+
+
+def launch(
+    logits: Tensor, scores: Tensor, rows: sample.Rows | None, logprobs: bool, least: Tensor | None = None
+) -> sample.Drawn:
+    interpreted()
     from lmworks.kernels.sample_triton import launch
 
-    return launch(logits, scores, rows, logprobs)
+    return launch(logits, scores, rows, logprobs, least)
 
 
 def rows_of(count: int) -> sample.Rows:
@@ -147,3 +153,43 @@ def test_noise_is_the_same_on_both_devices() -> None:
     arguments = torch.arange(9) * 7**20, torch.arange(9) * 1000, torch.arange(200_000)
     here, there = noise.bits(*arguments), noise.bits(*(t.cuda() for t in arguments))
     assert torch.equal(here, there.cpu())
+
+
+# --- the search for a threshold ---
+
+
+def cuts_of(vocab: int) -> cut.Cuts:
+    """Greedy, top-k, top-p, min-p, none, and all at once; more than the vocabulary, and a cut that leaves one."""
+    table = [
+        (0.0, 5, 0.5, 0.1),
+        (1.0, 7, 1.0, 0.0),
+        (0.7, 0, 0.8, 0.0),
+        (2.0, 0, 1.0, 0.05),
+        (1.0, 0, 1.0, 0.0),
+        (3.0, 40, 0.7, 0.01),
+        (1e-30, 0, 0.9, 0.0),
+        (1.0, vocab, 0.999, 0.0),
+        (1.0, 1, 1e-6, 1.0),
+    ]
+    slots = torch.arange(len(table), device=DEVICE).flip(0)
+    return cut.Cuts(*torch.tensor(table, device=DEVICE).unbind(dim=1), slots)
+
+
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 300), (torch.bfloat16, 5000), (torch.float16, 40)])
+def test_the_search_finds_the_scores_that_a_sort_finds(dtype: torch.dtype, vocab: int) -> None:
+    interpreted()
+    from lmworks.kernels.cut_triton import launch
+
+    cuts = cuts_of(vocab)
+    scores = some_logits(len(cuts.slots), vocab, dtype)
+    scores[:, :3] = torch.tensor([-math.inf, 0.0, -0.0], dtype=dtype)
+    assert torch.equal(launch(scores, cuts), cut.reference(scores, cuts))
+
+
+def test_tokens_below_the_least_score_are_not_picked() -> None:
+    logits, rows = some_logits(5, 300), rows_of(5)
+    least = logits.topk(3, dim=1).values[:, -1].contiguous()
+    expected = sample.reference(logits, logits, rows, False, least)
+    assert torch.equal(launch(logits, logits, rows, False, least).tokens, expected.tokens)
+    assert (logits.gather(1, expected.tokens.unsqueeze(1)).squeeze(1) >= least).all()
+    assert not torch.equal(expected.tokens, sample.reference(logits, logits, rows, False).tokens)

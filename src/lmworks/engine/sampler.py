@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import sample
+from ..kernels import cut, sample
 from ..spec import SpecError
 from .params import SamplingParams
 from .request import Sequence as Running
@@ -52,8 +52,8 @@ class Wants:
 
     @property
     def plain(self) -> bool:
-        """One pass over the logits as they are, which a CUDA graph may hold."""
-        return not (self.cut or self.penalties or self.bias or self.ban or self.top)
+        """Nothing but passes over the logits as they are, which a CUDA graph may hold."""
+        return not (self.penalties or self.bias or self.ban or self.top)
 
 
 class Sampled(NamedTuple):
@@ -185,9 +185,10 @@ class Sampler:
         `self.wants` said of the batch; None: what any slot wants.
         """
         wants = wants or self.wants(self.asked)
-        scores = self.scores(logits, slots, places, mask, wants)
+        scores = self.changed(logits, slots, places, mask, wants)
+        least = cut.least_scores(scores, self.cuts(slots)) if wants.cut else None
         rows = sample.Rows(self.floats[:, TEMPERATURE], self.seeds, slots, places) if wants.noise else None
-        drawn = sample.draw(logits, scores, rows, wants.logprobs)
+        drawn = sample.draw(logits, scores, rows, wants.logprobs, least)
         if wants.penalties and self.answered is not None:
             self.answered.index_put_((slots, drawn.tokens), torch.ones_like(drawn.tokens, dtype=torch.int32), True)
         top_ids, top_logprobs = likeliest(logits, self.valid, wants.top) if wants.top else (None, None)
@@ -200,14 +201,26 @@ class Sampler:
         scores = self.scores(logits, slots, places, mask, wants or self.wants(self.asked)).float()
         temperatures = self.floats[slots, TEMPERATURE].unsqueeze(1)
         best = torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1.0)
-        drawn = cooled(scores, temperatures).softmax(dim=1)
+        drawn = cut.cooled(scores, temperatures).softmax(dim=1)
         probabilities = torch.where(temperatures > 0, drawn, best)
         return torch.nn.functional.pad(probabilities, (0, self.vocab - self.valid))
 
+    def cuts(self, slots: Tensor) -> cut.Cuts:
+        temperatures, top_k, top_p, min_p = self.floats[:, TEMPERATURE : MIN_P + 1].unbind(dim=1)
+        return cut.Cuts(temperatures, top_k, top_p, min_p, slots)
+
     def scores(self, logits: Tensor, slots: Tensor, places: Tensor, mask: Tensor | None, wants: Wants) -> Tensor:
-        """(rows, valid): the logits, changed as the sequences asked; −∞ for a token that may not be picked."""
+        """(rows, valid): the logits as the sequences asked them to be; −∞ for a token that may not be picked."""
+        scores = self.changed(logits, slots, places, mask, wants)
+        if not wants.cut:
+            return scores
+        least = cut.least_scores(scores, self.cuts(slots)).unsqueeze(1)
+        return scores.masked_fill(scores < least, -math.inf)
+
+    def changed(self, logits: Tensor, slots: Tensor, places: Tensor, mask: Tensor | None, wants: Wants) -> Tensor:
+        """(rows, valid): the logits, in fp32 where something was done to them, before anything is cut."""
         scores = logits[:, : self.valid]
-        if mask is None and not (wants.cut or wants.penalties or wants.bias or wants.ban):
+        if mask is None and not (wants.penalties or wants.bias or wants.ban):
             return scores
         scores = scores.to(torch.float32, copy=True)
         floats = self.floats[slots]  # (rows, 10)
@@ -222,8 +235,6 @@ class Sampler:
             scores.scatter_add_(
                 1, self.end_ids[slots], torch.zeros_like(early, dtype=scores.dtype).masked_fill_(early, -math.inf)
             )
-        if wants.cut:
-            scores.masked_fill_(scores < threshold(scores, floats), -math.inf)
         return scores
 
 
@@ -234,30 +245,6 @@ def penalise(scores: Tensor, answered: Tensor, prompted: Tensor, floats: Tensor)
     repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
     scores = torch.where(inside | prompted, repeated, scores)
     return scores - presence * inside - frequency * answered
-
-
-def cooled(scores: Tensor, temperatures: Tensor) -> Tensor:
-    """Scores over temperature, the best at 0, so that a tiny temperature cannot overflow; greedy rows as they are."""
-    best = scores.amax(dim=1, keepdim=True)
-    return (scores - best) / torch.where(temperatures > 0, temperatures, 1.0)
-
-
-def threshold(scores: Tensor, floats: Tensor) -> Tensor:
-    """(rows, 1): the least score that top-k, top-p and min-p leave. Tokens of equal score stay or go together.
-
-    top-k: the k-th best score. top-p, of the probabilities within those k: a token stays while the likelier ones
-    sum to less than top_p. min-p: the best token's probability times min_p.
-    """
-    temperatures, top_k, top_p, min_p = (floats[:, i : i + 1] for i in (TEMPERATURE, TOP_K, TOP_P, MIN_P))
-    ordered = scores.sort(dim=1, descending=True).values  # (rows, valid)
-    last = torch.where(top_k > 0, top_k - 1, scores.shape[1] - 1).long()
-    least_k = ordered.gather(1, last)
-    probabilities = cooled(ordered, temperatures).masked_fill_(ordered < least_k, -math.inf).softmax(dim=1)
-    likelier = probabilities.cumsum(dim=1) - probabilities
-    staying = (likelier < top_p).sum(dim=1, keepdim=True).clamp(min=1)
-    least_p = torch.where(top_p < 1, ordered.gather(1, staying - 1), -math.inf)
-    least_min = ordered[:, :1] + torch.log(min_p) * torch.where(temperatures > 0, temperatures, 1.0)
-    return torch.maximum(torch.maximum(least_k, least_p), least_min)
 
 
 def unpacked(mask: Tensor, valid: int) -> Tensor:

@@ -31,9 +31,16 @@ class Drawn(NamedTuple):
     logprobs: Tensor | None  # (rows) float32: log softmax(logits) of the token
 
 
-def reference(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool) -> Drawn:
-    """logits (rows, vocab); scores (rows, valid): only the first `valid` tokens are picked. No `rows`: greedy."""
+def reference(
+    logits: Tensor,  # (rows, vocab)
+    scores: Tensor,  # (rows, valid): only the first `valid` tokens are picked
+    rows: Rows | None,  # None: greedy
+    logprobs: bool,
+    least: Tensor | None = None,  # (rows) float32: no token of a lower score is picked
+) -> Drawn:
     scores = scores.float()
+    if least is not None:
+        scores = scores.masked_fill(scores < least.unsqueeze(1), -math.inf)
     if rows is not None:
         ids = torch.arange(scores.shape[1], device=scores.device)
         drawn = noise.gumbel(noise.bits(rows.seeds[rows.slots], rows.places, ids))  # (rows, valid)
@@ -49,10 +56,10 @@ def reference(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool)
     return Drawn(tokens, bad, chosen - wide.logsumexp(dim=1))
 
 
-def draw(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool) -> Drawn:
+def draw(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool, least: Tensor | None = None) -> Drawn:
     """As `reference`; on a GPU one kernel that reads every number once."""
     if logits.device.type != "cuda":
-        return reference(logits, scores, rows, logprobs)
+        return reference(logits, scores, rows, logprobs, least)
     from .sample_triton import launch
 
-    return launch(logits, scores, rows, logprobs)
+    return launch(logits, scores, rows, logprobs, least)

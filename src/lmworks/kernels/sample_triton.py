@@ -23,7 +23,7 @@ SMALL = tl.constexpr(noise.SMALL)
 LAST = tl.constexpr(noise.LAST)
 
 
-def launch(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool) -> Drawn:
+def launch(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool, least: Tensor | None = None) -> Drawn:
     """As `sample.reference`. Never waits for the device, and can be held in a CUDA graph."""
     count, vocab = logits.shape
     spans = triton.cdiv(vocab, SPAN)
@@ -37,6 +37,7 @@ def launch(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool) ->
         logits,
         scores,
         *(rows or (None,) * 4),
+        least,
         *floats,
         *ints,
         vocab,
@@ -47,6 +48,7 @@ def launch(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool) ->
         rows.seeds.stride(0) if rows else 0,
         SAME=same,
         NOISE=rows is not None,
+        CUT=least is not None,
         LOGPROBS=logprobs,
         SPAN=SPAN,
         num_warps=4,
@@ -91,6 +93,7 @@ def span_kernel(
     seeds,  # (slots) int64
     slots,  # (rows) int64
     places,  # (rows) int64
+    leasts,  # (rows) fp32
     best,  # (rows, spans) fp32: the best score of a span
     highest,  # (rows, spans) fp32: its highest logit
     mass,  # (rows, spans) fp32: Σ exp(logit − highest)
@@ -104,6 +107,7 @@ def span_kernel(
     seeds_stride,
     SAME: tl.constexpr,
     NOISE: tl.constexpr,
+    CUT: tl.constexpr,
     LOGPROBS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
@@ -121,12 +125,15 @@ def span_kernel(
         score = x
     else:
         score = tl.load(scores + row * scores_stride + ids, mask=ids < valid, other=0.0).to(tl.float32)
+    allowed = ids < valid
+    if CUT:
+        allowed &= score >= tl.load(leasts + row)
     if NOISE:
         slot = tl.load(slots + row)
         temperature = tl.load(temperatures + slot * temperatures_stride)
         if temperature > 0:
             score += temperature * gumbel(tl.load(seeds + slot * seeds_stride), tl.load(places + row), ids)
-    score = tl.where(ids < valid, score, -float("inf"))
+    score = tl.where(allowed, score, -float("inf"))
     peak = tl.max(score, axis=0)
     tl.store(best + at, peak)
     tl.store(winners + at, tl.min(tl.where(score == peak, ids, 2147483647), axis=0))
