@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from lmworks.engine.batch import Packer, unpack
+from lmworks.engine.batch import Layout, Packer, unpack
 from lmworks.engine.cache import Cache, CacheShape
 from lmworks.engine.engine import Engine
+from lmworks.engine.graphs import Graphs
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.request import UNKNOWN, Request, Result, Sequence
 from lmworks.engine.runner import Runner
@@ -125,6 +126,31 @@ def test_tokens_that_the_host_does_not_know_yet() -> None:
         expected = generate(model, torch.tensor([each.tokens[: each.prompt]]), 11)[0, each.prompt :].tolist()
         rows = [next(i for i, chunk in enumerate(one.chunks) if chunk.sequence is each) for one in launched]
         assert [one.read()[row].tokens[0] for one, row in zip(launched, rows, strict=True)] == expected
+
+
+class Unrecorded(Graphs[Any]):
+    """What surrounds a CUDA graph, without one: padding, and one buffer that all steps are written to."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.work, self.sizes = runner.work, [1, 3, 8]
+        self.buffer = torch.full((4096,), -7, dtype=torch.int64)
+
+    def run(self, buffer: torch.Tensor, layout: Layout, wants: Any) -> Any:
+        self.buffer[: layout.size].copy_(buffer)
+        return self.work(unpack(self.buffer, layout), wants)
+
+
+@pytest.mark.parametrize("shape", ["gqa", "gpt2", "alibi", "window"])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}])
+def test_padded_steps_give_the_same(shape: str, cut: dict[str, int]) -> None:
+    """With the sampler in the graph, and (for top-k) behind it."""
+    model = lively(**SHAPES[shape])
+    prompts = prompts_of([30, 3, 50, 11, 20])
+    params = [SamplingParams(temperature=0.7, max_tokens=4 + 5 * i, seed=i, ignore_eos=True, **cut) for i in range(5)]
+    plain, padded = runner_of(model, max_seqs=8), runner_of(model, max_seqs=8)
+    padded.graphs = Unrecorded(padded)
+    expected = [result.token_ids for result in answered(plain, prompts, *params)]
+    assert [result.token_ids for result in answered(padded, prompts, *params)] == expected
 
 
 def test_log_probabilities_of_prompts() -> None:
