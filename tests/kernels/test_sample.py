@@ -1,7 +1,11 @@
-"""Random bits are well mixed, and the GPU's kernel (on a GPU, or interpreted on a CPU) picks the same tokens."""
+"""Random bits are well mixed, and the GPU's kernels find the same tokens and thresholds as plain torch.
+
+The kernels run on a GPU, or on a CPU through Triton's interpreter (`test_interpreted` starts these with it).
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 
@@ -14,6 +18,11 @@ from chance import independent, uniform
 from lmworks.kernels import cut, noise, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+RUNNABLE = DEVICE == "cuda" or INTERPRETED
+if RUNNABLE:
+    from lmworks.kernels import cut_triton, sample_triton
+runs_kernels = pytest.mark.skipif(not RUNNABLE, reason="needs a GPU, or triton and TRITON_INTERPRET=1")
 
 
 # --- noise ---
@@ -79,19 +88,10 @@ def test_gumbel_noise_has_its_distribution_and_no_infinity() -> None:
 # --- the kernel ---
 
 
-def interpreted() -> None:
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
-        pytest.importorskip("triton")
-
-
 def launch(
     logits: Tensor, scores: Tensor, rows: sample.Rows | None, logprobs: bool, least: Tensor | None = None
 ) -> sample.Drawn:
-    interpreted()
-    from lmworks.kernels.sample_triton import launch
-
-    return launch(logits, scores, rows, logprobs, least)
+    return sample_triton.launch(logits, scores, rows, logprobs, least)
 
 
 def rows_of(count: int) -> sample.Rows:
@@ -107,6 +107,7 @@ def some_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> Te
     return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3).to(DEVICE, dtype)
 
 
+@runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab", "valid"), [(50, 50), (5000, 4900), (5000, 4000)])
 def test_the_kernel_picks_the_same_tokens(dtype: torch.dtype, vocab: int, valid: int) -> None:
@@ -121,6 +122,7 @@ def test_the_kernel_picks_the_same_tokens(dtype: torch.dtype, vocab: int, valid:
             assert torch.equal(launch(logits, scores, each, False).tokens, expected.tokens)
 
 
+@runs_kernels
 def test_the_kernel_gives_a_row_the_same_alone_and_in_a_batch() -> None:
     logits, rows = some_logits(6, 5000), rows_of(6)
     together = launch(logits, logits, rows, True)
@@ -132,12 +134,14 @@ def test_the_kernel_gives_a_row_the_same_alone_and_in_a_batch() -> None:
         assert torch.equal(alone.logprobs, together.logprobs[i : i + 1])
 
 
+@runs_kernels
 def test_the_kernel_takes_the_first_of_equals_across_spans() -> None:
     logits = torch.zeros(1, 9000, device=DEVICE)
     logits[0, [8999, 4500, 4100, 4097]] = 1.0
     assert launch(logits, logits, None, False).tokens.item() == 4097
 
 
+@runs_kernels
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_the_kernel_flags_bad_rows(value: float) -> None:
     logits = some_logits(3, 5000)
@@ -175,17 +179,16 @@ def cuts_of(vocab: int) -> cut.Cuts:
     return cut.Cuts(*torch.tensor(table, device=DEVICE).unbind(dim=1), slots)
 
 
+@runs_kernels
 @pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 300), (torch.bfloat16, 5000), (torch.float16, 40)])
 def test_the_search_finds_the_scores_that_a_sort_finds(dtype: torch.dtype, vocab: int) -> None:
-    interpreted()
-    from lmworks.kernels.cut_triton import launch
-
     cuts = cuts_of(vocab)
     scores = some_logits(len(cuts.slots), vocab, dtype)
     scores[:, :3] = torch.tensor([-math.inf, 0.0, -0.0], dtype=dtype)
-    assert torch.equal(launch(scores, cuts), cut.reference(scores, cuts))
+    assert torch.equal(cut_triton.launch(scores, cuts), cut.reference(scores, cuts))
 
 
+@runs_kernels
 def test_tokens_below_the_least_score_are_not_picked() -> None:
     logits, rows = some_logits(5, 300), rows_of(5)
     least = logits.topk(3, dim=1).values[:, -1].contiguous()
