@@ -221,8 +221,11 @@ def walk(
     return acc, total, top
 
 
-# A kernel is compiled once for all numbers of splits and widths of tables: a new batch size never waits for a compiler.
-@triton.jit(do_not_specialize=["splits", "table_stride"])
+# Compiled once for all numbers of splits, widths of tables and places of a batch: none ever waits for a compiler.
+@triton.jit(
+    do_not_specialize=["splits", "table_stride"],
+    do_not_specialize_on_alignment=["tables_ptr", "lengths_ptr", "starts_ptr"],
+)
 def attend_kernel(
     q_ptr,
     k_ptr,
@@ -305,7 +308,7 @@ def attend_kernel(
     tl.store(out_ptr + place[:, None].to(tl.int64) * HEAD_DIM + d[None, :], acc, mask=inside)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lengths_ptr", "starts_ptr"])
 def merge_kernel(
     parts_ptr,  # (tokens, heads, splits, head_dim)
     lse_ptr,  # (tokens, heads, splits)
