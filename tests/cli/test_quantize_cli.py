@@ -1,0 +1,105 @@
+"""`lmworks quantize` as it is called: a run in, a folder and figures out, or an exit code and nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lmworks.cli.main import app
+from lmworks.engine.quantized_folder import load_quantized
+from lmworks.spec import LMWorksError
+from lmworks.train.load import load_trained
+from tiny import make_spec, train
+
+
+@pytest.fixture(scope="module")
+def run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantize-cli") / "run"
+    train(make_spec(dataset, "optim.steps=30"), folder)
+    return folder
+
+
+def call(*arguments: str | Path) -> tuple[int, str, str]:
+    """Exit code (as `main` gives it), what was printed, and the error."""
+    result = CliRunner().invoke(app, ["quantize", *map(str, arguments)])
+    error = result.exception
+    if isinstance(error, LMWorksError):
+        return error.exit_code, result.stdout, str(error)
+    if error is not None and not isinstance(error, SystemExit):
+        raise error
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_run_becomes_a_folder(run: Path, tmp_path: Path) -> None:
+    code, printed, _ = call(run, "--scheme", "int4", "--out", tmp_path / "q", "--json", "--tokens", 3000)
+    assert code == 0
+    report = json.loads(printed)
+    assert report["passed"]
+    assert report["scheme"] == "int4"
+    assert report["perplexity_after"] <= 1.05 * report["perplexity_before"]
+    assert report["bytes_after"] < report["bytes_before"]
+    assert {"name", "error", "rounded_error"} <= report["layers"][0].keys()
+    assert load_quantized(tmp_path / "q").spec == load_trained(run).model.spec
+    again, printed, _ = call(run, "--scheme", "int8", "--out", tmp_path / "q", "--tokens", 3000)  # in its place
+    assert again == 0
+    assert "perplexity" in printed
+    assert json.loads((tmp_path / "q" / "quantization.json").read_text())["scheme"] == "int8"
+
+
+def test_a_model_that_lost_too_much_is_not_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmworks.kernels import quantized
+
+    plain = quantized.int8_quantize
+
+    def broken(weight):  # type: ignore[no-untyped-def]
+        q, scale = plain(weight)
+        return q, scale * 3
+
+    monkeypatch.setattr(quantized, "int8_quantize", broken)
+    code, printed, error = call(run, "--scheme", "int8", "--out", tmp_path / "q", "--json", "--tokens", 3000)
+    assert code == 1
+    assert json.loads(printed)["passed"] is False
+    assert "worst layers: blocks.0." in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hugging_face_folder_needs_text(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    hf = tmp_path / "hf"
+    load_trained(run).model.save_hf(hf, eos=0)
+    code, _, error = call(hf, "--scheme", "fp8", "--out", tmp_path / "q")
+    assert (code, "--calibration" in error) == (2, True)
+    text = tmp_path / "text.txt"
+    text.write_text("for x in y: return x if not y " * 40)
+    code, _, error = call(hf, "--scheme", "fp8", "--out", tmp_path / "q", "--calibration", text)
+    assert (code, "tokenizer" in error) == (2, True)
+    (hf / "tokenizer.json").write_text(byte_tokenizer())
+    arguments = ("--out", tmp_path / "q", "--calibration", text, "--tokens", 1000)
+    code, _, error = call(hf, "--scheme", "fp8", *arguments)
+    assert code == 0, error
+    assert (tmp_path / "q" / "tokenizer.json").is_file()
+
+
+def byte_tokenizer() -> str:
+    from lmworks.data.tokenizer import train_bpe
+
+    return train_bpe(["for x in y: return x if not y"] * 3, 257)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--scheme", "int3"), "scheme 'int3' is not known"),
+        (("--scheme", "int4", "--group", "48"), "--group 48 is not one of: 128"),
+        (("--scheme", "int8", "--calibration", "nowhere"), "nowhere"),
+        (("--scheme", "int8", "--tokens", "3"), "too few"),
+    ],
+)
+def test_bad_calls_say_why(run: Path, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    code, _, error = call(run, "--out", tmp_path / "q", *arguments)
+    assert code in (1, 2)
+    assert said in error
+    assert not (tmp_path / "q").exists()

@@ -1,0 +1,356 @@
+"""Quantized networks: what they compute, what calibration gains, what the gate refuses, and folders."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lmworks import GPT, ModelSpec
+from lmworks.data import TokenData
+from lmworks.engine.calibrate_quant import Seen, calibrated, gptq
+from lmworks.engine.drift import DriftMonitor, Inputs
+from lmworks.engine.quantize import Calibration, QuantizationRefused, quantize
+from lmworks.engine.quantized_folder import (
+    is_quantized,
+    load_quantized,
+    quantized_tokenizer,
+    save_quantized,
+)
+from lmworks.engine.quantized_model import (
+    SCHEMES,
+    QuantLinear,
+    apply_quantization,
+    block_linears,
+    merge,
+    quantized_layers,
+    rounded,
+    served_bytes,
+    set_fixed,
+)
+from lmworks.kernels.quantized import int4_round
+from lmworks.model.gpt import Linear
+from lmworks.spec import CheckpointError, DataError, SpecError
+from tiny import differences, flip_a_bit, make_spec, train
+
+SHAPES = {
+    "llama": {},
+    "gpt2": {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True, "qkv_bias": True, "kv_heads": 4},
+    "qwen": {"qk_norm": True, "tie_embeddings": True},
+}
+
+
+def small(shape: str = "llama") -> GPT:
+    spec = ModelSpec.from_preset("tiny", **{"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, **SHAPES[shape]})
+    model = GPT(spec, seed=3).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def some_tokens(model: GPT, rows: int = 2, seq: int = 20) -> Tensor:
+    return torch.randint(0, model.spec.vocab, (rows, seq), generator=torch.Generator().manual_seed(0))
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+# --- what a quantized network computes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantized_network_is_the_network_of_its_dequantized_weights(scheme: str, shape: str) -> None:
+    """fp8 rounds activations too: there a layer in front of each linear does it, with torch's own cast."""
+    model = small(shape)
+    plain = copy.deepcopy(model)
+    apply_quantization(model, scheme)
+    for name, layer in block_linears(plain):
+        new = model.get_submodule(name)
+        assert isinstance(new, QuantLinear)
+        assert 0 < off(new.dequantized(), layer.weight) < {"int8": 0.01, "int4": 0.2, "fp8": 0.05}[scheme]
+        layer.weight.copy_(new.dequantized())
+        if scheme == "fp8":
+            layer.register_forward_pre_hook(lambda _layer, inputs: fp8_and_back(inputs[0]))
+    tokens = some_tokens(model)
+    assert off(model(tokens), plain(tokens)) < 1e-5
+    kept = {name: parameter for name, parameter in model.named_parameters() if "bias" not in name}
+    assert all("embed" in name or "norm" in name or "head" in name or "positions" in name for name in kept)
+    assert not differences(kept, {name: dict(plain.named_parameters())[name] for name in kept})
+
+
+def fp8_and_back(x: Tensor) -> tuple[Tensor]:
+    scale = x.abs().amax(dim=-1, keepdim=True) / 448
+    return ((x / scale).to(torch.float8_e4m3fn).float() * scale,)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_layers_merge_along_their_outputs(scheme: str, shape: str) -> None:
+    attention = apply_quantization(small(shape), scheme).layers()[1].attention
+    parts = [attention.q, attention.k, attention.v]
+    whole = merge(parts)
+    assert whole is not None
+    assert whole.weight.dtype == SCHEMES[scheme].stored
+    assert whole.label == "blocks.1.attention.q"
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(whole(x), torch.cat([part(x) for part in parts], dim=-1))
+    assert merge([attention.q, small().layers()[0].attention.k]) is None
+    other = "fp8" if scheme == "int8" else "int8"
+    assert merge([attention.q, apply_quantization(small(shape), other).layers()[1].attention.k]) is None
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_fixed_layer_gives_a_row_the_same_bits_among_any_others(scheme: str) -> None:
+    model = apply_quantization(small(), scheme)
+    layer = model.layers()[0].mlp.down
+    x = torch.randn(33, layer.in_features, generator=torch.Generator().manual_seed(0))
+    before = layer(x)
+    set_fixed(model)
+    whole = layer(x)
+    assert off(whole, before) < 1e-5
+    for end in (1, 2, 8, 32):
+        assert torch.equal(layer(x[:end]), whole[:end])
+
+
+def test_what_cannot_be_quantized_is_said() -> None:
+    with pytest.raises(SpecError, match=r"int9.*did you mean.*int8|int9.*known"):
+        apply_quantization(small(), "int9")
+    with pytest.raises(SpecError, match="experts"):
+        apply_quantization(GPT(ModelSpec.from_preset("tiny", experts=4, top_k=2)), "int8")
+    with pytest.raises(SpecError, match="multiple of 32, but one has 48"):
+        apply_quantization(GPT(ModelSpec.from_preset("tiny", hidden=48, heads=4, kv_heads=2)), "int4")
+
+
+# --- calibrated rounding ----------------------------------------------------------------------------------
+
+
+def test_inputs_that_do_not_move_together_leave_plain_rounding() -> None:
+    """With a diagonal H there is nothing to compensate: every weight goes to its nearest level."""
+    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
+    q, scale = gptq(weight, torch.eye(64), 16)
+    assert torch.equal(q, int4_round(weight, scale))
+
+
+def test_calibrated_rounding_keeps_the_output_of_inputs_that_move_together() -> None:
+    draw = torch.Generator().manual_seed(0)
+    layer = Linear(128, 96)
+    layer.weight = torch.nn.Parameter(torch.randn(96, 128, generator=draw), requires_grad=False)
+    layer.bias = torch.nn.Parameter(torch.randn(96, generator=draw), requires_grad=False)
+    mix = torch.randn(16, 128, generator=draw)  # 128 features that are mixtures of 16, some of them large
+    mix[:, ::9] *= 8
+    inputs, others = (
+        torch.randn(400, 16, generator=draw) @ mix + 0.1 * torch.randn(400, 128, generator=draw) for _ in "ab"
+    )
+    inputs[:, 5] = others[:, 5] = 0  # never seen: the damping keeps H invertible
+    seen = Seen()
+    seen.take(inputs, True, True)
+    scheme = SCHEMES["int4"]
+    wanted = F.linear(others, layer.weight)
+    plain, better = (new(others) - layer.bias for new in (rounded(scheme, layer), calibrated(scheme, layer, seen, 128)))
+    assert off(plain, wanted) > 0.05
+    assert off(better, wanted) < 0.4 * off(plain, wanted)
+
+
+# --- a trained network through the pipeline ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> GPT:
+    """It has to have learnt something: noise has the same perplexity whatever is done to its weights."""
+    spec = make_spec(dataset, "model.hidden=64", "optim.steps=60", "data.global_batch=16", "data.micro_batch=16")
+    return train(spec, tmp_path_factory.mktemp("quantize") / "run").model
+
+
+@pytest.fixture(scope="module")
+def text(dataset: Path, trained: GPT) -> Calibration:
+    data = TokenData.open(dataset, "val")
+    return Calibration.of(data.read(0, min(4000, len(data))).astype("int64"), 32, trained.spec.vocab, "held-out")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_report_says_what_was_lost_and_won(scheme: str, trained: GPT, text: Calibration) -> None:
+    model = copy.deepcopy(trained)
+    report = quantize(model, scheme, text)
+    windows = torch.cat(text.measure)
+    for network, loss in ((trained, report.loss_before), (model, report.loss_after)):
+        with torch.no_grad():
+            _, wanted = network(windows[:, :-1], windows[:, 1:])
+        assert loss == pytest.approx(float(wanted), rel=1e-5)
+    assert report.passed
+    assert math.exp(report.loss_after - report.loss_before) - 1 == pytest.approx(report.increase)
+    assert [layer.name for layer in report.layers] == [name for name, _ in block_linears(trained)]
+    assert report.bytes_after == served_bytes(model) < report.bytes_before == 2 * trained.spec.params
+    errors = [layer.error for layer in report.layers]
+    plain = [layer.rounded_error for layer in report.layers]
+    assert all(0 < error < {"int8": 0.02, "int4": 0.2, "fp8": 0.1}[scheme] for error in errors)
+    if scheme == "int4":  # on text that it was not fitted to
+        assert sum(errors) < 0.8 * sum(plain)
+    else:
+        assert errors == plain
+
+
+def test_a_broken_scale_is_refused_and_its_layer_named(trained: GPT, text: Calibration) -> None:
+    broken = "blocks.0.mlp.up"
+
+    def damaged(name: str, layer: Linear, seen: Seen) -> QuantLinear:
+        new = rounded(SCHEMES["int8"], layer)
+        if name == broken:
+            new.scale[3:12] *= 40
+        return new
+
+    with pytest.raises(QuantizationRefused, match=rf"nothing was written. The worst layers: {broken}") as refused:
+        quantize(copy.deepcopy(trained), "int8", text, make=damaged)
+    assert refused.value.exit_code == 1
+    assert refused.value.report.increase > 0.02
+
+    def not_finite(name: str, layer: Linear, seen: Seen) -> QuantLinear:
+        new = rounded(SCHEMES["int8"], layer)
+        if name == broken:
+            new.scale[3] = math.inf
+        return new
+
+    with pytest.raises(QuantizationRefused, match=broken) as refused:
+        quantize(copy.deepcopy(trained), "int8", text, limit=1e9, make=not_finite)
+    json.dumps(refused.value.report.to_dict(), allow_nan=False)
+
+
+def test_calibration_text_is_checked() -> None:
+    with pytest.raises(DataError, match="100 tokens are too few"):
+        Calibration.of(list(range(100)), 32, 256, "text.txt")
+    with pytest.raises(DataError, match="token 300 is outside the model's vocabulary of 256"):
+        Calibration.of([300] * 1000, 32, 256, "text.txt")
+    one, other = (Calibration.of([last] + [1] * 999, 32, 256, "t") for last in (2, 3))
+    assert one.fingerprint != other.fingerprint
+    assert len(one.fit) >= 2
+    windows = torch.cat([torch.cat(one.fit), torch.cat(one.measure)])
+    assert windows.shape == (1000 // 33, 33)
+
+
+# --- to disk and back -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=SCHEMES)
+def folder(request: pytest.FixtureRequest, trained: GPT, text: Calibration, tmp_path: Path) -> tuple[GPT, Path]:
+    model = copy.deepcopy(trained)
+    out = tmp_path / "quantized"
+    save_quantized(model, out, quantize(model, request.param, text), eos=[256], tokenizer="bytes")
+    return model, out
+
+
+def test_a_folder_comes_back_bit_for_bit(folder: tuple[GPT, Path]) -> None:
+    model, out = folder
+    back = load_quantized(out)
+    states = [
+        {k: v.view(torch.uint8) if v.dtype.itemsize == 1 else v.float() for k, v in m.state_dict().items()}
+        for m in (model, back)
+    ]
+    assert not differences(*states)
+    assert [v.dtype for v in back.state_dict().values()] == [v.dtype for v in model.state_dict().values()]
+    assert [layer.label for layer in quantized_layers(back)] == [name for name, _ in block_linears(GPT(model.spec))]
+    tokens = some_tokens(model)
+    assert torch.equal(back(tokens), model(tokens))
+    half = load_quantized(out, dtype=torch.bfloat16)
+    assert half.head_weight.dtype == torch.bfloat16
+    assert off(half(tokens).float(), model(tokens)) < 0.1
+    tokenizer = quantized_tokenizer(out)
+    assert tokenizer is not None
+    assert tokenizer.encode("é") == [0xC3, 0xA9]
+    about = json.loads((out / "quantization.json").read_text())
+    assert about["report"]["passed"]
+    assert about["report"]["calibration_fingerprint"]
+
+
+def test_weights_that_bf16_holds_are_stored_in_it(text: Calibration, trained: GPT, tmp_path: Path) -> None:
+    model = copy.deepcopy(trained).bfloat16().float()
+    save_quantized(model, tmp_path / "q", quantize(model, "int8", text))
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    assert stored["embed.weight"].dtype == torch.bfloat16
+    assert torch.equal(load_quantized(tmp_path / "q").embed.weight, model.embed.weight)
+
+
+@pytest.mark.parametrize("folder", ["int4"], indirect=True)
+def test_damaged_mixed_and_foreign_folders_are_refused(folder: tuple[GPT, Path], tmp_path: Path) -> None:
+    model, out = folder
+    original = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def refused(match: str) -> None:
+        with pytest.raises(CheckpointError, match=match):
+            load_quantized(out)
+        for name, content in original.items():
+            (out / name).write_bytes(content)
+
+    flip_a_bit(out / "model.safetensors")
+    refused(r"model\.safetensors: it is damaged, or from another model")
+    (out / "model.safetensors").unlink()
+    refused("the file is missing")
+    (out / "config.json").write_text(json.dumps({"model": ModelSpec.from_preset("tiny").to_dict()}))
+    refused(r"config\.json: it is damaged, or from another model")
+    about = json.loads(original["quantization.json"])
+    (out / "quantization.json").write_text(json.dumps({**about, "scheme": "int8"}))
+    refused(r"tensor 'blocks.0.attention.q.weight' is torch.uint8|missing or too many|belongs there")
+    (out / "quantization.json").write_text(json.dumps({**about, "groups": {}}))
+    refused("no group that fits")
+    (out / "quantization.json").write_text(json.dumps({**about, "version": 99}))
+    refused("version 99")
+    (out / "quantization.json").unlink()
+    assert not is_quantized(out)
+    refused("not a folder that `lmworks quantize` wrote")
+    assert load_quantized(out) is not None
+    mixed = load_file(out / "model.safetensors")
+    del mixed["norm.weight"]
+    save_file(mixed, out / "model.safetensors")
+    from lmworks.engine.quantized_folder import fill
+
+    with pytest.raises(CheckpointError, match=r"the first is 'norm\.weight'"):
+        fill(model, out / "model.safetensors")
+
+
+def test_a_folder_with_other_things_in_it_is_left_alone(trained: GPT, text: Calibration, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    model = copy.deepcopy(trained)
+    report = quantize(model, "int8", text)
+    with pytest.raises(SpecError, match="not empty and holds no quantized model"):
+        save_quantized(model, tmp_path, report)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+# --- drift ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["int8"], indirect=True)
+def test_drift_is_seen_when_inputs_change_and_only_then(folder: tuple[GPT, Path], text: Calibration) -> None:
+    _, out = folder
+    model = load_quantized(out)
+    assert not any(layer._forward_pre_hooks for layer in quantized_layers(model))  # off by default
+    monitor = DriftMonitor.of_folder(model, out)
+    with monitor, torch.no_grad():
+        for batch in text.fit:
+            model(batch[:, :-1])
+    report = monitor.report()
+    assert report.rows == sum(batch[:, :-1].numel() for batch in text.fit)
+    for layer in report.layers:
+        assert layer.rms_ratio == pytest.approx(1, abs=0.02)  # the layers before were not yet quantized, then
+        assert layer.amax_ratio == pytest.approx(1, abs=0.1)
+    assert report.drifted == []
+    monitor.reset()
+    model.layers()[0].mlp_norm.weight.mul_(5)
+    with monitor, torch.no_grad():
+        model(text.fit[0][:, :-1])
+    assert "blocks.0.mlp.up" in monitor.report().drifted
+    assert "blocks.0.attention.q" not in monitor.report().drifted
+    assert not any(layer._forward_pre_hooks for layer in quantized_layers(model))
+
+
+def test_a_monitor_needs_records() -> None:
+    with pytest.raises(SpecError, match="no quantized layer"):
+        DriftMonitor(small(), {"blocks.0.mlp.up": Inputs(1, 1)})
