@@ -1,0 +1,244 @@
+"""Adapters beside the weights give what transformers gives with the adapter merged into the weights, W + scale·B·A."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_reference import FAMILIES, VOCAB, answers, fresh_model, make_engine, random_prompts, reference_model
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lmworks.engine.engine import Engine
+from lmworks.engine.ngram import NGram
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.speculate import Speculator
+from lmworks.model import GPT
+from lmworks.spec import CheckpointError, LMWorksError, ModelSpec, SpecError
+
+LAYERS = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "qwen3": ["q_proj", "v_proj", "up_proj"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """An adapter as its author has it."""
+
+    config: dict[str, Any]
+    pairs: dict[str, tuple[Tensor, Tensor]]  # A (rank, in) and B (out, rank), by the name of a layer in transformers
+
+    def scale(self, layer: str) -> float:
+        rank, alpha = self.pairs[layer][0].shape[0], self.config["lora_alpha"]
+        alpha = self.config.get("alpha_pattern", {}).get(layer.rsplit(".", 1)[1], alpha)
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def save(self, folder: Path, **changes: Any) -> Path:
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps({**self.config, **changes}))
+        tensors = {}
+        for layer, (a, b) in self.pairs.items():
+            tensors[f"base_model.model.{layer}.lora_A.weight"] = a
+            tensors[f"base_model.model.{layer}.lora_B.weight"] = b
+        save_file(tensors, folder / "adapter_model.safetensors")
+        return folder
+
+
+def make_adapter(family: str, targets: list[str], rank: int = 4, seed: int = 0, **config: Any) -> Made:
+    """Random matrices, large enough to change what the model says."""
+    luck = torch.Generator().manual_seed(seed)
+    pairs = {}
+    for name, module in reference_model(family).named_modules():
+        if name.rsplit(".", 1)[-1] in targets:
+            out, into = module.weight.shape if family != "gpt2" else module.weight.shape[::-1]  # Conv1D is (in, out)
+            own = config.get("rank_pattern", {}).get(name.rsplit(".", 1)[-1], rank)
+            pairs[name] = tuple(0.2 * torch.randn(*shape, generator=luck) for shape in ((own, into), (out, own)))
+    given = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": targets, "bias": "none", **config}
+    return Made(given, pairs)
+
+
+def merged(family: str, adapter: Made | None) -> Any:
+    """The reference with the adapter in its weights."""
+    model = copy.deepcopy(reference_model(family))
+    with torch.no_grad():
+        for layer, (a, b) in adapter.pairs.items() if adapter else ():
+            delta = adapter.scale(layer) * b @ a if adapter else b
+            model.get_submodule(layer).weight += delta.t() if family == "gpt2" else delta
+    return model
+
+
+def greedy_of(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    tokens: list[int] = model.generate(ids, max_new_tokens=count, **options)[0, len(prompt) :].tolist()
+    return tokens
+
+
+def expected_logprobs(family: str, adapter: Made | None, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        logits = merged(family, adapter)(torch.tensor([tokens])).logits[0, :-1]
+    return logits.log_softmax(dim=-1).gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
+
+
+def two_adapters(family: str) -> dict[str | None, Made | None]:
+    """Of different ranks and layers, the second with all that its config may say."""
+    first = make_adapter(family, LAYERS[family], seed=1)
+    last = LAYERS[family][-1]
+    patterns = {"rank_pattern": {last: 2}, "alpha_pattern": {last: 3}}
+    second = make_adapter(family, LAYERS[family][::2], rank=3, seed=2, use_rslora=True, lora_alpha=5, **patterns)
+    return {None: None, "first": first, "second": second}
+
+
+def engine_with(family: str, adapters: dict[str | None, Made | None], folder: Path, **spec: Any) -> Engine:
+    engine = make_engine(family, **spec)
+    for name, adapter in adapters.items():
+        if name is not None and adapter is not None:
+            engine.add_adapter(name, adapter.save(folder / name))
+    return engine
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_with_two_adapters_and_none(family: str, tmp_path: Path) -> None:
+    """All in one step; log-probabilities of prompt and answer are those of the merged weights."""
+    adapters = two_adapters(family)
+    engine = engine_with(family, adapters, tmp_path)
+    prompts = random_prompts([9, 14, 5, 11, 7, 3])
+    names = [*adapters, *adapters]
+    params = [
+        SamplingParams(temperature=0, max_tokens=6, adapter=name, logprobs=0, prompt_logprobs=0) for name in names
+    ]
+    results = answers(engine, prompts, params)
+    assert engine.metrics.steps < 10  # they did run together
+    for name, result in zip(names, results, strict=True):
+        assert result.prompt_logprobs is not None
+        assert result.logprobs is not None
+        found = [each.logprob for each in result.prompt_logprobs[1:] if each] + [x.logprob for x in result.logprobs]
+        tokens = result.prompt_token_ids + result.token_ids
+        expected = expected_logprobs(family, adapters[name], tokens)
+        torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=1e-5)
+    plain = expected_logprobs(family, None, results[1].prompt_token_ids)
+    assert (plain - expected_logprobs(family, adapters["first"], results[1].prompt_token_ids)).abs().max() > 0.1
+
+
+def test_the_same_prompt_by_every_adapter(tmp_path: Path) -> None:
+    """One after another: cached blocks of one adapter mean nothing to the next. With guesses, nothing changes."""
+    adapters = two_adapters("llama")
+    (prompt,) = random_prompts([30])
+    engine = engine_with("llama", adapters, tmp_path)
+    engine.speculator = Speculator(engine.spec, NGram())
+    for _ in range(2):
+        for name, adapter in adapters.items():
+            (result,) = answers(engine, [prompt], [SamplingParams(temperature=0, max_tokens=12, adapter=name)])
+            assert result.token_ids == greedy_of(merged("llama", adapter), prompt, 12)
+    assert engine.metrics.prefix_cache_hits >= 3 * 28  # in the second round each found its own
+
+
+def test_bitwise_the_same_in_any_batch(tmp_path: Path) -> None:
+    adapters = two_adapters("qwen3")
+    prompts = random_prompts([9, 14, 5])
+    params = [SamplingParams(temperature=0, max_tokens=6, adapter=name, logprobs=0) for name in adapters]
+    engine = engine_with("qwen3", adapters, tmp_path, batch_invariant=True, prefix_cache=False)
+    together = answers(engine, prompts, params)
+    for prompt, wishes, result in zip(prompts, params, together, strict=True):
+        (alone,) = answers(engine, [prompt], [wishes])
+        assert alone.logprobs == result.logprobs
+
+
+def test_an_unknown_adapter_fails_alone(tmp_path: Path) -> None:
+    engine = engine_with("llama", two_adapters("llama"), tmp_path)
+    params = [SamplingParams(temperature=0, max_tokens=4, adapter=name) for name in ("first", "frist", None)]
+    good, bad, other = answers(engine, random_prompts([4, 5, 6]), params)
+    assert bad.finish_reason == "error"
+    assert bad.error == "adapter 'frist' is not loaded; did you mean 'first'?"
+    assert len(good.token_ids) == len(other.token_ids) == 4
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"peft_type": "IA3"}, "peft_type = 'IA3' is not supported; it must be 'LORA'"),
+        ({"use_dora": True}, "use_dora = True is not supported"),
+        ({"bias": "all"}, "bias = 'all' is not supported; it must be 'none'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"r": 5}, "has rank 4, but adapter_config.json says 5"),
+        ({"lora_alpha": None}, "lora_alpha = None: a number is expected"),
+    ],
+)
+def test_what_is_not_computed_is_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    engine = make_engine("llama")
+    folder = make_adapter("llama", ["q_proj"]).save(tmp_path / "adapter", **changes)
+    with pytest.raises(LMWorksError, match=says):
+        engine.add_adapter("mine", folder)
+    (result,) = answers(engine, [[1, 2]], [SamplingParams(max_tokens=2)])  # the engine goes on without it
+    assert len(result.token_ids) == 2
+
+
+def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    a, b = torch.ones(4, 48), torch.ones(VOCAB, 4)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    engine = make_engine("llama")
+    with pytest.raises(SpecError, match="it changes 'lm_head', which is no linear layer in a block"):
+        engine.add_adapter("head", Made(config, {"lm_head": (a, b)}).save(tmp_path / "head"))
+    wide = Made(config, {"model.layers.0.self_attn.q_proj": (torch.ones(4, 40), torch.ones(64, 4))})
+    with pytest.raises(CheckpointError, match="is 64 × 48 in this model, but the adapter was made for 64 × 40"):
+        engine.add_adapter("wide", wide.save(tmp_path / "wide"))
+    torn = Made(config, {"model.layers.0.self_attn.q_proj": (torch.ones(4, 48), torch.ones(64, 3))})
+    with pytest.raises(CheckpointError, match="do not fit together"):
+        engine.add_adapter("torn", torn.save(tmp_path / "torn"))
+
+
+def test_damaged_and_missing_files(tmp_path: Path) -> None:
+    engine = make_engine("llama")
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: no such file"):
+        engine.add_adapter("mine", tmp_path)
+    folder = make_adapter("llama", ["q_proj"]).save(tmp_path / "adapter")
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        engine.add_adapter("mine", folder)
+    save_file({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, 2)}, path)
+    with pytest.raises(SpecError, match="is not a LoRA matrix of a linear layer"):
+        engine.add_adapter("mine", folder)
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    engine = engine_with("llama", two_adapters("llama"), tmp_path)
+    with pytest.raises(SpecError, match="an adapter named 'first' is already there"):
+        engine.add_adapter("first", tmp_path / "second")
+
+
+def test_experts_take_adapters_on_attention_only(tmp_path: Path) -> None:
+    """A layer of experts is no plain layer: an adapter that changes one is refused by its name."""
+    from lmworks.engine.runner import Runner
+    from lmworks.spec import EngineSpec
+
+    shape = {"layers": 1, "hidden": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": VOCAB, "context": 32}
+    spec = ModelSpec.from_dict({**shape, "experts": 4, "expert_ffn": 32, "norm_eps": 1e-5})
+    engine = Engine(Runner(GPT(spec), EngineSpec(dtype="fp32", blocks=20), "cpu", VOCAB))
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+    attention = {"model.layers.0.self_attn.o_proj": (torch.ones(2, 64), torch.ones(48, 2))}
+    engine.add_adapter("attention", Made(config, attention).save(tmp_path / "attention"))
+    expert = {"model.layers.0.block_sparse_moe.experts.0.w1": (torch.ones(2, 48), torch.ones(32, 2))}
+    with pytest.raises(SpecError, match="which is no linear layer in a block"):
+        engine.add_adapter("expert", Made(config, expert).save(tmp_path / "expert"))
+
+
+def test_it_changes_nothing_where_nobody_asks(tmp_path: Path) -> None:
+    """A row without an adapter is computed as if there were none, to the last bit."""
+    prompts = random_prompts([9, 14])
+    params = [SamplingParams(temperature=0, max_tokens=6, logprobs=0)] * 2
+    plain = answers(make_engine("gpt2"), prompts, params)
+    beside = answers(engine_with("gpt2", two_adapters("gpt2"), tmp_path), prompts, params)
+    assert [result.logprobs for result in plain] == [result.logprobs for result in beside]
+    assert fresh_model("gpt2").spec.qkv_bias  # the merged layer has a bias, which stays
