@@ -33,7 +33,7 @@ def launch(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool, le
     found = torch.empty(count, dtype=torch.float32, device=logits.device) if logprobs else None
     floats = torch.empty(3, count, spans, dtype=torch.float32, device=logits.device)
     ints = torch.empty(2, count, spans, dtype=torch.int32, device=logits.device)
-    span_kernel[(spans, count)](
+    span_kernel[(count, spans)](
         logits,
         scores,
         *(rows or (None,) * 4),
@@ -111,11 +111,11 @@ def span_kernel(
     LOGPROBS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    span, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = span * SPAN + tl.arange(0, SPAN)
     inside = ids < vocab
     x = tl.load(logits + row * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
-    at = row * tl.num_programs(0) + span
+    at = row * tl.num_programs(1) + span
     tl.store(wrong + at, tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, axis=0))
     if LOGPROBS:
         top = tl.max(tl.where(inside, x, -float("inf")), axis=0)
