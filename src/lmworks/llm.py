@@ -17,6 +17,7 @@ from .engine.chat import Chat
 from .engine.engine import Engine
 from .engine.offline import Offline
 from .engine.params import SamplingParams
+from .engine.quantized_folder import is_quantized
 from .engine.request import Answer, Piece, Result
 from .engine.vllm import VLLM
 from .loading import hf_tokenizer, is_hf, is_preset, load, make_engine
@@ -160,6 +161,6 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 def hf_folder(source: str | Path, step: int | None) -> Path:
     """What vLLM can read."""
     folder = Path(source)
-    if step is not None or not is_hf(folder):
+    if step is not None or not is_hf(folder) or is_quantized(folder):
         raise SpecError(f"vLLM reads Hugging Face folders: write one with `lmworks export {source} OUT`")
     return folder

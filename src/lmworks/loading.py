@@ -12,6 +12,7 @@ from .data.tokenizer import read_tokenizer
 from .engine.draft import Ahead, Draft
 from .engine.engine import Engine
 from .engine.ngram import NGram
+from .engine.quantized_folder import is_quantized, load_quantized, quantized_tokenizer
 from .engine.runner import DTYPES, Runner
 from .engine.speculate import Speculator
 from .model import GPT
@@ -36,7 +37,10 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
         return Loaded(random_model(ModelSpec.from_preset(str(source)), device, dtype, seed), None)
     if is_hf(folder):
         if step is not None:
-            raise SpecError(f"{folder} is a Hugging Face folder: it has no steps to choose from")
+            raise SpecError(f"{folder} is no run folder: it has no steps to choose from")
+        if is_quantized(folder):
+            model = load_quantized(folder, dtype=dtype, device=device)
+            return Loaded(model, quantized_tokenizer(folder), hf_eos(folder))
         model = load_hf(GPT, folder, dtype=dtype, device=device)
         return Loaded(model.eval(), hf_tokenizer(folder), hf_eos(folder))
     from .train.load import load_trained  # not above: the trainer takes seconds to load, and others do without it
@@ -50,6 +54,7 @@ def is_preset(source: str | Path) -> bool:
 
 
 def is_hf(folder: Path | None) -> bool:
+    """A folder that `lmworks quantize` wrote is alike: config, tokenizer, one set of weights."""
     return folder is not None and (folder / "config.json").is_file() and not (folder / "spec.toml").exists()
 
 

@@ -21,6 +21,7 @@ from . import (
     parity,
     pipeline,
     plan,
+    profile,
     quantize,
     runs,
     simulate,
@@ -56,6 +57,7 @@ app.command("eval")(use.evaluate)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.add_typer(bench.app, name="bench")
+app.add_typer(profile.app, name="profile")
 app.command("export")(use.export)
 app.command("quantize")(quantize.quantize)
 

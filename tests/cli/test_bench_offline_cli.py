@@ -1,0 +1,64 @@
+"""`lmworks bench offline`: the names that programs rely on, and what people see."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lmworks.cli.bench import process_age
+from lmworks.cli.main import main
+
+
+def lmworks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lmworks", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_program_gets_every_figure() -> None:
+    done = lmworks("bench", "offline", "--model", "tiny", "--requests", "6", "--json", "engine.max_seqs=64")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    for name in ("output_tokens_per_s", "prefill_s", "decode_s", "startup_s", "floor_ms"):
+        assert isinstance(facts[name], float) and facts[name] > 0, name
+    assert set(facts["decode_ms"]) == {"1", "8", "64"} and facts["model"] == "tiny"
+    assert facts["requests"] == 6 and facts["input"] == facts["output"] == [6, 64]
+    assert facts["startup_s"] > 0.5  # importing torch alone takes longer: the clock began with the process
+
+
+def test_people_get_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["lmworks", "bench", "offline", "--model", "tiny", "--requests", "3", "--output", "4"]
+    )
+    with pytest.raises(SystemExit) as end:
+        main()
+    out = capsys.readouterr().out
+    assert not end.value.code and "tiny on cpu, fp32" in out
+    for word in ("start-up", "prefill", "decode", "preemptions", "floor, ms"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "tinny"], "tinny is not a run folder"),
+        (["--model", "tiny", "--input", "9:3"], "1 ≤ LOW ≤ HIGH"),
+        (["--model", "tiny", "--output", "some"], "--output = 'some'"),
+        (["--model", "tiny", "engine.blok=1"], "unknown key 'engine.blok'"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lmworks", "bench", "offline", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, "") and said in err and len(err.splitlines()) == 1
+
+
+def test_the_age_of_this_process() -> None:
+    first = process_age()
+    assert 0 < first <= process_age() < 24 * 3600

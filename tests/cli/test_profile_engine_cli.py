@@ -1,0 +1,31 @@
+"""`lmworks profile engine`: a table, JSON and a page of the same figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmworks.cli.main import main
+
+
+def test_a_table_json_and_a_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "deep" / "engine.html"
+    base = ["lmworks", "profile", "engine", "--model", "tiny", "--requests", "3", "--output", "8", "engine.max_seqs=8"]
+    for arguments in ([*base, "--json", "--html", str(page)], base):
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+        out = capsys.readouterr().out
+        if "--json" in arguments:
+            facts = json.loads(out)
+    assert [row["batch"] for row in facts["batching"]] == [1, 2, 4, 8]
+    assert {"prefill", "cache", "host", "steps", "workload"} <= facts.keys()
+    assert "efficiency" in out and "cache reads" in out and "between tokens" in out
+    text = page.read_text()
+    assert "Batching against waiting" in text and f"{facts['batching'][3]['ms']:.3f}" in text
