@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from lmworks.kernels import cross_entropy
 from lmworks.kernels.cross_entropy import IGNORE, filled, linear_cross_entropy, reference
@@ -46,3 +48,18 @@ def test_only_what_tensor_cores_cannot_take_is_filled_up() -> None:
     assert filled(128256, narrow) == 128256
     assert filled(50257, wide) == 50257
     assert filled(50257, torch.empty(1, 1, dtype=torch.bfloat16)) == 50257  # on a CPU
+
+
+@pytest.mark.parametrize("rows", [VOCAB, 128], ids=["as it is", "filled up"])
+def test_a_tied_embeddings_gradient_is_added_in_place(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass makes one table, the embedding's; a sum in another would be the largest tensor of a step."""
+    monkeypatch.setattr(cross_entropy, "filled", lambda vocab, hidden: rows)
+    table = torch.randn(VOCAB, 1024).requires_grad_()
+    tokens = torch.arange(TOKENS) % VOCAB
+    loss = linear_cross_entropy(F.embedding(tokens, table), table, tokens)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        loss.backward()
+    assert seen.profiler is not None
+    sizes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert sum(size >= 4 * VOCAB * 1024 for size in sizes) == 1
+    assert table.grad is not None and table.grad.shape == table.shape

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from layouts import Job, do, do_here, layout
+from lmworks.data import Batch
+from lmworks.parallel.apply import lay_out
+from lmworks.parallel.weights import source_of
+from lmworks.spec import RunSpec
 from lmworks.study.ranks import on_ranks
 from tiny import curve, saved
 
@@ -37,3 +42,25 @@ def compare(data: Path, root: Path, name: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_compiled_blocks_train_as_eager_ones(dataset: Path, tmp_path: Path, name: str) -> None:
     compare(dataset, tmp_path, name)
+
+
+@pytest.mark.slow
+def test_selective_recompute_keeps_as_much_of_compiled_blocks(dataset: Path) -> None:
+    """A compiled block calls its products where no watcher sees them; they are kept all the same."""
+    held = {}
+    for compiled in ("false", "true"):
+        words = ("parallel.recompute=selective", f"parallel.compile={compiled}")
+        held[compiled] = kept_bytes(layout(dataset, *words, "precision.dtype=bf16"))
+    assert held["true"] == pytest.approx(held["false"], rel=0.02)
+
+
+def kept_bytes(spec: RunSpec) -> int:
+    """What a forward pass leaves for the backward pass."""
+    laid = lay_out(spec, None, torch.device("cpu"), source_of(spec))
+    tokens = torch.zeros(spec.data.micro_batch, spec.data.seq, dtype=torch.long)
+    inputs = laid.inputs(Batch(tokens, tokens))
+    laid.strategies[0](**inputs)  # compiles
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        _, loss = laid.strategies[0](**inputs)
+    assert seen.profiler is not None and torch.isfinite(loss)
+    return sum(event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")

@@ -9,7 +9,7 @@ import torch
 from tracker import Steps, make_run
 
 from lmworks.kernels import cross_entropy
-from lmworks.plan.memory.moments import pieces
+from lmworks.plan.memory.moments import END, pieces
 from lmworks.plan.memory.run_budget import sheet
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.ops import CHUNK_LOGITS
@@ -94,7 +94,11 @@ def error(spec: RunSpec) -> float:
         run.step()
     tokens = spec.data.micro_batch * spec.data.seq
     real = tracker.peak + 12 * spec.model.params + 16 * tokens
-    return abs(memory(spec).tensors / real - 1)
+    said = memory(spec)
+    # While somebody watches, autograd adds the gradients of a tied embedding in a third tensor, else in place.
+    third = 4 * spec.model.vocab * spec.model.hidden * spec.model.tie_embeddings
+    watched = max(said.moments[END] + third, *said.moments.values()) - said.total + said.tensors
+    return abs(watched / real - 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

@@ -84,7 +84,9 @@ class LinearCrossEntropy(torch.autograd.Function):
                 part = slice(start, start + rows)
                 into = None if grad_hidden is None else grad_hidden[part]
                 loss += chunk(hidden[part], cast_weight, targets[part], into, grad_weight)
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight[:vocab])
+        if grad_weight is not None:
+            grad_weight.resize_(vocab, width)  # not a view: autograd adds a tied embedding's gradient to it in place
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
     @staticmethod

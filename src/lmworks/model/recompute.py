@@ -3,7 +3,8 @@
 `full` keeps only a block's input. `selective` keeps what is dear to compute, the results of matrix products and of
 attention, and computes the cheap rest (norms, activations, rotations) again.
 
-Attention that is not one operation (it runs over several ranks) keeps its result itself, in `kept`.
+Attention that is not one operation (it runs over several ranks) keeps its result itself, in `kept`. A compiled block
+hides its products from whoever watches it from outside: there `selective` is a matter for the compiler, see `inside`.
 """
 
 from __future__ import annotations
@@ -59,6 +60,17 @@ def selective() -> tuple[Keeping, Keeping]:
     place: dict[str, Any] = {}
     forward, again = create_selective_checkpoint_contexts(keep_dear)
     return Keeping(forward, place), Keeping(again, place)
+
+
+def dear() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """As `selective`, for a block whose attention is one operation."""
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(keep_dear)
+    return contexts
+
+
+def inside(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`forward` of a block under `selective`, to be compiled as a whole: the compiler then keeps what is dear."""
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=dear)
 
 
 def recomputed(block: Callable[..., Tensor], policy: str) -> Callable[..., Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model import GPT
+from ..model.recompute import inside
 from ..plan.pipelines.stages import Stage, stages_here
 from ..spec import RunSpec
 from .alone import Alone
@@ -70,7 +71,11 @@ def compile_blocks(part: GPT, spec: RunSpec, mesh: Mesh | None) -> None:
     """A block at a time: all blocks share one compiled graph, and collectives around them stay where they are."""
     if spec.parallel.async_tp and mesh is not None:
         enable_async_tp(mesh)
+    alone = mesh is None or mesh.size("tp") * mesh.size("cp") * mesh.size("ep") == 1
     for block in part.layers():
+        if block.recompute == "selective" and alone:  # a block that talks to other ranks is not one graph
+            block.forward = inside(block.forward)  # type: ignore[method-assign]
+            block.recompute = "none"
         block.compile()
 
 
@@ -115,8 +120,11 @@ def replicated(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str]) -
 
 
 def lonely(spec: RunSpec, mesh: Mesh) -> bool:
-    """No other rank has other data: there is nothing to reduce. (One rank in all may still ask for a strategy.)"""
-    return mesh.size("dp_cp") == 1 and mesh.size("world") > 1 and spec.parallel.offload != "full"
+    """No other rank has other data: there is nothing to shard or to reduce, whatever the strategy.
+
+    On one GPU the hooks of FSDP2 would cost their host more than a small model takes (docs/parallelism.md).
+    """
+    return mesh.size("dp_cp") == 1 and spec.parallel.offload != "full"
 
 
 @torch.no_grad()

@@ -62,11 +62,17 @@ def norm(name: str, load: Workload) -> Op:
     return Op(name, "norms", passes((s + w) * x), (*passes((2 * s + w) * x), *sums), saved=w * x + statistics)
 
 
-def residual(name: str, load: Workload) -> Op:
-    """Sum, and dropout before it with one byte a number for its mask."""
+def residual(name: str, load: Workload, inner: bool = False) -> Op:
+    """Sum, and dropout before it with one byte a number for its mask.
+
+    Of an `inner` sum a compiler keeps what was added, where that has fewer bytes, and adds again.
+    """
     x, s = load.outside * load.model.hidden, load.software.stream
     mask = x * load.software.dropout
-    return Op(name, "residual", passes((2 * s + load.width) * x + mask), passes(2 * s * x + mask), saved=s * x + mask)
+    kept = min(s, load.width) if inner and load.software.fused else s
+    return Op(
+        name, "residual", passes((2 * s + load.width) * x + mask), passes(2 * s * x + mask), saved=kept * x + mask
+    )
 
 
 def attention(load: Workload) -> list[Op]:
@@ -157,7 +163,7 @@ def experts(load: Workload) -> list[Op]:
 def block(load: Workload) -> list[Op]:
     m = load.model
     out = product("attention out", load, load.q_width, m.hidden, dear=0 if load.software.every_second else None)
-    first = [norm("attention norm", load), *attention(load), out, residual("attention residual", load)]
+    first = [norm("attention norm", load), *attention(load), out, residual("attention residual", load, inner=True)]
     second = experts(load) if m.experts else mlp(load, m.ffn // load.tp, load.tokens)
     return [*first, norm("mlp norm", load), *second, residual("mlp residual", load)]
 

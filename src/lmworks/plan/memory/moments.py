@@ -186,8 +186,8 @@ def moments(spec: RunSpec, rank: int, device: str, gathered: bool) -> dict[str, 
 
 
 def at_end(spec: RunSpec, piece: Piece) -> list[Row]:
-    """The embedding's gradient comes last, and a tied head's is added to it in a third tensor."""
-    copies = (2 * spec.model.tie_embeddings * piece.stage.last + (spec.accumulation > 1)) * piece.stage.first
+    """The embedding's gradient comes last, and is added to a tied head's."""
+    copies = (spec.model.tie_embeddings * piece.stage.last + (spec.accumulation > 1)) * piece.stage.first
     table = 4 * piece.net.load.vocab * spec.model.hidden
     return [
         row("embedding gradient", copies * table, f"{copies} × 4 B × vocab × hidden before it is added"),
