@@ -8,6 +8,7 @@ runs nothing, so it changes no state.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
@@ -18,6 +19,11 @@ from .sampler import Wants
 
 Result = TypeVar("Result")
 Work = Callable[[Batch, Wants | None], Result]
+
+
+def recorded_as(wants: Wants) -> Wants:
+    """What the sampler in a graph does where `wants` is plain: greedy rows take no noise, so one graph does both."""
+    return replace(wants, noise=True)
 
 
 def sizes_up_to(most: int) -> list[int]:

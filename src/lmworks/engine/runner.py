@@ -21,14 +21,14 @@ from .cache import CPU_BYTES, Cache, CacheShape, blocks_that_fit
 from .draft import Draft, Guessed
 from .fuse import fuse
 from .grammar import Grammars
-from .graphs import Graphs
+from .graphs import Graphs, recorded_as
 from .lora import Adapters
 from .paged import Paged
 from .picked import Asked, Launched, asked_of, prompt_logprobs
 from .request import Sequence
 from .sampler import Sampled, Sampler, Wants
 from .scheduler import Chunk, Step
-from .warmup import room_on_gpu
+from .warmup import record_graphs, room_on_gpu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -76,6 +76,7 @@ class Runner:
         if self.device.type == "cuda" and self.spec.graphs and not moe_layers(model):
             largest = Layout(seqs, seqs, seqs, self.packer.widest, seqs, 1)
             self.graphs = Graphs(self.work, largest, self.device)
+            record_graphs(self)
         if draft is not None:
             draft.allot(self.blocks, self.graphs is not None)
 
@@ -131,7 +132,7 @@ class Runner:
         rows = len(step.chunks)
         buffer, layout = self.packer.pack(step, graphs.padded(rows))
         whole = wants.plain and mask is None
-        result = graphs.run(buffer, layout, wants if whole else None)
+        result = graphs.run(buffer, layout, recorded_as(wants) if whole else None)
         if isinstance(result, Sampled):
             return result
         batch = unpack(graphs.buffer, layout)

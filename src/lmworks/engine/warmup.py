@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .cache import free_on_gpu
+from .graphs import recorded_as
 from .params import SamplingParams
 from .request import Request, Sequence
 from .sampler import Wants
@@ -45,14 +46,12 @@ def room_on_gpu(runner: Runner) -> int:
 
 
 @torch.no_grad()
-def record_graphs(runner: Runner, *kinds: Wants) -> None:
-    """Graphs of decoding for all numbers of sequences, for samplers of these kinds (plain ones), largest first.
+def record_graphs(runner: Runner) -> None:
+    """Graphs of the usual decoding step, for all numbers of sequences: less than a second for all of them together.
 
-    Left undone, each is recorded when it is first needed, and that step takes longer.
+    Rarer kinds (wider tables, log-probabilities) are recorded when they are first needed; that step takes longer.
     """
-    if runner.graphs is None:
-        return
-    for size in reversed(runner.graphs.sizes):
-        for wants in kinds:
-            runner.graphs.run(*runner.packer.nobody(size), wants)
+    assert runner.graphs is not None
+    for size in reversed(runner.graphs.sizes):  # the largest first: the others then find room in its memory
+        runner.graphs.run(*runner.packer.nobody(size), recorded_as(Wants()))
     torch.cuda.synchronize(runner.device)
