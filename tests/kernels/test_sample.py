@@ -88,12 +88,6 @@ def test_gumbel_noise_has_its_distribution_and_no_infinity() -> None:
 # --- the kernel ---
 
 
-def launch(
-    logits: Tensor, scores: Tensor, rows: sample.Rows | None, logprobs: bool, least: Tensor | None = None
-) -> sample.Drawn:
-    return sample_triton.launch(logits, scores, rows, logprobs, least)
-
-
 def rows_of(count: int) -> sample.Rows:
     """Greedy, tiny, usual and large temperatures."""
     draw = torch.Generator().manual_seed(1)
@@ -116,19 +110,19 @@ def test_the_kernel_picks_the_same_tokens(dtype: torch.dtype, vocab: int, valid:
     for scores in (logits[:, :valid], changed):
         for each in (rows, None):
             expected = sample.reference(logits, scores, each, True)
-            found = launch(logits, scores, each, True)
+            found = sample_triton.launch(logits, scores, each, True)
             assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.bad, expected.bad)
             torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=2e-6)
-            assert torch.equal(launch(logits, scores, each, False).tokens, expected.tokens)
+            assert torch.equal(sample_triton.launch(logits, scores, each, False).tokens, expected.tokens)
 
 
 @runs_kernels
 def test_the_kernel_gives_a_row_the_same_alone_and_in_a_batch() -> None:
     logits, rows = some_logits(6, 5000), rows_of(6)
-    together = launch(logits, logits, rows, True)
+    together = sample_triton.launch(logits, logits, rows, True)
     for i in range(6):
         row = sample.Rows(rows.temperatures, rows.seeds, rows.slots[i : i + 1], rows.places[i : i + 1])
-        alone = launch(logits[i : i + 1], logits[i : i + 1], row, True)
+        alone = sample_triton.launch(logits[i : i + 1], logits[i : i + 1], row, True)
         assert torch.equal(alone.tokens, together.tokens[i : i + 1])
         assert alone.logprobs is not None and together.logprobs is not None
         assert torch.equal(alone.logprobs, together.logprobs[i : i + 1])
@@ -138,7 +132,7 @@ def test_the_kernel_gives_a_row_the_same_alone_and_in_a_batch() -> None:
 def test_the_kernel_takes_the_first_of_equals_across_spans() -> None:
     logits = torch.zeros(1, 9000, device=DEVICE)
     logits[0, [8999, 4500, 4100, 4097]] = 1.0
-    assert launch(logits, logits, None, False).tokens.item() == 4097
+    assert sample_triton.launch(logits, logits, None, False).tokens.item() == 4097
 
 
 @runs_kernels
@@ -146,9 +140,9 @@ def test_the_kernel_takes_the_first_of_equals_across_spans() -> None:
 def test_the_kernel_flags_bad_rows(value: float) -> None:
     logits = some_logits(3, 5000)
     logits[1, 4999] = value
-    drawn = launch(logits, logits[:, :4990], rows_of(3), False)
+    drawn = sample_triton.launch(logits, logits[:, :4990], rows_of(3), False)
     assert drawn.bad.tolist() == [False, True, False] and drawn.tokens[1] == 0
-    nothing = launch(some_logits(1, 60), torch.full((1, 60), -math.inf, device=DEVICE), None, False)
+    nothing = sample_triton.launch(some_logits(1, 60), torch.full((1, 60), -math.inf, device=DEVICE), None, False)
     assert nothing.bad.item() and nothing.tokens.item() == 0
 
 
@@ -193,6 +187,18 @@ def test_tokens_below_the_least_score_are_not_picked() -> None:
     logits, rows = some_logits(5, 300), rows_of(5)
     least = logits.topk(3, dim=1).values[:, -1].contiguous()
     expected = sample.reference(logits, logits, rows, False, least)
-    assert torch.equal(launch(logits, logits, rows, False, least).tokens, expected.tokens)
+    assert torch.equal(sample_triton.launch(logits, logits, rows, False, least).tokens, expected.tokens)
     assert (logits.gather(1, expected.tokens.unsqueeze(1)).squeeze(1) >= least).all()
     assert not torch.equal(expected.tokens, sample.reference(logits, logits, rows, False).tokens)
+
+
+@runs_kernels
+def test_tokens_outside_the_mask_are_not_picked() -> None:
+    """Words whose sign bit is set or not, and a last word that reaches beyond the valid tokens."""
+    logits, rows = some_logits(5, 5000), rows_of(5)
+    mask = torch.randint(-(2**31), 2**31, (5, 157), generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.int32)
+    expected = sample.reference(logits, logits[:, :4999], rows, False, None, mask)
+    found = sample_triton.launch(logits, logits[:, :4999], rows, False, None, mask)
+    assert torch.equal(found.tokens, expected.tokens)
+    words = mask.cpu().numpy().view(np.uint32)
+    assert all(int(words[i, token // 32]) >> (token % 32) & 1 for i, token in enumerate(expected.tokens.tolist()))

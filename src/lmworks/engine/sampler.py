@@ -185,10 +185,11 @@ class Sampler:
         `self.wants` said of the batch; None: what any slot wants.
         """
         wants = wants or self.wants(self.asked)
-        scores = self.changed(logits, slots, places, mask, wants)
+        # What is cut is cut of the tokens that a grammar allows; else its mask can wait for the pass that draws.
+        scores = self.changed(logits, slots, places, mask if wants.cut else None, wants)
         least = cut.least_scores(scores, self.cuts(slots)) if wants.cut else None
         rows = sample.Rows(self.floats[:, TEMPERATURE], self.seeds, slots, places) if wants.noise else None
-        drawn = sample.draw(logits, scores, rows, wants.logprobs, least)
+        drawn = sample.draw(logits, scores, rows, wants.logprobs, least, mask)
         if wants.penalties and self.answered is not None:
             self.answered.index_put_((slots, drawn.tokens), torch.ones_like(drawn.tokens, dtype=torch.int32), True)
         top_ids, top_logprobs = likeliest(logits, self.valid, wants.top) if wants.top else (None, None)
@@ -229,7 +230,7 @@ class Sampler:
         if wants.bias:
             scores.scatter_add_(1, self.bias_ids[slots], self.biases[slots])
         if mask is not None:
-            scores.masked_fill_(~unpacked(mask, self.valid), -math.inf)
+            scores.masked_fill_(~sample.unpacked(mask, self.valid), -math.inf)
         if wants.ban:
             early = (places < floats[:, MIN_TOKENS]).unsqueeze(1) & (self.is_end[slots] > 0)
             scores.scatter_add_(
@@ -245,12 +246,6 @@ def penalise(scores: Tensor, answered: Tensor, prompted: Tensor, floats: Tensor)
     repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
     scores = torch.where(inside | prompted, repeated, scores)
     return scores - presence * inside - frequency * answered
-
-
-def unpacked(mask: Tensor, valid: int) -> Tensor:
-    """(rows, words) int32 to (rows, valid) bool; bit i of word w is token 32·w + i."""
-    shifts = torch.arange(32, device=mask.device, dtype=torch.int32)
-    return ((mask.unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, :valid]
 
 
 def likeliest(logits: Tensor, valid: int, count: int) -> tuple[Tensor, Tensor]:

@@ -37,10 +37,13 @@ def reference(
     rows: Rows | None,  # None: greedy
     logprobs: bool,
     least: Tensor | None = None,  # (rows) float32: no token of a lower score is picked
+    mask: Tensor | None = None,  # (rows, ⌈valid/32⌉) int32: bit i of word w is 1 where token 32·w + i may be picked
 ) -> Drawn:
     scores = scores.float()
     if least is not None:
         scores = scores.masked_fill(scores < least.unsqueeze(1), -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~unpacked(mask, scores.shape[1]), -math.inf)
     if rows is not None:
         ids = torch.arange(scores.shape[1], device=scores.device)
         drawn = noise.gumbel(noise.bits(rows.seeds[rows.slots], rows.places, ids))  # (rows, valid)
@@ -56,10 +59,23 @@ def reference(
     return Drawn(tokens, bad, chosen - wide.logsumexp(dim=1))
 
 
-def draw(logits: Tensor, scores: Tensor, rows: Rows | None, logprobs: bool, least: Tensor | None = None) -> Drawn:
+def unpacked(mask: Tensor, valid: int) -> Tensor:
+    """(rows, words) int32 to (rows, valid) bool."""
+    shifts = torch.arange(32, device=mask.device, dtype=torch.int32)
+    return ((mask.unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, :valid]
+
+
+def draw(
+    logits: Tensor,
+    scores: Tensor,
+    rows: Rows | None,
+    logprobs: bool,
+    least: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Drawn:
     """As `reference`; on a GPU one kernel that reads every number once."""
     if logits.device.type != "cuda":
-        return reference(logits, scores, rows, logprobs, least)
+        return reference(logits, scores, rows, logprobs, least, mask)
     from .sample_triton import launch
 
-    return launch(logits, scores, rows, logprobs, least)
+    return launch(logits, scores, rows, logprobs, least, mask)
