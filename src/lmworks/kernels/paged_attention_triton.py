@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .paged_attention import LayerCache, Pages
+from .paged_attention import LARGEST, LayerCache, Pages
 from .triton_support import multiprocessors, power_of_two, tl, triton
 
 MOST_SPLITS = 64
@@ -50,7 +50,7 @@ def choose(q: Tensor, cache: LayerCache, pages: Pages, window: int, invariant: b
     group = power_of_two(q.shape[1] // kv_heads)
     exact = q.dtype == torch.float32  # no tensor cores: small tiles, or the registers run out
     few, warps, stages = (32, 8, 2) if exact else (64, 4, 3)
-    # Operands of a product have the precision of q: a tile of an 8-bit cache is widened.
+    # Operands of a product have two bytes, or four: a tile of an 8-bit cache is widened.
     tile = min(max(TILE_BYTES // (width * q.element_size()), 16), 32 if exact else 128)
     if invariant:
         return Config(max(few, group), min(tile, 64), warps, stages)
@@ -111,6 +111,7 @@ def launch(
         cache.keys.stride(1),
         0 if cache.key_scales is None else cache.key_scales.stride(0),
         config.splits,
+        LARGEST=1.0 if cache.value_scales is None else LARGEST[cache.values.dtype],
         GROUP=group,
         ROWS=config.rows,
         SIZE=cache.size,
@@ -179,6 +180,7 @@ def walk(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    LARGEST: tl.constexpr,
     ALIBI: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -213,7 +215,8 @@ def walk(
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
         if v_scale_ptr is not None:
-            p *= tl.load(v_scale_ptr + scale_offsets, mask=there, other=0.0)[None, :]
+            # Times the largest number that is held, or p would fall below what fp16 resolves.
+            p *= (tl.load(v_scale_ptr + scale_offsets, mask=there, other=0.0) * LARGEST)[None, :]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
         top = higher
         j += TILE
@@ -244,6 +247,7 @@ def attend_kernel(
     head_stride,
     scale_stride,
     splits,
+    LARGEST: tl.constexpr,  # number of a quantised cache; 1: it is not
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -278,6 +282,10 @@ def attend_kernel(
     inside = live[:, None] & (d < HEAD_DIM)[None, :]
     place = (start + query) * HEADS + head
     q = tl.load(q_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    if (k_scale_ptr is not None) and (q.dtype == tl.bfloat16):
+        q = q.to(
+            tl.float16
+        )  # all that an 8-bit cache holds is exact in fp16, and a GPU widens to it in one instruction
     position = length - queries + query
     slope = tl.zeros((ROWS,), tl.float32)
     if slopes_ptr is not None:
@@ -294,14 +302,14 @@ def attend_kernel(
         acc, total, top = walk(
             acc, total, top, q, position, slope, low, whole, length, kv_head, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
             table_ptr, scale, block_stride, head_stride, scale_stride,
-            HEAD_DIM, WIDTH, SIZE, TILE, WINDOW, slopes_ptr is not None, False,
+            HEAD_DIM, WIDTH, SIZE, TILE, WINDOW, LARGEST, slopes_ptr is not None, False,
         )  # fmt: skip
     acc, total, top = walk(
         acc, total, top, q, position, slope, whole, high, length, kv_head, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr, scale, block_stride, head_stride, scale_stride,
-        HEAD_DIM, WIDTH, SIZE, TILE, WINDOW, slopes_ptr is not None, True,
+        HEAD_DIM, WIDTH, SIZE, TILE, WINDOW, LARGEST, slopes_ptr is not None, True,
     )  # fmt: skip
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    acc = acc / tl.where(total > 0, total * LARGEST, 1.0)[:, None]
     if SPLIT:
         place = place * splits + tl.program_id(0)
         tl.store(lse_ptr + place, top + tl.log2(total), mask=live)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from . import rms_norm
-from .paged_attention import LayerCache
+from .paged_attention import LARGEST, LayerCache
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what a quantised cache can hold
 TINY = 1e-20  # the scale of a vector of zeros
 
 

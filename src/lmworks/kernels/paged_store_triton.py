@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from .paged_attention import LayerCache
-from .paged_store import LARGEST, TINY
+from .paged_attention import LARGEST, LayerCache
+from .paged_store import TINY
 from .triton_support import power_of_two, tl, triton
 
 MOST_HEADS = 8  # of one program
@@ -37,7 +37,7 @@ def launch(
     part = math.gcd(heads, kv_heads, MOST_HEADS)
     width = power_of_two(head_dim)
     cos, sin = cos_sin or (None, None)
-    place_kernel[(tokens, (heads + 2 * kv_heads) // part)](
+    place_kernel[(tokens * ((heads + 2 * kv_heads) // part),)](
         qkv,
         q,
         cache.keys,
@@ -151,7 +151,8 @@ def place_kernel(
     TINY: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
-    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART
+    parts = (HEADS + 2 * KV_HEADS) // PART
+    token, first = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts * PART
     part, d = tl.arange(0, PART), tl.arange(0, WIDTH)
     inside = (part >= 0)[:, None] & (d < HEAD_DIM)[None, :]
     row = (token * row_stride + (first + part) * HEAD_DIM)[:, None]
