@@ -18,8 +18,8 @@ from typing import Protocol
 
 from ..data.tokenizer import Tokenizer
 from ..spec import EngineSpec, LMWorksError, SpecError
-from ..spec.errors import did_you_mean
 from . import sampler
+from .admission import check_prompt, check_room, check_wishes
 from .answers import Ending, close, prepare, push, refusal, result
 from .blocks import IntegrityError
 from .grammar import Grammars
@@ -29,7 +29,6 @@ from .picked import Picked, PromptLogprobs
 from .request import UNKNOWN, Logprob, Piece, Request, Sequence, State
 from .scheduler import Chunk, Scheduler, Step
 
-MAX_PRIORITY = 1000
 NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity): no token can be picked"
 NOTHING_FITS = (
     "no token can be picked: none fits the answer's shape together with logit_bias and min_tokens, "
@@ -113,35 +112,12 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises SpecError where the request could never be served."""
-        params, prompt = request.params, request.prompt
-        if not prompt:
-            raise SpecError("the prompt is empty: give at least one token")
-        wrong = next((token for token in prompt if not 0 <= token < self.runner.valid_vocab), None)
-        if wrong is not None:
-            raise SpecError(
-                f"the prompt holds token {wrong}: the model's tokens are 0 to {self.runner.valid_vocab - 1}"
-            )
-        if len(prompt) >= self.spec.context:
-            raise SpecError(
-                f"the prompt has {len(prompt)} tokens: with an answer of one token or more it does not fit "
-                f"engine.context = {self.spec.context}"
-            )
-        needed = self.scheduler.pool.blocks_for(self.limit(request) - 1)
-        if needed > self.runner.blocks:
-            raise SpecError(
-                f"the prompt ({len(prompt)} tokens) and max_tokens = {params.max_tokens} need {needed} blocks of "
-                f"{self.spec.block} tokens, and the pool has {self.runner.blocks}: ask for fewer tokens, or give the "
-                "engine more memory (engine.memory, engine.blocks)"
-            )
-        if abs(request.priority) > MAX_PRIORITY:
-            raise SpecError(f"priority = {request.priority}: it must be between −{MAX_PRIORITY} and {MAX_PRIORITY}")
-        if params.adapter is not None and params.adapter not in self.adapters:
-            raise SpecError(f"adapter {params.adapter!r} is not loaded{did_you_mean(params.adapter, self.adapters)}")
-        if self.tokenizer is None and (params.stop or params.shaped):
-            raise SpecError("stop strings and structured output need a tokenizer; this engine has none: use token ids")
         if request.id in self.requests:
             raise SpecError(f"a request with id = {request.id} is under way already")
-        sampler.check(params, self.runner.valid_vocab)
+        check_prompt(request, self.runner.valid_vocab, self.spec.context)
+        check_room(request, self.limit(request), self.spec.block, self.runner.blocks)
+        check_wishes(request, self.adapters, self.tokenizer is not None)
+        sampler.check(request.params, self.runner.valid_vocab)
 
     def add_adapter(self, name: str, folder: Path) -> None:
         """A LoRA adapter, as PEFT writes it: requests then ask for it by `name`."""
@@ -227,7 +203,7 @@ class Engine:
             now = time.monotonic()
             for sequence in self.scheduler.admitted:
                 self.runner.admit(sequence)
-                self.note_start(sequence.request, now)
+                self.metrics.note_start(sequence.request, now)
             self.flight = Flight(step, self.runner.launch(step))
         elif before is None and self.scheduler.waiting:
             raise IntegrityError(f"{len(self.scheduler.waiting)} answers wait, nothing runs, and none can be let in")
@@ -235,7 +211,7 @@ class Engine:
             self.take(before)
         if self.runner.synchronous:
             self.land()
-        self.count(step)
+        self.metrics.note_step(step, self.scheduler)
         if not self.requests and self.flight is None:
             self.scheduler.pool.check(self.scheduler.running)
 
@@ -292,7 +268,7 @@ class Engine:
                 break
         logprobs = (picked.logprobs or [])[:taken]
         sequence.logprobs += logprobs
-        self.note_tokens(sequence, taken, now)
+        self.metrics.note_tokens(sequence, taken, now)
         if ending is not None:
             self.finish(sequence, ending, picked.tokens[:taken], shown, logprobs)
         elif sequence.request.stream:
@@ -315,38 +291,9 @@ class Engine:
         if over:
             del self.requests[request.id]
             self.shaped.discard(request.id)
-            self.metrics.e2e_request_latency_seconds.add(time.monotonic() - request.arrived)
+            self.metrics.note_end(request)
         if over or request.stream:
             outcome = result(request) if over else None
             self.outbox.append(
                 Piece(request, sequence.index, tokens or [], shown, logprobs or [], ending.reason, outcome)
             )
-
-    def note_start(self, request: Request, now: float) -> None:
-        if not request.started:
-            request.started = now
-            self.metrics.request_queue_time_seconds.add(now - request.arrived)
-
-    def note_tokens(self, sequence: Sequence, count: int, now: float) -> None:
-        request, metrics = sequence.request, self.metrics
-        metrics.generation_tokens += count
-        if not request.first_token:
-            request.first_token = now
-            metrics.time_to_first_token_seconds.add(now - request.arrived)
-        if sequence.latest:
-            metrics.inter_token_latency_seconds.add((now - sequence.latest) / count, count)
-        sequence.latest = now
-
-    def count(self, step: Step) -> None:
-        scheduler, metrics = self.scheduler, self.metrics
-        metrics.num_requests_running = len(scheduler.running)
-        metrics.num_requests_waiting = len(scheduler.waiting)
-        metrics.kv_cache_usage_perc = scheduler.pool.used / len(scheduler.pool.counts)
-        metrics.kv_cache_usage_peak = max(metrics.kv_cache_usage_peak, metrics.kv_cache_usage_perc)
-        metrics.prefix_cache_queries = scheduler.prefix_queries
-        metrics.prefix_cache_hits = scheduler.prefix_hits
-        metrics.num_preemptions = scheduler.preemptions
-        if step.chunks:
-            metrics.steps += 1
-            metrics.computed_tokens += step.tokens
-            metrics.computed_sequences += len(step.chunks)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import time
 from dataclasses import dataclass, field
+
+from .request import Request, Sequence
+from .scheduler import Scheduler, Step
 
 # Upper edges in seconds, 1–2.5–5 from 1 ms to 100 s.
 EDGES = (
@@ -65,3 +69,37 @@ class Metrics:
     def acceptance_rate(self) -> float:
         """Of guesses."""
         return self.accepted_guesses / self.proposed_guesses if self.proposed_guesses else 0.0
+
+    def note_start(self, request: Request, now: float) -> None:
+        """One of its answers was let in."""
+        if not request.started:
+            request.started = now
+            self.request_queue_time_seconds.add(now - request.arrived)
+
+    def note_tokens(self, sequence: Sequence, count: int, now: float) -> None:
+        """Tokens of an answer became known."""
+        request = sequence.request
+        self.generation_tokens += count
+        if not request.first_token:
+            request.first_token = now
+            self.time_to_first_token_seconds.add(now - request.arrived)
+        if sequence.latest:
+            self.inter_token_latency_seconds.add((now - sequence.latest) / count, count)
+        sequence.latest = now
+
+    def note_end(self, request: Request) -> None:
+        """All its answers have ended."""
+        self.e2e_request_latency_seconds.add(time.monotonic() - request.arrived)
+
+    def note_step(self, step: Step, scheduler: Scheduler) -> None:
+        self.num_requests_running = len(scheduler.running)
+        self.num_requests_waiting = len(scheduler.waiting)
+        self.kv_cache_usage_perc = scheduler.pool.used / len(scheduler.pool.counts)
+        self.kv_cache_usage_peak = max(self.kv_cache_usage_peak, self.kv_cache_usage_perc)
+        self.prefix_cache_queries = scheduler.prefix_queries
+        self.prefix_cache_hits = scheduler.prefix_hits
+        self.num_preemptions = scheduler.preemptions
+        if step.chunks:
+            self.steps += 1
+            self.computed_tokens += step.tokens
+            self.computed_sequences += len(step.chunks)
