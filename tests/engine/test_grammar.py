@@ -147,6 +147,7 @@ def test_a_forbidden_token_is_an_error_of_that_answer() -> None:
     assert first is not None and second is not None
     first.accept(ord("x"))
     assert first.error is not None and not first.done
+    assert not allowed("bytes", first)  # not even its end: the answer would seem complete
     second.accept(ord("y"))
     assert second.error is None
 
@@ -279,7 +280,7 @@ def test_no_shape_holds_up_the_others(name: str) -> None:
             break
         start = time.process_time()
         mask = grammars.masks([matcher], "cpu")
-        assert mask is not None
+        assert mask is not None and bool(mask.any()) == (matcher.error is None)
         if matcher.error is None:
             bits = (mask[0].unsqueeze(1) >> torch.arange(32) & 1).flatten()[:vocab].float()
             matcher.accept(int(torch.multinomial(bits, 1, generator=draw)))

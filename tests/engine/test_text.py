@@ -38,7 +38,7 @@ def word_pieces() -> FileTokenizer:
     pieces = ["[UNK]", "[EOS]", "the", "cat", "##s", "##at", ".", ",", "don", "'", "t"]
     inner = Inner(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s"), "removed")
-    inner.decoder = decoders.WordPiece(cleanup=False)
+    inner.decoder = decoders.WordPiece(cleanup=True)
     return FileTokenizer(inner, eot=1)
 
 

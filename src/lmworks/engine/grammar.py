@@ -93,7 +93,10 @@ class Grammars:
             return Matcher(pristine.deep_copy())
 
     def masks(self, matchers: Sequence[Matcher | None], device: torch.device | str) -> Tensor | None:
-        """(rows, words) int32 on the device, a bit for each token; rows without a matcher allow all. None: all do."""
+        """(rows, words) int32 on the device, a bit for each token. None: every row allows every token.
+
+        A row without a matcher allows all of them, one whose matcher is left with an `error` none.
+        """
         rows = [(each.inner, i) for i, each in enumerate(matchers) if each is not None]
         if not rows:
             return None
@@ -103,6 +106,9 @@ class Grammars:
         if self.executor is None:
             self.executor = imported().LLExecutor()
         self.executor.unsafe_compute_mask_ptr(rows, masks.data_ptr(), words * 4, len(matchers))
+        for inner, i in rows:
+            if inner.is_error():
+                masks[i] = 0  # the library would let it end here, as if the answer were complete
         return masks.to(device, non_blocking=True)
 
 
