@@ -14,7 +14,17 @@ from lmworks.spec import load_run
 from lmworks.spec.layouts import choose
 
 ROOT = Path(__file__).parent.parent
-PLAIN = ("parallelism", "simulate", "planning", "plan-memory", "serving-plan", "calibrate", "validation", "reference")
+PLAIN = (
+    "parallelism",
+    "simulate",
+    "planning",
+    "plan-memory",
+    "serving-plan",
+    "calibrate",
+    "validation",
+    "reference",
+    "engine",
+)
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PLAIN)]
 BLOCKS = [
     block
