@@ -118,23 +118,18 @@ class Packer:
             width *= WIDER
         return min(width, self.widest)
 
-    def pack(self, step: Step, padded: int = 0) -> tuple[Tensor, Layout]:
-        """The buffer on the host. A step that only decodes may be padded to `padded` sequences."""
+    def pack(self, step: Step, padded: int = 0, each: int = 1) -> tuple[Tensor, Layout]:
+        """The buffer on the host. A step that only decodes may be padded to `padded` sequences of `each` tokens."""
         chunks = step.chunks
         facts = np.array([facts_of(chunk) for chunk in chunks], np.int64).T
         slot, start, count, wanted, prompt, blocks = facts
         self.update_tables(chunks, slot, blocks, anew=bool(step.copies))
-        total, rows = int(count.sum()), int(wanted.sum())
-        extra = max(padded - len(chunks), 0)
-        layout = Layout(
-            total + extra,
-            len(chunks) + extra,
-            rows + extra,
-            self.width(int(blocks.max())),
-            int((count == 1).sum()) + extra,
-            int(count.max()),
-        )
-        seqs = len(chunks)
+        seqs, total, rows = len(chunks), int(count.sum()), int(wanted.sum())
+        width = self.width(int(blocks.max()))
+        if padded:
+            layout = decoding_layout(padded, each, width)
+        else:
+            layout = Layout(total, seqs, rows, width, int((count == 1).sum()), int(count.max()))
         buffer = self.padding(layout, total, rows, seqs)
         tokens, positions, slots, at, row_slots, places, lengths, starts, *late, tables = cut(
             buffer.numpy(), layout, np.int32
@@ -163,7 +158,7 @@ class Packer:
 
     def nobody(self, seqs: int) -> tuple[Tensor, Layout]:
         """A decoding step in which every place is padding: it changes nothing."""
-        layout = Layout(seqs, seqs, seqs, self.width(1), seqs, 1)
+        layout = decoding_layout(seqs, 1, self.width(1))
         return self.padding(layout, 0, 0, 0), layout
 
     def padding(self, layout: Layout, tokens: int, rows: int, seqs: int) -> Tensor:
@@ -172,7 +167,7 @@ class Packer:
         ids, positions, slots, at, owners, places, lengths, starts, *_, tables = cut(buffer.numpy(), layout, np.int32)
         ids[tokens:], positions[tokens:], slots[tokens:] = 0, 0, -1
         at[rows:], owners[rows:], places[rows:] = 0, self.unused, 0
-        lengths[seqs:], starts[seqs:] = 0, np.arange(tokens, layout.tokens + 1)
+        lengths[seqs:], starts[seqs:] = 0, tokens + np.arange(layout.seqs - seqs + 1)
         tables[seqs * layout.width :] = 0
         return buffer
 
@@ -185,6 +180,11 @@ class Packer:
             begin = self.filled[row]
             self.tables[row, begin:end] = chunks[i].sequence.blocks[begin:end]
             self.filled[row] = end
+
+
+def decoding_layout(seqs: int, each: int, width: int) -> Layout:
+    """Of a step in which every token asks for the next: so many sequences, of up to `each` tokens."""
+    return Layout(seqs * each, seqs, seqs * each, width, seqs if each == 1 else 0, each)
 
 
 def facts_of(chunk: Chunk) -> tuple[int, int, int, int, int, int]:
