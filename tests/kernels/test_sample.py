@@ -20,6 +20,7 @@ from lmworks.kernels import cut, noise, sample
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 RUNNABLE = DEVICE == "cuda" or INTERPRETED
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 if RUNNABLE:
     from lmworks.kernels import cut_triton, sample_triton
 runs_kernels = pytest.mark.skipif(not RUNNABLE, reason="needs a GPU, or triton and TRITON_INTERPRET=1")
