@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from common import write_result
 from torch import Tensor
 
-from lmworks.kernels import linear_triton, quantized
+from lmworks.kernels import int4_triton, linear_triton, quantized
 from lmworks.kernels.linear_triton import Tile
 
 PACE = 4.27e12  # bytes/s
@@ -38,6 +38,7 @@ SHAPES = {  # (channels, inputs)
     "0.6b down": (1024, 3072),
     "0.6b head": (151936, 1024),
 }
+TUNED = {name: shape for name, shape in SHAPES.items() if name.startswith("8b") or name in ("0.6b out", "0.6b gate-up")}
 LAYERS = {"8b": 32, "0.6b": 28}
 ROWS = (1, 8, 16, 64, 256)
 Linear = Callable[[Tensor], Tensor]
@@ -71,7 +72,7 @@ def theirs(kind: str, tensors: tuple[Tensor, ...]) -> Linear | None:
         scale = tensors[1].bfloat16()
         return lambda x: torch._weight_int8pack_mm(x, tensors[0], scale)
     if kind == "int4":
-        channels, inputs = tensors[0].shape[0], 2 * tensors[0].shape[1]
+        channels, inputs = tensors[0].shape[0], 8 * tensors[0].shape[1]
         q = torch.randint(0, 256, (channels, inputs // 2), dtype=torch.uint8, device="cuda")
         packed = torch._convert_weight_to_int4pack(q, 8)
         scales = torch.full((inputs // 128, channels, 2), 0.01, dtype=torch.bfloat16, device="cuda")
@@ -156,15 +157,18 @@ def compare() -> None:
 
 
 def tiles(kind: str, rows: int) -> Iterator[Tile]:
-    most = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    widths = (128,) if kind == "int4" else (64, 128, 256) if kind == "bf16" else (128, 256)
-    for lines, width, warps in itertools.product((16, 32, 64, 128), widths, (4, 8)):
-        size = lines * width * (2 if kind == "bf16" else 1) + most * width * (1 if kind == "fp8" else 2) * (
-            1 + (kind == "int4")
-        )
-        if (warps == 8 and lines < 128) or size * 3 > 200_000:
-            continue
-        yield Tile(most, lines, width, 1, min(8, 190_000 // size, max(3, 65_000 // size)), warps)
+    for most in (8, 16) if rows <= 8 else (16,) if rows <= 16 else (64,):
+        for lines, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (3, 4, 6)):
+            for width in (128,) if kind == "int4" else (128, 256):
+                bytes_in = {"bf16": 2, "int8": 1, "int4": 1, "fp8": 1}[kind]
+                size = lines * width * bytes_in + most * width * (1 if kind == "fp8" else 4 if kind == "int4" else 2)
+                if stages * size < 110_000 and lines // 16 <= 2 * warps <= lines // 8:
+                    yield Tile(most, lines, width, 1, stages, warps)
+
+
+def set_tile(kind: str, tile: Tile) -> None:
+    module, name = (int4_triton, "int4_tile") if kind == "int4" else (linear_triton, "few_rows_tile")
+    setattr(module, name, lambda *_: tile)
 
 
 def prepare(kind: str, rows: int, tile: Tile) -> None:
@@ -172,41 +176,31 @@ def prepare(kind: str, rows: int, tile: Tile) -> None:
     tensors = make(kind, 1024, 2048, 0)
     x = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
     for split in (1, 2):
-        cut = replace(tile, split=split)
-        linear_triton.few_rows_tile = lambda *_, t=cut: t
+        set_tile(kind, replace(tile, split=split))
         ours(kind, tensors)(x)
 
 
 def tune(kind: str) -> None:
-    cases = [(kind, rows, tile) for rows in (8, 64) for tile in tiles(kind, rows)]
-    with ProcessPoolExecutor(12, get_context("spawn")) as pool:
+    counts = (1, 8, 16, 64) if kind == "int4" else (8, 16, 64)
+    cases = [(kind, max(2, rows), tile) for rows in counts[-3:] for tile in tiles(kind, rows)]
+    with ProcessPoolExecutor(14, get_context("spawn")) as pool:
         list(pool.map(prepare, *zip(*cases, strict=True)))
-    plain = linear_triton.few_rows_tile
-    for name, (channels, inputs) in SHAPES.items():
+    for name, (channels, inputs) in TUNED.items():
         sets = copies(kind, channels, inputs)
         floor = sum(t.nbytes for t in sets[0]) / PACE
         linears = [ours(kind, tensors) for tensors in sets]
-        for rows in (1, 8, 64):
+        for rows in counts:
             x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
             found = []
-            if rows == 1:
-                one = linear_triton.one_row_tile
-                for lines, width in itertools.product((1, 2, 4, 8), (512, 1024, 2048)):
-                    linear_triton.one_row_tile = lambda *_, t=(lines, width): t
-                    found.append((seconds(linears, x), f"{lines}x{width}"))
-                linear_triton.one_row_tile = one
-            for _, _, tile in (case for case in cases if case[1] == max(8, rows) and rows > 1):
+            for tile in tiles(kind, rows):
                 steps = inputs // (2 * tile.inputs if kind == "int4" else tile.inputs)
-                for split in (1, 2, 4, 8, 16):
+                for split in (1, 2, 4, 8):
                     programs = -(-channels // tile.channels) * split
-                    if (split > 1 and programs > 1100) or (split < 8 and programs < 66) or split > steps // 2:
-                        continue
-                    cut = replace(tile, split=split)
-                    linear_triton.few_rows_tile = lambda *_, t=cut: t
-                    label = f"{tile.channels}x{tile.inputs}/{split} s{tile.stages} w{tile.warps}"
-                    found.append((seconds(linears, x), label))
-                linear_triton.few_rows_tile = plain
-            best = "  ".join(f"{t * 1e6:.1f} {label}" for t, label in sorted(found)[:4])
+                    if (split == 1 or (programs <= 1056 and split <= steps // 2)) and (programs >= 64 or split == 8):
+                        set_tile(kind, replace(tile, split=split))
+                        label = f"{tile.rows}:{tile.channels}x{tile.inputs}/{split} s{tile.stages} w{tile.warps}"
+                        found.append((seconds(linears, x), label))
+            best = "  ".join(f"{t * 1e6:.1f} {label}" for t, label in sorted(found)[:5])
             print(f"{name:13} {kind} {rows:3} floor {floor * 1e6:6.1f} µs: {best}", flush=True)
 
 

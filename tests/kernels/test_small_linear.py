@@ -52,14 +52,14 @@ def test_int8_is_the_nearest_of_its_levels_and_multiplies_as_torch_does() -> Non
 
 
 @pytest.mark.parametrize("group", [16, 128])
-def test_int4_packs_two_groups_side_by_side_and_comes_back(group: int) -> None:
+def test_int4_keeps_eight_stretches_in_a_word_and_comes_back(group: int) -> None:
     q = torch.randint(-8, 8, (6, 4 * group), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-    packed = quantized.int4_pack(q, group)
-    assert packed.shape == (6, 2 * group)
-    assert torch.equal(quantized.int4_unpack(packed, group), q)
-    byte = int(packed[2, group + 3])  # pair 1, place 3: of groups 2 and 3
-    assert (byte & 15) - 8 == int(q[2, 2 * group + 3])
-    assert (byte >> 4) - 8 == int(q[2, 3 * group + 3])
+    words = quantized.int4_pack(q, group)
+    assert words.shape == (6, group // 2)
+    assert torch.equal(quantized.int4_unpack(words, group), q)
+    word = int(words[2, group // 4 + 3]) % 2**32  # pair 1, place 3: of every stretch of group / 4 weights
+    for stretch in range(8):
+        assert (word >> 4 * stretch & 15) - 8 == int(q[2, 2 * group + stretch * group // 4 + 3])
 
 
 def test_int4_levels_and_product() -> None:
@@ -105,18 +105,13 @@ def test_fp8_rounds_weights_and_activations_by_row() -> None:
 
 @pytest.fixture(params=["whole", "shared"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiles small enough for the interpreter; `shared`: three programs add up one tile."""
-    from lmworks.kernels import linear_triton
+    """`shared`: three programs add up one tile."""
+    from lmworks.kernels import int4_triton, linear_triton
 
-    split = 3 if request.param == "shared" else 1
-    tile = linear_triton.few_rows_tile
-
-    def small(kind: str, rows: int, channels: int, inputs: int, group: int) -> linear_triton.Tile:
-        if GPU and split == 1:
-            return tile(kind, rows, channels, inputs, group)
-        return replace(tile(kind, rows, channels, inputs, group), split=split)
-
-    monkeypatch.setattr(linear_triton, "few_rows_tile", small)
+    for module, name in ((linear_triton, "few_rows_tile"), (int4_triton, "int4_tile")):
+        plain = getattr(module, name)
+        split = 3 if request.param == "shared" else 1
+        monkeypatch.setattr(module, name, lambda *shape, plain=plain, split=split: replace(plain(*shape), split=split))
     yield
     if GPU or INTERPRETED:
         assert not linear_triton.tickets_of(torch.device(DEVICE)).any()  # left as the next call expects them
@@ -127,39 +122,38 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.mark.parametrize("kind", ["wide", "int8", "int4", "fp8"])
 def test_kernels_compute_their_formulas(kind: str, rows: int, cut: None) -> None:
     """90 channels fill no tile; 768 inputs are six steps of 128, or three pairs of groups."""
-    from lmworks.kernels import linear_triton
+    from lmworks.kernels import int4_triton, linear_triton
 
     x, weight = draw(rows, 768).to(DEVICE, HALF), draw(90, 768, seed=1).to(DEVICE)
     if kind == "wide":
         found, wanted = linear_triton.linear(x, weight.to(HALF)), F.linear(x.double(), weight.to(HALF).double())
     elif kind == "int8":
         tensors = quantized.int8_quantize(weight)
-        found, wanted = linear_triton.quantized_linear(x, *tensors), quantized.int8_reference(x.double(), *tensors)
+        found, wanted = linear_triton.int8_linear(x, *tensors), quantized.int8_reference(x.double(), *tensors)
     elif kind == "int4":
-        scale = quantized.int4_scale(weight, 128)
-        packed = quantized.int4_pack(quantized.int4_round(weight, scale), 128)
-        found = linear_triton.quantized_linear(x, packed, scale)
-        wanted = quantized.int4_reference(x.double(), packed, scale)
+        tensors = int4(weight, 128)
+        found, wanted = int4_triton.int4_linear(x, *tensors), quantized.int4_reference(x.double(), *tensors)
     else:
         q, scale = quantized.fp8_quantize(weight)
         p, s = quantized.fp8_quantize(x)
-        found, wanted = (
-            linear_triton.quantized_linear(p, q, scale, s, HALF),
-            quantized.fp8_reference(x.float(), q, scale),
-        )
+        found, wanted = linear_triton.fp8_linear(p, s, q, scale, HALF), quantized.fp8_reference(x.float(), q, scale)
     assert found.dtype == HALF
     assert off(found, wanted) < (4e-3 if GPU else 1e-3)
 
 
-@with_triton
-def test_int4_is_widened_as_the_formula_says() -> None:
-    from lmworks.kernels import linear_triton
+def int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    scale = quantized.int4_scale(weight, group)
+    return quantized.int4_pack(quantized.int4_round(weight, scale), group), scale
 
-    weight = draw(70, 256)
-    scale = quantized.int4_scale(weight, 64)
-    packed = quantized.int4_pack(quantized.int4_round(weight, scale), 64)
-    found = linear_triton.int4_widen(packed.to(DEVICE), scale.to(DEVICE), torch.float32)
-    assert torch.equal(found.cpu(), quantized.int4_dequantize(packed, scale))
+
+@with_triton
+@pytest.mark.parametrize("group", [16, 64])
+def test_int4_is_widened_as_the_formula_says(group: int) -> None:
+    from lmworks.kernels import int4_triton
+
+    words, scale = int4(draw(70, 256), group)
+    found = int4_triton.int4_widen(words.to(DEVICE), scale.to(DEVICE), torch.float32)
+    assert torch.equal(found.cpu(), quantized.int4_dequantize(words, scale))
 
 
 def test_small_linear_is_a_linear() -> None:

@@ -38,7 +38,7 @@ SCHEMES = {
     "int8": Scheme("int8", "int8 weights, one scale an output channel",
                    quantized.int8_linear, quantized.int8_dequantize, torch.int8, torch.float32),
     "int4": Scheme("int4", "int4 weights, one scale for a group of inputs of a channel",
-                   quantized.int4_linear, quantized.int4_dequantize, torch.uint8, torch.bfloat16),
+                   quantized.int4_linear, quantized.int4_dequantize, torch.int32, torch.bfloat16),
     "fp8": Scheme("fp8", "e4m3 weights, one scale an output channel; e4m3 activations, one scale a token",
                   quantized.fp8_linear, quantized.fp8_dequantize, quantized.FP8, torch.float32),
 }  # fmt: skip
@@ -53,7 +53,7 @@ def scheme_named(name: str) -> Scheme:
 class QuantLinear(nn.Module):
     """In the place of a linear layer. Its first dimension is the output's, so layers merge end to end."""
 
-    weight: Tensor  # (out, in), in int4 (out, in / 2): a buffer, which no cast to another precision touches
+    weight: Tensor  # (out, in), in int4 (out, in / 8): a buffer, which no cast to another precision touches
     scale: Tensor  # (out), in int4 (out, in / group)
 
     def __init__(self, scheme: Scheme, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
@@ -71,7 +71,7 @@ class QuantLinear(nn.Module):
 
     @property
     def in_features(self) -> int:
-        return self.weight.shape[1] * (2 if self.scheme.name == "int4" else 1)
+        return self.weight.shape[1] * (8 if self.scheme.name == "int4" else 1)
 
     def dequantized(self) -> Tensor:
         """The weight that this layer stands for, (out, in) in fp32."""
@@ -178,6 +178,6 @@ def empty_like_quantized(model: GPT, scheme: str, groups: dict[str, int]) -> Non
         if chosen.name == "int4":
             if inputs % (2 * groups.get(name, inputs)):
                 raise SpecError(f"no group that fits {inputs} inputs is given for layer '{name}'")
-            weight, scale = (out, inputs // 2), (out, inputs // groups[name])
+            weight, scale = (out, inputs // 8), (out, inputs // groups[name])
         tensors = torch.empty(weight, dtype=chosen.stored), torch.empty(scale, dtype=chosen.scales)
         replace(model, name, QuantLinear(chosen, *tensors, layer.bias))

@@ -7,16 +7,18 @@
 Every format is symmetric: there is no zero point, so that a product needs no correction. All scales go with output
 channels, so layers that read the same input merge by laying their tensors end to end.
 
-int4 keeps two groups in the nibbles of one run of bytes: byte j of a pair holds weight j of its first group in the low
-half and weight j of its second in the high half. A program then reads `group` bytes of a row in one go and gets two
-plain tiles, each with a scale and a stretch of x of its own; nothing is interleaved. K is a multiple of 2·group.
+int4 keeps eight weights in a 32-bit word: a pair of groups is cut into eight stretches of group / 4 weights, and word i
+of the pair holds weight i of every stretch, the first in the lowest bits. A program then reads `group` bytes of a row
+in one go and unpacks them to eight plain tiles; nothing is interleaved. K is a multiple of 2·group.
 
 On a CPU everything is computed in fp32 as the formulas say. On a GPU a few rows go to the streaming kernels of
-`linear_triton`; many rows (prefill) pay for widening the weight once per call and for cuBLAS on it, and in fp8 for
-torch._scaled_mm: from MANY rows on, chosen by measurement.
+`linear_triton` and `int4_triton`; many rows (prefill) pay for widening the weight once per call and for cuBLAS on it,
+and in fp8 for torch._scaled_mm: from MANY rows on, chosen by measurement.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -63,19 +65,19 @@ def widen(scale: Tensor, group: int) -> Tensor:
 
 
 def int4_pack(q: Tensor, group: int) -> Tensor:
-    """q (out, in) in −8…7 → (out, in / 2) bytes."""
-    low, high = (q + 8).to(torch.uint8).unflatten(1, (-1, 2, group)).unbind(dim=2)
-    return (low | high << 4).flatten(1)
+    """q (out, in) in −8…7 → words (out, in / 8) int32."""
+    stretches = (q + 8).to(torch.int32).unflatten(1, (-1, 8, group // 4)).unbind(dim=2)
+    return functools.reduce(torch.bitwise_or, (n << 4 * t for t, n in enumerate(stretches))).flatten(1)
 
 
-def int4_unpack(packed: Tensor, group: int) -> Tensor:
-    """(out, in / 2) bytes → q (out, in) int8."""
-    runs = packed.unflatten(1, (-1, group))
-    return torch.stack((runs & 15, runs >> 4), dim=2).flatten(1).to(torch.int8) - 8
+def int4_unpack(words: Tensor, group: int) -> Tensor:
+    """words (out, in / 8) → q (out, in) int8."""
+    pairs = words.unflatten(1, (-1, group // 4))
+    return torch.stack([pairs >> 4 * t & 15 for t in range(8)], dim=2).flatten(1).to(torch.int8) - 8
 
 
-def int4_group_of(packed: Tensor, scale: Tensor) -> int:
-    return 2 * packed.shape[1] // scale.shape[1]
+def int4_group_of(words: Tensor, scale: Tensor) -> int:
+    return 8 * words.shape[1] // scale.shape[1]
 
 
 def fp8_quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,9 +91,9 @@ def int8_dequantize(q: Tensor, scale: Tensor) -> Tensor:
     return q.float() * scale.unsqueeze(1)
 
 
-def int4_dequantize(packed: Tensor, scale: Tensor) -> Tensor:
-    group = int4_group_of(packed, scale)
-    return int4_unpack(packed, group).float() * widen(scale, group)
+def int4_dequantize(words: Tensor, scale: Tensor) -> Tensor:
+    group = int4_group_of(words, scale)
+    return int4_unpack(words, group).float() * widen(scale, group)
 
 
 def fp8_dequantize(q: Tensor, scale: Tensor) -> Tensor:
@@ -105,8 +107,8 @@ def int8_reference(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     return F.linear(x.float(), int8_dequantize(q, scale)).type_as(x)
 
 
-def int4_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    return F.linear(x.float(), int4_dequantize(packed, scale)).type_as(x)
+def int4_reference(x: Tensor, words: Tensor, scale: Tensor) -> Tensor:
+    return F.linear(x.float(), int4_dequantize(words, scale)).type_as(x)
 
 
 def fp8_reference(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
@@ -122,21 +124,21 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False) -> Ten
         return int8_reference(x, q, scale)
     if rows_of(x) >= MANY:  # an int8 is exact in bf16
         return F.linear(x, q.to(x.dtype)) * scale.to(x.dtype)
-    from .linear_triton import quantized_linear
+    from . import linear_triton
 
-    return quantized_linear(x, q, scale)
+    return linear_triton.int8_linear(x, q, scale)
 
 
-def int4_linear(x: Tensor, packed: Tensor, scale: Tensor, fixed: bool = False) -> Tensor:
-    """x · (q · scale)ᵀ: packed (out, in / 2) uint8, scale (out, in / group) bf16."""
+def int4_linear(x: Tensor, words: Tensor, scale: Tensor, fixed: bool = False) -> Tensor:
+    """x · (q · scale)ᵀ: words (out, in / 8) int32, scale (out, in / group) bf16."""
     if fixed or plain(x):
-        weight = int4_dequantize(packed, scale)
+        weight = int4_dequantize(words, scale)
         return fixed_linear(x, weight.to(x.dtype)) if fixed else F.linear(x.float(), weight).type_as(x)
-    from .linear_triton import int4_widen, quantized_linear
+    from . import int4_triton
 
-    if rows_of(x) >= MANY:
-        return F.linear(x, int4_widen(packed, scale, x.dtype))
-    return quantized_linear(x, packed, scale)
+    if rows_of(x) >= MANY or int4_group_of(words, scale) < int4_triton.LEAST_GROUP:
+        return F.linear(x, int4_triton.int4_widen(words, scale, x.dtype))
+    return int4_triton.int4_linear(x, words, scale)
 
 
 def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False) -> Tensor:
@@ -147,13 +149,18 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False) -> Tens
         return y.type_as(x).view(*x.shape[:-1], -1)
     if plain(x):
         return fp8_reference(x, q, scale)
-    from .linear_triton import fp8_rows, quantized_linear
+    from . import linear_triton
 
-    p, s = fp8_rows(x.flatten(0, -2))
-    if rows_of(x) >= MANY and x.dtype == torch.bfloat16:  # the only result that row-wise _scaled_mm knows
+    p, s = linear_triton.fp8_rows(x.flatten(0, -2))
+    if rows_of(x) >= MANY and scaled_mm_takes(x, q):
         y = torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=x.dtype)
         return y.view(*x.shape[:-1], -1)
-    return quantized_linear(p.view(x.shape), q, scale, s, x.dtype)
+    return linear_triton.fp8_linear(p.view(x.shape), s, q, scale, x.dtype)
+
+
+def scaled_mm_takes(x: Tensor, q: Tensor) -> bool:
+    """Row-wise scales come with results in bf16 alone, and with dimensions of 16 bytes."""
+    return x.dtype == torch.bfloat16 and q.shape[0] % 16 == 0 and q.shape[1] % 16 == 0
 
 
 def plain(x: Tensor) -> bool:
