@@ -49,9 +49,11 @@ def test_parts_of_the_keys_merge_to_the_whole(splits: int, window: int) -> None:
     check(Case((3, 0, 200), (3, 1, 2), kv_heads=1, window=window), 1, config=config)
 
 
-def test_the_walk_without_masks_is_the_same() -> None:
-    config = paged_attention_triton.Config(32, 16, 4, 2, 1, one_walk=False)
-    check(Case((90, 100, 0), (20, 70, 1), kv_heads=1, group=3), 2, config=config)
+@pytest.mark.parametrize("window", [0, 1, 16, 45])
+def test_tiles_that_need_no_mask_get_none_and_others_do(window: int) -> None:
+    """Tiles of 16 under 10 queries at a time: some are seen by all queries, some lie across an edge of the window."""
+    config = paged_attention_triton.Config(32, 16, 4, 2)
+    check(Case((90, 100, 0), (20, 70, 1), kv_heads=1, group=3, window=window), 2, config=config)
 
 
 def test_invariant_bits() -> None:

@@ -41,10 +41,9 @@ class Config:
     warps: int
     stages: int  # tiles under way at once
     splits: int = 1  # programs among which the keys of a sequence are shared out
-    one_walk: bool = True  # every tile is masked; else only those on the diagonal
 
 
-def choose(q: Tensor, cache: LayerCache, pages: Pages, window: int, invariant: bool) -> Config:
+def choose(q: Tensor, cache: LayerCache, pages: Pages, invariant: bool) -> Config:
     """From numbers that the host knows and that do not change when a CUDA graph is replayed."""
     kv_heads, width = cache.keys.shape[1], power_of_two(q.shape[2])
     group = power_of_two(q.shape[1] // kv_heads)
@@ -60,8 +59,8 @@ def choose(q: Tensor, cache: LayerCache, pages: Pages, window: int, invariant: b
         splits = math.ceil(wanted / (max(pages.lengths.shape[0], 1) * kv_heads))
         return Config(rows, tile, warps, stages, min(splits, MOST_SPLITS))
     if exact or width > 128:
-        return Config(max(few, group), tile, warps, 2, 1, window > 0)
-    return Config(max(128, group), tile, 8, 3, 1, window > 0)
+        return Config(max(few, group), tile, warps, 2)
+    return Config(max(128, group), tile, 8, 3)
 
 
 def launch(
@@ -78,7 +77,7 @@ def launch(
     q = q.contiguous()
     tokens, heads, head_dim = q.shape
     kv_heads, seqs = cache.keys.shape[1], pages.lengths.shape[0]
-    config = config or choose(q, cache, pages, window, invariant)
+    config = config or choose(q, cache, pages, invariant)
     group = heads // kv_heads
     queries = config.rows // group  # of one program
     split = config.splits > 1
@@ -116,7 +115,6 @@ def launch(
         ROWS=config.rows,
         SIZE=cache.size,
         SPLIT=split,
-        ONE_WALK=config.one_walk,
         **shape,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -154,76 +152,6 @@ def key_tiles(
     return low, high
 
 
-@triton.jit
-def walk(
-    acc,  # (ROWS, WIDTH) fp32: mixture of values, not yet divided by
-    total,  # (ROWS): sum of the weights
-    top,  # (ROWS): largest score so far; scores are in powers of two
-    q,  # (ROWS, WIDTH)
-    position,  # (ROWS)
-    slope,  # (ROWS): ALiBi's
-    low,
-    high,  # tiles
-    length,
-    kv_head,
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    table_ptr,
-    scale,
-    block_stride,
-    head_stride,
-    scale_stride,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ALIBI: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    d = tl.arange(0, WIDTH)
-    j = low * TILE + tl.arange(0, TILE)
-    # Numbers of blocks are read a tile ahead: a load whose address is a load of the same turn takes a stage of its own.
-    block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
-    for _ in range(low, high):
-        # Nothing beyond the length is read: those rows of the table, and of the blocks, may hold anything, even NaN.
-        there = j < length if MASKED else tl.full((TILE,), True, tl.int1)
-        row = block.to(tl.int64) * block_stride + kv_head * head_stride + (j % SIZE) * HEAD_DIM
-        offsets = row[:, None] + d[None, :]
-        inside = there[:, None]
-        if HEAD_DIM < WIDTH:
-            inside &= (d < HEAD_DIM)[None, :]
-        k = tl.load(k_ptr + offsets, mask=inside, other=0.0)
-        v = tl.load(v_ptr + offsets, mask=inside, other=0.0)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        if k_scale_ptr is not None:
-            scale_offsets = block.to(tl.int64) * scale_stride + kv_head * SIZE + j % SIZE
-            s *= tl.load(k_scale_ptr + scale_offsets, mask=there, other=0.0)[None, :]
-        distance = position[:, None] - j[None, :]
-        if ALIBI:
-            s -= (slope[:, None] / scale) * distance
-        if MASKED:
-            seen = (distance >= 0) & there[None, :]
-            if WINDOW > 0:
-                seen &= distance < WINDOW
-            s = tl.where(seen, s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1) * scale)
-        p = tl.exp2(s * scale - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(p, 1)
-        if v_scale_ptr is not None:
-            # Times the largest number that is held, or p would fall below what fp16 resolves.
-            p *= (tl.load(v_scale_ptr + scale_offsets, mask=there, other=0.0) * LARGEST)[None, :]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
-        top = higher
-        j += TILE
-        block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
-    return acc, total, top
-
-
 # Compiled once for all numbers of splits, widths of tables and places of a batch: none ever waits for a compiler.
 @triton.jit(
     do_not_specialize=["splits", "table_stride"],
@@ -258,7 +186,6 @@ def attend_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
-    ONE_WALK: tl.constexpr,
 ):
     kv_head, seq = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + seq)
@@ -283,32 +210,59 @@ def attend_kernel(
     place = (start + query) * HEADS + head
     q = tl.load(q_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
     if (k_scale_ptr is not None) and (q.dtype == tl.bfloat16):
-        q = q.to(
-            tl.float16
-        )  # all that an 8-bit cache holds is exact in fp16, and a GPU widens to it in one instruction
+        # All that an 8-bit cache holds is exact in fp16, and a GPU widens to that in one instruction.
+        q = q.to(tl.float16)
     position = length - queries + query
     slope = tl.zeros((ROWS,), tl.float32)
     if slopes_ptr is not None:
         # Scores are multiplied by `scale` later, as those of the products are.
         slope = tl.load(slopes_ptr + head, mask=live, other=0.0) * 1.4426950408889634
 
-    acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    top = tl.full((ROWS,), -1e30, tl.float32)  # finite, so that a row that has seen nothing yet stays 0 and not NaN
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)  # mixture of values, not yet divided by
+    total = tl.zeros((ROWS,), tl.float32)  # the sum of their weights
+    # Largest score so far, as a power of two; finite, so that a row that has seen nothing yet stays 0 and not NaN.
+    top = tl.full((ROWS,), -1e30, tl.float32)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
-    whole = low  # tiles below it are seen by every row, all of them
-    if not ONE_WALK:
-        whole = tl.maximum(low, tl.minimum(high, (length - queries + first + 1) // TILE))
-        acc, total, top = walk(
-            acc, total, top, q, position, slope, low, whole, length, kv_head, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-            table_ptr, scale, block_stride, head_stride, scale_stride,
-            HEAD_DIM, WIDTH, SIZE, TILE, WINDOW, LARGEST, slopes_ptr is not None, False,
-        )  # fmt: skip
-    acc, total, top = walk(
-        acc, total, top, q, position, slope, whole, high, length, kv_head, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        table_ptr, scale, block_stride, head_stride, scale_stride,
-        HEAD_DIM, WIDTH, SIZE, TILE, WINDOW, LARGEST, slopes_ptr is not None, True,
-    )  # fmt: skip
+    # Every row sees the whole of the tiles up to the first query, from the last one's window on.
+    whole_low, whole_high = low, (length - queries + first + 1) // TILE
+    if WINDOW > 0:
+        whole_low = tl.cdiv(tl.maximum(length - queries + first + QUERIES - WINDOW, 0), TILE)
+    j = low * TILE + tl.arange(0, TILE)
+    # Numbers of blocks are read a tile ahead: a load whose address is a load of the same turn takes a stage of its own.
+    block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
+    for tile in range(low, high):
+        # Nothing beyond the length is read: those rows of the table, and of the blocks, may hold anything, even NaN.
+        there = j < length
+        row = block.to(tl.int64) * block_stride + kv_head * head_stride + (j % SIZE) * HEAD_DIM
+        offsets = row[:, None] + d[None, :]
+        held = there[:, None]
+        if HEAD_DIM < WIDTH:
+            held &= (d < HEAD_DIM)[None, :]
+        k = tl.load(k_ptr + offsets, mask=held, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=held, other=0.0)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if k_scale_ptr is not None:
+            scale_offsets = block.to(tl.int64) * scale_stride + kv_head * SIZE + j % SIZE
+            s *= tl.load(k_scale_ptr + scale_offsets, mask=there, other=0.0)[None, :]
+        distance = position[:, None] - j[None, :]
+        if slopes_ptr is not None:
+            s -= (slope[:, None] / scale) * distance
+        if (tile < whole_low) | (tile >= whole_high):
+            seen = (distance >= 0) & there[None, :]
+            if WINDOW > 0:
+                seen &= distance < WINDOW
+            s = tl.where(seen, s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(p, 1)
+        if v_scale_ptr is not None:
+            # Times the largest number that is held, or p would fall below what fp16 resolves.
+            p *= (tl.load(v_scale_ptr + scale_offsets, mask=there, other=0.0) * LARGEST)[None, :]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+        top = higher
+        j += TILE
+        block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
     acc = acc / tl.where(total > 0, total * LARGEST, 1.0)[:, None]
     if SPLIT:
         place = place * splits + tl.program_id(0)
