@@ -162,7 +162,7 @@ def tiles(kind: str, rows: int) -> Iterator[Tile]:
             for width in (128,) if kind == "int4" else (128, 256):
                 bytes_in = {"bf16": 2, "int8": 1, "int4": 1, "fp8": 1}[kind]
                 size = lines * width * bytes_in + most * width * (1 if kind == "fp8" else 4 if kind == "int4" else 2)
-                if stages * size < 110_000 and lines // 16 <= 2 * warps <= lines // 8:
+                if stages * size < (110_000 if rows <= 16 else 220_000) and lines // 16 <= 2 * warps <= lines // 8:
                     yield Tile(most, lines, width, 1, stages, warps)
 
 
