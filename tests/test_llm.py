@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 import lmworks
 from lmworks import LLM, SamplingParams
-from lmworks.engine.request import Result
+from lmworks.engine.request import Answer, Result
 from lmworks.model import GPT, generate
 from lmworks.spec import LMWorksError, ModelSpec, SpecError
 from tiny import make_spec, train
@@ -91,6 +92,58 @@ def test_a_run_is_served_as_it_was_trained(dataset: Path, tmp_path: Path) -> Non
         (result,) = llm.generate(["def x"], GREEDY)
         logits = trainer.model(torch.tensor([prompt + result.token_ids[:-1]]))[0, len(prompt) - 1 :, :257]
         assert result.prompt_token_ids == prompt and result.token_ids == logits.argmax(dim=-1).tolist()
+
+
+def test_a_quantised_folder_is_served(dataset: Path, tmp_path: Path) -> None:
+    """int8 rounds to nearest, so the served tokens are those of the network with its weights rounded by hand."""
+    from lmworks.cli.quantize import quantize
+    from lmworks.engine.quantized_model import apply_quantization
+
+    trainer = train(make_spec(dataset), tmp_path / "run")
+    quantize(tmp_path / "run", "int8", tmp_path / "small", limit=10.0)
+    with LLM(tmp_path / "small") as llm:
+        (result,) = llm.generate(["def x"], GREEDY)
+    model = apply_quantization(trainer.model.eval(), "int8")
+    with torch.no_grad():
+        logits = model(torch.tensor([list(b"def x") + result.token_ids[:-1]]))[0, 4:]
+    assert result.prompt_token_ids == list(b"def x") and result.token_ids == logits.argmax(dim=-1).tolist()
+    with pytest.raises(SpecError, match="vLLM reads Hugging Face folders"):
+        LLM(tmp_path / "small", engine="vllm")
+
+
+@pytest.mark.parametrize("options", [{"speculate": "ngram"}, {"speculate": "draft", "draft": "tiny"}])
+def test_guesses_are_made_and_change_nothing(preset: LLM, options: dict[str, Any]) -> None:
+    prompts = [[1, 2, 3], [4, 5]]
+    params = SamplingParams(temperature=0, max_tokens=30)
+    with LLM("tiny", seed=3, **options) as guessing:
+        assert ids_of(guessing.generate(prompts, params)) == ids_of(preset.generate(prompts, params))
+        assert guessing.native.metrics.accepted_guesses > 0
+
+
+def test_vllm_is_asked_in_the_same_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    class Theirs:
+        def __init__(self, path: str, spec: Any, seed: int) -> None:
+            asked.update(path=path, spec=spec, seed=seed)
+            self.context = 99
+
+        def generate(self, prompts: Any, params: Any, progress: bool) -> list[Result]:
+            asked.update(prompts=prompts, params=params)
+            return [Result(prompt, [Answer([7], "x", "length")]) for prompt in prompts]
+
+        def close(self) -> None:
+            asked["closed"] = True
+
+    monkeypatch.setattr("lmworks.llm.VLLM", Theirs)
+    with LLM(folder, engine="vllm", seed=5, max_seqs=3) as llm:
+        first, bad = llm.generate(["ab", [1, 2]], [GREEDY, SamplingParams()])
+        assert llm.context == 99
+        with pytest.raises(SpecError, match="an engine of its own"):
+            _ = llm.native
+    assert (asked["path"], asked["seed"], asked["spec"].max_seqs) == (str(folder), 5, 3)
+    assert asked["prompts"] == [llm.encode("ab"), [1, 2]] and asked["params"] == [GREEDY, SamplingParams()]
+    assert first.token_ids == bad.token_ids == [7] and asked["closed"]
 
 
 def test_the_package_exports_both_names() -> None:

@@ -1,4 +1,4 @@
-"""A trained model from its run folder (or from a Hugging Face folder), ready to use."""
+"""A trained model from its run folder, ready to use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..data import Tokenizer, load_tokenizer, resolve
 from ..model import GPT
 from ..record import RunFolder
-from ..spec import CheckpointError, Cluster, RunSpec, SpecError
+from ..spec import CheckpointError, RunSpec
 from . import checkpoint
 from .device import pick_device
 
@@ -40,15 +40,3 @@ def load_trained(run_dir: str | Path, step: int | None = None) -> Trained:
         raise CheckpointError(f"{folder.path} has no checkpoint yet; train it with: lmworks resume {folder.path}")
     tokenizer = load_tokenizer(resolve(next(iter(spec.data.sources))))
     return Trained(model.eval(), tokenizer, spec, manifest.step)
-
-
-def load_for_generation(folder: str | Path, step: int | None = None) -> tuple[GPT, Tokenizer]:
-    """From a run folder, or from a Hugging Face one that holds tokenizer.json too."""
-    path = Path(folder)
-    if (path / "config.json").is_file() and not (path / "spec.toml").exists():
-        if step is not None:
-            raise SpecError(f"{path} is a Hugging Face folder: it has no steps to choose from")
-        tokenizer = load_tokenizer(path)
-        return GPT.from_hf(path).to(pick_device(Cluster())).eval(), tokenizer
-    trained = load_trained(path, step)
-    return trained.model, trained.tokenizer
