@@ -10,6 +10,8 @@ both are found two bits at a time, each time with one pass over the row for thre
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from .cut import Cuts
 from .triton_support import power_of_two, tl, triton
 
 TILE = 4096
+LOG2_E = tl.constexpr(math.log2(math.e))
 LOW_BITS = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 0}  # of fp32, that are 0 in each
 
 
@@ -54,17 +57,17 @@ def as_float(key, LOW: tl.constexpr):
 
 
 @triton.jit
-def weights(x, inside, best, temperature, MASS: tl.constexpr):
-    """What is summed: probabilities, the best token's being 1, or just how many."""
+def weights(x, inside, best, scale, MASS: tl.constexpr):
+    """What is summed: probabilities, the best token's being 1, or just how many. scale = log₂(e) / temperature."""
     if MASS:
-        each = tl.exp((x - best) / temperature)
+        each = tl.exp2((x - best) * scale)
     else:
         each = tl.full(x.shape, 1.0, tl.float32)
     return tl.where(inside, each, 0.0)
 
 
 @triton.jit
-def search(row, valid, target, best, temperature, MASS: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
+def search(row, valid, target, best, scale, MASS: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
     """The least score with less than `target` above it."""
     BITS: tl.constexpr = 32 - LOW
     found = tl.full((), 0, tl.uint32)  # its key, less the low bits, as far as it is known
@@ -78,7 +81,7 @@ def search(row, valid, target, best, temperature, MASS: tl.constexpr, TILE: tl.c
             ids = start + tl.arange(0, TILE)
             inside = ids < valid
             x = tl.load(row + ids, mask=inside, other=0.0).to(tl.float32)
-            each = weights(x, inside, best, temperature, MASS)
+            each = weights(x, inside, best, scale, MASS)
             key = ordered(x) >> LOW
             above_1 += tl.where(key > first, each, 0.0)
             above_2 += tl.where(key > second, each, 0.0)
@@ -122,16 +125,17 @@ def cut_kernel(
             ids = start + tl.arange(0, TILE)
             highest = tl.maximum(highest, tl.load(row + ids, mask=ids < valid, other=-float("inf")).to(tl.float32))
         best = tl.max(highest, axis=0)
+        scale = LOG2_E / temperature
         if (top_k > 0) & (top_k < valid):
-            least = search(row, valid, top_k, best, temperature, False, TILE, LOW)
+            least = search(row, valid, top_k, best, scale, False, TILE, LOW)
         if top_p < 1:
             masses = tl.zeros((TILE,), tl.float32)
             for start in range(0, valid, TILE):
                 ids = start + tl.arange(0, TILE)
                 x = tl.load(row + ids, mask=ids < valid, other=0.0).to(tl.float32)
-                masses += weights(x, (ids < valid) & (x >= least), best, temperature, True)
+                masses += weights(x, (ids < valid) & (x >= least), best, scale, True)
             target = top_p * tl.sum(masses, axis=0)
-            least = tl.maximum(least, search(row, valid, target, best, temperature, True, TILE, LOW))
+            least = tl.maximum(least, search(row, valid, target, best, scale, True, TILE, LOW))
         if min_p > 0:
             least = tl.maximum(least, best + tl.log(min_p) * temperature)
     tl.store(leasts + at, least)
