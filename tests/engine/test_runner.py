@@ -12,12 +12,15 @@ import torch
 
 from lmworks.engine.batch import Layout, Packer, unpack
 from lmworks.engine.cache import Cache, CacheShape
+from lmworks.engine.draft import Ahead, Draft
 from lmworks.engine.engine import Engine
 from lmworks.engine.graphs import Graphs
+from lmworks.engine.ngram import NGram
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.request import UNKNOWN, Request, Result, Sequence
 from lmworks.engine.runner import Runner
 from lmworks.engine.scheduler import Chunk, Step
+from lmworks.engine.speculate import Speculator
 from lmworks.model import GPT, generate
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 
@@ -58,8 +61,10 @@ def runner_of(model: GPT, **spec: Any) -> Runner:
     return Runner(copy.deepcopy(model), EngineSpec(**given), "cpu", 320)
 
 
-def answered(runner: Runner, prompts: list[list[int]], *params: SamplingParams) -> list[Result]:
-    engine = Engine(runner, None)
+def answered(
+    runner: Runner, prompts: list[list[int]], *params: SamplingParams, speculator: Speculator | None = None
+) -> list[Result]:
+    engine = Engine(runner, None, speculator=speculator)
     requests = [Request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
     for request in requests:
         engine.add(request)
@@ -151,6 +156,33 @@ def test_padded_steps_give_the_same(shape: str, cut: dict[str, int]) -> None:
     padded.graphs = Unrecorded(padded)
     expected = [result.token_ids for result in answered(plain, prompts, *params)]
     assert [result.token_ids for result in answered(padded, prompts, *params)] == expected
+
+
+@pytest.mark.parametrize("source", ["ngram", "draft"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_padded_steps_with_guesses_give_the_same(source: str, temperature: float) -> None:
+    """Sequences with and without guesses in one padded step, judged as in a step that is not padded."""
+    model = lively()
+    prompts = [prompt * 4 for prompt in prompts_of([7, 3, 12, 5])]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=8 + 7 * i, seed=i, ignore_eos=True, logprobs=i % 2 or None)
+        for i in range(4)
+    ]
+    results = []
+    for graphs in (False, True):
+        spec = EngineSpec(
+            block=4, max_seqs=8, speculate=source, draft="given below" * (source == "draft"), guesses=3, blocks=200
+        )
+        draft = Draft(lively(layers=1)) if source == "draft" else None
+        runner = Runner(copy.deepcopy(model), spec, "cpu", 320, draft)
+        if graphs:
+            runner.graphs = Unrecorded(runner)
+        speculator = Speculator(runner.spec, NGram() if draft is None else Ahead())
+        results.append(answered(runner, prompts, *params, speculator=speculator))
+    for plain, padded in zip(*results, strict=True):
+        assert padded.token_ids == plain.token_ids
+        mine, theirs = ([each.logprob for each in result.logprobs or ()] for result in (padded, plain))
+        assert mine == pytest.approx(theirs, abs=1e-5)
 
 
 def test_log_probabilities_of_prompts() -> None:

@@ -16,7 +16,7 @@ from ..model.attention import make_pattern
 from ..model.gpt import GPT
 from ..model.moe import moe_layers
 from ..spec import EngineSpec, ModelSpec, SpecError
-from .batch import Batch, Layout, Packer, unpack
+from .batch import Batch, Packer, decoding_layout, unpack
 from .cache import CPU_BYTES, Cache, CacheShape, blocks_that_fit
 from .draft import Draft, Guessed
 from .fuse import fuse
@@ -61,6 +61,7 @@ class Runner:
         self.sampler = Sampler(vocab, valid_vocab, seqs, self.device)
         self.packer = Packer(self.spec, vocab, pinned=not self.synchronous)
         self.graphs: Graphs[Tensor | Sampled] | None = None
+        self.each = 1 if self.spec.speculate == "none" else 1 + self.spec.guesses  # tokens of a sequence that decodes
         self.grammars: Grammars | None = None  # the engine's, where it has a tokenizer
         shape = CacheShape.of(model.spec, self.spec, dtype, kv_heads)
         self.adapters: Adapters | None = None
@@ -74,8 +75,7 @@ class Runner:
         self.cache = Cache(shape, self.blocks, self.device)
         # Experts are run one by one, by counts that the host has to know: no graph can hold that.
         if self.device.type == "cuda" and self.spec.graphs and not moe_layers(model):
-            largest = Layout(seqs, seqs, seqs, self.packer.widest, seqs, 1)
-            self.graphs = Graphs(self.work, largest, self.device)
+            self.graphs = Graphs(self.work, decoding_layout(seqs, self.each, self.packer.widest), self.device)
             record_graphs(self)
         if draft is not None:
             draft.allot(self.blocks, self.graphs is not None)
@@ -115,9 +115,8 @@ class Runner:
         if self.draft is not None:
             self.draft.cache.copy(step.copies)
         if self.graphs is not None and decodes(step):
-            if self.draft is not None:
-                self.draft.follow(step)
-            return self.launched(picking, self.replay(self.graphs, step, wants, mask), [], None, None)
+            found, batch = self.replay(self.graphs, step, wants, mask)
+            return self.launched(picking, found, [], None, guesses_of(batch, picking))
         buffer, layout = self.packer.pack(step)
         batch = unpack(buffer.to(self.device, non_blocking=True), layout)
         guessed = None if self.draft is None else self.draft.guess(step, batch, wants)
@@ -127,16 +126,22 @@ class Runner:
         sampled = self.pick(states, batch, wants, mask, guessed) if picking else None
         return self.launched(picking, sampled, asked, prompt, guesses_of(batch, picking))
 
-    def replay(self, graphs: Graphs[Tensor | Sampled], step: Step, wants: Wants, mask: Tensor | None) -> Sampled:
-        """A step that only decodes. The graph holds the sampler too where that makes one pass over the logits."""
-        rows = len(step.chunks)
-        buffer, layout = self.packer.pack(step, graphs.padded(rows))
-        whole = wants.plain and mask is None
+    def replay(
+        self, graphs: Graphs[Tensor | Sampled], step: Step, wants: Wants, mask: Tensor | None
+    ) -> tuple[Sampled, Batch]:
+        """A step that only decodes. The graph holds the sampler too where that makes passes over the logits alone."""
+        rows = step.tokens
+        each = 1 if rows == len(step.chunks) else self.each
+        buffer, layout = self.packer.pack(step, graphs.padded(len(step.chunks)), each)
+        buffer = graphs.buffer[: layout.size].copy_(buffer, non_blocking=True)
+        batch = unpack(buffer, layout)
+        guessed = None if self.draft is None else self.draft.guess(step, batch, wants)
+        whole = wants.plain and mask is None and guessed is None
         result = graphs.run(buffer, layout, recorded_as(wants) if whole else None)
         if isinstance(result, Sampled):
-            return result
-        batch = unpack(graphs.buffer, layout)
-        return self.sample(result[:rows], batch.rows[:rows], batch.places[:rows], wants, mask)
+            return result, batch
+        sampled = self.sample(result[:rows], batch.rows[:rows], batch.places[:rows], wants, mask)
+        return self.judged(sampled, result[:rows], batch, guessed, wants), batch
 
     def work(self, batch: Batch, wants: Wants | None) -> Tensor | Sampled:
         """What a graph holds: up to the logits, or with `wants` up to the tokens."""
@@ -160,6 +165,9 @@ class Runner:
     def pick(self, states: Tensor, batch: Batch, wants: Wants, mask: Tensor | None, guessed: Guessed | None) -> Sampled:
         logits = self.model.logits(states if batch.at is None else states[batch.at])
         sampled = self.sample(logits, batch.rows, batch.places, wants, mask)
+        return self.judged(sampled, logits, batch, guessed, wants)
+
+    def judged(self, sampled: Sampled, logits: Tensor, batch: Batch, guessed: Guessed | None, wants: Wants) -> Sampled:
         if self.draft is None or guessed is None:
             return sampled
         return self.draft.judged(sampled, logits, batch, guessed, wants)
@@ -224,8 +232,8 @@ def one_by_one(
 
 
 def decodes(step: Step) -> bool:
-    """Whether every sequence computes one token and picks the next."""
-    return all(chunk.count == 1 and chunk.wanted == 1 for chunk in step.chunks)
+    """Whether every token of the step asks for the next one: those of answers, and guesses."""
+    return all(chunk.count == chunk.wanted for chunk in step.chunks)
 
 
 def filled(spec: EngineSpec, model: ModelSpec, device: torch.device) -> EngineSpec:
