@@ -127,7 +127,8 @@ def launch(
             pages.lengths,
             pages.starts,
             config.splits,
-            MOST=8 if config.splits <= 8 else MOST_SPLITS,
+            MOST=max(8, power_of_two(config.splits)),
+            ONE_EACH=pages.longest_query == 1 and tokens == seqs,
             **shape,
             num_warps=4,
         )
@@ -285,23 +286,27 @@ def merge_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     MOST: tl.constexpr,  # splits, at most
+    ONE_EACH: tl.constexpr,  # sequence i has one query, and that is query i
 ):
     """Parts weighted by e^lse, for one query and head."""
     query, head, seq = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
-    start = tl.load(starts_ptr + seq)
-    queries = tl.load(starts_ptr + seq + 1) - start
-    if query >= queries:
-        return
-    low, high = key_tiles(tl.load(lengths_ptr + seq), queries, 0, QUERIES, TILE, WINDOW)
+    start, queries = seq, 1
+    if not ONE_EACH:
+        start = tl.load(starts_ptr + seq)
+        queries = tl.load(starts_ptr + seq + 1) - start
+        if query >= queries:
+            return
+    # All is read at once, also what nobody wrote: which parts there are is known only when the length has come.
     split, d = tl.arange(0, MOST), tl.arange(0, WIDTH)
+    place = (start + query).to(tl.int64) * HEADS + head
+    offsets = place * splits + split
+    lse = tl.load(lse_ptr + offsets, mask=split < splits, other=float("-inf"))
+    inside = (split < splits)[:, None] & (d < HEAD_DIM)[None, :]
+    parts = tl.load(parts_ptr + offsets[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    low, high = key_tiles(tl.load(lengths_ptr + seq), queries, 0, QUERIES, TILE, WINDOW)
     there = (split == 0) | (split * tl.cdiv(high - low, splits) < high - low)
-    there &= split < splits
-    place = (start + query) * HEADS + head
-    lse = tl.load(lse_ptr + place * splits + split, mask=there, other=float("-inf"))
+    lse = tl.where(there, lse, float("-inf"))
     weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
     total = tl.sum(weight, 0)
-    inside = there[:, None] & (d < HEAD_DIM)[None, :]
-    offsets = (place.to(tl.int64) * splits + split)[:, None] * HEAD_DIM + d[None, :]
-    parts = tl.load(parts_ptr + offsets, mask=inside, other=0.0)
-    out = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    out = tl.sum(tl.where(there[:, None], parts, 0.0) * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + place * HEAD_DIM + d, out, mask=d < HEAD_DIM)
