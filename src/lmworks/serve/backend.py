@@ -1,0 +1,172 @@
+"""What stands behind the API: it takes requests and gives back events, whoever computes them.
+
+    async with aclosing(backend.stream(ask)) as events:
+        async for event in events:
+            ...
+
+Leaving that block early takes the request back: nobody computes for a client that is gone. What ends a request as a
+whole (refused, no room, the engine died) is raised as BackendError, from the first event on at any time; what goes
+wrong with one answer alone is that answer's last event, with finish_reason "error".
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from ..data import Tokenizer
+from ..data.tokenizer import FileTokenizer
+from ..engine.chat import Chat
+from ..engine.params import SamplingParams
+from ..engine.request import Logprob
+from ..spec import LMWorksError, SpecError
+
+Kind = Literal["busy", "dead", "timeout", "refused"]
+
+
+class BackendError(LMWorksError):
+    """Why a request is not served (any further).
+
+    refused: it could never be (400). busy: not now, there is no room (429). timeout: it waited or ran too long (503
+    or 504: see `started`). dead: the engine is down or was lost on the way (503; 500 once `started`).
+    """
+
+    def __init__(self, kind: Kind, message: str, retry_after: float | None = None, started: bool = False) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after = retry_after  # seconds; None: the same request would fare no better
+        self.started = started  # the engine had begun with it
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt and its wishes. A smaller priority is served first; prefixes are shared within a tenant."""
+
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+    tenant: str = ""
+    stream: bool = True  # events as tokens come; False: one event for each answer, at its end
+    queue_seconds: float = 0.0  # longest time it may wait to be let in (0: any)
+    request_seconds: float = 0.0  # longest time in all (0: any)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request came to. Times in seconds since it reached the engine."""
+
+    prompt_tokens: int
+    completion_tokens: int  # of all answers that were made
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    queue: float = 0.0  # until it was let in
+    first_token: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """What came of one answer since its event before: tokens, the text that they complete, its end."""
+
+    index: int  # which of the answers, below params.n
+    tokens: list[int]
+    text: str = ""  # may lag behind the tokens: half a character, the beginning of a stop string
+    logprobs: list[Logprob] | None = None  # one a token, where asked for
+    finish_reason: str | None = None  # stop, length, cancelled or error: the answer's last event
+    stop_reason: str | int | None = None  # the string or token that ended it
+    error: str | None = None  # with finish_reason "error": what it was
+    final: Usage | None = None  # the request's last event
+    prompt_logprobs: list[Logprob | None] | None = None  # with `final`, where asked for; the first is None
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What clients may know of the model."""
+
+    id: str
+    created: int  # seconds since 1970
+    context: int  # longest sequence, prompt and answer together
+    vocab: int  # token ids are below it
+    owned_by: str = "lmworks"
+    adapters: tuple[str, ...] = ()  # names that SamplingParams.adapter may have
+    max_seqs: int = 0  # answers that are computed at once
+
+
+@dataclass(frozen=True)
+class State:
+    """How a backend fares, at the moment it was asked."""
+
+    alive: bool  # its process runs
+    ready: bool  # it takes requests
+    open: int = 0  # requests under way
+    stalled: float = 0.0  # seconds since it last advanced, while it has work; 0: it advances, or has none
+    stuck: bool = False  # that is longer than it may take: it hangs
+    restarts: int = 0
+    last_error: str | None = None
+    draining: bool = False
+    # Engine.metrics, at most a second old while there is work: numbers by their names; `finished` by reason;
+    # times as {"counts": [...], "count": n, "seconds": s} with the upper edges `engine.metrics.EDGES`.
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def healthy(self) -> bool:
+        return self.alive and self.ready and not self.stuck
+
+
+@dataclass(frozen=True)
+class Words:
+    """Text and token ids, on the API's side."""
+
+    tokenizer: Tokenizer | None
+    begin_of_text: bool = False  # prompts begin as `transformers` would have them: a Hugging Face folder
+    folder: Path | None = None  # where a chat template may lie
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt as the model wants it."""
+        tokenizer = self.known()
+        if self.begin_of_text and isinstance(tokenizer, FileTokenizer):
+            ids: list[int] = tokenizer.inner.encode(text, add_special_tokens=True).ids
+            return ids
+        return tokenizer.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.known().decode(ids)
+
+    def chat(self) -> Chat:
+        """How conversations become prompts; compiles the template, so keep it."""
+        return Chat.of(self.folder, self.known(), self.encode)
+
+    def known(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise SpecError("this model has no tokenizer: give prompts as lists of token ids")
+        return self.tokenizer
+
+
+class Backend(Protocol):
+    """`card` and `words` are there once `start` has returned."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def card(self) -> ModelCard: ...
+    @property
+    def words(self) -> Words: ...
+    @property
+    def state(self) -> State: ...
+
+    async def start(self) -> None:
+        """Returns when it is ready; raises LMWorksError where it never will be."""
+        ...
+
+    def stream(self, ask: Ask) -> AsyncGenerator[Event, None]:
+        """Nothing is sent before the first event is awaited. An async generator: close it (`aclosing`)."""
+        ...
+
+    async def drain(self, seconds: float) -> int:
+        """Takes no more requests; returns when all have ended, or after so many seconds: how many were cut off."""
+        ...
+
+    async def close(self) -> None: ...
