@@ -114,7 +114,7 @@ def chunk_loss(
     Rows of the weight after the first `vocab` are no tokens. A function of its own, so that a chunk's logits are gone
     before the next chunk's are made.
     """
-    counted = (target != IGNORE).unsqueeze(1)  # (rows, 1)
+    counted = (target != IGNORE).unsqueeze(1).to(hidden.dtype)  # (rows, 1)
     index = target.clamp(min=0).unsqueeze(1)
     log_p = log_probabilities(hidden, weight, vocab)
     loss = -(log_p.gather(1, index) * counted).sum()
@@ -122,12 +122,13 @@ def chunk_loss(
         return loss
     p = log_p.exp_()
     p.scatter_add_(1, index, p.new_full(index.shape, -1.0))
-    # Rows that do not count become zero, and the gradient takes the precision of the products, in one pass.
-    grad = torch.mul(p, counted, out=p if p.dtype == hidden.dtype else torch.empty_like(p, dtype=hidden.dtype))
+    grad = p.to(hidden.dtype)
+    # Rows that do not count are taken out where they are narrow, not over all of the vocabulary.
     if grad_hidden is not None:
         torch.mm(grad, weight, out=grad_hidden)
+        grad_hidden.mul_(counted)
     if grad_weight is not None:
-        accumulate_outer(grad_weight, grad, hidden)
+        accumulate_outer(grad_weight, grad, hidden * counted)
     return loss
 
 
@@ -139,8 +140,10 @@ def log_probabilities(hidden: Tensor, weight: Tensor, vocab: int) -> Tensor:
 
 
 def accumulate_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total += gradᵀ · hidden, in total's precision."""
+    """total += gradᵀ · hidden, in total's precision. On a GPU one product adds to fp32 itself."""
     if grad.dtype == total.dtype:
         total.addmm_(grad.t(), hidden)
+    elif total.device.type == "cuda" and total.dtype == torch.float32:
+        torch.ops.aten.addmm.dtype_out(total, grad.t(), hidden, torch.float32, out=total)
     else:
         total += grad.t() @ hidden
