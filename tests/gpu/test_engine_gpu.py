@@ -11,12 +11,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-from hf_reference import FAMILIES, compare, make_engine, random_prompts
+from hf_reference import FAMILIES, VOCAB, compare, fresh_model, make_engine, random_prompts
 from test_runner import SHAPES, answered, lively, log_probabilities, prompts_of
 
+from lmworks.engine.draft import Ahead, Draft
+from lmworks.engine.engine import Engine
+from lmworks.engine.ngram import NGram
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.request import Result
 from lmworks.engine.runner import Runner
+from lmworks.engine.speculate import Speculator
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec
 
@@ -45,6 +49,22 @@ def test_equal_to_transformers(family: str, way: str) -> None:
     excused += compare(engine, family, prompts, COUNTS)  # again: prefix hits, and graphs that are replayed
     assert excused <= 1
     assert way != "preemption" or engine.metrics.num_preemptions > 0
+
+
+@pytest.mark.parametrize("source", ["ngram", "draft"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_guesses_are_equal_to_transformers(family: str, source: str) -> None:
+    """Steps with guesses are recorded too; prompts repeat themselves, so that there are guesses."""
+    spec = EngineSpec(
+        dtype="fp32", block=4, blocks=400, max_seqs=8, speculate=source, draft="given" * (source == "draft"), guesses=3
+    )
+    draft = Draft(fresh_model(family)) if source == "draft" else None
+    runner = Runner(fresh_model(family), spec, "cuda", VOCAB, draft)
+    engine = Engine(runner, None, speculator=Speculator(runner.spec, NGram() if draft is None else Ahead()))
+    prompts = [prompt * 3 for prompt in random_prompts([5, 1, 12, 9, 2, 14])]
+    excused = compare(engine, family, prompts, COUNTS[:6]) + compare(engine, family, prompts, COUNTS[:6])
+    assert excused <= 1
+    assert engine.metrics.accepted_guesses > 0
 
 
 def cuda_runner(model: GPT, **spec: Any) -> Runner:
