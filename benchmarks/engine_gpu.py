@@ -133,16 +133,29 @@ def answer_greedily(engine: Engine, batch: int, tokens: int = 256) -> dict[str, 
 # --- start-up: a process of its own, from its start to its first token ------------------------------------
 
 FIRST_TOKEN = """
-import sys
-from lmworks import LLM, SamplingParams
-llm = LLM(sys.argv[1], context=2048)
-llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, ignore_eos=True), progress=False)
-print("first token", flush=True)
+import json, sys
+from lmworks.cli.bench import process_age
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.request import Request
+from lmworks.loading import load, make_engine
+from lmworks.spec import EngineSpec
+import torch
+ages = {"imported": process_age()}
+spec = EngineSpec(context=2048)
+loaded = load(sys.argv[1], spec, None, 0)
+torch.cuda.synchronize()
+ages["weights there"] = process_age()
+engine = make_engine(loaded, spec, 0)
+ages["engine ready"] = process_age()
+engine.add(Request([1, 2, 3], SamplingParams(max_tokens=1, ignore_eos=True)))
+engine.run()
+ages["first token"] = process_age()
+print(json.dumps(ages), flush=True)
 """
 
 
 def startup(name: str) -> dict[str, Any]:
-    """Cold: compiled kernels from nowhere, weights not in the page cache. Warm: the same once more."""
+    """Seconds from the start of a process. Cold: no compiled kernels, no weights in the page cache. Warm: once more."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("LMWORKS_BENCH_DISK")) as folder:
         weights = Path(folder) / "model"
         random_model(ModelSpec.from_preset(name), torch.device("cuda"), torch.bfloat16, seed=0).save_hf(weights)
@@ -151,9 +164,8 @@ def startup(name: str) -> dict[str, Any]:
         size = sum(file.stat().st_size for file in weights.iterdir())
         forget(weights)
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        times = {}
+        times: dict[str, Any] = {}
         for case in ("cold", "warm"):
-            began = time.perf_counter()
             child = subprocess.run(
                 [sys.executable, "-c", FIRST_TOKEN, str(weights)],
                 env={**os.environ, **caches},
@@ -161,10 +173,10 @@ def startup(name: str) -> dict[str, Any]:
                 text=True,
                 check=False,
             )
-            times[case] = time.perf_counter() - began  # the end of the process, some 0.1 s, is in it
-            if "first token" not in child.stdout:
+            if child.returncode:
                 raise RuntimeError(f"start-up of {name} failed:\n{child.stderr[-2000:]}")
-        return {"start-up": {"cold_s": times["cold"], "warm_s": times["warm"], "weights_gb": size / 1e9}}
+            times[case] = json.loads(child.stdout.splitlines()[-1])
+        return {case: {"weights_gb": size / 1e9, **ages} for case, ages in times.items()}
 
 
 def forget(folder: Path) -> None:
