@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .paged_attention import LARGEST, LayerCache, Pages
-from .triton_support import multiprocessors, power_of_two, tl, triton
+from .triton_support import early, multiprocessors, power_of_two, tl, triton, wait
 
 MOST_SPLITS = 64
 PROGRAMS_EACH = 8  # programs for each multiprocessor that splitting aims at: enough to even out unequal lengths
@@ -115,6 +115,7 @@ def launch(
         ROWS=config.rows,
         SIZE=cache.size,
         SPLIT=split,
+        **early(q.device),
         **shape,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -129,6 +130,7 @@ def launch(
             config.splits,
             MOST=max(8, power_of_two(config.splits)),
             ONE_EACH=pages.longest_query == 1 and tokens == seqs,
+            **early(q.device),
             **shape,
             num_warps=4,
         )
@@ -187,11 +189,13 @@ def attend_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     kv_head, seq = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + seq)
     queries = tl.load(starts_ptr + seq + 1) - start
     length = tl.load(lengths_ptr + seq)
+    wait(EARLY)
     # The last queries of a prompt see the most keys; their programs begin first, so that none is left over at the end.
     first = 0 if SPLIT else (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     low, high = key_tiles(length, queries, first, QUERIES, TILE, WINDOW)
@@ -287,6 +291,7 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     MOST: tl.constexpr,  # splits, at most
     ONE_EACH: tl.constexpr,  # sequence i has one query, and that is query i
+    EARLY: tl.constexpr,
 ):
     """Parts weighted by e^lse, for one query and head."""
     query, head, seq = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
@@ -294,8 +299,10 @@ def merge_kernel(
     if not ONE_EACH:
         start = tl.load(starts_ptr + seq)
         queries = tl.load(starts_ptr + seq + 1) - start
-        if query >= queries:
-            return
+    length = tl.load(lengths_ptr + seq)
+    wait(EARLY)
+    if query >= queries:
+        return
     # All is read at once, also what nobody wrote: which parts there are is known only when the length has come.
     split, d = tl.arange(0, MOST), tl.arange(0, WIDTH)
     place = (start + query).to(tl.int64) * HEADS + head
@@ -303,7 +310,7 @@ def merge_kernel(
     lse = tl.load(lse_ptr + offsets, mask=split < splits, other=float("-inf"))
     inside = (split < splits)[:, None] & (d < HEAD_DIM)[None, :]
     parts = tl.load(parts_ptr + offsets[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
-    low, high = key_tiles(tl.load(lengths_ptr + seq), queries, 0, QUERIES, TILE, WINDOW)
+    low, high = key_tiles(length, queries, 0, QUERIES, TILE, WINDOW)
     there = (split == 0) | (split * tl.cdiv(high - low, splits) < high - low)
     lse = tl.where(there, lse, float("-inf"))
     weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
