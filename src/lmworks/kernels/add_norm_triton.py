@@ -33,7 +33,7 @@ def launch(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor
 
 @triton.jit
 def add_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, total_ptr, normed_ptr, hidden, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x_ptr, delta_ptr, weight_ptr, total_ptr, normed_ptr, hidden, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr = False
 ):
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, BLOCK)
