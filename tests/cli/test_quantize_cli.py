@@ -89,6 +89,12 @@ def byte_tokenizer() -> str:
     return train_bpe(["for x in y: return x if not y"] * 3, 257)
 
 
+def test_a_folder_with_other_things_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    code, _, error = call("no-such-run", "--scheme", "int8", "--out", tmp_path)
+    assert (code, "not empty" in error) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmworks import GPT, ModelSpec
 from lmworks.data import TokenData
-from lmworks.engine.calibrate_quant import Seen, calibrated, gptq
+from lmworks.engine.calibrate_quant import Seen, Walk, calibrated, gptq, quantize_blocks
 from lmworks.engine.drift import DriftMonitor, Inputs
 from lmworks.engine.quantize import Calibration, QuantizationRefused, quantize
 from lmworks.engine.quantized_folder import (
@@ -110,6 +110,17 @@ def test_layers_merge_along_their_outputs(scheme: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_cast_leaves_the_format_as_it_is(scheme: str) -> None:
+    model = apply_quantization(small("gpt2"), scheme)
+    before = copy.deepcopy(model.layers()[0].mlp.up)
+    after = model.bfloat16().layers()[0].mlp.up
+    assert after.bias.dtype == torch.bfloat16
+    for name in ("weight", "scale"):
+        assert getattr(after, name).dtype == getattr(before, name).dtype
+    assert torch.equal(after.dequantized(), before.dequantized())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_fixed_layer_gives_a_row_the_same_bits_among_any_others(scheme: str) -> None:
     model = apply_quantization(small(), scheme)
     layer = model.layers()[0].mlp.down
@@ -142,15 +153,15 @@ def test_inputs_that_do_not_move_together_leave_plain_rounding() -> None:
 
 
 def test_calibrated_rounding_keeps_the_output_of_inputs_that_move_together() -> None:
+    """Features 0 … 127 and 128 … 255 move together: what the first lose is made up for by the second, too."""
     draw = torch.Generator().manual_seed(0)
-    layer = Linear(128, 96)
-    layer.weight = torch.nn.Parameter(torch.randn(96, 128, generator=draw), requires_grad=False)
+    layer = Linear(256, 96)
+    layer.weight = torch.nn.Parameter(torch.randn(96, 256, generator=draw), requires_grad=False)
     layer.bias = torch.nn.Parameter(torch.randn(96, generator=draw), requires_grad=False)
-    mix = torch.randn(16, 128, generator=draw)  # 128 features that are mixtures of 16, some of them large
+    mix = torch.randn(100, 128, generator=draw)  # 128 features that are mixtures of 100, some of them large
     mix[:, ::9] *= 8
-    inputs, others = (
-        torch.randn(400, 16, generator=draw) @ mix + 0.1 * torch.randn(400, 128, generator=draw) for _ in "ab"
-    )
+    mix = torch.cat((mix, mix + 0.1 * torch.randn(100, 128, generator=draw)), dim=1)
+    inputs, others = (torch.randn(600, 100, generator=draw) @ mix for _ in "ab")
     inputs[:, 5] = others[:, 5] = 0  # never seen: the damping keeps H invertible
     seen = Seen()
     seen.take(inputs, True, True)
@@ -159,6 +170,31 @@ def test_calibrated_rounding_keeps_the_output_of_inputs_that_move_together() -> 
     plain, better = (new(others) - layer.bias for new in (rounded(scheme, layer), calibrated(scheme, layer, seen, 128)))
     assert off(plain, wanted) > 0.05
     assert off(better, wanted) < 0.4 * off(plain, wanted)
+
+
+def test_layers_are_measured_on_inputs_that_they_were_not_fitted_to() -> None:
+    model = small()
+    block = model.layers()[0]
+    states = [torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    with torch.no_grad():
+        seen = Walk(model, block).watch(states, {"mlp.down": block.mlp.down, "attention.q": block.attention.q}, True)
+    rows = [block.attention_norm(x).flatten(0, 1) for x in states]
+    torch.testing.assert_close(seen["attention.q"].rows(), rows[3])
+    fitted = torch.cat(rows[:3])
+    torch.testing.assert_close(seen["attention.q"].second_moment, fitted.t() @ fitted)
+    assert not block.mlp.down._forward_pre_hooks
+
+
+def test_later_blocks_see_what_quantized_ones_give() -> None:
+    model = small()
+    batches = [some_tokens(model), some_tokens(model, rows=3)]
+    reports = {layer.name: layer for layer in quantize_blocks(model, SCHEMES["int4"], batches, 128)}
+    inputs: list[Tensor] = []
+    model.layers()[1].attention.q.register_forward_pre_hook(lambda _layer, given: inputs.append(given[0].flatten()))
+    for tokens in batches:
+        model(tokens)
+    assert reports["blocks.1.attention.q"].amax == pytest.approx(float(torch.cat(inputs).abs().max()), rel=1e-5)
+    assert reports["blocks.1.mlp.up"].group == 32
 
 
 # --- a trained network through the pipeline ---------------------------------------------------------------
@@ -220,7 +256,7 @@ def test_a_broken_scale_is_refused_and_its_layer_named(trained: GPT, text: Calib
         return new
 
     with pytest.raises(QuantizationRefused, match=broken) as refused:
-        quantize(copy.deepcopy(trained), "int8", text, limit=1e9, make=not_finite)
+        quantize(copy.deepcopy(trained), "int8", text, limit=math.inf, make=not_finite)
     json.dumps(refused.value.report.to_dict(), allow_nan=False)
 
 
@@ -354,3 +390,22 @@ def test_drift_is_seen_when_inputs_change_and_only_then(folder: tuple[GPT, Path]
 def test_a_monitor_needs_records() -> None:
     with pytest.raises(SpecError, match="no quantized layer"):
         DriftMonitor(small(), {"blocks.0.mlp.up": Inputs(1, 1)})
+
+
+# --- served ---------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_serves_a_folder_as_the_plain_network_would(folder: tuple[GPT, Path]) -> None:
+    """Merged, paged and batched it takes the tokens that the whole network, run anew for each, finds likeliest."""
+    from lmworks import LLM, SamplingParams
+
+    model, out = folder
+    prompts = [list(text.encode()) for text in ("def", "return x if", "import self not y", "for x in")]
+    llm = LLM(out, device="cpu", blocks=64, context=32)
+    results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), progress=False)
+    llm.close()
+    for prompt, result in zip(prompts, results, strict=True):
+        tokens = torch.tensor([prompt])
+        for _ in range(10):
+            tokens = torch.cat((tokens, model(tokens)[:, -1, :257].argmax(dim=-1, keepdim=True)), dim=1)
+        assert result.token_ids == tokens[0, len(prompt) :].tolist()

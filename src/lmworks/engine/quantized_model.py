@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,16 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.scheme.linear(x, self.weight, self.scale, self.fixed)
         return y if self.bias is None else y + self.bias
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """A move takes everything along; a cast (`model.bfloat16()`) leaves the format as it is."""
+        was = {"weight": self.weight, "scale": self.scale}
+        super()._apply(fn, recurse)
+        for name, before in was.items():
+            now = getattr(self, name)
+            if now.dtype != before.dtype:
+                setattr(self, name, before.to(now.device))
+        return self
 
     @property
     def in_features(self) -> int:
