@@ -1,0 +1,140 @@
+"""What the API and its engine's process say to each other: pickled messages on a pair of sockets of their own.
+
+A frame is its length (4 bytes) and a pickle. Many events travel in one frame, as plain tuples: a step of hundreds of
+sequences costs one write and one read. Nobody else can write to these sockets, so unpickling is safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..data import Tokenizer
+from ..data.tokenizer import FileTokenizer
+from ..engine.engine import Engine
+from .backend import Ask
+
+LENGTH = struct.Struct("!I")
+
+
+@dataclass(frozen=True)
+class Served:
+    """An engine, and what the API must know to make prompts for it."""
+
+    engine: Engine
+    folder: Path | None = None  # where a chat template may lie
+    begin_of_text: bool = False  # text prompts begin as `transformers` would have them (Hugging Face folders)
+
+
+Factory = Callable[[], Served]  # picklable: a function of a module, or functools.partial of one
+
+
+# --- messages ---------------------------------------------------------------------------------------------
+
+
+class Assignment(NamedTuple):
+    """The first word to the process."""
+
+    path: list[str]  # sys.path, before the factory is unpickled
+    factory: bytes
+
+
+class Hello(NamedTuple):
+    """The engine is ready."""
+
+    context: int
+    vocab: int
+    max_seqs: int
+    adapters: tuple[str, ...]
+    tokenizer: bytes
+    folder: Path | None
+    begin_of_text: bool
+
+
+class Submit(NamedTuple):
+    number: int  # by which both sides know the request
+    ask: Ask
+
+
+class Cancel(NamedTuple):
+    number: int
+
+
+class Report(NamedTuple):
+    """What the last steps brought."""
+
+    steps: int  # since the start
+    started: list[int]  # requests that were let in
+    refused: list[tuple[int, str]]
+    events: list[tuple[int, tuple[Any, ...]]]  # by request: the fields of an Event
+    metrics: dict[str, Any] | None  # now and then
+
+
+class Failed(NamedTuple):
+    """The last word of a process that cannot go on."""
+
+    error: str
+
+
+# --- frames -----------------------------------------------------------------------------------------------
+
+
+def frame(message: Any) -> bytes:
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(body)) + body
+
+
+async def receive(reader: asyncio.StreamReader) -> Any:
+    """The next message; raises IncompleteReadError or ConnectionError at the end."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return pickle.loads(await reader.readexactly(length))
+
+
+class Wire:
+    """The process's own end, for threads: one reads, any may write."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.file = connection.makefile("rb")
+        self.writing = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Waits where the other side does not read: an engine must not run far ahead of those who listen."""
+        data = frame(message)
+        with self.writing:
+            self.connection.sendall(data)
+
+    def messages(self) -> Iterator[Any]:
+        """Until the other side closes, or is gone."""
+        while len(head := self.file.read(LENGTH.size)) == LENGTH.size:
+            body = self.file.read(LENGTH.unpack(head)[0])
+            if len(body) < LENGTH.unpack(head)[0]:
+                return
+            yield pickle.loads(body)
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------
+
+
+def pack_tokenizer(tokenizer: Tokenizer | None) -> bytes:
+    """A pickled `tokenizers.Tokenizer` forgets its settings: its text does not know them, `FileTokenizer` does."""
+    if isinstance(tokenizer, FileTokenizer):
+        return pickle.dumps((tokenizer.inner.to_str(), tokenizer.eot))
+    return pickle.dumps(tokenizer)
+
+
+def unpack_tokenizer(packed: bytes) -> Tokenizer | None:
+    found = pickle.loads(packed)
+    if not isinstance(found, tuple):
+        return found
+    import tokenizers
+
+    text, eot = found
+    return FileTokenizer(tokenizers.Tokenizer.from_str(text), eot)

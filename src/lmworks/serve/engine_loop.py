@@ -1,0 +1,215 @@
+"""The engine's process: it takes in what the API sends, steps, and reports what each step brought.
+
+One thread steps the engine and writes. A second one reads; a shape to compile goes to a third, so that it holds up
+nobody. When the API's end of the wire is closed, or the API is gone in whatever way, the process ends at once.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from ..engine.engine import Engine
+from ..engine.request import Answer, Piece, Request, Result
+from ..spec import LMWorksError
+from .backend import Ask, Usage
+from .channel import Assignment, Cancel, Failed, Hello, Report, Served, Submit, Wire, pack_tokenizer
+
+NEWS_S = 0.25  # between two reports of numbers, while there is work
+COMPILERS = 2
+
+Fields = tuple[Any, ...]  # of an Event
+
+
+def serve(wire: Wire) -> int:
+    """What the process does: load, then step until the wire ends. The exit code."""
+    messages = wire.messages()
+    try:
+        assignment: Assignment = next(messages)
+        sys.path[:] = assignment.path
+        loop = Loop(wire)
+        threading.Thread(target=listen, args=(loop, messages), name="listen", daemon=True).start()
+        served: Served = pickle.loads(assignment.factory)()
+        loop.engine = served.engine
+        wire.send(hello(served))
+        loop.run()
+    except StopIteration:
+        return 0  # nobody there
+    except BrokenPipeError:
+        return 0  # nobody there any more
+    except BaseException as error:
+        known = isinstance(error, LMWorksError)
+        if not known:
+            traceback.print_exc()
+        with suppress(OSError):
+            wire.send(Failed(str(error) if known else f"{type(error).__name__}: {error}"))
+    return 1
+
+
+def listen(loop: Loop, messages: Any) -> None:
+    try:
+        for message in messages:
+            loop.hear(message)
+    finally:
+        os._exit(0)  # in the middle of a step, if need be: nobody waits for it
+
+
+def hello(served: Served) -> Hello:
+    engine = served.engine
+    return Hello(
+        engine.spec.context,
+        engine.runner.valid_vocab,
+        engine.spec.max_seqs,
+        tuple(sorted(engine.adapters)),
+        pack_tokenizer(engine.tokenizer),
+        served.folder,
+        served.begin_of_text,
+    )
+
+
+class Loop:
+    """Only `run` touches the engine; what is heard waits as orders until it has time."""
+
+    engine: Engine  # there before anything is heard: the API waits for our hello
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.wanted: set[int] = set()  # requests that somebody waits for
+        self.orders: list[Callable[[], None]] = []
+        self.changed = threading.Condition()  # guards both
+        self.compilers = ThreadPoolExecutor(COMPILERS, "compile")
+        self.refused: list[tuple[int, str]] = []
+        self.steps = 0
+        self.told = 0.0  # when numbers were last reported
+
+    # --- hearing ------------------------------------------------------------------------------------------
+
+    def hear(self, message: Submit | Cancel) -> None:
+        if isinstance(message, Cancel):
+            with self.changed:
+                self.wanted.discard(message.number)
+            self.order(lambda: self.cancel(message.number))
+            return
+        with self.changed:
+            self.wanted.add(message.number)
+        if message.ask.params.shaped and self.engine.runner.grammars is not None:
+            self.compilers.submit(self.compile, message)
+        else:
+            self.order(lambda: self.take_in(message))
+
+    def order(self, what: Callable[[], None]) -> None:
+        with self.changed:
+            self.orders.append(what)
+            self.changed.notify()
+
+    def compile(self, message: Submit) -> None:
+        """The engine finds it compiled, then. One that cannot be is refused without troubling the engine."""
+        try:
+            assert self.engine.runner.grammars is not None
+            self.engine.runner.grammars.matcher(message.ask.params)
+        except Exception as error:
+            reason = str(error)
+            self.order(lambda: self.refuse(message.number, reason))
+        else:
+            self.order(lambda: self.take_in(message))
+
+    # --- the engine's thread ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while True:
+            self.carry_out()
+            pieces: list[Piece] = []
+            if self.engine.busy:
+                pieces = self.engine.step()
+                self.steps += 1
+            self.report(pieces)
+
+    def carry_out(self) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.orders or self.engine.busy)
+            orders, self.orders = self.orders, []
+        for order in orders:
+            order()
+
+    def take_in(self, message: Submit) -> None:
+        """Whatever goes wrong here is this request's own affair."""
+        if message.number not in self.wanted:
+            return  # taken back while its shape was compiled
+        try:
+            self.engine.add(request_of(message.number, message.ask))
+        except Exception as error:
+            self.refuse(message.number, f"{type(error).__name__}: {error}")
+
+    def refuse(self, number: int, reason: str) -> None:
+        self.refused.append((number, reason))
+
+    def cancel(self, number: int) -> None:
+        self.engine.cancel(number)
+
+    def report(self, pieces: list[Piece]) -> None:
+        started = list({each.request.id for each in self.engine.scheduler.admitted}) if self.engine.busy else []
+        events = []
+        for piece in pieces:
+            number = piece.request.id
+            if number not in self.wanted:
+                continue
+            if piece.result is not None and not piece.request.sequences:
+                self.refuse(number, piece.result.error or "the request was refused")
+            else:
+                events += [(number, fields) for fields in events_of(piece)]
+        refused, self.refused = self.refused, []
+        over = [piece.request.id for piece in pieces if piece.result is not None]
+        with self.changed:
+            self.wanted.difference_update(over, (number for number, _ in refused))
+        idle, now = not self.engine.busy, time.monotonic()
+        news = idle or now - self.told >= NEWS_S
+        if news or started or refused or events:
+            self.told = now if news else self.told
+            metrics = asdict(self.engine.metrics) if news else None
+            self.wire.send(Report(self.steps, started, refused, events, metrics))
+
+
+# --- what the engine says, as events ----------------------------------------------------------------------
+
+
+def request_of(number: int, ask: Ask) -> Request:
+    """Of answers among which the best are chosen nothing can be shown before all have ended."""
+    params = ask.params
+    stream = ask.stream and params.answers == params.n
+    return Request(ask.prompt, params, ask.priority, ask.tenant, stream=stream, id=number)
+
+
+def events_of(piece: Piece) -> list[Fields]:
+    """The fields of its events. A request that is not streamed has its answers as a whole, at its end."""
+    request, result = piece.request, piece.result
+    final = None if result is None else usage(request, result)
+    prompt_logprobs = None if result is None else result.prompt_logprobs
+    if request.stream:
+        done = request.sequences[piece.index].done if piece.finish_reason is not None else None
+        stop_reason, error = (done.stop_reason, done.error) if done is not None else (None, None)
+        logprobs = piece.logprobs if request.params.logprobs is not None else None
+        shown = (piece.index, piece.token_ids, piece.text, logprobs)
+        return [(*shown, piece.finish_reason, stop_reason, error, final, prompt_logprobs)]
+    if result is None:
+        return []
+    whole = [answer_fields(index, answer, request) for index, answer in enumerate(result.answers)]
+    return [(*fields, None, None) for fields in whole[:-1]] + [(*whole[-1], final, prompt_logprobs)]
+
+
+def answer_fields(index: int, answer: Answer, request: Request) -> Fields:
+    logprobs = answer.logprobs if request.params.logprobs is not None else None
+    return (index, answer.token_ids, answer.text, logprobs, answer.finish_reason, answer.stop_reason, answer.error)
+
+
+def usage(request: Request, result: Result) -> Usage:
+    made = sum(len(each.answer) for each in request.sequences)
+    return Usage(len(request.prompt), made, result.cached_tokens, **result.times)
