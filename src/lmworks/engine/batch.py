@@ -13,7 +13,7 @@ from step to step, and only what they grew by is written.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -27,6 +27,8 @@ from ..spec import EngineSpec
 from .request import UNKNOWN, Sequence
 from .scheduler import Chunk, Step
 
+SLOTS, ROWS, STARTS = 2, 4, 7  # indices of sections
+WIDE = 6  # sections of int64 numbers; those behind them are of int32
 ALIGN = 16  # int64 numbers: 128 bytes
 NARROWEST = 2048  # tokens that the narrowest table covers; the next covers WIDER times as many, and so on
 WIDER = 4
@@ -34,7 +36,7 @@ WIDER = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a step, and so where the sections of its buffer begin."""
+    """The sizes of a step, and so where the sections of its buffer begin. Without its width it is a frame for steps."""
 
     tokens: int
     seqs: int
@@ -44,28 +46,26 @@ class Layout:
     longest: int  # the most tokens that a sequence computes
 
     @property
-    def sizes(self) -> list[int]:
-        """Numbers in each section: six of int64, then five of int32."""
-        seqs = [self.seqs, self.seqs + 1]
-        return [*(3 * [self.tokens]), *(3 * [self.rows]), *seqs, *seqs, self.seqs * self.width]
-
-    @property
     def size(self) -> int:
         """Of the buffer, in int64 numbers."""
-        return bounds(self)[-1]
+        return sections(self)[-1][1]
 
 
-@lru_cache(maxsize=1024)
-def bounds(layout: Layout) -> list[int]:
-    numbers = [size if i < 6 else math.ceil(size / 2) for i, size in enumerate(layout.sizes)]
-    return list(accumulate((math.ceil(n / ALIGN) * ALIGN for n in numbers), initial=0))
+@lru_cache(maxsize=4096)
+def sections(layout: Layout) -> list[tuple[int, int, int]]:
+    """Of each section: where it begins and ends, counted in int64 numbers, and how many numbers it holds."""
+    each = [layout.seqs, layout.seqs + 1]
+    sizes = [*(3 * [layout.tokens]), *(3 * [layout.rows]), *each, *each, layout.seqs * layout.width]
+    room = [math.ceil(size / (ALIGN if i < WIDE else 2 * ALIGN)) * ALIGN for i, size in enumerate(sizes)]
+    ends = list(accumulate(room))
+    return list(zip([0, *ends], ends, sizes, strict=False))
 
 
 def cut(buffer: Any, layout: Layout, int32: Any) -> list[Any]:
     """The sections of a buffer, of numpy or of torch."""
-    at = bounds(layout)
-    parts = [buffer[at[i] : at[i + 1]] for i in range(len(at) - 1)]
-    return [(part if i < 6 else part.view(int32))[: layout.sizes[i]] for i, part in enumerate(parts)]
+    found = sections(layout)
+    wide = [buffer[begin : begin + size] for begin, _, size in found[:WIDE]]
+    return wide + [buffer[begin:end].view(int32)[:size] for begin, end, size in found[WIDE:]]
 
 
 @dataclass(frozen=True)
@@ -118,58 +118,61 @@ class Packer:
             width *= WIDER
         return min(width, self.widest)
 
-    def pack(self, step: Step, padded: int = 0, each: int = 1) -> tuple[Tensor, Layout]:
-        """The buffer on the host. A step that only decodes may be padded to `padded` sequences of `each` tokens."""
+    def pack(self, step: Step, frame: Layout | None = None) -> tuple[Tensor, Layout]:
+        """The buffer on the host. `frame` has room for the step: the places that it does not take are nobody's."""
         chunks = step.chunks
         facts = np.array([facts_of(chunk) for chunk in chunks], np.int64).T
         slot, start, count, wanted, prompt, blocks = facts
         self.update_tables(chunks, slot, blocks, anew=bool(step.copies))
         seqs, total, rows = len(chunks), int(count.sum()), int(wanted.sum())
+        single = int((count == 1).sum())
         width = self.width(int(blocks.max()))
-        if padded:
-            layout = decoding_layout(padded, each, width)
+        if frame is None:
+            layout = Layout(total, seqs, rows, width, single, int(count.max()))
         else:
-            layout = Layout(total, seqs, rows, width, int((count == 1).sum()), int(count.max()))
-        buffer = self.padding(layout, total, rows, seqs)
-        tokens, positions, slots, at, row_slots, places, lengths, starts, *late, tables = cut(
-            buffer.numpy(), layout, np.int32
-        )
-        ends = count.cumsum()
+            layout = replace(frame, width=width)
+        buffer, parts = self.nobodys(layout)
+        tokens, positions, slots, at, row_slots, places, lengths, starts, *late, tables = parts
+        # In a frame, longer chunks lie behind all the places for those of one token.
+        gap = max(layout.decoding - single, 0)
+        mine = np.arange(seqs) + gap * (np.arange(seqs) >= single)  # (S): the place of each chunk
         owner = np.repeat(np.arange(seqs), count)  # (T): the chunk of each token
+        here = np.arange(total) + (mine - np.arange(seqs))[owner]  # (T): the place of each token
+        ends = count.cumsum()
         position = np.arange(total) + (start - ends + count)[owner]
         ids = np.array(tokens_of(chunks), np.int64)
-        tokens[:total] = np.where(ids == UNKNOWN, self.vocab + slot[owner], ids)
-        positions[:total] = position
-        slots[:total] = self.tables[slot[owner], position // self.size].astype(np.int64) * self.size
-        slots[:total] += position % self.size
+        tokens[here] = np.where(ids == UNKNOWN, self.vocab + slot[owner], ids)
+        positions[here] = position
+        block = self.tables[slot[owner], position // self.size].astype(np.int64)
+        slots[here] = block * self.size + position % self.size
         asker = np.repeat(np.arange(seqs), wanted)  # (R): the chunk of each row
         within = np.arange(rows) - wanted.cumsum()[asker]  # −wanted … −1
-        at[:rows] = ends[asker] + within
+        at[:rows] = here[ends[asker] + within]
         row_slots[:rows] = slot[asker]
         places[:rows] = (start + count - prompt)[asker] + within + 1
-        lengths[:seqs] = start + count
-        starts[0] = 0
-        starts[1 : seqs + 1] = ends
-        tables.reshape(-1, layout.width)[:seqs] = self.tables[slot, : layout.width]
+        lengths[mine] = start + count
+        queries = (np.arange(layout.seqs) < layout.decoding).astype(np.int64)  # nobody's: one each where one is usual
+        queries[mine] = count
+        starts[0], starts[1:] = 0, queries.cumsum()
+        tables.reshape(-1, layout.width)[mine] = self.tables[slot, : layout.width]
         if (rest := layout.seqs - layout.decoding) > 0:
             late[0][:rest] = lengths[-rest:]
             late[1][: rest + 1] = starts[-rest - 1 :] - layout.decoding
         return buffer, layout
 
-    def nobody(self, seqs: int) -> tuple[Tensor, Layout]:
-        """A decoding step in which every place is padding: it changes nothing."""
-        layout = decoding_layout(seqs, 1, self.width(1))
-        return self.padding(layout, 0, 0, 0), layout
+    def nobody(self, frame: Layout) -> tuple[Tensor, Layout]:
+        """A decoding step in which every place is nobody's: it changes nothing."""
+        layout = replace(frame, width=self.width(1))
+        buffer, parts = self.nobodys(layout)
+        parts[STARTS][:] = np.arange(layout.seqs + 1)
+        return buffer, layout
 
-    def padding(self, layout: Layout, tokens: int, rows: int, seqs: int) -> Tensor:
-        """A buffer whose places behind so many are taken by nobody; those before are still to be written."""
-        buffer = torch.empty(layout.size, dtype=torch.int64, pin_memory=self.pinned)
-        ids, positions, slots, at, owners, places, lengths, starts, *_, tables = cut(buffer.numpy(), layout, np.int32)
-        ids[tokens:], positions[tokens:], slots[tokens:] = 0, 0, -1
-        at[rows:], owners[rows:], places[rows:] = 0, self.unused, 0
-        lengths[seqs:], starts[seqs:] = 0, tokens + np.arange(layout.seqs - seqs + 1)
-        tables[seqs * layout.width :] = 0
-        return buffer
+    def nobodys(self, layout: Layout) -> tuple[Tensor, list[np.ndarray]]:
+        """A buffer and its sections. Its places are nobody's: token 0, stored nowhere, of a sequence without keys."""
+        buffer = torch.zeros(layout.size, dtype=torch.int64, pin_memory=self.pinned)
+        parts = cut(buffer.numpy(), layout, np.int32)
+        parts[SLOTS][:], parts[ROWS][:] = -1, self.unused
+        return buffer, parts
 
     def update_tables(self, chunks: list[Chunk], slot: np.ndarray, blocks: np.ndarray, anew: bool) -> None:
         """Write what tables grew by. After a copy of blocks a table may have changed anywhere: then all of it."""
@@ -182,9 +185,14 @@ class Packer:
             self.filled[row] = end
 
 
-def decoding_layout(seqs: int, each: int, width: int) -> Layout:
-    """Of a step in which every token asks for the next: so many sequences, of up to `each` tokens."""
-    return Layout(seqs * each, seqs, seqs * each, width, seqs if each == 1 else 0, each)
+def decoding_frame(seqs: int, each: int = 1) -> Layout:
+    """For steps in which every token asks for the next: so many sequences, of up to `each` tokens."""
+    return Layout(seqs * each, seqs, seqs * each, 0, seqs if each == 1 else 0, each)
+
+
+def mixed_frame(decoding: int, prompts: int, tokens: int, longest: int) -> Layout:
+    """For steps in which so many sequences decode, and others compute so many tokens, each up to `longest`."""
+    return Layout(decoding + tokens, decoding + prompts, decoding + prompts, 0, decoding, longest)
 
 
 def facts_of(chunk: Chunk) -> tuple[int, int, int, int, int, int]:

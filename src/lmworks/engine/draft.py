@@ -20,7 +20,7 @@ from ..model.attention import make_pattern
 from ..model.gpt import GPT
 from ..model.moe import moe_layers
 from ..spec import SpecError
-from .batch import Batch, Layout, unpack
+from .batch import Batch, decoding_frame, unpack
 from .cache import Cache, CacheShape
 from .fuse import fuse
 from .graphs import Graphs
@@ -83,7 +83,7 @@ class Draft:
         self.cache = Cache(self.shape, blocks, runner.device)
         if graphs and not moe_layers(self.model):
             seqs = runner.spec.max_seqs
-            self.graphs = Graphs(self.work, Layout(seqs, seqs, seqs, runner.packer.widest, seqs, 1), runner.device)
+            self.graphs = Graphs(self.work, decoding_frame(seqs), runner.packer.widest, runner.device)
 
     def states(self, batch: Batch) -> Tensor:
         spec, runner = self.model.spec, self.runner
@@ -125,7 +125,7 @@ class Draft:
         runner, count = self.runner, len(chunks)
         sampler = runner.sampler
         step = Step([Chunk(chunk.sequence, chunk.start, 1, 1) for chunk in chunks])
-        buffer, layout = runner.packer.pack(step, self.graphs.padded(count) if self.graphs else 0)
+        buffer, layout = runner.packer.pack(step, self.graphs.padded(count) if self.graphs else None)
         if self.graphs:
             buffer = self.graphs.buffer[: layout.size].copy_(buffer, non_blocking=True)
         else:

@@ -1,8 +1,11 @@
-"""Decoding steps as CUDA graphs: all launches of a step replayed by one call.
+"""Steps as CUDA graphs: all launches of a step replayed by one call.
 
-A graph is made for a number of sequences (a step is padded to the next one), a width of the block tables, and what the
+A graph is made for a frame of places (a step that takes fewer is padded), a width of the block tables, and what the
 sampler does. The first step of a kind runs as it is, which also compiles its kernels, and is then recorded; recording
 runs nothing, so it changes no state.
+
+Decoding steps have a frame for each of a few numbers of sequences. Steps that compute prompts too are of more kinds:
+small ones, which take the host longer to launch than the device to compute, are recorded when a kind comes again.
 """
 
 from __future__ import annotations
@@ -14,8 +17,13 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .batch import Batch, Layout, unpack
+from .batch import Batch, Layout, decoding_frame, mixed_frame, unpack
 from .sampler import Wants
+from .scheduler import Step
+
+MIXED = [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]  # tokens of prompts that a frame has room for
+MOST_PROMPTS = 32  # that a mixed step may compute
+MOST_MIXED = 256  # kinds of mixed steps that are recorded
 
 Result = TypeVar("Result")
 Work = Callable[[Batch, Wants | None], Result]
@@ -35,15 +43,35 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 class Graphs(Generic[Result]):
-    def __init__(self, work: Work[Result], largest: Layout, device: torch.device) -> None:
+    def __init__(self, work: Work[Result], largest: Layout, widest: int, device: torch.device) -> None:
+        """`largest`: the frame of decoding steps; `widest`: of a block table."""
         self.work, self.sizes = work, sizes_up_to(largest.seqs)
-        self.buffer = torch.zeros(largest.size, dtype=torch.int64, device=device)
+        frames = (largest, mixed_frame(largest.seqs, MOST_PROMPTS, MIXED[-1], 1))
+        size = max(replace(frame, width=widest).size for frame in frames)
+        self.buffer = torch.zeros(size, dtype=torch.int64, device=device)
+        self.frames: set[Layout] = set()  # of mixed steps that came
         self.recorded: dict[tuple[Layout, Wants | None], tuple[torch.cuda.CUDAGraph, Result]] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
 
-    def padded(self, sequences: int) -> int:
-        return next(size for size in self.sizes if size >= sequences)
+    def padded(self, sequences: int, each: int = 1) -> Layout:
+        """The frame of a decoding step: so many sequences, of up to `each` tokens."""
+        return decoding_frame(next(size for size in self.sizes if size >= sequences), each)
+
+    def mixed(self, step: Step) -> Layout | None:
+        """The frame of a step that computes prompts too; None where it is large, or the first of its kind."""
+        counts = [chunk.count for chunk in step.chunks if chunk.count > 1]
+        singles, tokens = len(step.chunks) - len(counts), sum(counts)
+        guessing = any(chunk.wanted > 1 for chunk in step.chunks)
+        if guessing or not 0 < len(counts) <= MOST_PROMPTS or tokens > MIXED[-1]:
+            return None
+        decoding = self.padded(singles).seqs if singles else 0
+        room = next(size for size in MIXED if size >= tokens)
+        frame = mixed_frame(decoding, power_of_two(len(counts)), room, power_of_two(max(counts)))
+        known = frame in self.frames
+        if not known and len(self.frames) < MOST_MIXED:
+            self.frames.add(frame)
+        return frame if known else None
 
     def run(self, buffer: Tensor, layout: Layout, wants: Wants | None) -> Result:
         """The step in `buffer` (on the host). What it returns is overwritten by the next."""
@@ -69,3 +97,8 @@ class Graphs(Generic[Result]):
             graph.capture_end()
         now.wait_stream(self.stream)
         return graph, result
+
+
+def power_of_two(number: int) -> int:
+    """The next one that is not below."""
+    return 1 << (number - 1).bit_length()

@@ -16,7 +16,7 @@ from ..model.attention import make_pattern
 from ..model.gpt import GPT
 from ..model.moe import moe_layers
 from ..spec import EngineSpec, ModelSpec, SpecError
-from .batch import Batch, Packer, decoding_layout, unpack
+from .batch import Batch, Layout, Packer, decoding_frame, unpack
 from .cache import CPU_BYTES, Cache, CacheShape, blocks_that_fit
 from .draft import Draft, Guessed
 from .fuse import fuse
@@ -75,7 +75,7 @@ class Runner:
         self.cache = Cache(shape, self.blocks, self.device)
         # Experts are run one by one, by counts that the host has to know: no graph can hold that.
         if self.device.type == "cuda" and self.spec.graphs and not moe_layers(model):
-            self.graphs = Graphs(self.work, decoding_layout(seqs, self.each, self.packer.widest), self.device)
+            self.graphs = Graphs(self.work, decoding_frame(seqs, self.each), self.packer.widest, self.device)
             record_graphs(self)
         if draft is not None:
             draft.allot(self.blocks, self.graphs is not None)
@@ -114,25 +114,30 @@ class Runner:
         mask = self.masks(picking)
         if self.draft is not None:
             self.draft.cache.copy(step.copies)
-        if self.graphs is not None and decodes(step):
-            found, batch = self.replay(self.graphs, step, wants, mask)
+        asked = asked_of(step.chunks)
+        if self.graphs is not None and not asked and (frame := self.frame(self.graphs, step)):
+            found, batch = self.replay(self.graphs, frame, step, wants, mask)
             return self.launched(picking, found, [], None, guesses_of(batch, picking))
         buffer, layout = self.packer.pack(step)
         batch = unpack(buffer.to(self.device, non_blocking=True), layout)
         guessed = None if self.draft is None else self.draft.guess(step, batch, wants)
         states = self.states(batch)
-        asked = asked_of(step.chunks)
         prompt = prompt_logprobs(self.model, states, asked) if asked else None
         sampled = self.pick(states, batch, wants, mask, guessed) if picking else None
         return self.launched(picking, sampled, asked, prompt, guesses_of(batch, picking))
 
+    def frame(self, graphs: Graphs[Tensor | Sampled], step: Step) -> Layout | None:
+        """That of the graph which holds such steps, if there is one."""
+        if decodes(step):
+            return graphs.padded(len(step.chunks), 1 if step.tokens == len(step.chunks) else self.each)
+        return graphs.mixed(step) if self.draft is None else None
+
     def replay(
-        self, graphs: Graphs[Tensor | Sampled], step: Step, wants: Wants, mask: Tensor | None
+        self, graphs: Graphs[Tensor | Sampled], frame: Layout, step: Step, wants: Wants, mask: Tensor | None
     ) -> tuple[Sampled, Batch]:
-        """A step that only decodes. The graph holds the sampler too where that makes passes over the logits alone."""
-        rows = step.tokens
-        each = 1 if rows == len(step.chunks) else self.each
-        buffer, layout = self.packer.pack(step, graphs.padded(len(step.chunks)), each)
+        """The graph holds the sampler too where that makes passes over the logits alone."""
+        rows = sum(chunk.wanted for chunk in step.chunks)
+        buffer, layout = self.packer.pack(step, frame)
         buffer = graphs.buffer[: layout.size].copy_(buffer, non_blocking=True)
         batch = unpack(buffer, layout)
         guessed = None if self.draft is None else self.draft.guess(step, batch, wants)
@@ -145,8 +150,12 @@ class Runner:
 
     def work(self, batch: Batch, wants: Wants | None) -> Tensor | Sampled:
         """What a graph holds: up to the logits, or with `wants` up to the tokens."""
-        logits = self.model.logits(self.states(batch))
+        logits = self.logits(self.states(batch), batch)
         return logits if wants is None else self.sample(logits, batch.rows, batch.places, wants, None)
+
+    def logits(self, states: Tensor, batch: Batch) -> Tensor:
+        """Of the tokens that ask for them, (rows, vocab)."""
+        return self.model.logits(states if batch.at is None else states[batch.at])
 
     def states(self, batch: Batch) -> Tensor:
         """What the last block gives for every token, (tokens, hidden)."""
@@ -163,7 +172,7 @@ class Runner:
         return self.model.states(self.ids[batch.tokens], batch.positions, attend)
 
     def pick(self, states: Tensor, batch: Batch, wants: Wants, mask: Tensor | None, guessed: Guessed | None) -> Sampled:
-        logits = self.model.logits(states if batch.at is None else states[batch.at])
+        logits = self.logits(states, batch)
         sampled = self.sample(logits, batch.rows, batch.places, wants, mask)
         return self.judged(sampled, logits, batch, guessed, wants)
 

@@ -53,5 +53,5 @@ def record_graphs(runner: Runner) -> None:
     """
     assert runner.graphs is not None
     for size in reversed(runner.graphs.sizes):  # the largest first: the others then find room in its memory
-        runner.graphs.run(*runner.packer.nobody(size), recorded_as(Wants()))
+        runner.graphs.run(*runner.packer.nobody(runner.graphs.padded(size)), recorded_as(Wants()))
     torch.cuda.synchronize(runner.device)
