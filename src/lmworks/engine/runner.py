@@ -130,7 +130,8 @@ class Runner:
         """That of the graph which holds such steps, if there is one."""
         if decodes(step):
             return graphs.padded(len(step.chunks), 1 if step.tokens == len(step.chunks) else self.each)
-        return graphs.mixed(step) if self.draft is None else None
+        # Drafts and adapters go by the order of tokens, which a frame for mixed steps tears apart.
+        return graphs.mixed(step) if self.draft is None and self.adapters is None else None
 
     def replay(
         self, graphs: Graphs[Tensor | Sampled], frame: Layout, step: Step, wants: Wants, mask: Tensor | None
