@@ -5,6 +5,7 @@ The floor is the bytes that a step must read over the bandwidth of a device copy
 
     python benchmarks/engine_gpu.py                                          # everything
     python benchmarks/engine_gpu.py --only throughput,quant --model llama3-8b
+    python benchmarks/engine_gpu.py --table
 
 Results are kept in benchmarks/results/engine_gpu.json after each part; parts that are not run keep what they had.
 """
@@ -215,13 +216,53 @@ def say(name: str, case: str, facts: dict[str, Any]) -> None:
     print(f"{name} {case}: ms a step at batch {times}; warm-up {facts['warm_up_s']:.1f} s", flush=True)
 
 
+def markdown(models: dict[str, Any]) -> str:
+    """The tables of docs/engine.md."""
+    lines = [
+        "| model | | output tokens/s | batch 1, ms (floor) | batch 8 | batch 64 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, parts in models.items():
+        peer = VLLM[name]
+        quoted = " | ".join(f"{peer['decode_ms'][str(batch)]:.2f}" for batch in BATCHES)
+        lines.append(f"| {name} | vLLM bf16, quoted | {peer['output_tokens_per_s']:,} | {quoted} |")
+        for case, facts in {**parts.get("throughput", {}), **parts.get("quant", {})}.items():
+            rate = facts["output_tokens_per_s"]
+            times = " | ".join(
+                f"{facts['decode_ms'][str(batch)]:.2f} ({facts['floors_ms'][str(batch)]:.2f})" for batch in BATCHES
+            )
+            lines.append(f"| | {case} | {rate:,.0f} ({rate / peer['output_tokens_per_s']:.2f}×) | {times} |")
+    lines += [
+        "",
+        "| model | start-up | imported | weights there | engine ready | first token |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, parts in models.items():
+        lines.append(f"| {name} | vLLM, quoted | | | | {VLLM[name]['startup_s']} s |")
+        for case, ages in parts.get("startup", {}).items():
+            told = " | ".join(
+                f"{ages[key]:.1f} s" for key in ("imported", "weights there", "engine ready", "first token")
+            )
+            lines.append(f"| | {case} | {told} |")
+    lines += ["", "| model | greedy, repeating text | output tokens/s | steps | accepted |", "|---|---|---|---|---|"]
+    for name, parts in models.items():
+        for case, facts in parts.get("spec", {}).items():
+            rate = f"{facts['output_tokens_per_s']:,.0f}"
+            lines.append(f"| {name} | {case} | {rate} | {facts['steps']} | {facts['acceptance']:.0%} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(USUAL), help=f"parts, with commas between them: {', '.join(PARTS)}")
     parser.add_argument("--model", default=",".join(VLLM), help="models, with commas between them")
+    parser.add_argument("--table", action="store_true", help="print what was kept as the tables of docs/engine.md")
     chosen = parser.parse_args()
     path = RESULTS / f"{NAME}.json"
     models = json.loads(path.read_text()).get("models", {}) if path.exists() else {}
+    if chosen.table:
+        print(markdown(models))
+        return
     for name in chosen.model.split(","):
         kept = models.setdefault(name, {})
         kept["vllm, quoted"] = VLLM[name]
