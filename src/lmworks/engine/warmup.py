@@ -22,7 +22,7 @@ def largest_step(runner: Runner) -> Step:
     """As many tokens as a step may have, of as many sequences; all of their keys go to block 0."""
     spec = runner.spec
     seqs = min(spec.max_seqs, spec.max_batch_tokens)
-    count = min(spec.max_batch_tokens // seqs, spec.context - 1)
+    count = max(1, min(spec.max_batch_tokens // seqs, spec.context - 1))
     request = Request([0] * count, SamplingParams(max_tokens=1))
     chunks = []
     for slot in range(seqs):
