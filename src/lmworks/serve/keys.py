@@ -1,0 +1,165 @@
+"""Who may come in: API keys and limits from a TOML file, which is read again when it changes.
+
+    share_cache = false           # true: all keys may find each other's prefixes in the cache
+
+    [limits]                      # of every request; see `limits.Limits`
+    queue = 256
+
+    [[keys]]
+    name = "alice"
+    sha256 = "…"                  # of the key: `printf %s KEY | sha256sum`; or secret = "…", the key itself
+    requests_per_minute = 60      # see `limits.KeyLimits`
+
+A file that is wrong stops a server from starting; one that is wrong later is logged, and the old one stays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..spec import SpecError
+from ..spec.schema import Section, opt
+from .limits import KeyLimits, Limits, Refusal
+
+log = logging.getLogger("lmworks.serve")
+
+POLL_S = 1.0  # how often it is looked whether the file has changed
+SHORTEST = 8
+ANYONE = KeyLimits(name="anyone")  # where there are no keys
+
+
+@dataclass(frozen=True, repr=False)
+class Key(KeyLimits):
+    """What is kept of the key itself is its digest; nothing shows either."""
+
+    secret: str = opt("", "what clients send")
+    sha256: str = opt("", "or its digest, 64 hexadecimal digits")
+
+    def __repr__(self) -> str:
+        return f"Key({self.name!r})"
+
+    def check(self) -> None:
+        if not self.name:
+            raise SpecError("keys: every key needs a name")
+        if bool(self.secret) == bool(self.sha256):
+            raise SpecError(f"keys: {self.name!r} needs either secret or sha256")
+        if self.secret and len(self.secret) < SHORTEST:
+            raise SpecError(f"keys: the secret of {self.name!r} is easy to guess: take {SHORTEST} characters or more")
+        if self.secret:
+            self.derive("sha256", digest(self.secret).hex())
+            self.derive("secret", "")
+        if len(self.sha256) != 64 or not set(self.sha256.lower()) <= set("0123456789abcdef"):
+            raise SpecError(f"keys: sha256 of {self.name!r} must be 64 hexadecimal digits")
+        self.derive("tenant", self.tenant or self.name)
+
+
+@dataclass(frozen=True)
+class Config(Section):
+    """The file as a whole."""
+
+    limits: Limits = opt(Limits, "limits of every request")
+    keys: list[Key] = opt(list, "who may come in (empty: anyone)")
+    share_cache: bool = opt(False, "let all keys find each other's prefixes in the cache")
+
+    def check(self) -> None:
+        for what, values in (
+            ("name", [key.name for key in self.keys]),
+            ("secret", [key.sha256.lower() for key in self.keys]),
+        ):
+            if len(set(values)) < len(values):
+                raise SpecError(f"keys: two of them have the same {what}")
+
+    def authenticate(self, presented: str | None) -> KeyLimits:
+        """Whose key it is. Takes as long for a wrong key as for a right one, whichever it is."""
+        if not self.keys:
+            return ANYONE
+        seen = digest(presented or "")
+        found = None
+        for key in self.keys:
+            if hmac.compare_digest(seen, bytes.fromhex(key.sha256)):
+                found = key
+        if presented is None:
+            raise Refusal(401, "missing_api_key", "an API key is needed: send the header Authorization: Bearer KEY")
+        if found is None:
+            raise Refusal(401, "invalid_api_key", "the API key is not known")
+        return found
+
+    def tenant(self, key: KeyLimits) -> str:
+        """Requests of one tenant share cached prefixes."""
+        return "" if self.share_cache else key.tenant
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()
+
+
+def bearer(header: str | None) -> str | None:
+    """The key in an Authorization header."""
+    scheme, _, key = (header or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" and key.strip() else None
+
+
+class Settings:
+    """The configuration as it is now. Keys from the command line stay, whatever the file says."""
+
+    def __init__(
+        self, path: Path | None = None, api_keys: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.path, self.clock = path, clock
+        self.given = [{"name": f"api-key-{number}", "secret": key} for number, key in enumerate(api_keys, start=1)]
+        self.stamp = self.look()
+        self.config = self.read()
+        self.looked = clock()
+
+    def current(self) -> Config:
+        """Looks at the file now and then: cheap enough to ask for every request."""
+        if self.path is not None and self.clock() - self.looked >= POLL_S:
+            self.looked = self.clock()
+            stamp = self.look()
+            if stamp != self.stamp:
+                self.stamp = stamp
+                self.reload()
+        return self.config
+
+    def reload(self) -> None:
+        try:
+            config = self.read()
+            if self.config.keys and not config.keys:
+                raise SpecError("keys: none are left, which would let anyone in: start the server anew for that")
+            self.config = config
+            log.info("config read again", extra={"path": str(self.path), "keys": len(self.config.keys)})
+        except SpecError as error:
+            log.error("config not read again: the old one stays", extra={"path": str(self.path), "reason": str(error)})
+
+    def look(self) -> tuple[int, ...] | None:
+        """What changes when the file does, in place or by another that takes its name; None: it is not there."""
+        try:
+            found = os.stat(self.path) if self.path is not None else None
+        except OSError:
+            return None
+        return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+
+    def read(self) -> Config:
+        table = {} if self.path is None else read_toml(self.path)
+        keys = table.get("keys", [])
+        if isinstance(keys, list):
+            table["keys"] = [*keys, *self.given]
+        return Config.from_dict(table)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror})") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SpecError(f"{path}: is not TOML ({error})") from None

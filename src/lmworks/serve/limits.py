@@ -1,0 +1,218 @@
+"""How much one request, one key and all together may ask for. Whatever is too much is refused before it costs anything.
+
+What a key may use in a minute is counted exactly: never more in any 60 seconds. Tokens are charged when a request
+comes in, as many as it could use at most, and what it did not use is given back when it leaves:
+
+    with gate.enter(limits, key, card, params, [len(prompt)]) as entry:
+        async for event in events:
+            entry.use(…)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import ClassVar, Self
+
+from ..engine.admission import MAX_PRIORITY
+from ..engine.params import MAX_LOGPROBS, MAX_N, SamplingParams
+from ..spec import LMWorksError
+from ..spec.schema import Section, opt
+from .backend import ModelCard
+
+MINUTE_S = 60.0
+BREATHER_S = 1.0  # what those are told to wait who find the house full
+
+
+class Refusal(LMWorksError):
+    """A request that is turned away, in the words of HTTP and of OpenAI's error objects."""
+
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.retry_after = retry_after  # seconds
+
+
+@dataclass(frozen=True)
+class Limits(Section):
+    """For every request, whoever sends it. 0 is no limit, where it is allowed."""
+
+    section: ClassVar[str] = "limits"
+
+    body_bytes: int = opt(4 * 2**20, "largest request", ge=1024)
+    header_bytes: int = opt(32 * 2**10, "all headers of a request together", ge=1024)
+    queue: int = opt(256, "answers that may wait, beyond those that the engine computes at once", ge=0)
+    queue_seconds: float = opt(60.0, "longest time that a request may wait for its turn (0: any)", ge=0)
+    request_seconds: float = opt(600.0, "longest time that a request may take in all (0: any)", ge=0)
+    max_tokens: int = opt(0, "longest answer (0: what the context holds)", ge=0)
+    n: int = opt(16, "answers to one prompt", ge=1, le=MAX_N)
+    prompts: int = opt(256, "prompts in one request", ge=1)
+    logprobs: int = opt(20, "likeliest tokens that are reported at each place", ge=0, le=MAX_LOGPROBS)
+    stop: int = opt(16, "stop strings and stop tokens of one request", ge=0)
+    stop_chars: int = opt(256, "characters in one stop string", ge=1)
+    logit_bias: int = opt(1024, "tokens whose logits one request may shift", ge=0)
+    stuck_seconds: float = opt(30.0, "an engine that has work and takes no step for so long is not healthy", gt=0)
+    kill_seconds: float = opt(120.0, "…and after so long is killed and started again (0: never)", ge=0)
+
+
+@dataclass(frozen=True)
+class KeyLimits(Section):
+    """For one key, or for everyone where there are no keys. 0 is no limit."""
+
+    section: ClassVar[str] = "keys"
+
+    name: str = opt("", "what logs and metrics call it")
+    tenant: str = opt("", "keys of one tenant share cached prefixes (empty: the key's name)")
+    requests_per_minute: int = opt(0, "requests in any 60 seconds", ge=0)
+    tokens_per_minute: int = opt(0, "tokens in any 60 seconds, prompts and answers together", ge=0)
+    concurrent: int = opt(0, "requests at once", ge=0)
+    max_tokens: int = opt(0, "longest answer", ge=0)
+    n: int = opt(0, "answers to one prompt", ge=0)
+    priority: int = opt(0, "the smallest is served first", ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    models: list[str] = opt(list, "names of the models it may use (empty: all)")
+
+
+# --- one request ------------------------------------------------------------------------------------------
+
+
+def check_model(key: KeyLimits, model: str) -> None:
+    if key.models and model not in key.models:
+        raise Refusal(403, "model_not_allowed", f"this key may not use the model {model!r}", "model")
+
+
+def longest_answer(limits: Limits, key: KeyLimits, context: int, prompt_tokens: int) -> int:
+    """The most tokens that an answer may have: what `max_tokens` is where a request does not say."""
+    caps = [limits.max_tokens, key.max_tokens, key.tokens_per_minute and max(1, key.tokens_per_minute - prompt_tokens)]
+    return min([context - prompt_tokens, *(cap for cap in caps if cap)])
+
+
+def check_params(limits: Limits, key: KeyLimits, params: SamplingParams) -> None:
+    """Wishes that are valid, but more than is allowed here."""
+    most(params.answers, min(limits.n, key.n or limits.n), "n" if params.best_of is None else "best_of")
+    most(params.max_tokens, min(cap for cap in (limits.max_tokens, key.max_tokens, math.inf) if cap), "max_tokens")
+    most(params.logprobs or 0, limits.logprobs, "logprobs")
+    most(params.prompt_logprobs or 0, limits.logprobs, "prompt_logprobs")
+    most(len(params.stop) + len(params.stop_token_ids), limits.stop, "stop", "strings and tokens")
+    most(max(map(len, params.stop), default=0), limits.stop_chars, "stop", "characters in one string")
+    most(len(params.logit_bias), limits.logit_bias, "logit_bias", "tokens")
+
+
+def most(value: float, limit: float, param: str, what: str = "") -> None:
+    if value > limit:
+        said = f"{param} has {value:g} {what}" if what else f"{param} = {value:g}"
+        raise Refusal(400, "limit_exceeded", f"{said}: at most {limit:g} are allowed", param)
+
+
+# --- many requests ----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Mark:
+    at: float
+    amount: int
+
+
+class Window:
+    """What was used in the last minute."""
+
+    def __init__(self) -> None:
+        self.marks: deque[Mark] = deque()
+        self.total = 0
+
+    def wait(self, now: float, amount: int, limit: int) -> float:
+        """Seconds until so much more may be used."""
+        while self.marks and self.marks[0].at <= now - MINUTE_S:
+            self.total -= self.marks.popleft().amount
+        excess, free = self.total + amount - limit, 0.0
+        for mark in self.marks:
+            if excess <= 0:
+                break
+            excess -= mark.amount
+            free = mark.at + MINUTE_S - now
+        return free
+
+    def add(self, now: float, amount: int) -> Mark:
+        self.marks.append(mark := Mark(now, amount))
+        self.total += amount
+        return mark
+
+    def give_back(self, mark: Mark, amount: int) -> None:
+        """Later than a minute, it has left the total already."""
+        if self.marks and mark.at >= self.marks[0].at:
+            self.total -= amount
+        mark.amount -= amount
+
+
+@dataclass(eq=False)
+class Ledger:
+    """What one key has used."""
+
+    requests: Window = field(default_factory=Window)
+    tokens: Window = field(default_factory=Window)
+    open: int = 0
+
+
+class Gate:
+    """Lets requests in, and counts. For one event loop: nothing in here waits."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.ledgers: defaultdict[str, Ledger] = defaultdict(Ledger)  # by the key's name
+        self.open: defaultdict[str, int] = defaultdict(int)  # answers under way, by model
+
+    def enter(
+        self, limits: Limits, key: KeyLimits, card: ModelCard, params: SamplingParams, prompts: list[int]
+    ) -> Entry:
+        """For a request with prompts of so many tokens each; raises Refusal. Leave the entry when it has ended."""
+        ledger, now = self.ledgers[key.name], self.clock()
+        answers = params.answers * len(prompts)
+        tokens = sum(prompts) + params.max_tokens * answers
+        if key.concurrent and ledger.open >= key.concurrent:
+            raise too_many("concurrent_requests", f"this key has {key.concurrent} requests under way already", 1.0)
+        if key.tokens_per_minute and tokens > key.tokens_per_minute:
+            said = f"prompt and max_tokens come to {tokens} tokens, and this key has {key.tokens_per_minute} a minute"
+            raise Refusal(400, "limit_exceeded", f"{said}: ask for fewer", "max_tokens")
+        if key.requests_per_minute and (wait := ledger.requests.wait(now, 1, key.requests_per_minute)):
+            raise too_many("requests_per_minute", f"this key has {key.requests_per_minute} requests a minute", wait)
+        if key.tokens_per_minute and (wait := ledger.tokens.wait(now, tokens, key.tokens_per_minute)):
+            raise too_many("tokens_per_minute", f"this key has {key.tokens_per_minute} tokens a minute", wait)
+        if self.open[card.id] and self.open[card.id] + answers > card.max_seqs + limits.queue:
+            raise too_many("queue_full", f"{self.open[card.id]} answers are under way, as many as may be", BREATHER_S)
+        return Entry(self, key, card.id, answers, tokens, now)
+
+
+def too_many(code: str, message: str, wait: float) -> Refusal:
+    return Refusal(429, code, f"{message}: try again in {max(1, math.ceil(wait))} s", None, max(1, math.ceil(wait)))
+
+
+class Entry:
+    """A request that was let in, until it leaves."""
+
+    def __init__(self, gate: Gate, key: KeyLimits, model: str, answers: int, tokens: int, now: float) -> None:
+        self.gate, self.model, self.answers, self.tokens = gate, model, answers, tokens
+        self.ledger = gate.ledgers[key.name]
+        self.used = 0
+        self.ledger.open += 1
+        gate.open[model] += answers
+        if key.requests_per_minute:
+            self.ledger.requests.add(now, 1)
+        self.charge = self.ledger.tokens.add(now, tokens) if key.tokens_per_minute else None
+
+    def use(self, tokens: int) -> None:
+        """Tokens that it really used, of prompts and answers."""
+        self.used += tokens
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.ledger.open -= 1
+        self.gate.open[self.model] -= self.answers
+        if self.charge is not None and self.used < self.tokens:
+            self.ledger.tokens.give_back(self.charge, self.tokens - self.used)
