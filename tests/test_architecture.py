@@ -23,7 +23,11 @@ FLOORS = [
     {"cli", "ui", "learn"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-DOORS = {("model", "kernels"), ("llm", "loading")}  # within one floor: the network is made of kernels
+DOORS = {
+    ("model", "kernels"),  # within one floor: the network is made of kernels
+    ("engine", "parallel"),  # several ranks serve a model that is cut as it is for training
+    ("llm", "loading"),
+}
 WITHOUT_TORCH = {"spec", "plan", "record", "launch"}
 
 

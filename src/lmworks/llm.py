@@ -6,6 +6,7 @@ gets random weights. The engine is ours, or vLLM behind the same methods.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from .engine.params import SamplingParams
 from .engine.quantized_folder import is_quantized
 from .engine.request import Answer, Piece, Result
 from .engine.vllm import VLLM
-from .loading import hf_tokenizer, is_hf, is_preset, load, make_engine
+from .loading import hf_tokenizer, is_hf, is_preset, serve
 from .spec import EngineSpec, SpecError
 
 Prompt = str | Sequence[int]
@@ -55,9 +56,9 @@ class LLM:
             self.tokenizer = hf_tokenizer(folder)
             self.backend = VLLM(str(folder), spec, seed)
         else:
-            loaded = load(source, spec, step, seed)
+            loaded, served = serve(source, spec, step, seed)
             self.tokenizer = loaded.tokenizer
-            self.backend = Offline(make_engine(loaded, spec, seed))
+            self.backend = Offline(served)
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -86,14 +87,17 @@ class LLM:
     def encode(self, prompt: Prompt) -> Any:
         """Token ids of a prompt: for a Hugging Face folder as `transformers` makes them, begin-of-text included."""
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            return as_ids(prompt)
         if self.tokenizer is None:
             if isinstance(self.backend, VLLM):
                 return prompt
             raise SpecError("the prompt is a text, and this model has no tokenizer: give a list of token ids")
-        if isinstance(self.tokenizer, FileTokenizer) and is_hf(self.folder):
-            return self.tokenizer.inner.encode(prompt, add_special_tokens=True).ids
-        return self.tokenizer.encode(prompt)
+        try:
+            if isinstance(self.tokenizer, FileTokenizer) and is_hf(self.folder):
+                return self.tokenizer.inner.encode(prompt, add_special_tokens=True).ids
+            return self.tokenizer.encode(prompt)
+        except (UnicodeEncodeError, TypeError):  # the latter is how `tokenizers` says it
+            raise SpecError("the prompt is not a valid text: it holds half of a surrogate pair") from None
 
     def empty_start(self) -> list[int]:
         """What an answer to nothing begins with: a new document."""
@@ -102,7 +106,7 @@ class LLM:
     def try_encode(self, prompt: Prompt) -> Any:
         try:
             return self.encode(prompt)
-        except (SpecError, TypeError, ValueError) as error:
+        except SpecError as error:
             return Result([], [Answer([], "", "error", error=str(error))])
 
     @property
@@ -148,6 +152,14 @@ def as_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
         return [prompts]
     return list(prompts)
+
+
+def as_ids(prompt: Any) -> list[int]:
+    """Whole numbers of any kind, numpy's too; nothing is rounded."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise SpecError(f"a prompt is a text or a list of token ids, not {prompt!r:.60}") from None
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

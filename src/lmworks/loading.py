@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +17,14 @@ from .engine.quantized_folder import is_quantized, load_quantized, quantized_tok
 from .engine.runner import DTYPES, Runner
 from .engine.speculate import Speculator
 from .model import GPT
-from .model.hf import load_hf, read_json
+from .model.gpt import initial_weight
+from .model.hf import HFWeights, load_hf, read_json
+from .model.hf_config import spec_of_config
 from .spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 from .spec.presets import PRESETS
+
+if TYPE_CHECKING:
+    from .engine.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,27 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
 
     trained = load_trained(folder, step)
     return Loaded(trained.model, trained.tokenizer, vocab=trained.tokenizer.vocab_size)
+
+
+def load_share(source: str | Path, spec: EngineSpec, step: int | None, seed: int, ranks: Ranks) -> Loaded:
+    """What one of several ranks holds of it, on its device."""
+    folder, dtype = Path(source), pick_dtype(spec, ranks.device)
+    if is_preset(source):
+        model = ModelSpec.from_preset(str(source))
+        return Loaded(ranks.lay_out(model, dtype, lambda name, shape: initial_weight(model, seed, name, shape)), None)
+    if is_hf(folder):
+        if step is not None:
+            raise SpecError(f"{folder} is no run folder: it has no steps to choose from")
+        if is_quantized(folder):
+            raise SpecError(f"{folder}: quantized weights are not cut over ranks; use engine.tp = 1")
+        model = spec_of_config(read_json(folder / "config.json"))
+        return Loaded(ranks.lay_out(model, dtype, HFWeights(folder, model).whole), hf_tokenizer(folder), hf_eos(folder))
+    whole = load(source, spec.replace(device="cpu"), step, seed)
+    parameters, buffers = dict(whole.model.named_parameters()), dict(whole.model.named_buffers())
+    part = ranks.lay_out(whole.model.spec, dtype, lambda name, _shape: parameters[name].detach())
+    for name, buffer in part.named_buffers():
+        buffer.copy_(buffers[name])
+    return replace(whole, model=part)
 
 
 def is_preset(source: str | Path) -> bool:
@@ -115,11 +142,34 @@ def hf_tokenizer(folder: Path) -> Tokenizer | None:
     return read_tokenizer(folder / "tokenizer.json", eos[0]) if eos else load_tokenizer(folder)
 
 
-def make_engine(loaded: Loaded, spec: EngineSpec, seed: int) -> Engine:
+def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> tuple[Loaded, Engine]:
+    """A source and the engine that serves it; with engine.tp > 1, over as many processes."""
+    if spec.tp == 1:
+        loaded = load(source, spec, step, seed)
+        return loaded, make_engine(loaded, spec, seed)
+    from .engine.ranks import Lead  # not above: PyTorch's distributed parts take seconds to load
+
+    lead = Lead(source, spec, step, seed, pick_device(spec))
+    try:
+        loaded = load_share(source, spec, step, seed, lead)
+        engine = make_engine(loaded, spec, seed, lead)
+    except Exception as error:
+        cause = lead.cause(error)
+        lead.close()
+        raise cause from error
+    lead.listening = True
+    return loaded, engine
+
+
+def make_engine(loaded: Loaded, spec: EngineSpec, seed: int, ranks: Ranks | None = None) -> Engine:
     """Takes the model over; with a draft, that one too."""
     draft = Draft(load(spec.draft, spec, None, seed).model) if spec.speculate == "draft" else None
-    runner = Runner(loaded.model, spec, loaded.model.device, loaded.vocab or loaded.model.spec.vocab, draft)
+    runner = make_runner(loaded, spec, draft, ranks)
     return Engine(runner, loaded.tokenizer, loaded.eos, seed, speculator(runner.spec))
+
+
+def make_runner(loaded: Loaded, spec: EngineSpec, draft: Draft | None, ranks: Ranks | None) -> Runner:
+    return Runner(loaded.model, spec, loaded.model.device, loaded.vocab or loaded.model.spec.vocab, draft, ranks)
 
 
 def speculator(spec: EngineSpec) -> Speculator | None:

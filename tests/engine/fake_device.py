@@ -106,6 +106,9 @@ class FakeDevice:
     def add_adapter(self, name: str, folder: Path) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def run_until(self, launched: Launched) -> None:
         while launched.picks is None:
             first = self.queue.pop(0)

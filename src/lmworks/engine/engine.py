@@ -59,6 +59,7 @@ class Device(Protocol):
     def admit(self, sequence: Sequence) -> None: ...
     def launch(self, step: Step) -> Launched: ...
     def add_adapter(self, name: str, folder: Path) -> None: ...
+    def close(self) -> None: ...
 
 
 class Speculator(Protocol):
@@ -123,6 +124,10 @@ class Engine:
         """A LoRA adapter, as PEFT writes it: requests then ask for it by `name`."""
         self.runner.add_adapter(name, folder)
         self.adapters.add(name)
+
+    def close(self) -> None:
+        """Ends what the runner has started; nothing can be asked of it afterwards."""
+        self.runner.close()
 
     def limit(self, request: Request) -> int:
         return min(len(request.prompt) + request.params.max_tokens, self.spec.context)

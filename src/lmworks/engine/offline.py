@@ -81,6 +81,7 @@ class Offline:
 
     def close(self) -> None:
         """Lets go of the engine, and with it of weights and cache."""
+        self.engine.close()
         del self.engine
 
 

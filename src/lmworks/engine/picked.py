@@ -13,7 +13,7 @@ from .request import Logprob, Sequence
 from .sampler import Sampled, likeliest
 from .scheduler import Chunk
 
-LOGITS_AT_ONCE = 2**27  # elements of one chunk of a prompt's logits: 512 MiB in fp32
+LOGITS_AT_ONCE = 2**25  # elements of one chunk of a prompt's logits: 128 MiB in fp32
 
 
 @dataclass(slots=True)
@@ -68,9 +68,8 @@ def prompt_logprobs(model: GPT, states: Tensor, asked: list[Asked]) -> tuple[Ten
     places = sent([place for each in asked for place in range(each.at, each.at + each.count)], states.device)
     targets = sent([token for each in asked for token in each.targets], states.device)
     top = max(each.top for each in asked)
-    rows = max(1, LOGITS_AT_ONCE // model.spec.vocab)
     results = []
-    for some, wanted in zip(places.split(rows), targets.split(rows), strict=True):
+    for some, wanted in zip(in_pieces(places, model), in_pieces(targets, model), strict=True):
         logits = model.logits(states[some]).float()
         own = logits.gather(1, wanted.unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=1)
         results.append((own, *(likeliest(logits, logits.shape[1], top) if top else (own, own))))
@@ -81,6 +80,11 @@ def prompt_logprobs(model: GPT, states: Tensor, asked: list[Asked]) -> tuple[Ten
 def sent(numbers: list[int], device: torch.device) -> Tensor:
     """To the device, without waiting for it."""
     return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def in_pieces(rows: Tensor, model: GPT) -> tuple[Tensor, ...]:
+    """As many rows at once as their logits may take."""
+    return rows.split(max(1, LOGITS_AT_ONCE // model.spec.vocab))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ next one meanwhile. A token that the host has not read yet goes from step to ste
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from .sampler import Sampled, Sampler, Wants
 from .scheduler import Chunk, Step
 from .warmup import record_graphs, room_on_gpu
 
+if TYPE_CHECKING:
+    from .ranks import Ranks
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -43,6 +46,7 @@ class Runner:
         device: torch.device | str,
         valid_vocab: int,  # ids that the tokenizer has; rows of the head beyond it are never picked
         draft: Draft | None = None,  # a smaller model that guesses
+        ranks: Ranks | None = None,  # those that share the model, which is this one's part of it
     ) -> None:
         self.device = torch.device(device)
         self.spec = filled(spec, model.spec, self.device)
@@ -50,9 +54,12 @@ class Runner:
         self.model, self.valid_vocab = model, valid_vocab
         dtype = DTYPES[self.spec.dtype]
         move(model, self.device, dtype)
-        kv_heads = model.layers()[0].attention.k.weight.shape[0] // model.spec.head_dim
+        self.ranks = ranks
+        kv_heads = max(1, model.spec.kv_heads // (1 if ranks is None else ranks.tp))
         fuse(model, self.spec.context, self.spec.batch_invariant)
-        slopes = make_pattern(model.spec).slopes
+        if ranks is not None:
+            model.project = ranks.whole_logits(model.project)
+        slopes = make_pattern(model.spec, heads=slice(None) if ranks is None else ranks.heads(model.spec)).slopes
         self.slopes = torch.tensor(slopes, device=self.device) if slopes else None
         vocab, seqs = model.spec.vocab, self.spec.max_seqs
         # Every id stands for itself, and vocab + slot for the token that was picked last for that slot.
@@ -70,11 +77,13 @@ class Runner:
             move(draft.model, self.device, dtype)
             draft.join(self, dtype)
         if not self.spec.blocks:
-            self.spec = self.spec.replace(blocks=self.blocks_for(shape))
+            blocks = self.blocks_for(shape)
+            self.spec = self.spec.replace(blocks=blocks if ranks is None else ranks.agree(blocks))
         self.blocks = self.spec.blocks
         self.cache = Cache(shape, self.blocks, self.device)
-        # Experts are run one by one, by counts that the host has to know: no graph can hold that.
-        if self.device.type == "cuda" and self.spec.graphs and not moe_layers(model):
+        # Experts are run one by one, by counts that the host has to know: no graph can hold that. Nor is there one of
+        # steps that several ranks take.
+        if self.device.type == "cuda" and self.spec.graphs and ranks is None and not moe_layers(model):
             self.graphs = Graphs(self.work, decoding_frame(seqs, self.each), self.packer.widest, self.device)
             record_graphs(self)
         if draft is not None:
@@ -98,14 +107,29 @@ class Runner:
 
     def add_adapter(self, name: str, folder: Path) -> None:
         """Hold a LoRA adapter, for sequences that ask for it by name."""
+        if self.ranks is not None:
+            raise SpecError(f"adapters are not cut over ranks: an engine with tp = {self.ranks.tp} takes none")
         adapters = self.adapters or Adapters(self.model, max(self.spec.max_batch_tokens, self.spec.max_seqs))
         adapters.add(name, folder)
         self.adapters = adapters
         if self.graphs is not None:
             self.graphs.recorded.clear()  # of layers without it
 
+    def close(self) -> None:
+        """Ends the other ranks."""
+        if self.ranks is not None:
+            self.ranks.close()
+
     @torch.no_grad()
     def launch(self, step: Step) -> Launched:
+        try:
+            return self.queue(step)
+        except (RuntimeError, OSError) as error:
+            if self.ranks is None:
+                raise
+            raise self.ranks.cause(error) from error
+
+    def queue(self, step: Step) -> Launched:
         self.cache.copy(step.copies)
         if self.adapters is not None:
             self.adapters.choose(step.chunks)
@@ -119,8 +143,12 @@ class Runner:
             found, batch = self.replay(self.graphs, frame, step, wants, mask)
             return self.launched(picking, found, [], None, guesses_of(batch, picking))
         buffer, layout = self.packer.pack(step)
+        if self.ranks is not None:
+            self.ranks.tell(step, buffer, layout, asked, self.draft is not None)
         batch = unpack(buffer.to(self.device, non_blocking=True), layout)
         guessed = None if self.draft is None else self.draft.guess(step, batch, wants)
+        if self.ranks is not None and guessed is not None:
+            self.ranks.share(batch.tokens)
         states = self.states(batch)
         prompt = prompt_logprobs(self.model, states, asked) if asked else None
         sampled = self.pick(states, batch, wants, mask, guessed) if picking else None
@@ -188,6 +216,8 @@ class Runner:
         else:
             sampled = self.sampler(logits, rows, places, mask, wants)
         self.recent.index_copy_(0, rows, sampled.tokens)
+        if self.ranks is not None:
+            self.ranks.share(sampled.tokens)
         return sampled
 
     def masks(self, chunks: list[Chunk]) -> Tensor | None:

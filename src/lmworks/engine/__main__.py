@@ -1,0 +1,52 @@
+"""`python -m lmworks.engine`: a rank that follows another process, which starts it and talks to it through pipes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+
+from ..loading import load_share, make_runner
+from ..spec import EngineSpec, LMWorksError
+from .follow import follow
+from .ranks import Assignment, meet, say
+
+LEAD = os.getppid()
+
+
+def watch() -> None:
+    """Rank 0 may be killed while this rank waits for it in a collective, which would wait for long."""
+    while os.getppid() == LEAD:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def main() -> int:
+    words = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no word to rank 0
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        assignment: Assignment = pickle.load(sys.stdin.buffer)
+        ranks = meet(assignment, words)
+        spec = EngineSpec.from_dict(assignment.spec)
+        loaded = load_share(assignment.source, spec, assignment.step, assignment.seed, ranks)
+        follow(make_runner(loaded, spec, None, ranks), sys.stdin.buffer)
+    except EOFError:
+        return 0  # rank 0 has nothing to say any more
+    except Exception as error:
+        if os.getppid() != LEAD:
+            return 1  # it is gone, and so is the reason to say so
+        if not isinstance(error, LMWorksError):
+            traceback.print_exc()
+        say(words, str(error) if isinstance(error, LMWorksError) else f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # without parting from ranks that may be gone

@@ -1,0 +1,42 @@
+"""A rank that follows: it computes its part of every step that rank 0 tells it of (`engine.ranks`)."""
+
+from __future__ import annotations
+
+import pickle
+from typing import IO
+
+import torch
+
+from .batch import unpack
+from .picked import in_pieces
+from .ranks import Told
+from .runner import Runner
+
+
+@torch.no_grad()
+def follow(runner: Runner, pipe: IO[bytes]) -> None:
+    """Until the pipe ends."""
+    assert runner.ranks is not None
+    runner.ranks.listening = True
+    while True:
+        try:
+            told = pickle.load(pipe)
+        except EOFError:
+            return
+        take(runner, told)
+
+
+def take(runner: Runner, told: Told) -> None:
+    """One step: all that rank 0 does up to the logits, and the tokens that it picks."""
+    assert runner.ranks is not None
+    runner.cache.copy(told.copies)
+    batch = unpack(torch.from_numpy(told.buffer).to(runner.device), told.layout)
+    if told.guessed:
+        runner.ranks.share(batch.tokens)
+    states = runner.states(batch)
+    if told.asked:
+        for places in in_pieces(torch.tensor(told.asked, device=runner.device), runner.model):
+            runner.model.logits(states[places])
+    if told.layout.rows:
+        runner.logits(states, batch)
+        runner.recent.index_copy_(0, batch.rows, runner.ranks.share(torch.empty_like(batch.rows)))

@@ -1,0 +1,252 @@
+"""Tensor-parallel serving: the ranks of one machine share every layer.
+
+Rank 0 is the engine itself: it schedules, packs batches and picks tokens. The others are processes that it starts
+(`python -m lmworks.engine`), each with its part of the weights and the keys and values of its heads, and they follow:
+
+    rank 0   pack ── pipe: the packed batch ──▶ layers ◀─ sums (parallel.tensor) ─▶ logits, gathered ─▶ sampler ─ tokens
+    others   wait ◀────────────────────────────  layers ◀────────────────────────▶ logits             recent ◀────┘
+
+A follower ends when its pipe does: rank 0 has closed it, or is gone, however that happened. An error on a follower
+comes back through a second pipe, and is raised on rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
+
+from ..model.gpt import GPT
+from ..parallel.apply import materialise
+from ..parallel.collectives import all_gather
+from ..parallel.mesh import Mesh
+from ..parallel.splits import Splits
+from ..parallel.tensor import apply_tensor_parallel, local_heads
+from ..parallel.weights import Source
+from ..parallel.world import BACKENDS
+from ..spec import EngineSpec, Grid, LMWorksError, ModelSpec, ParallelSpec, SpecError
+from .batch import Layout
+from .picked import Asked
+from .scheduler import Step
+
+HOST = "127.0.0.1"
+PATIENCE = timedelta(minutes=10)  # of a collective: the first step of a kind may have kernels to compile
+LAST_WORDS_S = 5.0  # how long rank 0 waits for a follower's error, once something is wrong
+FAREWELL_S = 5.0  # how long a follower may take to end
+
+
+class Assignment(NamedTuple):
+    """All that a follower is told before the first step."""
+
+    rank: int
+    port: int
+    source: str  # as `LLM` was given it
+    spec: dict[str, Any]
+    step: int | None
+    seed: int
+    threads: int
+
+
+class Told(NamedTuple):
+    """A step, as followers are told of it."""
+
+    copies: list[tuple[int, int]]
+    buffer: np.ndarray
+    layout: Layout
+    asked: list[int]  # positions whose logits rank 0 needs for log-probabilities of prompts
+    guessed: bool  # the tokens of the batch are not final: guesses of a draft follow
+
+
+class Ranks:
+    """This process as one of `tp`, once it has met the others."""
+
+    def __init__(self, rank: int, tp: int, device: torch.device, store: Store) -> None:
+        self.rank, self.tp, self.device = rank, tp, device
+        self.listening = False  # followers wait for steps; until then all ranks do the same by themselves
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=tp, timeout=PATIENCE)
+        self.mesh = Mesh(Grid(tp=tp), device.type)
+
+    def lay_out(self, spec: ModelSpec, dtype: torch.dtype, weights: Source) -> GPT:
+        """This rank's part of a network; of each weight only its share is ever kept."""
+        check_widths(spec, self.tp)
+        splits = Splits()
+        with torch.device("meta"):
+            model = GPT(spec).to(dtype)
+        apply_tensor_parallel(model, ParallelSpec(tp=self.tp), self.mesh, splits)
+        materialise(model, splits, self.mesh, self.device, weights, self.device)
+        return model.eval()
+
+    def heads(self, spec: ModelSpec) -> slice:
+        return local_heads(spec, self.mesh)
+
+    def whole_logits(self, project: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Each rank has the logits of its range of the vocabulary: give every rank all of them."""
+        group = self.mesh.group("tp")
+        return lambda states, weight: all_gather(project(states, weight), -1, group)
+
+    def agree(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+        least = torch.tensor(number, device=self.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
+
+    def share(self, numbers: Tensor) -> Tensor:
+        """Rank 0's, in place, on every rank."""
+        if self.listening:
+            dist.broadcast(numbers, src=0)
+        return numbers
+
+    def tell(self, step: Step, buffer: Tensor, layout: Layout, asked: list[Asked], drafted: bool) -> None:
+        """Followers have nobody to tell."""
+
+    def cause(self, error: Exception) -> Exception:
+        """Nor anybody to ask."""
+        return error
+
+    def close(self) -> None:
+        """Nor anybody to end."""
+
+
+class Lead(Ranks):
+    """Rank 0, and the processes of the others."""
+
+    def __init__(self, source: str | Path, spec: EngineSpec, step: int | None, seed: int, device: torch.device) -> None:
+        if dist.is_initialized():
+            raise SpecError(f"engine.tp = {spec.tp}: torch.distributed is in use already in this process")
+        if device.type == "cuda" and torch.cuda.device_count() < spec.tp:
+            raise SpecError(f"engine.tp = {spec.tp}, but there are {torch.cuda.device_count()} CUDA devices")
+        store = TCPStore(HOST, 0, spec.tp, is_master=True, wait_for_workers=False)
+        self.errors: dict[int, str] = {}
+        self.followers: list[subprocess.Popen[bytes]] = []
+        self.ending = weakref.finalize(self, end, self.followers)
+        threads = max(1, torch.get_num_threads() // spec.tp)
+        told = spec.replace(device=device.type).to_dict()
+        try:
+            for rank in range(1, spec.tp):
+                self.followers.append(follower())
+                self.send(rank, Assignment(rank, store.port, str(source), told, step, seed, threads))
+            for rank in range(1, spec.tp):
+                self.hear(rank)  # it has met the store: from here on meeting cannot fail for want of a process
+            self.listeners = [
+                threading.Thread(target=self.listen, args=(rank,), daemon=True) for rank in range(1, spec.tp)
+            ]
+            for listener in self.listeners:
+                listener.start()
+            super().__init__(0, spec.tp, on_rank(device, 0), store)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, rank: int, message: Any) -> None:
+        pipe = self.followers[rank - 1].stdin
+        assert pipe is not None
+        pickle.dump(message, pipe, protocol=pickle.HIGHEST_PROTOCOL)
+        pipe.flush()
+
+    def hear(self, rank: int) -> bool:
+        """The next word of a follower; false at its end."""
+        pipe = self.followers[rank - 1].stdout
+        assert pipe is not None
+        line = pipe.readline()
+        if not line and rank not in self.errors:
+            self.errors[rank] = f"it ended with exit code {self.followers[rank - 1].wait()}"
+        if line and (error := json.loads(line)["error"]):
+            self.errors[rank] = error
+        if rank in self.errors and not self.listening:
+            raise LMWorksError(f"rank {rank}: {self.errors[rank]}")
+        return bool(line)
+
+    def listen(self, rank: int) -> None:
+        with suppress(LMWorksError, ValueError):  # raised where someone waits for it; closed pipes
+            while self.hear(rank):
+                pass
+
+    def tell(self, step: Step, buffer: Tensor, layout: Layout, asked: list[Asked], drafted: bool) -> None:
+        """Of a step that is about to be taken."""
+        if not self.listening:
+            return
+        places = [place for each in asked for place in range(each.at, each.at + each.count)]
+        guessed = drafted and any(chunk.wanted > 1 for chunk in step.chunks)
+        told = Told(step.copies, buffer.numpy(), layout, places, guessed)
+        for rank in range(1, self.tp):
+            self.send(rank, told)
+
+    def close(self) -> None:
+        self.ending()
+
+    def cause(self, error: Exception) -> Exception:
+        """What is behind an error of rank 0: where a follower is gone, what it said."""
+        for listener in self.listeners:
+            listener.join(LAST_WORDS_S / len(self.listeners))
+        for rank, message in self.errors.items():
+            return LMWorksError(f"rank {rank}: {message}")
+        return error
+
+
+def check_widths(spec: ModelSpec, tp: int) -> None:
+    ffn = ("expert_ffn", spec.expert_ffn) if spec.experts else ("ffn", spec.ffn)
+    for key, size in (("heads", spec.heads), ("vocab", spec.vocab), ffn):
+        if size % tp:
+            raise SpecError(f"engine.tp = {tp} does not divide the model's {key} = {size}")
+    if spec.kv_heads % tp and tp % spec.kv_heads:
+        raise SpecError(f"engine.tp = {tp} and the model's kv_heads = {spec.kv_heads}: one must divide the other")
+
+
+def on_rank(device: torch.device, rank: int) -> torch.device:
+    return torch.device("cuda", rank) if device.type == "cuda" else device
+
+
+def follower() -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C is for rank 0, which then closes it."""
+    command = [sys.executable, "-m", "lmworks.engine"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ.copy(), start_new_session=True)
+
+
+def end(followers: list[subprocess.Popen[bytes]]) -> None:
+    """Close the pipes, on which followers end; whoever does not is killed."""
+    for process in followers:
+        with suppress(OSError):
+            assert process.stdin is not None
+            process.stdin.close()
+    for process in followers:
+        try:
+            process.wait(FAREWELL_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def meet(assignment: Assignment, words: IO[str]) -> Ranks:
+    """A follower finds the others."""
+    torch.set_num_threads(assignment.threads)
+    spec = EngineSpec.from_dict(assignment.spec)
+    store = TCPStore(HOST, assignment.port, spec.tp, is_master=False)
+    say(words, None)
+    return Ranks(assignment.rank, spec.tp, on_rank(torch.device(spec.device), assignment.rank), store)
+
+
+def say(words: IO[str], error: str | None) -> None:
+    words.write(json.dumps({"error": error}) + "\n")
+    words.flush()
