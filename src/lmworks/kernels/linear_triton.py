@@ -113,7 +113,7 @@ class Tile:
     warps: int
 
 
-PROGRAMS = 264  # two for each of the 132 multiprocessors of a Hopper GPU: what split-K aims at
+PROGRAMS = 256  # about two for each of the 132 multiprocessors of a Hopper GPU: what split-K aims at
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -159,13 +159,13 @@ def one_row_tile(channels: int, inputs: int) -> tuple[int, int]:
 
 
 def few_rows_tile(kind: str, rows: int, channels: int, inputs: int) -> Tile:
-    most = rows_of_tile(rows)
-    tiles = triton.cdiv(channels, 64) * triton.cdiv(rows, most)
-    return Tile(most, 64, 128, split_of(tiles, triton.cdiv(inputs, 128)), stages=3, warps=4)
-
-
-def rows_of_tile(rows: int) -> int:
-    return min(64, max(16, power_of_two(rows)))
+    """Wide outputs fill the GPU with large tiles; narrow ones need small tiles and split-K."""
+    most = min(64, max(16, power_of_two(rows)))
+    if channels >= 128 * PROGRAMS // 2:
+        return Tile(most, 128, 128, 1, stages=3, warps=8)
+    lines = 32 if channels <= 2048 else 64
+    tiles = triton.cdiv(channels, lines) * triton.cdiv(rows, most)
+    return Tile(most, lines, 128, split_of(tiles, triton.cdiv(inputs, 128)), stages=5 if lines == 32 else 3, warps=4)
 
 
 def split_of(tiles: int, steps: int) -> int:
