@@ -200,6 +200,21 @@ def test_a_bad_prompt_is_refused_alone(preset: LLM) -> None:
         assert any(part in result.error for part in said.split("|")), result.error
 
 
+@pytest.mark.parametrize("prompt", [None, [1.5], ["a", "b"], 7, "\ud800"])
+def test_what_is_no_prompt_is_said(llm: LLM, prompt: Any) -> None:
+    good, bad = llm.generate(["x", prompt], GREEDY)
+    assert len(good.token_ids) == 12 and bad.finish_reason == "error"
+    assert "a text or a list of token ids" in str(bad.error) or "not a valid text" in str(bad.error)
+    with pytest.raises(SpecError):
+        llm.stream(prompt, GREEDY)
+
+
+def test_ids_may_be_numpys(preset: LLM) -> None:
+    import numpy as np
+
+    assert ids_of(preset.generate([np.array([7, 8])], GREEDY)) == ids_of(preset.generate([[7, 8]], GREEDY))
+
+
 def test_a_lone_prompt_needs_no_list(llm: LLM, preset: LLM) -> None:
     assert ids_of(preset.generate([7, 8], GREEDY)) == ids_of(preset.generate([[7, 8]], GREEDY))
     assert ids_of(llm.generate("abc", GREEDY)) == ids_of(llm.generate(["abc"], GREEDY))
