@@ -147,6 +147,15 @@ def int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 @with_triton
+def test_int8_is_widened_as_the_formula_says() -> None:
+    from lmworks.kernels import linear_triton
+
+    q, scale = quantized.int8_quantize(draw(11, 1056))
+    found = linear_triton.int8_widen(q.to(DEVICE), scale.to(DEVICE), torch.float32)
+    assert torch.equal(found.cpu(), quantized.int8_dequantize(q, scale))
+
+
+@with_triton
 @pytest.mark.parametrize("group", [16, 64])
 def test_int4_is_widened_as_the_formula_says(group: int) -> None:
     from lmworks.kernels import int4_triton

@@ -88,6 +88,17 @@ def store(sums, out, parts, tickets, m, n, M, N, split, SHARED: tl.constexpr):
 
 
 @triton.jit
+def widen(q, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """out (N, K) = q · scale."""
+    n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    place = n[:, None] * K + k[None, :]
+    wide = tl.load(q + place, mask=inside, other=0).to(tl.float32) * tl.load(scale + n, mask=n < N, other=0.0)[:, None]
+    tl.store(out + place, wide.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def quantize_rows(x, out, scale, K, FLOOR: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     """A row of x (M, K) in e4m3 with its scale, one program a row."""
     m = tl.program_id(0).to(tl.int64)
@@ -123,6 +134,13 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def int8_linear(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     return launch("int8", x, q, scale, None, x.dtype)
+
+
+def int8_widen(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole weight (out, in) in half precision."""
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    widen[(triton.cdiv(q.shape[0], 8), triton.cdiv(q.shape[1], 1024))](q, scale, out, *q.shape, 8, 1024)
+    return out
 
 
 def fp8_linear(p: Tensor, s: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

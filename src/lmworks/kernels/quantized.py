@@ -118,14 +118,14 @@ def fp8_reference(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
 
 def int8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False) -> Tensor:
     """x · (q · scale)ᵀ: q (out, in) int8, scale (out). `fixed`: no row depends on how many there are."""
-    if fixed:
-        return fixed_linear(x, q.to(x.dtype)) * scale.to(x.dtype)
+    if fixed:  # an int8 is exact in bf16
+        return (fixed_linear(x, q.to(x.dtype)).float() * scale).type_as(x)
     if plain(x):
         return int8_reference(x, q, scale)
-    if rows_of(x) >= MANY:  # an int8 is exact in bf16
-        return F.linear(x, q.to(x.dtype)) * scale.to(x.dtype)
     from . import linear_triton
 
+    if rows_of(x) >= MANY:
+        return F.linear(x, linear_triton.int8_widen(q, scale, x.dtype))
     return linear_triton.int8_linear(x, q, scale)
 
 
