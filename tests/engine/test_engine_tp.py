@@ -1,0 +1,149 @@
+"""Two ranks that share every layer answer as one does, and as transformers does; and no rank outlives rank 0."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_reference import VOCAB, answers, compare, random_prompts, reference_model
+
+from lmworks import LLM, SamplingParams
+from lmworks.engine.ranks import Lead, check_widths
+from lmworks.engine.runner import Runner
+from lmworks.spec import LMWorksError, ModelSpec, SpecError
+from tiny import make_spec, train
+
+LENGTHS = [5, 1, 33, 17, 2, 40, 9, 26]
+COUNTS = [20, 30, 12, 25, 8, 20, 1, 16]
+SMALL: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "block": 4, "max_seqs": 4, "max_batch_tokens": 11}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    reference_model("llama").save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def lead_of(llm: LLM) -> Lead:
+    runner = llm.native.runner
+    assert isinstance(runner, Runner)
+    assert isinstance(runner.ranks, Lead)
+    return runner.ranks
+
+
+@pytest.mark.parametrize(("family", "speculate"), [("llama", "none"), ("qwen3", "ngram"), ("gpt2", "draft")])
+def test_equal_to_transformers(family: str, speculate: str, tmp_path: Path) -> None:
+    """Batching, prompts in chunks, prefix hits, preemption, several answers; with guesses of either kind."""
+    reference_model(family).save_pretrained(tmp_path)
+    draft = {"draft": str(tmp_path)} if speculate == "draft" else {}
+    with LLM(tmp_path, tp=2, blocks=22, speculate=speculate, **draft, **SMALL) as llm:
+        engine, prompts = llm.native, random_prompts(LENGTHS, seed=1, prefix=9)
+        assert compare(engine, family, prompts, COUNTS) == 0
+        assert compare(engine, family, prompts, COUNTS) == 0
+        assert compare(engine, family, prompts[:1], [12], n=3) == 0
+        metrics = engine.metrics
+        assert metrics.num_preemptions > 0
+        assert metrics.prefix_cache_hits > 0
+        assert (metrics.accepted_guesses > 0) == (speculate != "none")
+
+
+def test_a_run_whose_heads_are_shared(dataset: Path, tmp_path: Path) -> None:
+    """From a run folder; two ranks have queries of one key head, and each knows the slopes of its own queries.
+
+    Log-probabilities of prompts too, and requests that are refused or come to nothing.
+    """
+    train(make_spec(dataset, "model.positions=alibi", "model.init_std=0.2"), tmp_path / "run")
+    prompts = [[7, 8, 9] * 3, [], [1, 2, 3, 4, 5], [600]]
+    wishes = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    params = SamplingParams(**wishes, logprobs=2, prompt_logprobs=0)
+    with LLM(tmp_path / "run", **SMALL) as llm:
+        alone = llm.generate(prompts, params)
+    with LLM(tmp_path / "run", tp=2, **SMALL) as llm:
+        shared = llm.generate(prompts, params)
+    assert [result.finish_reason for result in shared] == ["length", "error", "length", "error"]
+    for one, two in zip(alone, shared, strict=True):
+        assert (one.token_ids, one.error) == (two.token_ids, two.error)
+        for which in ("logprobs", "prompt_logprobs"):
+            values = [[each.logprob for each in getattr(r, which) or [] if each] for r in (one, two)]
+            assert values[0] == pytest.approx(values[1], abs=1e-5)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")  # a process that nobody has waited for is no longer one
+    return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def gone(pids: list[int], within: float = 20) -> bool:
+    end = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+SERVE = """
+import sys
+from lmworks import LLM, SamplingParams
+llm = LLM(sys.argv[1], tp=2, device="cpu", dtype="fp32", blocks=100)
+print(*[process.pid for process in llm.native.runner.ranks.followers], flush=True)
+while True:
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=50))
+"""
+
+
+def test_nobody_is_left_when_rank_0_is_killed(llama: Path) -> None:
+    """In the middle of its work, without a chance to say so."""
+    command = [sys.executable, "-c", SERVE, str(llama)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as lead:
+        assert lead.stdout is not None
+        pids = [int(pid) for pid in lead.stdout.readline().split()]
+        assert len(pids) == 1
+        assert alive(pids[0])
+        time.sleep(0.2)
+        lead.send_signal(signal.SIGKILL)
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("how", ["raises", "is killed"])
+def test_the_end_of_a_follower_is_an_error_here(how: str, llama: Path) -> None:
+    llm = LLM(llama, tp=2, **SMALL)
+    lead = lead_of(llm)
+    (follower,) = lead.followers
+    assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=4))[0].token_ids) == 4
+    if how == "raises":
+        lead.send(1, "a step")
+        says = "rank 1: AttributeError: 'str' object has no attribute"
+    else:
+        follower.kill()
+        says = "rank 1: it ended with exit code -9"
+    with pytest.raises(LMWorksError, match=says):
+        llm.generate([[1, 2]], SamplingParams(max_tokens=4))
+    with pytest.raises(LMWorksError, match="the engine has stopped after an error: rank 1"):
+        llm.generate([[1, 2]], SamplingParams(max_tokens=4))
+    llm.close()
+    assert gone([follower.pid])
+
+
+def test_what_two_ranks_cannot_share(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"engine.tp = 3 does not divide the model's heads = 4"):
+        check_widths(ModelSpec.from_preset("tiny", heads=4), 3)
+    with pytest.raises(SpecError, match=r"engine.tp = 4 and the model's kv_heads = 3: one must divide the other"):
+        check_widths(ModelSpec.from_preset("tiny", hidden=192, heads=12, kv_heads=3, vocab=512, ffn=256), 4)
+    with pytest.raises(LMWorksError, match="nowhere"):
+        LLM(tmp_path / "nowhere", tp=2, **SMALL)
+    with LLM(llama, tp=2, **SMALL) as llm:
+        with pytest.raises(SpecError, match="adapters are not cut over ranks"):
+            llm.add_adapter("mine", tmp_path)
+        with pytest.raises(SpecError, match=r"engine.tp = 2: torch.distributed is in use already"):
+            LLM(llama, tp=2, **SMALL)
+        (result,) = answers(llm.native, [[1, VOCAB - 1]], [SamplingParams(max_tokens=2, ignore_eos=True)])
+        assert len(result.token_ids) == 2  # the first engine goes on
