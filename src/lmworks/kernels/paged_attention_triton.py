@@ -87,7 +87,7 @@ def launch(
     shape = {
         "HEADS": heads,
         "HEAD_DIM": head_dim,
-        "WIDTH": max(power_of_two(head_dim), 16),
+        "WIDTH": max(power_of_two(head_dim), 32),
         "QUERIES": queries,
         "TILE": config.tile,
         "WINDOW": window,
@@ -95,7 +95,7 @@ def launch(
     attend_kernel[(config.splits if split else triton.cdiv(pages.longest_query, queries), kv_heads, seqs)](
         q,
         cache.keys,
-        cache.values,
+        cache.values if cache.value_scales is None else cache.values.view(torch.int16),
         cache.key_scales,
         cache.value_scales,
         parts,
@@ -163,7 +163,7 @@ def key_tiles(
 def attend_kernel(
     q_ptr,
     k_ptr,
-    v_ptr,
+    v_ptr,  # quantised: two numbers as one of 16 bits
     k_scale_ptr,
     v_scale_ptr,
     out_ptr,  # the result; split: its parts, (tokens, heads, splits, head_dim)
@@ -223,7 +223,12 @@ def attend_kernel(
         # Scores are multiplied by `scale` later, as those of the products are.
         slope = tl.load(slopes_ptr + head, mask=live, other=0.0) * 1.4426950408889634
 
-    acc = tl.zeros((ROWS, WIDTH), tl.float32)  # mixture of values, not yet divided by
+    # A product wants values key by key. Bytes cannot be turned so on their way from shared memory, but pairs of them
+    # can: even and odd dimensions are taken apart afterwards, and have a product each.
+    PAIRS: tl.constexpr = v_scale_ptr is not None
+    acc = tl.zeros((ROWS, WIDTH // 2 if PAIRS else WIDTH), tl.float32)  # mixture of values, not yet divided by
+    odd = tl.zeros((ROWS, WIDTH // 2), tl.float32)
+    half = tl.arange(0, WIDTH // 2)
     total = tl.zeros((ROWS,), tl.float32)  # the sum of their weights
     # Largest score so far, as a power of two; finite, so that a row that has seen nothing yet stays 0 and not NaN.
     top = tl.full((ROWS,), -1e30, tl.float32)
@@ -244,7 +249,11 @@ def attend_kernel(
         if HEAD_DIM < WIDTH:
             held &= (d < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + offsets, mask=held, other=0.0)
-        v = tl.load(v_ptr + offsets, mask=held, other=0.0)
+        if PAIRS:
+            held = there[:, None] & (half < HEAD_DIM // 2)[None, :]
+            v = tl.load(v_ptr + (row // 2)[:, None] + half[None, :], mask=held, other=0)
+        else:
+            v = tl.load(v_ptr + offsets, mask=held, other=0.0)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if k_scale_ptr is not None:
             scale_offsets = block.to(tl.int64) * scale_stride + kv_head * SIZE + j % SIZE
@@ -261,13 +270,18 @@ def attend_kernel(
         p = tl.exp2(s * scale - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
-        if v_scale_ptr is not None:
+        if PAIRS:
             # Times the largest number that is held, or p would fall below what fp16 resolves.
             p *= (tl.load(v_scale_ptr + scale_offsets, mask=there, other=0.0) * LARGEST)[None, :]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+            second = (v >> 8).to(tl.int8).to(k.dtype, bitcast=True).to(q.dtype)
+            odd = tl.dot(p.to(q.dtype), second, odd * fade[:, None], input_precision="ieee")
+            v = (v & 255).to(tl.int8).to(k.dtype, bitcast=True).to(q.dtype)
+        acc = tl.dot(p.to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
         top = higher
         j += TILE
         block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
+    if PAIRS:
+        acc = tl.interleave(acc, odd)
     acc = acc / tl.where(total > 0, total * LARGEST, 1.0)[:, None]
     if SPLIT:
         place = place * splits + tl.program_id(0)
