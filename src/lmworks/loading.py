@@ -153,6 +153,9 @@ def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> 
     try:
         loaded = load_share(source, spec, step, seed, lead)
         engine = make_engine(loaded, spec, seed, lead)
+    except LMWorksError:
+        lead.close()
+        raise
     except Exception as error:
         cause = lead.cause(error)
         lead.close()
