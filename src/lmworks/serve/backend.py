@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ..data import Tokenizer
-from ..data.tokenizer import FileTokenizer
+from ..data.tokenizer import FileTokenizer, Tokenizer
 from ..engine.chat import Chat
 from ..engine.params import SamplingParams
 from ..engine.request import Logprob

@@ -14,12 +14,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..data import Tokenizer
-from ..data.tokenizer import FileTokenizer
-from ..engine.engine import Engine
+from ..data.tokenizer import FileTokenizer, Tokenizer
 from .backend import Ask
+
+if TYPE_CHECKING:  # the API does without torch
+    from ..engine.engine import Engine
 
 LENGTH = struct.Struct("!I")
 

@@ -41,6 +41,7 @@ def serve(wire: Wire) -> int:
         served: Served = pickle.loads(assignment.factory)()
         loop.engine = served.engine
         wire.send(hello(served))
+        loop.report([])  # all numbers there are, if only zeros
         loop.run()
     except StopIteration:
         return 0  # nobody there

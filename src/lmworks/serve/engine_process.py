@@ -22,11 +22,12 @@ import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..spec import LMWorksError
-from .backend import Ask, BackendError, Event, Kind, ModelCard, State, Words
+from .backend import Ask, BackendError, Event, ModelCard, State, Words
+from .box import Box
 from .channel import Assignment, Cancel, Factory, Failed, Hello, Report, Submit, frame, receive, unpack_tokenizer
 
 log = logging.getLogger("lmworks.serve")
@@ -34,7 +35,6 @@ log = logging.getLogger("lmworks.serve")
 TICK_S = 0.25  # how often it is looked whether the engine advances
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0  # before a process is started again; twice as long each time
 STEADY_S = 60.0  # a process that lasted so long starts the pauses anew
-FAREWELL_S = 5.0  # how long a process may take to end
 SHUTTING_DOWN = "the server is shutting down"
 ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
@@ -45,47 +45,6 @@ class Patience:
 
     stuck: float = 30.0  # after which the backend is not healthy
     kill: float = 120.0  # after which its process is started anew (0: never)
-
-
-@dataclass(eq=False)
-class Box:
-    """Events of one request, until its consumer takes them."""
-
-    ask: Ask
-    events: list[Event] = field(default_factory=list)
-    error: BackendError | None = None
-    started: bool = False
-    filled: asyncio.Event = field(default_factory=asyncio.Event)
-    timers: list[asyncio.TimerHandle] = field(default_factory=list)
-
-    def put(self, event: Event) -> None:
-        """A consumer that lags behind gets fewer, larger events."""
-        last = self.events[-1] if self.events else None
-        if last is not None and last.index == event.index and last.finish_reason is None:
-            self.events[-1] = joined(last, event)
-        else:
-            self.events.append(event)
-        self.started = True
-        self.filled.set()
-
-    def fail(self, kind: Kind, message: str, retry_after: float | None = None) -> None:
-        self.error = BackendError(kind, message, retry_after, self.started)
-        self.filled.set()
-
-    async def take(self) -> list[Event]:
-        await self.filled.wait()
-        self.filled.clear()
-        events, self.events = self.events, []
-        if not events and self.error is not None:
-            raise self.error
-        if self.error is not None:
-            self.filled.set()  # raised when these are read
-        return events
-
-
-def joined(first: Event, then: Event) -> Event:
-    logprobs = None if then.logprobs is None else [*(first.logprobs or ()), *then.logprobs]
-    return replace(then, tokens=first.tokens + then.tokens, text=first.text + then.text, logprobs=logprobs)
 
 
 @dataclass(eq=False)
@@ -357,12 +316,9 @@ class EngineProcess:
 
 
 async def end(life: Life) -> str:
-    """Makes sure that the process is gone; why it went."""
+    """Makes sure that the process is gone, and says why it went. It has nothing to put in order."""
     life.writer.transport.abort()
-    try:
-        code = await asyncio.to_thread(life.process.wait, FAREWELL_S)
-    except subprocess.TimeoutExpired:
-        life.process.kill()
-        code = await asyncio.to_thread(life.process.wait)
+    life.process.kill()  # nothing happens to one that has ended
+    code = await asyncio.to_thread(life.process.wait)
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return life.why or f"the engine's process ended: {how}"

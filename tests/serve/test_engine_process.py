@@ -1,0 +1,410 @@
+"""An engine behind a process: the same answers, nothing left behind, and whatever ends it is told and mended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_engine
+
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.request import Request, Result
+from lmworks.serve.backend import Ask, BackendError, Event
+from lmworks.serve.box import joined
+from lmworks.serve.engine_process import EngineProcess, Patience
+from lmworks.spec import LMWorksError
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """One event loop for all: processes are started once."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def engine(run: Run) -> Iterator[EngineProcess]:
+    backend = EngineProcess("tiny", tiny_engine.fragile, Patience(stuck=0.6, kill=0.0))
+    run(backend.start())
+    yield backend
+    run(backend.close())
+
+
+async def events_of(backend: EngineProcess, ask: Ask) -> list[Event]:
+    async with aclosing(backend.stream(ask)) as events:
+        return [event async for event in events]
+
+
+async def outcome(backend: EngineProcess, ask: Ask) -> list[Event] | BackendError:
+    try:
+        return await events_of(backend, ask)
+    except BackendError as error:
+        return error
+
+
+async def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come about"
+        await asyncio.sleep(0.01)
+
+
+async def beginning(backend: EngineProcess, ask: Ask) -> tuple[Any, Event]:
+    """A stream that has begun, and its first event."""
+    stream = backend.stream(ask)
+    return stream, await anext(stream)
+
+
+def idle(backend: EngineProcess) -> bool:
+    found = backend.state.metrics
+    return not backend.boxes and found["num_requests_running"] == found["num_requests_waiting"] == 0
+
+
+def pid(backend: EngineProcess) -> int:
+    assert backend.life is not None
+    return backend.life.process.pid
+
+
+def gone(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+# --- the same answers -------------------------------------------------------------------------------------
+
+
+def direct(prompt: list[int], params: SamplingParams) -> Result:
+    """What the engine itself says, here."""
+    engine = tiny_engine.tiny().engine
+    engine.add(Request(prompt, params))
+    (last,) = engine.run()
+    assert last.result is not None
+    return last.result
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=30, temperature=0),
+        SamplingParams(max_tokens=30, seed=3, n=3, logprobs=2, prompt_logprobs=1),
+        SamplingParams(max_tokens=20, seed=3, n=2, best_of=4, logprobs=0),
+        SamplingParams(max_tokens=60, seed=4, stop=["a", "e", "\x01"]),
+        SamplingParams(max_tokens=20, seed=5, choice=["yes", "certainly"]),
+    ],
+    ids=["greedy", "n and logprobs", "best of", "stop", "choice"],
+)
+def test_answers_are_those_of_the_engine(engine: EngineProcess, run: Run, params: SamplingParams, stream: bool) -> None:
+    prompt = list(b"What is the answer?")
+    result = direct(prompt, params)
+    events = run(events_of(engine, Ask(prompt, params, stream=stream)))
+    whole: dict[int, Event] = {}
+    for event in events:
+        whole[event.index] = joined(whole[event.index], event) if event.index in whole else event
+    assert len(whole) == params.n
+    for index, answer in enumerate(result.answers):
+        said = whole[index]
+        assert (said.tokens, said.text, said.finish_reason) == (answer.token_ids, answer.text, answer.finish_reason)
+        assert (said.stop_reason, said.logprobs) == (answer.stop_reason, answer.logprobs)
+    final = events[-1].final
+    assert [event.final for event in events[:-1]] == [None] * (len(events) - 1)
+    assert final is not None and events[-1].prompt_logprobs == result.prompt_logprobs
+    assert (final.prompt_tokens, final.completion_tokens >= len(result.token_ids)) == (len(prompt), True)
+    assert 0 <= final.queue <= final.first_token <= final.total
+    assert stream or len(events) == params.n
+
+
+def test_it_introduces_itself(engine: EngineProcess) -> None:
+    card = engine.card
+    assert (card.id, card.context, card.vocab, card.max_seqs) == ("tiny", 512, 257, 64)
+    assert engine.words.encode("é") == [*"é".encode()]
+    assert engine.words.decode([104, 105]) == "hi"
+    state = engine.state
+    assert (state.alive, state.ready, state.healthy, state.stuck) == (True, True, True, False)
+
+
+HOPELESS = [
+    (Ask([], SamplingParams()), "prompt is empty"),
+    (Ask([257], SamplingParams()), "token 257"),
+    (Ask([1] * 512, SamplingParams()), "does not fit"),
+    (Ask([1], SamplingParams(regex="(")), "shape"),
+    (Ask([1], SamplingParams(json_schema={"type": "nonsense"})), "nonsense"),
+    (Ask([1], SamplingParams(adapter="poet")), "adapter"),
+    (Ask([1], SamplingParams(logit_bias={300: 1.0})), "300"),
+    (Ask(["a"], SamplingParams()), "TypeError"),  # type: ignore[list-item]
+]
+
+
+def test_what_can_never_be_served_is_refused_and_harms_nobody(engine: EngineProcess, run: Run) -> None:
+    async def main() -> None:
+        other, first = await beginning(engine, Ask([1], LONG))
+        for ask, says in HOPELESS:
+            with pytest.raises(BackendError, match=says) as refused:
+                await events_of(engine, ask)
+            assert (refused.value.kind, refused.value.retry_after) == ("refused", None)
+        assert len(first.tokens) + sum([len(event.tokens) async for event in other]) == 400
+
+    run(main())
+    assert engine.restarts == 0
+
+
+def test_tenants_share_no_prefix(engine: EngineProcess, run: Run) -> None:
+    prompt = list(range(1, 65))
+
+    async def cached(tenant: str) -> int:
+        final = (await events_of(engine, Ask(prompt, SamplingParams(max_tokens=1), tenant=tenant)))[-1].final
+        assert final is not None
+        return final.cached_tokens
+
+    async def main() -> list[int]:
+        return [await cached(tenant) for tenant in ("a", "b", "a", "b", "")]
+
+    assert run(main()) == [0, 0, 48, 48, 0]
+
+
+# --- leaving ----------------------------------------------------------------------------------------------
+
+
+def test_who_leaves_takes_the_request_back(engine: EngineProcess, run: Run) -> None:
+    async def main() -> None:
+        before = engine.state.metrics.get("finished", {}).get("cancelled", 0)
+        stream, _ = await beginning(engine, Ask([1], LONG))
+        await stream.aclose()
+        task = asyncio.create_task(events_of(engine, Ask([2], LONG)))
+        await until(lambda: any(box.started for box in engine.boxes.values()))
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        forgotten, _ = await beginning(engine, Ask([3], LONG))
+        del forgotten
+        await until(lambda: idle(engine) and engine.state.metrics["finished"].get("cancelled", 0) == before + 3)
+        assert engine.state.metrics["kv_cache_usage_perc"] == 0
+
+    run(main())
+
+
+def test_who_leaves_before_a_shape_is_compiled_leaves_nothing(engine: EngineProcess, run: Run) -> None:
+    async def main() -> None:
+        taken_in = engine.state.metrics["prompt_tokens"]
+        for number in range(20):
+            shape = {"type": "object", "properties": {f"p{number}-{i}": {"type": "string"} for i in range(200)}}
+            stream = engine.stream(Ask([1], replace(LONG, json_schema=shape)))
+            first = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        assert not engine.boxes
+        await events_of(engine, Ask([1], replace(LONG, max_tokens=2, choice=["a", "b"])))
+        await until(lambda: idle(engine))
+        assert engine.state.metrics["prompt_tokens"] <= taken_in + 3  # one of two compilers may have been that far
+
+    run(main())
+
+
+def test_who_is_slow_gets_larger_events_and_is_no_reason_to_worry(engine: EngineProcess, run: Run) -> None:
+    async def main() -> None:
+        stream, first = await beginning(engine, Ask([1], LONG))
+        await until(lambda: not engine.owed)  # the engine is done with it
+        await asyncio.sleep(0.9)
+        assert engine.state.open == 1
+        assert not engine.state.stuck
+        rest = [event async for event in stream]
+        assert len(rest) <= 2
+        assert len(first.tokens) + sum(len(event.tokens) for event in rest) == 400
+        assert rest[-1].final is not None
+
+    run(main())
+
+
+def test_waiting_and_running_have_their_time(run: Run) -> None:
+    async def main() -> None:
+        backend = EngineProcess("one", partial(tiny_engine.tiny, max_seqs=1))
+        await backend.start()
+        first, _ = await beginning(backend, Ask([1], LONG))
+        waiting = await outcome(backend, Ask([2], LONG, queue_seconds=0.02))
+        assert isinstance(waiting, BackendError)
+        assert (waiting.kind, waiting.started, waiting.retry_after) == ("timeout", False, 1)
+        await first.aclose()
+        patient = await outcome(backend, Ask([2], replace(LONG, max_tokens=4), queue_seconds=10, request_seconds=10))
+        assert isinstance(patient, list)
+        long = await outcome(backend, Ask([3], LONG, stream=False, queue_seconds=0.1, request_seconds=0.11))
+        assert isinstance(long, BackendError)
+        assert (long.kind, long.started, long.retry_after) == ("timeout", True, None)
+        await until(lambda: idle(backend))
+        await backend.close()
+
+    run(main())
+
+
+# --- dying ------------------------------------------------------------------------------------------------
+
+
+async def recovers(backend: EngineProcess, end: Callable[[], Awaitable[Any] | None], says: str) -> None:
+    """Whatever `end` does to the process: those who wait are told, those to come are served again."""
+    restarts = backend.restarts
+    tasks = [asyncio.create_task(outcome(backend, Ask([20 + i], LONG, stream=i % 2 == 0))) for i in range(8)]
+    await until(lambda: len(backend.boxes) == 8 and all(box.started for box in backend.boxes.values()))
+    if (waiting := end()) is not None:
+        await waiting
+    found = await asyncio.wait_for(asyncio.gather(*tasks), 2.0)
+    assert all(isinstance(error, BackendError) and error.kind == "dead" and error.started for error in found)
+    if not backend.ready:
+        early = await outcome(backend, Ask([1], LONG))
+        assert isinstance(early, BackendError) and early.kind == "dead" and early.retry_after
+        assert not backend.state.healthy
+    await until(lambda: backend.ready)
+    assert isinstance(await outcome(backend, Ask([1], replace(LONG, max_tokens=2))), list)
+    assert backend.restarts == restarts + 1
+    assert says in (backend.state.last_error or "")
+    assert backend.state.healthy
+
+
+@pytest.mark.parametrize(
+    ("poison", "says"),
+    [(13, "RuntimeError: the device is on fire"), (None, "killed by SIGKILL")],
+    ids=["raises", "killed"],
+)
+def test_a_process_that_dies_is_told_and_replaced(
+    engine: EngineProcess, run: Run, poison: int | None, says: str
+) -> None:
+    def end() -> Awaitable[Any] | None:
+        if poison is not None:
+            return outcome(engine, Ask([poison], LONG))
+        os.kill(pid(engine), signal.SIGKILL)
+        return None
+
+    run(recovers(engine, end, says))
+
+
+def test_a_process_that_hangs_is_noticed(engine: EngineProcess, run: Run) -> None:
+    """Stopped and let go again: it is unwell for as long as it does not advance, and then well."""
+
+    async def main() -> None:
+        stream, _ = await beginning(engine, Ask([1], LONG))
+        os.kill(pid(engine), signal.SIGSTOP)
+        await until(lambda: engine.state.stuck, 4)
+        assert engine.state.alive and not engine.state.healthy
+        assert engine.state.stalled >= 0.6
+        os.kill(pid(engine), signal.SIGCONT)
+        assert [event async for event in stream][-1].final is not None
+        assert engine.state.healthy
+
+    restarts = engine.restarts
+    run(main())
+    assert engine.restarts == restarts
+
+
+def test_a_process_that_hangs_for_long_is_replaced(engine: EngineProcess, run: Run) -> None:
+    engine.patience = Patience(stuck=0.3, kill=0.5)
+
+    async def hang() -> None:
+        os.kill(pid(engine), signal.SIGSTOP)
+        await until(lambda: not engine.boxes, 5)
+
+    run(recovers(engine, hang, "took no step"))
+    engine.patience = Patience(stuck=0.6, kill=0.0)
+
+
+def test_signals_for_the_server_do_not_end_the_engine(engine: EngineProcess, run: Run) -> None:
+    async def main() -> None:
+        stream, _ = await beginning(engine, Ask([1], LONG))
+        os.kill(pid(engine), signal.SIGTERM)
+        os.kill(pid(engine), signal.SIGINT)
+        assert [event async for event in stream][-1].final is not None
+
+    run(main())
+
+
+# --- beginning and end ------------------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_be_loaded_says_so(run: Run) -> None:
+    backend = EngineProcess("missing", tiny_engine.missing)
+    with pytest.raises(LMWorksError, match="no model is there"):
+        run(backend.start())
+    assert (backend.state.alive, backend.restarts) == (False, 0)
+
+
+def test_draining_lets_some_finish_and_cuts_off_others(run: Run) -> None:
+    async def main() -> None:
+        backend = EngineProcess("tiny", tiny_engine.tiny)
+        await backend.start()
+        process = pid(backend)
+        short = asyncio.create_task(outcome(backend, Ask([1], replace(LONG, max_tokens=20))))
+        slow, _ = await beginning(backend, Ask([2], replace(LONG, n=64)))
+        draining = asyncio.create_task(backend.drain(0.7))
+        await until(lambda: backend.draining)
+        late = await outcome(backend, Ask([3], LONG))
+        assert isinstance(late, BackendError) and late.kind == "dead" and "shutting down" in str(late)
+        assert isinstance(await short, list)
+        assert await draining == 1
+        with pytest.raises(BackendError, match="shutting down"):
+            while (await anext(slow)).final is None:
+                pass
+        await backend.close()
+        assert gone(process)
+
+    run(main())
+
+
+def test_closing_in_the_middle_of_a_start(run: Run) -> None:
+    async def main() -> None:
+        backend = EngineProcess("tiny", tiny_engine.tiny)
+        starting = asyncio.create_task(backend.start())
+        await until(lambda: backend.life is not None)
+        process = pid(backend)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        assert gone(process)
+
+    run(main())
+
+
+ORPHANS = """
+import asyncio, sys
+sys.path.insert(0, {folder!r})
+import tiny_engine
+from lmworks.serve.engine_process import EngineProcess
+
+async def main():
+    serving, loading = EngineProcess("serving", tiny_engine.tiny), EngineProcess("loading", tiny_engine.endless)
+    tasks = [asyncio.create_task(backend.start()) for backend in (serving, loading)]
+    await tasks[0]
+    print(serving.life.process.pid, loading.life.process.pid, flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+def test_no_engine_outlives_its_server() -> None:
+    """Neither one that waits for requests nor one that is still being loaded."""
+    code = ORPHANS.format(folder=str(Path(tiny_engine.__file__).parent))
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    processes = [int(word) for word in server.stdout.readline().split()]
+    assert len(processes) == 2 and not any(map(gone, processes))
+    server.kill()
+    server.wait()
+    server.stdout.close()
+    deadline = time.monotonic() + 10
+    while not all(map(gone, processes)):
+        assert time.monotonic() < deadline, "an engine's process is still there"
+        time.sleep(0.02)
