@@ -133,6 +133,15 @@ def test_guesses_save_steps() -> None:
     assert engine.metrics.steps == 1 + 40 // 4
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_end_of_the_context(family: str) -> None:
+    """One sequence has no room for guesses any more; its neighbour has, and the draft goes ahead with that one."""
+    engine = hf_engine(family, "draft", guesses=6)
+    prompts = random_prompts([80, 20])
+    assert compare(engine, family, prompts, [engine.spec.context - 80, 60]) == 0
+    assert engine.metrics.accepted_guesses > 0
+
+
 WISHES: list[dict[str, Any]] = [
     {"temperature": 0.3},
     {"temperature": 0.2, "top_k": 7, "logprobs": 3},
@@ -145,9 +154,9 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-def wished(source: str) -> tuple[Engine, list[Result]]:
+def wished(source: str, **spec: Any) -> tuple[Engine, list[Result]]:
     prompts = [3 * prompt for prompt in random_prompts([7] * len(WISHES), seed=5)]
-    engine = hf_engine("qwen3", source, guesses=5)
+    engine = hf_engine("qwen3", source, guesses=5, **spec)
     params = [SamplingParams(seed=i, max_tokens=40, **each) for i, each in enumerate(WISHES)]
     return engine, answers(engine, prompts, params)
 
@@ -166,6 +175,16 @@ def test_lookup_gives_what_the_seed_gives() -> None:
                 assert x.token == y.token
                 assert x.logprob == pytest.approx(y.logprob, abs=1e-5)
                 assert [i for i, _ in x.top] == [i for i, _ in y.top]
+
+
+def test_an_invariant_draft_gives_what_the_seed_gives() -> None:
+    """How many guesses a step has depends on who else is there; a result that may not depend on it, does not."""
+    _, plain = wished("", batch_invariant=True)
+    engine, guessed = wished("draft", batch_invariant=True)
+    assert 0.1 < engine.metrics.acceptance_rate < 1
+    for one, other in zip(plain, guessed, strict=True):
+        assert [a.token_ids for a in one.answers] == [a.token_ids for a in other.answers]
+        assert [a.logprobs for a in one.answers] == [a.logprobs for a in other.answers]  # bitwise
 
 
 def test_a_draft_reports_the_logprobs_of_its_tokens() -> None:

@@ -28,7 +28,7 @@ from .paged import Paged
 from .request import UNKNOWN, Sequence
 from .sampler import Sampled, Wants
 from .scheduler import Chunk, Step
-from .speculate import draw_guess, judge
+from .speculate import draw_guess, judge, pick
 
 if TYPE_CHECKING:
     from .runner import Runner
@@ -47,7 +47,7 @@ class Guessed:
 
     rows: Tensor  # (guesses) int64: the row of the step's logits that judges each
     tokens: Tensor  # (guesses) int64
-    q: Tensor | None  # (guesses, vocab): what each was drawn from; None: all of them are the likeliest tokens
+    q: Tensor | None  # (guesses, vocab): what each was drawn from; None: they are accepted if they are what is picked
 
 
 class Draft:
@@ -117,7 +117,7 @@ class Draft:
         return Guessed(rows, found, None if q is None else q.flatten(0, 1)[source])
 
     def go_ahead(self, chunks: list[Chunk], wants: Wants) -> tuple[Tensor, Tensor | None]:
-        """Guesses (seqs, most) and, where someone samples, what they were drawn from (seqs, most, vocab).
+        """Guesses (seqs, most) and, where they are to be judged by it, what they were drawn from (seqs, most, vocab).
 
         A chunk that has room for fewer of them takes the first. The last guess is computed too, for what it leaves in
         the cache: if it is accepted, the text goes on behind it.
@@ -134,6 +134,7 @@ class Draft:
         (room,) = self.to_device([[chunk.wanted - 1 for chunk in chunks]])
         most = max(chunk.wanted for chunk in chunks) - 1
         rows, places = batch.rows[:count], batch.places[:count]
+        rejecting = wants.noise and not runner.spec.batch_invariant
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
         for made in range(most + 1):
@@ -141,30 +142,30 @@ class Draft:
             if made == most:
                 break
             if wants.noise:
-                drawn_from.append(sampler.distribution(logits[:count], rows, places, None, wants))
-                tokens.append(draw_guess(drawn_from[-1], sampler.seeds[rows], places))
+                q = sampler.distribution(logits[:count], rows, places, None, wants)
+                tokens.append((draw_guess if rejecting else pick)(q, sampler.seeds[rows], places))
+                drawn_from += [q] * rejecting
             else:
                 tokens.append(sampler.scores(logits[:count], rows, places, None, wants).argmax(dim=1))
             self.move_on(batch, tokens[-1], room > made)
         return torch.stack(tokens, dim=1), torch.stack(drawn_from, dim=1) if drawn_from else None
 
     def move_on(self, batch: Batch, tokens: Tensor, room: Tensor) -> None:
-        """Make the batch that of the next token, in place; a sequence without room for it writes nothing."""
+        """Make the batch that of the next token, in place; a sequence without room for it stays, and writes nothing."""
         (pages,) = batch.pages
         size, count = self.runner.spec.block, len(tokens)
         batch.tokens[:count] = tokens
-        batch.positions[:count] += 1
         batch.places[:count] += 1
-        pages.lengths[:count] += 1
+        batch.positions[:count] += room
+        pages.lengths[:count] += room
         positions = batch.positions[:count]
-        column = (positions // size).clamp(max=pages.tables.shape[1] - 1).unsqueeze(1)
-        block = pages.tables[:count].gather(1, column).squeeze(1).long()
+        block = pages.tables[:count].gather(1, (positions // size).unsqueeze(1)).squeeze(1).long()
         batch.slots[:count] = torch.where(room, block * size + positions % size, -1)
 
     def judged(self, sampled: Sampled, logits: Tensor, batch: Batch, guessed: Guessed, wants: Wants) -> Sampled:
         """What the sampler picked, with the rows that judge a guess settled by it."""
         if guessed.q is None:
-            return sampled  # the likeliest tokens: a guess agrees or does not
+            return sampled  # a guess agrees or does not
         sampler, rows = self.runner.sampler, guessed.rows
         slots, places = batch.rows[rows], batch.places[rows]
         p = sampler.distribution(logits[rows], slots, places, None, wants)

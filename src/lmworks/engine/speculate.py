@@ -12,6 +12,11 @@ q(x) = 1: then it is the same to draw from p, and to accept x where x is what wa
 but the sampler, and give token for token what the same seed gives without them. Greedy decoding is p = 1 at the
 likeliest token: its tokens never change.
 
+How many guesses a step has depends on its batch, and with them which random numbers decide about a draft's: there the
+same seed gives another draw from the same distribution. Where results may not depend on the batch
+(engine.batch_invariant), a draft draws with the very numbers that the sampler will draw with, and is right where both
+come to the same token: somewhat less often than Σ min(p, q), but the tokens are those of the seed.
+
 **When.** Guesses cost compute where a batch is large enough to keep the device busy: a step speculates only while its
 rows, running sequences · (1 + engine.guesses), are at most LARGEST. Sequences with penalties on repetition or with a
 grammar are left alone, for what they allow at a row depends on the guesses before it; their batch mates go on guessing.
