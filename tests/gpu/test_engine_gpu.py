@@ -49,6 +49,10 @@ def test_equal_to_transformers(family: str, way: str) -> None:
     excused += compare(engine, family, prompts, COUNTS)  # again: prefix hits, and graphs that are replayed
     assert excused <= 1
     assert way != "preemption" or engine.metrics.num_preemptions > 0
+    graphs = engine.runner.graphs
+    assert (graphs is None) == (way == "eager")
+    mixed = graphs is not None and any(layout.rows < layout.tokens for layout, _ in graphs.recorded)
+    assert way != "chunks" or mixed  # prompts beside answers were recorded too
 
 
 @pytest.mark.parametrize("source", ["ngram", "draft"])
