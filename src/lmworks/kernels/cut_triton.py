@@ -2,8 +2,8 @@
 
 Floats are ordered like integers once the bits of negative ones are turned over. The threshold of top-k is the least
 integer u with fewer than k scores above it, that of top-p the least with less than top_p of the probability above it:
-both are found two bits at a time, each time with one pass over the row for three candidates. A row of bf16 logits has
-16 bits to find, 8 passes, and is read from the cache of the GPU in all but the first.
+both are found two bits at a time, each time with one pass over the row for three candidates: 16 passes, or 8 over bf16
+logits, which have 16 bits to find.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"

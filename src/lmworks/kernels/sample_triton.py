@@ -90,7 +90,7 @@ def mix32(x):
 
 @triton.jit
 def fast_log(x):
-    """In one instruction instead of twenty; it is off by 2⁻²² at most, and noise is needed no better."""
+    """In one instruction instead of twenty: 22 bits are right, and noise is needed no better."""
     if INTERPRETED:
         return tl.log(x)
     log_2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
