@@ -72,6 +72,8 @@ def test_the_workload_is_that_of_the_peers() -> None:
     for lengths in (prompts, answers):
         assert len(lengths) == 256 and min(lengths) >= 100 and max(lengths) <= 1024
         assert abs(sum(lengths) / 256 - 562) < 60  # five deviations of the mean of 256 even draws
+    assert (sum(prompts), sum(answers)) == (144_831, 144_160)  # the peers' draw: 143,501 and 144,294
+    assert [len(r.prompt) for r in Workload().draw(70)] == prompts
     assert all(r.params.ignore_eos and r.params.temperature == 0.6 for r in requests)
     assert {token for r in requests for token in r.prompt} <= set(range(1000))
     assert Workload(seed=1).draw(1000)[0].prompt != requests[0].prompt

@@ -44,16 +44,14 @@ class Workload:
     def draw(self, vocab: int) -> list[Request]:
         """Ids are drawn evenly: no two prompts share a prefix worth caching. Answers do not end before their time."""
         luck = random.Random(self.seed)
+        lengths = [luck.randint(*self.input) for _ in range(self.requests)]  # first: the same for every vocabulary
+        answers = [luck.randint(*self.output) for _ in range(self.requests)]
         requests = []
-        for number in range(self.requests):
-            prompt = [luck.randrange(vocab) for _ in range(luck.randint(*self.input))]
+        for number, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
             params = SamplingParams(
-                temperature=self.temperature,
-                ignore_eos=True,
-                max_tokens=luck.randint(*self.output),
-                seed=self.seed + number,
+                temperature=self.temperature, ignore_eos=True, max_tokens=answer, seed=self.seed + number
             )
-            requests.append(Request(prompt, params))
+            requests.append(Request([luck.randrange(vocab) for _ in range(length)], params))
         return requests
 
 
