@@ -33,8 +33,9 @@ COUNTS = [20, 30, 12, 25, 8, 20, 1, 16]
 
 
 def engine_for(model: GPT, vocab: int, source: str, draft: GPT | None = None, **spec: Any) -> Engine:
+    device = spec.pop("device", "cpu")
     given = EngineSpec(**{"dtype": "fp32", "block": 4, "max_seqs": 8, "guesses": 3, **spec})
-    runner = Runner(model, given, "cpu", vocab, None if draft is None else Draft(draft))
+    runner = Runner(model, given, device, vocab, None if draft is None else Draft(draft))
     sources = {"ngram": NGram(), "draft": Ahead()}
     return Engine(runner, None, seed=0, speculator=Speculator(runner.spec, sources[source]) if source else None)
 
@@ -244,10 +245,11 @@ def expected_triples(temperature: float, top_k: int) -> np.ndarray:
     return table.reshape(-1)
 
 
-def fit_of_triples(source: str) -> tuple[float, Engine]:
+def fit_of_triples(source: str, device: str = "cpu") -> tuple[float, Engine]:
     """How likely the engine's counts are under the exact distribution. The fourth token makes room for two guesses."""
     draft = near(few_tokens(), 0.3) if source == "draft" else None
-    engine = engine_for(copy.deepcopy(few_tokens()), FEW, source, draft, max_seqs=64, guesses=2, blocks=1000)
+    sizes = {"max_seqs": 64, "guesses": 2, "blocks": 1000, "device": device}
+    engine = engine_for(copy.deepcopy(few_tokens()), FEW, source, draft, **sizes)
     params = [SamplingParams(temperature=1.2, top_k=4, seed=seed, max_tokens=4) for seed in range(DRAWS)]
     triples = np.array([result.token_ids[:3] for result in answers(engine, [PAIRS] * DRAWS, params)])
     seen = np.bincount(triples @ [FEW * FEW, FEW, 1], minlength=FEW**3)

@@ -1,0 +1,129 @@
+"""What a step with guesses costs, and from which acceptance on it pays.
+
+Random weights say nothing about how often a guess is right, but the time of a step does not depend on it. So three
+steps are timed at each batch: a plain one, one that judges k guesses which cost nothing to make (as n-grams do), and
+one whose guesses a draft model makes. With acceptance a, a step brings (1 − aᵏ⁺¹) / (1 − a) tokens, and the table says
+what that comes to; the row with all guesses right is measured, and checks the formula at a = 1.
+
+    python benchmarks/speculation_gpu.py                      # llama3-8b, guesses by llama3-1b
+    python benchmarks/speculation_gpu.py --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from typing import Any
+
+import torch
+from common import RESULTS, write_result
+
+from lmworks.engine.engine import Engine
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.request import Request, Sequence
+from lmworks.engine.speculate import Speculator
+from lmworks.loading import load, make_engine
+from lmworks.spec import EngineSpec
+
+NAME = "speculation_gpu"
+BATCHES = (1, 8, 32)
+GUESSES = 4
+TOKENS = 200
+ACCEPTANCE = (0.5, 0.7, 0.8, 0.9)
+
+
+class Told:
+    """Guesses of someone who knows the answers, or of someone who is always wrong."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], right: bool) -> None:
+        self.answers, self.off = answers, 0 if right else 1
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        done = len(sequence.tokens) - sequence.prompt
+        answer = self.answers[tuple(sequence.tokens[: sequence.prompt])]
+        return [token ^ self.off for token in answer[done : done + count]]
+
+
+def made(model: str, **options: Any) -> Engine:
+    spec = EngineSpec(context=64 + TOKENS, max_seqs=max(BATCHES), guesses=GUESSES, **options)
+    return make_engine(load(model, spec, None, 0), spec, seed=0)
+
+
+def run(engine: Engine, batch: int) -> tuple[dict[tuple[int, ...], list[int]], dict[str, float]]:
+    """Answers by prompt, and milliseconds of a step that decodes; the prompts are short."""
+    luck = torch.Generator().manual_seed(batch)
+    prompts = torch.randint(0, engine.runner.valid_vocab, (batch, 64), generator=luck).tolist()
+    requests = [Request(p, SamplingParams(temperature=0, ignore_eos=True, max_tokens=TOKENS)) for p in prompts]
+    for request in requests:
+        engine.add(request)
+    engine.step()  # the prompts
+    before, began = engine.metrics.steps, time.perf_counter()
+    done = engine.run()
+    seconds = time.perf_counter() - began
+    steps = engine.metrics.steps - before
+    answers = {tuple(piece.request.prompt): piece.result.token_ids for piece in done if piece.result is not None}
+    return answers, {"ms_a_step": 1e3 * seconds / steps, "tokens_a_second": batch * TOKENS / seconds}
+
+
+def twice(engine: Engine, batch: int) -> tuple[dict[tuple[int, ...], list[int]], dict[str, float]]:
+    """The first time compiles kernels and records graphs."""
+    run(engine, batch)
+    return run(engine, batch)
+
+
+def measure(model: str, draft: str) -> dict[str, Any]:
+    results: dict[str, Any] = {str(batch): {} for batch in BATCHES}
+    engine = made(model, speculate="ngram")
+    for batch in BATCHES:
+        row = results[str(batch)]
+        engine.speculator = None
+        answers, row["plain"] = twice(engine, batch)
+        for case, right in (("judged, all wrong", False), ("judged, all right", True)):
+            engine.speculator = Speculator(engine.spec, Told(answers, right))
+            _, row[case] = twice(engine, batch)
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    engine = made(model, speculate="draft", draft=draft)
+    for batch in BATCHES:
+        _, results[str(batch)]["draft"] = twice(engine, batch)
+    return {"model": model, "draft": draft, "guesses": GUESSES, "batches": results}
+
+
+def tokens_a_step(acceptance: float, guesses: int) -> float:
+    return (1 - acceptance ** (guesses + 1)) / (1 - acceptance) if acceptance < 1 else guesses + 1
+
+
+def table(facts: dict[str, Any]) -> str:
+    guesses = facts["guesses"]
+    lines = [
+        f"{facts['model']}, {guesses} guesses a step; speed-up over plain decoding at acceptance a",
+        f"{'batch':>5} {'guesses':>18} {'ms a step':>10} " + " ".join(f"{f'a = {a}':>8}" for a in ACCEPTANCE),
+    ]
+    for batch, row in facts["batches"].items():
+        plain = row["plain"]["ms_a_step"]
+        lines.append(f"{batch:>5} {'none':>18} {plain:>10.2f}")
+        for name, case in (("free", "judged, all wrong"), (f"by {facts['draft']}", "draft")):
+            took = row[case]["ms_a_step"]
+            gains = " ".join(f"{plain / took * tokens_a_step(a, guesses):>7.2f}×" for a in ACCEPTANCE)
+            lines.append(f"{batch:>5} {name:>18} {took:>10.2f} {gains}")
+        gain = row["judged, all right"]["tokens_a_second"] / row["plain"]["tokens_a_second"]
+        lines.append(f"{batch:>5} {'free, all right':>18} {row['judged, all right']['ms_a_step']:>10.2f} {gain:>7.2f}×")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default="llama3-8b")
+    parser.add_argument("--draft", default="llama3-1b")
+    parser.add_argument("--table", action="store_true", help="print what was measured last")
+    given = parser.parse_args()
+    if not given.table:
+        write_result(NAME, measure(given.model, given.draft))
+    print(table(json.loads((RESULTS / f"{NAME}.json").read_text())))
+
+
+if __name__ == "__main__":
+    main()
