@@ -44,6 +44,7 @@ VLLM = {
 }
 SCHEMES = ("int8", "int4", "fp8")
 CONTEXT = 2048  # the longest request of the workload
+PATIENCE_S = 120  # with one start-up
 
 
 @contextmanager
@@ -173,6 +174,7 @@ def startup(name: str) -> dict[str, Any]:
                 capture_output=True,
                 text=True,
                 check=False,
+                timeout=PATIENCE_S,
             )
             if child.returncode:
                 raise RuntimeError(f"start-up of {name} failed:\n{child.stderr[-2000:]}")
@@ -270,7 +272,7 @@ def main() -> None:
             began = time.perf_counter()
             try:
                 cases = PARTS[part](name)
-            except (RuntimeError, LMWorksError) as error:  # the other parts are worth having
+            except (RuntimeError, LMWorksError, subprocess.TimeoutExpired) as error:  # the other parts are worth having
                 print(f"{name} {part} failed: {error}", flush=True)
                 continue
             for case, facts in cases.items():

@@ -1,0 +1,68 @@
+"""The offline API on a GPU: weights arrive whole, and answers are those of the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmworks import LLM, SamplingParams
+from lmworks.loading import random_model
+from lmworks.model import GPT
+from lmworks.model.hf import load_hf
+from lmworks.model.upload import Lane
+from lmworks.observe.engine_bench import bench_offline
+from lmworks.observe.workload import Workload
+from lmworks.spec import ModelSpec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hf")
+    GPT(ModelSpec.from_preset("cpu-3m"), seed=2).save_hf(path)
+    return path
+
+
+def test_a_tensor_arrives_whole_in_pieces() -> None:
+    lane = Lane(CUDA, piece=4096)
+    for seed in range(4):  # pieces follow one another faster than they leave
+        host = torch.randn(777, 333, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(lane.upload(host).cpu(), host)
+
+
+def test_weights_are_those_of_the_files(folder: Path) -> None:
+    there = load_hf(GPT, folder, dtype=torch.bfloat16, device=CUDA)
+    here = load_hf(GPT, folder, dtype=torch.bfloat16)
+    assert all(parameter.is_cuda for parameter in there.parameters())
+    for (name, one), other in zip(there.named_parameters(), here.parameters(), strict=True):
+        assert torch.equal(one.cpu(), other), name
+
+
+def test_random_weights_are_drawn_on_the_device() -> None:
+    model = random_model(ModelSpec.from_preset("cpu-3m"), CUDA, torch.bfloat16, seed=1)
+    spread = model.head_weight.float().std().item()
+    assert model.head_weight.is_cuda and spread == pytest.approx(model.spec.init_std, rel=0.05)
+    again = random_model(ModelSpec.from_preset("cpu-3m"), CUDA, torch.bfloat16, seed=1)
+    assert torch.equal(model.head_weight, again.head_weight)
+
+
+def test_answers_are_those_of_the_cpu(folder: Path) -> None:
+    """Greedy, in fp32: a difference would need two logits that are closer than rounding."""
+    prompts = [list(range(n, n + 20)) for n in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    with LLM(folder, dtype="fp32", device="cpu") as cpu:
+        expected = [result.token_ids for result in cpu.generate(prompts, params)]
+    with LLM(folder, dtype="fp32", device="cuda", memory=0.2) as gpu:
+        found = [result.token_ids for result in gpu.generate(prompts, params)]
+    assert sum(one == other for one, other in zip(found, expected, strict=True)) >= 11
+
+
+def test_the_bench_runs(folder: Path) -> None:
+    with LLM(folder, memory=0.2) as llm:
+        facts = bench_offline(llm.native, Workload(32))
+    assert facts["output_tokens_per_s"] > 0 and facts["bandwidth_gbs"] > 100
+    assert all(0 < facts["floors_ms"][batch] < ms for batch, ms in facts["decode_ms"].items())
