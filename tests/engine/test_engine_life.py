@@ -227,6 +227,15 @@ def test_a_grammar_reads_every_token_before_the_next_step_is_made() -> None:
     assert device.entries == [f"{what} {step}" for step in range(5) for what in ("launch", "read")]
 
 
+def test_any_token_that_ends_answers_may_end_one_with_a_shape() -> None:
+    """A chat model ends its turn with a token of its own, which is not the tokenizer's end of text."""
+    pytest.importorskip("llguidance")
+    device = Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"ab", 7])
+    engine = Engine(device, ByteTokenizer(), eos=[7])
+    result = result_of(engine, Request([1], SamplingParams(max_tokens=20, regex="(ab){1,9}")))
+    assert (result.text, result.finish_reason, result.error) == ("ab", "stop", None)
+
+
 def test_an_answer_ends_when_nothing_can_follow() -> None:
     pytest.importorskip("llguidance")
     device = Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"yes, of course"])

@@ -93,8 +93,8 @@ class Engine:
         self.runner = runner
         self.spec = runner.spec
         self.tokenizer = tokenizer
-        runner.grammars = None if tokenizer is None else Grammars(tokenizer, runner.valid_vocab)
         self.eos = tuple(dict.fromkeys([*([] if tokenizer is None else [tokenizer.eot]), *eos]))
+        runner.grammars = None if tokenizer is None else Grammars(tokenizer, runner.valid_vocab, self.eos)
         self.seeds = random.Random(seed)
         self.speculator = speculator
         self.scheduler = Scheduler(runner.spec, runner.blocks)
