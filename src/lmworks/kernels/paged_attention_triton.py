@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 
 from .paged_attention import LARGEST, LayerCache, Pages
-from .triton_support import early, multiprocessors, power_of_two, tl, triton, wait
+from .triton_support import multiprocessors, power_of_two, tl, triton
 
 MOST_SPLITS = 64
-PROGRAMS_EACH = 8  # programs for each multiprocessor that splitting aims at: enough to even out unequal lengths
+AT_ONCE = 3  # programs that a multiprocessor holds: keys of few sequences are split to fill it once, none comes after
+PROGRAMS_EACH = 8  # programs that it gets where there are many sequences: enough to even out unequal lengths
+SHORT = 256  # queries; shorter prompts lose more by wide tiles that are not full than they gain
 TILE_BYTES = 2**14  # of keys in one step of the walk: with three of them under way, the memory is never idle
 
 
@@ -55,12 +57,19 @@ def choose(q: Tensor, cache: LayerCache, pages: Pages, invariant: bool) -> Confi
         return Config(max(few, group), min(tile, 64), warps, stages)
     rows = max(16, power_of_two(pages.longest_query * group))
     if rows <= few:
-        wanted = multiprocessors(q.device) * PROGRAMS_EACH
-        splits = math.ceil(wanted / (max(pages.lengths.shape[0], 1) * kv_heads))
-        return Config(rows, tile, warps, stages, min(splits, MOST_SPLITS))
+        return Config(rows, tile, warps, stages, choose_splits(pages.lengths.shape[0] * kv_heads, q.device))
     if exact or width > 128:
         return Config(max(few, group), tile, warps, 2)
+    if pages.longest_query <= SHORT or width <= 64:
+        return Config(max(few, group), min(tile, 64), warps, stages)
     return Config(max(128, group), tile, 8, 3)
+
+
+def choose_splits(walks: int, device: torch.device) -> int:
+    """Among how many programs each of `walks` (sequences × key heads) is shared out."""
+    at_once = multiprocessors(device) * AT_ONCE // max(walks, 1)
+    splits = at_once if at_once > 1 else math.ceil(multiprocessors(device) * PROGRAMS_EACH / walks)
+    return max(1, min(splits, MOST_SPLITS))
 
 
 def launch(
@@ -87,7 +96,7 @@ def launch(
     shape = {
         "HEADS": heads,
         "HEAD_DIM": head_dim,
-        "WIDTH": max(power_of_two(head_dim), 32),
+        "WIDTH": max(power_of_two(head_dim), 16),
         "QUERIES": queries,
         "TILE": config.tile,
         "WINDOW": window,
@@ -95,7 +104,7 @@ def launch(
     attend_kernel[(config.splits if split else triton.cdiv(pages.longest_query, queries), kv_heads, seqs)](
         q,
         cache.keys,
-        cache.values if cache.value_scales is None else cache.values.view(torch.int16),
+        cache.values,
         cache.key_scales,
         cache.value_scales,
         parts,
@@ -115,7 +124,6 @@ def launch(
         ROWS=config.rows,
         SIZE=cache.size,
         SPLIT=split,
-        **early(q.device),
         **shape,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -130,7 +138,6 @@ def launch(
             config.splits,
             MOST=max(8, power_of_two(config.splits)),
             ONE_EACH=pages.longest_query == 1 and tokens == seqs,
-            **early(q.device),
             **shape,
             num_warps=4,
         )
@@ -163,7 +170,7 @@ def key_tiles(
 def attend_kernel(
     q_ptr,
     k_ptr,
-    v_ptr,  # quantised: two numbers as one of 16 bits
+    v_ptr,
     k_scale_ptr,
     v_scale_ptr,
     out_ptr,  # the result; split: its parts, (tokens, heads, splits, head_dim)
@@ -189,13 +196,11 @@ def attend_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     kv_head, seq = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + seq)
     queries = tl.load(starts_ptr + seq + 1) - start
     length = tl.load(lengths_ptr + seq)
-    wait(EARLY)
     # The last queries of a prompt see the most keys; their programs begin first, so that none is left over at the end.
     first = 0 if SPLIT else (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     low, high = key_tiles(length, queries, first, QUERIES, TILE, WINDOW)
@@ -223,12 +228,7 @@ def attend_kernel(
         # Scores are multiplied by `scale` later, as those of the products are.
         slope = tl.load(slopes_ptr + head, mask=live, other=0.0) * 1.4426950408889634
 
-    # A product wants values key by key. Bytes cannot be turned so on their way from shared memory, but pairs of them
-    # can: even and odd dimensions are taken apart afterwards, and have a product each.
-    PAIRS: tl.constexpr = v_scale_ptr is not None
-    acc = tl.zeros((ROWS, WIDTH // 2 if PAIRS else WIDTH), tl.float32)  # mixture of values, not yet divided by
-    odd = tl.zeros((ROWS, WIDTH // 2), tl.float32)
-    half = tl.arange(0, WIDTH // 2)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)  # mixture of values, not yet divided by
     total = tl.zeros((ROWS,), tl.float32)  # the sum of their weights
     # Largest score so far, as a power of two; finite, so that a row that has seen nothing yet stays 0 and not NaN.
     top = tl.full((ROWS,), -1e30, tl.float32)
@@ -249,11 +249,7 @@ def attend_kernel(
         if HEAD_DIM < WIDTH:
             held &= (d < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + offsets, mask=held, other=0.0)
-        if PAIRS:
-            held = there[:, None] & (half < HEAD_DIM // 2)[None, :]
-            v = tl.load(v_ptr + (row // 2)[:, None] + half[None, :], mask=held, other=0)
-        else:
-            v = tl.load(v_ptr + offsets, mask=held, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=held, other=0.0)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if k_scale_ptr is not None:
             scale_offsets = block.to(tl.int64) * scale_stride + kv_head * SIZE + j % SIZE
@@ -270,18 +266,13 @@ def attend_kernel(
         p = tl.exp2(s * scale - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
-        if PAIRS:
+        if v_scale_ptr is not None:
             # Times the largest number that is held, or p would fall below what fp16 resolves.
             p *= (tl.load(v_scale_ptr + scale_offsets, mask=there, other=0.0) * LARGEST)[None, :]
-            second = (v >> 8).to(tl.int8).to(k.dtype, bitcast=True).to(q.dtype)
-            odd = tl.dot(p.to(q.dtype), second, odd * fade[:, None], input_precision="ieee")
-            v = (v & 255).to(tl.int8).to(k.dtype, bitcast=True).to(q.dtype)
-        acc = tl.dot(p.to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
         top = higher
         j += TILE
         block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
-    if PAIRS:
-        acc = tl.interleave(acc, odd)
     acc = acc / tl.where(total > 0, total * LARGEST, 1.0)[:, None]
     if SPLIT:
         place = place * splits + tl.program_id(0)
@@ -305,7 +296,6 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     MOST: tl.constexpr,  # splits, at most
     ONE_EACH: tl.constexpr,  # sequence i has one query, and that is query i
-    EARLY: tl.constexpr,
 ):
     """Parts weighted by e^lse, for one query and head."""
     query, head, seq = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
@@ -313,10 +303,8 @@ def merge_kernel(
     if not ONE_EACH:
         start = tl.load(starts_ptr + seq)
         queries = tl.load(starts_ptr + seq + 1) - start
-    length = tl.load(lengths_ptr + seq)
-    wait(EARLY)
-    if query >= queries:
-        return
+        if query >= queries:
+            return
     # All is read at once, also what nobody wrote: which parts there are is known only when the length has come.
     split, d = tl.arange(0, MOST), tl.arange(0, WIDTH)
     place = (start + query).to(tl.int64) * HEADS + head
@@ -324,7 +312,7 @@ def merge_kernel(
     lse = tl.load(lse_ptr + offsets, mask=split < splits, other=float("-inf"))
     inside = (split < splits)[:, None] & (d < HEAD_DIM)[None, :]
     parts = tl.load(parts_ptr + offsets[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
-    low, high = key_tiles(length, queries, 0, QUERIES, TILE, WINDOW)
+    low, high = key_tiles(tl.load(lengths_ptr + seq), queries, 0, QUERIES, TILE, WINDOW)
     there = (split == 0) | (split * tl.cdiv(high - low, splits) < high - low)
     lse = tl.where(there, lse, float("-inf"))
     weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .triton_support import early, power_of_two, tl, triton, wait
+from .triton_support import power_of_two, tl, triton
 
 
 def launch(gate_up: Tensor) -> Tensor:
@@ -15,14 +15,13 @@ def launch(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty((tokens, ffn))
     block = min(1024, power_of_two(ffn))
     swiglu_kernel[(tokens, triton.cdiv(ffn, block))](
-        gate_up, out, gate_up.stride(0), ffn, BLOCK=block, **early(gate_up.device), num_warps=max(1, block // 256)
+        gate_up, out, gate_up.stride(0), ffn, BLOCK=block, num_warps=max(1, block // 256)
     )
     return out
 
 
 @triton.jit
-def swiglu_kernel(x_ptr, out_ptr, row_stride, ffn, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
-    wait(EARLY)
+def swiglu_kernel(x_ptr, out_ptr, row_stride, ffn, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < ffn
