@@ -24,6 +24,9 @@ PLAIN = (
     "validation",
     "reference",
     "engine",
+    "speculation",
+    "adapters",
+    "quantization",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PLAIN)]
 BLOCKS = [
