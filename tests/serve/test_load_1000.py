@@ -1,0 +1,171 @@
+"""A thousand streams at once through the engine's process: none lost, none left over, all told when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_engine
+
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.request import Request
+from lmworks.serve.backend import Ask, BackendError, Event
+from lmworks.serve.engine_process import EngineProcess, Patience
+
+STREAMS = 1000
+OPTIONS = {"max_seqs": 256, "blocks": 4096, "max_batch_tokens": 512}
+Run = Callable[[Any], Any]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def backend(run: Run) -> Iterator[EngineProcess]:
+    serving = EngineProcess("tiny", partial(tiny_engine.tiny, **OPTIONS), Patience(stuck=1.0, kill=0.0))
+    run(serving.start())
+    yield serving
+    run(serving.close())
+
+
+def prompt(number: int) -> list[int]:
+    return [1 + number % 250, number % 256, number // 256]
+
+
+def params(number: int, tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, seed=number)
+
+
+def stream(backend: EngineProcess, number: int, tokens: int) -> AsyncGenerator[Event, None]:
+    return backend.stream(Ask(prompt(number), params(number, tokens), stream=number % 10 > 0))
+
+
+async def answer(backend: EngineProcess, number: int, tokens: int) -> list[int]:
+    found: list[int] = []
+    async with aclosing(stream(backend, number, tokens)) as events:
+        async for event in events:
+            found += event.tokens
+    return found
+
+
+async def all_answers(backend: EngineProcess, tokens: int) -> list[list[int]]:
+    return await asyncio.gather(*(answer(backend, number, tokens) for number in range(STREAMS)))
+
+
+async def until(true: Callable[[], bool], seconds: float) -> float:
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < seconds, "it did not come about"
+        await asyncio.sleep(0.01)
+    return time.monotonic() - began
+
+
+def pid(backend: EngineProcess) -> int:
+    assert backend.life is not None
+    return backend.life.process.pid
+
+
+def megabytes(process: int) -> float:
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def left_over(backend: EngineProcess) -> list[Any]:
+    """What a request could leave behind, on either side."""
+    found = backend.state.metrics
+    gauges = [found[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")]
+    return [each for each in (backend.boxes, backend.owed, *gauges) if each]
+
+
+def test_every_stream_gets_its_own_answer(backend: EngineProcess, run: Run) -> None:
+    """Each as the engine gives it to the same request by itself: nothing lost, doubled, or given to a neighbour."""
+    answers = run(all_answers(backend, 16))
+    engine = tiny_engine.tiny(**OPTIONS).engine
+    requests = [Request(prompt(number), params(number, 16)) for number in range(STREAMS)]
+    for request in requests:
+        engine.add(request)
+    results = {piece.request.id: piece.result for piece in engine.run()}
+    expected = [result.token_ids for request in requests if (result := results[request.id]) is not None]
+    assert answers == expected
+    assert len({tuple(each) for each in answers}) > STREAMS * 0.99
+
+
+def test_memory_stays_as_it_is(backend: EngineProcess, run: Run) -> None:
+    """A leak grows in every stretch of 2,000 requests (from 500 bytes each on it is seen), pools only in the first."""
+
+    async def main() -> None:
+        processes, growth = (os.getpid(), pid(backend)), []
+        before = [megabytes(process) for process in processes]
+        for _ in range(4):
+            for _ in range(2):
+                await all_answers(backend, 2)
+            after = [megabytes(process) for process in processes]
+            growth.append([late - early for late, early in zip(after, before, strict=True)])
+            before = after
+        assert max(map(min, zip(*growth, strict=True))) < 1.0, growth
+        assert not left_over(backend)
+
+    run(main())
+
+
+def test_a_hundred_who_leave_are_no_ghosts(backend: EngineProcess, run: Run) -> None:
+    """In every state: not sent yet, waiting, in the middle, about to end. Those who stay notice nothing."""
+    draw = random.Random(0)
+
+    async def leaver(number: int) -> None:
+        task = asyncio.create_task(answer(backend, number, 100))
+        await asyncio.sleep(draw.uniform(0, 0.7))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def main() -> None:
+        tasks = len(asyncio.all_tasks())
+        stayers = [asyncio.create_task(answer(backend, number, 40)) for number in range(100)]
+        await asyncio.gather(*(leaver(number) for number in range(100, 200)))
+        assert all(len(each) == 40 for each in await asyncio.gather(*stayers))
+        await until(lambda: not left_over(backend), 5)
+        assert backend.state.metrics["finished"].get("cancelled", 0) > 20
+        assert len(asyncio.all_tasks()) == tasks
+
+    run(main())
+
+
+def test_a_killed_engine_is_an_error_for_each_and_soon_forgotten(backend: EngineProcess, run: Run) -> None:
+    async def main() -> None:
+        tasks = [asyncio.create_task(answer(backend, number, 200)) for number in range(STREAMS)]
+        await until(lambda: sum(box.started for box in backend.boxes.values()) >= 256, 10)
+        os.kill(pid(backend), signal.SIGKILL)
+        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 3)
+        assert all(isinstance(each, BackendError) and each.kind == "dead" for each in outcomes)
+        down = await until(lambda: backend.ready, 15)
+        assert len(await answer(backend, 1, 5)) == 5
+        assert not backend.boxes and backend.restarts == 1
+        print(f"down for {down:.1f} s")
+
+    run(main())
+
+
+def test_a_stopped_engine_is_seen_under_load(backend: EngineProcess, run: Run) -> None:
+    async def main() -> None:
+        tasks = [asyncio.create_task(answer(backend, number, 20)) for number in range(STREAMS)]
+        await until(lambda: len(backend.owed) == STREAMS, 5)
+        os.kill(pid(backend), signal.SIGSTOP)
+        await until(lambda: backend.state.stuck, 5)
+        assert backend.state.alive and not backend.state.healthy
+        os.kill(pid(backend), signal.SIGCONT)
+        assert all(len(each) == 20 for each in await asyncio.gather(*tasks))
+        assert backend.state.healthy
+
+    run(main())
