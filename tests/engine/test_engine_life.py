@@ -230,10 +230,16 @@ def test_a_grammar_reads_every_token_before_the_next_step_is_made() -> None:
 def test_any_token_that_ends_answers_may_end_one_with_a_shape() -> None:
     """A chat model ends its turn with a token of its own, which is not the tokenizer's end of text."""
     pytest.importorskip("llguidance")
-    device = Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"ab", 7])
-    engine = Engine(device, ByteTokenizer(), eos=[7])
-    result = result_of(engine, Request([1], SamplingParams(max_tokens=20, regex="(ab){1,9}")))
-    assert (result.text, result.finish_reason, result.error) == ("ab", "stop", None)
+    device = FakeDevice(SPEC, ByteTokenizer.vocab_size)
+    Engine(device, ByteTokenizer(), eos=[7])
+    assert device.grammars is not None
+    matcher = device.grammars.matcher(SamplingParams(regex="(ab){1,9}"))
+    allowed = []
+    for byte in b"ab":
+        matcher.accept(byte)
+        bits = device.grammars.masks([matcher], torch.device("cpu"))
+        allowed.append({token for token in range(device.valid_vocab) if bits[0, token // 32] >> token % 32 & 1})
+    assert allowed == [{ord("b")}, {ord("a"), 7, ByteTokenizer.eot}]
 
 
 def test_an_answer_ends_when_nothing_can_follow() -> None:
