@@ -1,6 +1,6 @@
 """Times the engine's kernels on a GPU, each beside what memory or the tensor cores allow, and beside PyTorch's own.
 
-    python benchmarks/kernels_paged.py [--save]
+    python benchmarks/kernels_paged.py [--save | --sweep]
 
 Every figure is the mean of a CUDA graph that goes over so many layers that no cache is still in L2 when it comes round.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -156,6 +157,38 @@ def prefill_rows(prompts: list[tuple[int, int, int, int]]) -> list[list[Any]]:
     return rows
 
 
+def sweep_rows() -> list[list[Any]]:
+    """What `paged_attention_triton.choose` chooses from: 16 heads on 8, of 128, bf16 and fp8."""
+    from lmworks.kernels.paged_attention_triton import Config, launch
+
+    decoding = [
+        Config(16, tile, warps, stages) for tile, warps, stages in ((32, 4, 3), (64, 4, 2), (64, 4, 3), (128, 8, 2))
+    ]
+    prompts = [Config(rows, 64, rows // 16, stages) for rows in (64, 128) for stages in (2, 3)]
+    cases: list[tuple[str, list[int], list[int], list[Config], tuple[int, ...]]] = [
+        ("1 × 700", [700], [1], decoding, (8, 16, 64)),
+        ("8 × 1000", [1000] * 8, [1] * 8, decoding, (2, 4, 6, 16)),
+        ("64 × 1000", [1000] * 64, [1] * 64, decoding, (1, 2, 4)),
+        ("256 mixed", mixed_lengths(256), [1] * 256, decoding, (1, 2)),
+        ("prompts 8 × 1024", [1024] * 8, [1024] * 8, prompts, (1,)),
+        ("prompts 64 × 128", [128] * 64, [128] * 64, prompts, (1,)),
+        ("prompt 1 × 8192", [8192], [8192], prompts, (1,)),
+    ]
+    rows = []
+    for name, lengths, queries, configs, splits in cases:
+        for config in configs:
+            for parts in splits:
+                shape = replace(config, splits=parts)
+                times = [
+                    time_attention(lengths, queries, 16, 8, 128, stored, launch, config=shape)
+                    for stored in (torch.bfloat16, torch.float8_e4m3fn)
+                ]
+                rows.append(
+                    [name, config.rows, config.tile, config.warps, config.stages, parts, *(x * 1e6 for x in times)]
+                )
+    return rows
+
+
 def time_rest(tokens: int) -> list[list[Any]]:
     """The small kernels at the shape of Llama 3 8B."""
     layers = max(2, min(64, math.ceil(COLD / (tokens * 2 * 14336 * 2))))
@@ -197,12 +230,17 @@ DECODE = ["heads", "batch × context", "floor µs", "bf16 µs", "invariant µs",
 PREFILL = ["heads · dim", "prompts", "floor µs", "bf16 µs", "invariant µs", "fp8 µs", "flash µs"]
 RATES = ["bf16 TFLOP/s", "invariant", "fp8", "flash"]
 REST = ["kernel", "tokens", "floor µs", "µs"]
+SWEEP = ["batch", "rows", "tile", "warps", "stages", "splits", "bf16 µs", "fp8 µs"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/kernels_paged.json")
-    save = parser.parse_args().save
+    parser.add_argument("--sweep", action="store_true", help="time other ways to cut up a launch instead")
+    args = parser.parse_args()
+    if args.sweep:
+        show("sweep", SWEEP, sweep_rows())
+        return
     tables = {
         "decode": (DECODE, decode_rows()),
         "prefill": (PREFILL + RATES, prefill_rows(PROMPTS)),
@@ -210,7 +248,7 @@ def main() -> None:
     }
     for title, (columns, rows) in tables.items():
         show(title, columns, rows)
-    if save:
+    if args.save:
         write_result(
             "kernels_paged",
             {
