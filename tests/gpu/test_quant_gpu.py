@@ -59,7 +59,7 @@ def test_quantized_layers_compute_their_formula(scheme: str, shape: tuple[int, i
         found = new(x)
         assert found.dtype == dtype
         # Rounding the result; in int4 with many rows of the widened weights too; fp8's tensor cores add in few bits.
-        assert off(found, F.linear(known, weight)) < 4e-3, (rows, scheme)
+        assert off(found, F.linear(known, weight)) < 5e-3, (rows, scheme)
         assert torch.equal(found, new(x)), "split-K must add in one order"
         assert torch.equal(found[0], new(x.clone())[0])
 
@@ -77,7 +77,7 @@ def test_rows_do_not_know_of_each_other(dtype: torch.dtype) -> None:
     for channels, inputs in SHAPES:
         x, weight = draw(200, inputs).to(dtype), draw(channels, inputs, seed=1).to(dtype)
         whole = fixed_linear(x, weight)
-        assert off(whole, F.linear(x.double(), weight.double())) < (1e-6 if dtype == torch.float32 else 4e-3)
+        assert off(whole, F.linear(x.double(), weight.double())) < (5e-6 if dtype == torch.float32 else 4e-3)
         for start, end in ((0, 1), (77, 78), (3, 20), (100, 164), (50, 115)):
             assert torch.equal(fixed_linear(x[start:end], weight), whole[start:end])
 
@@ -100,8 +100,8 @@ def test_a_network_gives_on_a_gpu_what_it_gives_on_a_cpu(scheme: str) -> None:
     model = apply_quantization(GPT(spec).requires_grad_(False), scheme)
     there = copy.deepcopy(model).cuda().bfloat16()
     tokens = torch.randint(0, spec.vocab, (3, 40), generator=torch.Generator().manual_seed(0))
-    assert off(there(tokens.cuda()).cpu(), model(tokens)) < 0.03
-    assert off(there(tokens[:1, :1].cuda()).cpu(), model(tokens[:1, :1])) < 0.03
+    assert off(there(tokens.cuda()).cpu(), model(tokens)) < 0.05
+    assert off(there(tokens[:1, :1].cuda()).cpu(), model(tokens[:1, :1])) < 0.05
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

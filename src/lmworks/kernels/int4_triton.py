@@ -158,7 +158,7 @@ def int4_linear(x: Tensor, words: Tensor, scale: Tensor) -> Tensor:
 def int4_tile(rows: int, channels: int, inputs: int, group: int) -> Tile:
     most = min(64, max(8, power_of_two(rows)))
     tiles = triton.cdiv(channels, 64) * triton.cdiv(rows, most)
-    return Tile(most, 64, group, split_of(tiles, inputs // group), stages=4, warps=4)
+    return Tile(most, 64, group, split_of(tiles, inputs // group), stages=4 if most < 64 else 3, warps=4)
 
 
 def int4_widen(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

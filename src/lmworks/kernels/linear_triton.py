@@ -1,7 +1,7 @@
 """Triton kernels that stream a weight past a few rows: y = x · Wᵀ in half precision, int8 and fp8.
 
 One row needs no tensor core: `one_row` multiplies and adds as the weights come. From two rows on `few_rows` pads them
-to a tile of at least 16 and multiplies W · xᵀ on tensor cores, W's rows taking the long side; where the tiles of
+to a tile of at least 8 and multiplies W · xᵀ on tensor cores, W's rows taking the long side; where the tiles of
 output channels are too few to fill the GPU, several programs share a tile, each with a stretch of K ("split-K"), and
 the last one to finish adds the parts in a fixed order: the result does not depend on who was last.
 
@@ -104,8 +104,9 @@ def quantize_rows(x, out, scale, K, FLOOR: tl.constexpr, LARGEST: tl.constexpr, 
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     row = tl.load(x + m * K + k, mask=k < K, other=0.0).to(tl.float32)
-    s = tl.maximum(tl.max(tl.abs(row)) / LARGEST, FLOOR)
-    tl.store(out + m * K + k, tl.clamp(row / s, -LARGEST, LARGEST).to(out.dtype.element_ty), mask=k < K)
+    # Divided as torch divides: `/` may be off by a bit here, and a value on the edge would go to another level.
+    s = tl.maximum(tl.div_rn(tl.max(tl.abs(row)), LARGEST), FLOOR)
+    tl.store(out + m * K + k, tl.clamp(tl.div_rn(row, s), -LARGEST, LARGEST).to(out.dtype.element_ty), mask=k < K)
     tl.store(scale + m, s)
 
 
@@ -178,7 +179,8 @@ def one_row_tile(channels: int, inputs: int) -> tuple[int, int]:
 
 def few_rows_tile(kind: str, rows: int, channels: int, inputs: int) -> Tile:
     """Wide outputs fill the GPU with large tiles; narrow ones need small tiles and split-K."""
-    most = min(64, max(16, power_of_two(rows)))
+    # Tiles of 8 rows go to the older tensor instructions, for which int8 widens in half as many steps.
+    most = min(64, max(8 if kind == "int8" else 16, power_of_two(rows)))
     if channels >= 128 * PROGRAMS // 2:
         return Tile(most, 128, 128, 1, stages=3, warps=8)
     lines = 32 if channels <= 2048 else 64
