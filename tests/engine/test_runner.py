@@ -154,7 +154,7 @@ def test_padded_steps_give_the_same(shape: str, cut: dict[str, int]) -> None:
     model = lively(**SHAPES[shape])
     prompts = prompts_of([30, 3, 50, 11, 20])
     params = [SamplingParams(temperature=0.7, max_tokens=4 + 5 * i, seed=i, ignore_eos=True, **cut) for i in range(5)]
-    plain, padded = runner_of(model, max_seqs=8), runner_of(model, max_seqs=8)
+    plain, padded = runner_of(model, max_seqs=8), runner_of(model, max_seqs=8, graph_prompts=True)
     padded.graphs = Unrecorded(padded)
     for _ in range(2):  # prompts beside answers are taken up by a graph when their kind comes again
         expected = [result.token_ids for result in answered(plain, prompts, *params)]

@@ -159,7 +159,8 @@ class Runner:
         if decodes(step):
             return graphs.padded(len(step.chunks), 1 if step.tokens == len(step.chunks) else self.each)
         # Drafts and adapters go by the order of tokens, which a frame for mixed steps tears apart.
-        return graphs.mixed(step) if self.draft is None and self.adapters is None else None
+        plain = self.draft is None and self.adapters is None
+        return graphs.mixed(step) if self.spec.graph_prompts and plain else None
 
     def replay(
         self, graphs: Graphs[Tensor | Sampled], frame: Layout, step: Step, wants: Wants, mask: Tensor | None

@@ -2,7 +2,7 @@
 
 A backend is called as `attend(q, k, v, layer)` with q (batch, seq, heads, head_dim) and k, v
 (batch, seq, kv_heads, head_dim), and returns the mixture of values in q's shape. `Dense` covers training and the
-KV cache; a paged backend will have the same signature. All of them see a `Pattern`: who may look at whom.
+KV cache; `engine.paged` attends over pages. All of them see a `Pattern`: who may look at whom.
 """
 
 from __future__ import annotations
