@@ -239,6 +239,20 @@ def test_a_stream_adds_up_to_its_result_while_others_are_served(llm: LLM) -> Non
     assert pieces[-1].result is not None and pieces[-1].result.token_ids == whole.token_ids
 
 
+def test_a_closed_one_says_so() -> None:
+    with LLM("tiny") as llm:
+        llm.generate([[1]], GREEDY)
+    llm.close()
+    for use in (lambda: llm.generate([[1]], GREEDY), lambda: llm.stream([1], GREEDY)):
+        with pytest.raises(LMWorksError, match="was closed"):
+            use()
+
+
+def test_a_refusal_has_as_many_answers_as_were_asked_for(preset: LLM) -> None:
+    results = preset.generate(["no tokenizer", []], SamplingParams(n=3))
+    assert [len(result.answers) for result in results] == [3, 3]
+
+
 def test_leaving_a_stream_frees_what_it_held(preset: LLM) -> None:
     for number, _ in enumerate(preset.stream([1, 2, 3], SamplingParams(max_tokens=100))):
         if number == 2:

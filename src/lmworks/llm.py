@@ -22,7 +22,7 @@ from .engine.quantized_folder import is_quantized
 from .engine.request import Answer, Piece, Result
 from .engine.vllm import VLLM
 from .loading import hf_tokenizer, is_hf, is_preset, serve
-from .spec import EngineSpec, SpecError
+from .spec import EngineSpec, LMWorksError, SpecError
 
 Prompt = str | Sequence[int]
 
@@ -48,6 +48,7 @@ class LLM:
         spec = EngineSpec.from_dict(options)
         if engine not in ENGINES:
             raise SpecError(f"engine = {engine!r} is not one of: {', '.join(ENGINES)}")
+        self.closed = False
         self.folder = None if is_preset(source) else Path(source)
         self.tokenizer: Tokenizer | None
         self.backend: Backend
@@ -74,7 +75,8 @@ class LLM:
         """
         many = as_prompts(prompts)
         wishes = as_params(params, len(many))
-        encoded = [self.try_encode(prompt) for prompt in many]
+        self.refuse_closed()
+        encoded = [self.try_encode(prompt, one.n) for prompt, one in zip(many, wishes, strict=True)]
         good = [place for place, one in enumerate(encoded) if not isinstance(one, Result)]
         served = self.backend.generate([encoded[place] for place in good], [wishes[place] for place in good], progress)
         found = dict(zip(good, served, strict=True))
@@ -82,6 +84,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece, None, None]:
         """Pieces of the answer as they come; the last one carries the result. Leaving the loop cancels the request."""
+        self.refuse_closed()
         return self.backend.stream(self.encode(prompt), params or SamplingParams())
 
     def encode(self, prompt: Prompt) -> Any:
@@ -103,11 +106,11 @@ class LLM:
         """What an answer to nothing begins with: a new document."""
         return [] if self.tokenizer is None else [self.tokenizer.eot]
 
-    def try_encode(self, prompt: Prompt) -> Any:
+    def try_encode(self, prompt: Prompt, n: int) -> Any:
         try:
             return self.encode(prompt)
         except SpecError as error:
-            return Result([], [Answer([], "", "error", error=str(error))])
+            return Result([], [Answer([], "", "error", error=str(error)) for _ in range(n)])
 
     @property
     def context(self) -> int:
@@ -134,8 +137,14 @@ class LLM:
     # --- end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Gives back the device's memory."""
-        self.backend.close()
+        """Gives back the device's memory. Once is enough, and twice does no harm."""
+        if not self.closed:
+            self.closed = True
+            self.backend.close()
+
+    def refuse_closed(self) -> None:
+        if self.closed:
+            raise LMWorksError("this LLM was closed: make another one")
 
     def __enter__(self) -> Self:
         return self

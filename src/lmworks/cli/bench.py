@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +13,10 @@ from ..record.figures import binary_bytes, duration
 from .generate import EngineOverrides, engine_options
 from .output import Json, print_json, print_table
 
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+LOADED = time.perf_counter()
 app = typer.Typer(no_args_is_help=True, help="Measure the engine on this machine.")
 
 Model = Annotated[str, typer.Option("--model", help="A preset (random weights), or a folder with a model.")]
@@ -50,22 +55,23 @@ def offline(
     from ..observe.workload import make_workload
 
     work = make_workload(requests, input, output, seed, quick)
-    engine, startup_s = started(model, overrides, seed)
-    facts = {"model": model, **bench_offline(engine, work), "startup_s": startup_s}
+    llm, startup_s = started(model, overrides, seed)
+    with llm:
+        facts = {"model": model, **bench_offline(llm.native, work), "startup_s": startup_s}
     if json:
         print_json(facts)
     else:
         show(facts)
 
 
-def started(model: str, overrides: list[str] | None, seed: int) -> tuple[Any, float]:
-    """The engine after its first token, and the seconds from the start of this process to it."""
+def started(model: str, overrides: list[str] | None, seed: int) -> tuple[LLM, float]:
+    """The model after its first token, and the seconds from the start of this process to it."""
     from ..engine.params import SamplingParams
     from ..llm import LLM
 
     llm = LLM(model, seed=seed, **engine_options(overrides))
     llm.generate([[1]], SamplingParams(max_tokens=1, ignore_eos=True), progress=False)
-    return llm.native, process_age()
+    return llm, process_age()
 
 
 def process_age() -> float:
@@ -75,12 +81,7 @@ def process_age() -> float:
         up = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError, IndexError):  # not Linux
         return time.perf_counter() - LOADED
-    import os
-
     return up - began / os.sysconf("SC_CLK_TCK")
-
-
-LOADED = time.perf_counter()
 
 
 def show(facts: dict[str, Any]) -> None:

@@ -44,8 +44,9 @@ def engine(
     from ..observe.workload import make_workload
 
     work = make_workload(requests, input, output, seed, quick)
-    served, startup_s = started(model, overrides, seed)
-    facts = {"model": model, "startup_s": startup_s, **profile_engine(served, work)}
+    llm, startup_s = started(model, overrides, seed)
+    with llm:
+        facts = {"model": model, "startup_s": startup_s, **profile_engine(llm.native, work)}
     if html is not None:
         write_file(html, engine_page(facts), "--html")
     if json:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+
+import torch
 
 from .engine import Engine
 from .params import SamplingParams
@@ -80,9 +83,11 @@ class Offline:
             self.engine.cancel(request.id)
 
     def close(self) -> None:
-        """Lets go of the engine, and with it of weights and cache."""
+        """Lets go of the engine, and gives weights and cache back to the device."""
         self.engine.close()
         del self.engine
+        gc.collect()  # graphs and what they record hold each other
+        torch.cuda.empty_cache()
 
 
 @contextmanager
