@@ -100,6 +100,13 @@ def test_fp8_rounds_weights_and_activations_by_row() -> None:
     assert torch.equal(quantized.fp8_linear(x.view(1, 3, 64), q, scale), found.view(1, 3, 48))
 
 
+def test_fp8_is_the_product_that_torch_has_for_it() -> None:
+    x, (q, scale) = draw(32, 64, seed=1).to(DEVICE, torch.bfloat16), quantized.fp8_quantize(draw(48, 64).to(DEVICE))
+    p, s = quantized.fp8_quantize(x)
+    theirs = torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=torch.bfloat16)
+    assert off(quantized.fp8_linear(x, q, scale), theirs) < 3e-3
+
+
 # --- kernels --------------------------------------------------------------------------------------------
 
 
