@@ -14,6 +14,7 @@ import pytest
 from hf_reference import VOCAB, answers, compare, random_prompts, reference_model
 
 from lmworks import LLM, SamplingParams
+from lmworks.engine import ranks
 from lmworks.engine.ranks import Lead, check_widths
 from lmworks.engine.runner import Runner
 from lmworks.spec import LMWorksError, ModelSpec, SpecError
@@ -131,6 +132,16 @@ def test_the_end_of_a_follower_is_an_error_here(how: str, llama: Path) -> None:
         llm.generate([[1, 2]], SamplingParams(max_tokens=4))
     llm.close()
     assert gone([follower.pid])
+
+
+def test_a_follower_that_never_comes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short_lived() -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(3)"], stdin=pipe, stdout=pipe)
+
+    monkeypatch.setattr(ranks, "follower", short_lived)
+    with pytest.raises(LMWorksError, match="rank 1: it ended with exit code 3"):
+        LLM(llama, tp=2, **SMALL)
 
 
 def test_what_two_ranks_cannot_share(llama: Path, tmp_path: Path) -> None:

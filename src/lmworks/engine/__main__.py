@@ -14,12 +14,10 @@ from ..spec import EngineSpec, LMWorksError
 from .follow import follow
 from .ranks import Assignment, meet, say
 
-LEAD = os.getppid()
 
-
-def watch() -> None:
+def watch(lead: int) -> None:
     """Rank 0 may be killed while this rank waits for it in a collective, which would wait for long."""
-    while os.getppid() == LEAD:
+    while os.getppid() == lead:
         time.sleep(0.5)
     os._exit(1)
 
@@ -27,17 +25,18 @@ def watch() -> None:
 def main() -> int:
     words = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no word to rank 0
-    threading.Thread(target=watch, daemon=True).start()
     try:
         assignment: Assignment = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        return 0  # rank 0 has thought better of it
+    threading.Thread(target=watch, args=(assignment.lead,), daemon=True).start()
+    try:
         ranks = meet(assignment, words)
         spec = EngineSpec.from_dict(assignment.spec)
         loaded = load_share(assignment.source, spec, assignment.step, assignment.seed, ranks)
         follow(make_runner(loaded, spec, None, ranks), sys.stdin.buffer)
-    except EOFError:
-        return 0  # rank 0 has nothing to say any more
     except Exception as error:
-        if os.getppid() != LEAD:
+        if os.getppid() != assignment.lead:
             return 1  # it is gone, and so is the reason to say so
         if not isinstance(error, LMWorksError):
             traceback.print_exc()

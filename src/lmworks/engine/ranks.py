@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -54,6 +55,7 @@ class Assignment(NamedTuple):
     """All that a follower is told before the first step."""
 
     rank: int
+    lead: int  # process of rank 0
     port: int
     source: str  # as `LLM` was given it
     spec: dict[str, Any]
@@ -75,9 +77,10 @@ class Told(NamedTuple):
 class Ranks:
     """This process as one of `tp`, once it has met the others."""
 
+    listening = False  # followers wait for steps; until then all ranks do the same by themselves
+
     def __init__(self, rank: int, tp: int, device: torch.device, store: Store) -> None:
         self.rank, self.tp, self.device = rank, tp, device
-        self.listening = False  # followers wait for steps; until then all ranks do the same by themselves
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=tp, timeout=PATIENCE)
@@ -132,23 +135,25 @@ class Lead(Ranks):
             raise SpecError(f"engine.tp = {spec.tp}: torch.distributed is in use already in this process")
         if device.type == "cuda" and torch.cuda.device_count() < spec.tp:
             raise SpecError(f"engine.tp = {spec.tp}, but there are {torch.cuda.device_count()} CUDA devices")
-        store = TCPStore(HOST, 0, spec.tp, is_master=True, wait_for_workers=False)
-        self.errors: dict[int, str] = {}
+        server = socket.create_server((HOST, 0))
+        port: int = server.getsockname()[1]
+        store = TCPStore(HOST, port, is_master=True, master_listen_fd=server.detach(), wait_for_workers=False)
+        told = spec.replace(device=device.type).to_dict()
+        threads = max(1, torch.get_num_threads() // spec.tp)
         self.followers: list[subprocess.Popen[bytes]] = []
         self.ending = weakref.finalize(self, end, self.followers)
-        threads = max(1, torch.get_num_threads() // spec.tp)
-        told = spec.replace(device=device.type).to_dict()
+        self.words: dict[int, Words] = {}
         try:
             for rank in range(1, spec.tp):
                 self.followers.append(follower())
-                self.send(rank, Assignment(rank, store.port, str(source), told, step, seed, threads))
-            for rank in range(1, spec.tp):
-                self.hear(rank)  # it has met the store: from here on meeting cannot fail for want of a process
-            self.listeners = [
-                threading.Thread(target=self.listen, args=(rank,), daemon=True) for rank in range(1, spec.tp)
-            ]
-            for listener in self.listeners:
-                listener.start()
+                self.words[rank] = Words(self.followers[-1])
+                with suppress(OSError):  # it has ended: its words say more
+                    assignment = Assignment(rank, os.getpid(), port, str(source), told, step, seed, threads)
+                    self.send(rank, assignment)
+            for rank, words in self.words.items():
+                words.here.wait()
+                if words.error is not None:
+                    raise LMWorksError(f"rank {rank}: {words.error}")
             super().__init__(0, spec.tp, on_rank(device, 0), store)
         except BaseException:
             self.close()
@@ -159,24 +164,6 @@ class Lead(Ranks):
         assert pipe is not None
         pickle.dump(message, pipe, protocol=pickle.HIGHEST_PROTOCOL)
         pipe.flush()
-
-    def hear(self, rank: int) -> bool:
-        """The next word of a follower; false at its end."""
-        pipe = self.followers[rank - 1].stdout
-        assert pipe is not None
-        line = pipe.readline()
-        if not line and rank not in self.errors:
-            self.errors[rank] = f"it ended with exit code {self.followers[rank - 1].wait()}"
-        if line and (error := json.loads(line)["error"]):
-            self.errors[rank] = error
-        if rank in self.errors and not self.listening:
-            raise LMWorksError(f"rank {rank}: {self.errors[rank]}")
-        return bool(line)
-
-    def listen(self, rank: int) -> None:
-        with suppress(LMWorksError, ValueError):  # raised where someone waits for it; closed pipes
-            while self.hear(rank):
-                pass
 
     def tell(self, step: Step, buffer: Tensor, layout: Layout, asked: list[Asked], drafted: bool) -> None:
         """Of a step that is about to be taken."""
@@ -193,11 +180,30 @@ class Lead(Ranks):
 
     def cause(self, error: Exception) -> Exception:
         """What is behind an error of rank 0: where a follower is gone, what it said."""
-        for listener in self.listeners:
-            listener.join(LAST_WORDS_S / len(self.listeners))
-        for rank, message in self.errors.items():
-            return LMWorksError(f"rank {rank}: {message}")
+        for rank, words in self.words.items():
+            words.listener.join(LAST_WORDS_S / len(self.words))
+            if words.error is not None:
+                return LMWorksError(f"rank {rank}: {words.error}")
         return error
+
+
+class Words:
+    """What a follower says: once that it is there, and at most once more, what went wrong."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.here = threading.Event()
+        self.error: str | None = None
+        self.listener = threading.Thread(target=self.listen, args=(process,), daemon=True)
+        self.listener.start()
+
+    def listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.error = json.loads(line)["error"]
+            self.here.set()
+        if self.error is None:
+            self.error = f"it ended with exit code {process.wait()}"
+        self.here.set()
 
 
 def check_widths(spec: ModelSpec, tp: int) -> None:
@@ -232,8 +238,6 @@ def end(followers: list[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -242,7 +246,7 @@ def meet(assignment: Assignment, words: IO[str]) -> Ranks:
     """A follower finds the others."""
     torch.set_num_threads(assignment.threads)
     spec = EngineSpec.from_dict(assignment.spec)
-    store = TCPStore(HOST, assignment.port, spec.tp, is_master=False)
+    store = TCPStore(HOST, assignment.port, is_master=False)
     say(words, None)
     return Ranks(assignment.rank, spec.tp, on_rank(torch.device(spec.device), assignment.rank), store)
 
