@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from ..data import Tokenizer
+    from ..engine.calibrate_quant import LayerReport
     from ..engine.quantize import Calibration, Report
     from ..model import GPT
 
@@ -62,7 +64,7 @@ def quantize(
     refuse_others(out)
     model, text, about = load(source, calibration, tokens, step)
     try:
-        report = run(model, scheme, text, group=group, limit=limit)
+        report = run(model, scheme, text, group=group, limit=limit, progress=watch if sys.stderr.isatty() else None)
     except QuantizationRefused as refused:
         if json:
             print_json(refused.report.to_dict())
@@ -72,6 +74,10 @@ def quantize(
         print_json({"out": str(out), **report.to_dict()})
     else:
         show(report, out)
+
+
+def watch(layer: LayerReport) -> None:
+    typer.echo(f"{layer.name}: off by {layer.error:.2%}", err=True)
 
 
 def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple[GPT, Calibration, dict[str, Any]]:

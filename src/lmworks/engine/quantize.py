@@ -125,7 +125,7 @@ def quantize(
     *,
     group: int = GROUPS[0],
     limit: float | None = None,
-    progress: Callable[[LayerReport], None] = lambda layer: None,
+    progress: Callable[[LayerReport], None] | None = None,  # called for each layer when it is done
     make: Make | None = None,
 ) -> Report:
     """Quantize a network in place. One that lost too much raises QuantizationRefused, and is then not fit for use."""
@@ -136,7 +136,8 @@ def quantize(
     layers: list[LayerReport] = []
     for layer in quantize_blocks(model, chosen, [batch[:, :-1] for batch in calibration.fit], group, make):
         layers.append(layer)
-        progress(layer)
+        if progress is not None:
+            progress(layer)
     report = Report(
         scheme=scheme,
         layers=tuple(layers),
