@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..data import Tokenizer
 from ..data.tokenizer import FileTokenizer
 from ..spec import SpecError
 
-Message = Mapping[str, str]  # role: system, user or assistant; content
+Message = Mapping[str, Any]  # role: system, user or assistant; content (and what else a template knows: tool_calls …)
+Tools = Sequence[Mapping[str, Any]]  # functions that the model may call, in OpenAI's words
 Encode = Callable[[str], list[int]]
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -21,11 +22,15 @@ NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
+class Render(Protocol):
+    def __call__(self, messages: Sequence[Message], tools: Tools = ()) -> str: ...
+
+
 @dataclass(frozen=True)
 class Chat:
     """How messages become token ids. `stop` are strings that mean that the model has begun to speak for the user."""
 
-    render: Callable[[Sequence[Message]], str]
+    render: Render
     encode: Encode
     stop: tuple[str, ...] = ()
 
@@ -55,8 +60,11 @@ class Chat:
         return ids, kept
 
 
-def plain(messages: Sequence[Message]) -> str:
+def plain(messages: Sequence[Message], tools: Tools = ()) -> str:
     """For models that know no roles: a dialogue as one would write it down."""
+    strange = next((message["role"] for message in messages if message["role"] not in NAMES), None)
+    if tools or strange is not None:
+        raise SpecError(f"this model has no chat template: it knows no {'tools' if tools else f'role {strange!r}'}")
     said = "".join(f"{NAMES[message['role']]}: {message['content']}\n" for message in messages)
     return f"{said}{NAMES['assistant']}:"
 
@@ -87,7 +95,7 @@ def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def compile_template(source: str, config: Mapping[str, Any]) -> Callable[[Sequence[Message]], str]:
+def compile_template(source: str, config: Mapping[str, Any]) -> Render:
     """With the variables that `transformers` gives a template, in a sandbox: it came with the weights."""
     try:
         from jinja2.exceptions import TemplateError
@@ -109,9 +117,10 @@ def compile_template(source: str, config: Mapping[str, Any]) -> Callable[[Sequen
     except TemplateError as error:
         raise SpecError(f"the chat template of this model cannot be read: {error}") from None
 
-    def render(messages: Sequence[Message]) -> str:
+    def render(messages: Sequence[Message], tools: Tools = ()) -> str:
+        told = {"messages": [dict(one) for one in messages], "tools": [dict(one) for one in tools] or None}
         try:
-            return template.render(messages=[dict(one) for one in messages], add_generation_prompt=True, **variables)
+            return template.render(**told, add_generation_prompt=True, **variables)
         except Exception as error:  # a template is a program: it may fail in any way
             raise SpecError(f"the chat template of this model refuses these messages: {error}") from None
 

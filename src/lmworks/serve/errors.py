@@ -1,0 +1,95 @@
+"""Whatever goes wrong, told in one form: `{"error": {message, type, param, code}}`, as OpenAI's clients expect it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from ..engine.params import SamplingParams
+from ..spec import LMWorksError
+from .backend import BackendError, Kind
+from .limits import Refusal
+
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+CODES = {404: "not_found", 405: "method_not_allowed"}
+STATUS: dict[tuple[Kind, bool], tuple[int, str]] = {  # by kind, and whether the engine had begun with it
+    ("refused", False): (400, "invalid_request"),
+    ("refused", True): (400, "invalid_request"),
+    ("busy", False): (429, "busy"),
+    ("busy", True): (429, "busy"),
+    ("timeout", False): (503, "queue_timeout"),
+    ("timeout", True): (504, "request_timeout"),
+    ("dead", False): (503, "engine_unavailable"),
+    ("dead", True): (500, "engine_lost"),
+}
+WISHES = {field.name for field in dataclasses.fields(SamplingParams)}
+FORM = re.compile(r"^str$|^[A-Z]|[\[( ]")  # what pydantic calls the forms of a field, between the names of fields
+SHOWN = 500  # characters of a message: some quote what they were sent
+
+
+class ErrorObject(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorObject
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """Any error as a status, a code and a sentence. One of our own making gives nothing away."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, BackendError):
+        status, code = STATUS[error.kind, error.started]
+        return Refusal(status, code, str(error), named(str(error)), error.retry_after)
+    if isinstance(error, ValidationError):
+        return invalid(error)
+    if isinstance(error, HTTPException):
+        return Refusal(error.status_code, CODES.get(error.status_code, "http_error"), str(error.detail))
+    if isinstance(error, LMWorksError):
+        return Refusal(400, "invalid_request", str(error), named(str(error)))
+    return Refusal(500, "internal_error", "the server failed on this request; its log says where")
+
+
+def named(message: str) -> str | None:
+    """The parameter that a message begins with: "top_p = 2 is out of range …"."""
+    found = re.match(r"\w+", message)
+    return found[0] if found and found[0] in WISHES else None
+
+
+def invalid(error: ValidationError) -> Refusal:
+    """What is wrong with a body. Where a field may have several forms, of the one that came furthest."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    first = max((one for one in found if one["loc"][:1] == found[0]["loc"][:1]), key=lambda one: len(one["loc"]))
+    where = ".".join(str(part) for part in first["loc"] if not FORM.search(str(part)))
+    code = "invalid_json" if first["type"] == "json_invalid" else "invalid_request"
+    return Refusal(400, code, f"{where}: {first['msg']}" if where else first["msg"], where or None)
+
+
+def body_of(refusal: Refusal) -> ErrorBody:
+    kind = TYPES.get(refusal.status, "server_error" if refusal.status >= 500 else "invalid_request_error")
+    message = str(refusal)
+    shown = message if len(message) <= SHOWN else f"{message[:SHOWN]}…"
+    return {"error": {"message": shown, "type": kind, "param": refusal.param, "code": refusal.code}}
+
+
+def response_of(error: Exception) -> Response:
+    refusal = refusal_of(error)
+    headers = {} if refusal.retry_after is None else {"retry-after": str(math.ceil(refusal.retry_after))}
+    if refusal.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, HTTPException) and error.headers:
+        headers |= error.headers  # which methods are allowed
+    # As JSON escapes: what was sent may hold text that cannot be written as UTF-8.
+    content = json.dumps(body_of(refusal))
+    return Response(content, refusal.status, headers, media_type="application/json")
