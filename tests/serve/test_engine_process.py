@@ -23,7 +23,7 @@ from lmworks.engine.request import Request, Result
 from lmworks.serve.backend import Ask, BackendError, Event
 from lmworks.serve.box import joined
 from lmworks.serve.engine_process import EngineProcess, Patience
-from lmworks.spec import LMWorksError
+from lmworks.spec import SpecError
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -337,7 +337,7 @@ def test_signals_for_the_server_do_not_end_the_engine(engine: EngineProcess, run
 
 def test_a_model_that_cannot_be_loaded_says_so(run: Run) -> None:
     backend = EngineProcess("missing", tiny_engine.missing)
-    with pytest.raises(LMWorksError, match="no model is there"):
+    with pytest.raises(SpecError, match="no model is there"):
         run(backend.start())
     assert (backend.state.alive, backend.restarts) == (False, 0)
 

@@ -82,6 +82,7 @@ class Failed(NamedTuple):
     """The last word of a process that cannot go on."""
 
     error: str
+    usage: bool = False  # what it was asked to load is wrong, as a SpecError says
 
 
 # --- frames -----------------------------------------------------------------------------------------------

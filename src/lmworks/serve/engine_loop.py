@@ -20,7 +20,7 @@ from typing import Any
 
 from ..engine.engine import Engine
 from ..engine.request import Answer, Piece, Request, Result
-from ..spec import LMWorksError
+from ..spec import LMWorksError, SpecError
 from .backend import Ask, Usage
 from .channel import Assignment, Cancel, Failed, Hello, Report, Served, Submit, Wire, pack_tokenizer
 
@@ -52,7 +52,8 @@ def serve(wire: Wire) -> int:
         if not known:
             traceback.print_exc()
         with suppress(OSError):
-            wire.send(Failed(str(error) if known else f"{type(error).__name__}: {error}"))
+            said = str(error) if known else f"{type(error).__name__}: {error}"
+            wire.send(Failed(said, isinstance(error, SpecError)))
     return 1
 
 

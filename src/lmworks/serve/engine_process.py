@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..spec import LMWorksError
+from ..spec import LMWorksError, SpecError
 from .backend import Ask, BackendError, Event, ModelCard, State, Words
 from .box import Box
 from .channel import Assignment, Cancel, Factory, Failed, Hello, Report, Submit, frame, receive, unpack_tokenizer
@@ -58,6 +58,7 @@ class Life:
     ready: float = 0.0  # when it said hello
     steps: int = 0
     why: str = ""  # it ended: what it said, or what was done to it
+    usage: bool = False  # what it was asked to load is wrong
 
 
 class EngineProcess:
@@ -195,25 +196,25 @@ class EngineProcess:
         pause = FIRST_PAUSE_S
         while not self.closed.is_set():
             began = time.monotonic()
-            why = await self.live()
+            error = await self.live()
             if self.closed.is_set():
                 return
-            self.last_error = why
-            log.error("engine process ended", extra={"model": self.name, "reason": why})
+            self.last_error = str(error)
             if not self.first.done():
-                self.first.set_exception(LMWorksError(why))
+                self.first.set_exception(error)
                 return
+            log.error("engine process ended: %s", error, extra={"model": self.name, "restarts": self.restarts})
             self.restarts += 1
             pause = FIRST_PAUSE_S if time.monotonic() - began > STEADY_S else min(2 * pause, LONGEST_PAUSE_S)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.closed.wait(), pause)
 
-    async def live(self) -> str:
+    async def live(self) -> LMWorksError:
         """One process, from its start to its end; why it ended. Those who wait for it hear so at once."""
         try:
             life = self.life = await self.begin()
         except OSError as error:
-            return f"no process could be started: {error}"
+            return LMWorksError(f"no process could be started: {error}")
         watch = asyncio.create_task(self.watch(life))
         try:
             await self.listen(life)
@@ -226,7 +227,8 @@ class EngineProcess:
         self.life, self.stalled = None, 0.0
         self.owed.clear()
         self.fail_all("the engine stopped while it worked on this request", math.ceil(self.boot))
-        return await end(life)
+        why = await end(life)
+        return SpecError(why) if life.usage else LMWorksError(why)
 
     async def begin(self) -> Life:
         """In a session of its own: Ctrl-C is for the API, which then closes it."""
@@ -249,7 +251,7 @@ class EngineProcess:
             elif isinstance(message, Hello):
                 await self.greet(message, life)
             elif isinstance(message, Failed):
-                life.why = message.error
+                life.why, life.usage = message
 
     async def greet(self, hello: Hello, life: Life) -> None:
         assert self.first is not None
