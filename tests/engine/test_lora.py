@@ -175,6 +175,7 @@ def test_an_unknown_adapter_fails_alone(tmp_path: Path) -> None:
         ({"use_dora": True}, "use_dora = True is not supported"),
         ({"bias": "all"}, "bias = 'all' is not supported; it must be 'none'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not supported; it must be True"),
         ({"r": 5}, "has rank 4, but adapter_config.json says 5"),
         ({"lora_alpha": None}, "lora_alpha = None: a number is expected"),
     ],

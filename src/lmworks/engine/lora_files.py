@@ -34,6 +34,8 @@ UNUSED: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "lora_bias": (None, False),
     "layer_replication": (None, []),
+    # Others (pissa, olora, corda, loftq) change the model's own weights too, before the training begins.
+    "init_lora_weights": (None, False, "gaussian", "eva", "orthogonal", True),
 }
 
 
