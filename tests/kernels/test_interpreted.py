@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-FILES = ("test_paged_triton.py", "test_sample.py", "test_small_linear.py")
+FILES = ("test_paged_triton.py", "test_sample_kernel.py", "test_small_linear.py")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
