@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from ..spec import SpecError
@@ -12,6 +14,7 @@ from ..spec import SpecError
 SEEDS = 2**63
 MAX_LOGPROBS = 32
 MAX_N = 128
+LARGEST = 3e38  # of numbers that fp32 holds
 
 
 @dataclass(frozen=True)
@@ -43,42 +46,75 @@ class SamplingParams:
     adapter: str | None = None  # name of a LoRA adapter that the engine holds
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        self.inside("temperature", 0, math.inf)
-        self.inside("top_k", 0, math.inf)
-        self.inside("top_p", 0, 1, open_below=True)
-        self.inside("min_p", 0, 1)
-        self.inside("repetition_penalty", 0, math.inf, open_below=True)
-        self.inside("presence_penalty", -2, 2)
-        self.inside("frequency_penalty", -2, 2)
-        self.inside("seed", 0, SEEDS - 1)
-        self.inside("max_tokens", 1, math.inf)
-        self.inside("min_tokens", 0, self.max_tokens)
-        self.inside("n", 1, MAX_N)
-        self.inside("best_of", self.n, MAX_N)
-        self.inside("logprobs", 0, MAX_LOGPROBS)
-        self.inside("prompt_logprobs", 0, MAX_LOGPROBS)
-        if any(not text for text in self.stop):
+        self.gather("stop", str, "texts")
+        self.gather("stop_token_ids", int, "token ids")
+        self.gather("choice", str, "texts")
+        object.__setattr__(self, "logit_bias", biases(self.logit_bias))
+        self.number("temperature", 0, math.inf)
+        self.whole("top_k", 0)
+        self.number("top_p", 0, 1, open_below=True)
+        self.number("min_p", 0, 1)
+        self.number("repetition_penalty", 0, math.inf, open_below=True)
+        self.number("presence_penalty", -2, 2)
+        self.number("frequency_penalty", -2, 2)
+        self.whole("seed", 0, SEEDS - 1)
+        self.whole("max_tokens", 1)
+        self.whole("min_tokens", 0, self.max_tokens)
+        self.whole("n", 1, MAX_N)
+        self.whole("best_of", self.n, MAX_N)
+        self.whole("logprobs", 0, MAX_LOGPROBS)
+        self.whole("prompt_logprobs", 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"{name} = {getattr(self, name)!r:.60}: true or false is expected")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise SpecError(f"adapter = {self.adapter!r:.60}: the name of an adapter is expected")
+        if "" in self.stop:
             raise SpecError("stop holds an empty string: every text would end at once")
-        for token, bias in self.logit_bias.items():
-            if not math.isfinite(bias):
-                raise SpecError(f"logit_bias of token {token} is {bias}: it must be finite (−100 bans, 100 forces)")
         shapes = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
         if len(shapes) > 1:
             raise SpecError(f"{' and '.join(shapes)} cannot be asked for together: an answer has one shape")
 
-    def inside(self, name: str, low: float, high: float, open_below: bool = False) -> None:
+    # --- what was given, checked and brought into one form ---
+
+    def gather(self, name: str, kind: type, what: str) -> None:
+        """Several of a kind, as a tuple; a lone stop is one of them."""
         value = getattr(self, name)
-        if value is None:
+        if value is None and name == "choice":
             return
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or math.isinf(value):
-            raise SpecError(f"{name} = {value!r}: a finite number is expected")
+        given = (value,) if name == "stop" and isinstance(value, str) else () if value is None else value
+        several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+        found = tuple(index(each) if kind is int else each for each in given) if several else ()
+        if not several or not all(isinstance(each, kind) for each in found):
+            raise SpecError(f"{name} = {value!r:.60}: a list of {what} is expected")
+        object.__setattr__(self, name, found)
+
+    def whole(self, name: str, low: int, high: float = math.inf) -> None:
+        """None stays where it is a field's usual value."""
+        value = getattr(self, name)
+        if value is None and getattr(type(self), name) is None:
+            return
+        found = index(value)
+        if found is None:
+            raise SpecError(f"{name} = {value!r:.60}: a whole number is expected")
+        self.hold(name, found, low, high)
+
+    def number(self, name: str, low: float, high: float, open_below: bool = False) -> None:
+        value = getattr(self, name)
+        found = finite(value)
+        if found is None:
+            raise SpecError(f"{name} = {value!r:.60}: a finite number is expected")
+        self.hold(name, found, low, high, open_below)
+
+    def hold(self, name: str, value: float, low: float, high: float, open_below: bool = False) -> None:
         if value < low or value > high or (open_below and value == low):
             least = f"more than {low:g}" if open_below else f"at least {low:g}"
             most = "" if math.isinf(high) else f" and at most {high if isinstance(high, int) else f'{high:g}'}"
             shown = value if isinstance(value, int) else f"{value:g}"
             raise SpecError(f"{name} = {shown} is out of range: it must be {least}{most}")
+        object.__setattr__(self, name, value)
+
+    # --- what follows from it ---
 
     @property
     def greedy(self) -> bool:
@@ -98,3 +134,34 @@ class SamplingParams:
     def shaped(self) -> bool:
         """Whether a grammar says which tokens may come."""
         return self.json_schema is not None or self.regex is not None or self.choice is not None
+
+
+def index(value: Any) -> int | None:
+    """A whole number of any kind, numpy's too; None: it is none. Nothing is rounded."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def finite(value: Any) -> float | None:
+    """A number of any kind that fp32, in which the sampler computes, can hold; None: it is none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    return float(value) if abs(value) <= LARGEST else None
+
+
+def biases(given: Any) -> dict[int, float]:
+    """By token. JSON knows only texts as keys, so a token may be written as one."""
+    if given is not None and not isinstance(given, Mapping):
+        raise SpecError(f"logit_bias = {given!r:.60}: a mapping of token ids to numbers is expected")
+    found = {}
+    for key, value in (given or {}).items():
+        written = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10
+        token, bias = int(key) if written else index(key), finite(value)
+        if token is None:
+            raise SpecError(f"logit_bias: {key!r:.60} is no token id")
+        if bias is None:
+            raise SpecError(f"logit_bias of token {token} is {value!r:.60}: it must be finite (−100 bans, 100 forces)")
+        found[token] = bias
+    return found
