@@ -53,5 +53,5 @@ def tells(one: list[float], other: list[float]) -> float:
 def test_a_first_token_does_not_tell_what_another_tenant_asked() -> None:
     """The standard error of that chance is 0.05 for 60 trials of each."""
     times = asyncio.run(measure())
-    assert tells(times["unseen"], times["own"]) > 0.8, "the measurement itself sees no cache: it proves nothing"
+    assert tells(times["unseen"], times["own"]) > 0.75, "the measurement itself sees no cache: it proves nothing"
     assert 0.3 < tells(times["unseen"], times["other's"]) < 0.7

@@ -84,6 +84,8 @@ class EngineProcess:
         self.restarts = 0
         self.last_error: str | None = None
         self.boot = 1.0  # seconds that the last start took
+        self.pause = FIRST_PAUSE_S  # before the next one
+        self.expected = 0.0  # when it will be ready again, as far as one can tell
         self.metrics: dict[str, Any] = {}
 
     # --- what it is and how it fares ----------------------------------------------------------------------
@@ -119,6 +121,10 @@ class EngineProcess:
             metrics=self.metrics,
         )
 
+    @property
+    def retry_after(self) -> float:
+        return max(1, math.ceil(self.expected - time.monotonic()))
+
     # --- requests -----------------------------------------------------------------------------------------
 
     async def stream(self, ask: Ask) -> AsyncGenerator[Event, None]:
@@ -134,10 +140,10 @@ class EngineProcess:
 
     def submit(self, ask: Ask) -> tuple[int, Box]:
         if self.draining or self.closed.is_set():
-            raise BackendError("dead", SHUTTING_DOWN, math.ceil(self.boot))
+            raise BackendError("dead", SHUTTING_DOWN, self.retry_after)
         life = self.hearing()
         if life is None:
-            raise BackendError("dead", "the engine is being started again", math.ceil(self.boot))
+            raise BackendError("dead", "the engine is being started again", self.retry_after)
         number, box = next(self.numbers), Box(ask)
         life.writer.write(frame(Submit(number, ask)))
         self.boxes[number] = box
@@ -193,9 +199,7 @@ class EngineProcess:
     async def supervise(self) -> None:
         """One process after the other, until it is closed or the first does not come up."""
         assert self.first is not None
-        pause = FIRST_PAUSE_S
         while not self.closed.is_set():
-            began = time.monotonic()
             error = await self.live()
             if self.closed.is_set():
                 return
@@ -205,9 +209,8 @@ class EngineProcess:
                 return
             log.error("engine process ended: %s", error, extra={"model": self.name, "restarts": self.restarts})
             self.restarts += 1
-            pause = FIRST_PAUSE_S if time.monotonic() - began > STEADY_S else min(2 * pause, LONGEST_PAUSE_S)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.closed.wait(), pause)
+                await asyncio.wait_for(self.closed.wait(), self.pause)
 
     async def live(self) -> LMWorksError:
         """One process, from its start to its end; why it ended. Those who wait for it hear so at once."""
@@ -226,7 +229,10 @@ class EngineProcess:
         watch.cancel()
         self.life, self.stalled = None, 0.0
         self.owed.clear()
-        self.fail_all("the engine stopped while it worked on this request", math.ceil(self.boot))
+        lasted = time.monotonic() - life.began
+        self.pause = FIRST_PAUSE_S if lasted > STEADY_S else min(2 * self.pause, LONGEST_PAUSE_S)
+        self.expected = time.monotonic() + self.pause + self.boot
+        self.fail_all("the engine stopped while it worked on this request", self.retry_after)
         why = await end(life)
         return SpecError(why) if life.usage else LMWorksError(why)
 
