@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,20 +213,36 @@ def test_what_is_no_prompt_is_said(llm: LLM, prompt: Any) -> None:
 def test_ids_may_be_numpys(preset: LLM) -> None:
     import numpy as np
 
-    assert ids_of(preset.generate([np.array([7, 8])], GREEDY)) == ids_of(preset.generate([[7, 8]], GREEDY))
+    expected = ids_of(preset.generate([[7, 8]], GREEDY))
+    assert ids_of(preset.generate([np.array([7, 8])], GREEDY)) == expected
+    for lone in (np.array([7, 8]), torch.tensor([7, 8])):
+        assert ids_of(preset.generate(lone, GREEDY)) == expected  # type: ignore[arg-type]
+    two = [torch.tensor([7]), torch.tensor([8])]
+    assert len(preset.generate(two, GREEDY)) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompts", [None, 7, {"a": 1}, b"abc"])
+def test_what_are_no_prompts_is_said(preset: LLM, prompts: Any) -> None:
+    with pytest.raises(SpecError, match="prompts are texts and lists of token ids, not"):
+        preset.generate(prompts, GREEDY)
 
 
 def test_a_lone_prompt_needs_no_list(llm: LLM, preset: LLM) -> None:
     assert ids_of(preset.generate([7, 8], GREEDY)) == ids_of(preset.generate([[7, 8]], GREEDY))
     assert ids_of(llm.generate("abc", GREEDY)) == ids_of(llm.generate(["abc"], GREEDY))
     assert preset.generate([], GREEDY) == []
+    assert ids_of(llm.generate((text for text in ("abc",)), GREEDY)) == ids_of(llm.generate(["abc"], GREEDY))  # type: ignore[arg-type]
 
 
 def test_params_are_one_for_all_or_one_each(preset: LLM) -> None:
     with pytest.raises(SpecError, match="2 SamplingParams for 3 prompts"):
         preset.generate([[1], [2], [3]], [GREEDY, GREEDY])
-    with pytest.raises(SpecError, match="temperature = -1"):
-        SamplingParams(temperature=-1)
+    wrong: Any
+    for wrong in ({"max_tokens": 3}, [{"max_tokens": 3}], "x"):
+        with pytest.raises(SpecError, match=r"params are SamplingParams\(…\), one for all or one each, not"):
+            preset.generate([[1]], wrong)
+        with pytest.raises(SpecError, match="params are SamplingParams"):
+            preset.stream([1], wrong)
 
 
 def test_a_stream_adds_up_to_its_result_while_others_are_served(llm: LLM) -> None:
@@ -243,7 +260,13 @@ def test_a_closed_one_says_so() -> None:
     with LLM("tiny") as llm:
         llm.generate([[1]], GREEDY)
     llm.close()
-    for use in (lambda: llm.generate([[1]], GREEDY), lambda: llm.stream([1], GREEDY)):
+    uses: list[Callable[[], Any]] = [
+        lambda: llm.generate([[1]], GREEDY),
+        lambda: llm.stream([1], GREEDY),
+        lambda: llm.add_adapter("a", "folder"),
+        lambda: llm.context,
+    ]
+    for use in uses:
         with pytest.raises(LMWorksError, match="was closed"):
             use()
 

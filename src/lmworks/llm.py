@@ -7,7 +7,7 @@ gets random weights. The engine is ours, or vLLM behind the same methods.
 from __future__ import annotations
 
 import operator
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -85,7 +85,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece, None, None]:
         """Pieces of the answer as they come; the last one carries the result. Leaving the loop cancels the request."""
         self.refuse_closed()
-        return self.backend.stream(self.encode(prompt), params or SamplingParams())
+        return self.backend.stream(self.encode(prompt), as_params(params, 1)[0])
 
     def encode(self, prompt: Prompt) -> Any:
         """Token ids of a prompt: for a Hugging Face folder as `transformers` makes them, begin-of-text included."""
@@ -115,11 +115,13 @@ class LLM:
     @property
     def context(self) -> int:
         """Longest sequence, prompt and answer together."""
+        self.refuse_closed()
         return self.backend.context
 
     @property
     def native(self) -> Engine:
         """The engine itself, to measure it or to look into it."""
+        self.refuse_closed()
         if not isinstance(self.backend, Offline):
             raise SpecError("vLLM serves this model: it has an engine of its own")
         return self.backend.engine
@@ -157,10 +159,22 @@ class LLM:
 
 
 def as_prompts(prompts: Any) -> list[Any]:
-    """A lone text, or a lone list of ids, is one prompt."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+    """A lone text, or a lone list (or array) of ids, is one prompt."""
+    if isinstance(prompts, str):
         return [prompts]
-    return list(prompts)
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+        raise SpecError(f"prompts are texts and lists of token ids, not {prompts!r:.60}")
+    many = list(prompts)
+    return [many] if many and is_id(many[0]) else many
+
+
+def is_id(value: Any) -> bool:
+    """An array of one id is a prompt, not an id, though it could be read as one."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return getattr(value, "ndim", 0) == 0
 
 
 def as_ids(prompt: Any) -> list[int]:
@@ -174,6 +188,9 @@ def as_ids(prompt: Any) -> list[int]:
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    wrong = next((one for one in params if not isinstance(one, SamplingParams)), None)
+    if wrong is not None:
+        raise SpecError(f"params are SamplingParams(…), one for all or one each, not {wrong!r:.60}")
     if len(params) != count:
         raise SpecError(f"{len(params)} SamplingParams for {count} prompts: give one for all, or one each")
     return list(params)

@@ -15,6 +15,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "1"}, "temperature = '1': a finite number"),
     ({"temperature": float("nan")}, "temperature = nan: a finite number"),
     ({"temperature": 1e300}, "temperature = 1e.300: a finite number"),  # infinite in fp32
+    ({"temperature": 10**400}, "temperature = 10000.*: a finite number"),
     ({"top_p": True}, "top_p = True: a finite number"),
     ({"top_p": 0}, "top_p = 0 is out of range: it must be more than 0 and at most 1"),
     ({"top_k": 1.5}, r"top_k = 1\.5: a whole number"),

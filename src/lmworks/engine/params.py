@@ -148,7 +148,11 @@ def finite(value: Any) -> float | None:
     """A number of any kind that fp32, in which the sampler computes, can hold; None: it is none."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
-    return float(value) if abs(value) <= LARGEST else None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if abs(found) <= LARGEST else None
 
 
 def biases(given: Any) -> dict[int, float]:
