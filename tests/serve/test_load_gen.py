@@ -12,8 +12,8 @@ import time
 
 import httpx
 import pytest
-from fake_server import FakeServer
 
+from fake_server import FakeServer
 from lmworks.observe.serve_bench import Slo, bench_serve
 from lmworks.observe.serve_client import Exchange, Target, exchange
 from lmworks.observe.serve_load import Arrivals, Lengths, Load, read_prefix

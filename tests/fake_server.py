@@ -44,17 +44,27 @@ class Talk:
         await self.event(b"[DONE]")
         await self.chunk(b"")
 
+    async def delta(self, text: str, finish: str | None = None) -> None:
+        await self.event({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]})
+
     async def document(self, status: str, document: Any, more: str = "") -> None:
         await self.head(status, "application/json", more)
         await self.chunk(json.dumps(document).encode())
         await self.chunk(b"")
 
 
+def models(*names: str) -> bytes:
+    return json.dumps({"object": "list", "data": [{"id": name, "object": "model"} for name in names]}).encode()
+
+
 class FakeServer:
-    """`with FakeServer(handler) as server:` — its handler gets every POST; /v1/models names one model."""
+    """`with FakeServer(handler) as server:` — its handler gets every POST; `pages` are what a GET finds."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
+        self.pages: dict[str, tuple[dict[str, str], bytes]] = {
+            "/v1/models": ({"content-type": "application/json"}, models("fake"))
+        }
         self.talks: list[Talk] = []
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -80,7 +90,10 @@ class FakeServer:
         body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
         talk = Talk(path, headers, body, writer, len(self.talks))
         if method == "GET":
-            await talk.document("200 OK", {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+            more, found = self.pages[path]
+            lines = "".join(f"{name}: {value}\r\n" for name, value in more.items())
+            writer.write(f"HTTP/1.1 200 OK\r\n{lines}content-length: {len(found)}\r\n\r\n".encode() + found)
+            await writer.drain()
         else:
             self.talks.append(talk)
             await self.handler(talk)
