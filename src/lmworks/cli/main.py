@@ -24,6 +24,7 @@ from . import (
     profile,
     quantize,
     runs,
+    serve,
     simulate,
     study,
     train,
@@ -56,6 +57,7 @@ app.add_typer(study.app, name="study")
 app.command("eval")(use.evaluate)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.add_typer(bench.app, name="bench")
 app.add_typer(profile.app, name="profile")
 app.command("export")(use.export)

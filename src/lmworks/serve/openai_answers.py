@@ -1,10 +1,10 @@
-"""What answers hold, in OpenAI's words. Plain dictionaries, for one is made for every token; typed, and so documented."""
+"""What answers hold, in OpenAI's words. Plain dictionaries: one is made for every token. Their types document them."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NotRequired
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 Finish = Literal["stop", "length"]
 ChatFinish = Literal["stop", "length", "tool_calls"]

@@ -1,0 +1,175 @@
+"""`lmworks serve`: models behind an API that OpenAI's clients know."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..spec.errors import LMWorksError, SpecError
+from .generate import engine_options
+
+if TYPE_CHECKING:
+    from ..serve.channel import Served
+    from ..serve.serving import Serving
+
+KEY, UPSTREAM_KEY = "LMWORKS_API_KEY", "LMWORKS_UPSTREAM_KEY"
+ANYWHERE = ("0.0.0.0", "::")
+
+
+def serve(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL|NAME=MODEL]... [engine.KEY=VALUE]...",
+            help="Run folders, Hugging Face folders or presets, each with a name of its own; changes to the engine.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0: everywhere (then with keys).")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file of keys and limits, read again when it changes (docs/serving.md).")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help=f"A key that clients must show; may be repeated. Or set {KEY}.")
+    ] = None,
+    upstream: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Another OpenAI-compatible server, e.g. http://host:8000/v1 (its key: {UPSTREAM_KEY})."),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter of the (only) model.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate (PEM): serve HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option(metavar="ORIGIN", help="A site whose pages may call this API; off by default.")
+    ] = None,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="Time to finish requests after SIGTERM.")] = 30.0,
+    step: Annotated[int | None, typer.Option(help="Of a run: the checkpoint of this step, not the newest.")] = None,
+    seed: Annotated[int, typer.Option(help="Of requests that bring none, and of a preset's random weights.")] = 0,
+) -> None:
+    """Serve models to OpenAI clients, with keys, limits, metrics and a page to try them.
+
+    \b
+    Examples:
+      lmworks serve runs/demo
+      lmworks serve chat=exported/demo engine.dtype=bf16 --host 0.0.0.0 --config serve.toml
+      lmworks serve --upstream http://127.0.0.1:8001/v1
+    \b
+    Then:
+      curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+        -d '{"model": "demo", "prompt": "def add(a, b):", "max_tokens": 32}'
+    """
+    names, options = split(sources or [])
+    if not names and not upstream:
+        raise SpecError("nothing to serve: name a run folder, a Hugging Face folder, or --upstream URL")
+    if adapter and len(names) != 1:
+        raise SpecError("--adapter is of one model: serve one")
+    if (tls_cert is None) != (tls_key is None):
+        raise SpecError("--tls-cert and --tls-key go together")
+    check_files(config, tls_cert, tls_key)
+    import_server()
+    from ..serve.app import make_app
+    from ..serve.logs import log_as_json
+    from ..serve.server import bound, make_server
+    from ..serve.tracing import tracing_from_environment
+
+    keys = [*(api_key or ()), *filter(None, [os.environ.get(KEY)])]
+    serving = assemble(names, options, step, seed, adapter or [], upstream or [], config, keys)
+    if host in ANYWHERE and not serving.settings.current().keys:
+        typer.echo(
+            "lmworks: warning: anyone who can reach this machine can use these models: no keys are set", err=True
+        )
+    log_as_json()
+    tracing = tracing_from_environment()
+    with bound(host, port) as listening:
+        scheme = "http" if tls_cert is None else "https"
+        typer.echo(f"{scheme}://{host}:{listening.getsockname()[1]} (models are being loaded)", err=True)
+        app = make_app(serving, cors or (), tracing)
+        make_server(app, serving, drain_seconds, *(str(path) for path in (tls_cert, tls_key) if path)).run([listening])
+    if tracing is not None:
+        tracing.close()
+
+
+def import_server() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import httpx  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise LMWorksError(f"the server needs {error.name}: pip install 'lmworks[serve]'") from None
+
+
+def check_files(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None and not path.is_file():
+            raise SpecError(f"{path}: there is no such file")
+
+
+def split(given: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Sources by the names that clients use, and options of the engine."""
+    overrides = [one for one in given if one.startswith("engine.") and "=" in one]
+    names: dict[str, str] = {}
+    for one in given:
+        if one in overrides:
+            continue
+        name, _, source = one.partition("=") if "=" in one and not Path(one).exists() else ("", "", one)
+        name = name or Path(source).resolve().name if Path(source).exists() else name or source
+        if name in names:
+            raise SpecError(f"two models are called {name!r}: give one another name, NAME={source}")
+        names[name] = source
+    return names, engine_options(overrides)
+
+
+def assemble(
+    names: dict[str, str],
+    options: dict[str, Any],
+    step: int | None,
+    seed: int,
+    adapters: list[str],
+    upstreams: list[str],
+    config: Path | None,
+    keys: list[str],
+) -> Serving:
+    from ..serve.engine_process import EngineProcess, Patience
+    from ..serve.keys import Settings
+    from ..serve.serving import Local, Serving
+    from ..serve.upstream import Upstream
+    from ..spec import EngineSpec
+
+    EngineSpec.from_dict(options)  # what is wrong is said now, not by a process that ends
+    settings = Settings(config, keys)
+    limits = settings.current().limits
+    patience = Patience(limits.stuck_seconds, limits.kill_seconds)
+    folders = dict(adapter_of(one) for one in adapters)
+    models = [
+        Local(EngineProcess(name, partial(made, source, options, step, seed, folders), patience))
+        for name, source in names.items()
+    ]
+    return Serving(settings, models, [Upstream(url, os.environ.get(UPSTREAM_KEY)) for url in upstreams])
+
+
+def adapter_of(given: str) -> tuple[str, str]:
+    name, equals, folder = given.partition("=")
+    if not equals or not name or not folder:
+        raise SpecError(f"--adapter {given}: write NAME=FOLDER")
+    return name, folder
+
+
+def made(source: str, options: dict[str, Any], step: int | None, seed: int, adapters: dict[str, str]) -> Served:
+    """In the engine's own process."""
+    from ..loading import is_hf, is_preset
+    from ..loading import serve as load_engine
+    from ..serve.channel import Served
+    from ..spec import EngineSpec
+
+    _, engine = load_engine(source, EngineSpec.from_dict(options), step, seed)
+    for name, where in adapters.items():
+        engine.add_adapter(name, Path(where))
+    folder = None if is_preset(source) else Path(source).resolve()
+    return Served(engine, folder, is_hf(folder))

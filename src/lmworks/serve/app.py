@@ -1,0 +1,172 @@
+"""The API: its routes, and the document that describes them (`/openapi.json`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from .. import __version__
+from . import telemetry, tokenize
+from .chat import chat
+from .completions import complete
+from .door import Door
+from .errors import ErrorBody, response_of
+from .health import Health, health
+from .openai_answers import ChatCompletion, Completion, Detokenized, ModelList, ModelObject, Tokenized, TokenizerInfo
+from .openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .serving import Local, Model, Serving
+from .tracing import Tracing
+
+BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+REFUSED = {400: "cannot be served as it is", 401: "no key, or a wrong one", 404: "no such model"}
+BUSY = {429: "too much at once: see retry-after", 503: "not now: see retry-after"}
+
+
+def make_app(serving: Serving, origins: Sequence[str] = (), tracing: Tracing | None = None) -> FastAPI:
+    """For models that have been started. `origins`: pages of other sites that may call it (CORS)."""
+    app = FastAPI(
+        title="LMWorks",
+        version=__version__,
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    if origins:
+        headers = ["authorization", "content-type", "x-request-id"]
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=headers)
+    app.add_middleware(Door, serving=serving, tracing=tracing)
+    app.add_exception_handler(HTTPException, told)
+    add_models(app, serving)
+    add_answers(app, serving)
+    add_tokens(app, serving)
+    add_state(app, serving)
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
+    return app
+
+
+async def told(_: Request, error: Exception) -> Response:
+    """No such path, or not this method."""
+    return response_of(error)
+
+
+def errors(*tables: dict[int, str]) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": ErrorBody, "description": what} for table in tables for status, what in table.items()}
+
+
+def takes(body: type[BaseModel]) -> dict[str, Any]:
+    """The body is read by us, within limits; the document names it."""
+    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        found = FastAPI.openapi(app)
+        _, schemas = models_json_schema(
+            [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
+        )
+        components = found["components"]
+        components["schemas"] |= schemas["$defs"]
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}, {}]
+        app.openapi_schema = found
+    return app.openapi_schema
+
+
+# --- routes -----------------------------------------------------------------------------------------------
+
+
+def add_models(app: FastAPI, serving: Serving) -> None:
+    @app.get("/v1/models", responses=errors({401: REFUSED[401], 503: BUSY[503]}))
+    async def models(request: Request) -> ModelList:
+        """Models that this key may use."""
+        caller = serving.admit(request)
+        return {"object": "list", "data": [described(name, *one) for name, one in serving.visible(caller).items()]}
+
+    @app.get("/v1/models/{model:path}", responses=errors({401: REFUSED[401], 404: REFUSED[404], 503: BUSY[503]}))
+    async def model(request: Request, model: str) -> ModelObject:
+        """One of them."""
+        caller = serving.admit(request)
+        return described(model, *serving.find(caller, model))
+
+
+def described(name: str, model: Model, adapter: str | None) -> ModelObject:
+    card = model.backend.card if isinstance(model, Local) else model.card(name)
+    return {
+        "id": name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": card.owned_by,
+        "max_model_len": card.context or None,
+        "parent": card.id if adapter is not None else None,
+    }
+
+
+def add_answers(app: FastAPI, serving: Serving) -> None:
+    streamed: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+
+    @app.post(
+        "/v1/completions",
+        openapi_extra=takes(CompletionRequest),
+        response_model=Completion,
+        responses={200: {"content": streamed}, **errors(REFUSED, BUSY)},
+    )
+    async def completions(request: Request) -> Response:
+        """Continue texts."""
+        return await complete(serving, request)
+
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=takes(ChatRequest),
+        response_model=ChatCompletion,
+        responses={200: {"content": streamed}, **errors(REFUSED, BUSY)},
+    )
+    async def chat_completions(request: Request) -> Response:
+        """Answer in a conversation."""
+        return await chat(serving, request)
+
+
+def add_tokens(app: FastAPI, serving: Serving) -> None:
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=errors(REFUSED))
+    async def encode(request: Request) -> Tokenized:
+        """Token ids of a text or a conversation."""
+        return await tokenize.tokenize(serving, request)
+
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=errors(REFUSED))
+    async def decode(request: Request) -> Detokenized:
+        """The text of token ids."""
+        return await tokenize.detokenize(serving, request)
+
+    @app.get("/tokenizer_info", responses=errors(REFUSED))
+    async def info(request: Request, model: str | None = None) -> TokenizerInfo:
+        """What a client must know to make prompts itself."""
+        return tokenize.tokenizer_info(serving, request, model)
+
+
+def add_state(app: FastAPI, serving: Serving) -> None:
+    @app.get("/health", responses={503: {"model": Health, "description": "an engine is down, or hangs"}})
+    async def healthy() -> Health:
+        """Whether all engines run and advance."""
+        return answered(health(serving), ("ok", "draining"))
+
+    @app.get("/ready", responses={503: {"model": Health, "description": "send requests elsewhere"}})
+    async def ready() -> Health:
+        """Whether requests may be sent here."""
+        return answered(health(serving), ("ok",))
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(telemetry.written(serving), media_type=telemetry.CONTENT_TYPE)
+
+
+def answered(state: Health, good: tuple[str, ...]) -> Any:
+    return JSONResponse(state, 200 if state["status"] in good else 503)

@@ -1,0 +1,177 @@
+"""`/v1/completions`: texts and lists of token ids, continued; with `echo` and `logprobs`, also judged."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..engine.request import Logprob
+from .backend import Event, Usage
+from .forward import forward
+from .jobs import Job, Total, collected, read_body, room, total, usage_object, wishes
+from .limits import Refusal
+from .openai_answers import Completion, CompletionChoice, CompletionLogprobs, Finish
+from .openai_types import CompletionRequest
+from .serving import Caller, Local, Serving
+from .sse import DONE, begun, encode, line, while_connected
+from .token_text import TokenTexts, finite, likeliest
+from .upstream import Upstream
+
+USUAL_TOKENS = 16  # as OpenAI has it
+
+Scored = Sequence[Logprob | None]
+
+
+async def complete(serving: Serving, request: Request) -> Response:
+    caller = serving.admit(request)
+    body, raw = await read_body(request, caller, CompletionRequest)
+    model, adapter = serving.find(caller, body.model)
+    if isinstance(model, Upstream):
+        return await forward(serving, caller, model, request, body, raw)
+    answer = await prepared(serving, caller, model, adapter, body)
+    if body.stream:
+        return await begun(request, answer.lines())
+    found = await while_connected(request.receive, collected(answer.job))
+    return Response(encode(answer.whole(found)), media_type="application/json")
+
+
+async def prepared(
+    serving: Serving, caller: Caller, local: Local, adapter: str | None, body: CompletionRequest
+) -> Answering:
+    texts, prompts = await encoded(local, body)
+    bare = bool(body.echo) and body.max_tokens == 0  # nothing but the prompt: one token is made and not shown
+    if body.max_tokens == 0 and not bare:
+        raise Refusal(400, "invalid_request", "max_tokens = 0 makes sense with echo = true alone", "max_tokens")
+    judged = bool(body.echo) and body.logprobs is not None
+    params = wishes(
+        body,
+        caller,
+        adapter=adapter,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if judged else None,
+        max_tokens=1 if bare else room(caller, local, prompts, body.max_tokens, USUAL_TOKENS),
+    )
+    # What the prompt's tokens are worth is known at the end: then all is written at once.
+    job = Job(serving, caller, local, params, prompts, bool(body.stream) and not judged)
+    return Answering(job, body, texts, bare)
+
+
+async def encoded(local: Local, body: CompletionRequest) -> tuple[list[str], list[list[int]]]:
+    """All prompts, as texts (where they are to be echoed) and as ids."""
+    prompt = body.prompt
+    lone = isinstance(prompt, str) or isinstance(prompt[0], int)
+    given = cast("list[str | list[int]]", [prompt] if lone else prompt)
+    ids = [await local.encode(one) if isinstance(one, str) else one for one in given]
+    if not body.echo:
+        return [], ids
+    known = local.backend.card.vocab
+    if any(token >= known for one in ids for token in one):
+        raise Refusal(400, "invalid_request", f"the prompt holds a token that is not below {known}", "prompt")
+    return [one if isinstance(one, str) else local.backend.words.decode(one) for one in given], ids
+
+
+@dataclass
+class Answering:
+    """One request, and the form in which it is answered."""
+
+    job: Job
+    body: CompletionRequest
+    texts: list[str]  # prompts, where they are echoed
+    bare: bool  # the prompt alone
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def completion(self, choices: list[CompletionChoice]) -> Completion:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.body.model,
+            "choices": choices,
+        }
+
+    def whole(self, found: Total) -> Completion:
+        n = self.job.params.n
+        choices = []
+        for number, answer in enumerate(found.answers):
+            place = number // n
+            before = found.prompt_logprobs.get(place) or []
+            text, scored = answer.text, answer.logprobs
+            if self.bare:
+                text, scored = "", []
+            text = self.texts[place] + text if self.texts else text
+            logprobs = self.logprobs([*first(self.job.prompts[place], before), *scored])
+            choices.append(choice(number, text, logprobs, "length" if self.bare else answer.finish_reason))
+        return {**self.completion(choices), "usage": usage_object(self.counted(found.usage))}
+
+    def logprobs(self, scored: Scored, offset: int = 0) -> CompletionLogprobs | None:
+        if self.body.logprobs is None:
+            return None
+        return logprobs_of(self.job.local.token_texts, scored, offset)
+
+    def counted(self, usage: Usage) -> Usage:
+        return replace(usage, completion_tokens=0) if self.bare else usage
+
+    async def lines(self) -> AsyncGenerator[bytes, None]:
+        usage, told = Usage(0, 0, 0), bool(self.body.stream_options and self.body.stream_options.include_usage)
+        more = {"usage": None} if told else {}
+        if not self.job.stream:  # a judged prompt: one chunk an answer
+            found = await collected(self.job)
+            usage = found.usage
+            for one in self.whole(found)["choices"]:
+                yield line({**self.completion([one]), **more})
+        else:
+            offsets: dict[int, int] = {}  # characters of each answer so far, as its tokens have them
+            async with aclosing(self.job.events()) as events:
+                async for place, event in events:
+                    usage = usage if event.final is None else total(usage, event.final)
+                    yield line({**self.completion([self.chunk(place, event, offsets)]), **more})
+        if told:
+            yield line({**self.completion([]), "usage": usage_object(self.counted(usage))})
+        yield DONE
+
+    def chunk(self, place: int, event: Event, offsets: dict[int, int]) -> CompletionChoice:
+        """Its text may be empty: half a character, or the beginning of a stop string."""
+        number = place * self.job.params.n + event.index
+        text = "" if self.bare else event.text
+        if self.texts and number not in offsets:
+            text = self.texts[place] + text
+            offsets[number] = len(self.texts[place])
+        logprobs = self.logprobs(event.logprobs or [], offsets.get(number, 0))
+        offsets[number] = offsets.get(number, 0) + sum(map(len, logprobs["tokens"] if logprobs else ()))
+        return choice(number, text, logprobs, event.finish_reason)
+
+
+def choice(index: int, text: str, logprobs: CompletionLogprobs | None, finish_reason: str | None) -> CompletionChoice:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": cast("Finish | None", finish_reason),
+    }
+
+
+def first(prompt: list[int], scored: Scored) -> list[Logprob | None]:
+    """Of a prompt's first token nothing is known but which it is."""
+    return [one or Logprob(prompt[place], float("nan")) for place, one in enumerate(scored)]
+
+
+def logprobs_of(texts: TokenTexts, scored: Scored, offset: int) -> CompletionLogprobs:
+    found: CompletionLogprobs = {"text_offset": [], "tokens": [], "token_logprobs": [], "top_logprobs": []}
+    for one in scored:
+        assert one is not None
+        text = texts.text(one.token)
+        found["text_offset"].append(offset)
+        found["tokens"].append(text)
+        unknown = one.logprob != one.logprob
+        found["token_logprobs"].append(None if unknown else finite(one.logprob))
+        found["top_logprobs"].append(None if unknown else {texts.text(token): lp for token, lp in likeliest(one)})
+        offset += len(text)
+    return found

@@ -1,0 +1,89 @@
+"""Where every request comes in and goes out: it gets an id, is counted and logged, and whatever fails is answered."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import refusal_of, response_of
+from .limits import Refusal
+from .logs import Facts, facts_of, log, request_id
+from .serving import Serving
+from .tracing import Tracing
+
+METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+QUIET = {"/health", "/ready", "/metrics"}  # asked for every few seconds
+LEFT = 499  # the client did, before there was an answer: nobody receives this status, logs and metrics have it
+
+
+@dataclass
+class Seen:
+    """What went out."""
+
+    status: int = 0
+    began: float = field(default_factory=time.time)
+    clock: float = field(default_factory=time.perf_counter)
+
+
+class Door:
+    def __init__(self, app: ASGIApp, serving: Serving, tracing: Tracing | None = None) -> None:
+        self.app, self.serving, self.tracing = app, serving, tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers, facts, seen = Headers(scope=scope), facts_of(scope), Seen()
+        facts["request_id"] = request_id(headers.get("x-request-id"))
+
+        async def out(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                seen.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = facts["request_id"]
+            await send(message)
+
+        try:
+            await self.inside(scope, receive, out, seen)
+        finally:
+            self.close(scope, headers, facts, seen)
+
+    async def inside(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:
+        try:
+            self.look(scope)
+            await self.app(scope, receive, send)
+        except ClientDisconnect:
+            seen.status = seen.status or LEFT
+        except Exception as error:
+            if refusal_of(error).code == "internal_error":
+                log.error("a request failed", extra={"request_id": facts_of(scope)["request_id"]}, exc_info=error)
+            if not seen.status:
+                await response_of(error)(scope, receive, send)
+
+    def look(self, scope: Scope) -> None:
+        """The protocol bounds headers that come bit by bit; those that come at once are measured here."""
+        limit = self.serving.settings.current().limits.header_bytes
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > limit:
+            raise Refusal(431, "headers_too_large", f"the headers have more than {limit} bytes, as many as may be sent")
+
+    def close(self, scope: Scope, headers: Headers, facts: Facts, seen: Seen) -> None:
+        took = time.perf_counter() - seen.clock
+        path = route_of(scope)
+        facts["status"] = seen.status or LEFT
+        method = scope["method"] if scope["method"] in METHODS else "OTHER"  # a stranger may invent any number of them
+        self.serving.counts.requests.labels(method, path, str(facts["status"])).inc()
+        self.serving.counts.seconds.labels(path).observe(took)
+        if path not in QUIET:
+            log.info("request", extra={**facts, "method": method, "path": path, "seconds": round(took, 6)})
+        if self.tracing is not None and path not in QUIET:
+            self.tracing.record(f"{method} {path}", facts, headers, seen.began, seen.began + took)
+
+
+def route_of(scope: Scope) -> str:
+    """The route that was taken. What a stranger wrote after our address is content, too, and stays out of logs."""
+    route: Any = scope.get("route")
+    return route.path if route is not None else "(none)"

@@ -1,0 +1,185 @@
+"""Requests for a model behind another server: checked and counted here, passed on, and their answers passed back."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .backend import Usage
+from .jobs import note, wishes
+from .limits import Entry, Refusal
+from .openai_types import ChatRequest, CompletionRequest
+from .serving import Caller, Serving
+from .sse import DONE, begun, line, while_connected
+from .upstream import CONNECT_S, Upstream
+
+BYTES_A_TOKEN = 3  # of text, where nobody here can count: what is charged until the answer says
+
+
+async def forward(
+    serving: Serving,
+    caller: Caller,
+    upstream: Upstream,
+    request: Request,
+    body: CompletionRequest | ChatRequest,
+    raw: bytes,
+) -> Response:
+    """The body goes on as it came, but for caps that our limits put on it."""
+    wire: dict[str, Any] = json.loads(raw)
+    passing = Passing(serving, caller, upstream, body, wire, request.headers.get("x-request-id"))
+    if body.stream:
+        return await begun(request, passing.lines())
+    return Response(await while_connected(request.receive, passing.whole()), media_type="application/json")
+
+
+@dataclass
+class Passing:
+    serving: Serving
+    caller: Caller
+    upstream: Upstream
+    body: CompletionRequest | ChatRequest
+    wire: dict[str, Any]
+    request_id: str | None
+
+    @property
+    def path(self) -> str:
+        return "chat/completions" if isinstance(self.body, ChatRequest) else "completions"
+
+    def enter(self) -> Entry:
+        """Past the limits. Caps that the request does not know of are written into it."""
+        body, card = self.body, self.upstream.card(self.body.model)
+        lengths = lengths_of(body)
+        caps = [self.caller.limits.max_tokens, self.caller.key.max_tokens]
+        if card.context:
+            caps.append(max(1, card.context - max(lengths)))
+        if self.caller.key.tokens_per_minute:
+            caps.append(max(1, self.caller.key.tokens_per_minute - sum(lengths)))
+        cap = min((one for one in caps if one), default=None)
+        asked = (
+            body.max_tokens if isinstance(body, CompletionRequest) else body.max_completion_tokens or body.max_tokens
+        )
+        most = asked if asked is not None else 16 if isinstance(body, CompletionRequest) else cap
+        if asked is None and cap is not None:
+            self.wire["max_tokens"] = min(most or cap, cap)
+        logprobs = body.logprobs if isinstance(body, CompletionRequest) else body.top_logprobs
+        params = wishes(body, self.caller, max_tokens=max(1, most or 1), logprobs=logprobs)
+        return self.serving.gate.enter(self.caller.limits, self.caller.key, card, params, lengths)
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncGenerator[httpx.Response, None]:
+        """The answer, once it has begun and is none of an error."""
+        seconds = self.caller.limits.request_seconds or None
+        timeout = httpx.Timeout(CONNECT_S, read=seconds, write=CONNECT_S)
+        headers = {"x-request-id": self.request_id} if self.request_id else {}
+        self.upstream.open += 1
+        try:
+            async with self.upstream.client.stream(
+                "POST", f"{self.upstream.url}/{self.path}", json=self.wire, headers=headers, timeout=timeout
+            ) as answer:
+                if answer.status_code != 200:
+                    raise refusal_of_upstream(answer, await answer.aread())
+                yield answer
+        except httpx.TimeoutException:
+            raise Refusal(504, "upstream_timeout", "the server behind this one took too long") from None
+        except httpx.HTTPError:
+            raise Refusal(
+                502, "upstream_unreachable", "the server behind this one cannot be reached", None, 1
+            ) from None
+        finally:
+            self.upstream.open -= 1
+
+    async def whole(self) -> bytes:
+        with self.enter() as entry:
+            self.caller.facts["asked"] = time.time()
+            async with self.opened() as answer, self.charged(entry):
+                content = await answer.aread()
+                try:
+                    self.count(entry, json.loads(content))
+                except (ValueError, AttributeError):
+                    message = "the server behind this one did not answer in JSON"
+                    raise Refusal(502, "upstream_invalid", message) from None
+            return content
+
+    async def lines(self) -> AsyncGenerator[bytes, None]:
+        """Usage is always asked for, to be counted; it is passed on where the client asked for it too."""
+        wanted = bool(self.body.stream_options and self.body.stream_options.include_usage)
+        self.wire["stream_options"] = {**(self.wire.get("stream_options") or {}), "include_usage": True}
+        seconds = self.caller.limits.request_seconds or math.inf
+        deadline = time.monotonic() + seconds
+        with self.enter() as entry:
+            self.caller.facts["asked"] = time.time()
+            async with self.opened() as answer, self.charged(entry):
+                async for text in answer.aiter_lines():
+                    if time.monotonic() > deadline:
+                        raise Refusal(504, "request_timeout", f"the request was not finished within {seconds:g} s")
+                    if not text.startswith("data:"):
+                        continue
+                    if (data := text[5:].strip()) == "[DONE]":
+                        yield DONE
+                        return
+                    chunk = json.loads(data)
+                    if chunk.get("usage"):
+                        self.count(entry, chunk)
+                    if chunk.get("choices") or wanted or "error" in chunk:
+                        yield line(chunk)
+        raise Refusal(502, "upstream_lost", "the server behind this one ended its answer too early")
+
+    @asynccontextmanager
+    async def charged(self, entry: Entry) -> AsyncGenerator[None, None]:
+        """An answer that has begun and does not say what it came to is taken for all that it might have been."""
+        try:
+            yield
+        finally:
+            if not entry.used:
+                entry.use(entry.tokens)
+
+    def count(self, entry: Entry, answer: dict[str, Any]) -> None:
+        used = answer.get("usage")
+        if not isinstance(used, dict):
+            return
+        details = used.get("prompt_tokens_details") or {}
+        usage = Usage(
+            used.get("prompt_tokens") or 0, used.get("completion_tokens") or 0, details.get("cached_tokens") or 0
+        )
+        note(self.caller.facts, usage)
+        entry.use(usage.prompt_tokens + usage.completion_tokens)
+
+
+def lengths_of(body: CompletionRequest | ChatRequest) -> list[int]:
+    """Tokens of each prompt, as far as can be told without its tokenizer."""
+    if isinstance(body, ChatRequest):
+        return [estimate(message.model_dump_json(exclude_none=True) for message in body.messages)]
+    prompt = body.prompt
+    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    return [estimate([one]) if isinstance(one, str) else len(one) for one in prompts]
+
+
+def estimate(texts: Any) -> int:
+    return sum(-(-len(text.encode()) // BYTES_A_TOKEN) for text in texts)
+
+
+def refusal_of_upstream(answer: httpx.Response, content: bytes) -> Refusal:
+    """What it refuses is refused; that it fails, or does not know us, is no fault of the client."""
+    status = answer.status_code
+    retry = answer.headers.get("retry-after", "")
+    after = float(retry) if retry.isdecimal() else None
+    if status in (401, 403) or status >= 500:
+        return Refusal(502, "upstream_failed", f"the server behind this one failed with status {status}", None, after)
+    try:
+        error = json.loads(content)["error"]
+        return Refusal(
+            status, str(error.get("code") or "upstream_refused"), str(error["message"]), error.get("param"), after
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Refusal(
+            status, "upstream_refused", f"the server behind this one refused it with status {status}", None, after
+        )

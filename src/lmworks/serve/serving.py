@@ -1,0 +1,133 @@
+"""What all routes share: who asks, and which model is meant."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from ..engine.chat import Chat
+from ..spec.errors import did_you_mean
+from .backend import Backend
+from .keys import Config, Settings, bearer
+from .limits import Gate, KeyLimits, Limits, Refusal, check_model
+from .logs import Facts, facts_of
+from .telemetry import Counts
+from .token_text import TokenTexts
+from .upstream import Upstream
+
+LONG_TEXT = 16_384  # characters whose encoding would keep others waiting: it is done in a thread
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks, under which limits: as they were when the request came in."""
+
+    key: KeyLimits
+    config: Config
+    facts: Facts  # what the log will say of this request
+
+    @property
+    def limits(self) -> Limits:
+        return self.config.limits
+
+
+@dataclass
+class Local:
+    """A model whose engine is ours, with what is made of its tokenizer once."""
+
+    backend: Backend
+    conversation: Chat | None = None
+    texts: TokenTexts | None = None
+
+    @property
+    def chat(self) -> Chat:
+        self.conversation = self.conversation or self.backend.words.chat()
+        return self.conversation
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        self.texts = self.texts or TokenTexts(self.backend.words.tokenizer)
+        return self.texts
+
+    async def encode(self, text: str) -> list[int]:
+        return await aside(len(text), lambda: self.backend.words.encode(text))
+
+
+Model = Local | Upstream
+
+
+@dataclass
+class Serving:
+    """The models behind the API, and the state of the API itself."""
+
+    settings: Settings
+    locals: list[Local]
+    upstreams: list[Upstream] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    gate: Gate = field(default_factory=Gate)
+    draining: bool = False
+
+    def admit(self, request: Request) -> Caller:
+        """Before anything of the body is read."""
+        config = self.settings.current()
+        key = config.authenticate(bearer(request.headers.get("authorization")))
+        facts = facts_of(request.scope)
+        facts["key"] = key.name
+        if self.draining:
+            raise Refusal(503, "shutting_down", "the server is shutting down", retry_after=1)
+        return Caller(key, config, facts)
+
+    def find(self, caller: Caller, name: str | None) -> tuple[Model, str | None]:
+        """The model of this name, and the adapter where the name is one's. No name: the only model there is."""
+        visible = self.visible(caller)
+        if name is None:
+            if len(visible) != 1:
+                raise Refusal(400, "model_needed", f"say which model is meant: {listed(visible)}", "model")
+            name = next(iter(visible))
+        check_model(caller.key, name)
+        if name not in visible:
+            hint = did_you_mean(name, visible) or f"; there is {listed(visible)}"
+            raise Refusal(404, "model_not_found", f"the model {name[:80]!r} is not served{hint}", "model")
+        caller.facts["model"] = name
+        return visible[name]
+
+    def visible(self, caller: Caller) -> dict[str, tuple[Model, str | None]]:
+        """Models and adapters that this caller may use, by name; of two with one name, ours."""
+        found: dict[str, tuple[Model, str | None]] = {}
+        for upstream in self.upstreams:
+            found |= {card.id: (upstream, None) for card in upstream.cards}
+        for model in self.locals:
+            card = model.backend.card
+            found |= {card.id: (model, None), **{adapter: (model, adapter) for adapter in card.adapters}}
+        allowed = caller.key.models
+        return {name: one for name, one in found.items() if not allowed or name in allowed}
+
+    async def start(self) -> None:
+        await asyncio.gather(
+            *(model.backend.start() for model in self.locals), *(one.start() for one in self.upstreams)
+        )
+
+    async def drain(self, seconds: float) -> int:
+        """Takes no more requests; how many were cut off."""
+        self.draining = True
+        return sum(await asyncio.gather(*(model.backend.drain(seconds) for model in self.locals)))
+
+    async def close(self) -> None:
+        await asyncio.gather(
+            *(model.backend.close() for model in self.locals), *(one.close() for one in self.upstreams)
+        )
+
+
+def listed(names: dict[str, tuple[Model, str | None]]) -> str:
+    return ", ".join(sorted(names)) or "none at the moment"
+
+
+async def aside(size: int, work: Callable[[], Found]) -> Found:
+    """In a thread, where there is much of it: the streams of others go on meanwhile."""
+    return await asyncio.to_thread(work) if size > LONG_TEXT else work()

@@ -1,0 +1,90 @@
+"""Answers that come bit by bit (server-sent events), and clients that leave before the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .errors import body_of, refusal_of
+from .logs import facts_of, log
+
+DONE = b"data: [DONE]\n\n"
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+Found = TypeVar("Found")
+
+
+def line(chunk: Any) -> bytes:
+    return f"data: {encode(chunk)}\n\n".encode()
+
+
+class EventStream(Response):
+    """Writes lines as they come. When the client leaves, or the lines end, their generator is closed: at once.
+
+    An error on the way is a last line with an error object. A stream without `[DONE]` at its end is not complete.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.first, self.rest = first, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self.write(scope, send))
+        except ClientDisconnect:
+            facts_of(scope)["failed"] = "client_left"
+        finally:
+            await self.rest.aclose()
+
+    async def write(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.first, "more_body": True})
+        try:
+            async for one in self.rest:
+                await send({"type": "http.response.body", "body": one, "more_body": True})
+        except Exception as error:
+            refusal = refusal_of(error)
+            facts_of(scope)["failed"] = refusal.code
+            if refusal.code == "internal_error":
+                log.error("a stream failed", exc_info=error)
+            await send({"type": "http.response.body", "body": line(body_of(refusal)), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def begun(request: Request, lines: AsyncGenerator[bytes, None]) -> EventStream:
+    """Once there is a first line: what is refused before that has a status of its own."""
+    try:
+        return EventStream(await while_connected(request.receive, anext(lines)), lines)
+    except BaseException:
+        await lines.aclose()
+        raise
+
+
+async def while_connected(receive: Receive, work: Awaitable[Found]) -> Found:
+    """The work's result; it is given up when the client is gone, which raises ClientDisconnect."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        # What was cancelled has let go of all it held, once these have ended; how they ended is of no interest.
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

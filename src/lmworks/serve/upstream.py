@@ -1,0 +1,83 @@
+"""Another server that speaks OpenAI's API, behind our keys, limits, metrics and page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import Any
+
+import httpx
+
+from .backend import ModelCard, State
+
+log = logging.getLogger("lmworks.serve")
+
+POLL_S = 5.0  # how often it is asked which models it has
+CONNECT_S = 5.0
+
+
+class Upstream:
+    """Its models are asked for again and again: it may come later than we do, and go, and come back."""
+
+    def __init__(self, url: str, api_key: str | None = None, client: httpx.AsyncClient | None = None) -> None:
+        """`url` ends in /v1, as clients know it. `api_key` is what we show there: keys of our own clients stay here."""
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # No proxy, no .netrc: it is where it was said to be, and gets what it is meant to get.
+        self.client = client or httpx.AsyncClient(headers=headers, limits=limits, trust_env=False)
+        self.cards: list[ModelCard] = []
+        self.up = False
+        self.open = 0  # requests under way
+        self.last_error: str | None = None
+        self.poller: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> State:
+        return State(alive=self.up, ready=self.up and bool(self.cards), open=self.open, last_error=self.last_error)
+
+    def card(self, name: str) -> ModelCard:
+        return next(card for card in self.cards if card.id == name)
+
+    async def start(self) -> None:
+        await self.look()
+        self.poller = asyncio.create_task(self.poll(), name=f"poll {self.url}")
+
+    async def poll(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Which models it has. Those of before stay known while it does not answer."""
+        try:
+            answer = await self.client.get(f"{self.url}/models", timeout=CONNECT_S)
+            answer.raise_for_status()
+            self.cards = [card_of(one) for one in answer.json()["data"]]
+            self.up, self.last_error = True, None
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            said = f"{type(error).__name__}: {error}"
+            if self.last_error is None:
+                log.warning("upstream does not answer", extra={"upstream": self.url, "reason": said})
+            self.up, self.last_error = False, said
+
+    async def close(self) -> None:
+        if self.poller is not None:
+            self.poller.cancel()
+            with suppress(asyncio.CancelledError):
+                await self.poller
+        await self.client.aclose()
+
+
+def card_of(model: dict[str, Any]) -> ModelCard:
+    """vLLM says how long sequences may be; others do not (0)."""
+    context = model.get("max_model_len")
+    return ModelCard(
+        str(model["id"]),
+        int(model.get("created") or time.time()),
+        context if isinstance(context, int) else 0,
+        0,
+        str(model.get("owned_by") or "upstream"),
+    )
