@@ -22,6 +22,7 @@ from .errors import ErrorBody, response_of
 from .health import Health, health
 from .openai_answers import ChatCompletion, Completion, Detokenized, ModelList, ModelObject, Tokenized, TokenizerInfo
 from .openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .page import page
 from .serving import Local, Model, Serving
 from .tracing import Tracing
 
@@ -161,6 +162,11 @@ def add_state(app: FastAPI, serving: Serving) -> None:
     async def ready() -> Health:
         """Whether requests may be sent here."""
         return answered(health(serving), ("ok",))
+
+    @app.get("/", include_in_schema=False)
+    async def playground() -> Response:
+        """To try the models, in a browser."""
+        return Response(page().html, headers=dict(page().headers))
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
