@@ -140,12 +140,21 @@ def test_it_introduces_itself(engine: EngineProcess) -> None:
     assert (state.alive, state.ready, state.healthy, state.stuck) == (True, True, True, False)
 
 
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 HOPELESS = [
     (Ask([], SamplingParams()), "prompt is empty"),
     (Ask([257], SamplingParams()), "token 257"),
     (Ask([1] * 512, SamplingParams()), "does not fit"),
     (Ask([1], SamplingParams(regex="(")), "shape"),
     (Ask([1], SamplingParams(json_schema={"type": "nonsense"})), "nonsense"),
+    (Ask([1], SamplingParams(json_schema=nested(100))), "nested more than"),
+    (Ask([1], SamplingParams(json_schema=nested(100_000))), "nested too deep"),
     (Ask([1], SamplingParams(adapter="poet")), "adapter"),
     (Ask([1], SamplingParams(logit_bias={300: 1.0})), "300"),
     (Ask(["a"], SamplingParams()), "TypeError"),  # type: ignore[list-item]

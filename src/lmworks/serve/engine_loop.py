@@ -118,7 +118,7 @@ class Loop:
         try:
             assert self.engine.runner.grammars is not None
             self.engine.runner.grammars.matcher(message.ask.params)
-        except Exception as error:
+        except BaseException as error:  # a panic of the library is no Exception
             reason = str(error)
             self.order(lambda: self.refuse(message.number, reason))
         else:
@@ -148,7 +148,7 @@ class Loop:
             return  # taken back while its shape was compiled
         try:
             self.engine.add(request_of(message.number, message.ask))
-        except Exception as error:
+        except BaseException as error:
             self.refuse(message.number, f"{type(error).__name__}: {error}")
 
     def refuse(self, number: int, reason: str) -> None:

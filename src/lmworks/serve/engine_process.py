@@ -145,7 +145,10 @@ class EngineProcess:
         if life is None:
             raise BackendError("dead", "the engine is being started again", self.retry_after)
         number, box = next(self.numbers), Box(ask)
-        life.writer.write(frame(Submit(number, ask)))
+        try:
+            life.writer.write(frame(Submit(number, ask)))
+        except RecursionError:
+            raise BackendError("refused", "the request is nested too deep to be passed on") from None
         self.boxes[number] = box
         self.owed.add(number)
         self.emptied.clear()
