@@ -39,6 +39,7 @@ from lmworks.plan.devices.machine import Machine
 from lmworks.plan.devices.profile import Profile
 from lmworks.plan.memory.reserve import reserved
 from lmworks.plan.memory.sheet import memory
+from lmworks.plan.step.constants import USUAL_LAUNCH
 from lmworks.plan.step.one_device import step_time
 from lmworks.plan.step.price import price
 from lmworks.plan.tables.sources import PUBLISHED
@@ -48,6 +49,7 @@ from lmworks.train.device import PeakMemory
 from lmworks.train.optim import make_optimizer
 
 OWN_GPU = "H200-SXM-141GB"  # whose runs are a source
+TAKEN_LAUNCH = 12e-6  # seconds of a bare op on its host, where no probe was kept: a profile shows 8 to 23 µs
 BF16, COMPILE = "precision.dtype=bf16", "parallel.compile=true"
 CASES: dict[str, list[list[str]]] = {
     "cpu": [
@@ -126,13 +128,15 @@ def predict(measured: dict[str, Any], device: str, machine: Machine | None, gpu:
     """What the planner says of the case; `machine` is what was measured of this one, `gpu` its name."""
     spec = spec_of(measured["case"].split(), device)
     sheet = memory(spec, device)
-    found = {**measured, "memory_predicted": sheet.total, "memory_moment": sheet.moment}
+    found = {key: value for key, value in measured.items() if key not in ("step_predicted", "parts")}
+    found |= {"memory_predicted": sheet.total, "memory_moment": sheet.moment}
     if machine is not None:
         predicted = step_time(spec, machine)
         found |= {"step_predicted": predicted.total, "parts": predicted.parts}
     kind = recognise(gpu) if device == "cuda" else None
     if kind is not None:  # what is said of it without it
-        modelled = price(Case.of(spec, kind))
+        host = (machine.launch_s if machine else TAKEN_LAUNCH) / USUAL_LAUNCH
+        modelled = price(Case.of(spec, kind).replace(host=host))
         found |= {"reserved_predicted": float(reserved(sheet.total)), "step_modelled": float(modelled.seconds)}
         found |= {"parts_modelled": {part: float(s) for part, s in modelled.parts.items() if np.any(s)}}
         found |= {"interval": [float(end) for end in modelled.interval]}
@@ -216,13 +220,22 @@ def repeat(path: Path, device: str) -> None:
     path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     kind = recognise(kept["machine"]["gpu"] or "")
     if device == "cuda" and kind is not None and kind.name == OWN_GPU:
-        publish(kept["cases"], kind.name, f"torch {kept['machine']['torch']}")
+        launch_s = kept["probe"]["machine"]["launch_s"] if "probe" in kept else TAKEN_LAUNCH
+        publish(kept["cases"], kind.name, 1e6 * launch_s, f"torch {kept['machine']['torch']}")
 
 
-def publish(cases: list[dict[str, Any]], gpu: str, torch_version: str) -> None:
-    """The measurements as a source of `lmworks plan validate` and of fit_time.py."""
-    lines = ["run,gpu,step_s,allocated_bytes,note"]
-    lines += [f"{c['case']},{gpu},{c['step']:.6f},{c['memory']},{torch_version}" for c in cases]
+def publish(cases: list[dict[str, Any]], gpu: str, launch_us: float, torch_version: str) -> None:
+    """The measurements as a source of `lmworks plan validate` and of fit_time.py; `launch_us` tells of the host.
+
+    What a case lists as outdated was measured before the code changed, and is left out.
+    """
+    lines = ["run,gpu,launch_us,step_s,allocated_bytes,note"]
+    for case in cases:
+        old = case.get("outdated", ())
+        if len(old) == 2:
+            continue
+        step, memory = "" if "step" in old else f"{case['step']:.6f}", "" if "memory" in old else case["memory"]
+        lines.append(f"{case['case']},{gpu},{launch_us:.2f},{step},{memory},{torch_version}")
     (PUBLISHED / "lmworks_h200.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

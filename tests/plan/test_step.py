@@ -24,7 +24,7 @@ from lmworks.spec.run import SCHEDULES
 
 LLAMA = ModelSpec.from_preset("llama3-8b")
 H100 = catalogue()["H100-SXM-80GB"]
-PLAIN = Constants(step_s=1e-12, contention=0.0, jitter=0.0)  # nothing but rates and links
+PLAIN = Constants(step_s={"*": 1e-12}, contention=0.0, jitter=0.0)  # nothing but rates and links
 
 
 def make(software: str = "torchtitan-compile", model: ModelSpec = LLAMA, **changes: Any) -> Case:
@@ -179,7 +179,9 @@ def test_many_small_experts_cost_more_than_their_products() -> None:
 def test_zero_3_of_2021_copies_what_it_gathers_rank_by_rank() -> None:
     """Three gathers of four tensors a block: forward, once more for what is computed again, and backward."""
     case = make("megatron-2021", dp_shard=1024, zero=3, recompute="full")
-    slow, quick = (price(case, Constants(launch_s={"eager": each}, step_s=1e-12, jitter=0.0)) for each in (2e-5, 0.0))
+    slow, quick = (
+        price(case, Constants(launch_s={"eager": each}, step_s={"*": 1e-12}, jitter=0.0)) for each in (2e-5, 0.0)
+    )
     assert slow.parts["dp"] - quick.parts["dp"] == pytest.approx(2e-5 * 1024 * 4 * 3 * 32)
 
 

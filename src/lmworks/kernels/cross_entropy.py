@@ -114,7 +114,7 @@ def chunk_loss(
     Rows of the weight after the first `vocab` are no tokens. A function of its own, so that a chunk's logits are gone
     before the next chunk's are made.
     """
-    counted = (target != IGNORE).unsqueeze(1).to(hidden.dtype)  # (rows, 1)
+    counted = (target != IGNORE).unsqueeze(1)  # (rows, 1)
     index = target.clamp(min=0).unsqueeze(1)
     log_p = log_probabilities(hidden, weight, vocab)
     loss = -(log_p.gather(1, index) * counted).sum()
@@ -122,13 +122,12 @@ def chunk_loss(
         return loss
     p = log_p.exp_()
     p.scatter_add_(1, index, p.new_full(index.shape, -1.0))
-    grad = p.to(hidden.dtype)
-    # Rows that do not count are taken out where they are narrow, not over all of the vocabulary.
+    # Rows that do not count become zero, and the gradient takes the precision of the products, in one pass.
+    grad = torch.mul(p, counted, out=p if p.dtype == hidden.dtype else torch.empty_like(p, dtype=hidden.dtype))
     if grad_hidden is not None:
         torch.mm(grad, weight, out=grad_hidden)
-        grad_hidden.mul_(counted)
     if grad_weight is not None:
-        accumulate_outer(grad_weight, grad, hidden * counted)
+        accumulate_outer(grad_weight, grad, hidden)
     return loss
 
 
@@ -140,10 +139,8 @@ def log_probabilities(hidden: Tensor, weight: Tensor, vocab: int) -> Tensor:
 
 
 def accumulate_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total += gradᵀ · hidden, in total's precision. On a GPU one product adds to fp32 itself."""
+    """total += gradᵀ · hidden, in total's precision."""
     if grad.dtype == total.dtype:
         total.addmm_(grad.t(), hidden)
-    elif total.device.type == "cuda" and total.dtype == torch.float32:
-        torch.ops.aten.addmm.dtype_out(total, grad.t(), hidden, torch.float32, out=total)
     else:
         total += grad.t() @ hidden

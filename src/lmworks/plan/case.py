@@ -44,6 +44,7 @@ class Case:
     optimizer: str = "adamw"
     offload: str = "none"
     cluster: Cluster = Cluster(gpus_per_node=8)  # how many GPUs a machine has, and what joins them
+    host: Number = 1.0  # how much longer its host takes to launch a kernel than usual ones
 
     @classmethod
     def of(cls, spec: RunSpec, gpu: Gpu) -> Self:

@@ -34,17 +34,17 @@ def launched(load: Workload, count: int) -> tuple[Kernel, ...]:
 
 
 def product(name: str, load: Workload, inputs: Any, outputs: Any, part: str = "matmul", dear: Any = None) -> Op:
-    """Weights arrive in the compute precision: whoever holds them casts them once, not every layer.
+    """Weights arrive in the compute precision, or are cast with the layer where the code does so (autocast).
 
     `dear` are the outputs that selective recompute keeps, where that is not all of them.
     """
     t = load.tokens
     # The weight's gradient is added to the last one; a bias has a sum over tokens, and the same.
     sums = launched(load, 3 if load.model.bias else 1)
-    backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs), *sums)
-    return Op(
-        name, part, (gemm(t, inputs, outputs),), backward, dear=load.width * t * (outputs if dear is None else dear)
-    )
+    cast = passes(6.0 * inputs * outputs) if load.cast else ()
+    forward = (gemm(t, inputs, outputs), *cast)
+    backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs), *cast, *sums)
+    return Op(name, part, forward, backward, dear=load.width * t * (outputs if dear is None else dear))
 
 
 def stem(load: Workload) -> list[Op]:
@@ -125,11 +125,15 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
     wide = w * tokens * width * count
     gated = load.model.mlp == "swiglu"
     up, apart = (2 if gated else 1), (1 if load.software.fused else 2)
-    forward = (gemm(rows, h, up * width, count),)
+    cast = passes(*[6.0 * h * width * count] * load.cast)
+    forward = (gemm(rows, h, up * width, count), *up * cast)
     sums = launched(load, 3 if load.model.bias else 1)
-    backward = (gemm(rows, up * width, h, count), gemm(up * width, rows, h, count), *sums)
+    backward = (gemm(rows, up * width, h, count), gemm(up * width, rows, h, count), *up * cast, *sums)
     act = passes((up + 1) * wide * apart), passes((2 * up + 1) * wide * apart)
-    last = (gemm(rows, width, h, count),), (gemm(rows, h, width, count), gemm(h, rows, width, count), *sums)
+    last = (
+        (gemm(rows, width, h, count), *cast),
+        (gemm(rows, h, width, count), gemm(h, rows, width, count), *cast, *sums),
+    )
     second = load.software.every_second
     return [
         Op("up", "matmul", forward, backward, dear=wide if second else up * wide),

@@ -130,16 +130,16 @@ def loss(load: Workload) -> list[Op]:
     seen = load.columns
     products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks)]
     logits = rows * seen
-    softmax = [
-        stream(2 * logits, kind="exp", count=2 * chunks),
-        stream(2 * logits, count=chunks),
-    ]  # log p, exp, · counted
+    softmax = [stream(3 * logits, kind="exp", count=chunks), stream(2 * logits, kind="exp", count=chunks)]  # log p, exp
     if load.cast:
-        softmax += [
-            stream(1.5 * logits, count=2 * chunks),
-            stream(1.5 * vocab * h),
-            stream(2 * vocab * h, count=chunks),
-        ]
+        # Softmax on a GPU reads fp16 itself. Which rows count, and back to 2 bytes, is one pass that is not vectorised.
+        # The head is cast once, and every chunk adds to its gradient.
+        wide = [] if load.dtype == "fp16" else [stream(1.5 * logits, kind="widen", count=chunks)]
+        back = "strided" if load.device == "cuda" else "stream"
+        softmax += [*wide, stream(1.5 * logits, kind=back, count=chunks), stream(1.5 * vocab * h)]
+        softmax += [stream(3 * vocab * h, count=chunks)]
+    else:
+        softmax.append(stream(2 * logits, count=chunks))  # which rows count
     return [
         norm("final norm", load, readers=0),
         Op("head", "loss", tuple(products), saved=0.0),

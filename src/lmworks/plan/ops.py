@@ -41,8 +41,9 @@ class Kernel:
     """One launch, `count` times over.
 
     kind: 'gemm' (shape m, k, n), 'attention' and 'attention_backward' (shape seq, head_dim), or a pass over memory:
-    'stream' (contiguous), 'strided' (a row of a table for every head, as rotary embedding reads them), 'exp' (silu,
-    softmax) and 'tanh' (gelu), which arithmetic bounds on a CPU, or 'optimizer'.
+    'stream' (contiguous), 'strided' (a row of a table for every head, as rotary embedding reads them, or a sum over
+    tokens), 'widen' (a cast from 2 bytes to 4), 'exp' (silu, softmax) and 'tanh' (gelu), which arithmetic bounds on a
+    CPU, or 'optimizer'.
     """
 
     kind: str
@@ -174,17 +175,22 @@ def linear(name: str, load: Workload, inputs: Any, outputs: Any, bias: bool = Fa
     t, w = load.tokens, load.width
     backward = [gemm(t, outputs, inputs), gemm(outputs, t, inputs)]
     if bias:
-        backward.append(Kernel("stream", bytes=t * outputs * w))
+        backward.append(Kernel("strided" if load.device == "cuda" else "stream", bytes=t * outputs * w))
     forward = [gemm(t, inputs, outputs)]
     if load.cast:  # the weight is cast once a micro-batch, its gradient back
         forward.append(Kernel("stream", bytes=6.0 * inputs * outputs))
-        backward.append(Kernel("stream", bytes=6.0 * inputs * outputs))
+        backward.append(Kernel("widen", bytes=6.0 * inputs * outputs))
     return Op(name, "matmul", tuple(forward), tuple(backward), dear=t * outputs * w)
 
 
 def normalise(load: Workload, x: Number) -> tuple[list[Kernel], list[Kernel]]:
-    """Passes of a norm over x elements: a fused kernel each way, but for RMSNorm on a CPU, made of small ops."""
-    if load.model.norm == "layer" or load.device == "cuda":
+    """Passes of a norm over x elements: a fused kernel each way, but for RMSNorm on a CPU, made of small ops.
+
+    On a GPU the gradient of the weights is a kernel of its own, which reads both inputs again.
+    """
+    if load.device == "cuda":
+        return [stream(2 * x)], [stream(3 * x), stream(2 * x)]
+    if load.model.norm == "layer":
         return [stream(2 * x)], [stream(3 * x)]
     return [stream(2 * x, count=3), stream(x)], [stream(3 * x, count=2), stream(2 * x, count=4), stream(x, count=2)]
 
@@ -203,7 +209,7 @@ def norm(name: str, load: Workload, readers: int) -> Op:
     forward, backward = normalise(load, x)
     if load.cast:
         forward.append(stream(1.5 * x, count=readers))
-        backward.append(stream(1.5 * x, count=readers))
+        backward.append(stream(1.5 * x, kind="widen", count=readers))
     backward.append(stream(3 * x, count=max(0, readers - 1)))  # gradients of the readers are added up
     freed = 4 * x * ((load.model.norm == "rms" and load.device == "cpu") + load.cast)  # x², and what was cast
     return Op(name, "norms", tuple(forward), tuple(backward), saved, freed=freed)

@@ -99,7 +99,7 @@ def gpu_rates(gpu: Gpu, attention: str = "") -> GpuRates:
         raise SpecError(f"{gpu.name}: bandwidth_gbs is not in the catalogue, so no time can be predicted for it")
     bandwidth, passes = gpu.bandwidth_gbs * 1e9, table("rates.toml")["passes"]
     start = passes["start_us"] * 1e-6
-    kinds = ("stream", "strided", "exp", "tanh", "optimizer")
+    kinds = ("stream", "strided", "widen", "exp", "tanh", "optimizer")
     peaks = {dtype: peak for dtype in WIDTHS if (peak := gpu.peak_flops(dtype))}
     fitted = "fitted" if gpu.name in table("gemm.toml")["gpus"] else "modelled"
     tags = {f"gemm.{dtype}": fitted if dtype in ("bf16", "fp16") else "modelled" for dtype in peaks}

@@ -23,6 +23,7 @@ from ..software import Software
 WATTS = {"A100": 400.0, "H100": 700.0, "H200": 700.0, "B200": 1000.0}  # of the boards that the factors are fitted to
 SAME_CHIP = {"GH200": "H200", "H800": "H100", "A800": "A100", "GB200": "B200"}
 FITTED = Path(__file__).with_name("fitted.toml")
+USUAL_LAUNCH = 6e-6  # seconds of a bare op on the host that the constants are of; rates.toml has it too
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Constants:
     memory: float = 1.0  # passes over memory
     casts: float = 1.0  # of these, casts to 8 bits, which may be fused with what comes before
     uneven: float = 0.1  # share of that time by which the slowest host is slower, for every doubling of the hosts
-    step_s: float = 5e-3  # host time of one step beside its kernels
+    step_s: Mapping[str, float] = field(default_factory=dict)  # host time of one step beside its kernels, by code base
     contention: float = 0.15  # what a second of hidden traffic adds to the work that hides it
     pieces: float = 0.5  # the same of tensor-parallel traffic cut into pieces, which makes products smaller too
     links: float = 1.0  # collectives inside a node
@@ -53,7 +54,7 @@ class Constants:
         kind = family(gpu)
         capped = (WATTS[kind] / gpu.tdp_w) ** self.power if gpu.tdp_w and kind in WATTS else 1.0
         attention = self.attention.get(f"{kind}-{flash}", factor(self.attention, kind)) * capped
-        passes = dict.fromkeys(("stream", "strided", "exp", "tanh", "optimizer"), self.memory)
+        passes = dict.fromkeys(("stream", "strided", "widen", "exp", "tanh", "optimizer"), self.memory)
         products = factor(self.products, kind) * capped * np.where(world == 1, self.alone, 1.0)
         return {
             "gemm": products,
@@ -70,6 +71,10 @@ class Constants:
         """
         usual = "compiled" if software.fused or software.name.startswith("lmworks") else "eager"
         return self.launch_s.get(software.name, self.launch_s.get(usual, 10e-6))
+
+    def beside(self, software: Software) -> float:
+        """Seconds of the host for one step, beside its launches; a compiled code base is its eager one here."""
+        return self.step_s.get(software.name.removesuffix("-compile"), self.step_s.get("*", 5e-3))
 
     def knows(self, gpu: Gpu, software: Software) -> bool:
         return family(gpu) in self.products and software.name in self.software

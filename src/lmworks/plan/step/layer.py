@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ..case import Case, Number
+from ..software import Software
 from .bare import Bare, reductions
 from .comm import TENSORS, Wire
 from .constants import Constants
 from .work import Pass, stops_early
 
 CALL = 3  # launches that a collective costs its host: streams are made to wait for each other before it and after
+# What PyTorch's checkpoint costs the host of one eager block of ours, in launches: hooks for each tensor that is saved,
+# and for `selective` a Python function at every op, forward and again. Measured with batches too small to fill a GPU.
+CHECKPOINT = {"full": 48, "selective": 145}
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,31 @@ def hide(comm: Number, behind: Number, contention: float) -> Traffic:
     return Traffic(comm - hidden + contention * hidden, hidden)
 
 
+def behind(phases: Sequence[tuple[Number, Number]], batches: Number, update: Number, beside: Number) -> Number:
+    """Seconds by which a step of one GPU lasts longer than its work, because of its host.
+
+    `phases` of a micro-batch in their order, each in seconds of the GPU and of the host; then the update on the GPU,
+    and what the host does `beside` launching. It runs ahead wherever the GPU is slower. The step ends when the host was
+    behind up to the end of some phase and the GPU then had the rest to do, or when one of them was behind all along.
+    """
+    work, host = sum(busy for busy, _ in phases), sum(launching for _, launching in phases)
+    busy = batches * work + update
+    end = np.maximum(busy, batches * host + beside)
+    launched, left = 0.0 * host, work
+    for seconds, launching in phases:  # of the first micro-batch, or of the last: in between it is neither
+        launched, left = launched + launching, left - seconds
+        end = np.maximum(end, launched + left + update + (batches - 1) * np.maximum(work, host))
+    return end - busy
+
+
+def hooks(software: Software, recompute: str, every: Number) -> Number:
+    """Of one block in one pass, in launches: half of what a checkpoint costs, to put tensors away or to ask for them.
+
+    Of other code only the kernels are known, and a compiler has the whole block to itself.
+    """
+    return CHECKPOINT.get(recompute, 0) / 2 / every if software.name == "lmworks" else 0.0
+
+
 @dataclass(frozen=True)
 class Way:
     """Forward or backward, seconds of each kind of cost."""
@@ -46,6 +75,7 @@ class Way:
     context: Traffic = field(default_factory=Traffic)
     expert: Number = 0.0
     data: Traffic = field(default_factory=Traffic)
+    launches: Number = 0.0
     host: Number = 0.0  # by which launching takes longer than all this
 
     @property
@@ -113,15 +143,30 @@ class Weigher:
 
     def end(self, done: tuple[Pass, Pass]) -> Both:
         tensor = Traffic(self.wire(self.bare.wires.ends))
-        ways = (Way(way.parts(self.factors), tensor=tensor).launched_in(self.launch(way.launches)) for way in done)
-        return Both(*ways)
+        ways = (Way(way.parts(self.factors), tensor=tensor, launches=way.launches) for way in done)
+        return Both(*(self.launched(way) for way in ways))
 
     def parts(self, *done: Pass) -> dict[str, Number]:
         return {name: seconds for way in done for name, seconds in way.parts(self.factors).items()}
 
     def launch(self, count: Number) -> Number:
         """Host seconds; tensor-parallel ranks wait for the slowest host among them in every exchange."""
-        return self.given.launch(self.case.software) * count * (1 + self.given.uneven * np.log2(self.case.tp))
+        uneven = 1 + self.given.uneven * np.log2(self.case.tp)
+        return self.given.launch(self.case.software) * count * uneven * self.case.host
+
+    def launched(self, way: Way) -> Way:
+        """Ranks that exchange meet in every block, and so do their hosts; a host alone may run ahead all step long."""
+        return way.launched_in(np.where(np.equal(self.case.world, 1), 0.0, self.launch(way.launches)))
+
+    def waits(self, phases: Sequence[tuple[Number, Number]], update: Number) -> Number:
+        """Seconds of a step in which one GPU, with no other rank to meet, waits for its host.
+
+        `phases` of a micro-batch: (seconds of the GPU, launches); `update` is the optimizer's seconds.
+        """
+        case = self.case
+        launched = [(busy, self.launch(launches)) for busy, launches in phases]
+        beside = self.launch(self.bare.optimizer.launches) + self.given.beside(case.software) * case.host
+        return behind(launched, case.accumulation, update, beside)
 
     def context(self, seconds: Number, way: Pass) -> Traffic:
         """Keys travel round the ring behind attention to those at hand; Ulysses' exchanges hide behind nothing."""
@@ -138,7 +183,10 @@ class Weigher:
         ring = [self.context(self.wire(wire), way) for wire, way in zip(wires.context, work.block, strict=True)]
         expert = self.wire(wires.expert)
         data = self.data(ahead.seconds(self.factors), back.seconds(self.factors) + again)
-        forward = Way(self.parts(ahead, self.bare.copies[0]), 0.0, tensor[0], ring[0], expert, data[0])
+        calls = CALL * self.calls()
+        kept = hooks(case.software, case.recompute, case.recompute_every)
+        launches = ahead.launches + calls + kept
+        forward = Way(self.parts(ahead, self.bare.copies[0]), 0.0, tensor[0], ring[0], expert, data[0], launches)
         backward = Way(
             self.parts(back, self.bare.copies[1]),
             again,
@@ -146,11 +194,9 @@ class Weigher:
             ring[1] + ring[0].times(repeats),
             (1 + repeats) * expert,
             data[1],
+            back.launches + work.again.launches / case.recompute_every + kept + calls * (1 + repeats),
         )
-        calls = CALL * self.calls()
-        launches = back.launches + work.again.launches / case.recompute_every + calls * (1 + repeats)
-        ways = (forward, ahead.launches + calls), (backward, launches)
-        return Both(*(way.launched_in(self.launch(count)) for way, count in ways))
+        return Both(self.launched(forward), self.launched(backward))
 
     def calls(self) -> Number:
         """Collectives that a block calls each way."""

@@ -1,8 +1,9 @@
 """The time of one optimizer step of our trainer on one device, from a machine that was measured or is passed in.
 
-Nothing overlaps on one eager rank, save that a GPU runs while the host launches: there a pass costs the larger of the
-two, on a CPU their sum. Parts add up to the total. Reading data, logging, evaluation and checkpoints are not in it.
-Layouts of many ranks are priced by `step.price`.
+Nothing overlaps on one rank, save that a GPU runs while the host launches: there the step waits for the host where it
+falls behind, on a CPU launches come on top. What a launch of ours costs beside that of a bare op, and a step beside its
+launches, are fitted constants. Parts add up to the total. Reading data, logging, evaluation and checkpoints are not in
+it. Layouts of many ranks are priced by `step.price`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from ...spec import RunSpec, SpecError
+from ..case import Number
 from ..devices.machine import Machine
 from ..network import network, optimizer
 from ..ops import Workload
+from ..software import software_of
+from .constants import USUAL_LAUNCH, constants
+from .layer import behind, hooks
 from .work import Pass, Work
 
 
@@ -43,17 +48,42 @@ def step_time(spec: RunSpec, machine: Machine) -> StepTime:
     work = Work.of(network(load), machine, load.dtype, spec.parallel.recompute)
     update = Pass.of([(op.part, kernel) for op in optimizer(spec.model) for kernel in op.forward], machine, "fp32")
     parts: dict[str, float] = defaultdict(float)
-    host = 0.0
-    for done, times, launch_s in [*passes(spec, work, machine), (update, 1, 0.0)]:
-        host += times * launch_s * float(done.launches)
+    for done, times, _ in [*passes(spec, work, machine), (update, 1, 0.0)]:
         for (part, _), seconds in done.raw.items():
             parts[part] += times * float(seconds)
     tags = {part: machine.tag if part == "matmul" or machine.tag == "measured" else "modelled" for part in parts}
     tags["norms"] = tags["residual"] = tags["embedding"] = "modelled"
 
-    parts["launches"] = max(0.0, host - sum(parts.values())) if machine.device == "cuda" else host
+    if machine.device == "cuda":
+        parts["launches"] = waits(spec, work, update, machine)
+    else:
+        parts["launches"] = sum(
+            times * launch_s * float(done.launches) for done, times, launch_s in passes(spec, work, machine)
+        )
     tags["launches"] = "modelled"
     return StepTime(dict(parts), tags, spec.tokens_per_step)
+
+
+def waits(spec: RunSpec, work: Work, update: Pass, machine: Machine) -> float:
+    """Seconds in which the GPU waits for its host, a little slower or faster than the one that the constants are of."""
+    given, software, host = constants(), software_of(spec), machine.launch_s / USUAL_LAUNCH
+    each, layers = given.launch(software) * host, spec.model.layers
+    kept = hooks(software, spec.parallel.recompute, spec.parallel.recompute_every)
+    again = 1 / spec.parallel.recompute_every
+    phases: list[list[tuple[Pass, float, Number]]] = [
+        [(work.stem[0], 1, 0.0), (work.block[0], layers, kept)],
+        [(work.loss[0], 1, 0.0), (work.loss[1], 1, 0.0)],
+        [(work.again, layers * again, 0.0), (work.block[1], layers, kept), (work.stem[1], 1, 0.0)],
+    ]
+    launched = [
+        (
+            sum(times * float(sum(done.raw.values())) for done, times, _ in phase),
+            sum(times * each * float(done.launches + more) for done, times, more in phase),
+        )
+        for phase in phases
+    ]
+    beside = each * float(update.launches) + given.beside(software) * host
+    return float(behind(launched, spec.accumulation, float(sum(update.raw.values())), beside))
 
 
 def passes(spec: RunSpec, work: Work, machine: Machine) -> list[tuple[Pass, float, float]]:

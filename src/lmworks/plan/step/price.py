@@ -101,8 +101,25 @@ def priced(step: Step, quick: Number, whole: Number) -> Price:
     hidden["dp"] = hidden["dp"] + tail.hidden
     parts["optimizer"] = weigher.bare.optimizer.seconds(weigher.factors)
     parts["offload"] = weigher.bare.offload
-    parts["host"] = parts["host"] + given.step_s
+    beside = parts["host"] + given.beside(case.software) * case.host
+    alone = weigher.waits(phases(rank, one), parts["optimizer"] + parts["offload"])
+    parts["host"] = np.where(np.equal(case.world, 1), alone, beside)[()]
     return finish(case, given, parts, hidden)
+
+
+def phases(rank: Busiest, one: MicroBatch) -> list[tuple[Number, Number]]:
+    """Seconds and launches of a micro-batch on one GPU: forward, loss, backward."""
+    ends = (one.loss.forward, one.loss.backward)
+
+    def blocks(stem: Way, block: Way) -> tuple[Number, Number]:
+        busy = rank.stem * stem.busy + rank.layers * block.busy
+        return busy, rank.stem * stem.launches + rank.layers * block.launches
+
+    return [
+        blocks(one.stem.forward, one.block.forward),
+        (rank.head * sum(way.busy for way in ends), rank.head * sum(way.launches for way in ends)),
+        blocks(one.stem.backward, one.block.backward),
+    ]
 
 
 def add(parts: dict[str, Number], hidden: dict[str, Number], count: Number, way: Way) -> None:

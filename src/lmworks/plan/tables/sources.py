@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...spec import SpecError
+from ...spec import SpecError, catalogue, load_run
 from ...spec.errors import did_you_mean
 from ..case import Case
+from ..step.constants import USUAL_LAUNCH
 from .columns import read
 from .rows import Job, job
 
@@ -202,6 +203,16 @@ def vtrain(raw: Raw, cells: dict[str, str]) -> Measured:
     return Measured("vtrain", found, "", float(raw["iter_time_ms_measured"]) / 1e3)
 
 
+def own(raw: Raw, cells: dict[str, str]) -> Measured:
+    """Our trainer on one H200, as `benchmarks/plan_check.py` ran it; `run` is a spec as the command line takes it."""
+    preset, *words = raw["run"].split()
+    spec = load_run(preset, words)
+    case = Case.of(spec, catalogue()[cells["gpu"]]).replace(host=float(raw["launch_us"]) * 1e-6 / USUAL_LAUNCH)
+    found = Job(case, raw["run"])
+    group = "compiled" if spec.parallel.compile else "eager"
+    return Measured("lmworks", found, group, figure(raw, "step_s"), allocated=figure(raw, "allocated_bytes"))
+
+
 SOURCES = {
     source.name: source
     for source in (
@@ -209,6 +220,7 @@ SOURCES = {
         Source("megatron", "megatron.csv", megatron, note="rows whose layout or length is inferred are apart"),
         Source("korthikanti", "korthikanti.csv", korthikanti, note="memory is the paper's formula"),
         Source("torchtitan", "torchtitan.csv", torchtitan, compare="tokens_per_s", note="memory is reserved"),
+        Source("lmworks", "lmworks_h200.csv", own, note="our own runs; memory is the closed form"),
         Source("simumax", "simumax_b200_measured.csv", simumax, bulk=True, note="12 MLA rows of 43 are not covered"),
         Source("vtrain", "vtrain_measured_single.csv", vtrain, bulk=True),
     )

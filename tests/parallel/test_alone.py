@@ -1,0 +1,40 @@
+"""One rank has nobody to share with: whatever the strategy is called, it runs the plain loop."""
+
+from __future__ import annotations
+
+import torch
+
+from lmworks.parallel.apply import lay_out
+from lmworks.parallel.weights import source_of
+from lmworks.parallel.world import join
+from lmworks.plan.exact.shards import strategy_of
+from lmworks.spec import RunSpec, load_run
+from lmworks.study.ranks import on_ranks
+
+STRATEGIES = (
+    ["parallel.strategy=ddp"],
+    ["parallel.strategy=fsdp1"],
+    ["parallel.strategy=fsdp2"],
+    ["parallel.strategy=zero", "parallel.zero=2"],
+    ["parallel.strategy=fsdp2", "parallel.offload=full"],
+)
+
+
+def spec_of(words: list[str]) -> RunSpec:
+    return load_run("tiny", ["cluster.device=cpu", *words])
+
+
+def kinds(rank: int) -> list[str]:
+    device = torch.device("cpu")
+    found = []
+    for words in STRATEGIES:
+        spec = spec_of(words)
+        laid = lay_out(spec, join(spec.parallel, device), device, source_of(spec))
+        found.append(type(laid.strategies[0]).__name__)
+    return found
+
+
+def test_strategies_over_one_rank_are_the_plain_loop() -> None:
+    """But for weights that live on the host, which FSDP2 brings. The planner says the same."""
+    assert on_ranks(1, kinds) == [["Alone"] * 4 + ["FSDP2"]]
+    assert [strategy_of(spec_of(words)) for words in STRATEGIES] == ["alone"] * 4 + ["fsdp2"]
