@@ -126,7 +126,9 @@ class Job:
             async with aclosing(merged(self.local, asks)) as found:
                 async for place, event in found:
                     if event.finish_reason == "error":
-                        raise Refusal(500, "answer_failed", event.error or "the answer could not be finished")
+                        # A shape that leads nowhere is the client's own; anything else is ours.
+                        status = 400 if self.params.shaped else 500
+                        raise Refusal(status, "answer_failed", event.error or "the answer could not be finished")
                     if place not in made:
                         entry.use(lengths[place])
                     now = made.get(place, 0) + len(event.tokens)

@@ -1,0 +1,143 @@
+"""A real server on a loopback socket, in a thread of its own, over one engine's process that all tests share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tiny_engine
+import torch
+import uvicorn
+from openai import OpenAI
+
+from lmworks.model import GPT
+from lmworks.serve.app import make_app
+from lmworks.serve.channel import Served
+from lmworks.serve.engine_process import EngineProcess, Patience
+from lmworks.serve.keys import Settings
+from lmworks.serve.server import Server, bound, make_server
+from lmworks.serve.serving import Local, Serving
+from lmworks.serve.upstream import Upstream
+
+MODEL = "tiny"
+# Knows tools, in the way of models that write <tool_call>.
+TEMPLATE = """
+{%- if tools %}Tools: {{ tools | tojson }}
+{% endif %}
+{%- for message in messages %}<{{ message.role }}>{{ message.content }}
+{%- for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}
+{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def chatty(folder: str) -> Served:
+    """The tiny model, with a chat template. Made in the engine's process."""
+    return Served(tiny_engine.fragile().engine, Path(folder))
+
+
+def twin() -> GPT:
+    """The same weights, to compute by hand."""
+    torch.manual_seed(0)
+    model = GPT(tiny_engine.MODEL)
+    model.init_weights(0)
+    return model.eval()
+
+
+class House:
+    """An event loop in a thread, one engine, and as many servers before it as tests want."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.backend = EngineProcess(MODEL, partial(chatty, str(folder)), Patience(stuck=0.6, kill=0.0))
+        self.run(self.backend.start())
+        self.opened: list[tuple[Server, Any]] = []
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def open(
+        self,
+        config: Path | None = None,
+        keys: Sequence[str] = (),
+        upstream: Upstream | None = None,
+        **options: Any,
+    ) -> Api:
+        """Another server over the same engine (or over an upstream alone)."""
+        serving = Serving(
+            Settings(config, keys), [] if upstream else [Local(self.backend)], [upstream] if upstream else []
+        )
+        if upstream:
+            self.run(upstream.start())
+        listening = bound("127.0.0.1", 0)
+        server = make_server(make_app(serving, **options), serving)
+        # The engine is the house's own: not started and closed with each server.
+        task = asyncio.run_coroutine_threadsafe(uvicorn.Server.serve(server, [listening]), self.loop)
+        self.opened.append((server, task))
+        until(lambda: server.started)
+        return Api(listening.getsockname()[1], serving, self)
+
+    def idle(self) -> bool:
+        """Nothing is left of any request."""
+        found = self.backend.state.metrics
+        return not self.backend.boxes and found["num_requests_running"] == found["num_requests_waiting"] == 0
+
+    def close(self) -> None:
+        for server, task in self.opened:
+            server.force_exit = server.should_exit = True
+            server.seconds = 0.0
+            server.serving.locals = []  # its engine goes on for the others
+            task.result(30)
+        self.run(self.backend.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+
+class Api:
+    """One server, and ways to talk to it."""
+
+    def __init__(self, port: int, serving: Serving, house: House) -> None:
+        self.port, self.serving, self.house = port, serving, house
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=30, trust_env=False)
+
+    def client(self, key: str = "none needed") -> OpenAI:
+        """Every answer must be what the client's types say."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, _strict_response_validation=True)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **options)
+
+    def complete(self, **wishes: Any) -> dict[str, Any]:
+        answer = self.post("/v1/completions", {"model": MODEL, "prompt": "Hello", "temperature": 0} | wishes)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def raw(self, data: bytes, wait: float = 5.0) -> bytes:
+        """Bytes as they are, and all that comes back until the server closes (or says no more)."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=wait) as connection:
+            try:
+                connection.sendall(data)
+                connection.shutdown(socket.SHUT_WR)
+                parts = iter(lambda: connection.recv(65536), b"")
+                return b"".join(parts)
+            except (ConnectionError, TimeoutError):
+                return b""
+
+
+def until(true: Callable[[], Any], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)

@@ -1,0 +1,25 @@
+"""One engine and one server for all tests of the API: the engine's process takes seconds to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+
+from api_server import Api, House
+
+
+@pytest.fixture(scope="session")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    made = House(tmp_path_factory.mktemp("model"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def api(house: House) -> Api:
+    """Open to anyone."""
+    return house.open()

@@ -1,0 +1,122 @@
+"""Conversations, tools, and streams that break off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from api_server import MODEL, Api, until
+
+from lmworks.serve.openai_types import ChatRequest
+from lmworks.serve.tool_calls import Reader, call_schema
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+
+def chat(api: Api, **wishes: Any) -> dict[str, Any]:
+    answer = api.post("/v1/chat/completions", {"model": MODEL, "messages": MESSAGES, "temperature": 0} | wishes)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_call_that_the_model_chooses_to_make(api: Api) -> None:
+    """The grammar writes for the model, which knows nothing."""
+    tools = [{"type": "function", "function": {"name": "f", "description": "Does it."}}]
+    shape = {"guided_choice": [f"Well. {CALL}"], "max_tokens": 100, "tools": tools}
+    (choice,) = chat(api, **shape)["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Well. "
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    body = {"model": MODEL, "messages": MESSAGES, "stream": True, **shape}
+    with api.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    deltas = [line["choices"][0]["delta"] for line in lines]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Well. "
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "f")]
+    (plain,) = chat(api, **shape, tool_choice="none")["choices"]
+    assert plain["message"]["content"] == f"Well. {CALL}", "nobody asked for calls"
+
+
+def test_the_template_sees_the_conversation(api: Api) -> None:
+    """Tools, calls and their results all are in the prompt: it has as many tokens as the text has bytes."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    said = [
+        *MESSAGES,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    found = api.post("/tokenize", {"messages": said}).json()
+    text = bytes(found["tokens"]).decode()
+    assert 'f({"x": 1})' in text and "<tool>2" in text and text.endswith("<assistant>")
+    assert chat(api, messages=said, max_tokens=1)["usage"]["prompt_tokens"] == found["count"]
+
+
+@pytest.mark.parametrize("cut", range(1, len(CALL)))
+def test_calls_are_found_wherever_the_text_is_cut(cut: int) -> None:
+    reader = Reader()
+    found = [reader.push(("a" + CALL + "b")[:cut]), reader.push(("a" + CALL + "b")[cut:]), reader.flush()]
+    assert "".join(text for text, _ in found) == "ab"
+    assert [call["function"]["arguments"] for _, calls in found for call in calls] == ['{"x": 1}']
+
+
+@pytest.mark.parametrize("text", ["<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", "<tool_ca", "<tool_call>{"])
+def test_what_is_no_call_is_text(text: str) -> None:
+    reader = Reader()
+    (shown, calls), (rest, last) = reader.push(text), reader.flush()
+    assert shown + rest == text and not calls and not last
+
+
+def test_a_lone_call_where_one_is_wanted() -> None:
+    reader = Reader(most=1)
+    assert len(reader.push(CALL + CALL)[1]) == 1
+
+
+def test_references_of_a_schema_still_point_somewhere() -> None:
+    parameters = {"$defs": {"P": {"type": "string"}}, "properties": {"p": {"$ref": "#/$defs/P"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = ChatRequest.model_validate({"model": "m", "messages": MESSAGES, "tools": [tool]})
+    assert call_schema(body.tools or [])["$defs"] == {"P": {"type": "string"}}
+
+
+def test_streams_end_with_an_error_when_the_engine_dies_and_the_next_is_served(api: Api) -> None:
+    backend = api.house.backend
+    restarts = backend.restarts
+    wishes = {"max_tokens": 400, "extra_body": {"ignore_eos": True}, "stream": True}
+    stream = api.client().chat.completions.create(model=MODEL, messages=MESSAGES, **wishes)  # type: ignore
+    next(iter(stream))
+    assert backend.life is not None
+    os.kill(backend.life.process.pid, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="engine stopped"):
+        for _ in stream:
+            pass
+    until(lambda: backend.restarts > restarts)
+    until(lambda: api.http.get("/ready").status_code == 200, 30)
+    assert chat(api, max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert f'engine_restarts_total{{model_name="tiny"}} {backend.restarts}' in api.http.get("/metrics").text
+
+
+def test_health_tells_an_engine_that_hangs(api: Api) -> None:
+    """It lives, its process is there, and it takes no step."""
+    backend = api.house.backend
+    assert api.http.get("/health").json()["status"] == "ok" and backend.life is not None
+    pid = backend.life.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as one:
+            waiting = one.submit(chat, api, max_tokens=3)
+            until(lambda: api.http.get("/health").status_code == 503)
+            found = api.http.get("/ready")
+            os.kill(pid, signal.SIGCONT)
+            assert waiting.result(20)["usage"]["completion_tokens"] == 3
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert found.status_code == 503 and found.json()["status"] == "unhealthy"
+    assert found.json()["models"]["tiny"]["alive"] and found.json()["models"]["tiny"]["stalled_seconds"] > 0.5
+    until(lambda: api.http.get("/health").status_code == 200)

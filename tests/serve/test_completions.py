@@ -1,0 +1,116 @@
+"""`/v1/completions` and the tokenizer's endpoints, against the model computed by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from api_server import MODEL, Api, twin
+
+from lmworks.data.tokenizer import FileTokenizer, train_bpe
+from lmworks.engine.request import Logprob
+from lmworks.serve.completions import logprobs_of
+from lmworks.serve.token_text import TokenTexts
+
+PROMPT = "The quick brown fox"
+
+
+def by_hand(ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of the token after each place: (places, vocabulary)."""
+    with torch.no_grad():
+        return twin()(torch.tensor([ids]))[0, :, :257].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, list(PROMPT.encode())])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_judged(api: Api, prompt: str | list[int], max_tokens: int, stream: bool) -> None:
+    """As lm-eval asks: echo, logprobs = 1, one token or none."""
+    wishes = {"prompt": prompt, "max_tokens": max_tokens, "logprobs": 1, "echo": True}
+    found = streamed(api, **wishes)[0]["choices"][0] if stream else api.complete(**wishes)["choices"][0]
+    ids = list(PROMPT.encode())
+    expected = by_hand(ids)
+    scores, top = found["logprobs"]["token_logprobs"], found["logprobs"]["top_logprobs"]
+    assert found["text"].startswith(PROMPT) and len(scores) == len(ids) + max_tokens
+    assert scores[0] is None and top[0] is None
+    for place in range(1, len(ids)):
+        assert scores[place] == pytest.approx(float(expected[place - 1, ids[place]]), abs=1e-4)
+        assert max(top[place].values()) == pytest.approx(float(expected[place - 1].max()), abs=1e-4)
+    assert found["logprobs"]["tokens"][: len(ids)] == list(PROMPT)
+    assert found["logprobs"]["text_offset"][: len(ids)] == list(range(len(ids)))
+
+
+def streamed(api: Api, **wishes: Any) -> list[dict[str, Any]]:
+    body = {"model": MODEL, "prompt": "Hello", "temperature": 0, "stream": True} | wishes
+    with api.http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_echo_without_logprobs(api: Api) -> None:
+    plain = api.complete(prompt=PROMPT, max_tokens=5)["choices"][0]
+    echoed = api.complete(prompt=PROMPT, max_tokens=5, echo=True)["choices"][0]
+    assert echoed["text"] == PROMPT + plain["text"] and echoed["logprobs"] is None
+    chunks = streamed(api, prompt=PROMPT, max_tokens=5, echo=True)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == echoed["text"]
+    bare = api.complete(prompt=PROMPT, max_tokens=0, echo=True)
+    assert bare["choices"][0]["text"] == PROMPT and bare["usage"]["completion_tokens"] == 0
+
+
+def test_a_stop_string_and_what_follows(api: Api) -> None:
+    """A model that can write nothing but `ab`."""
+    shape = {"guided_regex": "(ab){20}", "max_tokens": 60, "prompt": "x"}
+    assert api.complete(**shape)["choices"][0] | {"logprobs": None} == {
+        "index": 0, "text": "ab" * 20, "logprobs": None, "finish_reason": "stop",
+    }  # fmt: skip
+    assert api.complete(**shape, stop="ba")["choices"][0]["text"] == "a"
+    assert api.complete(**shape, stop=["ba"], include_stop_str_in_output=True)["choices"][0]["text"] == "aba"
+    chunks = streamed(api, **shape, stop="ba")
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "a"
+    assert api.complete(prompt="x", guided_choice=["yes", "no"])["choices"][0]["text"] in ("yes", "no")
+
+
+def test_best_of_is_the_likeliest(api: Api) -> None:
+    wishes = {"temperature": 1.0, "seed": 3, "max_tokens": 6, "logprobs": 0, "ignore_eos": True}
+    every = api.complete(**wishes, n=8)["choices"]
+    best = api.complete(**wishes, n=1, best_of=8)
+    scores = [sum(choice["logprobs"]["token_logprobs"]) for choice in every]
+    assert best["choices"][0]["text"] == every[scores.index(max(scores))]["text"]
+    assert best["usage"]["completion_tokens"] == 48
+
+
+def test_a_second_ask_finds_its_prompt_in_the_cache(api: Api) -> None:
+    prompt = list(range(200))
+    assert api.complete(prompt=prompt)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert api.complete(prompt=prompt)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 176
+
+
+def test_tokens_and_texts(api: Api) -> None:
+    found = api.post("/tokenize", {"prompt": "Hé"}).json()
+    assert found == {"count": 3, "max_model_len": 512, "tokens": list("Hé".encode())}
+    assert api.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "Hé"}
+    info = api.http.get("/tokenizer_info").json()
+    assert info["vocab_size"] == 257 and "messages" in info["chat_template"]
+    assert api.post("/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False}).json()["tokens"] == [256]
+    chat = api.post("/tokenize", {"messages": [{"role": "user", "content": "Hi"}]}).json()
+    assert "<user>Hi" in bytes(chat["tokens"]).decode()
+
+
+def test_single_tokens_as_text() -> None:
+    """Half characters are told apart; a special token has its name."""
+    import tokenizers
+
+    inner = tokenizers.Tokenizer.from_str(train_bpe(["the cat and the hat"] * 50, 300))
+    texts = TokenTexts(FileTokenizer(inner, 0))
+    ids = inner.encode(" thé", add_special_tokens=False).ids
+    assert [texts.text(token) for token in ids][-2:] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert b"".join(texts.bytes(token) or b"" for token in ids) == " thé".encode()
+    assert texts.text(0) == "<|endoftext|>" and texts.bytes(0) is None
+    found = logprobs_of(texts, [Logprob(ids[0], -1.0, ((ids[0], -1.0), (0, -math.inf)))], 7)
+    assert found["top_logprobs"] == [{texts.text(ids[0]): -1.0, "<|endoftext|>": -9999.0}]
+    assert found["text_offset"] == [7]
