@@ -63,8 +63,10 @@ def asked_of(chunks: list[Chunk]) -> list[Asked]:
     return asked
 
 
-def prompt_logprobs(model: GPT, states: Tensor, asked: list[Asked]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of all that is asked, one after another: (positions), and the likeliest ids and theirs, (positions, top)."""
+def prompt_logprobs(
+    model: GPT, valid: int, states: Tensor, asked: list[Asked]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of all that is asked, one after another: (positions), and the likeliest ids (below `valid`) and theirs."""
     places = sent([place for each in asked for place in range(each.at, each.at + each.count)], states.device)
     targets = sent([token for each in asked for token in each.targets], states.device)
     top = max(each.top for each in asked)
@@ -72,7 +74,7 @@ def prompt_logprobs(model: GPT, states: Tensor, asked: list[Asked]) -> tuple[Ten
     for some, wanted in zip(in_pieces(places, model), in_pieces(targets, model), strict=True):
         logits = model.logits(states[some]).float()
         own = logits.gather(1, wanted.unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=1)
-        results.append((own, *(likeliest(logits, logits.shape[1], top) if top else (own, own))))
+        results.append((own, *(likeliest(logits, valid, top) if top else (own, own))))
     own, ids, others = (torch.cat(part) for part in zip(*results, strict=True))
     return (own, ids, others) if top else (own, None, None)
 
@@ -119,7 +121,7 @@ class Launched:
                 end += 1
             params = chunk.sequence.params
             found = None
-            if logprobs is not None and (params.logprobs is not None or params.best_of is not None):
+            if logprobs is not None and params.scored:
                 found = [as_logprob(tokens[i], logprobs[i], params.logprobs or 0) for i in range(row, end)]
             picked.append(Picked(tokens[row:end], found, any(bad[row:end])))
             row += chunk.wanted

@@ -150,7 +150,7 @@ class Runner:
         if self.ranks is not None and guessed is not None:
             self.ranks.share(batch.tokens)
         states = self.states(batch)
-        prompt = prompt_logprobs(self.model, states, asked) if asked else None
+        prompt = prompt_logprobs(self.model, self.valid_vocab, states, asked) if asked else None
         sampled = self.pick(states, batch, wants, mask, guessed) if picking else None
         return self.launched(picking, sampled, asked, prompt, guesses_of(batch, picking))
 

@@ -72,7 +72,7 @@ def wishes(params: SamplingParams, ends: Sequence[int]) -> Wants:
         penalties=penalised(params),
         bias=bool(params.logit_bias),
         ban=bool(params.min_tokens and ends),
-        logprobs=params.logprobs is not None or params.best_of is not None,
+        logprobs=params.scored,
         top=params.logprobs or 0,
     )
 

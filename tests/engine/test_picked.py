@@ -1,0 +1,45 @@
+"""What a step brings back, where the head has more rows than the tokenizer has ids, and where nobody asked."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from lmworks.engine.engine import Engine
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.request import Request
+from lmworks.engine.runner import Runner
+from lmworks.engine.sampler import wishes
+from lmworks.model import GPT
+from lmworks.spec import EngineSpec, ModelSpec
+
+VALID = 300  # of 320 rows
+
+
+def test_ids_that_no_token_has_are_never_listed() -> None:
+    """Rows beyond the vocabulary are the likeliest of all here."""
+    torch.manual_seed(0)
+    model = GPT(ModelSpec.from_preset("tiny", tie_embeddings=False)).eval()
+    model.init_weights(0)
+    with torch.no_grad():
+        model.head_weight[VALID:] = torch.randn_like(model.head_weight[VALID:])
+    engine = Engine(Runner(copy.deepcopy(model), EngineSpec(block=4, blocks=20), "cpu", VALID))
+    prompt = [5, 17, 250, 3, 9, 120]
+    engine.add(Request(prompt, SamplingParams(max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=3)))
+    [piece] = engine.run()
+    assert piece.result is not None and piece.result.logprobs and piece.result.prompt_logprobs
+    places = [*piece.result.logprobs, *(one for one in piece.result.prompt_logprobs if one is not None)]
+    assert len(places) == 4 + 5
+    assert all(len(one.top) == 3 and all(token < VALID for token, _ in one.top) for one in places)
+    # The probability of tokens that exist is still the model's, over all its rows.
+    with torch.no_grad():
+        whole = model(torch.tensor([prompt])).log_softmax(dim=-1)[0]
+    for index, one in enumerate(piece.result.prompt_logprobs[1:]):
+        assert one is not None and abs(one.logprob - float(whole[index, one.token])) < 1e-4
+
+
+def test_log_probabilities_are_computed_where_someone_uses_them() -> None:
+    assert not wishes(SamplingParams(n=2, best_of=2), ()).logprobs  # all that are made are given
+    assert wishes(SamplingParams(n=1, best_of=2), ()).logprobs
+    assert wishes(SamplingParams(logprobs=0), ()).logprobs
