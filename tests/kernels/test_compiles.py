@@ -1,0 +1,145 @@
+"""Kernels of the engine compiled for a Hopper GPU on a machine without one: types, shapes, shared memory, registers.
+
+What the interpreter does not see: a product that no tensor core takes, an instruction that the assembler refuses, more
+shared memory than a multiprocessor has, a loop that spills its registers. Nothing is run.
+"""
+
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmworks.kernels.cut import Cuts
+from lmworks.kernels.paged_attention import LayerCache, Pages
+from lmworks.kernels.sample import Rows
+
+triton = pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted here"),
+]
+
+HOPPER, SHARED_BYTES = 90, 232_448
+TYPES = {
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8", torch.bool: "i1",
+    torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def described(kernel: Any, given: dict[str, Any]) -> Any:
+    """What Triton specialises a kernel for when it is launched with these arguments, as its compiler wants it told."""
+    signature, constants, facts = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or one:
+            signature[parameter.name], constants[place,] = "constexpr", value
+            continue
+        aligned = isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
+        if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
+            facts[place,] = [["tt.divisibility", 16]]
+        kind = f"*{TYPES[value.dtype]}" if isinstance(value, Tensor) else {int: "i32", float: "fp32"}[type(value)]
+        signature[parameter.name] = kind
+    return triton.compiler.ASTSource(kernel, signature, constants, facts)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was compiled, where launches only compile."""
+    found: list[Any] = []
+    target = triton.backends.compiler.GPUTarget("cuda", HOPPER, 32)
+
+    def launch(kernel: Any, *values: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        given = {**dict(zip(kernel.arg_names, values, strict=False)), **named}
+        options = {name: given.pop(name) for name in list(given) if name not in kernel.arg_names}
+        found.append(triton.compile(described(kernel, given), target=target, options=options))
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", launch)
+    return found
+
+
+def attend(held: torch.dtype, head_dim: int, seqs: int, queries: int) -> None:
+    module = importlib.import_module("lmworks.kernels.paged_attention_triton")
+    pool = torch.zeros(4, 8, 16, head_dim, dtype=held)
+    scales = torch.zeros(4, 8, 16) if held.itemsize == 1 else None
+    numbers = torch.zeros(seqs + 1, dtype=torch.int32)
+    pages = Pages(torch.zeros(seqs, 128, dtype=torch.int32), numbers[1:], numbers, queries)
+    q = torch.zeros(seqs * queries, 32, head_dim, dtype=BF16)
+    # The interpreter's one multiprocessor never splits: cut up as on 132.
+    config = module.choose(q, LayerCache(pool, pool), pages, invariant=False)
+    config = module.Config(config.rows, config.tile, config.warps, config.stages, 3 if queries < 16 else 1)
+    module.launch(q, LayerCache(pool, pool, scales, scales), pages, config=config)
+
+
+def store(held: torch.dtype) -> None:
+    module = importlib.import_module("lmworks.kernels.paged_store_triton")
+    pool, scales = torch.zeros(4, 8, 16, 128, dtype=held), torch.zeros(4, 8, 16)
+    turn = (torch.zeros(5, 1, 128), torch.zeros(5, 1, 128))
+    norm = torch.zeros(128, dtype=BF16)
+    qkv, slots = torch.zeros(5, 48 * 128, dtype=BF16), torch.zeros(5, dtype=torch.int64)
+    module.launch(qkv, 32, 8, norm, norm, 1e-6, turn, LayerCache(pool, pool, scales, scales), slots)
+
+
+def product(kind: str, rows: int) -> None:
+    few = importlib.import_module("lmworks.kernels.linear_triton")
+    x, channels, inputs = torch.zeros(rows, 1024, dtype=BF16), 4096, 1024
+    if kind == "int4":
+        words, scale = torch.zeros(channels, inputs // 8, dtype=torch.int32), torch.zeros(channels, 8, dtype=BF16)
+        importlib.import_module("lmworks.kernels.int4_triton").int4_linear(x, words, scale)
+    elif kind == "int8":
+        few.int8_linear(x, torch.zeros(channels, inputs, dtype=torch.int8), torch.zeros(channels))
+    else:
+        weight = torch.zeros(channels, inputs, dtype=FP8)
+        few.fp8_linear(x.to(FP8), torch.zeros(rows), weight, torch.zeros(channels), BF16)
+
+
+def sample() -> None:
+    logits, table, slots = torch.zeros(4, 5000, dtype=BF16), torch.zeros(9, 4), torch.zeros(4, dtype=torch.int64)
+    rows = Rows(table[:, 0], torch.zeros(9, dtype=torch.int64), slots, slots)
+    masks = torch.zeros(4, 157, dtype=torch.int32)
+    module = importlib.import_module("lmworks.kernels.sample_triton")
+    module.launch(logits, logits, rows, True, torch.zeros(4), masks)
+    importlib.import_module("lmworks.kernels.cut_triton").launch(logits, Cuts(*table.unbind(1), slots))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "decode": lambda: attend(BF16, 128, 64, 1),
+    "decode-fp8": lambda: attend(FP8, 128, 64, 1),
+    "decode-int8": lambda: attend(torch.int8, 64, 64, 1),
+    "guesses": lambda: attend(BF16, 128, 4, 5),
+    "prompt": lambda: attend(BF16, 128, 4, 600),
+    "prompt-fp8": lambda: attend(FP8, 128, 4, 600),
+    "store-fp8": lambda: store(FP8),
+    "store-int8": lambda: store(torch.int8),
+    **{f"{kind}-{rows}": lambda kind=kind, rows=rows: product(kind, rows)
+       for kind in ("int8", "int4", "fp8") for rows in (1, 2, 64)},
+    "sample": sample,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile_for_a_gpu(case: str, compiled: list[Any]) -> None:
+    CASES[case]()
+    assert compiled
+    for kernel in compiled:
+        assert kernel.metadata.shared <= SHARED_BYTES
+        assert kernel.asm["cubin"]
+
+
+def test_sums_of_fp8_leave_the_tensor_cores_every_step(compiled: list[Any]) -> None:
+    """What they keep of a sum of fp8 is too little for a long one: it goes on in fp32 registers, of which a tile of
+    64 channels and 16 rows has 8 in each of 128 threads."""
+    module = importlib.import_module("lmworks.kernels.linear_triton")
+    weight, x = torch.zeros(28_672, 512, dtype=torch.uint8).view(FP8), torch.zeros(2, 512).to(FP8)
+    module.fp8_linear(x, torch.zeros(2), weight, torch.zeros(28_672), BF16)
+    [kernel] = compiled
+    assert "wgmma" in kernel.asm["ptx"]
+    assert kernel.asm["ptx"].count("add.f32") >= 8
