@@ -103,6 +103,7 @@ def test_a_quantised_folder_is_served(dataset: Path, tmp_path: Path) -> None:
     trainer = train(make_spec(dataset), tmp_path / "run")
     quantize(tmp_path / "run", "int8", tmp_path / "small", limit=10.0)
     with LLM(tmp_path / "small") as llm:
+        assert llm.native.runner.valid_vocab == 257  # of 320 rows, as of the run
         (result,) = llm.generate(["def x"], GREEDY)
     model = apply_quantization(trainer.model.eval(), "int8")
     with torch.no_grad():
@@ -110,6 +111,19 @@ def test_a_quantised_folder_is_served(dataset: Path, tmp_path: Path) -> None:
     assert result.prompt_token_ids == list(b"def x") and result.token_ids == logits.argmax(dim=-1).tolist()
     with pytest.raises(SpecError, match="vLLM reads Hugging Face folders"):
         LLM(tmp_path / "small", engine="vllm")
+
+
+def test_a_quantised_folder_ends_and_reads_texts_as_its_source_does(folder: Path, tmp_path: Path) -> None:
+    """The token that ends a text has no common name here: only the config tells."""
+    from lmworks.cli.quantize import quantize
+
+    (tmp_path / "text.txt").write_text("def f(x): return x + 1\n" * 200)
+    quantize(folder, "int8", tmp_path / "small", calibration=str(tmp_path / "text.txt"), tokens=2048, limit=10.0)
+    with LLM(tmp_path / "small", dtype="fp32") as llm:
+        assert llm.empty_start() == [EOS]
+        forced = SamplingParams(temperature=0, max_tokens=5, logit_bias={EOS: 100.0})
+        (result,) = llm.generate(["x"], forced)
+        assert (result.prompt_token_ids[0], result.finish_reason, result.token_ids) == (256, "stop", [EOS])
 
 
 @pytest.mark.parametrize("options", [{"speculate": "ngram"}, {"speculate": "draft", "draft": "tiny"}])

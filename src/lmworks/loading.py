@@ -13,7 +13,7 @@ from .data.tokenizer import read_tokenizer
 from .engine.draft import Ahead, Draft
 from .engine.engine import Engine
 from .engine.ngram import NGram
-from .engine.quantized_folder import is_quantized, load_quantized, quantized_tokenizer
+from .engine.quantized_folder import is_quantized, load_quantized, of_bytes, quantized_vocab
 from .engine.runner import DTYPES, Runner
 from .engine.speculate import Speculator
 from .model import GPT
@@ -46,7 +46,7 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
             raise SpecError(f"{folder} is no run folder: it has no steps to choose from")
         if is_quantized(folder):
             model = load_quantized(folder, dtype=dtype, device=device)
-            return Loaded(model, quantized_tokenizer(folder), hf_eos(folder))
+            return Loaded(model, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
         model = load_hf(GPT, folder, dtype=dtype, device=device)
         return Loaded(model.eval(), hf_tokenizer(folder), hf_eos(folder))
     from .train.load import load_trained  # not above: the trainer takes seconds to load, and others do without it
@@ -136,6 +136,8 @@ def hf_eos(folder: Path) -> tuple[int, ...]:
 
 def hf_tokenizer(folder: Path) -> Tokenizer | None:
     """None where there is no tokenizer.json: prompts are then lists of ids."""
+    if is_quantized(folder) and of_bytes(folder):
+        return load_tokenizer("bytes")
     if not (folder / "tokenizer.json").is_file():
         return None
     eos = hf_eos(folder)

@@ -21,7 +21,6 @@ from lmworks.engine.quantize import Calibration, QuantizationRefused, quantize
 from lmworks.engine.quantized_folder import (
     is_quantized,
     load_quantized,
-    quantized_tokenizer,
     save_quantized,
 )
 from lmworks.engine.quantized_model import (
@@ -36,6 +35,7 @@ from lmworks.engine.quantized_model import (
     set_fixed,
 )
 from lmworks.kernels.quantized import int4_round
+from lmworks.loading import hf_tokenizer
 from lmworks.model.gpt import Linear
 from lmworks.spec import CheckpointError, DataError, SpecError
 from tiny import differences, flip_a_bit, make_spec, train
@@ -298,7 +298,7 @@ def test_a_folder_comes_back_bit_for_bit(folder: tuple[GPT, Path]) -> None:
     half = load_quantized(out, dtype=torch.bfloat16)
     assert half.head_weight.dtype == torch.bfloat16
     assert off(half(tokens).float(), model(tokens)) < 0.1
-    tokenizer = quantized_tokenizer(out)
+    tokenizer = hf_tokenizer(out)
     assert tokenizer is not None
     assert tokenizer.encode("é") == [0xC3, 0xA9]
     about = json.loads((out / "quantization.json").read_text())

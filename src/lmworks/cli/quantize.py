@@ -85,12 +85,13 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
     import torch
 
     from ..data.tokenizer import ByteTokenizer
+    from ..loading import hf_eos, hf_tokenizer, is_hf
     from ..model import GPT
-    from ..model.hf import load_hf, read_json
+    from ..model.hf import load_hf
     from ..spec import SpecError
     from ..train.load import load_trained
 
-    if (source / "config.json").is_file() and not (source / "spec.toml").exists():
+    if is_hf(source):
         if step is not None:
             raise SpecError(f"{source} is a Hugging Face folder: it has no steps to choose from")
         if not calibration:
@@ -98,9 +99,8 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
         device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
         model = load_hf(GPT, source, dtype=dtype, device=device)
         files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-        eos = read_json(source / "config.json").get("eos_token_id")
-        about: dict[str, Any] = {"files": files, "eos": eos if isinstance(eos, list) else [] if eos is None else [eos]}
-        return model, calibrate_on(calibration, tokens, model, tokenizer_in(source)), about
+        about: dict[str, Any] = {"files": files, "eos": hf_eos(source)}
+        return model, calibrate_on(calibration, tokens, model, hf_tokenizer(source)), about
     trained = load_trained(source, step)
     data = next(iter(trained.spec.data.sources))
     is_bytes = isinstance(trained.tokenizer, ByteTokenizer)
@@ -108,6 +108,7 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
         "tokenizer": "bytes" if is_bytes else "",
         "files": [] if is_bytes else [resolved(data) / "tokenizer.json"],
         "eos": [trained.tokenizer.eot],
+        "vocab": trained.tokenizer.vocab_size,
     }
     seq = trained.spec.data.seq
     return trained.model, calibrate_on(calibration or data, tokens, trained.model, trained.tokenizer, seq), about
@@ -117,12 +118,6 @@ def resolved(data: str) -> Path:
     from ..data import resolve
 
     return resolve(data)
-
-
-def tokenizer_in(folder: Path) -> Tokenizer | None:
-    from ..data import load_tokenizer
-
-    return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
 
 
 def calibrate_on(place: str, tokens: int, model: GPT, tokenizer: Tokenizer | None, seq: int = 1024) -> Calibration:

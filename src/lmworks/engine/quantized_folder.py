@@ -23,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..data import Tokenizer, load_tokenizer
 from ..model.gpt import GPT
 from ..model.hf import one_line, read_json
 from ..spec import CheckpointError, ModelSpec, SpecError
@@ -52,9 +51,17 @@ def refuse_others(out: Path) -> None:
 
 
 def save_quantized(
-    model: GPT, out: Path, report: Report, *, eos: Iterable[int] = (), tokenizer: str = "", files: Iterable[Path] = ()
+    model: GPT,
+    out: Path,
+    report: Report,
+    *,
+    eos: Iterable[int] = (),
+    tokenizer: str = "",
+    files: Iterable[Path] = (),
+    vocab: int = 0,
 ) -> None:
     """`tokenizer`: "bytes" where there is no file for it; `files`: those of the tokenizer, copied as they are.
+    `vocab`: ids that may be picked (0: all of the model's).
 
     Everything is written beside and renamed at the end: a killed job leaves the old folder or none.
     """
@@ -79,6 +86,7 @@ def save_quantized(
             "scheme": report.scheme,
             "groups": groups,
             "tokenizer": tokenizer,
+            "vocab": vocab,
             "digests": {name: digest(draft / name) for name in (CONFIG, WEIGHTS)},
             "report": report.to_dict(),
         }
@@ -182,9 +190,11 @@ def fill(model: GPT, path: Path) -> None:
         raise CheckpointError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
 
 
-def quantized_tokenizer(folder: str | Path) -> Tokenizer | None:
-    """None where the model came without one: prompts are then lists of ids."""
-    folder = Path(folder)
-    if read_about(folder).get("tokenizer") == "bytes":
-        return load_tokenizer("bytes")
-    return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+def of_bytes(folder: Path) -> bool:
+    """Whether tokens are bytes, for which there is no file."""
+    return read_about(folder).get("tokenizer") == "bytes"
+
+
+def quantized_vocab(folder: Path) -> int:
+    """Ids that may be picked; 0: all of the model's."""
+    return int(read_about(folder).get("vocab", 0))
