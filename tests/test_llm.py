@@ -12,10 +12,10 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 import lmworks
-from lmworks import LLM, SamplingParams
+from lmworks import LLM, SamplingParams, loading
 from lmworks.engine.request import Answer, Result
 from lmworks.model import GPT, generate
-from lmworks.spec import LMWorksError, ModelSpec, SpecError
+from lmworks.spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 from tiny import make_spec, train
 
 transformers = pytest.importorskip("transformers")
@@ -95,6 +95,15 @@ def test_a_run_is_served_as_it_was_trained(dataset: Path, tmp_path: Path) -> Non
         assert result.prompt_token_ids == prompt and result.token_ids == logits.argmax(dim=-1).tolist()
 
 
+def test_a_run_is_served_where_the_engine_says(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where it was trained; the meta device stands for any other."""
+    train(make_spec(dataset), tmp_path / "run")
+    with pytest.raises(SpecError, match=r"'cuda:1': choose a GPU with CUDA_VISIBLE_DEVICES"):
+        loading.pick_device(EngineSpec(device="cuda:1"))
+    monkeypatch.setattr(loading, "pick_device", lambda spec: torch.device("meta"))
+    assert loading.load(tmp_path / "run", EngineSpec(), None, 0).model.device.type == "meta"
+
+
 def test_a_quantised_folder_is_served(dataset: Path, tmp_path: Path) -> None:
     """int8 rounds to nearest, so the served tokens are those of the network with its weights rounded by hand."""
     from lmworks.cli.quantize import quantize
@@ -169,7 +178,9 @@ def test_the_package_exports_both_names() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "said"),
     [
-        ("nowhere", {}, "nowhere is not a run folder: it does not exist"),
+        ("llama3-8x", {}, "llama3-8x is neither a folder nor a preset; did you mean .llama3-8b.?"),
+        (Path(__file__).parent, {}, r"holds no model: neither spec\.toml .* nor config\.json"),
+        ("tiny", {"blocks": 10**11}, r"a cache of 100,000,000,000 blocks takes [0-9,.]+ GiB.*lower engine\.blocks"),
         ("tiny", {"max_seq": 3}, "unknown key 'engine.max_seq'; did you mean 'max_seqs'"),
         ("tiny", {"engine": "sglang"}, "engine = 'sglang' is not one of: native, vllm"),
         ("tiny", {"engine": "vllm"}, "vLLM reads Hugging Face folders"),
@@ -178,8 +189,8 @@ def test_the_package_exports_both_names() -> None:
         ("tiny", {"context": 4096}, "more than the model's context of 128"),
     ],
 )
-def test_what_cannot_be_opened_is_named(source: str, options: dict[str, object], said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_what_cannot_be_opened_is_named(source: str | Path, options: dict[str, object], said: str) -> None:
+    with pytest.raises(LMWorksError, match=said):
         LLM(source, **options)  # type: ignore[arg-type]
 
 

@@ -21,6 +21,7 @@ from .model.gpt import initial_weight
 from .model.hf import HFWeights, load_hf, read_json
 from .model.hf_config import spec_of_config
 from .spec import EngineSpec, LMWorksError, ModelSpec, SpecError
+from .spec.errors import did_you_mean
 from .spec.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -49,10 +50,12 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
             return Loaded(model, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
         model = load_hf(GPT, folder, dtype=dtype, device=device)
         return Loaded(model.eval(), hf_tokenizer(folder), hf_eos(folder))
+    refuse_nothing(folder)
     from .train.load import load_trained  # not above: the trainer takes seconds to load, and others do without it
 
     trained = load_trained(folder, step)
-    return Loaded(trained.model, trained.tokenizer, vocab=trained.tokenizer.vocab_size)
+    # It lies where the run would go on training, which need not be where it is served.
+    return Loaded(trained.model.to(device), trained.tokenizer, vocab=trained.tokenizer.vocab_size)
 
 
 def load_share(source: str | Path, spec: EngineSpec, step: int | None, seed: int, ranks: Ranks) -> Loaded:
@@ -76,6 +79,14 @@ def load_share(source: str | Path, spec: EngineSpec, step: int | None, seed: int
     return replace(whole, model=part)
 
 
+def refuse_nothing(folder: Path) -> None:
+    """What is no model at all: a name that nothing has, a folder of something else."""
+    if len(folder.parts) == 1 and not folder.exists():
+        raise SpecError(f"{folder} is neither a folder nor a preset{did_you_mean(str(folder), PRESETS)}")
+    if folder.is_dir() and not (folder / "spec.toml").exists():
+        raise SpecError(f"{folder} holds no model: neither spec.toml (a run) nor config.json (a Hugging Face folder)")
+
+
 def is_preset(source: str | Path) -> bool:
     return str(source) in PRESETS and not Path(source).exists()
 
@@ -94,6 +105,8 @@ def pick_device(spec: EngineSpec) -> torch.device:
         raise SpecError(f"engine.device = {spec.device!r} is no device; use cpu, cuda or auto") from None
     if device.type not in ("cpu", "cuda"):
         raise SpecError(f"engine.device = {spec.device!r}: the engine runs on cpu and cuda")
+    if device.index:  # kernels are launched on a thread's current device, and every thread begins with the first
+        raise SpecError(f"engine.device = {spec.device!r}: choose a GPU with CUDA_VISIBLE_DEVICES, and say 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LMWorksError(f"engine.device = {spec.device!r}, but no CUDA device is there; use 'cpu' or 'auto'")
     return device
