@@ -22,7 +22,7 @@ from lmworks.engine.picked import Picked
 from lmworks.engine.request import Piece, Request, Result, State
 from lmworks.engine.runner import Runner
 from lmworks.engine.scheduler import Step
-from lmworks.engine.stream import AsyncEngine
+from lmworks.engine.stream import AsyncEngine, Consumer, send
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 
@@ -413,3 +413,16 @@ def test_a_request_that_cannot_be_served_raises_for_its_consumer_alone() -> None
             assert [piece async for piece in serving.stream(request(1))][-1].result is not None
 
     asyncio.run(main())
+
+
+class Closing(asyncio.SelectorEventLoop):
+    """Is closed between the question and the call."""
+
+    def is_closed(self) -> bool:
+        return False
+
+
+def test_a_loop_that_closes_meanwhile_stops_nobody_else() -> None:
+    loop = Closing()
+    loop.close()
+    send(loop, [(Consumer(loop), LMWorksError("gone"))])

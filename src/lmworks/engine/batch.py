@@ -123,7 +123,7 @@ class Packer:
         chunks = step.chunks
         facts = np.array([facts_of(chunk) for chunk in chunks], np.int64).T
         slot, start, count, wanted, prompt, blocks = facts
-        self.update_tables(chunks, slot, blocks, anew=bool(step.copies))
+        self.update_tables(chunks, slot, blocks)
         seqs, total, rows = len(chunks), int(count.sum()), int(wanted.sum())
         single = int((count == 1).sum())
         width = self.width(int(blocks.max()))
@@ -174,10 +174,8 @@ class Packer:
         parts[SLOTS][:], parts[ROWS][:] = -1, self.unused
         return buffer, parts
 
-    def update_tables(self, chunks: list[Chunk], slot: np.ndarray, blocks: np.ndarray, anew: bool) -> None:
-        """Write what tables grew by. After a copy of blocks a table may have changed anywhere: then all of it."""
-        if anew:
-            self.filled[slot] = 0
+    def update_tables(self, chunks: list[Chunk], slot: np.ndarray, blocks: np.ndarray) -> None:
+        """Write what tables grew by: blocks that a sequence was given stay its own until it is admitted again."""
         for i in np.flatnonzero(blocks > self.filled[slot]).tolist():
             row, end = slot[i], blocks[i]
             begin = self.filled[row]

@@ -74,7 +74,7 @@ class Graphs(Generic[Result]):
         return frame if known else None
 
     def run(self, buffer: Tensor, layout: Layout, wants: Wants | None) -> Result:
-        """The step in `buffer` (on the host). What it returns is overwritten by the next."""
+        """The step in `buffer`, on the host or already in ours. What it returns is overwritten by the next."""
         self.buffer[: layout.size].copy_(buffer, non_blocking=True)
         found = self.recorded.get((layout, wants))
         if found is not None:

@@ -14,6 +14,7 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..spec import LMWorksError, SpecError
@@ -147,5 +148,5 @@ def send(loop: asyncio.AbstractEventLoop, parcel: list[tuple[Consumer, Piece | B
         for consumer, piece in parcel:
             consumer.queue.put_nowait(piece)
 
-    if not loop.is_closed():
+    with suppress(RuntimeError):  # that loop was closed: nobody waits there any more, and others wait elsewhere
         loop.call_soon_threadsafe(put)
