@@ -53,8 +53,9 @@ class Talk:
         await self.chunk(b"")
 
 
-def models(*names: str) -> bytes:
-    return json.dumps({"object": "list", "data": [{"id": name, "object": "model"} for name in names]}).encode()
+def models(*names: str, context: int | None = None) -> bytes:
+    found = [{"id": name, "object": "model", "max_model_len": context} for name in names]
+    return json.dumps({"object": "list", "data": found}).encode()
 
 
 class FakeServer:

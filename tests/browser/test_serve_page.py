@@ -56,7 +56,7 @@ def server():
         served = serve_page()
         server.pages |= {
             "/": (dict(served.headers), served.html),
-            "/v1/models": ({"content-type": "application/json"}, models("small", 'large "one"', EVIL)),
+            "/v1/models": ({"content-type": "application/json"}, models("small", 'large "one"', EVIL, context=100)),
             "/health": ({}, b"{}"),
             "/metrics": ({"content-type": "text/plain"}, METRICS.encode()),
         }
@@ -132,7 +132,7 @@ def test_a_chat(page, server):
     sent = server.talks[-1].body
     assert [one["role"] for one in sent["messages"]] == ["system", "user", "assistant", "user"]
     assert sent["messages"][0]["content"] == "Be brief." and sent["messages"][2]["content"] == "one two three "
-    assert (sent["temperature"], sent["top_p"], sent["max_tokens"]) == (0.7, 1, 256) and "seed" not in sent
+    assert (sent["temperature"], sent["top_p"], sent["max_tokens"]) == (0.7, 1, 50) and "seed" not in sent
     assert page.input_value("#prompt") == ""
 
 
@@ -165,12 +165,13 @@ def test_stop(page, server, how):
 
 
 def test_another_model(page, server):
+    page.fill("#max_tokens", "70")
     page.select_option("#model", 'large "one"')
     until(page, "document.getElementById('running').textContent === '11'")
     assert page.inner_text("#waiting") == "–"
     say(page, "hello")
     over(page)
-    assert server.talks[-1].body["model"] == 'large "one"'
+    assert server.talks[-1].body["model"] == 'large "one"' and server.talks[-1].body["max_tokens"] == 70
     assert page.locator("#log article header").nth(1).inner_text() == 'large "one"'
 
 

@@ -1,5 +1,7 @@
 // The playground: chats and completions, streamed. The key lives in its field, and nowhere else.
 
+const USUAL_TOKENS = 256;
+const contexts = new Map(); // by model: the longest sequence, where the server says
 const messages = []; // of the chat so far: {role, content}
 let running = null; // the AbortController of the answer that is being made
 let before = null; // what the text was before it was continued
@@ -29,11 +31,19 @@ async function loadModels() {
     complain("The server does not say which models it has.");
   } else {
     complain("");
-    const select = element("model"), chosen = select.value;
-    select.replaceChildren(...JSON.parse(text).data.map(model => new Option(model.id, model.id)));
-    if ([...select.options].some(option => option.value === chosen)) select.value = chosen;
-    describe();
+    const select = element("model"), chosen = select.value, models = JSON.parse(text).data;
+    select.replaceChildren(...models.map(model => new Option(model.id, model.id)));
+    for (const model of models) contexts.set(model.id, model.max_model_len);
+    if (contexts.has(chosen)) select.value = chosen;
+    fit();
   }
+}
+
+// Half of what the model can hold at most, unless somebody has said how many.
+function fit() {
+  const field = element("max_tokens"), context = contexts.get(element("model").value);
+  if (!field.dataset.typed) field.value = Math.min(USUAL_TOKENS, Math.floor((context || Infinity) / 2));
+  describe();
 }
 
 // --- requests ---------------------------------------------------------------------------------------------
@@ -175,7 +185,9 @@ async function say() {
   const answer = bubble("assistant", body.model);
   let said = "";
   try {
-    const ended = await ask(body, piece => following(() => { answer.words.textContent = said += piece; }));
+    const ended = await ask(body, piece => following(() => {
+      answer.words.textContent = said = (said + piece).trimStart(); // many templates leave the first space to the model
+    }));
     if (ended !== "stop") answer.head.textContent += ended === "stopped" ? " · stopped" : ` · ended: ${ended}`;
     messages.push({ role: "user", content: text }, { role: "assistant", content: said });
   } catch (error) {
@@ -306,7 +318,8 @@ document.addEventListener("input", describe);
 element("as-curl").addEventListener("toggle", describe);
 
 const view = new EngineView(fetchText, () => element("model").value);
-element("model").addEventListener("change", () => view.forget());
+element("model").addEventListener("change", () => { view.forget(); fit(); });
+element("max_tokens").addEventListener("input", event => { event.target.dataset.typed = "yes"; });
 element("key").addEventListener("change", loadModels);
 element("access").addEventListener("submit", event => event.preventDefault()); // "change" has seen to it
 turnTo("chat");
