@@ -188,9 +188,8 @@ def as_ids(prompt: Any) -> list[int]:
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    wrong = next((one for one in params if not isinstance(one, SamplingParams)), None)
-    if wrong is not None:
-        raise SpecError(f"params are SamplingParams(…), one for all or one each, not {wrong!r:.60}")
+    if not isinstance(params, list | tuple) or not all(isinstance(one, SamplingParams) for one in params):
+        raise SpecError(f"params are SamplingParams(…), one for all or one each, not {params!r:.60}")
     if len(params) != count:
         raise SpecError(f"{len(params)} SamplingParams for {count} prompts: give one for all, or one each")
     return list(params)

@@ -57,6 +57,40 @@ def test_a_file_of_prompts_with_wishes_of_their_own(lmworks: Run, run_dir: Path,
     assert [len(one["tokens"]) for one in shown][:3] == [8, 8, 3]
 
 
+def test_a_lone_prompt_keeps_its_own_wishes(lmworks: Run, run_dir: Path, tmp_path: Path) -> None:
+    """One answer is written as it comes; several, of which the pieces come in turns, when all are there."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x", "n": 3, "max_tokens": 6, "seed": 4}')
+    arguments = ("generate", run_dir, "--prompts", tmp_path / "p.jsonl", "--max-tokens", "9999", "--top-p", "1")
+    with LLM(run_dir) as llm:
+        wishes = SamplingParams(temperature=0.8, n=3, max_tokens=6, seed=4)
+        (result,) = llm.generate("x", wishes)
+    code, out, _ = lmworks(*arguments)
+    assert code == 0 and out == "── 1 ──\n" + "".join(f"x{answer.text}\n" for answer in result.answers)
+
+
+def test_log_probabilities_that_were_asked_for_are_told(lmworks: Run, run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "xy", "logprobs": 2, "prompt_logprobs": 0}')
+    code, out, _ = lmworks(
+        "generate", run_dir, "--prompts", tmp_path / "p.jsonl", "--greedy", "--max-tokens", "3", "--json"
+    )
+    with LLM(run_dir) as llm:
+        (result,) = llm.generate("xy", SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0))
+    shown = json.loads(out)
+    assert code == 0 and result.logprobs is not None and result.prompt_logprobs is not None
+    assert [one["token"] for one in shown["logprobs"]] == shown["tokens"]
+    assert [one["logprob"] for one in shown["logprobs"]] == [one.logprob for one in result.logprobs]
+    assert shown["logprobs"][0]["top"] == [list(pair) for pair in result.logprobs[0].top]
+    assert shown["prompt_logprobs"][0] is None and shown["prompt_logprobs"][1]["token"] == ord("y")
+
+
+def test_a_model_without_a_tokenizer_answers_in_ids(lmworks: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("[1, 2, 3]")
+    with LLM("tiny") as llm:
+        (result,) = llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=4))
+    out = lmworks("generate", "tiny", "--prompts", tmp_path / "p.jsonl", "--greedy", "--max-tokens", "4")[1]
+    assert out == f"── 1 ──\n{' '.join(map(str, result.token_ids))}\n"
+
+
 def test_a_text_file_has_one_prompt_a_line(lmworks: Run, run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("def\n\nfor x\n")
     arguments = ("generate", run_dir, "--prompts", tmp_path / "p.txt", "--prompt", "if", "--max-tokens", "4")

@@ -49,6 +49,12 @@ def test_a_run_becomes_a_folder(run: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "q" / "quantization.json").read_text())["scheme"] == "int8"
 
 
+def test_a_quantized_folder_is_not_quantized_again(run: Path, tmp_path: Path) -> None:
+    assert call(run, "--scheme", "int8", "--out", tmp_path / "q", "--tokens", 3000)[0] == 0
+    code, _, error = call(tmp_path / "q", "--scheme", "int4", "--out", tmp_path / "again")
+    assert code == 2 and "is quantized already: quantize what it was made from" in error
+
+
 def test_a_model_that_lost_too_much_is_not_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lmworks.kernels import quantized
 
@@ -101,6 +107,7 @@ def test_a_folder_with_other_things_is_refused_before_any_work(tmp_path: Path) -
         (("--scheme", "int3"), "scheme 'int3' is not known"),
         (("--scheme", "int4", "--group", "48"), "--group 48 is not one of: 128"),
         (("--scheme", "int8", "--calibration", "nowhere"), "nowhere"),
+        (("--scheme", "int8", "--calibration", "nowhere.txt"), "--calibration nowhere.txt: there is no such text"),
         (("--scheme", "int8", "--tokens", "3"), "too few"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,9 +82,10 @@ def generate(
     with open_llm(model, overrides, step, engine, seed) as llm:
         starts = [text if text else llm.empty_start() for text, _ in wishes]
         if len(wishes) == 1:
-            refuse_too_long(llm, starts[0], max_tokens)
-            if n == 1 and not json:
-                write_as_it_comes(llm, wishes[0][0], starts[0], wishes[0][1])
+            params = wishes[0][1]
+            refuse_too_long(llm, starts[0], params.max_tokens)
+            if params.answers == 1 and llm.tokenizer is not None and not json:
+                write_as_it_comes(llm, wishes[0][0], starts[0], params)
                 return
         results = llm.generate(starts, [params for _, params in wishes], progress=not json)
     if len(results) == 1 and results[0].error:
@@ -187,6 +188,8 @@ def summary(prompt: Prompt, result: Result) -> dict[str, Any]:
     told = {"prompt": prompt, **first, "prompt_tokens": len(result.prompt_token_ids)}
     if result.error:
         told["error"] = result.error
+    if result.prompt_logprobs is not None:
+        told["prompt_logprobs"] = [None if one is None else asdict(one) for one in result.prompt_logprobs]
     if len(result.answers) > 1:
         told["answers"] = [of_answer(one) for one in result.answers]
     return told
@@ -195,10 +198,14 @@ def summary(prompt: Prompt, result: Result) -> dict[str, Any]:
 def of_answer(answer: Answer) -> dict[str, Any]:
     """Its tokens without the one that ended it, as its text is."""
     tokens = answer.token_ids[:-1] if isinstance(answer.stop_reason, int) else answer.token_ids
-    return {"text": answer.text, "tokens": tokens, "finish_reason": answer.finish_reason}
+    told = {"text": answer.text, "tokens": tokens, "finish_reason": answer.finish_reason}
+    if answer.logprobs is not None:
+        told["logprobs"] = [asdict(one) for one in answer.logprobs[: len(tokens)]]
+    return told
 
 
 def show(summaries: Sequence[dict[str, Any]]) -> None:
+    """Token ids where there is no text: the model has no tokenizer."""
     for number, one in enumerate(summaries):
         typer.echo(f"── {number + 1} ──")
         if "error" in one:
@@ -206,4 +213,4 @@ def show(summaries: Sequence[dict[str, Any]]) -> None:
             continue
         start = one["prompt"] if isinstance(one["prompt"], str) else ""
         for answer in one.get("answers", [one]):
-            typer.echo(start + answer["text"])
+            typer.echo(start + answer["text"] or " ".join(map(str, answer["tokens"])))

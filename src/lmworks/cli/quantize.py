@@ -85,6 +85,7 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
     import torch
 
     from ..data.tokenizer import ByteTokenizer
+    from ..engine.quantized_folder import is_quantized
     from ..loading import hf_eos, hf_tokenizer, is_hf
     from ..model import GPT
     from ..model.hf import load_hf
@@ -94,6 +95,8 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
     if is_hf(source):
         if step is not None:
             raise SpecError(f"{source} is a Hugging Face folder: it has no steps to choose from")
+        if is_quantized(source):
+            raise SpecError(f"{source} is quantized already: quantize what it was made from")
         if not calibration:
             raise SpecError("a Hugging Face folder has no held-out data: give --calibration, a text or a data folder")
         device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
@@ -127,6 +130,8 @@ def calibrate_on(place: str, tokens: int, model: GPT, tokenizer: Tokenizer | Non
     from ..spec import DataError, SpecError
 
     spec, path = model.spec, Path(place)
+    if not path.exists() and path.suffix:
+        raise DataError(f"--calibration {place}: there is no such text, and no such folder of prepared data")
     if path.is_file():
         if tokenizer is None:
             raise SpecError("a text needs a tokenizer, and the model has none beside it; give prepared data instead")

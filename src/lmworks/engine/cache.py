@@ -44,9 +44,15 @@ class Cache:
     def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
         self.shape, self.blocks = shape, blocks
         of_all = (shape.layers, 2, blocks, shape.kv_heads, shape.size)
-        # Zeros: what was never written must be finite, as a masked probability of 0 is multiplied with it.
-        self.store = torch.zeros(*of_all, shape.head_dim, dtype=shape.dtype, device=device)
-        self.scales = torch.zeros(of_all, device=device) if shape.quantised else None
+        try:
+            # Zeros: what was never written must be finite, as a masked probability of 0 is multiplied with it.
+            self.store = torch.zeros(*of_all, shape.head_dim, dtype=shape.dtype, device=device)
+            self.scales = torch.zeros(of_all, device=device) if shape.quantised else None
+        except RuntimeError:  # no room; PyTorch says it in many ways
+            raise LMWorksError(
+                f"a cache of {blocks:,} blocks takes {blocks * shape.block_bytes / 2**30:,.1f} GiB, which the device "
+                "does not have; lower engine.blocks, or leave it at 0 for as many as memory holds"
+            ) from None
         self.layers = [self.layer(index) for index in range(shape.layers)]
 
     def layer(self, index: int) -> LayerCache:

@@ -159,7 +159,7 @@ def refusal(report: Report) -> str:
     names = ", ".join(f"{layer.name} ({layer.error:.1%} off)" for layer in report.worst())
     return (
         f"{report.scheme} raised perplexity from {math.exp(min(700.0, report.loss_before)):.4g} to "
-        f"{math.exp(min(700.0, report.loss_after)):.4g} ({report.increase:+.1%}), more than the {report.limit:.1%} "
+        f"{math.exp(min(700.0, report.loss_after)):.4g} ({report.increase:+.2%}), more than the {report.limit:.1%} "
         f"allowed; nothing was written. The worst layers: {names}. "
         "A wider scheme, more calibration text or a higher --max-loss-increase would let it pass"
     )
