@@ -415,14 +415,9 @@ def test_a_request_that_cannot_be_served_raises_for_its_consumer_alone() -> None
     asyncio.run(main())
 
 
-class Closing(asyncio.SelectorEventLoop):
-    """Is closed between the question and the call."""
-
-    def is_closed(self) -> bool:
-        return False
-
-
-def test_a_loop_that_closes_meanwhile_stops_nobody_else() -> None:
-    loop = Closing()
+def test_a_loop_that_closes_meanwhile_stops_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the question whether it is closed and the call."""
+    loop = asyncio.new_event_loop()
     loop.close()
+    monkeypatch.setattr(loop, "is_closed", lambda: False)
     send(loop, [(Consumer(loop), LMWorksError("gone"))])
