@@ -21,13 +21,13 @@ CONNECT_S = 5.0
 class Upstream:
     """Its models are asked for again and again: it may come later than we do, and go, and come back."""
 
-    def __init__(self, url: str, api_key: str | None = None, client: httpx.AsyncClient | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`url` ends in /v1, as clients know it. `api_key` is what we show there: keys of our own clients stay here."""
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         # No proxy, no .netrc: it is where it was said to be, and gets what it is meant to get.
-        self.client = client or httpx.AsyncClient(headers=headers, limits=limits, trust_env=False)
+        self.client = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False, transport=transport)
         self.cards: list[ModelCard] = []
         self.up = False
         self.open = 0  # requests under way

@@ -1,0 +1,190 @@
+"""Keys over HTTP: who is let in, how much each may use, and what is not told to anyone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+from api_server import MODEL, Api, House
+
+from lmworks.serve.keys import digest
+from lmworks.serve.logs import JSONLines
+
+ALICE, BOB, CAROL, DAVE = "alice-alice", "bob-bob-bob", "carol-carol", "dave-dave-dave"
+CONFIG = f"""
+[limits]
+n = 4
+max_tokens = 300
+[[keys]]
+name = "alice"
+sha256 = "{digest(ALICE).hex()}"
+[[keys]]
+name = "bob"
+secret = "{BOB}"
+requests_per_minute = 3
+[[keys]]
+name = "carol"
+secret = "{CAROL}"
+models = ["another"]
+[[keys]]
+name = "dave"
+secret = "{DAVE}"
+tokens_per_minute = 1000
+max_tokens = 10
+"""
+BODY = {"model": MODEL, "prompt": "Hello", "max_tokens": 2}
+
+
+def header(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "serve.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def locked(house: House, config: Path) -> Api:
+    return house.open(config)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/tokenizer_info", "/v1/models/tiny"])
+@pytest.mark.parametrize(
+    "shown",
+    [
+        None,
+        "Bearer",
+        ALICE,
+        f"Basic {ALICE}",
+        "Bearer wrong-wrong",
+        f"Bearer {ALICE}x",
+        f"Bearer {ALICE[:-1]}",
+        "Bearer é",
+    ],
+)
+def test_without_a_key_nothing_is_told(locked: Api, path: str, shown: str | None) -> None:
+    headers = {} if shown is None else {"authorization": shown.encode()}
+    answer = locked.http.get(path, headers=headers)
+    assert answer.status_code == 401 and answer.json()["error"]["code"] in ("missing_api_key", "invalid_api_key")
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert locked.http.post("/v1/completions", content=b"{" * 10**6, headers=headers).status_code == 401
+
+
+def test_the_right_key(locked: Api) -> None:
+    client = locked.client(ALICE)
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.completions.create(**BODY).usage.completion_tokens == 2  # type: ignore[call-overload]
+    with pytest.raises(openai.AuthenticationError):
+        locked.client("wrong-wrong").completions.create(**BODY)  # type: ignore[call-overload]
+
+
+def test_a_model_that_is_not_for_this_key(locked: Api) -> None:
+    client = locked.client(CAROL)
+    assert list(client.models.list()) == []
+    with pytest.raises(openai.PermissionDeniedError):
+        client.completions.create(**BODY)  # type: ignore[call-overload]
+
+
+def test_limits_of_one_request(locked: Api) -> None:
+    for change, param in (({"n": 5}, "n"), ({"max_tokens": 301}, "max_tokens")):
+        answer = locked.post("/v1/completions", BODY | change, headers=header(ALICE))
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    assert locked.post("/v1/completions", BODY | {"max_tokens": 11}, headers=header(DAVE)).status_code == 400
+
+
+def test_requests_a_minute_hold_among_many_clients_at_once(locked: Api) -> None:
+    def ask(_: int) -> tuple[int, str | None]:
+        answer = locked.post("/v1/completions", BODY, headers=header(BOB))
+        return answer.status_code, answer.headers.get("retry-after")
+
+    with ThreadPoolExecutor(20) as many:
+        found = list(many.map(ask, range(60)))
+    assert sorted(status for status, _ in found) == [200] * 3 + [429] * 57
+    assert all(1 <= int(wait or 0) <= 60 for status, wait in found if status == 429)
+    assert locked.post("/v1/completions", BODY, headers=header(ALICE)).status_code == 200
+
+
+def test_tokens_a_minute_are_those_that_were_used(locked: Api) -> None:
+    body = BODY | {"prompt": [7] * 100, "max_tokens": 10, "ignore_eos": True}
+    statuses = [locked.post("/v1/completions", body, headers=header(DAVE)).status_code for _ in range(12)]
+    assert statuses == [200] * 9 + [429] * 3, "110 tokens each, 1,000 a minute"
+
+
+def test_two_keys_share_no_cache(locked: Api, house: House, tmp_path: Path) -> None:
+    body = BODY | {"prompt": list(range(1, 201)), "max_tokens": 1}
+
+    def cached(api: Api, key: str) -> int:
+        usage = api.post("/v1/completions", body, headers=header(key)).json()["usage"]
+        found: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    other = "another-key-of-bob"
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[keys]]\nname = "a"\nsecret = "{ALICE}"\n[[keys]]\nname = "b"\nsecret = "{other}"\n')
+    apart = house.open(path)
+    assert (cached(apart, ALICE), cached(apart, other)) == (0, 0)
+    assert cached(apart, ALICE) > 150 and cached(apart, other) > 150, "each finds its own"
+    path.write_text(f"share_cache = true\n{path.read_text()}")
+    shared = house.open(path)
+    body["prompt"] = list(range(50, 250))
+    assert cached(shared, ALICE) == 0 and cached(shared, other) > 150
+
+
+def test_the_file_is_read_again(locked: Api, config: Path) -> None:
+    new = "erins-new-key"
+    assert locked.http.get("/v1/models", headers=header(new)).status_code == 401
+    config.write_text(CONFIG + f'[[keys]]\nname = "erin"\nsecret = "{new}"\n')
+    time.sleep(1.1)
+    assert locked.http.get("/v1/models", headers=header(new)).status_code == 200
+    config.write_text("[[keys]]\nname = 5")
+    time.sleep(1.1)
+    assert locked.http.get("/v1/models", headers=header(new)).status_code == 200, "a bad file changes nothing"
+    config.write_text(CONFIG)
+
+
+def test_logs_tell_who_and_how_much_and_nothing_of_what(locked: Api, caplog: pytest.LogCaptureFixture) -> None:
+    secret = "Xylophone-Quasar"
+    with caplog.at_level(logging.DEBUG):
+        headers = {**header(ALICE), "x-request-id": "my-id.1"}
+        good = locked.post("/v1/completions", BODY | {"prompt": secret, "user": secret}, headers=headers)
+        locked.post("/v1/chat/completions", {"model": MODEL, "messages": [{"role": secret}]}, headers=headers)
+        locked.post(f"/v1/{secret}?q={secret}", {"model": secret}, headers={**headers, "x-request-id": secret + "!"})
+        locked.post("/v1/completions", BODY | {"model": secret}, headers=headers)
+        locked.post("/v1/completions", BODY | {"guided_regex": f"({secret}"}, headers=headers)
+        locked.http.get(f"/v1/models/{secret}", headers=header(secret))
+    written = "\n".join(JSONLines().format(record) for record in caplog.records if record.name.startswith("lmworks"))
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert good.headers["x-request-id"] == "my-id.1"
+    (line,) = [line for line in lines if line.get("request_id") == "my-id.1" and line["status"] == 200]
+    assert line["key"] == "alice" and line["prompt_tokens"] == len(secret) and line["completion_tokens"] == 2
+    assert secret not in written and ALICE not in written
+
+
+def test_what_anyone_may_see(locked: Api) -> None:
+    for path in ("/health", "/ready", "/metrics", "/openapi.json", "/"):
+        assert locked.http.get(path).status_code == 200
+    metrics = locked.http.get("/metrics").text
+    for name in (
+        "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_count",
+        "request_queue_time_seconds_sum", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+        "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total",
+    ):  # fmt: skip
+        assert f"\nlmworks:{name}{{" in metrics, name
+
+
+def test_other_sites_are_let_in_by_name_alone(locked: Api, house: House) -> None:
+    asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in locked.http.get("/health", headers=asked).headers
+    open_to_one = house.open(origins=["https://app.example"])
+    found = open_to_one.http.options("/v1/completions", headers=asked)
+    assert found.status_code == 200 and found.headers["access-control-allow-origin"] == "https://app.example"
+    other = open_to_one.http.get("/health", headers={"origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers

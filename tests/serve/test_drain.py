@@ -1,0 +1,123 @@
+"""`lmworks serve` as a process: it comes up, answers the curl line of its help, and ends as it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import httpx
+import pytest
+from api_server import until
+
+STREAM = {"model": "small", "prompt": [1, 2, 3], "stream": True, "ignore_eos": True, "n": 16, "max_tokens": 250}
+STREAM["stream_options"] = {"include_usage": True}
+
+
+@contextmanager
+def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command on a free port, with a preset that takes seconds to write sixteen times 250 tokens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "lmworks", "serve", "small=cpu-3m", "--port", str(port), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until(lambda: answers(url) or process.poll() is not None, 90)
+        assert process.poll() is None
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+class Reading(threading.Thread):
+    """A stream that is read in the background."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url, self.lines = url, list[str]()
+        self.start()
+
+    def run(self) -> None:
+        where, options = f"{self.url}/v1/completions", {"json": STREAM, "timeout": 60, "trust_env": False}
+        with suppress(httpx.TransportError), httpx.stream("POST", where, **options) as answer:  # type: ignore[arg-type]
+            for line in answer.iter_lines():
+                self.lines += [line] if line else []
+
+
+def test_sigterm_finishes_what_is_under_way() -> None:
+    with served() as (process, url):
+        reading = Reading(url)
+        until(lambda: reading.lines)
+        process.send_signal(signal.SIGTERM)
+        until(lambda: not connects(url))
+        reading.join(60)
+        assert process.wait(30) == 0
+        *_, usage, done = reading.lines
+        assert done == "data: [DONE]" and '"completion_tokens":4000' in usage, "finished, not cut"
+
+
+def connects(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health", trust_env=False, timeout=5)
+    except httpx.TransportError:
+        return False
+    return True
+
+
+def test_what_is_not_finished_in_time_is_told_so_and_a_second_signal_ends_at_once() -> None:
+    with served("--drain-seconds", "0") as (process, url):
+        reading = Reading(url)
+        until(lambda: reading.lines)
+        process.send_signal(signal.SIGTERM)
+        reading.join(60)
+        assert process.wait(30) == 0
+        error: dict[str, Any] = json.loads(reading.lines[-1].removeprefix("data: "))
+        assert "shutting down" in error["error"]["message"]
+    with served("--drain-seconds", "60") as (process, url):
+        reading = Reading(url)
+        until(lambda: reading.lines)
+        process.send_signal(signal.SIGTERM)
+        until(lambda: not connects(url))
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert process.wait(30) == 128 + signal.SIGTERM and time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "nothing to serve"),
+        (["no/such/folder"], "no/such/folder"),
+        (["tiny", "engine.contxt=5"], "contxt"),
+        (["tiny", "--config", "missing.toml"], "missing.toml"),
+        (["tiny", "a=tiny", "a=tiny"], "two models are called 'a'"),
+        (["tiny", "--tls-cert", __file__], "--tls-key"),
+        (["tiny", "--api-key", "short"], "easy to guess"),
+        (["tiny", "--host", "203.0.113.1"], "203.0.113.1"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_a_line(arguments: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "lmworks", "serve", "--port", "0", *arguments]
+    found = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"LMWORKS_API_KEY": ""}
+    )
+    assert found.returncode in (1, 2) and said in found.stderr, found.stderr
+    assert "Traceback" not in found.stderr

@@ -1,0 +1,152 @@
+"""Another server behind ours: one of our own, and one that misbehaves in every way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from api_server import MODEL, Api, House, until
+
+from lmworks.serve.upstream import Upstream
+
+BODY = {"model": MODEL, "prompt": "Hello", "max_tokens": 12, "temperature": 0}
+MESSAGES = [{"role": "user", "content": "Hello"}]
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+@pytest.fixture(scope="module")
+def before(house: House, api: Api) -> Api:
+    """A server whose only model is behind the other."""
+    return house.open(upstream=Upstream(f"{api.url}/v1"))
+
+
+def test_the_same_answers_as_without_it(before: Api, api: Api) -> None:
+    assert [model.id for model in before.client().models.list()] == [MODEL]
+    assert before.complete(max_tokens=12)["choices"] == api.complete(max_tokens=12)["choices"]
+    assert before.http.get("/ready").status_code == 200
+
+    def said(one: Api, **more: Any) -> list[Any]:
+        wishes = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 9, "stream": True} | more
+        return list(one.client().chat.completions.create(**wishes))
+
+    for more in ({}, {"stream_options": {"include_usage": True}}):
+        ours, theirs = said(before, **more), said(api, **more)
+        text = ["".join(c.choices[0].delta.content or "" for c in chunks if c.choices) for chunks in (ours, theirs)]
+        assert text[0] == text[1]
+        assert (ours[-1].usage is None) == (theirs[-1].usage is None), "usage is told to whom asked for it"
+
+
+def test_its_refusals_are_passed_on(before: Api) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        before.client().completions.create(model=MODEL, prompt=[5] * 600, max_tokens=2)
+    assert error.value.code == "context_length_exceeded"
+    assert before.post("/v1/completions", BODY | {"n": 10**6}).json()["error"]["param"] == "n"
+    assert before.post("/v1/completions", BODY | {"model": "other"}).status_code == 404
+    assert before.post("/tokenize", {"prompt": "x"}).status_code == 404
+
+
+def test_a_client_that_leaves_is_not_computed_for_behind(before: Api, api: Api) -> None:
+    wishes = {"max_tokens": 400, "extra_body": {"ignore_eos": True}, "stream": True}
+    stream = before.client().completions.create(model=MODEL, prompt="x", **wishes)  # type: ignore[call-overload]
+    assert next(stream.response.iter_raw())
+    assert not api.house.idle()
+    stream.close()
+    until(api.house.idle)
+    until(lambda: before.serving.upstreams[0].open == 0)
+
+
+# --- one that misbehaves ----------------------------------------------------------------------------------
+
+
+def models(_: httpx.Request) -> httpx.Response:
+    return httpx.Response(200, json={"data": [{"id": MODEL, "max_model_len": 100}]})
+
+
+def fake(house: House, answer: Handler, config: Path | None = None, api_key: str | None = None) -> Api:
+    def handle(request: httpx.Request) -> httpx.Response:
+        return models(request) if request.url.path.endswith("/models") else answer(request)
+
+    return house.open(config, upstream=Upstream("http://there/v1", api_key, httpx.MockTransport(handle)))
+
+
+def sse(*chunks: Any) -> httpx.Response:
+    text = "".join(f"data: {chunk if isinstance(chunk, str) else json.dumps(chunk)}\n\n" for chunk in chunks)
+    return httpx.Response(200, text=text, headers={"content-type": "text/event-stream"})
+
+
+def down(request: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("no route", request=request)
+
+
+FAILURES: dict[str, tuple[Handler, int, str]] = {
+    "down": (down, 502, "upstream_unreachable"),
+    "failing": (lambda _: httpx.Response(500, text="Traceback (most recent call last)"), 502, "upstream_failed"),
+    "not knowing us": (lambda _: httpx.Response(401, json={"error": {"message": "bad key"}}), 502, "upstream_failed"),
+    "full": (
+        lambda _: httpx.Response(
+            429, json={"error": {"message": "later", "code": "slow_down"}}, headers={"retry-after": "7"}
+        ),
+        429,
+        "slow_down",
+    ),
+    "refusing without words": (lambda _: httpx.Response(400, text="no"), 400, "upstream_refused"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_its_failures_are_told_in_our_words(house: House, name: str, stream: bool) -> None:
+    answer, status, code = FAILURES[name]
+    found = fake(house, answer).post("/v1/completions", BODY | {"stream": stream})
+    assert (found.status_code, found.json()["error"]["code"]) == (status, code)
+    assert "Traceback" not in found.text
+    assert found.headers.get("retry-after") == {"full": "7", "down": "1"}.get(name)
+
+
+def test_an_answer_that_is_no_json_or_breaks_off(house: House) -> None:
+    broken = fake(house, lambda _: httpx.Response(200, text="<html>")).post("/v1/completions", BODY)
+    assert broken.status_code == 502 and broken.json()["error"]["code"] == "upstream_invalid"
+    chunk = {"id": "1", "choices": [{"index": 0, "text": "a", "finish_reason": None}]}
+    cut = fake(house, lambda _: sse(chunk)).post("/v1/completions", BODY | {"stream": True})
+    assert "upstream_lost" in cut.text and "[DONE]" not in cut.text
+
+
+def test_keys_of_clients_stay_here_and_limits_hold(house: House, tmp_path: Path) -> None:
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"usage": {"prompt_tokens": 20, "completion_tokens": 20}})
+
+    path = tmp_path / "keys.toml"
+    path.write_text('[[keys]]\nname = "a"\nsecret = "alices-secret"\ntokens_per_minute = 100\nmax_tokens = 30\n')
+    api = fake(house, answer, path, "their-secret")
+    assert api.post("/v1/completions", BODY).status_code == 401 and not seen
+    headers = {"authorization": "Bearer alices-secret", "cookie": "a=b", "x-request-id": "id-1"}
+    body = {"model": MODEL, "messages": MESSAGES}
+    statuses = [api.post("/v1/chat/completions", body, headers=headers).status_code for _ in range(4)]
+    assert statuses == [200, 200, 429, 429], "40 tokens each as it says, up to 47 as may be, 100 a minute"
+    request = seen[0]
+    assert request.headers["authorization"] == "Bearer their-secret" and request.headers["x-request-id"] == "id-1"
+    assert "cookie" not in request.headers and json.loads(request.content) == body | {"max_tokens": 30}
+
+
+def test_one_that_comes_later(house: House) -> None:
+    there: list[bool] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        return models(request) if there else down(request)
+
+    upstream = Upstream("http://there/v1", None, httpx.MockTransport(handle))
+    api = house.open(upstream=upstream)
+    assert api.http.get("/ready").status_code == 503 and api.http.get("/v1/models").json()["data"] == []
+    assert api.post("/v1/completions", BODY).status_code == 404
+    there.append(True)
+    house.run(upstream.look())
+    assert api.http.get("/ready").status_code == 200
+    assert api.http.get("/v1/models").json()["data"][0]["max_model_len"] == 100
