@@ -13,7 +13,7 @@ in one go and unpacks them to eight plain tiles; nothing is interleaved. K is a 
 
 On a CPU everything is computed in fp32 as the formulas say. On a GPU a few rows go to the streaming kernels of
 `linear_triton` and `int4_triton`; many rows (prefill) pay for widening the weight once per call and for cuBLAS on it,
-and in fp8 for torch._scaled_mm: from MANY rows on, chosen by measurement.
+and in fp8 for torch._scaled_mm: from MANY rows on, a number that was not timed yet.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .fixed_linear import fixed_linear
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 GROUPS = (128, 64, 32, 16)  # of int4, largest first: the inputs that share a scale
-MANY = 256  # rows from which a widened weight and cuBLAS are faster than widening tile by tile
+MANY = 256  # rows from which a widened weight and cuBLAS should be faster than widening tile by tile
 TINY = 1e-12  # a channel of zeros has this scale, not 0: its weights are 0 · TINY
 
 # --- formats ------------------------------------------------------------------------------------------
