@@ -156,6 +156,8 @@ def test_a_bad_prompt_is_refused_alone() -> None:
     assert [result.finish_reason for result in results] == ["error", "length", "error", "error"]
     assert "empty" in str(results[0].error) and "only 10" in str(results[2].error)
     assert len(TheirLLM.made.llm.seen) == 1
+    (twice,) = engine.generate([[]], [SamplingParams(n=2)], progress=False)
+    assert [answer.finish_reason for answer in twice.answers] == ["error", "error"]
 
 
 def test_pieces_add_up_to_the_answer() -> None:

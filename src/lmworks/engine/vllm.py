@@ -35,7 +35,8 @@ class VLLM:
 
     def generate(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: bool) -> list[Result]:
         """Results in order. vLLM refuses a whole call for one bad prompt, so these are held back from it."""
-        results = {place: refused(prompt, why) for place, prompt in enumerate(prompts) if (why := self.wrong(prompt))}
+        given = enumerate(zip(prompts, params, strict=True))
+        results = {place: refused(prompt, why, one.n) for place, (prompt, one) in given if (why := self.wrong(prompt))}
         good = [place for place in range(len(prompts)) if place not in results]
         outputs = self.inner.generate(
             [inputs(prompts[place]) for place in good],
@@ -49,7 +50,7 @@ class VLLM:
         """Pieces as they come; leaving early cancels the request."""
         request = Request([] if isinstance(prompt, str) else prompt, params, stream=True)
         if why := self.wrong(prompt):
-            yield Piece(request, 0, [], finish_reason="error", result=refused(prompt, why))
+            yield Piece(request, 0, [], finish_reason="error", result=refused(prompt, why, params.n))
             return
         engine, name = self.inner.llm_engine, f"lmworks-{self.requests}"
         sent: dict[int, tuple[int, int]] = {}
@@ -209,6 +210,6 @@ def to_logprob(token: int, table: Mapping[int, Any], most: int) -> Logprob:
     return Logprob(token, table[token].logprob, tuple((other, one.logprob) for other, one in ordered[:most]))
 
 
-def refused(prompt: Prompt, why: str) -> Result:
+def refused(prompt: Prompt, why: str, n: int) -> Result:
     ids = [] if isinstance(prompt, str) else list(prompt)
-    return Result(ids, [Answer([], "", "error", error=why)])
+    return Result(ids, [Answer([], "", "error", error=why) for _ in range(n)])
