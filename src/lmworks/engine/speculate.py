@@ -34,7 +34,7 @@ from ..spec import EngineSpec
 from .request import Sequence, State
 from .sampler import penalised
 
-LARGEST = 256  # rows up to which a product of the model takes the time of reading its weights
+LARGEST = 256  # rows up to which a product should take the time of reading its weights (estimated, not timed)
 # Random numbers of other streams than those that tokens are drawn with: a guess, and whether it is accepted.
 GUESSED, ACCEPTED = 0x3C6EF372FE94F82A, 0x5851F42D4C957F2D
 

@@ -23,7 +23,7 @@ class EngineSpec(Section):
     blocks: int = opt(0, "blocks in the pool (0: as many as memory holds)", ge=0)
     memory: float = opt(0.9, "part of the GPU's memory that weights and cache may take together", gt=0, le=1)
     context: int = opt(0, "longest sequence, prompt and answer together (0: the model's context)", ge=0)
-    max_seqs: int = opt(256, "sequences that run at once", ge=1)
+    max_seqs: int = opt(256, "sequences that run at once", ge=1, le=16384)
     max_batch_tokens: int = opt(
         0, "tokens of one step, prompts and answers together (0: 8192 on a GPU, 512 on a CPU)", ge=0
     )
