@@ -351,3 +351,12 @@ def test_seeds(preset: LLM) -> None:
     unseeded = SamplingParams(temperature=1.5, max_tokens=12)
     assert first == again
     assert ids_of(preset.generate([[1, 2]], unseeded)) != ids_of(preset.generate([[1, 2]], unseeded))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"), [("tiny", "tp = 3 does not divide the model's"), ("nowhere", "neither a folder nor a preset")]
+)
+def test_ranks_are_not_started_for_what_cannot_be_cut(source: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmworks.engine.ranks.Lead", None)  # calling it would be a TypeError
+    with pytest.raises(SpecError, match=said):
+        LLM(source, tp=3)

@@ -162,8 +162,10 @@ def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> 
     if spec.tp == 1:
         loaded = load(source, spec, step, seed)
         return loaded, make_engine(loaded, spec, seed)
-    from .engine.ranks import Lead  # not above: PyTorch's distributed parts take seconds to load
+    from .engine.ranks import Lead, check_widths  # not above: PyTorch's distributed parts take seconds to load
 
+    if (shape := shape_of(source)) is not None:
+        check_widths(shape, spec.tp)  # before others are started, who would only add their own complaints
     lead = Lead(source, spec, step, seed, pick_device(spec))
     try:
         loaded = load_share(source, spec, step, seed, lead)
@@ -177,6 +179,17 @@ def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> 
         raise cause from error
     lead.listening = True
     return loaded, engine
+
+
+def shape_of(source: str | Path) -> ModelSpec | None:
+    """Where it can be told without opening a checkpoint."""
+    folder = Path(source)
+    if is_preset(source):
+        return ModelSpec.from_preset(str(source))
+    if is_hf(folder):
+        return None if is_quantized(folder) else spec_of_config(read_json(folder / "config.json"))
+    refuse_nothing(folder)
+    return None
 
 
 def make_engine(loaded: Loaded, spec: EngineSpec, seed: int, ranks: Ranks | None = None) -> Engine:
