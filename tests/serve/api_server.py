@@ -71,6 +71,7 @@ class House:
         config: Path | None = None,
         keys: Sequence[str] = (),
         upstream: Upstream | None = None,
+        tls: tuple[str, str] | None = None,
         **options: Any,
     ) -> Api:
         """Another server over the same engine (or over an upstream alone)."""
@@ -80,7 +81,7 @@ class House:
         if upstream:
             self.run(upstream.start())
         listening = bound("127.0.0.1", 0)
-        server = make_server(make_app(serving, **options), serving)
+        server = make_server(make_app(serving, **options), serving, 30.0, *(tls or ()))
         # The engine is the house's own: not started and closed with each server.
         task = asyncio.run_coroutine_threadsafe(uvicorn.Server.serve(server, [listening]), self.loop)
         self.opened.append((server, task))

@@ -6,11 +6,12 @@ import json
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import openai
 import pytest
-from api_server import MODEL, Api, House
+from api_server import MODEL, Api, House, until
 
 from lmworks.serve.keys import digest
 from lmworks.serve.logs import JSONLines
@@ -116,6 +117,38 @@ def test_tokens_a_minute_are_those_that_were_used(locked: Api) -> None:
     body = BODY | {"prompt": [7] * 100, "max_tokens": 10, "ignore_eos": True}
     statuses = [locked.post("/v1/completions", body, headers=header(DAVE)).status_code for _ in range(12)]
     assert statuses == [200] * 9 + [429] * 3, "110 tokens each, 1,000 a minute"
+
+
+LONG = BODY | {"max_tokens": 400, "ignore_eos": True, "n": 16}
+
+
+def test_a_full_house_sheds_and_says_when_to_come_back(house: House, tmp_path: Path) -> None:
+    """64 answers at once and none that waits: four requests of 16."""
+    path = tmp_path / "full.toml"
+    path.write_text("[limits]\nqueue = 0\n")
+    api = house.open(path)
+    with ExitStack() as stack:
+        for _ in range(4):
+            stream = stack.enter_context(api.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}))
+            assert stream.status_code == 200
+        found = api.post("/v1/completions", BODY)
+        assert found.status_code == 429 and found.json()["error"]["code"] == "queue_full"
+        assert int(found.headers["retry-after"]) >= 1
+        with pytest.raises(openai.RateLimitError):
+            api.client().completions.create(**BODY)  # type: ignore[call-overload]
+    until(house.idle)
+    assert api.post("/v1/completions", BODY).status_code == 200
+
+
+def test_a_request_that_takes_too_long_is_ended(house: House, tmp_path: Path) -> None:
+    path = tmp_path / "hasty.toml"
+    path.write_text("[limits]\nrequest_seconds = 0.15\n")
+    api = house.open(path)
+    found = api.post("/v1/completions", LONG)
+    assert found.status_code == 504 and found.json()["error"]["code"] == "request_timeout"
+    streamed = api.post("/v1/completions", LONG | {"stream": True}).text.strip().splitlines()
+    assert "not finished within 0.15 s" in streamed[-1] and len(streamed) > 2
+    until(house.idle)
 
 
 def test_two_keys_share_no_cache(locked: Api, house: House, tmp_path: Path) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from api_server import MODEL, Api, twin
 
-from lmworks.data.tokenizer import FileTokenizer, train_bpe
+from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from lmworks.engine.request import Logprob
+from lmworks.serve.app import make_app
+from lmworks.serve.backend import Ask, Event, ModelCard, State, Usage, Words
 from lmworks.serve.completions import logprobs_of
+from lmworks.serve.keys import Settings
+from lmworks.serve.serving import Local, Serving
 from lmworks.serve.token_text import TokenTexts
 
 PROMPT = "The quick brown fox"
@@ -99,6 +106,46 @@ def test_tokens_and_texts(api: Api) -> None:
     assert api.post("/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False}).json()["tokens"] == [256]
     chat = api.post("/tokenize", {"messages": [{"role": "user", "content": "Hi"}]}).json()
     assert "<user>Hi" in bytes(chat["tokens"]).decode()
+
+
+class Recording:
+    """A backend that answers at once, and remembers what it was asked."""
+
+    name = "base"
+    card = ModelCard("base", 1, 100, 257, adapters=("kind", "rude"), max_seqs=4)
+    words = Words(ByteTokenizer())
+    state = State(alive=True, ready=True)
+
+    def __init__(self) -> None:
+        self.asks: list[Ask] = []
+
+    async def stream(self, ask: Ask) -> AsyncGenerator[Event, None]:
+        self.asks.append(ask)
+        yield Event(0, [65], "A", None, "length", final=Usage(len(ask.prompt), 1, 0))
+
+    async def start(self) -> None: ...
+
+    async def drain(self, seconds: float) -> int:
+        return 0
+
+    async def close(self) -> None: ...
+
+
+def test_an_adapter_is_a_model_of_its_own() -> None:
+    backend = Recording()
+    transport = httpx.ASGITransport(make_app(Serving(Settings(), [Local(backend)])))
+
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            bodies = [{"model": name, "prompt": "x"} for name in ("base", "kind", "strange")]
+            return [await client.get("/v1/models"), *[await client.post("/v1/completions", json=one) for one in bodies]]
+
+    listed, *found = asyncio.run(ask())
+    assert {model["id"]: model["parent"] for model in listed.json()["data"]} == {
+        "base": None, "kind": "base", "rude": "base",
+    }  # fmt: skip
+    assert [answer.status_code for answer in found] == [200, 200, 404]
+    assert [one.params.adapter for one in backend.asks] == [None, "kind"]
 
 
 def test_single_tokens_as_text() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from typing import Any
 
 import pytest
 from api_server import MODEL, Api, until
+
+from lmworks.serve import server
 
 GOOD = {"model": MODEL, "prompt": "Hi", "max_tokens": 2}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -224,6 +227,27 @@ def test_a_body_that_never_comes(api: Api) -> None:
         waiting.sendall(head)
         good_still(api)
     until(api.house.idle)
+
+
+def test_who_does_not_get_to_the_point_is_not_waited_for(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one who says nothing nor one who says a letter now and then."""
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.4)
+    for drip in (b"", b"x"):
+        with socket.create_connection(("127.0.0.1", api.port), timeout=5) as slow:
+            slow.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: ")
+            began = time.monotonic()
+            slow.settimeout(0.1)
+            while time.monotonic() - began < 5:
+                try:
+                    slow.sendall(drip)
+                    if slow.recv(1) == b"":
+                        break
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    break
+            assert time.monotonic() - began < 4
+    good_still(api)
 
 
 def test_clients_that_leave_are_not_computed_for(api: Api) -> None:

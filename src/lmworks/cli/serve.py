@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..spec.errors import LMWorksError, SpecError
+from ..spec.errors import LMWorksError, SpecError, did_you_mean
+from ..spec.presets import PRESETS
 from .generate import engine_options
 
 if TYPE_CHECKING:
@@ -84,9 +85,9 @@ def serve(
         typer.echo(
             "lmworks: warning: anyone who can reach this machine can use these models: no keys are set", err=True
         )
-    log_as_json()
     tracing = tracing_from_environment()
     with bound(host, port) as listening:
+        log_as_json()
         scheme = "http" if tls_cert is None else "https"
         typer.echo(f"{scheme}://{host}:{listening.getsockname()[1]} (models are being loaded)", err=True)
         app = make_app(serving, cors or (), tracing)
@@ -119,7 +120,9 @@ def split(given: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
         if one in overrides:
             continue
         name, _, source = one.partition("=") if "=" in one and not Path(one).exists() else ("", "", one)
-        name = name or Path(source).resolve().name if Path(source).exists() else name or source
+        if not Path(source).exists() and source not in PRESETS:
+            raise SpecError(f"{source}: there is no such folder{did_you_mean(source, PRESETS)}")
+        name = name or (Path(source).resolve().name if Path(source).exists() else source)
         if name in names:
             raise SpecError(f"two models are called {name!r}: give one another name, NAME={source}")
         names[name] = source
