@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..engine.request import Answer, Result
     from ..llm import LLM
 
-Source = Annotated[str, typer.Argument(metavar="MODEL", help="A run folder, or a Hugging Face one.")]
+Source = Annotated[str, typer.Argument(metavar="MODEL", help="A folder (run, Hugging Face, quantized), or a preset.")]
 EngineOverrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[engine.KEY=VALUE]...", help="Changes to the engine, e.g. engine.dtype=bf16."),
@@ -55,7 +55,7 @@ def generate(
     engine: Engine = "native",
     json: Json = False,
 ) -> None:
-    """Continue texts with a trained run (or a Hugging Face folder with a tokenizer.json).
+    """Continue texts with a trained run, a Hugging Face folder or a quantized one.
 
     \b
     Examples:
