@@ -123,6 +123,12 @@ def test_transformers_checkpoints_give_the_same_logits(case: str, tmp_path: Path
     assert ours.spec.sliding_window == (7 if "-window" in case.replace("no-window", "") or case == "mistral" else 0)
 
 
+def test_what_is_saved_can_be_read_by_whoever_may_read_its_config(tmp_path: Path) -> None:
+    GPT(ModelSpec.from_preset("tiny")).save_hf(tmp_path)
+    weights, config = (tmp_path / name for name in ("model.safetensors", "config.json"))
+    assert weights.stat().st_mode == config.stat().st_mode
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_transformers_loads_what_we_save(name: str, tmp_path: Path) -> None:
     spec = SPECS[name]

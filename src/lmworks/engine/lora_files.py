@@ -96,6 +96,8 @@ def read_pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
                 if match is None:
                     raise SpecError(f"{path}: tensor '{key}' is not a LoRA matrix of a linear layer")
                 found.setdefault(match[1], {})[match[2]] = file.get_tensor(key)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file, and an adapter needs it") from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a whole safetensors file ({' '.join(str(error).split())})") from None
     if not found:

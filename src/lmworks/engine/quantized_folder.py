@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..model.gpt import GPT
-from ..model.hf import one_line, read_json
+from ..model.hf import one_line, read_json, save_tensors
 from ..spec import CheckpointError, ModelSpec, SpecError
 from ..spec.files import write_whole
 from .quantize import Report
@@ -70,7 +69,7 @@ def save_quantized(
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        save_file({name: narrow(tensor) for name, tensor in model.state_dict().items()}, draft / WEIGHTS)
+        save_tensors({name: narrow(tensor) for name, tensor in model.state_dict().items()}, draft / WEIGHTS)
         config = {
             "model_type": "lmworks",
             "model": model.spec.to_dict(),

@@ -236,7 +236,15 @@ def split(tensors: Iterable[Stored], parameters: dict[str, Tensor], limit: int) 
 
 def write_shard(path: Path, shard: list[Stored], parameters: dict[str, Tensor]) -> None:
     tensors = {stored.name: stored.gather(parameters) for stored in shard}
-    replace(path, lambda part: save_file(tensors, part, metadata={"format": "pt"}))
+    replace(path, lambda part: save_tensors(tensors, part))
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """A safetensors file that others may read as they may any new file; the library would keep it to its owner."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
