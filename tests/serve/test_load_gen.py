@@ -293,3 +293,29 @@ def test_a_run_in_which_nothing_succeeds_fails(capsys):
     with FakeServer(full) as server:
         code, out, _ = lmworks(capsys, "bench", "serve", "--url", server.url, "--requests", "2", "--input", "3")
     assert code == 1 and "2 with 429" in out
+
+
+# --- our own server ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_our_own_server(api, endpoint):
+    """What the client counts is what the server says, and what was drawn."""
+    load = Load(12, Arrivals(concurrency=6), SHORT, shared_prefix=48, seed=3)
+    found = bench_serve(api.url, load, Slo(e2e=60.0), endpoint=endpoint).to_dict()
+    sent = [json.loads(shot.body) for shot in load.draw(endpoint, "tiny")]
+    assert found["model"] == "tiny" and found["completed"] == 12 and found["goodput"]["share"] == 1.0
+    assert found["output_tokens"] == sum(body["max_tokens"] for body in sent)
+    assert found["cached_tokens"] >= 32 * 5  # two blocks of 16 that all begin with; the first six may come at once
+    if endpoint == "completions":
+        assert found["input_tokens"] == sum(len(body["prompt"]) for body in sent)
+
+
+def test_a_full_house_of_our_own(house, tmp_path):
+    """64 run at once, none may wait: of 100 that come together the rest is turned away, and nothing fails."""
+    config = tmp_path / "serve.toml"
+    config.write_text("[limits]\nqueue = 0\n")
+    load = Load(100, Arrivals(), Lengths((5, 5), (60, 60)), shared_prefix=1)  # no prompt begins with 13, its bane
+    found = bench_serve(house.open(config).url, load, Slo()).to_dict()
+    assert found["errors"] == {} and found["completed"] + found["rejected"]["429"] == 100
+    assert found["completed"] >= 64 and found["rejected"]["429"] > 0
