@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ import openai
 import pytest
 from api_server import MODEL, Api, House, until
 
-from lmworks.serve.keys import digest
+from lmworks.serve.keys import Settings, digest
 from lmworks.serve.logs import JSONLines
 
 ALICE, BOB, CAROL, DAVE = "alice-alice", "bob-bob-bob", "carol-carol", "dave-dave-dave"
@@ -199,6 +200,15 @@ def test_logs_tell_who_and_how_much_and_nothing_of_what(locked: Api, caplog: pyt
     (line,) = [line for line in lines if line.get("request_id") == "my-id.1" and line["status"] == 200]
     assert line["key"] == "alice" and line["prompt_tokens"] == len(secret) and line["completion_tokens"] == 2
     assert secret not in written and ALICE not in written
+
+
+def test_the_file_of_the_documentation_can_be_used(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    path = tmp_path / "serve.toml"
+    path.write_text(text.replace("…", "0" * 64))
+    config = Settings(path).current()
+    assert [config.tenant(key) for key in config.keys] == ["alice", "alice"] and config.limits.queue_seconds == 60
 
 
 def test_what_anyone_may_see(locked: Api) -> None:

@@ -20,7 +20,7 @@ from lmworks.serve.backend import Ask, Event, ModelCard, State, Usage, Words
 from lmworks.serve.completions import logprobs_of
 from lmworks.serve.keys import Settings
 from lmworks.serve.serving import Local, Serving
-from lmworks.serve.token_text import TokenTexts
+from lmworks.serve.token_text import Offsets, TokenTexts
 
 PROMPT = "The quick brown fox"
 
@@ -158,6 +158,9 @@ def test_single_tokens_as_text() -> None:
     assert [texts.text(token) for token in ids][-2:] == ["bytes:\\xc3", "bytes:\\xa9"]
     assert b"".join(texts.bytes(token) or b"" for token in ids) == " thé".encode()
     assert texts.text(0) == "<|endoftext|>" and texts.bytes(0) is None
-    found = logprobs_of(texts, [Logprob(ids[0], -1.0, ((ids[0], -1.0), (0, -math.inf)))], 7)
+    found = logprobs_of(texts, [Logprob(ids[0], -1.0, ((ids[0], -1.0), (0, -math.inf)))], Offsets(texts, 7))
     assert found["top_logprobs"] == [{texts.text(ids[0]): -1.0, "<|endoftext|>": -9999.0}]
     assert found["text_offset"] == [7]
+    places = Offsets(texts)
+    text = inner.decode(ids)
+    assert [places.next(token) for token in [*ids, 0]][-4:] == [len(text) - 2, len(text) - 1, len(text) - 1, len(text)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -21,12 +22,12 @@ from .openai_answers import Completion, CompletionChoice, CompletionLogprobs, Fi
 from .openai_types import CompletionRequest
 from .serving import Caller, Local, Serving
 from .sse import DONE, begun, encode, line, while_connected
-from .token_text import TokenTexts, finite, likeliest
+from .token_text import Offsets, TokenTexts, finite, likeliest
 from .upstream import Upstream
 
 USUAL_TOKENS = 16  # as OpenAI has it
 
-Scored = Sequence[Logprob | None]
+Scored = Sequence[Logprob]
 
 
 async def complete(serving: Serving, request: Request) -> Response:
@@ -107,14 +108,15 @@ class Answering:
             if self.bare:
                 text, scored = "", []
             text = self.texts[place] + text if self.texts else text
-            logprobs = self.logprobs([*first(self.job.prompts[place], before), *scored])
+            logprobs = self.logprobs([*named(self.job.prompts[place], before), *scored])
             choices.append(choice(number, text, logprobs, "length" if self.bare else answer.finish_reason))
         return {**self.completion(choices), "usage": usage_object(self.counted(found.usage))}
 
-    def logprobs(self, scored: Scored, offset: int = 0) -> CompletionLogprobs | None:
+    def logprobs(self, scored: Scored, offsets: Offsets | None = None) -> CompletionLogprobs | None:
         if self.body.logprobs is None:
             return None
-        return logprobs_of(self.job.local.token_texts, scored, offset)
+        texts = self.job.local.token_texts
+        return logprobs_of(texts, scored, offsets or Offsets(texts))
 
     def counted(self, usage: Usage) -> Usage:
         return replace(usage, completion_tokens=0) if self.bare else usage
@@ -128,7 +130,7 @@ class Answering:
             for one in self.whole(found)["choices"]:
                 yield line({**self.completion([one]), **more})
         else:
-            offsets: dict[int, int] = {}  # characters of each answer so far, as its tokens have them
+            offsets: dict[int, Offsets] = {}  # by answer: those that have begun
             async with aclosing(self.job.events()) as events:
                 async for place, event in events:
                     usage = usage if event.final is None else total(usage, event.final)
@@ -137,15 +139,14 @@ class Answering:
             yield line({**self.completion([]), "usage": usage_object(self.counted(usage))})
         yield DONE
 
-    def chunk(self, place: int, event: Event, offsets: dict[int, int]) -> CompletionChoice:
+    def chunk(self, place: int, event: Event, offsets: dict[int, Offsets]) -> CompletionChoice:
         """Its text may be empty: half a character, or the beginning of a stop string."""
         number = place * self.job.params.n + event.index
         text = "" if self.bare else event.text
-        if self.texts and number not in offsets:
-            text = self.texts[place] + text
-            offsets[number] = len(self.texts[place])
-        logprobs = self.logprobs(event.logprobs or [], offsets.get(number, 0))
-        offsets[number] = offsets.get(number, 0) + sum(map(len, logprobs["tokens"] if logprobs else ()))
+        if number not in offsets:
+            echo = self.texts[place] if self.texts else ""
+            text, offsets[number] = echo + text, Offsets(self.job.local.token_texts, len(echo))
+        logprobs = self.logprobs(event.logprobs or [], offsets[number])
         return choice(number, text, logprobs, event.finish_reason)
 
 
@@ -158,20 +159,18 @@ def choice(index: int, text: str, logprobs: CompletionLogprobs | None, finish_re
     }
 
 
-def first(prompt: list[int], scored: Scored) -> list[Logprob | None]:
-    """Of a prompt's first token nothing is known but which it is."""
-    return [one or Logprob(prompt[place], float("nan")) for place, one in enumerate(scored)]
+def named(prompt: list[int], scored: Sequence[Logprob | None]) -> list[Logprob]:
+    """Of a prompt's first token nothing is known but which it is: NaN."""
+    return [one or Logprob(prompt[place], math.nan) for place, one in enumerate(scored)]
 
 
-def logprobs_of(texts: TokenTexts, scored: Scored, offset: int) -> CompletionLogprobs:
+def logprobs_of(texts: TokenTexts, scored: Scored, offsets: Offsets) -> CompletionLogprobs:
     found: CompletionLogprobs = {"text_offset": [], "tokens": [], "token_logprobs": [], "top_logprobs": []}
     for one in scored:
-        assert one is not None
         text = texts.text(one.token)
-        found["text_offset"].append(offset)
+        found["text_offset"].append(offsets.next(one.token))
         found["tokens"].append(text)
-        unknown = one.logprob != one.logprob
+        unknown = math.isnan(one.logprob)
         found["token_logprobs"].append(None if unknown else finite(one.logprob))
         found["top_logprobs"].append(None if unknown else {texts.text(token): lp for token, lp in likeliest(one)})
-        offset += len(text)
     return found

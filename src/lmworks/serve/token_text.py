@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from functools import lru_cache
 
@@ -58,6 +59,19 @@ class TokenTexts:
         return name or (
             END_OF_TEXT if self.tokenizer is not None and token == self.tokenizer.eot else f"token_id:{token}"
         )
+
+
+class Offsets:
+    """Where in a text its tokens begin. Half a character begins where the whole one will; a special token is none."""
+
+    def __init__(self, texts: TokenTexts, start: int = 0) -> None:
+        self.texts, self.at = texts, start
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def next(self, token: int) -> int:
+        before = self.at
+        self.at += len(self.decoder.decode(self.texts.bytes(token) or b""))
+        return before
 
 
 def finite(logprob: float) -> float:
