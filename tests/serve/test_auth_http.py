@@ -229,5 +229,7 @@ def test_other_sites_are_let_in_by_name_alone(locked: Api, house: House) -> None
     open_to_one = house.open(origins=["https://app.example"])
     found = open_to_one.http.options("/v1/completions", headers=asked)
     assert found.status_code == 200 and found.headers["access-control-allow-origin"] == "https://app.example"
+    wrong = open_to_one.post("/v1/completions", BODY | {"n": 0}, headers={"origin": "https://app.example"})
+    assert wrong.status_code == 400 and "access-control-allow-origin" in wrong.headers, "errors can be read, too"
     other = open_to_one.http.get("/health", headers={"origin": "https://evil.example"})
     assert "access-control-allow-origin" not in other.headers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_server import until
+from api_server import MODEL, Api, until
 
 from lmworks.cli.main import app
 from lmworks.spec import LMWorksError
@@ -102,6 +104,16 @@ def test_what_is_not_finished_in_time_is_told_so_and_a_second_signal_ends_at_onc
         process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         assert process.wait(30) == 128 + signal.SIGTERM and time.monotonic() - began < 5
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_curl_line_of_the_help_works(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    app(["serve", "--help"], standalone_mode=False)
+    text = capsys.readouterr().out
+    line = text[text.index("curl ") : text.index("}'") + 2].replace("\\\n", " ")
+    line = line.replace("http://127.0.0.1:8000", api.url).replace('"demo"', f'"{MODEL}"')
+    found = subprocess.run(shlex.split(line), capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout)["usage"]["completion_tokens"] > 0
 
 
 @pytest.mark.parametrize(

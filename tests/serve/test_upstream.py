@@ -111,6 +111,8 @@ def test_its_failures_are_told_in_our_words(house: House, name: str, stream: boo
 def test_an_answer_that_is_no_json_or_breaks_off(house: House) -> None:
     broken = fake(house, lambda _: httpx.Response(200, text="<html>")).post("/v1/completions", BODY)
     assert broken.status_code == 502 and broken.json()["error"]["code"] == "upstream_invalid"
+    garbled = fake(house, lambda _: sse("<html>")).post("/v1/completions", BODY | {"stream": True})
+    assert garbled.status_code == 502 and garbled.json()["error"]["code"] == "upstream_invalid"
     chunk = {"id": "1", "choices": [{"index": 0, "text": "a", "finish_reason": None}]}
     cut = fake(house, lambda _: sse(chunk)).post("/v1/completions", BODY | {"stream": True})
     assert "upstream_lost" in cut.text and "[DONE]" not in cut.text

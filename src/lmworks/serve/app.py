@@ -7,13 +7,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from .. import __version__
+from ..spec import LMWorksError
 from . import telemetry, tokenize
 from .chat import chat
 from .completions import complete
@@ -41,10 +42,16 @@ def make_app(serving: Serving, origins: Sequence[str] = (), tracing: Tracing | N
         redirect_slashes=False,
     )
     if origins:
-        headers = ["authorization", "content-type", "x-request-id"]
-        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=headers)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["retry-after", "x-request-id"],
+        )
     app.add_middleware(Door, serving=serving, tracing=tracing)
-    app.add_exception_handler(HTTPException, told)
+    for kind in (HTTPException, LMWorksError, ValidationError):
+        app.add_exception_handler(kind, told)
     add_models(app, serving)
     add_answers(app, serving)
     add_tokens(app, serving)
@@ -54,7 +61,7 @@ def make_app(serving: Serving, origins: Sequence[str] = (), tracing: Tracing | N
 
 
 async def told(_: Request, error: Exception) -> Response:
-    """No such path, or not this method."""
+    """What is wrong with a request. What is wrong with us, the door tells."""
     return response_of(error)
 
 

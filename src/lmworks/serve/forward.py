@@ -102,11 +102,7 @@ class Passing:
             self.caller.facts["asked"] = time.time()
             async with self.opened() as answer, self.charged(entry):
                 content = await answer.aread()
-                try:
-                    self.count(entry, json.loads(content))
-                except (ValueError, AttributeError):
-                    message = "the server behind this one did not answer in JSON"
-                    raise Refusal(502, "upstream_invalid", message) from None
+                self.count(entry, understood(content))
             return content
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
@@ -126,7 +122,7 @@ class Passing:
                     if (data := text[5:].strip()) == "[DONE]":
                         yield DONE
                         return
-                    chunk = json.loads(data)
+                    chunk = understood(data)
                     if chunk.get("usage"):
                         self.count(entry, chunk)
                     if chunk.get("choices") or wanted or "error" in chunk:
@@ -152,6 +148,16 @@ class Passing:
         )
         note(self.caller.facts, usage)
         entry.use(usage.prompt_tokens + usage.completion_tokens)
+
+
+def understood(content: str | bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise Refusal(502, "upstream_invalid", "the server behind this one did not answer in JSON")
+    return found
 
 
 def lengths_of(body: CompletionRequest | ChatRequest) -> list[int]:

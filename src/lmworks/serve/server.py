@@ -20,6 +20,7 @@ from .logs import log
 from .serving import Serving
 
 HEADER_SECONDS = 20.0  # for the headers of a request to arrive
+KEEP_ALIVE_S = 75  # longer than proxies keep idle connections: it is theirs to close them
 LAST_WORDS_S = 5.0  # for those who were cut off to be told so
 
 
@@ -41,8 +42,8 @@ class Protocol(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             self.headers_came()
-        elif self.deadline is None and self.conn.their_state is h11.IDLE:
-            self.await_headers()
+        elif self.deadline is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self.await_headers()  # another request has begun on this connection
 
     def await_headers(self) -> None:
         self.deadline = self.loop.call_later(HEADER_SECONDS, self.too_slow)
@@ -128,6 +129,7 @@ def make_server(
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         h11_max_incomplete_event_size=serving.settings.current().limits.header_bytes,
         timeout_graceful_shutdown=int(drain_seconds + LAST_WORDS_S),
         ssl_certfile=tls_cert,

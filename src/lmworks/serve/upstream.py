@@ -39,7 +39,8 @@ class Upstream:
         return State(alive=self.up, ready=self.up and bool(self.cards), open=self.open, last_error=self.last_error)
 
     def card(self, name: str) -> ModelCard:
-        return next(card for card in self.cards if card.id == name)
+        """One that is gone meanwhile is not known in any way but by its name."""
+        return next((card for card in self.cards if card.id == name), ModelCard(name, 0, 0, 0))
 
     async def start(self) -> None:
         await self.look()
