@@ -110,7 +110,9 @@ class Api:
     def __init__(self, port: int, serving: Serving, house: House) -> None:
         self.port, self.serving, self.house = port, serving, house
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30, trust_env=False)
+        self.http = httpx.Client(
+            base_url=self.url, timeout=60, trust_env=False, limits=httpx.Limits(max_connections=None)
+        )
 
     def client(self, key: str = "none needed") -> OpenAI:
         """Every answer must be what the client's types say."""

@@ -107,9 +107,9 @@ def test_requests_a_minute_hold_among_many_clients_at_once(locked: Api) -> None:
         answer = locked.post("/v1/completions", BODY, headers=header(BOB))
         return answer.status_code, answer.headers.get("retry-after")
 
-    with ThreadPoolExecutor(20) as many:
-        found = list(many.map(ask, range(60)))
-    assert sorted(status for status, _ in found) == [200] * 3 + [429] * 57
+    with ThreadPoolExecutor(200) as many:
+        found = list(many.map(ask, range(200)))
+    assert sorted(status for status, _ in found) == [200] * 3 + [429] * 197
     assert all(1 <= int(wait or 0) <= 60 for status, wait in found if status == 429)
     assert locked.post("/v1/completions", BODY, headers=header(ALICE)).status_code == 200
 

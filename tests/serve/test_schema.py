@@ -36,7 +36,9 @@ def exercise(operation: Any, mode: GenerationMode) -> Counter[int]:
     statuses = Counter[int]()
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+    )
     def check(case: Any) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
             case.body |= {"model": MODEL} | ({"max_tokens": 2} if "max_tokens" in case.body else {})

@@ -15,6 +15,7 @@ from .errors import body_of, refusal_of
 from .logs import facts_of, log
 
 DONE = b"data: [DONE]\n\n"
+STALLED_S = 30.0  # a client that takes nothing for so long has left
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 Found = TypeVar("Found")
@@ -42,22 +43,32 @@ class EventStream(Response):
             await while_connected(receive, self.write(scope, send))
         except ClientDisconnect:
             facts_of(scope)["failed"] = "client_left"
+        except TimeoutError:
+            facts_of(scope)["failed"] = "client_stalled"
+            raise ClientDisconnect from None
         finally:
             await self.rest.aclose()
 
     async def write(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.first, "more_body": True})
+        await self.put(send, self.first)
         try:
             async for one in self.rest:
-                await send({"type": "http.response.body", "body": one, "more_body": True})
+                await self.put(send, one)
+        except TimeoutError:
+            raise
         except Exception as error:
             refusal = refusal_of(error)
             facts_of(scope)["failed"] = refusal.code
             if refusal.code == "internal_error":
                 log.error("a stream failed", exc_info=error)
-            await send({"type": "http.response.body", "body": line(body_of(refusal)), "more_body": True})
+            await self.put(send, line(body_of(refusal)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def put(self, send: Send, one: bytes) -> None:
+        """A client that is there and does not read must not hold its place for ever."""
+        async with asyncio.timeout(STALLED_S):
+            await send({"type": "http.response.body", "body": one, "more_body": True})
 
 
 async def begun(request: Request, lines: AsyncGenerator[bytes, None]) -> EventStream:
