@@ -129,6 +129,15 @@ BODIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
 }
 
 
+def test_a_body_that_is_wrong_all_over_is_not_read_to_its_end(api: Api) -> None:
+    """Telling 300,000 mistakes apart took seconds, in which nobody else was served."""
+    found = api.post(COMPLETIONS, GOOD | {f"x{i}": 1 for i in range(2000)})
+    assert "2000 places" in refused(found.status_code, found.content)["message"]
+    calls = {"messages": [{"role": "assistant", "tool_calls": [1] * 2000}]}
+    found = api.post(CHATS, CHAT | calls)
+    assert refused(found.status_code, found.content)["param"] == "messages.0.tool_calls.0"
+
+
 @pytest.mark.parametrize("name", BODIES)
 def test_a_body_that_is_wrong(api: Api, name: str) -> None:
     path, change, param = BODIES[name]

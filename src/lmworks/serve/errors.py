@@ -31,6 +31,7 @@ STATUS: dict[tuple[Kind, bool], tuple[int, str]] = {  # by kind, and whether the
 }
 WISHES = {field.name for field in dataclasses.fields(SamplingParams)}
 FORM = re.compile(r"^str$|^[A-Z]|[\[( ]")  # what pydantic calls the forms of a field, between the names of fields
+MANY = 100  # mistakes in one body that are looked at: a list of a million would keep everyone waiting
 SHOWN = 500  # characters of a message: some quote what they were sent
 
 
@@ -69,6 +70,8 @@ def named(message: str) -> str | None:
 
 def invalid(error: ValidationError) -> Refusal:
     """What is wrong with a body. Where a field may have several forms, of the one that came furthest."""
+    if error.error_count() > MANY:
+        return Refusal(400, "invalid_request", f"the body is wrong in {error.error_count()} places")
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = max((one for one in found if one["loc"][:1] == found[0]["loc"][:1]), key=lambda one: len(one["loc"]))
     where = ".".join(str(part) for part in first["loc"] if not FORM.search(str(part)))
