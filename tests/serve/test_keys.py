@@ -103,10 +103,23 @@ def test_a_secret_is_shown_nowhere(tmp_path: Path) -> None:
     assert ALICE not in repr(config) + repr(config.keys[0]) + str(config.to_dict())
 
 
+@pytest.mark.parametrize("text", ["keys = ['12345678']", "[[keys]]\nname = 'a'\nsecret = 12345678"])
+def test_nor_where_the_file_is_wrong(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        settings(tmp_path, text)
+    assert "12345678" not in str(caught.value)
+
+
+def test_a_secret_that_no_header_can_carry(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="space"):
+        settings(tmp_path, "[[keys]]\nname = 'a'\nsecret = 'alices-secret '")
+
+
 @pytest.mark.parametrize(
     ("header", "key"),
     [
         ("Bearer abc", "abc"),
+        ("Bearer schlüssel".encode().decode("latin-1"), "schlüssel"),
         ("bearer  abc ", "abc"),
         ("Basic abc", None),
         ("Bearer", None),

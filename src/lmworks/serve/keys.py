@@ -54,6 +54,8 @@ class Key(KeyLimits):
             raise SpecError(f"keys: {self.name!r} needs either secret or sha256")
         if self.secret and len(self.secret) < SHORTEST:
             raise SpecError(f"keys: the secret of {self.name!r} is easy to guess: take {SHORTEST} characters or more")
+        if self.secret != self.secret.strip():
+            raise SpecError(f"keys: the secret of {self.name!r} begins or ends with a space, which no header can carry")
         if self.secret:
             self.derive("sha256", digest(self.secret).hex())
             self.derive("secret", "")
@@ -103,9 +105,10 @@ def digest(key: str) -> bytes:
 
 
 def bearer(header: str | None) -> str | None:
-    """The key in an Authorization header."""
+    """The key in an Authorization header, which comes as latin-1: what was sent are the bytes of its UTF-8."""
     scheme, _, key = (header or "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" and key.strip() else None
+    sent = key.strip(" \t").encode("latin-1").decode("utf-8", errors="surrogateescape")
+    return sent if scheme.lower() == "bearer" and sent else None
 
 
 class Settings:
@@ -152,8 +155,15 @@ class Settings:
         table = {} if self.path is None else read_toml(self.path)
         keys = table.get("keys", [])
         if isinstance(keys, list):
-            table["keys"] = [*keys, *self.given]
+            table["keys"] = [*map(readable, keys), *self.given]
         return Config.from_dict(table)
+
+
+def readable(key: Any) -> dict[str, Any]:
+    """What is wrong with a table is told with what it holds: not with a secret."""
+    if not isinstance(key, dict) or not isinstance(key.get("secret", ""), str):
+        raise SpecError("keys: each must be a table, [[keys]], and its secret a string")
+    return key
 
 
 def read_toml(path: Path) -> dict[str, Any]:
