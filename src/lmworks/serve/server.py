@@ -93,6 +93,11 @@ class Server(uvicorn.Server):
         finally:
             await self.serving.close()
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for one in sockets or ():  # connections of before must not keep the next server from this address
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.info("shutting down", extra={"seconds": self.seconds})
         draining = asyncio.create_task(self.serving.drain(self.seconds))
@@ -108,6 +113,8 @@ def bound(host: str, port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
+        # Or another server could take it, too, until one of them listens.
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except (OSError, OverflowError) as error:
         found.close()
         raise LMWorksError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}") from None
