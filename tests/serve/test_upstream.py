@@ -13,6 +13,7 @@ import pytest
 from api_server import MODEL, Api, House, until
 
 from lmworks.serve.upstream import Upstream
+from lmworks.spec import SpecError
 
 BODY = {"model": MODEL, "prompt": "Hello", "max_tokens": 12, "temperature": 0}
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -94,6 +95,13 @@ FAILURES: dict[str, tuple[Handler, int, str]] = {
         429,
         "slow_down",
     ),
+    "elsewhere": (lambda _: httpx.Response(302, headers={"location": "http://x/"}), 502, "upstream_failed"),
+    "without content": (lambda _: httpx.Response(204), 502, "upstream_failed"),
+    "full for ever": (
+        lambda _: httpx.Response(429, text="", headers={"retry-after": "9" * 400}),
+        429,
+        "upstream_refused",
+    ),
     "refusing without words": (lambda _: httpx.Response(400, text="no"), 400, "upstream_refused"),
 }
 
@@ -152,3 +160,24 @@ def test_one_that_comes_later(house: House) -> None:
     house.run(upstream.look())
     assert api.http.get("/ready").status_code == 200
     assert api.http.get("/v1/models").json()["data"][0]["max_model_len"] == 100
+
+
+def test_ids_and_numbers_that_cannot_be_passed_on(house: House) -> None:
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"usage": {"prompt_tokens": "a", "completion_tokens": -5}})
+
+    api = fake(house, answer)
+    found = api.post("/v1/completions", BODY, headers=[(b"x-request-id", "é".encode())])
+    assert found.status_code == 200 and seen[0].headers["x-request-id"] == found.headers["x-request-id"]
+    raw = json.dumps(BODY | {"guided_json": {"minimum": float("nan")}})
+    refused = api.http.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "invalid_json" and len(seen) == 1
+
+
+def test_an_address_is_shown_so_it_holds_no_password() -> None:
+    with pytest.raises(SpecError, match="LMWORKS_UPSTREAM_KEY") as caught:
+        Upstream("http://me:password@there/v1")
+    assert "password" not in str(caught.value)

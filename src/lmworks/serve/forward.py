@@ -34,8 +34,8 @@ async def forward(
     raw: bytes,
 ) -> Response:
     """The body goes on as it came, but for caps that our limits put on it."""
-    wire: dict[str, Any] = json.loads(raw)
-    passing = Passing(serving, caller, upstream, body, wire, request.headers.get("x-request-id"))
+    wire: dict[str, Any] = json.loads(raw, parse_constant=no_number)
+    passing = Passing(serving, caller, upstream, body, wire)
     if body.stream:
         return await begun(request, passing.lines())
     return Response(await while_connected(request.receive, passing.whole()), media_type="application/json")
@@ -48,7 +48,6 @@ class Passing:
     upstream: Upstream
     body: CompletionRequest | ChatRequest
     wire: dict[str, Any]
-    request_id: str | None
 
     @property
     def path(self) -> str:
@@ -79,7 +78,7 @@ class Passing:
         """The answer, once it has begun and is none of an error."""
         seconds = self.caller.limits.request_seconds or None
         timeout = httpx.Timeout(CONNECT_S, read=seconds, write=CONNECT_S)
-        headers = {"x-request-id": self.request_id} if self.request_id else {}
+        headers = {"x-request-id": self.caller.facts["request_id"]}  # as our log has it
         self.upstream.open += 1
         try:
             async with self.upstream.client.stream(
@@ -142,10 +141,9 @@ class Passing:
         used = answer.get("usage")
         if not isinstance(used, dict):
             return
-        details = used.get("prompt_tokens_details") or {}
-        usage = Usage(
-            used.get("prompt_tokens") or 0, used.get("completion_tokens") or 0, details.get("cached_tokens") or 0
-        )
+        details = used.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else 0
+        usage = Usage(count_of(used.get("prompt_tokens")), count_of(used.get("completion_tokens")), count_of(cached))
         note(self.caller.facts, usage)
         entry.use(usage.prompt_tokens + usage.completion_tokens)
 
@@ -158,6 +156,15 @@ def understood(content: str | bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise Refusal(502, "upstream_invalid", "the server behind this one did not answer in JSON")
     return found
+
+
+def no_number(name: str) -> None:
+    """Python reads NaN and Infinity; those who speak JSON do not."""
+    raise Refusal(400, "invalid_json", f"{name} is no JSON")
+
+
+def count_of(said: Any) -> int:
+    return max(0, said) if isinstance(said, int) else 0
 
 
 def lengths_of(body: CompletionRequest | ChatRequest) -> list[int]:
@@ -177,14 +184,13 @@ def refusal_of_upstream(answer: httpx.Response, content: bytes) -> Refusal:
     """What it refuses is refused; that it fails, or does not know us, is no fault of the client."""
     status = answer.status_code
     retry = answer.headers.get("retry-after", "")
-    after = float(retry) if retry.isdecimal() else None
-    if status in (401, 403) or status >= 500:
+    after = float(retry) if retry.isdecimal() and len(retry) < 7 else None
+    if status in (401, 403) or not 400 <= status < 500:
         return Refusal(502, "upstream_failed", f"the server behind this one failed with status {status}", None, after)
     try:
         error = json.loads(content)["error"]
-        return Refusal(
-            status, str(error.get("code") or "upstream_refused"), str(error["message"]), error.get("param"), after
-        )
+        code, param = str(error.get("code") or "upstream_refused"), error.get("param")
+        return Refusal(status, code, str(error["message"]), param if isinstance(param, str) else None, after)
     except (ValueError, KeyError, TypeError, AttributeError):
         return Refusal(
             status, "upstream_refused", f"the server behind this one refused it with status {status}", None, after

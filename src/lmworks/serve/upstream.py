@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from ..spec import SpecError
 from .backend import ModelCard, State
 
 log = logging.getLogger("lmworks.serve")
@@ -24,6 +25,10 @@ class Upstream:
     def __init__(self, url: str, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`url` ends in /v1, as clients know it. `api_key` is what we show there: keys of our own clients stay here."""
         self.url = url.rstrip("/")
+        if "@" in self.url or "?" in self.url:
+            raise SpecError(
+                "--upstream: the address is shown in /health and in logs: set a key as LMWORKS_UPSTREAM_KEY"
+            )
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         # No proxy, no .netrc: it is where it was said to be, and gets what it is meant to get.
