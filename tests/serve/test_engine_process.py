@@ -13,15 +13,19 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tiny_engine
 
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.request import Request, Result
+from lmworks.serve import engine_process
 from lmworks.serve.backend import Ask, BackendError, Event
-from lmworks.serve.box import joined
+from lmworks.serve.box import Box, joined
+from lmworks.serve.channel import Submit, Wire
+from lmworks.serve.engine_loop import Loop
 from lmworks.serve.engine_process import EngineProcess, Patience
 from lmworks.spec import SpecError
 
@@ -227,6 +231,34 @@ def test_who_leaves_before_a_shape_is_compiled_leaves_nothing(engine: EngineProc
     run(main())
 
 
+def test_nobody_compiles_for_those_who_left() -> None:
+    """Those who ask for large shapes and leave would else keep all others from theirs."""
+    compiled: list[SamplingParams] = []
+    grammars = SimpleNamespace(matcher=compiled.append)
+    loop = Loop(cast(Wire, None))
+    loop.engine = cast(Any, SimpleNamespace(runner=SimpleNamespace(grammars=grammars)))
+    loop.wanted.add(1)
+    for number in range(3):
+        loop.compile(Submit(number, Ask([1], replace(LONG, regex="a"))))
+    assert len(compiled) == len(loop.orders) == 1
+
+
+def test_what_comes_after_the_end_is_dropped() -> None:
+    """One who reads slowly gets no more than what was there when its time was over."""
+
+    async def main() -> None:
+        box = Box(Ask([1], LONG))
+        box.put(Event(0, [1]))
+        box.fail("timeout", "too long")
+        box.put(Event(0, [2]))
+        assert [event.tokens for event in await box.take()] == [[1]]
+        box.put(Event(0, [3]))
+        with pytest.raises(BackendError, match="too long"):
+            await box.take()
+
+    asyncio.run(main())
+
+
 def test_who_is_slow_gets_larger_events_and_is_no_reason_to_worry(engine: EngineProcess, run: Run) -> None:
     async def main() -> None:
         stream, first = await beginning(engine, Ask([1], LONG))
@@ -306,6 +338,33 @@ def test_a_process_that_hangs_is_noticed(engine: EngineProcess, run: Run) -> Non
     restarts = engine.restarts
     run(main())
     assert engine.restarts == restarts
+
+
+def test_a_process_that_hangs_is_not_written_to_for_ever(
+    engine: EngineProcess, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "BACKLOG", 2**20)
+
+    async def main() -> None:
+        os.kill(pid(engine), signal.SIGSTOP)
+        try:
+            with pytest.raises(BackendError) as caught:
+                for _ in range(20):
+                    engine.leave(engine.submit(Ask([1] * 200_000, LONG))[0])
+            assert caught.value.kind == "busy" and not engine.boxes
+        finally:
+            os.kill(pid(engine), signal.SIGCONT)
+        await until(lambda: engine.life is not None and not engine.life.writer.transport.get_write_buffer_size())
+        assert isinstance(await outcome(engine, Ask([1], replace(LONG, max_tokens=2))), list)
+
+    run(main())
+
+
+def test_a_signal_without_a_name(engine: EngineProcess, run: Run) -> None:
+    async def end() -> None:
+        os.kill(pid(engine), signal.SIGRTMIN + 1)
+
+    run(recovers(engine, end, f"killed by signal {signal.SIGRTMIN + 1}"))
 
 
 def test_a_process_that_hangs_for_long_is_replaced(engine: EngineProcess, run: Run) -> None:

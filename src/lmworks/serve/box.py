@@ -21,6 +21,8 @@ class Box:
 
     def put(self, event: Event) -> None:
         """A consumer that lags behind gets fewer, larger events."""
+        if self.error is not None:
+            return  # its time is over
         last = self.events[-1] if self.events else None
         if last is not None and last.index == event.index and last.finish_reason is None:
             self.events[-1] = joined(last, event)

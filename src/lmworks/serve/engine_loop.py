@@ -61,8 +61,12 @@ def listen(loop: Loop, messages: Any) -> None:
     try:
         for message in messages:
             loop.hear(message)
-    finally:
-        os._exit(0)  # in the middle of a step, if need be: nobody waits for it
+    except ConnectionError:
+        pass  # it ends in this way, too
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # in the middle of a step, if need be: nobody waits for it
 
 
 def hello(served: Served) -> Hello:
@@ -115,6 +119,8 @@ class Loop:
 
     def compile(self, message: Submit) -> None:
         """The engine finds it compiled, then. One that cannot be is refused without troubling the engine."""
+        if message.number not in self.wanted:
+            return  # taken back while it waited for this thread
         try:
             assert self.engine.runner.grammars is not None
             self.engine.runner.grammars.matcher(message.ask.params)

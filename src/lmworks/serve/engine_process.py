@@ -36,6 +36,7 @@ TICK_S = 0.25  # how often it is looked whether the engine advances
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0  # before a process is started again; twice as long each time
 STEADY_S = 60.0  # a process that lasted so long starts the pauses anew
 SHUTTING_DOWN = "the server is shutting down"
+BACKLOG = 64 * 2**20  # bytes that a process may have left unread: one that hangs is not written to for ever
 ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
 
@@ -144,6 +145,8 @@ class EngineProcess:
         life = self.hearing()
         if life is None:
             raise BackendError("dead", "the engine is being started again", self.retry_after)
+        if life.writer.transport.get_write_buffer_size() > BACKLOG:
+            raise BackendError("busy", "the engine does not keep up with what it is sent", 1.0)
         number, box = next(self.numbers), Box(ask)
         try:
             life.writer.write(frame(Submit(number, ask)))
@@ -331,5 +334,6 @@ async def end(life: Life) -> str:
     life.writer.transport.abort()
     life.process.kill()  # nothing happens to one that has ended
     code = await asyncio.to_thread(life.process.wait)
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    names = {each.value: each.name for each in signal.Signals}  # not of all that there are
+    how = f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
     return life.why or f"the engine's process ended: {how}"
