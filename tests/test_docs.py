@@ -27,6 +27,7 @@ PLAIN = (
     "speculation",
     "adapters",
     "quantization",
+    "serving",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PLAIN)]
 BLOCKS = [
