@@ -28,6 +28,7 @@ PLAIN = (
     "adapters",
     "quantization",
     "serving",
+    "bench-serve",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PLAIN)]
 BLOCKS = [

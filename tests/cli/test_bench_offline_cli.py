@@ -43,7 +43,7 @@ def test_people_get_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "tinny"], "tinny is not a run folder"),
+        (["--model", "tinny"], "tinny is neither a folder nor a preset; did you mean 'tiny'?"),
         (["--model", "tiny", "--input", "9:3"], "1 ≤ LOW ≤ HIGH"),
         (["--model", "tiny", "--output", "some"], "--output = 'some'"),
         (["--model", "tiny", "engine.blok=1"], "unknown key 'engine.blok'"),

@@ -135,7 +135,7 @@ class Api:
                 connection.shutdown(socket.SHUT_WR)
                 parts = iter(lambda: connection.recv(65536), b"")
                 return b"".join(parts)
-            except (ConnectionError, TimeoutError):
+            except OSError:  # a connection that the server ended may be gone in several ways
                 return b""
 
 

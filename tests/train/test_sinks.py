@@ -1,6 +1,7 @@
 """Sinks: what was logged can be read back under the names of metrics.jsonl."""
 
 import sys
+import time
 import types
 
 import pytest
@@ -117,4 +118,7 @@ def test_wandb_offline_for_real(tmp_path):
     feed(folder, spec, [(1, 5.5), (2, 5.0)])
     (log,) = folder.path.glob("wandb/offline-run-*/run-*.wandb")
     assert (folder.path / "wandb" / "id").read_text() in log.name
-    assert b"tokens" in log.read_bytes()
+    deadline = time.monotonic() + 20  # a process of W&B's own writes it
+    while b"tokens" not in (found := log.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert b"tokens" in found
