@@ -405,11 +405,12 @@ def test_draining_lets_some_finish_and_cuts_off_others(run: Run) -> None:
         process = pid(backend)
         short = asyncio.create_task(outcome(backend, Ask([1], replace(LONG, max_tokens=3))))
         slow, _ = await beginning(backend, Ask([2], replace(LONG, n=64)))
-        draining = asyncio.create_task(backend.drain(0.7))
+        draining = asyncio.create_task(backend.drain(3.0))
         await until(lambda: backend.draining)
         late = await outcome(backend, Ask([3], LONG))
         assert isinstance(late, BackendError) and late.kind == "dead" and "shutting down" in str(late)
         assert isinstance(await short, list)
+        os.kill(process, signal.SIGSTOP)  # however fast the machine is, the other one does not finish
         assert await draining == 1
         with pytest.raises(BackendError, match="shutting down"):
             while (await anext(slow)).final is None:

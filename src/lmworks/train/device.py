@@ -56,12 +56,13 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             return
         warm_runtime()
-        self.base = resident_now()
+        self.base = self.highest = resident_now()
 
     def read(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return resident_peak() - self.base
+        self.highest = max(self.highest, resident_peak())  # Linux counts in parts: its own peak may read lower later
+        return self.highest - self.base
 
 
 def warm_runtime() -> None:
