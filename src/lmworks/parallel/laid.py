@@ -20,6 +20,7 @@ from ..model import GPT
 from ..model.attention import dense
 from ..model.gpt import default_positions
 from ..model.moe import moe_layers, set_balance_scale, update_balance
+from ..record import phase
 from ..spec import RunSpec
 from ..spec.layout import V_SHAPED
 from .alone import Alone
@@ -69,12 +70,15 @@ class Laid:
         for part in self.parts.values():
             set_balance_scale(part, factor)
         if self.pipeline is not None:
+            phase.enter("forward")  # and backward: stages do both in turns
             return self.pipeline.train([self.inputs(batch) for batch in batches], factor) / self.size("tp")
         loss_sum = torch.zeros((), device=self.device)
         strategy = self.strategies[0]
         for index, batch in enumerate(batches):
             with strategy.micro_batch(last=index == len(batches) - 1):
+                phase.enter("forward")
                 _, loss = strategy(**self.inputs(batch))
+                phase.enter("backward")
                 (loss * factor).backward()
             loss_sum += loss.detach()
         return loss_sum / self.size("tp")

@@ -1,13 +1,17 @@
 """Floor 0: what a run is, as validated data. Imports neither torch nor any other part of LMWorks."""
 
+from .checkpoint import CheckpointSpec
 from .engine import EngineSpec
 from .errors import CheckpointError, DataError, LMWorksError, SpecError, TrainingError
+from .fault import FaultSpec
 from .grid import Grid
 from .hardware import Cluster, Gpu, catalogue, parse_cluster, recognise
+from .health import HealthSpec
 from .load import dump_toml, load_run
 from .model import ModelSpec, RopeScaling
 from .presets import PRESETS
-from .run import CheckpointSpec, DataSpec, LogSpec, OptimSpec, ParallelSpec, PrecisionSpec, RunSpec
+from .run import DataSpec, LogSpec, OptimSpec, ParallelSpec, PrecisionSpec, RunSpec
+from .watch import WatchSpec
 
 __all__ = [
     "PRESETS",
@@ -17,8 +21,10 @@ __all__ = [
     "DataError",
     "DataSpec",
     "EngineSpec",
+    "FaultSpec",
     "Gpu",
     "Grid",
+    "HealthSpec",
     "LMWorksError",
     "LogSpec",
     "ModelSpec",
@@ -29,6 +35,7 @@ __all__ = [
     "RunSpec",
     "SpecError",
     "TrainingError",
+    "WatchSpec",
     "catalogue",
     "dump_toml",
     "load_run",

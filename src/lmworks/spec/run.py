@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from .checkpoint import CheckpointSpec
 from .errors import SpecError
+from .fault import FaultSpec
 from .hardware import Cluster
+from .health import HealthSpec
 from .layout import LOOPED, V_SHAPED, check_layout, least_micro_batches
 from .model import ModelSpec
 from .schema import Section, opt
+from .watch import WatchSpec
 
 RECOMPUTE = ("none", "full", "selective", "budget")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
@@ -168,15 +172,6 @@ class PrecisionSpec(Section):
 
 
 @dataclass(frozen=True)
-class CheckpointSpec(Section):
-    section: ClassVar[str] = "checkpoint"
-
-    every: int = opt(100, "steps between checkpoints; the last step is always saved (0: only that)", ge=0)
-    keep: int = opt(3, "newest checkpoints to keep (0: all)", ge=0)
-    init: str = opt("", "a run folder or Hugging Face folder whose weights the run starts from")
-
-
-@dataclass(frozen=True)
 class LogSpec(Section):
     section: ClassVar[str] = "log"
 
@@ -210,6 +205,9 @@ class RunSpec(Section):
     parallel: ParallelSpec = opt(ParallelSpec, "the layout")
     precision: PrecisionSpec = opt(PrecisionSpec, "the number formats")
     checkpoint: CheckpointSpec = opt(CheckpointSpec, "what is saved")
+    fault: FaultSpec = opt(FaultSpec, "what happens when a process ends")
+    health: HealthSpec = opt(HealthSpec, "what is watched in the numbers")
+    watch: WatchSpec = opt(WatchSpec, "hangs and slow ranks")
     log: LogSpec = opt(LogSpec, "what is recorded")
     cluster: Cluster = opt(Cluster, "the machines")
 

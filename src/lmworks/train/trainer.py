@@ -34,7 +34,7 @@ from ..parallel.weights import is_hf, source_of
 from ..parallel.world import explained, from_lead, is_lead, join, known, together
 from ..plan.devices.machine import Machine
 from ..plan.flops import model_flops_per_token
-from ..record import MetricsWriter, RunFolder
+from ..record import MetricsWriter, RunFolder, phase
 from ..spec import DataError, RunSpec, SpecError, TrainingError
 from . import checkpoint
 from .device import PeakMemory, find_gpu, make_deterministic, pick_device
@@ -109,6 +109,7 @@ class Trainer:
 
     def build(self) -> None:
         """Model, optimizer and loss scale."""
+        phase.enter("init")
         self.memory = PeakMemory(self.device)
         seed_everything(self.spec.seed)
         self.laid = together(lambda: lay_out(self.spec, self.mesh, self.device, self.weights))
@@ -181,6 +182,7 @@ class Trainer:
         save_s = 0.0
         while self.step < spec.optim.steps:
             began = time.perf_counter()
+            phase.enter("data", self.step + 1)
             batches = next(stream)
             waited = time.perf_counter() - began
             with self.profiler.step(self.step + 1):
@@ -213,6 +215,7 @@ class Trainer:
             return self.engine_step(self.engine, batches, tokens, began)
         scale = self.loss_scale.scale
         loss_sum = self.laid.forward_backward(batches, scale / max(1, tokens))
+        phase.enter("reduce")
         self.laid.finish()
         squares = squared_norm(self.laid.shards, self.laid.replicas)
         loss_total, squares_total, memory = self.sum_over_ranks(loss_sum, squares)
@@ -220,6 +223,7 @@ class Trainer:
         loss_mean = loss_total / max(1, tokens)
         computed = time.perf_counter()
         self.refuse_nonfinite(loss_mean, norm)
+        phase.enter("optimizer")
         lr = learning_rate(self.spec.optim, self.step)
         overflow = not math.isfinite(norm)  # of fp16: the weights are left alone, and the scale is halved
         if not overflow:
@@ -318,6 +322,7 @@ class Trainer:
         )
 
     def evaluate(self) -> Evaluation:
+        phase.enter("evaluate")
         result = evaluate(self.laid, self.held_out, self.spec, self.spec.log.eval_batches)
         self.event("eval", val_loss=result.loss, tokens=result.tokens)
         return result

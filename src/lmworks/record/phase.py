@@ -1,0 +1,28 @@
+"""Where this process is in its work: one word and the step, kept for whoever asks.
+
+A watchdog that reports a hang reads it; whoever must act at one exact place (a fault that is injected, say) listens.
+Entering costs an assignment where nobody listens.
+
+    init, data, forward, backward, reduce, optimizer, evaluate      of a step
+    save.stage, save.write, save.seal, save.commit, save.prune      of a checkpoint
+    load.find, load.read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Listener = Callable[[str, int], None]
+
+name = "init"
+step = 0  # the one being taken, counted from 1
+listeners: list[Listener] = []
+
+
+def enter(phase: str, at_step: int | None = None) -> None:
+    global name, step
+    name = phase
+    if at_step is not None:
+        step = at_step
+    for listener in listeners:
+        listener(name, step)
