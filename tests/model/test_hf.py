@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lmworks.model import GPT, generate
-from lmworks.model.hf import save_hf
 from lmworks.model.hf_config import config_of_spec, family_of_spec, spec_of_config
+from lmworks.model.hf_write import save_hf
 from lmworks.spec import LMWorksError, ModelSpec, SpecError
 
 transformers = pytest.importorskip("transformers")

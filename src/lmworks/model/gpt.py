@@ -230,7 +230,7 @@ class GPT(nn.Module):
 
     def save_hf(self, folder: str | Path, eos: int | list[int] | None = None) -> None:
         """Write a checkpoint that `transformers` loads; `eos` are the tokens at which its `generate` stops."""
-        from .hf import save_hf
+        from .hf_write import save_hf
 
         save_hf(self, Path(folder), eos)
 

@@ -1,26 +1,24 @@
-"""Hugging Face checkpoints, in and out: a folder with config.json and safetensors, as `transformers` reads and writes.
+"""Hugging Face checkpoints, read: a folder with config.json and safetensors, as `transformers` writes them.
 
-One tensor is handled at a time, so reading needs the model once plus its largest tensor, and writing the model once
-plus one shard. `hf_config` translates the shape, `hf_layout` the names.
+One tensor is handled at a time, so reading needs the model once plus its largest tensor. `hf_config` translates the
+shape, `hf_layout` the names; `hf_write` is the way out.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..spec import CheckpointError, ModelSpec, SpecError
-from .hf_config import config_of_spec, family_of_config, family_of_spec, spec_of_config
+from .hf_config import family_of_config, spec_of_config
 from .hf_layout import Stored, layout
 from .upload import Lane, in_lanes
 
@@ -29,8 +27,7 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound="GPT")
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 4 * 10**9
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 STAGED = ("cuda",)  # devices that weights reach through page-locked buffers
 # Tensors that some checkpoints hold and no network needs: causal masks and rotary frequencies, kept as buffers once.
 BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
@@ -41,9 +38,6 @@ SHAPE_KEYS = (
     "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "tie_embeddings", "norm", "positions", "mlp", "bias",
     "qkv_bias", "qk_norm", "experts", "shared_experts", "expert_ffn",
 )  # fmt: skip
-
-
-# --- reading ------------------------------------------------------------------------------------------
 
 
 class Checkpoint:
@@ -111,11 +105,11 @@ def load_hf(
     cls: type[Model], folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Model:
     """The model of a Hugging Face folder, in `dtype` whatever the precision of its files, straight on `device`."""
-    config = read_json(folder / "config.json")
+    config = read_json(folder / CONFIG)
     try:
         family, spec = family_of_config(config), spec_of_config(config)
     except SpecError as error:
-        raise SpecError(f"{folder / 'config.json'}: {error}") from None
+        raise SpecError(f"{folder / CONFIG}: {error}") from None
     with torch.device("meta"):
         model = cls(spec).to(dtype)
     device = torch.device(device)
@@ -144,11 +138,11 @@ class HFWeights:
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
-        config = read_json(folder / "config.json")
+        config = read_json(folder / CONFIG)
         try:
             family, there = family_of_config(config), spec_of_config(config)
         except SpecError as error:
-            raise SpecError(f"{folder / 'config.json'}: {error}") from None
+            raise SpecError(f"{folder / CONFIG}: {error}") from None
         for key in SHAPE_KEYS if spec.experts else (*SHAPE_KEYS, "ffn"):
             if getattr(there, key) != getattr(spec, key):
                 raise SpecError(
@@ -188,75 +182,3 @@ def refuse_surplus(checkpoint: Checkpoint, plan: Iterable[str]) -> None:
             f"{checkpoint.folder}: {len(surplus)} tensors belong to nothing that config.json describes, "
             f"the first is '{surplus[0]}'"
         )
-
-
-# --- writing ------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def save_hf(model: GPT, folder: Path, eos: int | list[int] | None = None, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write `model` in its own precision. Weights that an earlier export left in the folder are replaced."""
-    config = config_of_spec(model.spec, eos)
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
-    config["torch_dtype"] = str(model.head_weight.dtype).removeprefix("torch.")
-    shards = list(split(layout(model.spec, family_of_spec(model.spec)), parameters, shard_bytes))
-    count = len(shards)
-    names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written ({one_line(error)})") from None
-    weight_map: dict[str, str] = {}
-    for file, shard in zip(names, shards, strict=True):
-        write_shard(folder / file, shard, parameters)
-        weight_map |= {stored.name: file for stored in shard}
-    if count > 1:
-        total = sum(parameter.nbytes for parameter in parameters.values())
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        names.append(INDEX)
-    for stale in set(folder.glob("model*.safetensors")) | set(folder.glob(INDEX)):
-        if stale.name not in names and re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", stale.name):
-            stale.unlink()
-    write_json(folder / "config.json", config)
-
-
-def split(tensors: Iterable[Stored], parameters: dict[str, Tensor], limit: int) -> Iterator[list[Stored]]:
-    """Consecutive tensors in groups of at most `limit` bytes (one that is larger stands alone)."""
-    group: list[Stored] = []
-    size = 0
-    for stored in tensors:
-        nbytes = sum(view.nbytes for view in stored.views(parameters))
-        if group and size + nbytes > limit:
-            yield group
-            group, size = [], 0
-        group.append(stored)
-        size += nbytes
-    yield group
-
-
-def write_shard(path: Path, shard: list[Stored], parameters: dict[str, Tensor]) -> None:
-    tensors = {stored.name: stored.gather(parameters) for stored in shard}
-    replace(path, lambda part: save_tensors(tensors, part))
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """A safetensors file that others may read as they may any new file; the library would keep it to its owner."""
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode)
-
-
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    replace(path, lambda part: part.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8"))
-
-
-def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside the file and rename: a reader sees the old one or the whole new one."""
-    part = path.with_name(path.name + ".part")
-    try:
-        write(part)
-        os.replace(part, path)
-    except (SafetensorError, OSError) as error:
-        part.unlink(missing_ok=True)
-        raise CheckpointError(f"{path}: cannot be written ({one_line(error)})") from None

@@ -113,6 +113,6 @@ def moe(spec: ModelSpec, family: str, theirs: str, ours: str, names: Container[s
     else:
         place, matrices = f"{theirs}.mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     yield from linear(f"{place}.gate", f"{ours}.router", bias=False)
-    for expert in range(spec.experts):
-        for name, matrix in matrices.items():
+    for name, matrix in matrices.items():  # all experts of one of our weights in a row: it is read once and let go
+        for expert in range(spec.experts):
             yield Stored(f"{place}.experts.{expert}.{matrix}.weight", (f"{ours}.{name}",), expert=expert)
