@@ -1,8 +1,6 @@
 """What a training run costs: hours, GPU-hours, dollars, kilowatt-hours, and what failures take of them.
 
-A cluster of N GPUs stops N times as often as one GPU. Whoever saves every τ seconds loses a save δ each time, and at
-every stop the work since the last save, τ/2 on average, and a restart R. With a mean time M between stops the best τ is
-√(2δM) (Young 1974), and a stretch of τ takes M·e^(R/M)·(e^((τ+δ)/M) − 1) seconds on average (Daly 2006).
+How often a cluster stops and what that takes is `reliability`'s; here it becomes hours and dollars.
 """
 
 from __future__ import annotations
@@ -11,19 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..spec import SpecError
 from .case import Number
-
-# Llama 3 405B (arXiv 2407.21783, section 3.3.4): 419 unplanned stops of 16,384 H100s in 54 days; over 90% of the time
-# was training.
-STOPS_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
+from .reliability import RATES, Recovery, ettr, mtbf, refuse, young
 
 
 @dataclass(frozen=True)
 class Site:
     """Where a run takes place; all of it modelled but the rate of stops, and all of it to be set."""
 
-    stops_per_gpu_hour: Number = STOPS_PER_GPU_HOUR  # measured, by the run above
+    stops_per_gpu_hour: Number = RATES["llama3"]  # measured
     save_s: Number = 30.0  # that a checkpoint holds up training
     restart_s: Number = 300.0  # from a stop to the next step: to notice, start all ranks, load
     idle_power: float = 0.1  # of a GPU's rated power, while it waits
@@ -81,29 +75,22 @@ def bill(
 
 def between_stops(gpus: Number, site: Site) -> Number:
     """Mean seconds from one stop of the cluster to the next."""
-    refuse("stops_per_gpu_hour", site.stops_per_gpu_hour, np.any(np.asarray(site.stops_per_gpu_hour) < 0), "0 or more")
-    return 3600 / (gpus * np.maximum(site.stops_per_gpu_hour, 1e-15))
+    return mtbf(gpus, site.stops_per_gpu_hour)
 
 
 def save_every(gpus: Number, site: Site) -> Number:
-    """Seconds between two checkpoints that lose least: Young's √(2δM)."""
+    """Seconds between two checkpoints that lose least."""
     refuse("save_s", site.save_s, np.any(np.asarray(site.save_s) <= 0), "more than 0")
-    return np.sqrt(2 * site.save_s * between_stops(gpus, site))
+    return young(site.save_s, between_stops(gpus, site))
 
 
 def goodput(gpus: Number, site: Site, every: Number | None = None) -> Number:
     """Share of the time that trains, with a checkpoint after `every` seconds of training (the best interval)."""
-    mean = between_stops(gpus, site)
-    stretch = save_every(gpus, site) if every is None else every
-    return stretch / (mean * np.exp(site.restart_s / mean) * np.expm1((stretch + site.save_s) / mean))
+    recovery = Recovery(between_stops(gpus, site), site.save_s, restart_s=site.restart_s)
+    return ettr(save_every(gpus, site) if every is None else every, recovery)
 
 
 def watts(tdp_w: Number, busy: Number, site: Site) -> Number:
     """What one GPU draws from the grid, with its part of host, network, fans and building."""
     share = site.idle_power + (site.full_power - site.idle_power) * busy + site.host_power
     return tdp_w * share * site.pue
-
-
-def refuse(key: str, value: Number, wrong: bool | np.bool_, what_works: str) -> None:
-    if wrong:
-        raise SpecError(f"{key} = {value}: give {what_works}")
