@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from lmworks.record.checkpoint import manifest
 from lmworks.spec import CheckpointError
-from lmworks.train import checkpoint, manifest
+from lmworks.train import checkpoint
 
 NEVER: Callable[[Path, str], None] = lambda folder, reason: pytest.fail(f"refused {folder}: {reason}")  # noqa: E731
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from ..record import RunFolder, read_metrics
 from ..spec import RunSpec, TrainingError, dump_toml
 from ..train import Trainer
-from ..train.checkpoint import committed
-from ..train.manifest import step_of
+from ..train.checkpoint import committed, step_of
 from .holdings import take_step
 from .ranks import RankFailed, on_ranks
 

@@ -7,7 +7,6 @@ checkpoint, so a run that was killed and resumed ends bitwise where the run that
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -21,20 +20,19 @@ from ..parallel.deepspeed import DeepSpeedEngine
 from ..parallel.possible import refuse_impossible
 from ..parallel.precision import LossScale
 from ..parallel.state import take, training_state
-from ..parallel.weights import is_hf, source_of
+from ..parallel.weights import source_of
 from ..parallel.world import explained, from_lead, is_lead, join, known, together
 from ..plan.devices.machine import Machine
 from ..plan.flops import model_flops_per_token
 from ..record import MetricsWriter, RunFolder, phase
-from ..spec import DataError, RunSpec, SpecError
-from . import checkpoint
+from ..spec import RunSpec, SpecError
 from .device import PeakMemory, find_gpu, make_deterministic, pick_device
 from .evaluate import Evaluation, evaluate, held_out
-from .manifest import step_of
 from .optim import make_optimizer
 from .profile import Profiler
 from .progress import Progress
-from .rng import rng_state, seed_everything, set_rng_state
+from .rng import seed_everything
+from .saving import Saving
 from .signals import Interrupted, StopSignals
 from .sinks import Sink, open_sinks
 from .start import start_folder, with_absolute_paths
@@ -110,6 +108,7 @@ class Trainer(Stepper):
             self.laid.strategies = {0: cast(DataParallel, self.engine)}  # for evaluation, which only calls it
         self.loss_scale = LossScale(self.spec.precision)
         self.stop_asked = 0
+        self.saving = Saving(self)
         self.profiler = Profiler(self.spec.log, self.folder, self.device)
 
     def run(self) -> Evaluation:
@@ -226,49 +225,9 @@ class Trainer(Stepper):
         self.laid.after_load()
 
     def save(self) -> float:
-        """Commit a checkpoint; returns the seconds it took."""
-        began = time.perf_counter()
-        state = {**self.state(), "rng": rng_state()}
-        meta = {"cursor": self.cursor, "data": self.batches.digest, "loss_scale": self.loss_scale.state_dict()}
-        meta["spec"] = self.spec.to_dict()
-        path = checkpoint.save(self.folder.checkpoints, self.step, state, meta, self.spec.checkpoint.keep)
-        seconds = time.perf_counter() - began
-        self.event("save", path=path.name, seconds=round(seconds, 4))
-        return seconds
+        """Commit a checkpoint; returns the seconds that training stood still."""
+        return self.saving.save()
 
-    def load(self) -> None:
-        """Take up the newest intact checkpoint, if there is one. Damaged ones are named, here and in events.jsonl."""
-        if not from_lead(self.folder.checkpoints.exists):
-            self.load_start()
-            return
-        state = {**self.state(), "rng": None}
-        manifest = checkpoint.load(self.folder.checkpoints, state, refused=self.refused)
-        if manifest is None:
-            self.load_start()
-            return
-        if manifest.meta["data"] != self.batches.digest:
-            raise known(
-                DataError(
-                    f"{', '.join(self.spec.data.sources)} holds other tokens than those this run was trained on; "
-                    "bring the old data back, or start a new run"
-                )
-            )
-        self.take(state)
-        set_rng_state(state["rng"])
-        self.loss_scale.load_state_dict(manifest.meta["loss_scale"])
-        self.step, self.cursor = manifest.step, manifest.meta["cursor"]
-
-    def load_start(self) -> None:
-        """Weights of another run, where checkpoint.init names one; those of a Hugging Face folder are in already."""
-        start = self.spec.checkpoint.init
-        if not start or is_hf(Path(start)):
-            return
-        state = {"model": self.state()["model"]}
-        folder = together(lambda: RunFolder.open(start))
-        if checkpoint.load(folder.checkpoints, state, refused=self.refused) is None:
-            raise known(SpecError(f"checkpoint.init = {start!r} has no checkpoint to start from"))
-        self.take(state)
-
-    def refused(self, path: Path, reason: str) -> None:
-        self.event("refused", step_of(path), path=path.name, reason=reason)
-        print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
+    def load(self, step: int | None = None) -> None:
+        """Take up the newest intact checkpoint (or that of `step`), if there is one."""
+        self.saving.load(step)

@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..spec import CheckpointError
-from ..spec.files import write_whole
+from ...spec import CheckpointError
+from ...spec.files import write_whole
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -49,11 +47,11 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def seal(folder: Path, step: int, meta: dict[str, Any]) -> None:
+def seal(folder: Path, step: int, meta: dict[str, Any], torch: str) -> None:
     """Write the manifest of everything in `folder`. Until `commit`, it is still nothing that a run would load."""
     files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    manifest = Manifest(step, meta, files, time=now, torch=str(torch.__version__))
+    manifest = Manifest(step, meta, files, time=now, torch=torch)
     write_whole(folder / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1))
 
 

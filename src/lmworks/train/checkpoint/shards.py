@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..spec import CheckpointError
+from ...spec import CheckpointError
 
 
 def write(folder: Path, state: dict[str, Any]) -> None:

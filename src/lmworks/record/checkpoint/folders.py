@@ -1,0 +1,101 @@
+"""The folders of a run's checkpoints: which there are, putting one in its place, removing those that are not kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+from ...spec import CheckpointError
+from ...spec.files import sync_folder
+from .manifest import FOLDER, MARKER, commit, step_of, verify
+
+LEFTOVER = re.compile(r"\.step-\d+\.tmp-(\d+)")
+
+
+def put_in_place(work: Path, final: Path) -> None:
+    """Rename and commit. An older checkpoint of this step keeps its marker, so it counts until it is superseded."""
+    aside = None
+    if (final / MARKER).exists():
+        aside = final.with_name(f"{final.name}.replaced-{time.time_ns()}")
+        final.rename(aside)
+    else:
+        discard(final)
+    try:
+        work.rename(final)
+        sync_folder(final.parent)
+        commit(final)
+    except BaseException:
+        discard(final)
+        if aside:
+            aside.rename(final)
+        raise
+
+
+def folders(root: Path) -> list[Path]:
+    """Step folders, committed or not, newest first; one set aside by a save that died comes after its successor."""
+    found = [path for path in root.glob("step-*") if FOLDER.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (step_of(path), not path.suffix, path.suffix), reverse=True)
+
+
+def committed(root: Path) -> list[Path]:
+    """The folder of every step that was saved to the end, newest first. `verify` says whether it still is intact."""
+    by_step: dict[int, Path] = {}
+    for folder in folders(root):
+        if (folder / MARKER).exists():
+            by_step.setdefault(step_of(folder), folder)
+    return list(by_step.values())
+
+
+def prune(root: Path, keep: int, saved: Path | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints (0: none) and what crashed saves left behind.
+
+    `saved`, just written, stays and is known to be good; without it, the newest intact checkpoint is looked for
+    and stays, however old it is.
+    """
+    checkpoints = committed(root)
+    kept = checkpoints[: keep or None]
+    if saved:
+        kept.append(saved)
+    elif not any(intact(folder) for folder in kept):
+        kept += next(([folder] for folder in checkpoints[len(kept) :] if intact(folder)), [])
+    for folder in folders(root):
+        unfinished = not (folder / MARKER).exists()
+        newest = not checkpoints or step_of(folder) > step_of(checkpoints[0])
+        if folder not in kept and not (unfinished and newest):
+            discard(folder)
+    for path in root.glob(".step-*"):
+        match = LEFTOVER.fullmatch(path.name)
+        if match and not is_other_process(int(match[1])):
+            discard(path)
+
+
+def intact(folder: Path) -> bool:
+    try:
+        verify(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def discard(folder: Path) -> None:
+    """The marker goes first: half a folder must not look committed. What cannot be removed is tried again next time."""
+    try:
+        (folder / MARKER).unlink(missing_ok=True)
+    except OSError:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_other_process(number: int) -> bool:
+    if number == os.getpid():
+        return False
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it lives, under another user
+    return True

@@ -1,0 +1,214 @@
+"""What lies among a run's checkpoints, whole or not, and which of their files are still what was written.
+
+Nothing here writes, and nothing needs torch: looking at a checkpoint is quick.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...spec import CheckpointError, SpecError
+from ..folder import RunFolder
+from .folders import LEFTOVER, folders, is_other_process
+from .manifest import FOLDER, MARKER, Manifest, check_file, read_manifest, step_of
+
+THREADS = 8  # files that are read at once: hashing leaves Python to the others
+
+Progress = Callable[[str, int, int], None]
+
+
+# --- where they are ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run's checkpoints, or a folder of them that was copied elsewhere."""
+
+    root: Path
+    run: RunFolder | None = None
+    step: int | None = None  # where one step's own folder was named
+
+    @property
+    def name(self) -> Path:
+        return self.run.path if self.run else self.root
+
+    def choose(self, step: int | None) -> Path:
+        """The folder of a step, or of the newest that was saved to the end (or else begun)."""
+        found = folders(self.root)
+        whole = [folder for folder in found if (folder / MARKER).exists()]
+        wanted = self.step if step is None else step
+        if wanted is None:
+            return (whole or found)[0]
+        for folder in (*whole, *found):
+            if step_of(folder) == wanted:
+                return folder
+        there = ", ".join(str(step) for step in dict.fromkeys(map(step_of, found)))
+        raise CheckpointError(f"{self.root} has no checkpoint of step {wanted}; steps there: {there}")
+
+
+def locate(path: Path) -> Place:
+    """A run folder, a folder of step folders, or one step folder; anything else is refused."""
+    try:
+        if not path.is_dir():
+            raise SpecError(f"{path} {'is a file' if path.exists() else 'does not exist'}; name a run folder")
+        if FOLDER.fullmatch(path.name):
+            place = Place(path.parent, run_of(path.parent), step_of(path))
+        elif (path / "spec.toml").is_file():
+            place = Place(path / "checkpoints", RunFolder(path))
+        else:
+            place = Place(path, run_of(path))
+        found = place.root.is_dir() and any(map(in_question, place.root.iterdir()))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    if not found and place.run:
+        raise CheckpointError(f"{place.run.path} has no checkpoint yet; train it with: lmworks resume {place.run.path}")
+    if not found:
+        raise SpecError(f"{path} is neither a run folder (no spec.toml) nor a folder of checkpoints (no step-000100)")
+    return place
+
+
+def run_of(root: Path) -> RunFolder | None:
+    """The run whose checkpoints these are, if they are where it keeps them."""
+    run = RunFolder(root.parent)
+    return run if run.spec_path.is_file() and run.checkpoints.name == root.name else None
+
+
+def in_question(path: Path) -> bool:
+    return bool(FOLDER.fullmatch(path.name) or LEFTOVER.fullmatch(path.name)) and path.is_dir()
+
+
+# --- what there is ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    folder: Path
+    step: int
+    status: str  # committed, damaged, unfinished, replaced, leftover, writing
+    time: str  # when it was saved; of one that was not, when it was last touched
+    bytes: int  # on the disk
+    files: int
+    ranks: int  # that wrote it (0: unknown)
+    reason: str = ""  # for which it is damaged
+
+
+def survey(root: Path) -> list[Found]:
+    """Every step folder, newest first, then what saves that died have left. Sizes are compared, contents are not."""
+    return [*map(look, folders(root)), *leftovers(root)]
+
+
+def look(folder: Path) -> Found:
+    contents = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
+    status, reason, ranks, when = "committed", "", 0, touched(folder)
+    try:
+        manifest = read_manifest(folder)
+        ranks, when = len(writers(manifest)), manifest.time
+        wrong = [f"{name} {why}" for name, why in sizes_wrong(folder, manifest)]
+        status, reason = ("damaged", "; ".join(wrong)) if wrong else (status, reason)
+    except CheckpointError as error:
+        status, reason = ("damaged", str(error)) if (folder / MARKER).exists() else ("unfinished", "")
+    if status == "committed" and folder.suffix:
+        status = "replaced"
+    return Found(folder, step_of(folder), status, when, sum(contents), len(contents), ranks, reason)
+
+
+def leftovers(root: Path) -> Iterator[Found]:
+    for path in sorted(root.glob(".step-*")):
+        match = LEFTOVER.fullmatch(path.name)
+        if match and path.is_dir():
+            contents = [file.stat().st_size for file in path.iterdir() if file.is_file()]
+            status = "writing" if is_other_process(int(match[1])) else "leftover"
+            step = int(path.name.removeprefix(".step-").partition(".")[0])
+            yield Found(path, step, status, touched(path), sum(contents), len(contents), 0)
+
+
+def touched(folder: Path) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(folder.stat().st_mtime))
+
+
+def writers(manifest: Manifest) -> set[int]:
+    return {entry["rank"] for entry in manifest.files.values() if entry.get("rank") is not None}
+
+
+def sizes_wrong(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    for name, entry in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            yield name, "is missing"
+            continue
+        if size != entry["bytes"]:
+            yield name, f"has {size} bytes instead of {entry['bytes']}"
+
+
+# --- whether it is what was written -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wrong:
+    file: str
+    rank: int | None  # that wrote it
+    reason: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    folder: Path
+    step: int
+    status: str  # intact, damaged, unfinished
+    files: int = 0
+    bytes: int = 0
+    wrong: tuple[Wrong, ...] = field(default=())
+
+
+def examine(checkpoints: Sequence[Path], progress: Progress) -> list[Verdict]:
+    """Read every byte of these checkpoints, several files at once, and tell all that is wrong."""
+    manifests: dict[Path, Manifest | Wrong] = {folder: opened(folder) for folder in checkpoints}
+    jobs = [
+        (folder, name, entry)
+        for folder, manifest in manifests.items()
+        if isinstance(manifest, Manifest)
+        for name, entry in manifest.files.items()
+    ]
+    total = sum(entry["bytes"] for _, _, entry in jobs)
+    wrong: dict[Path, list[Wrong]] = {folder: [] for folder in checkpoints}
+    done = 0
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        for (folder, _, entry), found in zip(jobs, pool.map(lambda job: check(*job), jobs), strict=True):
+            wrong[folder] += [found] if found else []
+            done += entry["bytes"]
+            progress("verify", done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for what was not begun
+    return [verdict(folder, manifest, wrong[folder]) for folder, manifest in manifests.items()]
+
+
+def opened(folder: Path) -> Manifest | Wrong:
+    try:
+        return read_manifest(folder)
+    except CheckpointError as error:
+        return Wrong("manifest.json", None, str(error))
+
+
+def check(folder: Path, name: str, entry: dict[str, Any]) -> Wrong | None:
+    try:
+        check_file(folder / name, entry)
+    except CheckpointError as error:
+        return Wrong(name, entry.get("rank"), str(error))
+    return None
+
+
+def verdict(folder: Path, manifest: Manifest | Wrong, wrong: list[Wrong]) -> Verdict:
+    step = step_of(folder)
+    if isinstance(manifest, Wrong):
+        if not (folder / MARKER).exists():
+            return Verdict(folder, step, "unfinished")
+        return Verdict(folder, step, "damaged", wrong=(manifest,))
+    size = sum(entry["bytes"] for entry in manifest.files.values())
+    return Verdict(folder, step, "damaged" if wrong else "intact", len(manifest.files), size, tuple(wrong))
