@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -21,17 +22,19 @@ def write(path, attempt, steps):
 
 def test_a_line_a_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
+    before = datetime.now(UTC)
     write(path, 0, [(1, 5.5), (2, 5.25)])
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 1, "attempt": 0, "loss": 5.5},
-        {"step": 2, "attempt": 0, "loss": 5.25},
-    ]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    times = [datetime.fromisoformat(line.pop("time")) for line in lines]
+    assert lines == [{"step": 1, "attempt": 0, "loss": 5.5}, {"step": 2, "attempt": 0, "loss": 5.25}]
+    assert before - timedelta(milliseconds=1) <= times[0] <= times[1] <= datetime.now(UTC)
 
 
 def test_a_line_is_there_as_soon_as_it_is_written(tmp_path):
     metrics = MetricsWriter(tmp_path / "metrics.jsonl", 0)
     metrics.write(1, {"loss": 5.5})
-    assert read_metrics(metrics.path) == [{"step": 1, "attempt": 0, "loss": 5.5}]
+    (line,) = read_metrics(metrics.path)
+    assert (line["step"], line["attempt"], line["loss"]) == (1, 0, 5.5)
 
 
 def test_the_highest_attempt_of_a_step_wins(tmp_path):

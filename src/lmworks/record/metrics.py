@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from ..spec.errors import LMWorksError
+from .folder import now
 from .jsonl import LineWriter, read_lines
 
 
@@ -15,6 +16,7 @@ class StepMetrics(TypedDict, total=False):
 
     step: int  # 1 for the first optimizer step
     attempt: int  # 0 for the first start of the run, one more for each resume
+    time: str  # when the line was written, after the step and its evaluation; ISO 8601, UTC
     loss: float | None  # mean over the tokens of the global batch
     lr: float
     grad_norm: float | None  # before clipping
@@ -34,14 +36,14 @@ class StepMetrics(TypedDict, total=False):
 
 
 class MetricsWriter(LineWriter):
-    """Appends steps, each stamped with this process's attempt."""
+    """Appends steps, each stamped with this process's attempt and the time."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         super().__init__(path)
         self.attempt = attempt
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        self.append({"step": step, "attempt": self.attempt, **values})
+        self.append({"step": step, "attempt": self.attempt, "time": now(), **values})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
