@@ -186,8 +186,10 @@ class Trainer(Stepper):
 
     def evaluate(self) -> Evaluation:
         phase.enter("evaluate")
+        began = time.perf_counter()
         result = evaluate(self.laid, self.held_out, self.spec, self.spec.log.eval_batches)
-        self.event("eval", val_loss=result.loss, tokens=result.tokens)
+        seconds = round(time.perf_counter() - began, 4)
+        self.event("eval", val_loss=result.loss, tokens=result.tokens, seconds=seconds)
         return result
 
     def report(self, values: dict[str, Any]) -> None:
