@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +15,13 @@ import pytest
 # and two processes with a thread a core each wait for one another more than they compute.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["LMWORKS_CACHE"] = tempfile.mkdtemp(prefix="lmworks-test-cache-")
+
+
+def pytest_collection_finish() -> None:
+    """Import here, once, what PyTorch imports on first use: a forked rank that has to spends most of its time on it."""
+    if "lmworks.study.ranks" in sys.modules:
+        for name in ("numpy.ma", "torch._dynamo"):
+            importlib.import_module(name)
 
 
 def pytest_unconfigure() -> None:

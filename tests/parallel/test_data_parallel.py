@@ -53,6 +53,11 @@ SPECS = {
     "hsdp experts": make_spec({**HYBRID, "strategy": "fsdp2", "ep": 2}, SPARSE),
 }
 CASES = with_rules(SPECS, ("static", "recompute", "tied", "experts", "hybrid grad op"))
+# Each way of meeting once; the rest is in `make test-slow`, and parity counts every collective of a step.
+EVERYDAY = (
+    "ddp", "ddp static", "fsdp2 recompute", "fsdp2 offload", "zero offload optimizer", "fsdp1 full", "fsdp1 grad op",
+    "hsdp experts",
+)  # fmt: skip
 
 
 def build(spec: RunSpec, mesh: Mesh, experts: set[str]) -> DataParallel:
@@ -99,27 +104,38 @@ def by_world(cases: dict[str, RunSpec]) -> dict[str, list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[Outcome]]:
+    return by_world({f"{name} / sgd": SPECS[name] for name in EVERYDAY})
+
+
+@pytest.fixture(scope="module")
+def all_outcomes() -> dict[str, list[Outcome]]:
     return by_world(CASES)
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_steps_equal_one_rank(outcomes: dict[str, list[Outcome]], name: str) -> None:
+    for outcome in outcomes[f"{name} / sgd"]:
+        check(outcome.differences)
+        meet_once(name, outcome)
 
 
 @pytest.mark.slow  # `lmworks parity` holds the same strategies against one rank, through the trainer
 @pytest.mark.parametrize("case", CASES)
-def test_steps_equal_one_rank(outcomes: dict[str, list[Outcome]], case: str) -> None:
-    for outcome in outcomes[case]:
+def test_steps_of_every_strategy_equal_one_rank(all_outcomes: dict[str, list[Outcome]], case: str) -> None:
+    for outcome in all_outcomes[case]:
         check(outcome.differences)
+        meet_once(case.split(" / ")[0], outcome)
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_gradients_meet_once_in_a_step(outcomes: dict[str, list[Outcome]], name: str) -> None:
-    """Not while they accumulate, save where the strategy says so: ZeRO-2, and the pass a static graph learns from."""
-    for outcome in outcomes[f"{name} / sgd"]:
-        assert outcome.trace.late
-        if name.startswith("zero"):
-            assert len(outcome.trace.early) == 2 * len(outcome.trace.late)
-        elif name == "ddp static":
-            assert 0 < len(outcome.trace.early) <= len(outcome.trace.late) / 3  # once, in the first of three steps
-        else:
-            assert outcome.trace.early == []
+def meet_once(name: str, outcome: Outcome) -> None:
+    """Gradients do not meet while they accumulate, save in ZeRO-2, and in the pass that a static graph learns from."""
+    assert outcome.trace.late
+    if name.startswith("zero"):
+        assert len(outcome.trace.early) == 2 * len(outcome.trace.late)
+    elif name == "ddp static":
+        assert 0 < len(outcome.trace.early) <= len(outcome.trace.late) / 3  # once, in the first of three steps
+    else:
+        assert outcome.trace.early == []
 
 
 LOW = {

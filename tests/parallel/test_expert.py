@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # recompute needs it: imported here, forked ranks have it
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup

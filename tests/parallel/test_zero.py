@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from data_parallel import (
@@ -33,6 +31,7 @@ SPECS = {
     "in place of ddp": make_spec({"dp": WORLD, "ep": 2}, SPARSE),
 }
 CASES = with_rules(SPECS, ("tied", "experts", "ddp"))
+EVERYDAY = ("stage 1", "stage 2 experts", "in place of ddp")  # each stage's way; `make test-slow` has the rest
 
 
 def build(spec: RunSpec, mesh: Mesh, experts: set[str]) -> Zero:
@@ -45,19 +44,32 @@ def build(spec: RunSpec, mesh: Mesh, experts: set[str]) -> Zero:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Outcome]]:
+    return on_ranks(WORLD, compare_cases, {f"{name} / sgd": SPECS[name] for name in EVERYDAY}, build)
+
+
+@pytest.fixture(scope="module")
+def all_outcomes() -> list[dict[str, Outcome]]:
     return on_ranks(WORLD, compare_cases, CASES, build)
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_steps_equal_one_rank(outcomes: list[dict[str, Outcome]], name: str) -> None:
+    for outcome in outcomes:
+        check(outcome[f"{name} / sgd"].differences)
+        meet_once(name, outcome[f"{name} / sgd"])
 
 
 @pytest.mark.slow  # `lmworks parity` holds the same strategies against one rank, through the trainer
 @pytest.mark.parametrize("case", CASES)
-def test_steps_equal_one_rank(outcomes: list[dict[str, Outcome]], case: str) -> None:
-    for outcome in outcomes:
+def test_steps_of_every_stage_equal_one_rank(all_outcomes: list[dict[str, Outcome]], case: str) -> None:
+    for outcome in all_outcomes:
         check(outcome[case].differences)
+        meet_once(case.split(" / ")[0], outcome[case])
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_gradients_meet_once_in_a_step_unless_stage_2_shards_them(outcomes: Any, name: str) -> None:
-    early, late = outcomes[0][f"{name} / sgd"].trace.early, outcomes[0][f"{name} / sgd"].trace.late
+def meet_once(name: str, outcome: Outcome) -> None:
+    """Unless stage 2 shards them in every pass."""
+    early, late = outcome.trace.early, outcome.trace.late
     assert late
     assert len(early) == (2 * len(late) if name.startswith("stage 2") else 0)
     assert {"allreduce_"} == {*late} if "stage 0" in name or "ddp" in name else {"_reduce_scatter_base_"} == {*late}

@@ -50,7 +50,6 @@ VARIATIONS = [
     "pp2-looped-bfs-fsdp2",
     "ep2-zero-2",
     "moe-capacity-pp2",
-    "ep2-tp2-capacity",
     "recompute-selective-ddp",
     "recompute-full-ep2",
     "recompute-every-2-tp2",
@@ -69,6 +68,15 @@ VARIATIONS = [
     "zero-2-tp2-sp",
     "moe-ddp",
     "offload-full-pp2",
+    "tp4-kv2",
+    "pp2-fsdp2-tp2",
+    "bf16-pp2-fsdp2-tp2",
+    "cp2-fsdp2",
+    "hsdp-tp2",
+    "ep2-tp2-dp4",
+    "ep2-fsdp2",
+    "ep2-pp2",
+    "ep2-capacity",
 ]
 
 
