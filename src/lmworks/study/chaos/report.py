@@ -1,0 +1,132 @@
+"""The outcomes of many trials as tables: by fault, by pair, and what failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import __version__
+from .faults import BY_NAME, FAULTS, PAIRS, TOLERANCE
+from .trials import Outcome
+
+SUMMARY = ("fault", "trials", "pairs", "verdict", "ok", "median s", "longest s")
+
+
+def summary_rows(outcomes: Sequence[Outcome]) -> list[list[Any]]:
+    rows: list[list[Any]] = []
+    for fault in FAULTS:
+        mine = [outcome for outcome in outcomes if outcome.fault == fault.name]
+        if not mine:
+            continue
+        times = sorted(outcome.seconds for outcome in mine)
+        struck = {outcome.phase for outcome in mine}
+        rows.append(
+            [
+                fault.name,
+                len(mine),
+                f"{len(struck)} of {len(fault.phases)}",
+                fault.verdict,
+                sum(outcome.ok for outcome in mine),
+                f"{times[len(times) // 2]:.1f}",
+                f"{times[-1]:.1f}",
+            ]
+        )
+    return rows
+
+
+def legal_rows() -> list[list[str]]:
+    """Every fault, where it may strike, and what must come of it."""
+    return [
+        [
+            fault.name,
+            fault.what,
+            " ".join(fault.phases),
+            fault.verdict,
+            " ".join(fault.layouts)
+            if len(fault.layouts) < 6
+            else "all"
+            if "one" in fault.layouts
+            else "2 ranks or more",
+            "/".join(fault.saves),
+        ]
+        for fault in FAULTS
+    ]
+
+
+def write_report(outcomes: Sequence[Outcome], seed: int, seconds: float, out: Path) -> tuple[Path, Path]:
+    """chaos.md and chaos.json; returns their paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    table, record = out / "chaos.md", out / "chaos.json"
+    table.write_text(as_markdown(outcomes, seed, seconds), encoding="utf-8")
+    record.write_text(json.dumps([outcome.to_dict() for outcome in outcomes], indent=1) + "\n", encoding="utf-8")
+    return table, record
+
+
+def as_markdown(outcomes: Sequence[Outcome], seed: int, seconds: float) -> str:
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    pairs = {(outcome.fault, outcome.phase) for outcome in outcomes}
+    lines = [
+        f"# {len(outcomes)} trials, {len(failed)} lost",
+        "",
+        f"Seed {seed}; {len(pairs)} of {len(PAIRS)} legal pairs of fault and phase; {seconds / 60:.0f} minutes. "
+        f"{about()}. Tolerance of `close`: {TOLERANCE:g}, relative.",
+        "",
+        *markdown_table(SUMMARY, summary_rows(outcomes)),
+        "",
+        *markdown_table(("verdict", "trials"), counts(outcomes, "verdict")),
+        "",
+        *markdown_table(("layout", "trials"), counts(outcomes, "layout")),
+        "",
+        *markdown_table(("saves", "trials"), counts(outcomes, "saves")),
+        "",
+        *markdown_table(("job", "trials"), counts(outcomes, "job")),
+    ]
+    if failed:
+        lines += ["", "## What failed", ""]
+        lines += [f"- `{o.repeat}`: {o.fault} in {o.phase} ({o.layout}): {o.verdict}: {o.problem}" for o in failed]
+    lines += ["", "## Every trial", ""]
+    columns = ("trial", "fault", "phase", "layout", "saves", "job", "struck", "attempts", "s", "verdict", "ok")
+    lines += markdown_table(columns, [row_of(outcome) for outcome in outcomes])
+    return "\n".join(lines) + "\n"
+
+
+def row_of(outcome: Outcome) -> list[Any]:
+    o = outcome
+    ok = "yes" if o.ok else "NO"
+    return [o.trial, o.fault, o.phase, o.layout, o.saves, o.job, o.struck, o.attempts, o.seconds, o.verdict, ok]
+
+
+def counts(outcomes: Sequence[Outcome], key: str) -> list[list[Any]]:
+    values = [getattr(outcome, key) for outcome in outcomes]
+    return [[value, values.count(value)] for value in sorted(set(values))]
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(str(cell) for cell in line)} |" for line in lines]
+
+
+def about() -> str:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    at = f" at {commit.stdout.strip()}" if commit.returncode == 0 else ""
+    return f"LMWorks {__version__}{at}, torch {torch.__version__}, {os.cpu_count()} cores, {platform.system()}"
+
+
+def line_of(outcome: Outcome, total: int) -> str:
+    """One line of progress."""
+    o = outcome
+    how = f"{o.verdict} ({o.seconds:.1f} s)" if o.ok else f"FAILED, {o.verdict}: {o.problem}"
+    return f"[{o.trial + 1}/{total}] {o.fault} in {o.phase}, {o.layout} {o.saves} {o.job}: {how}"
+
+
+def expected_of(fault: str) -> str:
+    return BY_NAME[fault].verdict
