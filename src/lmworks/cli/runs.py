@@ -6,10 +6,30 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .output import Json, print_json, print_table
+from .runs_show import show
 
 
+class FoldersOrCommand(TyperGroup):
+    """`lmworks runs DIR…` is `lmworks runs ls DIR…`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if not args or args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["ls", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=FoldersOrCommand,
+    rich_markup_mode=None,
+    help="Look at runs: `lmworks runs [DIR]...` lists them, as `lmworks runs ls` does.",
+)
+app.command()(show)
+
+
+@app.command("ls")
 def runs(
     places: Annotated[
         list[Path] | None,

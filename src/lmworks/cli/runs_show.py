@@ -1,0 +1,173 @@
+"""`lmworks runs show`: one run, its attempts, where its time went, and how often it should save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .output import Json, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..observe.goodput import Account
+    from ..observe.interval import Interval
+    from ..observe.summary import Summary
+
+ROUTINE = ("start", "resume", "save", "eval", "finish")  # events that are told by the tables above theirs
+SHOWN = 20  # of the others, the newest
+
+
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
+    mtbf: Annotated[
+        float | None, typer.Option(metavar="HOURS", help="Mean time between stops (otherwise: as observed).")
+    ] = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw its time into plots/goodput.png.")] = False,
+    json: Json = False,
+) -> None:
+    """Show one run: its attempts, useful and lost time by cause, and how often it should save.
+
+    \b
+    Examples:
+      lmworks runs show runs/tiny
+      lmworks runs show runs/tiny --mtbf 3 --plot
+      lmworks runs show runs/tiny --json
+    """
+    from ..observe.goodput import account
+    from ..observe.interval import interval
+    from ..observe.runs import locate
+    from ..observe.summary import summarize
+    from ..observe.time_plot import draw_time
+
+    folder = locate(run)
+    summary, found = summarize(folder), account(folder)
+    advice = interval(folder, summary, found, mtbf)
+    told = [event for event in folder.events() if event["kind"] not in ROUTINE]
+    drawn = draw_time(folder, found) if plot else None
+    if json:
+        attempts = [vars(attempt) | seconds_of(attempt.begin, attempt.end) for attempt in found.attempts]
+        result: dict[str, Any] = {
+            "run": summary.to_dict(),
+            "time": found.to_dict(),
+            "attempts": attempts,
+            "events": told,
+        }
+        result["interval"] = advice.to_dict() if advice else None
+        print_json(result | ({"plot": str(drawn)} if drawn else {}))
+        return
+    print_run(summary)
+    print_attempts(found)
+    print_time(summary, found)
+    print_interval(advice, found, mtbf is not None)
+    print_events(told, found)
+    if drawn:
+        typer.echo(f"time: {drawn}")
+
+
+def seconds_of(begin: int, end: int) -> dict[str, float]:
+    return {"begin": begin / 1e6, "end": end / 1e6}
+
+
+def print_run(summary: Summary) -> None:
+    from ..record.figures import short
+
+    losses = {"loss": summary.loss, "val loss": summary.val_loss}
+    said = [f"{name} {value:.4f}" for name, value in losses.items() if value is not None]
+    if summary.tokens_per_s:
+        said.append(f"{short(summary.tokens_per_s)} tokens/s in a median step")
+    typer.echo(f"{summary.name}: {summary.status}, {summary.steps:,} of {summary.total_steps:,} steps")
+    if said:
+        typer.echo(", ".join(said))
+
+
+def print_attempts(found: Account) -> None:
+    from ..record.figures import clock, duration
+
+    rows = [
+        [
+            attempt.number,
+            clock(attempt.begin / 1e6),
+            duration((attempt.end - attempt.begin) / 1e6),
+            f"{attempt.from_step:,} to {attempt.to_step:,}",
+            attempt.ended + (f": {attempt.error}" if attempt.error else ""),
+        ]
+        for attempt in found.attempts
+    ]
+    if rows:
+        print_table("Attempts", ["attempt", "began at", "lasted", "steps", "ended"], rows)
+
+
+def print_time(summary: Summary, found: Account) -> None:
+    from ..observe.goodput import CAUSES
+    from ..record.figures import duration, short
+
+    if found.ettr is None or found.goodput is None:
+        typer.echo("nothing is recorded yet")
+        return
+    rows = [
+        [cause, duration(seconds), f"{seconds / found.wall_s:.1%}", CAUSES[cause]]
+        for cause, seconds in found.seconds.items()
+        if seconds
+    ]
+    rows.append(["all", duration(found.wall_s), "100.0%", "from the first record to the last"])
+    print_table("Time", ["cause", "time", "share", ""], rows)
+    typer.echo(f"ETTR {found.ettr:.1%}: useful time and evaluation, of all time but pauses")
+    speed = f" ({short(summary.tokens_per_s)} in a median step)" if summary.tokens_per_s else ""
+    typer.echo(f"goodput {short(found.goodput)} tokens/s{speed}")
+
+
+def print_interval(advice: Interval | None, found: Account, given: bool) -> None:
+    from ..record.figures import duration
+
+    if advice is None:
+        missing = "a save" if given or found.failures else "a stop; give one with --mtbf HOURS"
+        typer.echo(f"\nHow often to save is not known without {missing}.")
+        return
+    figures = {key: duration(value) for key, value in vars(advice.recovery).items()}
+    whose = f"observed, {found.failures} so far" if advice.observed else "given"
+    columns = {"in use": (advice.steps, advice.ettr), "best": (advice.best_steps, advice.best_ettr)}
+    rows = [
+        [
+            name,
+            steps or "never",
+            duration(steps * advice.step_s) if steps else "-",
+            "-" if ettr is None else f"{ettr:.2%}",
+        ]
+        for name, (steps, ettr) in columns.items()
+    ]
+    print_table("Saves", ["interval", "steps", "training between", "ETTR to expect"], rows)
+    written = f" and counts {figures['write_s']} later" if advice.recovery.write_s else ""
+    typer.echo(f"A save holds training up for {figures['stall_s']}{written}; a restart takes {figures['restart_s']};")
+    typer.echo(f"a stop comes every {figures['mtbf_s']} ({whose}).")
+
+
+def print_events(told: Sequence[Mapping[str, Any]], found: Account) -> None:
+    from datetime import datetime
+
+    from ..record.figures import clock
+
+    if not told:
+        return
+    began = datetime.fromisoformat(found.began)
+    rows = [
+        [
+            clock((datetime.fromisoformat(event["time"]) - began).total_seconds()),
+            event["step"],
+            event["kind"],
+            details(event),
+        ]
+        for event in told[-SHOWN:]
+    ]
+    more = f", the newest {SHOWN} of {len(told)}" if len(told) > SHOWN else ""
+    print_table(f"Events{more}", ["at", "step", "event", ""], rows)
+
+
+def details(event: Mapping[str, Any]) -> str:
+    """Its fields in one line; what is nested or long is in events.jsonl."""
+    plain = {key: value for key, value in event.items() if key not in ("time", "kind", "step", "nonfinite")}
+    said = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in plain.items()
+            if value is not None and not isinstance(value, dict)]  # fmt: skip
+    line = ", ".join(said)
+    return line if len(line) <= 120 else f"{line[:119]}…"
