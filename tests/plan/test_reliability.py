@@ -9,7 +9,19 @@ import random
 import numpy as np
 import pytest
 
-from lmworks.plan.reliability import RATES, Recovery, Storage, best_every, ettr, mtbf, progress, simulate, young
+from lmworks.plan.reliability import (
+    RATES,
+    Recovery,
+    Storage,
+    best_every,
+    best_steps,
+    ettr,
+    forecast,
+    mtbf,
+    progress,
+    simulate,
+    young,
+)
 from lmworks.spec import SpecError
 
 
@@ -137,6 +149,28 @@ def test_asynchronous_saves_gain_what_they_hide() -> None:
     assert ettr(best_every(shown), shown) == pytest.approx(1 - math.sqrt(2 * 61 / 6480) - 300 / 6480, abs=0.02)
     assert ettr(best_every(hidden), hidden) == pytest.approx(1 - math.sqrt(2 / 6480) - 360 / 6480, abs=0.02)
     assert best_every(Recovery(6_480.0, 0.01, write_s=500.0)) == 500.0  # no use in snapshots that wait
+
+
+def test_whole_steps() -> None:
+    recovery = Recovery(11_135.0, 30.0)
+    best = float(best_every(recovery))
+    assert best_steps(best / 9.99, recovery) in (9, 10)
+    for step_s in (0.1, 7.0, 300.0, 5_000.0):
+        steps = best_steps(step_s, recovery)
+        others = [other for other in (steps - 1, steps + 1) if other]
+        assert ettr(steps * step_s, recovery) > max(ettr(other * step_s, recovery) for other in others)
+
+
+def test_a_forecast_is_what_its_parts_say() -> None:
+    recovery = Recovery(6_480.0, 2.0, write_s=30.0, restart_s=300.0, detect_s=30.0)
+    found = forecast(16_384, "asynchronous", recovery, 6.0, days=20, trials=100, seed=1, used=300)
+    assert found.every == best_steps(6.0, recovery)
+    assert found.mean == found.curve[found.every] == pytest.approx(found.ettr, rel=0.01)
+    assert found.mean + found.replay + found.save + found.restart == pytest.approx(1)
+    assert found.curve[300] < found.curve[found.every]
+    assert found.worst < found.mean
+    alone = simulate(300 * 6.0, recovery, days=20, trials=100, seed=1)
+    assert found.curve[300] == pytest.approx(float(alone.ettr.mean()))
 
 
 def test_the_time_of_a_save() -> None:

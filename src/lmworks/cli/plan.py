@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from .output import Json, Overrides, Spec, print_json, print_table
 from .plan_calibrate import calibrate
 from .plan_memory import memory
+from .plan_reliability import reliability
 from .plan_search import search
 from .plan_serve import serve
 from .plan_validate import predict as predict_table
@@ -78,6 +79,7 @@ def run(
 app.command()(memory)
 app.command()(search)
 app.command()(serve)
+app.command()(reliability)
 app.command()(calibrate)
 app.command()(validate)
 app.command("predict")(predict_table)

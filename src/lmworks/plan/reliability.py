@@ -200,7 +200,7 @@ def forecast(
     around = {max(1, round(best * 2.0**power)) for power in range(-3, 4)}
     steps = sorted({best, *around, *([used] if used else [])})
     runs = simulate(np.array(steps) * step_s, recovery, days=days, trials=trials, seed=seed)
-    here = steps.index(best)
+    here, curve = steps.index(best), dict(zip(steps, runs.ettr.mean(axis=0).tolist(), strict=True))
     return Forecast(
         gpus=gpus,
         saves=saves,
@@ -208,12 +208,12 @@ def forecast(
         step_s=step_s,
         every=best,
         ettr=float(ettr(best * step_s, recovery)),
-        mean=float(runs.ettr[:, here].mean()),
+        mean=curve[best],
         worst=float(np.quantile(runs.ettr[:, here], 0.05)),
         replay=float(runs.replay[:, here].mean()),
         save=float(runs.save[:, here].mean()),
         restart=float(runs.restart.mean()),
-        curve=dict(zip(steps, runs.ettr.mean(axis=0).tolist(), strict=True)),
+        curve=curve,
     )
 
 
