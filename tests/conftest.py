@@ -24,6 +24,12 @@ def pytest_collection_finish() -> None:
             importlib.import_module(name)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: a worker takes a file at a time, and one that begins late would keep the others waiting."""
+    order = {name: place for place, name in enumerate(("study", "train", "parallel", "kernels", "engine"))}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["LMWORKS_CACHE"], ignore_errors=True)
 

@@ -36,13 +36,12 @@ def test_attention_is_sdpa(name: str) -> None:
     check(NAMED[name], 0)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_attention_over_random_pages_is_sdpa(seed: int) -> None:
     check(random_case(200 + seed), seed)
 
 
-@pytest.mark.parametrize("splits", [2, 5, 20])
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize(("splits", "window"), [(2, 40), (5, 0), (20, 40)])
 def test_parts_of_the_keys_merge_to_the_whole(splits: int, window: int) -> None:
     """More splits than tiles as well: what was not computed must not be merged."""
     config = paged_attention_triton.Config(16, 16, 4, 2, splits)
@@ -53,21 +52,21 @@ def test_parts_of_the_keys_merge_to_the_whole(splits: int, window: int) -> None:
 def test_tiles_that_need_no_mask_get_none_and_others_do(window: int) -> None:
     """Tiles of 16 under 10 queries at a time: some are seen by all queries, some lie across an edge of the window."""
     config = paged_attention_triton.Config(32, 16, 4, 2)
-    check(Case((90, 100, 0), (20, 70, 1), kv_heads=1, group=3, window=window), 2, config=config)
+    check(Case((90, 100, 0), (20, 35, 1), kv_heads=1, group=3, window=window), 2, config=config)
 
 
 def test_invariant_bits() -> None:
     """A prompt at once, in uneven chunks beside another, or its tokens decoded one by one: the same bits."""
-    made = make(Case((150, 70), (150, 70), 1, 2))
+    made = make(Case((100, 40), (100, 40), 1, 2))
     launch = paged_attention_triton.launch
-    whole = launch(made.q, made.cache, made.pages, invariant=True)[:150]
-    for begin, end in itertools.pairwise([0, 1, 40, 65, 66, 150]):
-        lengths = torch.tensor([70, end, 0], dtype=torch.int32)
+    whole = launch(made.q, made.cache, made.pages, invariant=True)[:100]
+    for begin, end in itertools.pairwise([0, 1, 40, 65, 66, 100]):
+        lengths = torch.tensor([40, end, 0], dtype=torch.int32)
         starts = torch.tensor([0, 1, 1 + end - begin, 2 + end - begin], dtype=torch.int32)
         pages = Pages(made.pages.tables[[1, 0, 0]], lengths, starts, end - begin)
         q = torch.cat((made.q[-1:], made.q[begin:end], made.q[:1]))
         assert torch.equal(launch(q, made.cache, pages, invariant=True)[1:-1], whole[begin:end]), (begin, end)
-    some = torch.tensor([0, 1, 63, 64, 65, 149])
+    some = torch.tensor([0, 1, 63, 64, 65, 99])
     starts = torch.arange(len(some) + 1, dtype=torch.int32)
     pages = Pages(made.pages.tables[:1].expand(len(some), -1), (some + 1).to(torch.int32), starts, 1)
     assert torch.equal(launch(made.q[some], made.cache, pages, invariant=True), whole[some])

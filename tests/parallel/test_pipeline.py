@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,8 +155,9 @@ def test_every_schedule_on_four_ranks() -> None:
 
 def test_recompute_on_every_schedule() -> None:
     """A split backward pass could not run twice through what is computed again, so there it is not split."""
-    policies = [{"recompute": policy} for policy in ("full", "selective")]
-    compare([make_spec(s, 2, 4, parallel=policy) for s in SCHEDULES[1:] for policy in policies])
+    policies = itertools.cycle([{"recompute": "full"}, {"recompute": "selective"}])
+    cases = [*SCHEDULES[1:], "zbv", "1f1b"]  # both policies where the backward pass is split, and where it is not
+    compare([make_spec(s, 2, 4, parallel=next(policies)) for s in cases])
 
 
 def test_bf16_is_one_ranks_bf16() -> None:
