@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..model.gpt import GPT
 from ..model.hf import one_line, read_json
-from ..model.hf_write import save_tensors
+from ..model.tensor_files import save_tensors
 from ..spec import CheckpointError, ModelSpec, SpecError
 from ..spec.files import write_whole
 from .quantize import Report

@@ -8,9 +8,8 @@ loads the folder: an export that fails leaves an earlier one as it was.
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from ..spec.files import sync_folder, write_whole
 from .hf import CONFIG, INDEX, SINGLE, one_line
 from .hf_config import config_of_spec, family_of_spec
 from .hf_layout import Stored, layout
+from .tensor_files import write_tensors
 
 if TYPE_CHECKING:
     from .gpt import GPT
@@ -31,12 +31,6 @@ SHARD_BYTES = 5 * 10**9  # of one file, unless told
 WEIGHTS = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?(\.part)?"
 )  # of any export, also of one that was killed
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-
 Told = Callable[[int, int], None]
 """Called for each tensor with the bytes that are written once it is, and those that there are."""
 
@@ -128,39 +122,6 @@ def telling(values: Iterator[Tensor], told: Told, total: int) -> Iterator[Tensor
 
 
 # --- files ----------------------------------------------------------------------------------------------
-
-
-def write_tensors(path: Path, shapes: Mapping[str, Tensor], values: Iterator[Tensor]) -> None:
-    """A safetensors file: 8 bytes of header length, the header in JSON, and the next of `values` for each of `shapes`.
-
-    The library's own writer takes all tensors of a file at once.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        header[name] = {
-            "dtype": DTYPES[shape.dtype],
-            "shape": list(shape.shape),
-            "data_offsets": [end, end + shape.nbytes],
-        }
-        end += shape.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _ in shapes:
-            file.write(raw(next(values)))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def raw(tensor: Tensor) -> memoryview:
-    """Its bytes, where they lie."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    write_tensors(path, tensors, iter(tensors.values()))
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
