@@ -146,7 +146,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def shard(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step-{step:06d}" / "__0_0.distcp"
+    return run_dir / "checkpoints" / f"step-{step:06d}" / "rank-00000.safetensors"
 
 
 # --- the command, in a process of its own --------------------------------------------------------------

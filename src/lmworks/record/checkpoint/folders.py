@@ -6,13 +6,19 @@ import os
 import re
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...spec import CheckpointError
 from ...spec.files import sync_folder
 from .manifest import FOLDER, MARKER, commit, step_of, verify
 
-LEFTOVER = re.compile(r"\.step-\d+\.tmp-(\d+)")
+LEFTOVER = re.compile(r"\.step-\d+\.tmp-(\d+)-\d+")
+
+
+def work_folder(final: Path, process: int, number: int) -> Path:
+    """Where the `number`-th save of a process is written before it is renamed to `final`."""
+    return final.with_name(f".{final.name}.tmp-{process}-{number}")
 
 
 def put_in_place(work: Path, final: Path) -> None:
@@ -49,27 +55,44 @@ def committed(root: Path) -> list[Path]:
     return list(by_step.values())
 
 
-def prune(root: Path, keep: int, saved: Path | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints (0: none) and what crashed saves left behind.
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay."""
+
+    newest: int = 0  # so many of them (0: all)
+    every: int = 0  # and those of every so many steps, for ever (0: none)
+
+
+def prune(root: Path, keep: Keep | int, saved: Path | None = None) -> None:
+    """Remove the checkpoints that `keep` (or the newest so many) leaves out, and what crashed saves left behind."""
+    for folder in surplus(root, Keep(keep) if isinstance(keep, int) else keep, saved):
+        discard(folder)
+
+
+def surplus(root: Path, keep: Keep, saved: Path | None = None) -> list[Path]:
+    """What `prune` removes.
 
     `saved`, just written, stays and is known to be good; without it, the newest intact checkpoint is looked for
     and stays, however old it is.
     """
     checkpoints = committed(root)
-    kept = checkpoints[: keep or None]
+    kept = checkpoints[: keep.newest or None]
     if saved:
         kept.append(saved)
     elif not any(intact(folder) for folder in kept):
         kept += next(([folder] for folder in checkpoints[len(kept) :] if intact(folder)), [])
+    kept += [folder for folder in checkpoints if keep.every and step_of(folder) % keep.every == 0]
+    found = []
     for folder in folders(root):
         unfinished = not (folder / MARKER).exists()
         newest = not checkpoints or step_of(folder) > step_of(checkpoints[0])
         if folder not in kept and not (unfinished and newest):
-            discard(folder)
+            found.append(folder)
     for path in root.glob(".step-*"):
         match = LEFTOVER.fullmatch(path.name)
         if match and not is_other_process(int(match[1])):
-            discard(path)
+            found.append(path)
+    return found
 
 
 def intact(folder: Path) -> bool:

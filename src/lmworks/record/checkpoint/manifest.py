@@ -1,13 +1,13 @@
 """What makes a folder a checkpoint: a manifest of its files, and a marker that vouches for the manifest.
 
     step-000100/
-      __0_0.distcp, .metadata   written by Torch Distributed Checkpoint (DCP)
-      manifest.json             size and SHA-256 of every file above, and what the run wants to remember
+      rank-00000.safetensors …  what each rank wrote: its pieces of the tensors
+      index.json                which piece of which tensor lies where
+      manifest.json             size, writer and SHA-256 of every file above, and what the run wants to remember
       COMMITTED                 SHA-256 of manifest.json; written last
 
-DCP itself notices a short or missing shard, but loads a flipped bit, or a shard of another step, without
-a word. Here every byte is covered by a checksum, the checksums by the marker, and the marker by being last.
-A file that the manifest does not name is ignored: nothing ever reads it.
+Every byte is covered by a checksum, the checksums by the marker, and the marker by being last. A file that the manifest
+does not name is ignored: nothing ever reads it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,34 @@ from typing import Any
 
 from ...spec import CheckpointError
 from ...spec.files import write_whole
+from .digest import CHUNK, wrong_chunk
 
-FORMAT = 1
+FORMAT = 2
+INDEX = "index.json"
 MANIFEST = "manifest.json"
 MARKER = "COMMITTED"
 FOLDER = re.compile(r"step-(\d+)(\.replaced-\d+)?")
+
+Files = dict[str, dict[str, Any]]  # name → {"bytes", "rank" that wrote it, "sha256" of each chunk}
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that cannot be used, where an older one may be."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     step: int
     meta: dict[str, Any]  # the run's own: data position, loss scale, spec … (anything JSON holds)
-    files: dict[str, dict[str, Any]]  # name → {"bytes", "sha256"}
+    files: Files
+    chunk: int = CHUNK  # bytes under each checksum
     time: str = ""
     torch: str = ""
     format: int = FORMAT
+
+
+def shard_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
 
 
 def step_of(folder: Path) -> int:
@@ -47,59 +60,98 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def seal(folder: Path, step: int, meta: dict[str, Any], torch: str) -> None:
-    """Write the manifest of everything in `folder`. Until `commit`, it is still nothing that a run would load."""
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}
+def seal(folder: Path, step: int, meta: dict[str, Any], files: Files, torch: str) -> None:
+    """Write the manifest of `files`. Until `commit`, the folder is still nothing that a run would load."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     manifest = Manifest(step, meta, files, time=now, torch=torch)
     write_whole(folder / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1))
 
 
 def commit(folder: Path) -> None:
-    write_whole(folder / MARKER, sha256(folder / MANIFEST))
+    write_whole(folder / MARKER, hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest())
 
 
 def verify(folder: Path) -> Manifest:
-    """Read every byte of a checkpoint and return its manifest, or raise with the name of the file that is wrong."""
-    step = step_of(folder)
-    marker, path = folder / MARKER, folder / MANIFEST
-    vouched = read(marker, "the save was never finished").decode(errors="replace").strip()
-    text = read(path, "nothing says what the checkpoint should hold")
-    if hashlib.sha256(text).hexdigest() != vouched:
-        raise CheckpointError(f"{path} is not the one that {MARKER} vouches for (checksum mismatch)")
-    fields = json.loads(text)
-    if fields.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {fields.get('format')}; this version of LMWorks reads {FORMAT}")
-    manifest = Manifest(**fields)
-    if manifest.step != step:
-        raise CheckpointError(f"{path} belongs to step {manifest.step}, not to {folder.name}")
-    for name, entry in manifest.files.items():
-        check_file(folder / name, entry["bytes"], entry["sha256"])
+    """Read every byte of a checkpoint and return its manifest, or raise with the file that is wrong, and its rank."""
+    manifest = read_manifest(folder)
+    for name in manifest.files:
+        check_file(folder / name, manifest)
     return manifest
 
 
-def check_file(path: Path, size: int, digest: str) -> None:
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, where every file that it names is there in full. Their content is not read."""
+    manifest = vouched(folder)
+    check_sizes(folder, manifest)
+    return manifest
+
+
+def vouched(folder: Path) -> Manifest:
+    """The manifest, if it is the one that the marker vouches for."""
+    step = step_of(folder)
+    marker, path = folder / MARKER, folder / MANIFEST
+    digest = read(marker, "the save was never finished").decode(errors="replace").strip()
+    text = read(path, "nothing says what the checkpoint should hold")
+    if hashlib.sha256(text).hexdigest() != digest:
+        raise DamagedError(f"{path} is not the one that {MARKER} vouches for (checksum mismatch)")
+    fields = json.loads(text)
+    if fields.get("format") != FORMAT:
+        raise DamagedError(f"{path} has format {fields.get('format')}; this version of LMWorks reads {FORMAT}")
+    manifest = Manifest(**fields)
+    if manifest.step != step:
+        raise DamagedError(f"{path} belongs to step {manifest.step}, not to {folder.name}")
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    for name in manifest.files:
+        check_size(folder / name, manifest)
+
+
+def check_size(path: Path, manifest: Manifest) -> None:
+    size = manifest.files[path.name]["bytes"]
     try:
         found = path.stat().st_size
-        if found != size:
-            raise CheckpointError(f"{path} has {found} bytes instead of {size}")
-        if sha256(path) != digest:
-            raise CheckpointError(f"{path} is damaged: its checksum does not match the manifest")
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
+        raise DamagedError(f"{named(path, manifest)} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, manifest, error) from None
+    if found != size:
+        raise DamagedError(f"{named(path, manifest)} has {found} bytes instead of {size}")
+
+
+def check_file(path: Path, manifest: Manifest) -> None:
+    """Every byte of one file."""
+    entry = manifest.files[path.name]
+    try:
+        wrong = wrong_chunk(path, entry["bytes"], entry["sha256"], manifest.chunk)
+    except (OSError, EOFError) as error:
+        raise unreadable(path, manifest, error) from None
+    if wrong is not None:
+        raise damaged(path, manifest, wrong)
+
+
+def damaged(path: Path, manifest: Manifest, index: int) -> DamagedError:
+    """Its `index`-th chunk is not what was written."""
+    first = index * manifest.chunk
+    last = min(first + manifest.chunk, manifest.files[path.name]["bytes"])
+    where = f"bytes {first} to {last}" if last else "it"
+    return DamagedError(f"{named(path, manifest)} is damaged: the checksum of {where} does not match the manifest")
+
+
+def unreadable(path: Path, manifest: Manifest, error: OSError | EOFError) -> DamagedError:
+    reason = error.strerror or error if isinstance(error, OSError) else "it ends before its end"
+    return DamagedError(f"cannot read {named(path, manifest)}: {reason}")
+
+
+def named(path: Path, manifest: Manifest) -> str:
+    return f"{path} (rank {manifest.files[path.name]['rank']})"
 
 
 def read(path: Path, meaning: str) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {meaning}") from None
+        raise DamagedError(f"{path} is missing: {meaning}") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        raise DamagedError(f"cannot read {path}: {error.strerror}") from None

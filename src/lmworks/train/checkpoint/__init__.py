@@ -1,7 +1,20 @@
 """Saving and loading the state of a run, whatever its layout."""
 
-from ...record.checkpoint.folders import committed, folders, prune
+from ...record.checkpoint.folders import Keep, committed, folders, intact, prune
 from ...record.checkpoint.manifest import Manifest, commit, step_of, verify
 from .store import find, load, save
 
-__all__ = ["Manifest", "commit", "committed", "find", "folders", "load", "prune", "save", "step_of", "verify"]
+__all__ = [
+    "Keep",
+    "Manifest",
+    "commit",
+    "committed",
+    "find",
+    "folders",
+    "intact",
+    "load",
+    "prune",
+    "save",
+    "step_of",
+    "verify",
+]

@@ -1,9 +1,9 @@
-"""Checkpoints that are committed, not just written: Torch Distributed Checkpoint inside, a manifest around it.
+"""Checkpoints that are committed, not just written.
 
-A save goes to a hidden folder beside its place, is synced and sealed, renamed, and only then marked as
-committed. A process killed at any point leaves the checkpoints that were there, and at most a leftover that
-the next save sweeps away. Every rank writes its shards into the same folder; rank 0 makes, seals and commits it, and
-whatever fails on one rank is raised by all.
+A save goes to a hidden folder beside its place, is synced and sealed, renamed, and only then marked as committed. A
+process killed at any point leaves the checkpoints that were there, and at most a leftover that the next save sweeps
+away. Every rank writes and hashes its own file in the same folder; rank 0 makes, seals and commits it, and whatever
+fails on one rank is raised by all.
 """
 
 from __future__ import annotations
@@ -11,54 +11,108 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from ...parallel.world import from_lead, is_lead, together
-from ...record.checkpoint.folders import committed, discard, folders, prune, put_in_place
-from ...record.checkpoint.manifest import MARKER, Manifest, seal, step_of, verify
+from ...parallel.world import from_lead, is_lead, known
+from ...record import phase
+from ...record.checkpoint.digest import write_file
+from ...record.checkpoint.folders import Keep, committed, discard, folders, prune, put_in_place, work_folder
+from ...record.checkpoint.manifest import (
+    INDEX,
+    MARKER,
+    DamagedError,
+    Files,
+    Manifest,
+    read_manifest,
+    seal,
+    shard_name,
+    step_of,
+    verify,
+)
 from ...spec import CheckpointError
-from . import shards
+from .plan import Plan, contents, make
+from .read import read, read_index
+from .reasons import first_reason
+
+T = TypeVar("T")
 
 
-def save(root: Path, step: int, state: dict[str, Any], meta: dict[str, Any], keep: int = 0) -> Path:
-    """Write `root/step-000100` and return it; then keep the newest `keep` checkpoints (0: all).
+def save(root: Path, step: int, state: dict[str, Any], meta: dict[str, Any], keep: Keep | int = 0) -> Path:
+    """Write `root/step-000100` and return it; then remove what `keep` does not keep (a number: the newest so many).
 
     A checkpoint of the same step is replaced, since after a resume the new one is the truth, but stays
     beside it until the new one is committed. If anything fails, what was there before is there again.
     """
     final = root / f"step-{step:06d}"
+    phase.enter("save.stage")
+    plan = make(state)
     work = from_lead(lambda: make_room(root, final))
     try:
-        together(lambda: disk(final, lambda: shards.write(work, state)))
-        from_lead(lambda: disk(final, lambda: finish(work, final, step, meta)))
+        phase.enter("save.write")
+        entries = write_all(work, final, plan, state)
+        phase.enter("save.seal")
+        from_lead(lambda: disk(final, lambda: seal(work, step, meta, entries, str(torch.__version__))))
+        phase.enter("save.commit")
+        from_lead(lambda: disk(final, lambda: put_in_place(work, final)))
     finally:
         if is_lead():
             discard(work)
+    phase.enter("save.prune")
     from_lead(lambda: prune(root, keep, saved=final))
     return final
 
 
 def make_room(root: Path, final: Path) -> Path:
-    work = root / f".{final.name}.tmp-{os.getpid()}"
+    work = work_folder(final, os.getpid(), 0)
     discard(work)  # of an earlier process with our number, as happens in containers
     disk(final, lambda: work.mkdir(parents=True))
     return work
 
 
-def finish(work: Path, final: Path, step: int, meta: dict[str, Any]) -> None:
-    seal(work, step, meta, str(torch.__version__))
-    put_in_place(work, final)
+def write_all(work: Path, final: Path, plan: Plan, state: dict[str, Any]) -> Files:
+    """Every rank's files; returns the entries of all of them, on the lead."""
+    mine: Files = {}
+
+    def try_to() -> str | None:
+        try:
+            mine.update(write(work, plan, state))
+        except OSError as error:
+            return told(error)
+        return None
+
+    if found := first_reason(try_to):
+        reason, rank = found
+        raise known(CheckpointError(f"cannot save {final}: {reason}{f' on rank {rank}' if rank else ''}"))
+    if not dist.is_initialized():
+        return mine
+    everyone: list[Any] | None = [None] * dist.get_world_size() if is_lead() else None
+    dist.gather_object(mine, everyone)
+    return {name: entry for files in everyone or () for name, entry in files.items()}
 
 
-def disk(final: Path, act: Callable[[], None]) -> None:
+def write(work: Path, plan: Plan, state: dict[str, Any]) -> Files:
+    """This rank's file, and with the lead's the index of them all."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    files = {shard_name(rank): {**write_file(work / shard_name(rank), contents(plan, state)), "rank": rank}}
+    if is_lead():
+        files[INDEX] = {**write_file(work / INDEX, [memoryview(plan.index)]), "rank": rank}
+    return files
+
+
+def disk(final: Path, act: Callable[[], T]) -> T:
     """What a disk refuses, in one line."""
     try:
-        act()
+        return act()
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise CheckpointError(f"cannot save {final}: {error.strerror or error}{where}") from error
+        raise CheckpointError(f"cannot save {final}: {told(error)}") from error
+
+
+def told(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{where}"
 
 
 def load(
@@ -68,18 +122,54 @@ def load(
 
     Tensors are filled in place. A section of `state` that is None is filled with whatever was saved, and one
     that is not in `state` is not read (weights alone, say). A damaged checkpoint is reported to `refused`
-    and the one before it is taken.
+    and the one before it is taken. Bytes are verified as they are read, so what is in `state` counts only once this
+    has returned.
     """
-    found = from_lead(lambda: find(root, refused, step))
-    if found is None:
-        return None
-    folder, manifest = found
-    together(lambda: shards.read(folder, state))
-    return manifest
+    phase.enter("load.find")
+    reasons: list[str] = []
+    for folder in from_lead(lambda: [path for path in folders(root) if step in (None, step_of(path))]):
+        try:
+            manifest, index = opened(folder)
+            filled = dict(state)
+            phase.enter("load.read")
+            read(folder, manifest, index, filled)
+        except DamagedError as error:
+            from_lead(lambda folder=folder, error=error: refused(folder, str(error)))  # type: ignore[misc]
+            if step is not None or from_lead(lambda folder=folder: (folder / MARKER).exists()):  # type: ignore[misc]
+                reasons.append(str(error))  # one that was never finished is not a loss
+            continue
+        state.update(filled)
+        return manifest
+    refuse_nothing_left(root, reasons, step)
+    return None
+
+
+def opened(folder: Path) -> tuple[Manifest, bytes]:
+    """Manifest and index, read by the lead for all."""
+
+    def look() -> tuple[Manifest, bytes] | str:
+        try:
+            manifest = read_manifest(folder)
+            return manifest, read_index(folder, manifest)
+        except DamagedError as error:
+            return str(error)
+
+    found = from_lead(look)
+    if isinstance(found, str):
+        raise DamagedError(found)
+    return found
+
+
+def refuse_nothing_left(root: Path, reasons: list[str], step: int | None) -> None:
+    if reasons:
+        raise known(CheckpointError(f"no usable checkpoint in {root}: {'; '.join(reasons)}"))
+    if step is not None:
+        there = ", ".join(str(step_of(folder)) for folder in committed(root)) or "none"
+        raise known(CheckpointError(f"{root} has no checkpoint of step {step}; steps there: {there}"))
 
 
 def find(root: Path, refused: Callable[[Path, str], None], step: int | None = None) -> tuple[Path, Manifest] | None:
-    """The newest intact checkpoint, or the one of `step`."""
+    """The newest intact checkpoint, or the one of `step`, having read every byte of it. For one process."""
     reasons: list[str] = []
     for folder in folders(root):
         if step is not None and step_of(folder) != step:
@@ -88,11 +178,7 @@ def find(root: Path, refused: Callable[[Path, str], None], step: int | None = No
             return folder, verify(folder)
         except CheckpointError as error:
             refused(folder, str(error))
-            if step is not None or (folder / MARKER).exists():  # one that was never finished is not a loss
+            if step is not None or (folder / MARKER).exists():
                 reasons.append(str(error))
-    if reasons:
-        raise CheckpointError(f"no usable checkpoint in {root}: {'; '.join(reasons)}")
-    if step is not None:
-        there = ", ".join(str(step_of(folder)) for folder in committed(root)) or "none"
-        raise CheckpointError(f"{root} has no checkpoint of step {step}; steps there: {there}")
+    refuse_nothing_left(root, reasons, step)
     return None

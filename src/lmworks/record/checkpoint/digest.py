@@ -1,0 +1,111 @@
+"""Files whose every chunk has a SHA-256, computed by threads while the bytes are written or read.
+
+One digest of a whole file would be one stream that a single core must follow. Chunks of 16 MiB are hashed by as many
+threads as are needed to keep up with the disk (hashing lets go of Python's lock), can be checked one at a time by
+whoever reads only a part of a file, and tell which part of it is wrong. For a file of one chunk the digest is the one
+that `sha256sum` prints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHUNK = 16 * 2**20
+HASHERS = 4  # threads; more than one only where a disk outruns a core
+AHEAD = 2 * HASHERS  # chunks that may wait to be hashed: what they hold stays in memory
+MOST_PARTS = 1000  # of one call to the system, which takes 1,024
+
+Parts = list[memoryview]
+
+
+def write_file(path: Path, pieces: Iterable[memoryview]) -> dict[str, Any]:
+    """Write `pieces` one after the other, to the disk and not only to its cache; returns size and digests."""
+    size, digests = 0, []
+    with hashers() as pool, path.open("wb", buffering=0) as file:
+        for parts in in_chunks(pieces):
+            digests.append(pool.submit(sha256, parts))
+            write_all(file.fileno(), parts)
+            size += sum(len(part) for part in parts)
+            if len(digests) > AHEAD:
+                digests[-AHEAD - 1].result()
+        os.fsync(file.fileno())
+        return {"bytes": size, "sha256": [digest.result() for digest in digests]}
+
+
+def in_chunks(pieces: Iterable[memoryview]) -> Iterator[Parts]:
+    """Cut and joined to exactly CHUNK bytes each; only the last has fewer. An empty file has one empty chunk."""
+    parts: Parts = []
+    room, empty = CHUNK, True
+    for piece in pieces:
+        while len(piece):
+            empty = False
+            parts.append(piece[:room])
+            room -= len(parts[-1])
+            piece = piece[len(parts[-1]) :]
+            if not room:
+                yield parts
+                parts, room = [], CHUNK
+    if parts or empty:
+        yield parts
+
+
+def write_all(descriptor: int, parts: Parts) -> None:
+    waiting = [part for part in parts if len(part)]
+    while waiting:
+        written = os.writev(descriptor, waiting[:MOST_PARTS])
+        waiting = after(waiting, written)
+
+
+def read_all(descriptor: int, parts: Parts, position: int) -> None:
+    """Fill `parts` from `position` on; raises EOFError where the file ends before."""
+    waiting = [part for part in parts if len(part)]
+    while waiting:
+        got = os.preadv(descriptor, waiting[:MOST_PARTS], position)
+        if not got:
+            raise EOFError
+        position += got
+        waiting = after(waiting, got)
+
+
+def after(parts: Parts, done: int) -> Parts:
+    """What is left of `parts` after their first `done` bytes."""
+    for index, part in enumerate(parts):
+        if done < len(part):
+            return [part[done:], *parts[index + 1 :]]
+        done -= len(part)
+    return []
+
+
+def sha256(parts: Iterable[memoryview]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+@contextmanager
+def hashers() -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(HASHERS, thread_name_prefix="lmworks-sha256")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def wrong_chunk(path: Path, size: int, digests: list[str], chunk: int) -> int | None:
+    """Read all of a file, by several threads, and return the first chunk that is not what it was."""
+    with path.open("rb", buffering=0) as file, hashers() as pool:
+
+        def check(index: int) -> bool:
+            content = memoryview(bytearray(min(chunk, size - index * chunk)))
+            read_all(file.fileno(), [content], index * chunk)
+            return sha256([content]) == digests[index]
+
+        checks: list[Future[bool]] = [pool.submit(check, index) for index in range(len(digests))]
+        return next((index for index, check in enumerate(checks) if not check.result()), None)

@@ -1,0 +1,261 @@
+"""Filling a state, of whatever layout, from a checkpoint's files: each byte is read once, and hashed as it is read.
+
+DCP's planner says which boxes of which saved pieces a rank needs. Files are read chunk by chunk, straight into the
+memory of the tensors where that is possible, and a chunk counts only if its SHA-256 is the manifest's. What no rank
+needs is read all the same, shared out over them: a checkpoint is taken whole or refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from ...parallel.world import is_lead, together
+from ...record.checkpoint.digest import AHEAD, hashers, read_all, sha256
+from ...record.checkpoint.manifest import INDEX, DamagedError, Manifest, check_file, damaged, unreadable
+from ...spec import CheckpointError
+from .plan import TORCH_DTYPES, as_bytes
+from .reasons import first_reason
+
+Chunks = set[tuple[str, int]]  # (file, number of the chunk in it)
+
+
+def read(folder: Path, manifest: Manifest, index: bytes, state: dict[str, Any]) -> None:
+    """Fill `state` in place. A section that is None gets whatever was saved; one that is not there is not read."""
+    tensors = json.loads(index)["tensors"]
+    for section, content in state.items():
+        if content is None:
+            state[section] = blank(tensors, section)
+    planner = StrictPlanner(folder)
+    planner.set_up_planner(state, metadata_of(tensors), is_lead())
+    here = names_everywhere(planner.state_dict)
+    plan = together(lambda: planner.planned(here))
+    wants = wants_of(plan, planner, tensors)
+    chunks = needed(wants, manifest.chunk)
+    chunks |= share(chunks, manifest)
+
+    def try_to() -> str | None:
+        try:
+            fill(folder, manifest, wants, chunks)
+        except DamagedError as error:
+            return str(error)
+        return None
+
+    if found := first_reason(try_to):
+        reason, rank = found
+        raise DamagedError(f"{reason}, as rank {rank} found" if dist.is_initialized() else reason)
+
+
+# --- what is needed -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Want:
+    """What a rank needs of one saved piece: a run of bytes of a file, and what becomes of it."""
+
+    file: str
+    start: int
+    stop: int
+    memory: memoryview  # where the bytes go
+    finish: Callable[[], None] | None = None  # brings them to their tensors, where they are not there already
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.stop - self.start
+
+
+def wants_of(plan: LoadPlan, planner: DefaultLoadPlanner, tensors: dict[str, Any]) -> list[Want]:
+    by_piece: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+    for item in plan.items:
+        by_piece[item.storage_index].append(item)
+    wants = [want_of(items, planner, tensors[index.fqn]) for index, items in by_piece.items()]
+    return sorted(wants, key=lambda want: (want.file, want.start))
+
+
+def want_of(items: list[ReadItem], planner: DefaultLoadPlanner, tensor: dict[str, Any]) -> Want:
+    """The run from the first byte that any of `items` needs of their piece to the last."""
+    offsets = list(items[0].storage_index.offset or ())
+    file, at, _, sizes = next(piece for piece in tensor["pieces"] if piece[2] == offsets)
+    dtype = TORCH_DTYPES[tensor["dtype"]]
+    strides = torch.empty(sizes, device="meta").stride()
+
+    def position(point: Iterable[int]) -> int:
+        return sum(index * stride for index, stride in zip(point, strides, strict=True))
+
+    first = min(position(item.storage_offsets) for item in items)
+    last = max(position(a + n - 1 for a, n in zip(item.storage_offsets, item.lengths, strict=True)) for item in items)
+    start, stop = at + first * dtype.itemsize, at + (last + 1) * dtype.itemsize
+    target = planner.resolve_tensor(items[0]).detach()
+    exact = len(items) == 1 and target.numel() == last + 1 - first and target.is_contiguous()
+    if exact and target.device.type == "cpu" and target.dtype == dtype:
+        return Want(file, start, stop, as_bytes(target))
+    room = torch.empty(last + 1 - first, dtype=dtype)
+
+    def finish() -> None:
+        for item in items:
+            box = room.as_strided(item.lengths, strides, position(item.storage_offsets) - first)
+            planner.resolve_tensor(item).detach().copy_(box)
+
+    return Want(file, start, stop, as_bytes(room), finish)
+
+
+def needed(wants: list[Want], size: int) -> Chunks:
+    return {(want.file, number) for want in wants for number in range(want.start // size, -(-want.stop // size))}
+
+
+def share(mine: Chunks, manifest: Manifest) -> Chunks:
+    """This rank's part of the chunks that no rank needs, so that every chunk is read by somebody."""
+    everyone: list[Any] = [mine]
+    rank, world = 0, 1
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        everyone = [None] * world
+        dist.all_gather_object(everyone, mine)
+    files = {name: len(entry["sha256"]) for name, entry in manifest.files.items() if name != INDEX}  # that was read
+    every = [(name, number) for name, count in files.items() for number in range(count)]
+    taken = set().union(*everyone)
+    return set([chunk for chunk in every if chunk not in taken][rank::world])
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+def fill(folder: Path, manifest: Manifest, wants: list[Want], chunks: Chunks) -> None:
+    """Read `chunks`, and with them everything wanted, in the order of the files."""
+    with hashers() as pool:
+        checks: list[tuple[Path, int, Future[str]]] = []
+        for name in sorted({name for name, _ in chunks}):
+            path, inside = folder / name, [want for want in wants if want.file == name]
+            try:
+                with path.open("rb", buffering=0) as file:
+                    for number in sorted(number for other, number in chunks if other == name):
+                        parts = read_chunk(file.fileno(), number, manifest, name, inside)
+                        checks.append((path, number, pool.submit(sha256, parts)))
+                        if len(checks) > AHEAD:
+                            confirm(*checks[-AHEAD - 1], manifest)
+            except (OSError, EOFError) as error:
+                raise unreadable(path, manifest, error) from None
+        for check in checks[-AHEAD:]:
+            confirm(*check, manifest)
+
+
+def read_chunk(descriptor: int, number: int, manifest: Manifest, name: str, wants: list[Want]) -> list[memoryview]:
+    """One chunk, into the memory of those who want parts of it and a scratch for the rest; returns it in order."""
+    begin = position = number * manifest.chunk
+    end = min(begin + manifest.chunk, manifest.files[name]["bytes"])
+    parts: list[memoryview] = []
+    touched: list[tuple[Want, int]] = []
+    while wants and wants[0].start < end:
+        want = wants[0]
+        start, stop = max(begin, want.start), min(end, want.stop)
+        parts += [memoryview(bytearray(start - position)), want.memory[start - want.start : stop - want.start]]
+        touched.append((want, stop - start))
+        position = stop
+        if want.stop > end:
+            break
+        wants.pop(0)
+    parts.append(memoryview(bytearray(end - position)))
+    read_all(descriptor, parts, begin)
+    for want, count in touched:
+        want.left -= count
+        if not want.left and want.finish is not None:
+            want.finish()
+            want.finish = None  # and with it the memory
+    return parts
+
+
+def confirm(path: Path, number: int, check: Future[str], manifest: Manifest) -> None:
+    if check.result() != manifest.files[path.name]["sha256"][number]:
+        raise damaged(path, manifest, number)
+
+
+def read_index(folder: Path, manifest: Manifest) -> bytes:
+    check_file(folder / INDEX, manifest)
+    return (folder / INDEX).read_bytes()
+
+
+# --- names and shapes ---------------------------------------------------------------------------------
+
+
+class StrictPlanner(DefaultLoadPlanner):
+    """Refuses a state of other names or shapes before anything is read, so that no model is half overwritten."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def planned(self, here: set[str]) -> LoadPlan:
+        """`here`: the names of all ranks."""
+        saved = self.metadata.state_dict_metadata if self.metadata else {}
+        sections = {path[0] for path in self.mappings.values()}
+        lacking = [name for name in self.state_dict if name not in saved]
+        surplus = [name for name in saved if name.split(".")[0] in sections and name not in here]
+        if lacking:
+            raise CheckpointError(f"{self.folder} does not have {some(lacking)}, which this run has")
+        if surplus:
+            raise CheckpointError(f"{self.folder} has {some(surplus)}, which this run does not have")
+        for name, value in self.state_dict.items():
+            there, ours = shape(saved[name]), shape(value)
+            if there != ours:
+                raise CheckpointError(f"{self.folder}: {name} is {there} there, but {ours} in this run")
+        return self.create_local_plan()
+
+
+def names_everywhere(state: Iterable[str]) -> set[str]:
+    """Of all ranks: a pipeline rank knows only its own stages' weights."""
+    if not dist.is_initialized():
+        return set(state)
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(state))
+    return {name for some in names for name in some}
+
+
+def shape(value: Any) -> str:
+    size = getattr(value, "size", None)  # of a tensor, or of what the metadata says of one
+    if size is None:
+        return "a plain value"
+    return str(tuple(size() if callable(size) else size))
+
+
+def some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+
+
+def metadata_of(tensors: dict[str, Any]) -> Metadata:
+    """The index in DCP's words."""
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(a), torch.Size(n)) for _, _, a, n in tensor["pieces"]]
+        properties = TensorProperties(TORCH_DTYPES[tensor["dtype"]])
+        found[name] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+    return Metadata(found)
+
+
+def blank(tensors: dict[str, Any], section: str) -> dict[str, Any]:
+    """An empty copy of a section as it was saved, to be filled."""
+    tree: dict[str, Any] = {}
+    for tensor in tensors.values():
+        top, *path, last = tensor["path"]
+        if top == section:
+            table = tree
+            for part in path:
+                table = table.setdefault(part, {})
+            table[last] = torch.empty(tensor["shape"], dtype=TORCH_DTYPES[tensor["dtype"]])
+    return tree
