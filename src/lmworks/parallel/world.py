@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from .mesh import Mesh
 
 T = TypeVar("T")
 LAST_WORDS = "lmworks/last-words"
+NOBODY = -1  # says it of himself: another rank found it out
+LATER_S = 15.0  # what the process groups wait longer than those who watch over them
+GLOO_SAYS = ("gloo", "pair closure", "connection closed by peer", "connection reset by peer")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # objects and checkpoints travel over the CPU's
 
 
@@ -37,7 +40,11 @@ def is_lead() -> bool:
 
 
 def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) -> Mesh | None:
-    """Meet the other ranks; None where this process is alone."""
+    """Meet the other ranks; None where this process is alone.
+
+    Whoever watches over the run ends a collective after `timeout_s`, and can say why; the process groups themselves
+    give up later, for the time when nobody watches yet.
+    """
     if not launched():
         if parallel.world > 1 or parallel.offload == "full":
             raise SpecError(
@@ -57,9 +64,19 @@ def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) 
         torch.cuda.set_device(device)
     # Newer versions rename collectives that the oldest we support, and PyTorch's own FSDP, know by the old names only.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives on record; older versions record none
+    limit = timedelta(seconds=1.5 * timeout_s + LATER_S)
     if not dist.is_initialized():
-        dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
-    return Mesh(Grid.of(parallel), device.type)
+        dist.init_process_group(BACKENDS[device.type], timeout=limit)
+    mesh = Mesh(Grid.of(parallel), device.type)
+    limit_waits(limit)
+    return mesh
+
+
+def limit_waits(limit: timedelta) -> None:
+    """In every group that there is: one that was made for some of the ranks does not have the limit of all."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def leave() -> None:
@@ -123,46 +140,82 @@ def from_lead(work: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def explained(error: Exception) -> Exception:
+class Onlooker(Protocol):
+    """Whoever can tell what became of a rank that left no word: train/watch."""
+
+    def gone(self) -> str | None:
+        """Which ranks' processes have ended, at a glance."""
+
+    def why(self) -> str | None:
+        """What all ranks together make of it. Takes seconds."""
+
+
+def explained(error: Exception, onlooker: Onlooker | None = None) -> Exception:
     """What to raise for an error in the middle of a step, where no rank waits to hear how the others fared.
 
     The rank that fails leaves word in the store through which the ranks once met. The others find a neighbour gone,
-    and look there for the cause; it has been said by the one that failed.
+    and look there for the cause; it has been said by the one that failed. Of a rank that could not leave any, the
+    first to find out does.
     """
     if not dist.is_initialized() or (isinstance(error, LMWorksError) and error.agreed):
         return error
     store = dist.distributed_c10d._get_default_store()
     if not is_loss(error):
         message, code = as_message(error) or ("", 1)
-        with suppress(RuntimeError):  # the store may be gone too
-            store.compare_set(LAST_WORDS, "", json.dumps([message, code, dist.get_rank()]))
+        leave_words(store, message, code, dist.get_rank())
         return error
-    words = read_words(store)
+    words = find_words(store, onlooker)
+    if words is None and onlooker is not None:
+        found = onlooker.why()
+        words = (found, TrainingError.exit_code, NOBODY) if found else None
     if words is None:
-        gone = TrainingError("another rank is gone without a word; the run can be resumed")
-        gone.lost = True
-        return known(gone)
+        words = ("another rank is gone without a word", TrainingError.exit_code, NOBODY)
     message, code, rank = words
+    if rank == NOBODY:
+        lost = TrainingError(f"{message}; the run can be resumed")
+        lost.lost = True
+        return known(lost)
     told = rebuilt((message, code), rank)
     told.said = told.lost = True
     return told
 
 
-def read_words(store: Any, patience_s: float = 2.0) -> tuple[str, int, int] | None:
+Words = tuple[str, int, int]  # what happened, the exit code, who says it of himself
+
+
+def leave_words(store: Any, message: str, code: int, rank: int) -> None:
+    with suppress(RuntimeError):  # the store may be gone too
+        store.compare_set(LAST_WORDS, "", json.dumps([message, code, rank]))
+
+
+def find_words(store: Any, onlooker: Onlooker | None, patience_s: float = 2.0) -> Words | None:
     """They were left before the connection was lost, but by another way."""
     give_up = time.monotonic() + patience_s
+    while time.monotonic() < give_up:
+        gone = onlooker.gone() if onlooker is not None else None
+        words = read_words(store)
+        if words is not None:
+            return words
+        if gone is not None:
+            leave_words(store, gone, TrainingError.exit_code, NOBODY)
+            return gone, TrainingError.exit_code, NOBODY
+        time.sleep(0.05)
+    return None
+
+
+def read_words(store: Any) -> Words | None:
     with suppress(RuntimeError):
-        while time.monotonic() < give_up:
-            if store.check([LAST_WORDS]):
-                message, code, rank = json.loads(store.get(LAST_WORDS))
-                return message, code, rank
-            time.sleep(0.05)
+        if store.check([LAST_WORDS]):
+            message, code, rank = json.loads(store.get(LAST_WORDS))
+            return message, code, rank
     return None
 
 
 def is_loss(error: Exception) -> bool:
     """Whether a collective failed because of another rank. Gloo's errors have no type of their own."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in GLOO_SAYS)
 
 
 class Elsewhere(LMWorksError):

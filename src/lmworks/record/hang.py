@@ -1,0 +1,319 @@
+"""What ranks that wait for one another leave behind, and what follows from it: who is the cause.
+
+    hangs/attempt-0/rank-2.json     one rank: where it was, the stacks of its threads, its last collectives
+    hangs/attempt-0/verdict.json    which ranks are the cause, and why
+
+A collective is known on every rank of its group by the group and its number there. Who waits in one that others have
+not entered waits for them; they may wait for yet others, in other groups. Those at the end of such a chain, who wait
+for nobody, are the cause.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from ..spec.grid import shorten
+
+SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")  # of these, on every rank
+UNSEEN = "unknown"  # the state of a process that nobody on its host could look at
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective, or a message to one other rank (`peer`), as one rank has it on record."""
+
+    group: str
+    op: str
+    number: int  # of its kind in the group, counted by every rank for itself
+    elements: int
+    dtype: str
+    done: bool
+    age_s: float
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        return self.op if self.peer is not None else f"{self.op} #{self.number}"
+
+
+@dataclass(frozen=True)
+class Group:
+    label: str  # the axis of the mesh that it serves
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank wrote of itself while it was well: who it is, once, and where it is, at every phase."""
+
+    rank: int
+    host: str
+    pid: int
+    started: int  # of the process, so that its number is not taken for another's
+    time: float
+    phase: str
+    step: int
+
+    @property
+    def place(self) -> str:
+        return where(self.phase, self.step)
+
+    def first(self) -> bytes:
+        return json.dumps({key: vars(self)[key] for key in ("rank", "host", "pid", "started")}).encode() + b"\n"
+
+    @staticmethod
+    def second(time: float, phase: str, step: int) -> bytes:
+        """Always as long, so that it can be written in place."""
+        return f"{time:.3f} {step} {phase}".encode().ljust(64)
+
+    @classmethod
+    def read(cls, content: bytes) -> Self:
+        first, _, second = content.partition(b"\n")
+        time, step, phase = second.decode().split()
+        return cls(**json.loads(first), time=float(time), step=int(step), phase=phase)
+
+
+@dataclass(frozen=True)
+class Report:
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    step: int
+    waits: bool  # its main thread stands in a call to another rank, on record or not
+    calls: tuple[Call, ...]
+    groups: Mapping[str, Group]
+    states: Mapping[int, str]  # of the processes of ranks on its host: running, stopped, gone
+    stacks: str
+
+    @property
+    def place(self) -> str:
+        return where(self.phase, self.step)
+
+    def pending(self) -> list[Call]:
+        """The first that is not done, of each group."""
+        first: dict[tuple[str, bool], Call] = {}
+        for call in sorted(self.calls, key=lambda call: call.number):
+            if not call.done:
+                first.setdefault((call.group, call.peer is None), call)
+        return list(first.values())
+
+    def entered(self, call: Call) -> bool:
+        return any(mine.group == call.group and mine.peer is None and mine.number >= call.number for mine in self.calls)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        data = json.loads(text)
+        data["calls"] = tuple(Call(**call) for call in data["calls"])
+        data["groups"] = {name: Group(group["label"], tuple(group["ranks"])) for name, group in data["groups"].items()}
+        data["states"] = {int(rank): state for rank, state in data["states"].items()}
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    kind: str  # stopped, gone, silent, mismatch, late, circle, stuck
+    ranks: tuple[int, ...]  # that are the cause
+    text: str
+    waiting: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # what is waited in, and by whom
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        waiting = {place: tuple(ranks) for place, ranks in data["waiting"].items()}
+        return cls(data["kind"], tuple(data["ranks"]), data["text"], waiting)
+
+
+def judge(
+    world: int, reports: Mapping[int, Report], beats: Mapping[int, Beat], states: Mapping[int, str] | None = None
+) -> Verdict:
+    """From what the ranks reported, and from those that did not. `states` of processes are newer than the reports'."""
+    waiting = waits(reports, world)
+    told = "; ".join(f"{named(ranks)} {verb(ranks, 'wait')} in {place}" for place, ranks in list(waiting.items())[:3])
+    verdict = mismatched(reports, world) or silent(world, reports, beats, states or {}) or late(reports)
+    kind, ranks, text = verdict
+    whole = f"{told}; {text}" if told and kind != "mismatch" else text
+    return Verdict(kind, tuple(ranks), whole, waiting)
+
+
+Finding = tuple[str, list[int], str]
+
+
+def silent(
+    world: int, reports: Mapping[int, Report], beats: Mapping[int, Beat], states: Mapping[int, str]
+) -> Finding | None:
+    """Ranks that did not even report: their processes tell why."""
+    missing = [rank for rank in range(world) if rank not in reports]
+    if not missing:
+        return None
+    told = [*(report.states for report in reports.values()), states]
+    seen = {rank: state for some in told for rank, state in some.items() if state != UNSEEN}
+    kinds = {
+        "stopped": ("is stopped (by SIGSTOP or a debugger)", "are stopped (by SIGSTOP or a debugger)"),
+        "gone": ("is gone: its process has ended", "are gone: their processes have ended"),
+        "running": ("is alive but does not answer", "are alive but do not answer"),
+        UNSEEN: ("does not answer, and neither does its host", "do not answer, and neither do their hosts"),
+    }
+    kind = next(kind for kind in kinds if any(seen.get(rank, UNSEEN) == kind for rank in missing))
+    ranks = [rank for rank in missing if seen.get(rank, UNSEEN) == kind]
+    last = {beats[rank].place for rank in ranks if rank in beats}
+    text = f"{named(ranks)} {kinds[kind][len(ranks) > 1]}" + (f", last seen in {last.pop()}" if len(last) == 1 else "")
+    return {"running": "silent", UNSEEN: "silent"}.get(kind, kind), ranks, f"{text}: {blame(ranks)}"
+
+
+def mismatched(reports: Mapping[int, Report], world: int) -> Finding | None:
+    """The first place where ranks of a group entered different collectives, or the same with different sizes."""
+    by_place: dict[tuple[str, int], dict[int, Call]] = {}
+    for rank, report in reports.items():
+        for call in report.calls:
+            if call.peer is None:
+                by_place.setdefault((call.group, call.number), {})[rank] = call
+    for (group, number), calls in sorted(by_place.items(), key=lambda item: item[0][1]):
+        told = differs(calls)
+        if told:
+            ranks, text = told
+            where = group_name(group, reports[ranks[0]].groups, world)
+            return (
+                "mismatch",
+                ranks,
+                f"{text} (#{number} of group {where}, in {place_of(ranks, reports)}): {blame(ranks)}",
+            )
+    return None
+
+
+def differs(calls: Mapping[int, Call]) -> tuple[list[int], str] | None:
+    """Ranks that did something else than most, and what."""
+    for name, values in (
+        ("", {rank: call.op for rank, call in calls.items()}),
+        ("elements", {r: str(c.elements) for r, c in calls.items() if c.op in SAME_SIZE}),
+        ("of", {rank: call.dtype for rank, call in calls.items() if call.op in SAME_SIZE}),
+    ):
+        if len(set(values.values())) < 2:
+            continue
+        usual = most(values)
+        odd = [rank for rank, value in values.items() if value != usual]
+        other, op = values[odd[0]], calls[odd[0]].op
+        if not name:
+            return odd, f"{named(odd)} entered {other} where the others entered {usual}"
+        what = (f"{other} elements", f"{usual} elements") if name == "elements" else (other, usual)
+        return odd, f"{named(odd)} entered {op} with {what[0]} where the others have {what[1]}"
+    return None
+
+
+def most(values: Mapping[int, str]) -> str:
+    """The commonest; of two as common, that of the lowest rank."""
+    counts = Counter(values[rank] for rank in sorted(values))
+    return counts.most_common(1)[0][0]
+
+
+def late(reports: Mapping[int, Report]) -> Finding:
+    """All have reported: those whom others wait for and who wait for nobody themselves."""
+    edges = {rank: waits_for(report, reports) for rank, report in reports.items()}
+    awaited = set().union(*edges.values()) if edges else set()
+    causes = sorted(rank for rank in awaited if not edges[rank] and not reports[rank].pending())
+    if causes:
+        return (
+            "late",
+            causes,
+            f"{named(causes)} {are(causes)} in {place_of(causes, reports)} and never came: {blame(causes)}",
+        )
+    if awaited:
+        circle = sorted(awaited)
+        return (
+            "circle",
+            circle,
+            f"{named(circle)} wait for one another in a circle: collectives of several groups in different orders",
+        )
+    stuck = sorted(rank for rank, report in reports.items() if report.pending())
+    if stuck:
+        return "stuck", stuck, "every rank of the group entered it and none left: look at the network between them"
+    return "stuck", [], "no rank is in a collective on record; the stacks tell where each of them is"
+
+
+def waits_for(report: Report, reports: Mapping[int, Report]) -> set[int]:
+    found = set()
+    for call in report.pending():
+        if call.peer is not None:
+            found.add(call.peer)
+            continue
+        members = report.groups[call.group].ranks if call.group in report.groups else tuple(reports)
+        found |= {rank for rank in members if rank in reports and not reports[rank].entered(call)}
+    if not found and report.waits and not report.pending():  # a message that is not on record: to or from a neighbour
+        found = set(
+            next((g.ranks for g in report.groups.values() if g.label == "pp" and len(g.ranks) > 1), tuple(reports))
+        )
+    return found - {report.rank}
+
+
+def waits(reports: Mapping[int, Report], world: int) -> dict[str, tuple[int, ...]]:
+    """What is waited in → by which ranks."""
+    places: dict[str, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        told = [f"{call} of group {group_name(call.group, report.groups, world)}" for call in report.pending()[:1]]
+        for place in told or (["a message to or from a neighbour"] if report.waits else []):
+            places.setdefault(f"{place} ({report.place})", []).append(rank)
+    return {place: tuple(ranks) for place, ranks in places.items()}
+
+
+def group_name(group: str, groups: Mapping[str, Group], world: int) -> str:
+    known = groups.get(group)
+    if known is None:
+        return group
+    return known.label if len(known.ranks) == world else f"{known.label} (ranks {shorten(list(known.ranks))})"
+
+
+def where(phase: str, step: int) -> str:
+    return f"{phase} of step {step}" if step else phase
+
+
+def place_of(ranks: Iterable[int], reports: Mapping[int, Report]) -> str:
+    return " or ".join(sorted({reports[rank].place for rank in ranks if rank in reports}))
+
+
+def named(ranks: Iterable[int]) -> str:
+    some = sorted(ranks)
+    return f"rank {some[0]}" if len(some) == 1 else f"ranks {', '.join(map(str, some))}"
+
+
+def verb(ranks: Iterable[int], word: str) -> str:
+    return word + "s" if len(list(ranks)) == 1 else word
+
+
+def are(ranks: list[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def blame(ranks: list[int]) -> str:
+    return f"{named(ranks)} {are(ranks)} the cause"
+
+
+def attempts(run: Path) -> dict[int, Path]:
+    """Attempts of a run that hung, and where their reports are."""
+    folders = (run / "hangs").glob("attempt-*")
+    return {int(path.name.removeprefix("attempt-")): path for path in sorted(folders) if path.name[8:].isdigit()}
+
+
+def read_reports(folder: Path) -> dict[int, Report]:
+    found = [Report.from_json(path.read_text(encoding="utf-8")) for path in folder.glob("rank-*.json")]
+    return {report.rank: report for report in sorted(found, key=lambda report: report.rank)}
+
+
+def read_beats(run: Path) -> dict[int, Beat]:
+    """Of an attempt that is under way, or that did not end well. One that is half written is passed over."""
+    found: dict[int, Beat] = {}
+    for path in (run / "watch").glob("rank-*.life"):
+        try:
+            beat = Beat.read(path.read_bytes())
+        except (OSError, ValueError, TypeError):
+            continue
+        found[beat.rank] = beat
+    return dict(sorted(found.items()))

@@ -1,0 +1,153 @@
+"""A rank that hangs is named, in one sentence, by the others: who, where, and in which collective they wait for it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lmworks.parallel.mesh import Mesh
+from lmworks.parallel.world import explained, join
+from lmworks.record import RunFolder, phase
+from lmworks.record.hang import read_reports
+from lmworks.spec import ParallelSpec, WatchSpec
+from lmworks.study.ranks import RankFailed, join_group, on_ranks
+from lmworks.train.watch import watching
+from tiny import events
+
+TIMEOUT_S = 2.0
+Fault = Callable[[int, Mesh], None]
+
+
+def take_steps(rank: int, run: Path, layout: dict[str, int], fault: Fault) -> str:
+    """Steps as a trainer takes them, as far as a watchdog can see; the fault comes in the forward pass of step 3."""
+    mesh = join(ParallelSpec(**layout), torch.device("cpu"), TIMEOUT_S)
+    assert mesh is not None
+    with watching(WatchSpec(timeout_s=TIMEOUT_S), RunFolder(run), 0, mesh) as watchdog:
+        try:
+            for step in range(1, 6):
+                phase.enter("forward", step)
+                if step == 3:
+                    fault(rank, mesh)
+                phase.enter("backward")
+                dist.all_reduce(torch.ones(8), group=mesh.group("dp"))
+                phase.enter("reduce")
+                dist.all_reduce(torch.ones(4))
+        except Exception as error:
+            return str(explained(error, watchdog))
+    return "done"
+
+
+def hang(tmp_path: Path, fault: Fault, **layout: int) -> dict[str, Any]:
+    """The verdict; no rank outlives it."""
+    world = ParallelSpec(**layout).world
+    with pytest.raises(RankFailed, match="died without a word"):
+        on_ranks(world, take_steps, tmp_path, layout, fault, timeout=60)
+    (event,) = events(tmp_path, "hang")
+    (fail,) = events(tmp_path, "fail")
+    verdict: dict[str, Any] = json.loads((tmp_path / event["reports"] / "verdict.json").read_text())
+    assert event["ranks"] == verdict["ranks"] and event["cause"] == verdict["kind"]
+    assert fail["error"] == f"a collective took more than 2 s: {verdict['text']}"
+    return verdict
+
+
+def stop_itself(rank: int, mesh: Mesh) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_in_forward(rank: int, mesh: Mesh) -> None:
+    if rank == 2:
+        threading.Event().wait()
+
+
+def gather_instead(rank: int, mesh: Mesh) -> None:
+    if rank == 1:
+        dist.all_gather_into_tensor(torch.zeros(32), torch.ones(8), group=mesh.group("dp"))
+
+
+def never_send(rank: int, mesh: Mesh) -> None:
+    if rank == 0:
+        dist.recv(torch.ones(4), src=1)
+    threading.Event().wait()
+
+
+def test_a_stopped_rank_is_named_by_the_state_of_its_process(tmp_path: Path) -> None:
+    verdict = hang(tmp_path, stop_itself, dp=2)
+    assert verdict["text"] == (
+        "rank 0 waits in all_reduce #5 of group world (backward of step 3); rank 1 is stopped "
+        "(by SIGSTOP or a debugger), last seen in forward of step 3: rank 1 is the cause"
+    )
+    assert (verdict["kind"], verdict["ranks"]) == ("stopped", [1])
+
+
+def test_a_rank_that_never_comes_is_found_through_the_groups_of_others(tmp_path: Path) -> None:
+    """Of dp=2 × tp=2, rank 0 waits for rank 2, and ranks 1 and 3, done with their own group, wait for those two."""
+    verdict = hang(tmp_path, sleep_in_forward, dp=2, tp=2)
+    waiting = verdict["text"].split("; ")
+    assert "rank 0 waits in all_reduce #3 of group dp (ranks 0, 2) (backward of step 3)" in waiting
+    assert any(part.startswith("ranks 1, 3 wait in all_reduce #") and "group world" in part for part in waiting)
+    assert waiting[-1] == "rank 2 is in forward of step 3 and never came: rank 2 is the cause"
+    reports = read_reports(tmp_path / "hangs" / "attempt-0")
+    assert set(reports) == {0, 1, 2, 3}
+    assert "sleep_in_forward" in reports[2].stacks and "take_steps" in reports[0].stacks
+
+
+def test_a_collective_that_others_did_not_enter_is_named(tmp_path: Path) -> None:
+    def both(rank: int) -> str:
+        return take_steps(rank, tmp_path, {"dp": 3}, gather_instead)
+
+    try:
+        said = on_ranks(3, both, timeout=60)
+    except RankFailed:  # gloo may find that the sizes do not fit, or wait
+        said = [event["error"] for event in events(tmp_path, "fail")]
+    assert all("rank 1 entered all_gather where the others entered all_reduce" in text for text in said), said
+
+
+def test_a_message_that_is_never_sent_is_a_hang_though_nothing_records_it(tmp_path: Path) -> None:
+    verdict = hang(tmp_path, never_send, dp=2)
+    assert "rank 0 waits in a message to or from a neighbour (forward of step 3)" in verdict["text"]
+    assert verdict["text"].endswith("rank 1 is in forward of step 3 and never came: rank 1 is the cause")
+
+
+def die(rank: int, mesh: Mesh) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_is_named_at_once(tmp_path: Path) -> None:
+    """Its neighbour finds the connection closed, and looks at the processes; no alarm is raised, no hang recorded."""
+    said = tmp_path / "said"
+
+    def on_two(server: socket.socket, rank: int) -> None:
+        join_group(server, 2, rank)
+        said.write_text(take_steps(rank, tmp_path, {"dp": 2}, die))
+
+    context = mp.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ranks = [context.Process(target=on_two, args=(server, rank), daemon=True) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+    assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
+    assert said.read_text() == (
+        "rank 1 is gone: its process has ended, last seen in forward of step 3: rank 1 is the cause; "
+        "the run can be resumed"
+    )
+    assert not (tmp_path / "hangs").exists()
+
+
+def test_a_run_that_ends_well_leaves_no_trace(tmp_path: Path) -> None:
+    assert on_ranks(2, take_steps, tmp_path, {"dp": 2}, lambda rank, mesh: None) == ["done", "done"]
+    assert not list(tmp_path.iterdir())
