@@ -141,3 +141,55 @@ def show(result: Survey) -> None:
     print_table("Most frequent tokens of train", ["id", "text", "count", "share"], top)
     for number, text in enumerate(result.samples, 1):
         typer.echo(f"─── sample {number} ───\n{text}\n")
+
+
+@app.command()
+def window(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    cursor: Annotated[int, typer.Option(min=0, help="Where in the data: the `cursor` of an event.")],
+    text: Annotated[int, typer.Option(min=0, help="Characters of each sequence to show (0: none).")] = 60,
+    json: Json = False,
+) -> None:
+    """Show the sequences of one global batch: where they come from, and how ordinary they are.
+
+    The least ordinary ones come first. A sequence of few different tokens, or one that repeats itself, is what most
+    often stands behind a spike of the loss.
+
+    \b
+    Examples:
+      lmworks data window runs/tiny --cursor 120
+      lmworks data window runs/tiny --cursor 120 --text 400
+      lmworks data window runs/tiny --cursor 120 --json
+    """
+    from ..data import Batches
+    from ..data.window import describe, rows_at, text_of
+    from ..record import RunFolder
+
+    spec = RunFolder.open(run).spec()
+    batches = Batches(spec.data.replace(verify=False), seed=spec.seed, world=spec.parallel.dp)
+    rows = sorted(rows_at(batches, cursor), key=lambda row: (row.entropy_bits, -row.repeated))
+    texts = [text_of(batches, row) for row in rows]
+    if json:
+        sequences = [{**dataclasses.asdict(row), "text": one} for row, one in zip(rows, texts, strict=True)]
+        print_json({"run": str(run), "cursor": cursor, "rows": sequences})
+        return
+    whole = describe(batches, cursor)
+    first, last = whole["samples"]
+    typer.echo(f"cursor {cursor}: samples {first:,} to {last:,}, {whole['entropy_bits']:.2f} bits a token on average")
+    for source, count in whole["sources"].items():
+        typer.echo(f"{count} from {source}")
+    head = ["sample", "window", "documents", "entropy in bits", "top token", "its share", "repeated"]
+    cells = [
+        [
+            row.sample,
+            row.window,
+            f"{row.documents[0]} to {row.documents[1]}",
+            f"{row.entropy_bits:.2f}",
+            row.top_token,
+            f"{row.top_share:.1%}",
+            f"{row.repeated:.1%}",
+            *([repr(one[:text])] if text else []),
+        ]
+        for row, one in zip(rows, texts, strict=True)
+    ]
+    print_table("Sequences", head + (["text"] if text else []), cells)

@@ -90,6 +90,13 @@ class TokenData:
             found.append(np.asarray(offsets[low:high]) + base)
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
+    def document_at(self, position: int) -> int:
+        """The document that a position lies in, counted from 0 over all shards."""
+        number = int(np.searchsorted(self._starts, position, side="right")) - 1
+        before = sum(shard.documents for shard in self.shards[:number])
+        offsets = self._offsets[number]
+        return before + int(np.searchsorted(offsets, position - int(self._starts[number]), side="right")) - 1
+
     def document_lengths(self) -> NDArray[np.int64]:
         """Tokens of each document, its end-of-text included."""
         return np.concatenate([np.diff(offsets) for offsets in self._offsets])

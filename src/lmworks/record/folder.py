@@ -83,6 +83,10 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def stats_path(self) -> Path:
+        return self.path / "stats.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -9,7 +9,7 @@ from .checkpoint import CheckpointSpec
 from .errors import SpecError
 from .fault import FaultSpec
 from .hardware import Cluster
-from .health import HealthSpec
+from .health import HealthSpec, check_health
 from .layout import LOOPED, V_SHAPED, check_layout, least_micro_batches
 from .model import ModelSpec
 from .schema import Section, opt
@@ -231,6 +231,7 @@ class RunSpec(Section):
                 f"{data.micro_batch} × {dp} = {per_pass}; {fits} would fit"
             )
         check_layout(self)
+        check_health(self)
         self.check_profile()
 
     def check_profile(self) -> None:

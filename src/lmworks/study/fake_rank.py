@@ -46,7 +46,8 @@ from ..parallel.traffic import Row, Traffic
 from ..parallel.weights import Source
 from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
-from ..train import trainer
+from ..train import step as training_step
+from ..train.health.watch import Health
 from ..train.optim import make_optimizer
 from ..train.trainer import Trainer
 from .ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, Ledger, tensors_in
@@ -86,7 +87,7 @@ def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
             replaced(cross_entropy, "CHUNK_LOGITS", cross_entropy.CHUNK_LOGITS_GPU if gpu else None),
             replaced(nn.Module, "to_empty", to_empty),
             replaced(ddp, "mean_in_bf16", send_in_bf16),
-            replaced(trainer, "expert_load", lambda _part: 1.0),
+            replaced(training_step, "expert_load", lambda _part: 1.0),
             replaced(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
         ):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # FSDP1 compares them
@@ -148,6 +149,7 @@ class Step(Trainer):
         self.laid = lay_out(spec, mesh, CPU, weights, stages)
         self.optimizer = make_optimizer(self.laid.shards, spec.optim)
         self.loss_scale, self.engine, self.step = LossScale(spec.precision), None, 0
+        self.health = Health(spec.health)
 
     def once(self) -> None:
         data = self.spec.data

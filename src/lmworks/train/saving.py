@@ -30,7 +30,7 @@ class Saving:
         trainer, began = self.trainer, time.perf_counter()
         state = {**trainer.state(), "rng": rng_state()}
         meta = {"cursor": trainer.cursor, "data": trainer.batches.digest, "loss_scale": trainer.loss_scale.state_dict()}
-        meta["spec"] = trainer.spec.to_dict()
+        meta |= {"health": trainer.health.state_dict(), "spec": trainer.spec.to_dict()}
         path = checkpoint.save(self.root, trainer.step, state, meta, trainer.spec.checkpoint.keep)
         seconds = time.perf_counter() - began
         trainer.event("save", path=path.name, seconds=round(seconds, 4))
@@ -57,6 +57,7 @@ class Saving:
         trainer.take(state)
         set_rng_state(state["rng"])
         trainer.loss_scale.load_state_dict(manifest.meta["loss_scale"])
+        trainer.health.load_state_dict(manifest.meta.get("health", {}))
         trainer.step, trainer.cursor = manifest.step, manifest.meta["cursor"]
 
     def load_start(self) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..data import Batch
+from ..data import Batch, Batches
 from ..kernels.cross_entropy import IGNORE
 from ..model import GPT
 from ..model.moe import expert_load
@@ -22,12 +23,14 @@ from ..parallel.laid import Laid
 from ..parallel.mesh import Mesh
 from ..parallel.norms import squared_norm
 from ..parallel.precision import LossScale
-from ..parallel.world import known
-from ..record import RunFolder, phase
-from ..spec import RunSpec, TrainingError
+from ..record import MetricsWriter, RunFolder, phase
+from ..spec import RunSpec
 from .device import PeakMemory
-from .health import first_nonfinite
+from .health.face import Passed, face, tell
+from .health.stats import BlockStats
+from .health.watch import Health
 from .optim import learning_rate
+from .rng import rng_state
 from .signals import StopSignals
 
 
@@ -43,11 +46,14 @@ class Stepper:
     optimizer: torch.optim.Optimizer
     engine: DeepSpeedEngine | None
     loss_scale: LossScale
+    health: Health
+    batches: Batches
     memory: PeakMemory
     stop: StopSignals
     step: int  # optimizer steps taken
     cursor: int  # where the data stands: steps taken + windows skipped on purpose
     stop_asked: int  # the signal that any rank was sent
+    attempt = 0  # at this run, counted from 0
 
     @property
     def model(self) -> GPT:
@@ -67,36 +73,67 @@ class Stepper:
         tokens = self.count_tokens(batches)
         if self.engine is not None:
             return self.engine_step(self.engine, batches, tokens, began)
+        drawn = rng_state() if self.spec.health.rerun else None
+        stats = BlockStats(self.laid) if self.is_due(self.spec.health.stats_every) else None
+        with stats or nullcontext():
+            passed = self.passes(batches, tokens)
+        if troubles := self.health.judge(passed.loss, passed.norm, self.loss_scale.scale > 1):
+            passed = face(self, troubles, passed, lambda: self.passes(batches, tokens), drawn)
+        computed = time.perf_counter()
+        lr = self.update(passed, stats)
+        values = {"loss": passed.loss, "lr": lr, "grad_norm": passed.norm, "tokens": tokens}
+        values |= {"memory_bytes": passed.memory}
+        values |= {"forward_backward_s": computed - began, "optimizer_s": time.perf_counter() - computed}
+        if self.loss_scale.enabled:
+            values |= {"loss_scale": passed.scale, "overflows": self.health.memory.overflows}
+        if self.spec.model.experts:  # the busiest expert's tokens over the mean, of the layers that are here
+            values["expert_load"] = max(expert_load(part) for part in self.laid.parts.values())
+        return values
+
+    def is_due(self, every: int) -> bool:
+        """Whether the step being taken is one of every so many."""
+        return every > 0 and (self.step + 1) % every == 0
+
+    def passes(self, batches: Sequence[Batch], tokens: int) -> Passed:
+        """Forward and backward of all micro-batches, and what the ranks have to know of each other's."""
         scale = self.loss_scale.scale
         loss_sum = self.laid.forward_backward(batches, scale / max(1, tokens))
         phase.enter("reduce")
         self.laid.finish()
         squares = squared_norm(self.laid.shards, self.laid.replicas)
         loss_total, squares_total, memory = self.sum_over_ranks(loss_sum, squares)
-        norm = math.sqrt(squares_total) / scale  # of a NaN it is one
-        loss_mean = loss_total / max(1, tokens)
-        computed = time.perf_counter()
-        self.refuse_nonfinite(loss_mean, norm)
+        return Passed(
+            loss_total / max(1, tokens), math.sqrt(squares_total) / scale, scale, memory
+        )  # of a NaN it is one
+
+    def update(self, passed: Passed, stats: BlockStats | None) -> float:
+        """Let the optimizer move the weights; returns the learning rate."""
         phase.enter("optimizer")
-        lr = learning_rate(self.spec.optim, self.step)
-        overflow = not math.isfinite(norm)  # of fp16: the weights are left alone, and the scale is halved
+        lr = learning_rate(self.spec.optim, self.step) * self.health.factor(self.step)
+        overflow = not math.isfinite(passed.norm)  # of fp16: the weights are left alone, and the scale is halved
+        if stats is not None:
+            stats.before_update(passed.scale)
         if not overflow:
-            self.scale_gradients(norm, scale)
+            self.scale_gradients(passed.norm, passed.scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
             self.laid.after_step()
-        self.loss_scale.update(norm)
+        if stats is not None:
+            self.write_stats(stats)
+        self.loss_scale.update(passed.norm)
         self.laid.clear()
+        self.health.accept(passed.loss, passed.norm)
         if overflow:
-            self.event("overflow", self.step + 1, loss_scale=scale, next_scale=self.loss_scale.scale)
-        values = {"loss": loss_mean, "lr": lr, "grad_norm": norm, "tokens": tokens, "memory_bytes": memory}
-        values |= {"forward_backward_s": computed - began, "optimizer_s": time.perf_counter() - computed}
-        if self.loss_scale.enabled:
-            values["loss_scale"] = scale
-        if self.spec.model.experts:  # the busiest expert's tokens over the mean, of the layers that are here
-            values["expert_load"] = max(expert_load(part) for part in self.laid.parts.values())
-        return values
+            self.event("overflow", self.step + 1, loss_scale=passed.scale, next_scale=self.loss_scale.scale)
+        return lr
+
+    def write_stats(self, stats: BlockStats) -> None:
+        stats.after_update()
+        parts = stats.collect()
+        if self.lead:
+            with MetricsWriter(self.folder.stats_path, self.attempt) as lines:
+                lines.write(self.step + 1, {"parts": parts})
 
     def engine_step(
         self, engine: DeepSpeedEngine, batches: Sequence[Batch], tokens: int, began: float
@@ -111,10 +148,14 @@ class Stepper:
         total, _, memory = self.sum_over_ranks(loss_sum, torch.zeros((), device=self.device))
         loss_mean = total / max(1, tokens)
         if not math.isfinite(loss_mean):
-            self.refuse_nonfinite(loss_mean, math.nan)
+            passed = Passed(loss_mean, math.nan, engine.loss_scale, memory)
+            face(self, self.health.judge(loss_mean, math.nan, scaled=False), passed)
         computed = time.perf_counter()
         lr, scale = learning_rate(self.spec.optim, self.step), engine.loss_scale
         norm = engine.step(lr)
+        for trouble in self.health.judge(loss_mean, norm, scaled=True):  # its step cannot be undone
+            tell(self, trouble)
+        self.health.accept(loss_mean, norm)
         if not math.isfinite(norm):
             self.event("overflow", self.step + 1, loss_scale=scale, next_scale=engine.loss_scale)
         values = {"loss": loss_mean, "lr": lr, "grad_norm": norm, "tokens": tokens, "memory_bytes": memory}
@@ -160,17 +201,3 @@ class Stepper:
         gradients = [shard.leaf.grad for shard in self.laid.shards if shard.leaf.grad is not None]
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
-
-    def refuse_nonfinite(self, loss: float, grad_norm: float) -> None:
-        """Stop before a NaN or Inf reaches the weights. fp16 may overflow while its scale can be lowered."""
-        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.loss_scale.scale > 1):
-            return
-        what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {grad_norm}"
-        bad, where = first_nonfinite(self.laid.shards, self.mesh)
-        self.event("fault", self.step + 1, loss=loss, grad_norm=grad_norm, parameter=bad, cursor=self.cursor)
-        raise known(
-            TrainingError(
-                f"step {self.step + 1}: {what}{where}; the step was not taken and the weights are as they were; lower "
-                f"optim.lr in {self.folder.spec_path} and resume, or look at the data of cursor {self.cursor}"
-            )
-        )

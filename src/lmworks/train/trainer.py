@@ -8,7 +8,7 @@ checkpoint, so a run that was killed and resumed ends bitwise where the run that
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -28,9 +28,13 @@ from ..record import MetricsWriter, RunFolder, phase
 from ..spec import RunSpec, SpecError
 from .device import PeakMemory, find_gpu, make_deterministic, pick_device
 from .evaluate import Evaluation, evaluate, held_out
+from .feed import Feed
+from .health.corruption import check_replicas
+from .health.watch import Health, NotTaken
 from .optim import make_optimizer
 from .profile import Profiler
 from .progress import Progress
+from .rewind import move_on
 from .rng import seed_everything
 from .saving import Saving
 from .signals import Interrupted, StopSignals
@@ -107,6 +111,7 @@ class Trainer(Stepper):
             self.engine = together(lambda: DeepSpeedEngine(self.model, self.optimizer, self.spec))
             self.laid.strategies = {0: cast(DataParallel, self.engine)}  # for evaluation, which only calls it
         self.loss_scale = LossScale(self.spec.precision)
+        self.health = Health(self.spec.health)
         self.stop_asked = 0
         self.saving = Saving(self)
         self.profiler = Profiler(self.spec.log, self.folder, self.device)
@@ -116,6 +121,7 @@ class Trainer(Stepper):
         optim = self.spec.optim
         with ExitStack() as stack:
             attempt = from_lead(lambda: self.take_hold(stack))
+            self.attempt = attempt
             self.build()
             self.load()
             if self.step == optim.steps:
@@ -155,34 +161,49 @@ class Trainer(Stepper):
             raise cause from error
 
     def loop(self) -> Evaluation:
+        with closing(Feed(self.batches, self.spec.data.workers)) as self.feed:
+            return self.steps()
+
+    def steps(self) -> Evaluation:
         spec = self.spec
-        stream = self.batches.stream(self.cursor, self.cursor + spec.optim.steps - self.step, spec.data.workers)
         evaluation = None
         save_s = 0.0
         while self.step < spec.optim.steps:
             began = time.perf_counter()
-            phase.enter("data", self.step + 1)
-            batches = next(stream)
-            waited = time.perf_counter() - began
-            with self.profiler.step(self.step + 1):
-                values = self.train_step(batches)
-            self.step += 1
-            self.cursor += 1
-            values |= {"data_s": waited, "step_s": time.perf_counter() - began, "checkpoint_s": save_s}
-            last = self.step == spec.optim.steps
+            try:
+                values = self.next_step()
+                last = self.step == spec.optim.steps
+                saved = last or self.stop_asked or (spec.checkpoint.every and self.step % spec.checkpoint.every == 0)
+                if spec.health.hash_every and (saved or self.step % spec.health.hash_every == 0):
+                    check_replicas(self)
+            except NotTaken as refused:
+                move_on(self, refused, time.perf_counter() - began)
+                continue
+            values |= {"step_s": time.perf_counter() - began, "checkpoint_s": save_s}
             evaluation = None
             if last or (spec.log.eval_every and self.step % spec.log.eval_every == 0):
                 evaluation = self.evaluate()
                 values["val_loss"] = evaluation.loss
             self.report(values)
             save_s = 0.0
-            saved = last or self.stop_asked or (spec.checkpoint.every and self.step % spec.checkpoint.every == 0)
             if saved:
                 save_s = self.save()
             if saved and self.stop_asked and not last:
                 raise known(Interrupted(self.stop_asked, self.step, self.folder.path))
         self.event("finish")
         return evaluation or self.evaluate()
+
+    def next_step(self) -> dict[str, Any]:
+        """Wait for the batch that the cursor stands at, and train on it."""
+        began = time.perf_counter()
+        phase.enter("data", self.step + 1)
+        batches = self.feed.take(self.cursor, self.spec.optim.steps - self.step)
+        waited = time.perf_counter() - began
+        with self.profiler.step(self.step + 1):
+            values = self.train_step(batches)
+        self.step += 1
+        self.cursor += 1
+        return values | {"data_s": waited}
 
     def evaluate(self) -> Evaluation:
         phase.enter("evaluate")

@@ -1,0 +1,90 @@
+"""What lies at a cursor: the sequences of a global batch, where each comes from, and how ordinary its tokens are.
+
+A batch follows from (seed, cursor), so one process can say what all ranks saw, long after they saw it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .loader import Batches
+
+GRAM = 8  # tokens of a passage that counts as repeated
+TOLD = 3  # sequences that an event tells of
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a global batch."""
+
+    sample: int  # counted over the whole run
+    source: str  # the prepared folder
+    window: int  # of that source: its tokens [window · seq, window · seq + seq]
+    documents: tuple[int, int]  # first and last of that split that lie in it, counted from 0
+    entropy_bits: float  # of its tokens' frequencies
+    top_token: int
+    top_share: float  # of the most frequent token
+    repeated: float  # share of its 8-token passages that came before in the row
+
+
+def rows_at(batches: Batches, cursor: int) -> list[Row]:
+    """Every sequence of the global batch, whichever rank trains on it."""
+    samples = np.arange(cursor * batches.global_batch, (cursor + 1) * batches.global_batch, dtype=np.int64)
+    sources, windows = batches.locate(samples)
+    return [
+        row_of(batches, sample, number, window)
+        for sample, number, window in zip(samples.tolist(), sources.tolist(), windows.tolist(), strict=True)
+    ]
+
+
+def row_of(batches: Batches, sample: int, number: int, window: int) -> Row:
+    source, start = batches.sources[number], window * batches.seq
+    tokens = tokens_of(batches, number, window)
+    counts = np.bincount(tokens)
+    shares = counts[counts > 0] / len(tokens)
+    return Row(
+        sample=sample,
+        source=str(source.folder),
+        window=window,
+        documents=(source.document_at(start), source.document_at(start + batches.seq)),
+        entropy_bits=round(float(-(shares * np.log2(shares)).sum()) + 0.0, 3),
+        top_token=int(counts.argmax()),
+        top_share=round(float(counts.max() / len(tokens)), 4),
+        repeated=round(repeated_share(tokens), 4),
+    )
+
+
+def text_of(batches: Batches, row: Row) -> str:
+    number = [str(source.folder) for source in batches.sources].index(row.source)
+    return batches.tokenizer.decode(tokens_of(batches, number, row.window).tolist())
+
+
+def tokens_of(batches: Batches, number: int, window: int) -> NDArray[np.int64]:
+    start = window * batches.seq
+    return np.asarray(batches.sources[number].read(start, start + batches.seq + 1), np.int64)
+
+
+def repeated_share(tokens: NDArray[np.int64]) -> float:
+    """0 for a row in which no passage of GRAM tokens comes twice, near 1 for one that repeats a line for ever."""
+    count = len(tokens) - GRAM + 1
+    if count < 2:
+        return 0.0
+    passages = np.lib.stride_tricks.sliding_window_view(tokens, GRAM)
+    return 1 - len(np.unique(passages, axis=0)) / count
+
+
+def describe(batches: Batches, cursor: int) -> dict[str, Any]:
+    """For an event: the whole batch in a few figures, and its least ordinary sequences."""
+    rows = rows_at(batches, cursor)
+    sources = {row.source: sum(other.source == row.source for other in rows) for row in rows}
+    odd = sorted(rows, key=lambda row: (row.entropy_bits, -row.repeated))[:TOLD]
+    return {
+        "samples": [rows[0].sample, rows[-1].sample],
+        "sources": sources,
+        "entropy_bits": round(sum(row.entropy_bits for row in rows) / len(rows), 3),
+        "lowest": [asdict(row) for row in odd],
+    }

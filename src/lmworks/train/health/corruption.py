@@ -1,0 +1,54 @@
+"""What follows where copies differ: they are named, and the run stops, or goes back and replays.
+
+A replay tells more than a majority: the copies that agree in the end show which of them had been wrong, even of two.
+If they differ again at the same step, the fault stays, and the run stops.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...parallel.world import known
+from ...spec import TrainingError
+from .replicas import Difference, compare
+from .watch import NotTaken, Trouble
+
+if TYPE_CHECKING:
+    from ..step import Stepper
+
+
+def check_replicas(run: Stepper) -> None:
+    """Between two steps, and before every save, so that no checkpoint holds what was never compared."""
+    found, ranks = compare(run.laid, run.optimizer)
+    suspects = run.health.memory.suspects
+    replayed = suspects.get("step") == run.step
+    if replayed:
+        run.health.memory.suspects = {}
+    if not found:
+        if replayed:
+            bad = [int(r) for r, digest in suspects["digests"].items() if digest != ranks[int(r)][suspects["part"]]]
+            run.event("rerun", reason="corruption", transient=True, ranks=bad)
+        return
+    worst = max(found, key=lambda difference: len(difference.odd))
+    action = run.spec.health.corruption
+    one = worst.odd[0] if len(worst.odd) == 1 else None
+    names = worst.names[:8]  # after an update everything that the odd one touched is different
+    run.event("corrupt", rank=one, ranks=worst.odd, copies=worst.copies, parameters=names, action=action)
+    if action == "log":
+        return
+    again = "; it was so before the run went back, too: the fault stays" if replayed else ""
+    if action == "stop" or replayed or run.health.exhausted(run.cursor):
+        raise known(
+            TrainingError(
+                f"step {run.step}: {worst.what}{again}; nothing of this step was saved; take the machine of that rank "
+                f"out (ranks count from 0) and resume: the newest checkpoint is from before"
+            )
+        )
+    go_back(run, worst)
+
+
+def go_back(run: Stepper, difference: Difference) -> None:
+    run.health.note(run.cursor)
+    digests = {str(rank): digest for rank, digest in difference.digests.items()}  # as JSON has it
+    run.health.memory.suspects = {"step": run.step, "part": difference.part, "digests": digests}
+    raise NotTaken(Trouble("corruption", "rewind", difference.what))

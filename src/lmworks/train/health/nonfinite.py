@@ -1,0 +1,99 @@
+"""Where a number that is not finite began: the weight, the module, or the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...model import GPT
+from ...parallel.data import Shard
+from ...parallel.mesh import Mesh
+
+FROM_WEIGHT = ", from the weight"
+
+
+def first_nonfinite(shards: list[Shard], mesh: Mesh | None) -> tuple[str | None, str]:
+    """The weight that is not finite, or the gradient in which it began, on whichever rank; and how to say it."""
+    weight = next((shard.name for shard in shards if not shard.leaf.isfinite().all()), None)
+    # Backward runs from the last parameter to the first, so the last bad gradient is where it began.
+    broken = (s.name for s in reversed(shards) if s.leaf.grad is not None and not s.leaf.grad.isfinite().all())
+    names = everywhere((weight, next(broken, None)), mesh)
+    for found in (pair[0] for pair in names):
+        if found:
+            return found, f"{FROM_WEIGHT} {found}"
+    for found in (pair[1] for pair in reversed(names)):
+        if found:
+            return found, f", first in the gradient of {found}"
+    return None, ""
+
+
+class FirstBadModule:
+    """While active, notes the first module that makes something not finite of inputs that are.
+
+    Modules end inside out, so it is the innermost. What happens between modules (attention itself, the sum of two
+    branches) is told by the module around it.
+    """
+
+    def __init__(self, parts: dict[int, GPT]) -> None:
+        self.parts = parts  # by pipeline stage
+        self.found: tuple[int, int, str] | None = None  # stage, order, name
+        self.seen = 0
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.compiled: list[tuple[nn.Module, Any]] = []
+
+    def __enter__(self) -> Self:
+        for stage, part in self.parts.items():
+            for name, module in part.named_modules():
+                self.handles.append(module.register_forward_hook(self.hook(stage, name), with_kwargs=True))
+                if module._compiled_call_impl is not None:  # compiled code would not call the hooks inside
+                    self.compiled.append((module, module._compiled_call_impl))
+                    module._compiled_call_impl = None
+        return self
+
+    def hook(self, stage: int, name: str) -> Any:
+        def look(_module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:
+            self.seen += 1
+            earlier = self.found is not None and self.found[0] <= stage
+            if not earlier and finite(tensors_in((inputs, *named.values()))) and not finite(tensors_in(output)):
+                self.found = stage, self.seen, name or "the loss"
+
+        return look
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for module, compiled in self.compiled:
+            module._compiled_call_impl = compiled
+
+    def name(self, mesh: Mesh | None) -> tuple[str | None, int | None]:
+        """The earliest of all ranks' findings, and its rank: an earlier stage fed the later ones."""
+        found = [(*one, rank) for rank, one in enumerate(everywhere(self.found, mesh)) if one is not None]
+        if not found:
+            return None, None
+        _, _, name, rank = min(found, key=lambda one: (one[0], one[1], one[3]))
+        return name, rank
+
+
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def finite(tensors: Iterable[Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())
+
+
+def everywhere(value: Any, mesh: Mesh | None) -> list[Any]:
+    """What every rank has, in the order of ranks."""
+    if mesh is None:
+        return [value]
+    values: list[Any] = [None] * mesh.size("world")
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,111 @@
+"""Statistics of every block in one step: activations, gradients, weights and updates.
+
+Sums are taken where the tensors are, and meet in two exchanges at the end of the step. Every number counts once: what
+several ranks hold alike is divided by their number, as in the norm of the whole gradient. Weights from before the
+update are kept in host memory for that one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...parallel.data import Shard
+from ...parallel.laid import Laid
+from ...record.stats import PartStats
+
+AROUND = ("embed", "positions"), ("norm", "head")  # what lies before and after the blocks
+SUMS = ("abs", "square", "count", "grad", "param", "update")
+
+
+class BlockStats:
+    """`with BlockStats(laid) as stats:` around the passes, then `before_update`, the update, `after_update`."""
+
+    def __init__(self, laid: Laid) -> None:
+        self.laid = laid
+        self.rows = [*AROUND[0], *map(str, range(laid.spec.model.layers)), *AROUND[1]]
+        self.sums = torch.zeros(len(self.rows), len(SUMS), dtype=torch.float64, device=laid.device)
+        self.largest = torch.zeros(len(self.rows), dtype=torch.float64, device=laid.device)
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.compiled: list[tuple[nn.Module, Any]] = []
+        self.before: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        for part in self.laid.parts.values():
+            for name, block in part.blocks.items():
+                look = partial(self.activation, self.rows.index(name))
+                if block._compiled_call_impl is not None:  # compiled code knows no hooks that came after it
+                    self.compiled.append((block, block._compiled_call_impl))
+                    block._compiled_call_impl = followed(block._compiled_call_impl, look)
+                else:
+                    self.handles.append(block.register_forward_hook(lambda _m, _i, out, look=look: look(out)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for block, compiled in self.compiled:
+            block._compiled_call_impl = compiled
+
+    @torch.no_grad()
+    def activation(self, row: int, output: Tensor) -> None:
+        size = output.detach().abs()
+        wide = size.double()
+        self.sums[row, :3] += torch.stack([wide.sum(), wide.square().sum(), wide.new_tensor(float(wide.numel()))])
+        self.largest[row] = torch.maximum(self.largest[row], size.max())
+
+    @torch.no_grad()
+    def before_update(self, scale: float) -> None:
+        """Gradients are whole, and not yet clipped; `scale` is what the loss was multiplied by."""
+        for shard in self.laid.shards:
+            if shard.leaf.grad is not None:
+                self.add(shard, "grad", shard.leaf.grad, scale)
+        self.before = [shard.leaf.detach().to("cpu", copy=True) for shard in self.laid.shards]
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        for shard, before in zip(self.laid.shards, self.before, strict=True):
+            self.add(shard, "param", shard.leaf)
+            self.add(shard, "update", shard.leaf - before.to(shard.leaf.device))
+        self.before = []
+
+    def add(self, shard: Shard, what: str, values: Tensor, scale: float = 1.0) -> None:
+        square = values.detach().double().square().sum() / (scale * scale * self.laid.replicas(shard))
+        self.sums[self.rows.index(row_of(shard.name)), SUMS.index(what)] += square.to(self.sums.device)
+
+    def collect(self) -> dict[str, PartStats]:
+        """Over all ranks, by part of the model. Every rank calls it."""
+        if self.laid.mesh is not None:
+            dist.all_reduce(self.sums)
+            dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
+        found: dict[str, PartStats] = {}
+        for name, sums, largest in zip(self.rows, self.sums.tolist(), self.largest.tolist(), strict=True):
+            absolute, square, count, grad, param, update = sums
+            row: PartStats = {}
+            if count:
+                row |= {"act_mean_abs": absolute / count, "act_rms": (square / count) ** 0.5, "act_max": largest}
+            if param:
+                row |= {"grad_norm": grad**0.5, "param_norm": param**0.5, "update_ratio": (update / param) ** 0.5}
+            if row:
+                found[name] = row
+        return found
+
+
+def row_of(name: str) -> str:
+    """blocks.3.mlp.up.weight belongs to block 3, head.weight to the head."""
+    first, second, *_ = name.split(".")
+    return second if first == "blocks" else first
+
+
+def followed(call: Callable[..., Any], look: Callable[[Any], None]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        look(result)
+        return result
+
+    return both

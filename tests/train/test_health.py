@@ -1,0 +1,294 @@
+"""Spikes and numbers that are not finite: found, told with their data, and answered as the spec says."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from lmworks.record import RunFolder, read_metrics
+from lmworks.spec import RunSpec, SpecError, TrainingError
+from lmworks.train import Trainer, checkpoint, rewind
+from lmworks.train.health.spikes import height
+from lmworks.train.health.watch import Health
+from tiny import Crash, before_step, crash, curve, differences, events, make_spec, resume, saved, train
+from unhealthy import WATCH, as_it_is, see_data, spoil_output
+
+BAD = 12  # the window that is bad, and the step it would have been in is 13
+
+
+def run_on(
+    spec: RunSpec, folder: Path, change: Callable[[int], int] = as_it_is, bad: int | None = None, die_at: int = 0
+) -> Path:
+    trainer = see_data(Trainer(spec, folder, quiet=True), change, bad)
+    if die_at:
+        before_step(trainer, die_at, crash)
+        with pytest.raises(Crash):
+            trainer.run()
+    else:
+        trainer.run()
+    return folder
+
+
+def go_on(folder: Path, bad: int | None) -> Path:
+    see_data(Trainer.resume(folder, quiet=True), as_it_is, bad).run()
+    return folder
+
+
+def same(one: Path, other: Path) -> bool:
+    return differences(saved(one), saved(other)) == [] and curve(one) == curve(other)
+
+
+# --- what is a spike -----------------------------------------------------------------------------------
+
+
+def test_a_height_is_the_robust_z_score() -> None:
+    draw = random.Random(0)
+    before = [draw.gauss(3, 0.1) for _ in range(101)]
+    middle = float(np.median(before))
+    deviation = 1.4826 * float(np.median(np.abs(np.array(before) - middle)))
+    assert height(4.0, before).z == pytest.approx((4.0 - middle) / deviation)
+    assert height(2.0, before).z < -5  # below is not a spike, whatever its size
+    spoiled = [*before[:60], *[50.0] * 41]  # as many spikes as that, and a new one is still one
+    assert height(50.0, spoiled).z > 100
+    assert (50.0 - statistics.mean(spoiled)) / statistics.stdev(spoiled) < 2  # what a plain z-score says
+
+
+def test_a_loss_that_hardly_moves_is_not_a_spike() -> None:
+    assert height(2.001, [2.0] * 32).z == pytest.approx(0.05)
+    assert height(1e-9, [0.0] * 8).z > 100  # nor is there a division by zero
+
+
+def test_nothing_is_a_spike_before_the_warm_up(dataset: Path) -> None:
+    health = Health(make_spec(dataset, *WATCH).health)
+    for number in range(5):
+        assert health.judge(100.0, 1.0, scaled=False) == []
+        health.accept(1.0 + number / 10, 1.0)
+    assert health.judge(100.0, 1.0, scaled=False) == []
+    health.accept(1.5, 1.0)
+    (trouble,) = health.judge(100.0, 1.0, scaled=False)
+    assert trouble.kind == "spike_loss" and trouble.what.startswith("loss 100 is ")
+    assert [t.kind for t in health.judge(0.0, 50.0, scaled=False)] == ["spike_grad"]
+
+
+def test_the_window_forgets_and_survives_being_saved(dataset: Path) -> None:
+    health = Health(make_spec(dataset, *WATCH).health)
+    for number in range(20):
+        health.accept(0.1 * number, 0.3 * number)
+    health.lower(5)
+    health.note(17)
+    other = Health(health.spec)
+    other.load_state_dict(health.state_dict())
+    assert other.memory == health.memory and len(other.memory.losses) == 8
+    other.load_state_dict({})  # a checkpoint from before there was any of this
+    assert other.memory.losses == [] and other.factor(9) == 1.0
+
+
+# --- what is done about it -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clean(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_on(make_spec(dataset, *WATCH), tmp_path_factory.mktemp("clean") / "run")
+
+
+def test_a_healthy_run_raises_no_alarm(clean: Path) -> None:
+    assert {event["kind"] for event in RunFolder(clean).events()} == {"start", "save", "eval", "finish"}
+
+
+def test_a_spike_is_logged_with_what_lay_in_the_batch(dataset: Path, tmp_path: Path, clean: Path) -> None:
+    run_on(make_spec(dataset, *WATCH), tmp_path / "run", bad=BAD)
+    (spike, *_) = events(tmp_path / "run", "spike")
+    assert (spike["step"], spike["cursor"], spike["reason"], spike["action"]) == (13, BAD, "spike_loss", "log")
+    assert spike["z"] > 4 and spike["loss"] > spike["median"]
+    assert spike["data"]["samples"] == [48, 51] and spike["data"]["sources"] == {str(dataset): 4}
+    entropies = [row["entropy_bits"] for row in spike["data"]["lowest"]]
+    assert entropies == sorted(entropies) and 0 < entropies[0] <= spike["data"]["entropy_bits"] < 8
+    lines = read_metrics(RunFolder(tmp_path / "run").metrics_path)
+    assert [line["step"] for line in lines] == list(range(1, 21))  # it went on
+    assert curve(tmp_path / "run")[:12] == curve(clean)[:12]
+
+
+def test_a_skipped_window_is_as_if_it_had_never_been_there(dataset: Path, tmp_path: Path) -> None:
+    spec = make_spec(dataset, *WATCH, "health.spike_loss=skip")
+    run_on(spec, tmp_path / "run", bad=BAD)
+    run_on(spec, tmp_path / "without", lambda cursor: cursor + (cursor >= BAD))
+    assert same(tmp_path / "run", tmp_path / "without")
+    (skip,) = events(tmp_path / "run", "skip")
+    assert (skip["step"], skip["from_cursor"], skip["to_cursor"], skip["reason"]) == (13, BAD, BAD + 1, "spike_loss")
+    run_on(spec, tmp_path / "killed", bad=BAD, die_at=15)  # after the skip, which no checkpoint knows of yet
+    assert same(go_on(tmp_path / "killed", BAD), tmp_path / "run")
+    run_on(spec, tmp_path / "later", bad=BAD, die_at=18)  # it does know
+    assert same(go_on(tmp_path / "later", BAD), tmp_path / "run")
+
+
+REWIND = (*WATCH, "health.spike_loss=rewind")
+
+
+def test_a_rewind_goes_back_and_past_the_data(dataset: Path, tmp_path: Path) -> None:
+    """Failed in step 13, at least 2 back, saved every 4: to step 8, and windows 8 to 12 are not trained on."""
+    spec = make_spec(dataset, *REWIND)
+    run_on(spec, tmp_path / "run", bad=BAD)
+    run_on(spec, tmp_path / "without", lambda cursor: cursor + (5 if cursor >= 8 else 0))
+    assert same(tmp_path / "run", tmp_path / "without")
+    (back,) = events(tmp_path / "run", "rewind")
+    assert (back["from_step"], back["to_step"], back["reason"]) == (12, 8, "spike_loss")
+    (skip,) = events(tmp_path / "run", "skip")
+    assert (skip["from_cursor"], skip["to_cursor"]) == (8, 13)
+    for die_at in (10, 14):
+        killed = run_on(spec, tmp_path / f"killed-{die_at}", bad=BAD, die_at=die_at)
+        assert same(go_on(killed, BAD), tmp_path / "run")
+
+
+@pytest.mark.parametrize("place", ["save", "drop_after"])
+def test_a_run_killed_while_it_goes_back_comes_to_the_same_place(dataset: Path, tmp_path: Path, place: str) -> None:
+    """With the state gone back to not yet saved again, or saved and the line that was given up still there."""
+    spec = make_spec(dataset, *REWIND)
+    run_on(spec, tmp_path / "straight", bad=BAD)
+    trainer = see_data(Trainer(spec, tmp_path / "run", quiet=True), as_it_is, BAD)
+
+    def die(*_: Any) -> None:
+        raise Crash
+
+    if place == "save":
+        go_back = rewind.skip
+        patch = mock.patch.object(rewind, "skip", lambda *args: (go_back(*args), die()))
+    else:
+        patch = mock.patch.object(rewind, "drop_after", die)
+    with patch, pytest.raises(Crash):
+        trainer.run()
+    assert checkpoint.step_of(checkpoint.committed(tmp_path / "run" / "checkpoints")[0]) == 12
+    assert same(go_on(tmp_path / "run", BAD), tmp_path / "straight")
+
+
+def test_without_a_checkpoint_that_old_a_rewind_says_so(dataset: Path, tmp_path: Path) -> None:
+    spec = make_spec(dataset, *REWIND, "health.rewind_steps=10")
+    with pytest.raises(TrainingError, match=r"step 13: loss .* no checkpoint of step 3 or before"):
+        run_on(spec, tmp_path / "run", bad=BAD)
+
+
+def test_a_lowered_rate_holds_for_its_steps_and_over_a_resume(dataset: Path, tmp_path: Path, clean: Path) -> None:
+    spec = make_spec(dataset, *WATCH, "health.spike_loss=lower_lr", "health.lr_factor=0.25", "health.lr_steps=3")
+    run_on(spec, tmp_path / "run", bad=BAD)
+    rates = [line[2] for line in curve(tmp_path / "run")]
+    usual = [line[2] for line in curve(clean)]
+    assert rates == [rate * (0.25 if 13 <= step <= 15 else 1) for step, rate in enumerate(usual, 1)]
+    (lowered,) = events(tmp_path / "run", "lower_lr")
+    assert (lowered["step"], lowered["factor"], lowered["until"]) == (13, 0.25, 15)
+    run_on(spec, tmp_path / "killed", bad=BAD, die_at=15)
+    assert same(go_on(tmp_path / "killed", BAD), tmp_path / "run")
+
+
+# --- not finite ----------------------------------------------------------------------------------------
+
+MODULE = "blocks.1.mlp.up"
+
+
+def broken(
+    dataset: Path, folder: Path, *overrides: str, at: tuple[int, ...] = (BAD,), times: int = 1_000_000
+) -> Trainer:
+    """A run in which a module gives a NaN at some cursors, for the first `times` that it is asked."""
+    trainer = Trainer(make_spec(dataset, *WATCH, "model.layers=3", *overrides), folder, quiet=True)
+    asked = []
+
+    def when() -> bool:
+        if trainer.cursor in at:
+            asked.append(trainer.cursor)
+        return trainer.cursor in at and len(asked) <= times
+
+    before_step(trainer, 1, lambda: spoil_output(trainer, MODULE, when))
+    return trainer
+
+
+def test_the_first_bad_module_is_named(dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=f"step 13: loss nan, first in the output of {MODULE};.*--cursor {BAD}"):
+        broken(dataset, tmp_path / "run").run()
+    (fault,) = events(tmp_path / "run", "fault")
+    assert (fault["module"], fault["parameter"], fault["transient"], fault["action"]) == (MODULE, None, False, "stop")
+    assert fault["data"]["samples"] == [48, 51]
+
+
+def test_what_happens_between_modules_is_told_by_the_one_around_it(dataset: Path, tmp_path: Path) -> None:
+    trainer = Trainer(make_spec(dataset, *WATCH), tmp_path / "run", quiet=True)
+
+    def overflow() -> None:
+        attention = trainer.model.blocks["0"].attention
+        for name in ("q", "k"):  # each is finite, and their product is not
+            getattr(attention, name).weight.data.mul_(1e25)
+
+    before_step(trainer, 3, overflow)
+    with pytest.raises(TrainingError, match=r"step 3: loss nan, first in the output of blocks\.0\.attention;"):
+        trainer.run()
+
+
+def test_a_transient_fault_is_told_and_with_rerun_costs_nothing(dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="computed again it is finite, so the machine failed"):
+        broken(dataset, tmp_path / "stopped", times=2).run()  # one a micro-batch
+    assert events(tmp_path / "stopped", "fault")[0]["transient"] is True
+    broken(dataset, tmp_path / "clean", at=()).run()
+    broken(dataset, tmp_path / "run", "health.rerun=true", times=2).run()
+    assert same(tmp_path / "run", tmp_path / "clean")
+    (again,) = events(tmp_path / "run", "rerun")
+    assert (again["step"], again["transient"], again["same_bits"], again["reason"]) == (13, True, False, "nonfinite")
+    assert events(tmp_path / "run", "fault") == []
+
+
+def test_a_persistent_fault_is_told_from_it(dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="step 13: loss nan"):
+        broken(dataset, tmp_path / "run", "health.rerun=true").run()
+    (again,) = events(tmp_path / "run", "rerun")
+    assert (again["transient"], again["same_bits"]) == (False, True)
+    spec = make_spec(dataset, *WATCH, "health.rerun=true")
+    run_on(spec, tmp_path / "spike", bad=BAD)  # the batch is bad, however often it is computed
+    assert [(e["transient"], e["same_bits"]) for e in events(tmp_path / "spike", "rerun")] == [(False, True)]
+
+
+def test_what_does_not_help_is_not_tried_for_ever(dataset: Path, tmp_path: Path) -> None:
+    trainer = broken(dataset, tmp_path / "run", "health.nonfinite=skip", at=tuple(range(BAD, 99)))
+    with pytest.raises(TrainingError, match=r"skip did not help 3 times within 8 steps"):
+        trainer.run()
+    assert [event["from_cursor"] for event in events(tmp_path / "run", "skip")] == [12, 13, 14]
+    assert [event["cursor"] for event in events(tmp_path / "run", "fault")] == [12, 13, 14, 15]
+
+
+def test_overflows_of_fp16_are_counted_over_a_resume(dataset: Path, tmp_path: Path) -> None:
+    fp16 = ("precision.dtype=fp16", "precision.loss_scale=16777216", "checkpoint.every=4", "optim.steps=10")
+    train(make_spec(dataset, *fp16), tmp_path / "run")
+    lines = read_metrics(RunFolder(tmp_path / "run").metrics_path)
+    told = [event["step"] for event in events(tmp_path / "run", "overflow")]
+    assert [line["overflows"] for line in lines] == [sum(step <= n for step in told) for n in range(1, 11)]
+    run_on(make_spec(dataset, *fp16), tmp_path / "killed", die_at=7)
+    resume(tmp_path / "killed")
+    again = read_metrics(RunFolder(tmp_path / "killed").metrics_path)
+    assert [line["overflows"] for line in again] == [line["overflows"] for line in lines]
+
+
+# --- the spec ------------------------------------------------------------------------------------------
+
+DEEPSPEED = ("parallel.engine=deepspeed", "parallel.strategy=zero", "parallel.zero=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("health.warmup=200",), "health.warmup = 200 is longer than health.window = 128"),
+        (("health.nonfinite=log",), "health.nonfinite = 'log' is not one of: lower_lr, skip, rewind, stop"),
+        (("health.spike_grad=rewind",), "health.spike_grad = 'rewind' needs checkpoint.every > 0"),
+        (("health.hash_every=5",), "health.hash_every = 5 compares copies, and this layout has none"),
+        (
+            ("health.hash_every=5", "parallel.dp=2", "parallel.strategy=fsdp2"),
+            "health.hash_every = 5 compares copies, and this layout has none",
+        ),
+        (("health.spike_loss=skip", *DEEPSPEED), "health.spike_loss = 'skip' needs parallel.engine"),
+        (("health.stats_every=5", *DEEPSPEED), "health.stats_every needs parallel.engine = 'native'"),
+    ],
+)
+def test_what_cannot_work_is_refused(dataset: Path, overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(SpecError, match=said.replace("(", r"\(")):
+        make_spec(dataset, *overrides)
