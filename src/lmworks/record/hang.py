@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..spec.grid import shorten
+from .life import UNSEEN, Beat, where
 
 SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")  # of these, on every rank
-UNSEEN = "unknown"  # the state of a process that nobody on its host could look at
 
 
 @dataclass(frozen=True)
@@ -44,37 +44,6 @@ class Call:
 class Group:
     label: str  # the axis of the mesh that it serves
     ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Beat:
-    """What a rank wrote of itself while it was well: who it is, once, and where it is, at every phase."""
-
-    rank: int
-    host: str
-    pid: int
-    started: int  # of the process, so that its number is not taken for another's
-    time: float
-    phase: str
-    step: int
-
-    @property
-    def place(self) -> str:
-        return where(self.phase, self.step)
-
-    def first(self) -> bytes:
-        return json.dumps({key: vars(self)[key] for key in ("rank", "host", "pid", "started")}).encode() + b"\n"
-
-    @staticmethod
-    def second(time: float, phase: str, step: int) -> bytes:
-        """Always as long, so that it can be written in place."""
-        return f"{time:.3f} {step} {phase}".encode().ljust(64)
-
-    @classmethod
-    def read(cls, content: bytes) -> Self:
-        first, _, second = content.partition(b"\n")
-        time, step, phase = second.decode().split()
-        return cls(**json.loads(first), time=float(time), step=int(step), phase=phase)
 
 
 @dataclass(frozen=True)
@@ -271,10 +240,6 @@ def group_name(group: str, groups: Mapping[str, Group], world: int) -> str:
     return known.label if len(known.ranks) == world else f"{known.label} (ranks {shorten(list(known.ranks))})"
 
 
-def where(phase: str, step: int) -> str:
-    return f"{phase} of step {step}" if step else phase
-
-
 def place_of(ranks: Iterable[int], reports: Mapping[int, Report]) -> str:
     return " or ".join(sorted({reports[rank].place for rank in ranks if rank in reports}))
 
@@ -305,15 +270,3 @@ def attempts(run: Path) -> dict[int, Path]:
 def read_reports(folder: Path) -> dict[int, Report]:
     found = [Report.from_json(path.read_text(encoding="utf-8")) for path in folder.glob("rank-*.json")]
     return {report.rank: report for report in sorted(found, key=lambda report: report.rank)}
-
-
-def read_beats(run: Path) -> dict[int, Beat]:
-    """Of an attempt that is under way, or that did not end well. One that is half written is passed over."""
-    found: dict[int, Beat] = {}
-    for path in (run / "watch").glob("rank-*.life"):
-        try:
-            beat = Beat.read(path.read_bytes())
-        except (OSError, ValueError, TypeError):
-            continue
-        found[beat.rank] = beat
-    return dict(sorted(found.items()))

@@ -1,0 +1,166 @@
+"""What ranks do about a hang: all report, one judges, all end.
+
+Nothing here exchanges anything over the process groups or their store, which a rank that is stopped may itself hold.
+Ranks meet in the run folder:
+
+    watch/rank-2.life             where each of them is, at every phase; removed when the run ends in order
+    hangs/attempt-0/alarm.json    the first rank that has waited too long calls all others
+    hangs/attempt-0/rank-2.json   each of them reports
+    hangs/attempt-0/verdict.json  the lowest rank that has reported judges; whoever reads this ends
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+from ...parallel.mesh import Mesh
+from ...record import RunFolder, phase
+from ...record.hang import Report, Verdict, judge, read_reports
+from ...record.life import UNSEEN, Beat, read_beats, state_of
+from ...spec import TrainingError, WatchSpec
+from ...spec.files import write_whole
+from .flight import Flight
+
+LOOK_S = 0.05
+PATIENCE_S = 10.0  # that ranks have to report, or the judge to judge
+PROD_AFTER_S = 2.0  # then a rank of this host that has not reported is asked by a signal
+RELEASE_S = 3.0  # that a rank which was stopped has to end by itself
+ASK = signal.SIGUSR2  # answered by faulthandler in C, where Python itself is stuck
+
+
+class Alarm:
+    def __init__(self, spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh, flight: Flight) -> None:
+        self.spec, self.run, self.flight = spec, folder, flight
+        self.rank, self.world = mesh.rank("world"), mesh.size("world")
+        self.folder = folder.path / "hangs" / f"attempt-{attempt}"
+        self.path = self.folder / "alarm.json"
+        self.verdict_path = self.folder / "verdict.json"
+
+    def raise_(self, reason: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            write_whole(self.path, json.dumps({"reason": reason, "rank": self.rank}))
+
+    @property
+    def hangs(self) -> bool:
+        """Else a rank has lost another, and only asks: every rank's main thread finds out by itself."""
+        return bool(json.loads(self.path.read_text(encoding="utf-8"))["reason"] == "timeout")
+
+    def answer(self, waits: bool) -> None:
+        """Report; judge, if that is this rank's to do, or wait for the judge; where it was a hang, end."""
+        self.report(waits)
+        reports, states = self.gather()
+        if min(reports) == self.rank and not self.verdict_path.exists():
+            verdict = judge(self.world, reports, read_beats(self.run.path), states)
+            self.keep_stacks(states)
+            if self.hangs:
+                self.tell(verdict)
+            write_whole(self.verdict_path, json.dumps(verdict.to_dict(), indent=1))  # last: the others end at it
+        self.verdict(PATIENCE_S)
+        if self.hangs:
+            self.release(states)
+            end()
+
+    def report(self, waits: bool) -> None:
+        report = Report(
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            phase=phase.name,
+            step=phase.step,
+            waits=waits,
+            calls=self.flight.calls(),
+            groups=self.flight.groups(),
+            states={rank: state_of(beat) for rank, beat in read_beats(self.run.path).items()},
+            stacks=own_stacks(),
+        )
+        write_whole(self.folder / f"rank-{self.rank}.json", report.to_json())
+
+    def gather(self) -> tuple[dict[int, Report], dict[int, str]]:
+        """Wait for the reports of all who can report; with the states of the processes of those who did not."""
+        began, asked = time.monotonic(), False
+        while True:
+            reports = read_reports(self.folder)
+            beats = {rank: beat for rank, beat in read_beats(self.run.path).items() if rank not in reports}
+            states = {rank: state_of(beat) for rank, beat in beats.items()}
+            missing = self.world - len(reports)
+            waited = time.monotonic() - began
+            if sum(state in ("stopped", "gone") for state in states.values()) == missing or waited > PATIENCE_S:
+                return reports, states
+            if waited > PROD_AFTER_S and not asked and min(reports) == self.rank:
+                asked = True
+                for rank, state in states.items():
+                    if state == "running":
+                        send(beats[rank], ASK)
+            time.sleep(LOOK_S)
+
+    def verdict(self, patience_s: float) -> Verdict | None:
+        give_up = time.monotonic() + patience_s
+        while time.monotonic() < give_up:
+            if self.verdict_path.exists():
+                return Verdict.from_dict(json.loads(self.verdict_path.read_text(encoding="utf-8")))
+            time.sleep(LOOK_S)
+        return None
+
+    def keep_stacks(self, states: dict[int, str]) -> None:
+        """Those that ranks without a report have left at the signal."""
+        for rank in states:
+            source = self.run.path / "watch" / f"rank-{rank}.stacks"
+            if source.exists() and source.stat().st_size:
+                shutil.copyfile(source, self.folder / source.name)
+
+    def tell(self, verdict: Verdict) -> None:
+        """In the run's events and on the terminal; the main thread of the lead may never come to it."""
+        text = f"a collective took more than {self.spec.timeout_s:g} s: {verdict.text}"
+        where = str(self.folder.relative_to(self.run.path))
+        self.run.event("hang", phase.step, ranks=list(verdict.ranks), cause=verdict.kind, reports=where)
+        self.run.event("fail", phase.step, error=text)
+        print(f"lmworks: error: {text} (lmworks diagnose {self.run.path})", file=sys.stderr, flush=True)
+
+    def release(self, states: dict[int, str]) -> None:
+        """Let ranks of this host that are stopped go on: their own watchdogs then end them, or else the kernel."""
+        beats = read_beats(self.run.path)
+        silent = [beats[rank] for rank, state in states.items() if state in ("stopped", "running")]
+        for beat in silent:
+            send(beat, signal.SIGCONT)
+        give_up = time.monotonic() + RELEASE_S
+        while time.monotonic() < give_up and any(state_of(beat) in ("stopped", "running") for beat in silent):
+            time.sleep(LOOK_S)
+        for beat in silent:
+            send(beat, signal.SIGKILL)
+
+
+def end() -> NoReturn:
+    """At once, from this thread: the main thread waits in a place that nothing can call it back from."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(TrainingError.exit_code)
+
+
+def own_stacks() -> str:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+
+def blank(beat: Beat, states: dict[int, str]) -> Report:
+    """A rank that is well, as far as its sign of life tells."""
+    return Report(beat.rank, beat.host, beat.pid, beat.phase, beat.step, False, (), {}, states, "")
+
+
+def send(beat: Beat, number: signal.Signals) -> None:
+    if state_of(beat) not in ("gone", UNSEEN):
+        with suppress(OSError):
+            os.kill(beat.pid, number)
