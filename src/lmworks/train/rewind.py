@@ -37,10 +37,9 @@ def rewind(trainer: Trainer, trouble: Trouble) -> None:
     What was saved after that checkpoint belongs to a line that is given up. The state gone back to is saved with its
     new cursor first, and only then is that line removed: killed in between, the run comes to the same place again.
     """
-    corrupt = (
-        trouble.kind == "corruption"
-    )  # then every checkpoint was compared before it was saved, and the data are good
-    failed, bad = trainer.step + (not corrupt), trainer.cursor
+    corrupt = trouble.kind == "corruption"  # every checkpoint was compared before it was saved, and the data are good
+    taken, bad = trainer.step, trainer.cursor
+    failed = taken if corrupt else taken + 1
     at_most = failed - (1 if corrupt else trainer.spec.health.rewind_steps)
     root = trainer.folder.checkpoints
     target = from_lead(lambda: newest_intact(root, at_most, trainer.saving.refused))
@@ -54,7 +53,7 @@ def rewind(trainer: Trainer, trouble: Trouble) -> None:
     now = trainer.health.memory
     trainer.load(target)
     trainer.health.remember(now)
-    trainer.event("rewind", failed, from_step=failed - 1, to_step=target, reason=trouble.kind)
+    trainer.event("rewind", failed, from_step=taken, to_step=target, reason=trouble.kind)
     if not corrupt:
         skip(trainer, bad + 1, trouble.kind)
     trainer.save()

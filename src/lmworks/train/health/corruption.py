@@ -1,7 +1,8 @@
 """What follows where copies differ: they are named, and the run stops, or goes back and replays.
 
-A replay tells more than a majority: the copies that agree in the end show which of them had been wrong, even of two.
-If they differ again at the same step, the fault stays, and the run stops.
+Of two copies neither has the majority. A replay then says which ranks had been wrong: those whose digest was not the
+one that all agree on now. That is every rank where gradients met since the fault, for then it had reached them all; and
+one alone where it came after. If copies differ again at the same step, the fault stays, and the run stops.
 """
 
 from __future__ import annotations
