@@ -52,7 +52,7 @@ def test_a_run_that_is_changed_to_fp16_starts_its_scale_anew() -> None:
 def test_a_folder_that_is_taken_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "spec.toml").write_text("")
-    with mock.patch.object(command, "start_ranks") as start, pytest.raises(SpecError, match="already holds a run"):
+    with mock.patch.object(command, "supervise") as start, pytest.raises(SpecError, match="already holds a run"):
         command.train("tiny", ["parallel.dp=2"], tmp_path)
     start.assert_not_called()
 

@@ -269,7 +269,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_and_the_way_to_g
     working(run_dir, process, steps=2)
     os.killpg(process.pid, number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 75}[number]
     last = curve(run_dir)[-1][0]
     assert err.splitlines() == [
         f"lmworks: error: stopped by {number.name} after step {last}; go on with: lmworks resume {run_dir}"
@@ -281,21 +281,16 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_and_the_way_to_g
     assert differences(saved(run_dir), saved(long)) == []
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=lambda number: number.name
-)
-def test_a_second_signal_ends_it_at_once_and_harms_nothing(
-    dataset: Path, tmp_path: Path, long: Path, number: signal.Signals
-) -> None:
+def test_a_second_ctrl_c_ends_it_at_once_and_harms_nothing(dataset: Path, tmp_path: Path, long: Path) -> None:
     run_dir = tmp_path / "run"
     spec = make_spec(dataset, *LONG, "checkpoint.every=5")
     process = start("train", write_spec(spec, tmp_path / "spec.toml"), "--run-dir", run_dir)
     working(run_dir, process, steps=8)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     time.sleep(0.03)  # it is in the save that follows the step, or past it
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode in (128 + number, -number)
+    assert process.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in err
     resume(run_dir)
     assert_same_run(run_dir, long)

@@ -30,7 +30,7 @@ from . import (
     train,
     use,
 )
-from .ranks import stop_with_starter
+from .ranks import leave_word, stop_with_starter
 
 app = typer.Typer(
     name="lmworks",
@@ -70,7 +70,7 @@ def root() -> None:
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 the job failed, 2 bad usage, 130 interrupted."""
+    """Exit codes: 0 done, 1 the job failed, 2 bad usage, 75 SIGTERM (start it again), 130 interrupted."""
     stop_with_starter()
     try:
         app()
@@ -78,6 +78,7 @@ def main() -> None:
         rank = os.environ.get("RANK", "0")
         if not error.said and (rank == "0" or not error.agreed):  # what every rank raises, the first one says
             typer.echo(f"lmworks: error: {error}" if rank == "0" else f"lmworks: error: rank {rank}: {error}", err=True)
+        leave_word(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         typer.echo("lmworks: interrupted", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,12 +11,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .output import Json, Overrides, Spec, print_json
-from .ranks import needs_ranks, start_ranks
+from .ranks import needs_ranks
+from .supervise import supervise
 
 if TYPE_CHECKING:
+    from ..spec import RunSpec
     from ..train import Trainer
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+MaxRestarts = Annotated[
+    int | None,
+    typer.Option(
+        "--max-restarts", min=0, help="Times that ranks which failed are started again (by default as the spec says)."
+    ),
+]
 
 
 def train(
@@ -24,6 +33,7 @@ def train(
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="Where the run is kept (by default runs/NAME).")
     ] = None,
+    max_restarts: MaxRestarts = None,
     json: Json = False,
 ) -> None:
     """Train a model as the spec says, and leave a run folder behind.
@@ -34,45 +44,74 @@ def train(
       lmworks train configs/small.toml optim.lr=3e-4 model.layers=8 --run-dir runs/wide
       lmworks train gpt2-small data.path=data/code precision.dtype=bf16
       lmworks train configs/tiny.toml parallel.dp=2 parallel.strategy=fsdp2
+      lmworks train configs/tiny.toml parallel.dp=2 --max-restarts 3
       torchrun --nproc-per-node 4 -m lmworks.train configs/tiny.toml parallel.dp=2 parallel.tp=2
     """
     from ..record import RunFolder
     from ..spec import load_run
 
     loaded = load_run(spec, overrides or ())
-    target = run_dir or free_folder(loaded.name)
-    if needs_ranks(loaded):
+    target = run_dir or own_folder(loaded)
+    again = ["resume", str(target), *(["--json"] if json else [])]
+    if supervised(loaded, max_restarts):
         RunFolder(target).refuse_taken()
         options = ["--run-dir", str(target), *(["--json"] if json else [])]
-        start_ranks(loaded, ["train", spec, *(overrides or ()), *options])
+        first = ["train", spec, *(overrides or ()), *options]
+        supervise(loaded, RunFolder(target), first, again, restarts_of(loaded, max_restarts))
         return
     from ..observe.probe import cached_machine
     from ..parallel.world import is_lead, leaving
     from ..train import Trainer
+    from ..train.restart import begun
 
+    # Every rank looks before it meets the others, and the folder is made after they met: all see the same.
+    if begun(RunFolder(target)):
+        resume(target, json=json)
+        return
     machine = cached_machine(loaded.cluster) if is_lead() else None  # rank 0 writes what is predicted
     with leaving():
         run_to_the_end(Trainer(loaded, target, machine=machine, quiet=json), json)
 
 
-def resume(run: RunDir, json: Json = False) -> None:
+def resume(
+    run: RunDir,
+    max_restarts: MaxRestarts = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="Go on with this many ranks, fewer than the layout has (fault.elastic)."),
+    ] = None,
+    json: Json = False,
+) -> None:
     """Go on with a run from its newest intact checkpoint.
 
     \b
     Examples:
       lmworks resume runs/tiny
+      lmworks resume runs/tiny --max-restarts 3
+      lmworks resume runs/wide --ranks 2
     """
     from ..record import RunFolder
 
-    spec = RunFolder.open(run).spec()
-    if needs_ranks(spec):
-        start_ranks(spec, ["resume", str(run), *(["--json"] if json else [])])
+    folder = RunFolder.open(run)
+    spec = folder.spec()
+    if supervised(spec, max_restarts) or (ranks is not None and "RANK" not in os.environ):
+        again = ["resume", str(run), *(["--json"] if json else [])]
+        supervise(spec, folder, again, again, restarts_of(spec, max_restarts), ranks)
         return
     from ..parallel.world import leaving
     from ..train import Trainer
 
     with leaving():
         run_to_the_end(Trainer.resume(run, quiet=json), json)
+
+
+def supervised(spec: RunSpec, max_restarts: int | None) -> bool:
+    """Whether this process starts the ranks: there are several, or one that is started again when it fails."""
+    return needs_ranks(spec) or (restarts_of(spec, max_restarts) > 0 and "RANK" not in os.environ)
+
+
+def restarts_of(spec: RunSpec, max_restarts: int | None) -> int:
+    return spec.fault.max_restarts if max_restarts is None else max_restarts
 
 
 def run_to_the_end(trainer: Trainer, json: bool) -> None:
@@ -103,6 +142,16 @@ def run_to_the_end(trainer: Trainer, json: bool) -> None:
             f"done: {trainer.step} steps, loss {result.loss:.4f} nats/token over {result.tokens:,} held-out tokens"
         )
         typer.echo(f"run: {folder.path}   report: {folder.report_path}")
+
+
+def own_folder(spec: RunSpec) -> Path:
+    """A folder for a run that was given none. Where ranks may be started again, they have to be told where to look."""
+    from ..spec import SpecError
+
+    again = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
+    if "TORCHELASTIC_RUN_ID" in os.environ and (again or spec.fault.elastic):
+        raise SpecError("torchrun may start these ranks again: say with --run-dir where they find their run")
+    return free_folder(spec.name)
 
 
 def free_folder(name: str) -> Path:

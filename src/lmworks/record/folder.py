@@ -2,7 +2,8 @@
 
 Kinds of events, so that writers and readers agree:
 
-    start, resume     a process began an attempt (fields: attempt)
+    start, resume     a process began an attempt (fields: attempt, launch, ranks)
+    restart           an agent starts ranks again after a failure (fields: attempt, launch, restarts, cause, lost)
     finish            the last step is done and saved
     interrupt         somebody asked it to stop; it can be resumed
     fail              it stopped by itself (fields: error)
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -118,19 +120,23 @@ class RunFolder:
         return 1 + max((record["attempt"] for record in records if isinstance(record.get("attempt"), int)), default=-1)
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold(self, patience_s: float = 0.0) -> Iterator[None]:
         """Keep the run for this process: two trainers in one folder would write over each other.
 
         The lock is the kernel's and ends with the process, however that ends; nothing is left to clean up.
         It lies on events.jsonl, the one file of a run that is always there and never replaced.
+        `patience_s` is for a holder that is known to be ending.
         """
         try:
             descriptor = os.open(self.events_path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise SpecError(f"cannot write {self.events_path}: {error.strerror}") from None
         try:
-            if not lock(descriptor, fcntl.LOCK_EX):
-                raise SpecError(f"{self.path} is in use: another process is training this run")
+            give_up = time.monotonic() + patience_s
+            while not lock(descriptor, fcntl.LOCK_EX):
+                if time.monotonic() > give_up:
+                    raise SpecError(f"{self.path} is in use: another process is training this run")
+                time.sleep(0.05)
             yield
         finally:
             os.close(descriptor)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+PREEMPTED = 75  # exit code of a run that SIGTERM ended: EX_TEMPFAIL of sysexits.h, start it again
+
 
 class LMWorksError(Exception):
     """Something the user can mend. The command line prints it as one line, without a traceback."""
@@ -13,16 +15,20 @@ class LMWorksError(Exception):
     agreed = False  # every rank of the run raises it: one of them need say it
     said = False  # the rank where it happened has said it
     lost = False  # it is the end of another rank: nothing more can be exchanged with that one
+    final = False  # to start again would end the same way
 
 
 class SpecError(LMWorksError):
     """The request itself is wrong (a spec, an option, a name): bad usage, nothing was started."""
 
     exit_code = 2
+    final = True
 
 
 class DataError(LMWorksError):
     """Training data is missing, short or damaged."""
+
+    final = True
 
 
 class CheckpointError(LMWorksError):

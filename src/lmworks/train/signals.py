@@ -1,15 +1,28 @@
-"""Ctrl-C and SIGTERM end a run between two steps, with a checkpoint; the second one ends it at once."""
+"""Ctrl-C and SIGTERM end a run between two steps, with a checkpoint; whoever repeats it does not want to wait.
+
+SIGTERM is what a scheduler sends to take the machine away. The run finishes its step, saves, and ends with exit code
+75 (EX_TEMPFAIL: start it again). It has `fault.deadline_s` seconds for that; then, or at a second SIGTERM, it ends at
+once with the same code. Nothing is harmed by that: a checkpoint counts only once it is committed.
+
+Python runs a handler between two of its own instructions, so never while a rank waits in a collective for another one
+that is gone. What must happen there too is done by a thread, which is woken by the kernel's handler through a pipe.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-from ..spec import LMWorksError
+from ..spec.errors import PREEMPTED, LMWorksError
+
+ONE_REQUEST_S = 3.0  # two SIGTERMs within this time are one request: see `watch`
+LEAVE = 0  # no signal has this number
 
 
 class Interrupted(LMWorksError):
@@ -19,44 +32,88 @@ class Interrupted(LMWorksError):
         super().__init__(
             f"stopped by {signal.Signals(number).name} after step {step}; go on with: lmworks resume {folder}"
         )
-        self.exit_code = 128 + number
+        self.exit_code = PREEMPTED if number == signal.SIGTERM else 128 + number
 
 
 class StopSignals:
-    """While active, the first SIGINT or SIGTERM only sets `asked`; the next ends the process at once."""
+    """While active, the first SIGINT or SIGTERM only sets `signal`; what comes after it ends the process at once.
 
-    def __init__(self) -> None:
+    Before `wait_for_step` there is nothing to finish, and the first one does that already.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
         self.signal = 0
+        self.in_steps = False
         self.before: dict[int, Any] = {}
-
-    @property
-    def asked(self) -> bool:
-        return self.signal != 0
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
+            self.woken, self.waker = os.pipe()
+            os.set_blocking(self.waker, False)
+            self.waker_before = signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
             for number in (signal.SIGINT, signal.SIGTERM):
                 self.before[number] = signal.signal(number, self.note)
+            self.watcher = threading.Thread(target=self.watch, name="lmworks-signals", daemon=True)
+            self.watcher.start()
         return self
 
+    def wait_for_step(self) -> None:
+        """From now on a signal waits for the end of a step."""
+        self.in_steps = True
+
     def note(self, number: int, _frame: FrameType | None) -> None:
-        self.signal = number
-        for each in self.before:
-            signal.signal(each, when_repeated(each))
+        if number == signal.SIGINT and not self.in_steps:
+            raise KeyboardInterrupt
+        self.signal = self.signal or number
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends the process wherever Python is
+
+    def watch(self) -> None:
+        """End the process when the time is up, or a SIGTERM is repeated.
+
+        A scheduler signals every process of a job, torchrun's agent hands its own SIGTERM on, and so does `timeout`: a
+        rank gets two or three for one request. They come within moments of each other; nobody repeats himself so soon.
+        """
+        first, terminated = 0.0, False
+        while True:
+            left = max(0.0, first + self.deadline_s - time.monotonic()) if terminated else None
+            if not select.select([self.woken], [], [], left)[0]:
+                end(f"SIGTERM: the step and its save took longer than fault.deadline_s = {self.deadline_s:g}")
+            numbers = os.read(self.woken, 64)
+            if LEAVE in numbers:
+                return
+            if signal.SIGTERM in numbers:
+                if not self.in_steps:
+                    end("SIGTERM before the first step")
+                if first and time.monotonic() - first > ONE_REQUEST_S:
+                    end("a second SIGTERM")
+            if {signal.SIGINT, signal.SIGTERM} & set(numbers):
+                terminated = terminated or signal.SIGTERM in numbers
+                first = first or time.monotonic()
 
     def restore(self) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        if self.before:
+            signal.set_wakeup_fd(self.waker_before)
+            os.write(self.waker, bytes([LEAVE]))  # closing it would not do: a forked process has it open too
+            self.watcher.join()
+            os.close(self.waker)
+            os.close(self.woken)
+            self.before = {}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.restore()
 
 
-def when_repeated(number: int) -> signal.Handlers:
-    """The next one ends the process as the system does, wherever Python is.
+def end(reason: str) -> NoReturn:
+    os.write(2, f"lmworks: {reason}; ended at once, the newest committed checkpoint is kept\n".encode())
+    os._exit(PREEMPTED)
 
-    Not so a SIGTERM under torchrun: a scheduler signals every process of a job, and the agent hands its own on to the
-    ranks, so each rank gets two for one request. The agent itself kills a rank that takes too long.
-    """
-    twice = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
-    return signal.SIG_IGN if twice else signal.SIG_DFL
+
+def forget_waker() -> None:
+    """A process forked from this one (a data worker) has signals of its own, and must not wake the watcher here."""
+    signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=forget_waker)

@@ -34,6 +34,7 @@ from .health.watch import Health, NotTaken
 from .optim import make_optimizer
 from .profile import Profiler
 from .progress import Progress
+from .restart import Detours, note_restart, over_started, patience_s, who_runs
 from .rewind import move_on
 from .rng import seed_everything
 from .saving import Saving
@@ -52,7 +53,7 @@ class Trainer(Stepper):
         self.meet(spec, quiet)
         from_lead(RunFolder(Path(run_dir)).refuse_taken)  # at once, not after data were prepared
         self.prepare()
-        from_lead(lambda: start_folder(run_dir, self.spec, machine))
+        from_lead(lambda: start_folder(run_dir, with_absolute_paths(spec), machine))  # as written, however many started
         self.folder = RunFolder(Path(run_dir))
 
     @classmethod
@@ -66,10 +67,10 @@ class Trainer(Stepper):
         return trainer
 
     def meet(self, spec: RunSpec, quiet: bool) -> None:
-        """Find the device and the other ranks."""
-        self.spec = with_absolute_paths(spec)
+        """Find the device and the other ranks, and lay the run over as many as there are."""
+        self.spec = over_started(with_absolute_paths(spec))
         self.device = pick_device(spec.cluster)
-        self.mesh = join(spec.parallel, self.device)
+        self.mesh = join(self.spec.parallel, self.device)
         self.lead = is_lead()
         self.quiet = quiet or not self.lead
 
@@ -120,7 +121,8 @@ class Trainer(Stepper):
         """Train to the last step and return the final loss on held-out data."""
         optim = self.spec.optim
         with ExitStack() as stack:
-            attempt = from_lead(lambda: self.take_hold(stack))
+            self.stop = stack.enter_context(StopSignals(self.spec.fault.deadline_s))
+            attempt, self.detours = from_lead(lambda: self.take_hold(stack))
             self.attempt = attempt
             self.build()
             self.load()
@@ -130,8 +132,9 @@ class Trainer(Stepper):
                 return evaluate(self.laid, self.held_out, self.spec, self.spec.log.eval_batches)
             if attempt and not self.step and not self.quiet:
                 print("no checkpoint yet: starting at step 0", flush=True)
-            self.event("resume" if attempt else "start", attempt=attempt)
-            with StopSignals() as self.stop, ExitStack() as writers:
+            self.event("resume" if attempt else "start", attempt=attempt, **who_runs(self.spec))
+            self.stop.wait_for_step()
+            with ExitStack() as writers:
                 self.sinks: list[Sink] = []
                 if self.lead:
                     progress = Progress(optim.steps, self.step, self.spec.log.every, self.quiet)
@@ -148,10 +151,11 @@ class Trainer(Stepper):
                     for sink in self.sinks:
                         sink.close()
 
-    def take_hold(self, stack: ExitStack) -> int:
-        """Keep the folder for this run; returns which attempt at it this is."""
-        stack.enter_context(self.folder.hold())
-        return self.folder.next_attempt()
+    def take_hold(self, stack: ExitStack) -> tuple[int, Detours]:
+        """Keep the folder for this run; returns which attempt at it this is, and the batches that it passes by."""
+        stack.enter_context(self.folder.hold(patience_s()))
+        attempt = self.folder.next_attempt()
+        return attempt, note_restart(self.folder, attempt, self.spec.fault.crash_loop)
 
     def end_with(self, error: Exception) -> None:
         """Record why the run ends. Where that is another rank's failure, raise it instead of what it led to here."""
@@ -197,6 +201,7 @@ class Trainer(Stepper):
         """Wait for the batch that the cursor stands at, and train on it."""
         began = time.perf_counter()
         phase.enter("data", self.step + 1)
+        self.pass_by()
         batches = self.feed.take(self.cursor, self.spec.optim.steps - self.step)
         waited = time.perf_counter() - began
         with self.profiler.step(self.step + 1):
@@ -204,6 +209,12 @@ class Trainer(Stepper):
         self.step += 1
         self.cursor += 1
         return values | {"data_s": waited}
+
+    def pass_by(self) -> None:
+        """Move on past batches that are not to be trained on."""
+        while reason := self.detours.around(self.step + 1, self.cursor):
+            self.event("skip", self.step + 1, from_cursor=self.cursor, to_cursor=self.cursor + 1, reason=reason)
+            self.cursor += 1
 
     def evaluate(self) -> Evaluation:
         phase.enter("evaluate")

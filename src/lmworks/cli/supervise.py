@@ -1,0 +1,68 @@
+"""`--max-restarts`: the ranks of a run, started again from the newest committed step when they fail.
+
+torchrun's agent starts and watches them, once for every generation; whether there is a next one is decided here, since
+the agent would start again whatever happened: a spec that is wrong, a run that was asked to stop.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+from ..record import RunFolder
+from ..record.attempts import CAUSE, RESTARTS, attempts
+from ..spec.errors import PREEMPTED
+from .ranks import Ended, new_launch, ranks_here, run_ranks
+
+if TYPE_CHECKING:
+    from ..spec import RunSpec
+
+ASKED = (PREEMPTED, 128 + signal.SIGINT)  # exit codes of a run that was asked to stop, and did
+
+
+def supervise(
+    spec: RunSpec, folder: RunFolder, first: list[str], again: list[str], max_restarts: int, ranks: int | None = None
+) -> None:
+    """Run `lmworks …first` on all ranks, then `lmworks …again` as often as it helps; end as the last of them ended."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    signal.signal(signal.SIGTERM, stop)  # the agent's own is there only while ranks are
+    launch, cause = new_launch(), ""
+    try:
+        for count in range(max_restarts + 1):
+            arguments = again if folder.spec_path.exists() and count else first
+            told = {RESTARTS: str(count), CAUSE: cause} if count else {}
+            ended = run_ranks(ranks_here(spec, ranks), arguments, spec.fault.deadline_s, launch, told)
+            cause = ended.cause
+            if not ended.code or ended.final or ended.code in ASKED:
+                break
+            if count < max_restarts:
+                typer.echo(f"lmworks: {cause}; started again ({count + 1} of {max_restarts})", err=True)
+    except SignalException as stopped:
+        record_end(folder, "interrupt", f"stopped by {stopped.sigval.name}")
+        raise typer.Exit(PREEMPTED if stopped.sigval == signal.SIGTERM else 128 + stopped.sigval) from None
+    end_as(ended, folder)
+
+
+def stop(number: int, _frame: object) -> NoReturn:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    raise SignalException("stopped", signal.Signals(number))
+
+
+def end_as(ended: Ended, folder: RunFolder) -> None:
+    """A rank that failed has said why; of one that was killed only its agent can."""
+    if ended.code < 0:
+        record_end(folder, "fail", ended.cause)
+        typer.echo(f"lmworks: error: {ended.cause}; the run can be resumed", err=True)
+    if ended.code:
+        raise typer.Exit(ended.exit_code)
+
+
+def record_end(folder: RunFolder, kind: str, error: str) -> None:
+    """What the ranks had no time to write, or did not know."""
+    past = attempts(folder)
+    if past and not past[-1].done and not folder.held():
+        folder.event(kind, past[-1].step, error=error)
