@@ -15,6 +15,7 @@ from lmworks.spec.layouts import choose
 
 ROOT = Path(__file__).parent.parent
 PLAIN = (
+    "checkpoint-commands",
     "parallelism",
     "simulate",
     "planning",

@@ -11,6 +11,7 @@ from ..spec.errors import LMWorksError
 from . import (
     bench,
     chat,
+    checkpoint,
     data,
     demo,
     generate,
@@ -51,6 +52,7 @@ app.command("report")(runs.report)
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("resume")(train.resume)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(launch.app, name="launch")
 app.command("parity")(parity.parity)
 app.add_typer(study.app, name="study")
@@ -60,7 +62,7 @@ app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.add_typer(bench.app, name="bench")
 app.add_typer(profile.app, name="profile")
-app.command("export")(use.export)
+app.command("export")(checkpoint.export)
 app.command("quantize")(quantize.quantize)
 
 

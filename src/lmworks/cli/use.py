@@ -1,9 +1,8 @@
-"""`lmworks eval` and `lmworks export`: a trained run measured, and written for others."""
+"""`lmworks eval`: a trained run measured."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -49,29 +48,3 @@ def evaluate(
             f"step {trained.step}: loss {result.loss:.4f} nats/token, perplexity {summary['perplexity']:.2f}, "
             f"{bits_per_byte:.3f} bits/byte over {result.tokens:,} held-out tokens"
         )
-
-
-def export(
-    run: RunDir,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or that of an earlier export.")],
-    step: Step = None,
-    json: Json = False,
-) -> None:
-    """Write a run as a Hugging Face folder, which `transformers` and others load.
-
-    The layout that the run was trained under does not matter.
-
-    \b
-    Examples:
-      lmworks export runs/tiny exported/tiny
-      lmworks export runs/tiny exported/tiny-100 --step 100 --json
-    """
-    from ..train.export import export as write
-
-    written = write(run, out, step)
-    if json:
-        summary = {"run": str(run), "out": str(out), "step": written.step, "params": written.params}
-        print_json({**summary, "tokenizer": written.tokenizer})
-    else:
-        without = "" if written.tokenizer else " (no tokenizer.json: its data are bytes)"
-        typer.echo(f"step {written.step}: {written.params:,} parameters in {out}{without}")

@@ -1,20 +1,39 @@
-"""A run as a Hugging Face folder: weights and config as `transformers` reads them, and the tokenizer beside them."""
+"""A run as a Hugging Face folder: weights and config as `transformers` reads them, and the tokenizer beside them.
+
+Weights go from the checkpoint's files to those of the export one at a time, each put together from the pieces that
+ranks have saved: what is in memory is the largest of them, not the model.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..data import resolve
+import torch
+from torch import Tensor
+
+from ..data import Tokenizer, load_tokenizer, resolve
 from ..data.index import TOKENIZER_FILE
+from ..data.progress import Progress, silent
 from ..data.tokenizer import FileTokenizer
+from ..model import GPT
 from ..model.hf_config import family_of_spec
-from ..record import RunFolder
-from ..spec import CheckpointError, SpecError
+from ..model.hf_write import SHARD_BYTES, write_hf
+from ..model.tensor_files import TORCH_DTYPES
+from ..record.checkpoint.contents import saved_tensors
+from ..record.checkpoint.digest import read_all
+from ..record.checkpoint.manifest import Manifest
+from ..record.checkpoint.survey import Place, locate
+from ..spec import CheckpointError, RunSpec, SpecError
 from ..spec.files import write_whole
-from .load import load_trained
+from . import checkpoint
+from .checkpoint.plan import as_bytes
 
 MARKER = "lmworks_export.json"  # where the folder comes from; what bears it may be written anew
 
@@ -24,33 +43,144 @@ class Export:
     folder: Path
     step: int
     params: int
+    files: list[str]  # of weights
     tokenizer: bool  # whether one was there to go with it
 
 
-def export(run_dir: str | Path, out: Path, step: int | None = None) -> Export:
-    """Write the checkpoint of a run, whatever its layout was, for others to load."""
+def export(
+    source: str | Path,
+    out: Path,
+    step: int | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress = silent,
+) -> Export:
+    """Write the newest intact checkpoint (or that of `step`), whatever its layout was, for others to load."""
     refuse_others(out)
-    family_of_spec(RunFolder.open(run_dir).spec().model)  # refuses what no family can express, before anything is made
-    trained = load_trained(run_dir, step)
-    source = resolve(next(iter(trained.spec.data.sources))) / TOKENIZER_FILE
-    tokenizer = trained.tokenizer
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / MARKER, json.dumps({"run": str(Path(run_dir).absolute()), "step": trained.step}, indent=2))
-        if isinstance(tokenizer, FileTokenizer):
-            shutil.copyfile(source, out / TOKENIZER_FILE)
-            write_whole(out / "tokenizer_config.json", tokenizer_config(tokenizer))
-    except OSError as error:
-        raise CheckpointError(f"cannot write {out}: {error.strerror}") from None
-    trained.model.save_hf(out, eos=tokenizer.eot)
-    return Export(out, trained.step, trained.spec.model.params, isinstance(tokenizer, FileTokenizer))
+    place = locate(Path(source))
+    if place.run:
+        family_of_spec(place.run.spec().model)  # refuses what no family can express, before a byte is read
+    folder, manifest = find(place, step)
+    spec = place.run.spec() if place.run else spec_of(folder, manifest)
+    tokenizer = load_tokenizer(resolve(next(iter(spec.data.sources))))
+    with torch.device("meta"):
+        parameters: dict[str, Tensor] = dict(GPT(spec.model).named_parameters())
+    read = reader(folder, manifest, parameters)
+    about = json.dumps({"run": str(Path(source).absolute()), "step": manifest.step}, indent=2)
+    begin(out, about)
+    written = write_hf(
+        spec.model,
+        parameters,
+        read,
+        out,
+        eos=tokenizer.eot,
+        shard_bytes=shard_bytes,
+        told=lambda done, total: progress("export", done, total),
+    )
+    finish(out, about, spec, tokenizer)
+    return Export(
+        out,
+        manifest.step,
+        spec.model.params,
+        [path.name for path in written],
+        isinstance(tokenizer, FileTokenizer),
+    )
 
 
 def refuse_others(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise SpecError(f"{out} is a file; name a folder for the export")
-    if out.is_dir() and any(out.iterdir()) and not (out / MARKER).is_file():
-        raise SpecError(f"{out} is not empty and not an earlier export; name another folder")
+    try:
+        if out.exists() and not out.is_dir():
+            raise SpecError(f"{out} is a file; name a folder for the export")
+        if out.is_dir() and any(out.iterdir()) and not (out / MARKER).is_file():
+            raise SpecError(f"{out} is not empty and not an earlier export; name another folder")
+    except OSError as error:
+        raise SpecError(f"cannot write {out}: {error.strerror}") from None
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+def find(place: Place, step: int | None) -> tuple[Path, Manifest]:
+    """Every byte of a checkpoint is verified before the first is used; a damaged one is named, and the next taken."""
+
+    def refused(_folder: Path, reason: str) -> None:  # no event: whoever reads a run writes nothing into it
+        print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
+
+    found = checkpoint.find(place.root, refused, place.step if step is None else step)
+    if found is None:
+        raise CheckpointError(f"{place.name} has no checkpoint that was saved to the end")
+    return found
+
+
+def spec_of(folder: Path, manifest: Manifest) -> RunSpec:
+    """As it was when the checkpoint was saved: all that is left of it where the run folder is elsewhere."""
+    if "spec" not in manifest.meta:
+        raise CheckpointError(f"{folder} does not say what model it holds; name the run folder instead")
+    return RunSpec.from_dict(manifest.meta["spec"])
+
+
+def reader(folder: Path, manifest: Manifest, parameters: dict[str, Tensor]) -> Callable[[str], Tensor]:
+    """Gives each parameter of the model by name. One that is missing or has another shape is refused here and now."""
+    index = saved_tensors(folder, manifest)
+    wanted = {f"model.{name}" for name in parameters}
+    if surplus := [name for name in index if name.startswith("model.") and name not in wanted]:
+        raise CheckpointError(f"{folder} has {surplus[0]}, which the run's model does not have")
+    for name, parameter in parameters.items():
+        saved = index.get(f"model.{name}")
+        if saved is None:
+            raise CheckpointError(f"{folder} does not have model.{name}, which the run's model has")
+        if saved["shape"] != list(parameter.shape):
+            there, here = tuple(saved["shape"]), tuple(parameter.shape)
+            raise CheckpointError(f"{folder}: model.{name} is {there} there, but {here} in the run's model")
+    return lambda name: read_tensor(folder, index[f"model.{name}"]).to(parameters[name].dtype)
+
+
+def read_tensor(folder: Path, saved: dict[str, Any]) -> Tensor:
+    """One whole tensor, from the pieces of as many ranks as it was cut over."""
+    whole = torch.empty(saved["shape"], dtype=TORCH_DTYPES[saved["dtype"]])
+    for file, start, offsets, sizes in saved["pieces"]:
+        box = whole[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
+        piece = box if box.is_contiguous() else torch.empty(sizes, dtype=whole.dtype)
+        try:
+            descriptor = os.open(folder / file, os.O_RDONLY)
+            try:
+                read_all(descriptor, [as_bytes(piece)], start)
+            finally:
+                os.close(descriptor)
+        except (OSError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or "it ends before its end"
+            raise CheckpointError(f"cannot read {folder / file}: {reason}") from None
+        if piece is not box:
+            box.copy_(piece)
+    return whole
+
+
+# --- what goes with the weights -----------------------------------------------------------------------
+
+
+def begin(out: Path, about: str) -> None:
+    """Mark a new folder as ours before anything is in it, so that an export that was killed can be done again."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if not (out / MARKER).exists():
+            write_whole(out / MARKER, about)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror}") from None
+
+
+def finish(out: Path, about: str, spec: RunSpec, tokenizer: Tokenizer) -> None:
+    """The tokenizer, where it is a file; one that an earlier export of other data left goes."""
+    file, config = out / TOKENIZER_FILE, out / "tokenizer_config.json"
+    try:
+        if isinstance(tokenizer, FileTokenizer):
+            shutil.copyfile(resolve(next(iter(spec.data.sources))) / TOKENIZER_FILE, file)
+            write_whole(config, tokenizer_config(tokenizer))
+        else:
+            file.unlink(missing_ok=True)
+            config.unlink(missing_ok=True)
+        write_whole(out / MARKER, about)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror}") from None
 
 
 def tokenizer_config(tokenizer: FileTokenizer) -> str:

@@ -6,18 +6,18 @@ Nothing here writes, and nothing needs torch: looking at a checkpoint is quick.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...spec import CheckpointError, SpecError
 from ..folder import RunFolder
 from .folders import LEFTOVER, folders, is_other_process
-from .manifest import FOLDER, MARKER, Manifest, check_file, read_manifest, step_of
+from .manifest import FOLDER, MANIFEST, MARKER, Manifest, check_file, check_size, read_manifest, step_of, vouched
 
-THREADS = 8  # files that are read at once: hashing leaves Python to the others
+FILES = 2  # that are read at once, each by several threads
 
 Progress = Callable[[str, int, int], None]
 
@@ -93,57 +93,56 @@ class Found:
     time: str  # when it was saved; of one that was not, when it was last touched
     bytes: int  # on the disk
     files: int
-    ranks: int  # that wrote it (0: unknown)
+    ranks: int  # that wrote it (0: nothing says)
     reason: str = ""  # for which it is damaged
 
 
 def survey(root: Path) -> list[Found]:
     """Every step folder, newest first, then what saves that died have left. Sizes are compared, contents are not."""
-    return [*map(look, folders(root)), *leftovers(root)]
+    try:
+        hidden = [path for path in sorted(root.glob(".step-*")) if LEFTOVER.fullmatch(path.name) and path.is_dir()]
+        return [*seen(look, folders(root)), *seen(look_at_leftover, hidden)]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename or root}: {error.strerror}") from None
+
+
+def seen(look: Callable[[Path], Found], paths: Iterable[Path]) -> Iterator[Found]:
+    """Less those that a run removes while they are looked at."""
+    for path in paths:
+        with suppress(FileNotFoundError):
+            yield look(path)
 
 
 def look(folder: Path) -> Found:
-    contents = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
     status, reason, ranks, when = "committed", "", 0, touched(folder)
     try:
-        manifest = read_manifest(folder)
-        ranks, when = len(writers(manifest)), manifest.time
-        wrong = [f"{name} {why}" for name, why in sizes_wrong(folder, manifest)]
-        status, reason = ("damaged", "; ".join(wrong)) if wrong else (status, reason)
+        manifest = vouched(folder)
+        ranks, when = len({entry["rank"] for entry in manifest.files.values()}), manifest.time
+        read_manifest(folder)  # which looks at sizes, too
     except CheckpointError as error:
         status, reason = ("damaged", str(error)) if (folder / MARKER).exists() else ("unfinished", "")
     if status == "committed" and folder.suffix:
         status = "replaced"
-    return Found(folder, step_of(folder), status, when, sum(contents), len(contents), ranks, reason)
+    return Found(folder, step_of(folder), status, when, size_of(folder), len(files_of(folder)), ranks, reason)
 
 
-def leftovers(root: Path) -> Iterator[Found]:
-    for path in sorted(root.glob(".step-*")):
-        match = LEFTOVER.fullmatch(path.name)
-        if match and path.is_dir():
-            contents = [file.stat().st_size for file in path.iterdir() if file.is_file()]
-            status = "writing" if is_other_process(int(match[1])) else "leftover"
-            step = int(path.name.removeprefix(".step-").partition(".")[0])
-            yield Found(path, step, status, touched(path), sum(contents), len(contents), 0)
+def look_at_leftover(path: Path) -> Found:
+    name = LEFTOVER.fullmatch(path.name)
+    status = "writing" if name and is_other_process(int(name[1])) else "leftover"
+    step = int(path.name.removeprefix(".step-").partition(".")[0])
+    return Found(path, step, status, touched(path), size_of(path), len(files_of(path)), 0)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_file()]
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files_of(folder))
 
 
 def touched(folder: Path) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(folder.stat().st_mtime))
-
-
-def writers(manifest: Manifest) -> set[int]:
-    return {entry["rank"] for entry in manifest.files.values() if entry.get("rank") is not None}
-
-
-def sizes_wrong(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    for name, entry in manifest.files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError:
-            yield name, "is missing"
-            continue
-        if size != entry["bytes"]:
-            yield name, f"has {size} bytes instead of {entry['bytes']}"
 
 
 # --- whether it is what was written -----------------------------------------------------------------
@@ -163,27 +162,27 @@ class Verdict:
     status: str  # intact, damaged, unfinished
     files: int = 0
     bytes: int = 0
-    wrong: tuple[Wrong, ...] = field(default=())
+    wrong: tuple[Wrong, ...] = ()
 
 
 def examine(checkpoints: Sequence[Path], progress: Progress) -> list[Verdict]:
     """Read every byte of these checkpoints, several files at once, and tell all that is wrong."""
     manifests: dict[Path, Manifest | Wrong] = {folder: opened(folder) for folder in checkpoints}
     jobs = [
-        (folder, name, entry)
+        (folder / name, manifest)
         for folder, manifest in manifests.items()
         if isinstance(manifest, Manifest)
-        for name, entry in manifest.files.items()
+        for name in manifest.files
     ]
-    total = sum(entry["bytes"] for _, _, entry in jobs)
+    sizes = [manifest.files[path.name]["bytes"] for path, manifest in jobs]
     wrong: dict[Path, list[Wrong]] = {folder: [] for folder in checkpoints}
     done = 0
-    pool = ThreadPoolExecutor(THREADS)
+    pool = ThreadPoolExecutor(FILES)
     try:
-        for (folder, _, entry), found in zip(jobs, pool.map(lambda job: check(*job), jobs), strict=True):
-            wrong[folder] += [found] if found else []
-            done += entry["bytes"]
-            progress("verify", done, total)
+        for (path, _), size, found in zip(jobs, sizes, pool.map(lambda job: check(*job), jobs), strict=True):
+            wrong[path.parent] += [found] if found else []
+            done += size
+            progress("verify", done, sum(sizes))
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for what was not begun
     return [verdict(folder, manifest, wrong[folder]) for folder, manifest in manifests.items()]
@@ -191,16 +190,17 @@ def examine(checkpoints: Sequence[Path], progress: Progress) -> list[Verdict]:
 
 def opened(folder: Path) -> Manifest | Wrong:
     try:
-        return read_manifest(folder)
+        return vouched(folder)
     except CheckpointError as error:
-        return Wrong("manifest.json", None, str(error))
+        return Wrong(MANIFEST, None, str(error))
 
 
-def check(folder: Path, name: str, entry: dict[str, Any]) -> Wrong | None:
+def check(path: Path, manifest: Manifest) -> Wrong | None:
     try:
-        check_file(folder / name, entry)
+        check_size(path, manifest)
+        check_file(path, manifest)
     except CheckpointError as error:
-        return Wrong(name, entry.get("rank"), str(error))
+        return Wrong(path.name, manifest.files[path.name]["rank"], str(error))
     return None
 
 

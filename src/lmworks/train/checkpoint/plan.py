@@ -21,17 +21,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from ...model.tensor_files import DTYPES, header
 from ...parallel.world import from_lead, is_lead, together
 from ...record.checkpoint.digest import CHUNK
 from ...record.checkpoint.manifest import shard_name
 from ...spec import CheckpointError
-
-DTYPES = {  # as safetensors calls them
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -130,14 +124,7 @@ def pieces_of(items: list[WriteItem]) -> list[Piece]:
 
 
 def header_of(pieces: list[Piece]) -> bytes:
-    """Of a safetensors file: its length in 8 bytes, then JSON, padded so that the data begin at a multiple of 8."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for piece in pieces:
-        span = [piece.start, piece.start + piece.bytes]
-        table[piece.label] = {"dtype": DTYPES[piece.dtype], "shape": piece.sizes, "data_offsets": span}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return header((piece.label, piece.dtype, piece.sizes) for piece in pieces)
 
 
 def index_of(plans: list[SavePlan]) -> bytes:

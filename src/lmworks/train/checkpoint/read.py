@@ -27,11 +27,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from ...model.tensor_files import TORCH_DTYPES
 from ...parallel.world import is_lead, together
 from ...record.checkpoint.digest import AHEAD, hashers, read_all, sha256
 from ...record.checkpoint.manifest import INDEX, DamagedError, Manifest, check_file, damaged, unreadable
 from ...spec import CheckpointError
-from .plan import TORCH_DTYPES, as_bytes
+from .plan import as_bytes
 from .reasons import first_reason
 
 Chunks = set[tuple[str, int]]  # (file, number of the chunk in it)

@@ -1,0 +1,253 @@
+"""`lmworks checkpoint`: what a run has saved, whether it is still whole, and a way out of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..spec.errors import CheckpointError, SpecError
+from .generate import Step
+from .output import Json, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..data.progress import Progress
+    from ..record.checkpoint.contents import Contents
+    from ..record.checkpoint.survey import Verdict
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at, verify, export and prune checkpoints.")
+
+Source = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run folder, or a folder of checkpoints, or one of them.")
+]
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@app.command()
+def ls(source: Source, json: Json = False) -> None:
+    """List checkpoints, the newest first, and what unfinished saves have left.
+
+    Sizes are compared with what was saved; `verify` reads the contents too.
+
+    \b
+    Examples:
+      lmworks checkpoint ls runs/tiny
+      lmworks checkpoint ls runs/tiny/checkpoints --json
+    """
+    from ..record.checkpoint.survey import locate, survey
+    from ..record.figures import binary_bytes
+
+    place = locate(source)
+    found = survey(place.root)
+    if json:
+        print_json([{**asdict(one), "folder": str(one.folder)} for one in found])
+        return
+    columns = ["folder", "step", "saved", "size", "files", "ranks", "status"]
+    rows = [
+        [one.folder.name, one.step, one.time, binary_bytes(one.bytes), one.files, one.ranks or "-", one.status]
+        for one in found
+    ]
+    print_table("", columns, rows)
+    for one in found:
+        if one.reason:
+            typer.echo(f"{one.folder.name}: {one.reason}", err=True)
+
+
+@app.command()
+def show(
+    source: Source,
+    step: Step = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    json: Json = False,
+) -> None:
+    """Tell what one checkpoint holds: by default the newest.
+
+    \b
+    Examples:
+      lmworks checkpoint show runs/tiny
+      lmworks checkpoint show runs/tiny --step 100 --tensors
+      lmworks checkpoint show runs/tiny --tensors --json
+    """
+    from ..record.checkpoint.contents import contents
+    from ..record.checkpoint.survey import locate
+
+    held = contents(locate(source).choose(step))
+    if json:
+        summary = {**asdict(held), "folder": str(held.folder), "bytes": held.bytes, "ranks": held.ranks}
+        print_json(summary if tensors else {key: value for key, value in summary.items() if key != "tensors"})
+    else:
+        print_contents(held, tensors)
+
+
+@app.command()
+def verify(source: Source, step: Step = None, json: Json = False) -> None:
+    """Read every byte and compare it with what was saved; exit code 1 if anything is damaged.
+
+    Says which step a resume would go on from, where all steps are looked at.
+
+    \b
+    Examples:
+      lmworks checkpoint verify runs/tiny
+      lmworks checkpoint verify runs/tiny --step 100 --json
+    """
+    from ..record.checkpoint.folders import folders
+    from ..record.checkpoint.survey import examine, locate
+
+    place = locate(source)
+    one = place.step if step is None else step
+    with progress_unless(json) as progress:
+        verdicts = examine(folders(place.root) if one is None else [place.choose(one)], progress)
+    good = [verdict.step for verdict in verdicts if verdict.status == "intact"]
+    damaged = [verdict for verdict in verdicts if verdict.status == "damaged"]
+    if json:
+        found = [{**asdict(verdict), "folder": str(verdict.folder)} for verdict in verdicts]
+        print_json({"ok": not damaged, "resume": good[0] if one is None and good else None, "checkpoints": found})
+    else:
+        for verdict in verdicts:
+            print_verdict(verdict)
+        if one is None:
+            typer.echo(f"a resume goes on from step {good[0]}" if good else "there is no step to resume from")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    source: Source,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or that of an earlier export.")],
+    step: Step = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", help="The largest file of weights, e.g. 500MB or 2GiB.")
+    ] = "5GB",
+    json: Json = False,
+) -> None:
+    """Write a run as a Hugging Face folder, which `transformers` and others load.
+
+    The layout that the run was trained under does not matter. Weights go from the checkpoint to the files one at a
+    time, so that a model of any size can be exported on a small machine.
+
+    \b
+    Examples:
+      lmworks export runs/tiny exported/tiny
+      lmworks checkpoint export runs/tiny exported/tiny-100 --step 100 --max-shard-size 2GB --json
+    """
+    from ..train.export import export as write
+
+    limit = parse_bytes(max_shard_size)
+    with progress_unless(json) as progress:
+        written = write(source, out, step, shard_bytes=limit, progress=progress)
+    if json:
+        summary = {"run": str(source), "out": str(out), "step": written.step, "params": written.params}
+        print_json({**summary, "files": written.files, "tokenizer": written.tokenizer})
+    else:
+        without = "" if written.tokenizer else " (no tokenizer.json: its data are bytes)"
+        typer.echo(f"step {written.step}: {written.params:,} parameters in {out}{without}")
+
+
+@app.command()
+def prune(
+    source: Source,
+    keep: Annotated[int, typer.Option("--keep", min=1, help="How many of the newest to keep.")],
+    keep_every: Annotated[
+        int, typer.Option("--keep-every", min=0, help="Keep steps that this divides, too (0: none).")
+    ] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    json: Json = False,
+) -> None:
+    """Remove old checkpoints and what unfinished saves have left; never the newest that is intact.
+
+    \b
+    Examples:
+      lmworks checkpoint prune runs/tiny --keep 2 --dry-run
+      lmworks checkpoint prune runs/tiny --keep 2 --keep-every 1000 --json
+    """
+    from ..record.checkpoint.folders import Keep, committed, discard, surplus
+    from ..record.checkpoint.survey import locate, size_of
+
+    place = locate(source)
+    if place.step is not None:
+        raise SpecError(f"{source} is one checkpoint; name the run, or the folder that holds all of them")
+    if place.run and place.run.held():
+        raise SpecError(f"{place.run.path} is being trained, and prunes by itself as checkpoint.keep says")
+    doomed = {folder: size_of(folder) for folder in surplus(place.root, Keep(keep, keep_every))}
+    if not dry_run:
+        for folder in doomed:
+            discard(folder)
+            if folder.exists():
+                raise CheckpointError(f"cannot remove {folder}: no permission, or a file in it is in use")
+    kept = [folder.name for folder in committed(place.root) if folder not in doomed]
+    if json:
+        removed = [{"folder": str(folder), "bytes": size} for folder, size in doomed.items()]
+        print_json({"removed": removed, "freed": sum(doomed.values()), "kept": kept, "dry_run": dry_run})
+    else:
+        print_pruned(doomed, kept, "would remove" if dry_run else "removed")
+
+
+def print_contents(held: Contents, tensors: bool) -> None:
+    from ..record.figures import binary_bytes
+    from ..spec import ParallelSpec
+
+    usual = ParallelSpec().to_dict()
+    layout = [f"{key}={value}" for key, value in held.parallel.items() if value != usual.get(key)]
+    typer.echo(f"{held.folder}: step {held.step}, {binary_bytes(held.bytes)}")
+    typer.echo(f"saved {held.time} with torch {held.torch} by {held.ranks} rank{'s' if held.ranks > 1 else ''}")
+    typer.echo(f"layout: {', '.join(layout) or 'one rank'}; data cursor: {held.cursor}")
+    sections = [[name, one["tensors"], binary_bytes(one["bytes"])] for name, one in held.sections.items()]
+    print_table("", ["section", "tensors", "size"], sections)
+    files = [[name, one["rank"], binary_bytes(one["bytes"])] for name, one in held.files.items()]
+    print_table("", ["file", "rank", "size"], files)
+    if tensors:
+        rows = [
+            [one.name, one.dtype, " × ".join(map(str, one.shape)) or "-", one.pieces, binary_bytes(one.bytes)]
+            for one in held.tensors
+        ]
+        print_table("", ["tensor", "type", "shape", "pieces", "size"], rows)
+
+
+def print_verdict(verdict: Verdict) -> None:
+    from ..record.figures import binary_bytes
+
+    if verdict.status == "intact":
+        typer.echo(f"{verdict.folder.name}: intact ({verdict.files} files, {binary_bytes(verdict.bytes)})")
+    elif verdict.status == "unfinished":
+        typer.echo(f"{verdict.folder.name}: never finished; nothing loads it")
+    for wrong in verdict.wrong:
+        typer.echo(f"{verdict.folder.name}: {wrong.reason}")
+
+
+def print_pruned(doomed: dict[Path, int], kept: list[str], did: str) -> None:
+    from ..record.figures import binary_bytes
+
+    for folder, size in doomed.items():
+        typer.echo(f"{did} {folder.name} ({binary_bytes(size)})")
+    stays = ", ".join(kept) or "none"
+    typer.echo(f"{did} {len(doomed)} folders, {binary_bytes(sum(doomed.values()))}; what stays: {stays}")
+
+
+@contextmanager
+def progress_unless(json: bool) -> Iterator[Progress]:
+    """Of work on bytes, in megabytes; where it takes a moment there is nothing to watch."""
+    from ..data.progress import console_progress
+
+    with console_progress() as console:
+
+        def draw(stage: str, done: int, total: int) -> None:
+            if total >= 10**9 and not json:
+                console(f"{stage} (MB)", done // 10**6, total // 10**6)
+
+        yield draw
+
+
+def parse_bytes(text: str) -> int:
+    """5GB as `transformers` reads it, 5 × 10⁹; GiB are powers of 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    size = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0
+    if size < 1:
+        raise SpecError(f"--max-shard-size {text!r} is no size; say it like 5GB, 500MB or 2GiB")
+    return int(size)
