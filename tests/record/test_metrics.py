@@ -50,6 +50,16 @@ def test_the_highest_attempt_of_a_step_wins(tmp_path):
     ]
 
 
+def test_what_an_attempt_wrote_before_it_went_back_is_void(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, [(1, 1.0), (2, 2.0), (3, 3.0)])
+    write(path, 1, [(3, 30.0), (4, 40.0), (5, 50.0), (4, 41.0)])
+    assert [(m["step"], m["loss"]) for m in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 41.0)]
+    with MetricsWriter(path, 1) as metrics:
+        metrics.write(2, {"loss": 22.0})  # what attempt 0 has of step 3 is not true any more either
+    assert [(m["step"], m["loss"]) for m in read_metrics(path)] == [(1, 1.0), (2, 22.0)]
+
+
 def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path, 0) as metrics:

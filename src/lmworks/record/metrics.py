@@ -47,12 +47,19 @@ class MetricsWriter(LineWriter):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps in order, each once: the line of its highest attempt (the later one where attempts are equal)."""
+    """The steps in order, each once: the line of its highest attempt.
+
+    An attempt that goes back to an earlier step has rewound: what was written of that step and later ones is void.
+    """
     steps: dict[int, dict[str, Any]] = {}
+    last, at = -1, 0  # attempt and step of the line before
     for number, line in enumerate(read_lines(path), 1):
         if not isinstance(line.get("step"), int) or not isinstance(line.get("attempt"), int):
             raise LMWorksError(f"{path}, line {number} is damaged: it has no whole 'step' and 'attempt'")
-        known = steps.get(line["step"])
-        if known is None or line["attempt"] >= known["attempt"]:
-            steps[line["step"]] = line
+        step, attempt = line["step"], line["attempt"]
+        if last == attempt and step <= at:
+            steps = {number: old for number, old in steps.items() if number < step}
+        last, at = attempt, step
+        if step not in steps or attempt >= steps[step]["attempt"]:
+            steps[step] = line
     return [steps[step] for step in sorted(steps)]
