@@ -1,0 +1,85 @@
+"""What a cursor holds: the same sequences that the ranks were given, where they come from, and how odd they are."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import stored_documents
+from typer.testing import CliRunner
+
+from lmworks.cli.main import app
+from lmworks.data import Batches, prepare
+from lmworks.data.window import describe, repeated_share, rows_at, text_of
+from lmworks.record import RunFolder
+from lmworks.spec import DataSpec, RunSpec
+
+
+def data_of(**keys: object) -> DataSpec:
+    return DataSpec.from_dict({"seq": 24, "micro_batch": 2, "global_batch": 8, **keys})
+
+
+def test_rows_are_what_the_ranks_were_given_whoever_asks(prepared: Path) -> None:
+    data = data_of(path=str(prepared))
+    ranks = [Batches(data, seed=3, rank=rank, world=2) for rank in range(2)]
+    rows = rows_at(ranks[1], 5)
+    assert [row.sample for row in rows] == list(range(40, 48))
+    seen = [list(tokens) for rank in ranks for batch in rank.at(5) for tokens in batch.tokens.tolist()]
+    for row, tokens in zip(rows, seen, strict=True):
+        assert list(ranks[0].sources[0].read(row.window * 24, row.window * 24 + 24)) == tokens
+        assert text_of(ranks[0], row).encode("utf-8", "replace")[:8]
+
+
+def test_documents_are_counted_over_all_shards(prepared: Path) -> None:
+    """By the end-of-text tokens, not by the offsets."""
+    batches = Batches(data_of(path=str(prepared)), seed=0)
+    owner = [n for n, document in enumerate(stored_documents(prepared, "train")) for _ in (*document, None)]
+    source = batches.sources[0]
+    assert len(source.shards) > 1
+    assert [source.document_at(position) for position in range(len(source))] == owner
+    for row in rows_at(batches, 2):
+        start = row.window * 24
+        assert row.documents == (owner[start], owner[start + 24])
+
+
+def test_figures_tell_odd_sequences_from_ordinary_ones() -> None:
+    assert repeated_share(np.arange(40)) == 0
+    assert repeated_share(np.array([1, 2, 3] * 20)) == pytest.approx(1 - 3 / 53)
+    assert repeated_share(np.array([7] * 5)) == 0  # too short to tell
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, prepared: Path) -> RunFolder:
+    """Half of the samples from a source that says one thing for ever."""
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text("".join(json.dumps({"text": "A" * 500 + str(number)}) + "\n" for number in range(40)))
+    folder = prepare([str(odd)], tmp_path / "odd", workers=1).folder
+    table = {"data": {"mix": {str(prepared): 0.5, str(folder): 0.5}, "seq": 24, "micro_batch": 2, "global_batch": 8}}
+    return RunFolder.create(tmp_path / "run", RunSpec.from_dict({"model": {"preset": "tiny"}, **table}))
+
+
+def test_an_event_tells_of_the_oddest_sequences_and_their_source(mixed: RunFolder) -> None:
+    spec = mixed.spec()
+    told = describe(Batches(spec.data, seed=spec.seed), 4)
+    assert list(told["sources"].values()) == [4, 4] and told["samples"] == [32, 39]
+    assert len(told["lowest"]) == 3
+    for row in told["lowest"]:
+        assert row["source"].endswith("odd") and row["top_token"] == ord("A")
+        assert row["top_share"] > 0.8 and row["entropy_bits"] < 1 < told["entropy_bits"] < math.log2(25)
+    json.dumps(told)
+
+
+def test_the_command_shows_them_oddest_first(mixed: RunFolder) -> None:
+    result = CliRunner().invoke(app, ["data", "window", str(mixed.path), "--cursor", "4", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["cursor"] == 4 and len(found["rows"]) == 8
+    entropies = [row["entropy_bits"] for row in found["rows"]]
+    assert entropies == sorted(entropies)
+    assert found["rows"][0]["text"].startswith("AAAA") and found["rows"][0]["repeated"] > 0.5
+    shown = CliRunner().invoke(app, ["data", "window", str(mixed.path), "--cursor", "4", "--text", "6"]).stdout
+    assert "cursor 4: samples 32 to 39" in shown and "'AAAAAA'" in shown
+    assert "4 from " in shown
