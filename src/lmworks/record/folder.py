@@ -8,7 +8,14 @@ Kinds of events, so that writers and readers agree:
     interrupt         somebody asked it to stop; it can be resumed
     fail              it stopped by itself (fields: error)
     save, eval        a checkpoint was committed; held-out loss was measured
-    fault, skip, …    anything else worth telling: a damaged checkpoint, a skipped window, a spike
+    fault, spike      a step with a NaN or Inf, or far above those before it (reason, action, cursor, data; module)
+    rerun             a bad step, or a stretch of them, was computed again (reason, transient)
+    skip              windows of data that are not trained on (from_cursor, to_cursor: the first one after, reason)
+    rewind            back to an earlier checkpoint (from_step, to_step, reason)
+    lower_lr          the learning rate is lower from here on (factor, until: a step, or 0 for good)
+    overflow          fp16: a step was left out because of its loss scale (loss_scale, next_scale)
+    corrupt           copies of the same weights differ (rank, ranks, copies, parameters, action)
+    refused, …        anything else worth telling
 """
 
 from __future__ import annotations
