@@ -263,6 +263,29 @@ def test_what_is_no_checkpoint_is_said_in_one_line(lmworks: Run, run: Path, tmp_
     assert not (tmp_path / "out").exists()
 
 
+def test_only_leftovers(lmworks: Run, run: Path, tmp_path: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    work_folder(folder(run, 50), os.getppid(), 1).mkdir(parents=True)
+    assert [one["status"] for one in answer(lmworks("checkpoint", "ls", run, "--json"))] == ["writing"]
+    assert "has no checkpoint" in refusal(lmworks("checkpoint", "show", run), 1)
+    assert answer(lmworks("checkpoint", "verify", run, "--json")) == {"ok": True, "resume": None, "checkpoints": []}
+    assert "has no checkpoint" in refusal(lmworks("export", run, tmp_path / "out"), 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_places_are_known_from_within(lmworks: Run, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`.` in a run, among its checkpoints or in one of them: it is the same run."""
+    monkeypatch.chdir(run)
+    assert [one["step"] for one in answer(lmworks("checkpoint", "ls", ".", "--json"))] == [30, 20, 10]
+    monkeypatch.chdir(folder(run, 10))
+    assert answer(lmworks("checkpoint", "show", ".", "--json"))["step"] == 10
+    assert answer(lmworks("checkpoint", "show", "../step-000020", "--json"))["step"] == 20
+    monkeypatch.chdir(run / "checkpoints")
+    assert answer(lmworks("checkpoint", "verify", "step-000010", "--json"))["ok"]
+    with RunFolder(run).hold():
+        assert "is being trained" in refusal(lmworks("checkpoint", "prune", ".", "--keep", "1"), 2)
+
+
 @pytest.mark.parametrize("command", ["show", "verify", "export"])
 def test_an_unknown_step_is_told_which_there_are(lmworks: Run, run: Path, tmp_path: Path, command: str) -> None:
     more = [str(tmp_path / "out")] if command == "export" else []

@@ -5,6 +5,7 @@ Nothing here writes, and nothing needs torch: looking at a checkpoint is quick.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,8 @@ class Place:
         found = folders(self.root)
         whole = [folder for folder in found if (folder / MARKER).exists()]
         wanted = self.step if step is None else step
+        if not found:
+            raise CheckpointError(f"{self.name} has no checkpoint, only what unfinished saves have left")
         if wanted is None:
             return (whole or found)[0]
         for folder in (*whole, *found):
@@ -53,6 +56,7 @@ class Place:
 
 def locate(path: Path) -> Place:
     """A run folder, a folder of step folders, or one step folder; anything else is refused."""
+    path = with_name(path)
     try:
         if not path.is_dir():
             raise SpecError(f"{path} {'is a file' if path.exists() else 'does not exist'}; name a run folder")
@@ -74,8 +78,14 @@ def locate(path: Path) -> Place:
 
 def run_of(root: Path) -> RunFolder | None:
     """The run whose checkpoints these are, if they are where it keeps them."""
+    root = with_name(root)
     run = RunFolder(root.parent)
     return run if run.spec_path.is_file() and run.checkpoints.name == root.name else None
+
+
+def with_name(path: Path) -> Path:
+    """`.` and `..` by the names that they stand for."""
+    return path if path.name not in ("", "..") else Path(os.path.abspath(path))
 
 
 def in_question(path: Path) -> bool:
