@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lmworks.cli.main import app
 from lmworks.data import Batches, prepare
-from lmworks.data.window import describe, repeated_share, rows_at, text_of
+from lmworks.data.window import describe, repeated_share, rows_at, text_of, usual_bits
 from lmworks.record import RunFolder
 from lmworks.spec import DataSpec, RunSpec
 
@@ -53,22 +53,46 @@ def test_figures_tell_odd_sequences_from_ordinary_ones() -> None:
 
 @pytest.fixture
 def mixed(tmp_path: Path, prepared: Path) -> RunFolder:
-    """Half of the samples from a source that says one thing for ever."""
+    """A quarter of the samples from a source that says one thing for ever."""
     odd = tmp_path / "odd.jsonl"
     odd.write_text("".join(json.dumps({"text": "A" * 500 + str(number)}) + "\n" for number in range(40)))
     folder = prepare([str(odd)], tmp_path / "odd", workers=1).folder
-    table = {"data": {"mix": {str(prepared): 0.5, str(folder): 0.5}, "seq": 24, "micro_batch": 2, "global_batch": 8}}
+    table = {"data": {"mix": {str(prepared): 0.75, str(folder): 0.25}, "seq": 24, "micro_batch": 2, "global_batch": 8}}
     return RunFolder.create(tmp_path / "run", RunSpec.from_dict({"model": {"preset": "tiny"}, **table}))
 
 
 def test_an_event_tells_of_the_oddest_sequences_and_their_source(mixed: RunFolder) -> None:
     spec = mixed.spec()
     told = describe(Batches(spec.data, seed=spec.seed), 4)
-    assert list(told["sources"].values()) == [4, 4] and told["samples"] == [32, 39]
-    assert len(told["lowest"]) == 3
-    for row in told["lowest"]:
+    assert list(told["sources"].values()) == [6, 2] and told["samples"] == [32, 39]
+    assert len(told["odd"]) == 3
+    for row in told["odd"][:2]:
         assert row["source"].endswith("odd") and row["top_token"] == ord("A")
         assert row["top_share"] > 0.8 and row["entropy_bits"] < 1 < told["entropy_bits"] < math.log2(25)
+        assert row["z"] < -5
+
+
+def test_noise_is_as_odd_as_monotony(tmp_path: Path) -> None:
+    """In stored order: 20 windows of words, then one of every byte once, then one of a single letter."""
+    text = ("the cat sat on the mat and the dog " * 60)[: 24 * 20]
+    noise = "".join(chr(33 + number) for number in range(24))
+    source = tmp_path / "text.txt"
+    source.write_text(text + noise + "x" * 40)
+    folder = prepare([str(source)], tmp_path / "tokens", val_fraction=0, workers=1).folder
+    batches = Batches(data_of(path=str(folder), shuffle=False, micro_batch=1, global_batch=1), seed=0)
+    usual, spread = usual_bits(batches, 19)
+    assert [describe(batches, cursor)["odd"][0]["z"] for cursor in (20, 21)] == [
+        pytest.approx((describe(batches, cursor)["entropy_bits"] - usual) / spread, abs=0.5) for cursor in (20, 21)
+    ]
+    assert describe(batches, 20)["odd"][0]["z"] > 6 and describe(batches, 21)["odd"][0]["z"] < -6
+    assert abs(describe(batches, 12)["odd"][0]["z"]) < 4 and describe(batches, 0)["usual_bits"] == pytest.approx(
+        usual, abs=0.3
+    )
+
+
+def test_what_an_event_holds_can_be_written(mixed: RunFolder) -> None:
+    spec = mixed.spec()
+    told = describe(Batches(spec.data, seed=spec.seed), 4)
     json.dumps(told)
 
 
@@ -77,9 +101,8 @@ def test_the_command_shows_them_oddest_first(mixed: RunFolder) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["cursor"] == 4 and len(found["rows"]) == 8
-    entropies = [row["entropy_bits"] for row in found["rows"]]
-    assert entropies == sorted(entropies)
+    assert max(row["entropy_bits"] for row in found["rows"][:2]) < min(row["entropy_bits"] for row in found["rows"][2:])
     assert found["rows"][0]["text"].startswith("AAAA") and found["rows"][0]["repeated"] > 0.5
     shown = CliRunner().invoke(app, ["data", "window", str(mixed.path), "--cursor", "4", "--text", "6"]).stdout
     assert "cursor 4: samples 32 to 39" in shown and "'AAAAAA'" in shown
-    assert "4 from " in shown
+    assert "2 from " in shown

@@ -108,8 +108,9 @@ def test_a_spike_is_logged_with_what_lay_in_the_batch(dataset: Path, tmp_path: P
     assert (spike["step"], spike["cursor"], spike["reason"], spike["action"]) == (13, BAD, "spike_loss", "log")
     assert spike["z"] > 4 and spike["loss"] > spike["median"]
     assert spike["data"]["samples"] == [48, 51] and spike["data"]["sources"] == {str(dataset): 4}
-    entropies = [row["entropy_bits"] for row in spike["data"]["lowest"]]
-    assert entropies == sorted(entropies) and 0 < entropies[0] <= spike["data"]["entropy_bits"] < 8
+    oddness = [abs(row["z"]) for row in spike["data"]["odd"]]
+    assert oddness == sorted(oddness, reverse=True) and len(oddness) == 3
+    assert 0 < spike["data"]["entropy_bits"] < 8 and 0 < spike["data"]["usual_bits"] < 8
     lines = read_metrics(RunFolder(tmp_path / "run").metrics_path)
     assert [line["step"] for line in lines] == list(range(1, 21))  # it went on
     assert curve(tmp_path / "run")[:12] == curve(clean)[:12]

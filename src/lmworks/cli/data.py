@@ -152,8 +152,8 @@ def window(
 ) -> None:
     """Show the sequences of one global batch: where they come from, and how ordinary they are.
 
-    The least ordinary ones come first. A sequence of few different tokens, or one that repeats itself, is what most
-    often stands behind a spike of the loss.
+    The least ordinary ones come first: those that have far fewer bits a token than usual (one line for ever) or far
+    more (noise, another language). They are what most often stands behind a spike of the loss.
 
     \b
     Examples:
@@ -162,12 +162,13 @@ def window(
       lmworks data window runs/tiny --cursor 120 --json
     """
     from ..data import Batches
-    from ..data.window import describe, rows_at, text_of
+    from ..data.window import describe, rows_at, text_of, usual_bits
     from ..record import RunFolder
 
     spec = RunFolder.open(run).spec()
     batches = Batches(spec.data.replace(verify=False), seed=spec.seed, world=spec.parallel.dp)
-    rows = sorted(rows_at(batches, cursor), key=lambda row: (row.entropy_bits, -row.repeated))
+    usual, _ = usual_bits(batches, cursor)
+    rows = sorted(rows_at(batches, cursor), key=lambda row: -abs(row.entropy_bits - usual))
     texts = [text_of(batches, row) for row in rows]
     if json:
         sequences = [{**dataclasses.asdict(row), "text": one} for row, one in zip(rows, texts, strict=True)]
@@ -175,7 +176,9 @@ def window(
         return
     whole = describe(batches, cursor)
     first, last = whole["samples"]
-    typer.echo(f"cursor {cursor}: samples {first:,} to {last:,}, {whole['entropy_bits']:.2f} bits a token on average")
+    typer.echo(
+        f"cursor {cursor}: samples {first:,} to {last:,}, {whole['entropy_bits']:.2f} bits a token (usual: {usual:.2f})"
+    )
     for source, count in whole["sources"].items():
         typer.echo(f"{count} from {source}")
     head = ["sample", "window", "documents", "entropy in bits", "top token", "its share", "repeated"]

@@ -16,6 +16,7 @@ from . import (
     demo,
     generate,
     hardware,
+    health,
     launch,
     mesh,
     models,
@@ -49,6 +50,7 @@ app.command("pipeline")(pipeline.pipeline)
 app.command("simulate")(simulate.simulate)
 app.add_typer(runs.app, name="runs")
 app.command("report")(runs.report)
+app.command("health")(health.health)
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("resume")(train.resume)

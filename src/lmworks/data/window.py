@@ -15,6 +15,8 @@ from .loader import Batches
 
 GRAM = 8  # tokens of a passage that counts as repeated
 TOLD = 3  # sequences that an event tells of
+NEAR, EACH = 8, 8  # what is usual: batches before this one, sequences of each
+LEAST_BITS = 0.1  # a spread of entropies that is taken as the smallest there is
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,10 @@ class Row:
     repeated: float  # share of its 8-token passages that came before in the row
 
 
-def rows_at(batches: Batches, cursor: int) -> list[Row]:
-    """Every sequence of the global batch, whichever rank trains on it."""
-    samples = np.arange(cursor * batches.global_batch, (cursor + 1) * batches.global_batch, dtype=np.int64)
+def rows_at(batches: Batches, cursor: int, most: int | None = None) -> list[Row]:
+    """Every sequence of the global batch (or the first `most`), whichever rank trains on it."""
+    first = cursor * batches.global_batch
+    samples = np.arange(first, first + min(batches.global_batch, most or batches.global_batch), dtype=np.int64)
     sources, windows = batches.locate(samples)
     return [
         row_of(batches, sample, number, window)
@@ -78,13 +81,26 @@ def repeated_share(tokens: NDArray[np.int64]) -> float:
 
 
 def describe(batches: Batches, cursor: int) -> dict[str, Any]:
-    """For an event: the whole batch in a few figures, and its least ordinary sequences."""
+    """For an event: the whole batch in a few figures, and its least ordinary sequences.
+
+    Odd is what has far fewer bits a token than usual (one line for ever) or far more (noise, another language).
+    """
     rows = rows_at(batches, cursor)
     sources = {row.source: sum(other.source == row.source for other in rows) for row in rows}
-    odd = sorted(rows, key=lambda row: (row.entropy_bits, -row.repeated))[:TOLD]
+    usual, spread = usual_bits(batches, cursor)
+    told = [{**asdict(row), "z": round((row.entropy_bits - usual) / spread, 1)} for row in rows]
     return {
         "samples": [rows[0].sample, rows[-1].sample],
         "sources": sources,
         "entropy_bits": round(sum(row.entropy_bits for row in rows) / len(rows), 3),
-        "lowest": [asdict(row) for row in odd],
+        "usual_bits": round(usual, 3),
+        "odd": sorted(told, key=lambda row: -abs(row["z"]))[:TOLD],
     }
+
+
+def usual_bits(batches: Batches, cursor: int) -> tuple[float, float]:
+    """Median entropy of the sequences before this batch (after it, at the very start), and their robust deviation."""
+    near = range(max(0, cursor - NEAR), cursor) if cursor else range(1, 1 + NEAR)
+    bits = np.array([row.entropy_bits for one in near for row in rows_at(batches, one, EACH)])
+    middle = float(np.median(bits))
+    return middle, max(LEAST_BITS, 1.4826 * float(np.median(np.abs(bits - middle))))

@@ -102,6 +102,7 @@ def tell(run: Stepper, trouble: Trouble) -> None:
         kind = "fault" if trouble.kind == "nonfinite" else "spike"
         data = describe(run.batches, run.cursor)
         facts = {"reason": trouble.kind, "action": trouble.action, "cursor": run.cursor, **trouble.facts}
+        facts["what"] = trouble.what + trouble.where
         run.event(kind, run.step + 1, **facts, data=data)
 
 

@@ -1,0 +1,88 @@
+"""`lmworks health`: what went wrong in the numbers of a run, and where to look next."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .output import Json, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..record import RunFolder
+    from ..record.triage import Finding
+
+
+def health(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    stats: Annotated[bool, typer.Option("--stats", help="Also show the newest statistics of every block.")] = False,
+    json: Json = False,
+) -> None:
+    """Say of every spike, NaN and corruption of a run whether data, numbers or the machine stand behind it.
+
+    \b
+    Examples:
+      lmworks health runs/tiny
+      lmworks health runs/tiny --stats
+      lmworks health runs/tiny --json
+    """
+    from ..record import RunFolder, read_metrics
+    from ..record.stats import read_stats
+    from ..record.triage import findings
+
+    folder = RunFolder.open(run)
+    events = folder.events()
+    found = findings(events)
+    done = [event for event in events if event["kind"] in ("skip", "rewind", "lower_lr")]
+    overflows = [event for event in events if event["kind"] == "overflow"]
+    lines = read_stats(folder.stats_path)
+    if json:
+        table = {"run": str(run), "findings": [dataclasses.asdict(one) for one in found], "actions": done}
+        print_json({**table, "overflows": len(overflows), "stats": lines[-1] if lines and stats else None})
+        return
+    steps = len(read_metrics(folder.metrics_path))
+    typer.echo(f"{run}: {counted(steps, 'step')} recorded, {counted(len(found), 'finding')}")
+    if overflows:
+        scales = f"{overflows[0]['loss_scale']:g} to {overflows[-1]['next_scale']:g}"
+        typer.echo(f"fp16's loss scale went from {scales}; {counted(len(overflows), 'step')} left out")
+    show(found, done, folder)
+    if stats:
+        show_stats(lines)
+
+
+def show(found: list[Finding], done: list[dict[str, Any]], folder: RunFolder) -> None:
+    if found:
+        rows = [[f.step, "" if f.cursor is None else f.cursor, f.cause, f.what, f.why, f.action] for f in found]
+        print_table("Findings", ["step", "cursor", "cause", "what", "why", "action"], rows)
+    for event in done:
+        typer.echo(f"step {event['step']}: {told(event)}")
+    cursors = {f.cursor for f in found if f.cause in ("data", "unclear") and f.cursor is not None}
+    for cursor in sorted(cursors)[:3]:
+        typer.echo(f"see its data: lmworks data window {folder.path} --cursor {cursor}")
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def told(event: dict[str, Any]) -> str:
+    if event["kind"] == "skip":
+        return f"skipped windows {event['from_cursor']} to {event['to_cursor'] - 1} ({event['reason']})"
+    if event["kind"] == "rewind":
+        return f"went back from step {event['from_step']} to step {event['to_step']} ({event['reason']})"
+    until = f"up to step {event['until']}" if event["until"] else "to the end"
+    return f"learning rate × {event['factor']:g} {until} ({event['reason']})"
+
+
+def show_stats(lines: list[dict[str, Any]]) -> None:
+    if not lines:
+        typer.echo("no statistics: health.stats_every = 100 writes them every 100 steps")
+        return
+    keys = ["act_mean_abs", "act_rms", "act_max", "grad_norm", "param_norm", "update_ratio"]
+    rows = [
+        [name, *(f"{part[key]:.3g}" if key in part else "-" for key in keys)]
+        for name, part in lines[-1]["parts"].items()
+    ]
+    print_table(f"Statistics of step {lines[-1]['step']}", ["part", *keys], rows)

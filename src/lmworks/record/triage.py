@@ -1,0 +1,88 @@
+"""What the events of a run say about its health: whether data, numbers or the machine stand behind a trouble.
+
+data       the batch holds sequences unlike those before it
+numbers    the model's own: a rate too high, a range too small; the same again when computed again
+machine    not the same when computed again, or not the same on every copy
+unclear    computed once, on ordinary data
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ODD = 5.0  # robust deviations from the usual entropy that make a sequence odd
+
+
+@dataclass(frozen=True)
+class Finding:
+    step: int
+    cursor: int | None
+    kind: str  # of the event
+    what: str
+    cause: str  # data, numbers, machine or unclear
+    why: str
+    action: str  # what the run did about it
+
+
+def findings(events: Sequence[dict[str, Any]]) -> list[Finding]:
+    """In the order in which they happened."""
+    again = {event["step"]: event for event in events if event["kind"] == "rerun"}
+    found = []
+    for event in events:
+        if event["kind"] in ("spike", "fault"):
+            found.append(of_step(event, again.get(event["step"])))
+        elif event["kind"] == "corrupt":
+            found.append(of_copies(event))
+        elif event["kind"] == "rerun" and event["transient"]:
+            found.append(of_rerun(event))
+    return found
+
+
+def of_step(event: dict[str, Any], again: dict[str, Any] | None) -> Finding:
+    cause, why = cause_of(event, again)
+    return Finding(
+        event["step"], event["cursor"], event["kind"], event.get("what", event["kind"]), cause, why, event["action"]
+    )
+
+
+def cause_of(event: dict[str, Any], again: dict[str, Any] | None) -> tuple[str, str]:
+    if event.get("transient"):
+        return "machine", "computed again, it was finite"
+    odd = next((row for row in event.get("data", {}).get("odd", ()) if abs(row["z"]) >= ODD), None)
+    if odd is not None:
+        usual = event["data"]["usual_bits"]
+        return "data", f"sample {odd['sample']} has {odd['entropy_bits']:.2f} bits a token, usual is {usual:.2f}"
+    if event["kind"] == "fault":
+        return "numbers", "the same when computed again, on ordinary data"
+    if again is not None:
+        return "numbers", "the same when computed again (health.rerun), on ordinary data"
+    return "unclear", "ordinary data; with health.rerun = true it would have been computed again"
+
+
+def of_copies(event: dict[str, Any]) -> Finding:
+    names = event["parameters"]
+    what = f"copies on ranks {', '.join(map(str, event['copies']))} differ in {names[0]}"
+    what += f" and {len(names) - 1} more" if len(names) > 1 else ""
+    one = event["rank"]
+    why = f"rank {one} is the odd one" if one is not None else "no side has the majority"
+    return Finding(event["step"], None, "corrupt", what, "machine", why, event["action"])
+
+
+def of_rerun(event: dict[str, Any]) -> Finding:
+    if event["reason"] == "corruption":
+        ranks = ", ".join(map(str, event["ranks"]))
+        return Finding(
+            event["step"], None, "rerun", "copies agree after a replay", "machine",
+            f"not what ranks {ranks} had before", "went on",
+        )  # fmt: skip
+    loss, norm = event.get("loss"), event.get("grad_norm")
+    what = f"{event['reason']}: loss {shown(loss, event, 'loss')}, gradient norm {shown(norm, event, 'grad_norm')}"
+    why = f"computed again: loss {event['again'][0]:.4g}, gradient norm {event['again'][1]:.4g}"
+    return Finding(event["step"], event["cursor"], "rerun", what, "machine", why, "took the second result")
+
+
+def shown(value: float | None, event: dict[str, Any], key: str) -> str:
+    """A number that is not finite is null in JSON, with a word beside it."""
+    return event.get("nonfinite", {}).get(key, "unknown") if value is None else f"{value:.4g}"
