@@ -33,7 +33,7 @@ class Ended:
     """How the ranks of one start ended, and which of them is the cause."""
 
     code: int = 0  # of the rank, negative for a signal
-    cause: str = ""
+    cause: str = ""  # as far as it is known outside of the run's own records
     final: bool = False  # to start them again would end the same way
 
     @property
@@ -114,8 +114,8 @@ def judge(failures: Mapping[int, Any], logs: Path) -> Ended:
     code = first.exitcode
     if code < 0:
         return Ended(code, f"rank {rank} was ended by {signal.Signals(-code).name}", final)
-    own = read_word(Path(first.error_file)) or {"message": f"rank {rank} ended with exit code {code}"}
-    return Ended(code, own["message"], final)
+    own = read_word(Path(first.error_file))
+    return Ended(code, own["message"] if own else "", final)
 
 
 def blame(code: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from ..record import RunFolder
-from ..record.attempts import CAUSE, RESTARTS, attempts
+from ..record.attempts import CAUSE, NO_WORD, RESTARTS, attempts
 from ..spec.errors import PREEMPTED
 from .ranks import Ended, new_launch, ranks_here, run_ranks
 
@@ -35,7 +35,7 @@ def supervise(
             arguments = again if folder.spec_path.exists() and count else first
             told = {RESTARTS: str(count), CAUSE: cause} if count else {}
             ended = run_ranks(ranks_here(spec, ranks), arguments, spec.fault.deadline_s, launch, told)
-            cause = ended.cause
+            cause = ended.cause or recorded(folder)
             if not ended.code or ended.final or ended.code in ASKED:
                 break
             if count < max_restarts:
@@ -59,6 +59,12 @@ def end_as(ended: Ended, folder: RunFolder) -> None:
         typer.echo(f"lmworks: error: {ended.cause}; the run can be resumed", err=True)
     if ended.code:
         raise typer.Exit(ended.exit_code)
+
+
+def recorded(folder: RunFolder) -> str:
+    """What the run itself says of its end: a rank that was called off while it hung says nothing to its agent."""
+    past = attempts(folder)
+    return past[-1].cause if past else NO_WORD
 
 
 def record_end(folder: RunFolder, kind: str, error: str) -> None:

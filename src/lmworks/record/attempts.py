@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from .folder import RunFolder
 from .jsonl import read_lines
 
 BEGIN = ("start", "restart", "resume")
 DONE = ("finish", "interrupt")  # ends that were meant
-FAILED = ("hang", "fail")
 RESTARTS = "LMWORKS_RESTARTS"  # in which an agent tells ranks how often it has started them over
 CAUSE = "LMWORKS_RESTART_CAUSE"  # and why, the last time
 NO_WORD = "a rank ended without a word"
@@ -47,16 +45,12 @@ def attempts(folder: RunFolder) -> list[Attempt]:
             found[number] = Attempt(number, event["step"], event.get("launch", ""))
         elif number is not None and kind in DONE:
             found[number] = replace(found[number], done=True)
-        elif number is not None and kind in FAILED:
-            found[number] = replace(found[number], cause=cause_of(event))
+        elif number is not None and kind == "fail":
+            found[number] = replace(found[number], cause=event["error"] or NO_WORD)
     for line in read_lines(folder.metrics_path):  # the last line of an attempt counts: it may have gone back
         if line.get("attempt") in found:
             found[line["attempt"]] = replace(found[line["attempt"]], step=line["step"])
     return list(found.values())
-
-
-def cause_of(event: dict[str, Any]) -> str:
-    return str(event.get("error") or event.get("verdict") or event["kind"])
 
 
 def crashed_twice(past: Sequence[Attempt]) -> int:
