@@ -83,7 +83,7 @@ def test_by_hand() -> None:
     figures = ("all-reduce", "figures of the step", "world")
     assert rows(dp=4) == [
         ("all-reduce", "gradients", "dp_cp", 4, 1, 1, 4 * psi, "last backward"),
-        (*figures, 4, 1, 1, 8 * 10, "step"),
+        (*figures, 4, 1, 1, 8 * 14, "step"),
     ]
     assert rows(tp=2, dp=2)[:8] == [
         ("all-reduce", "gradient into attention", "tp", 2, 1, 8, 8 * hidden, "backward"),

@@ -44,6 +44,7 @@ class Real(Step):
     count_tokens = Trainer.count_tokens
     sum_over_ranks = Trainer.sum_over_ranks
     memory: Any = SimpleNamespace(read=lambda: 0)
+    watchdog = None
 
 
 def real(_rank: int, specs: list[RunSpec]) -> list[Simulation]:

@@ -32,6 +32,7 @@ class StepMetrics(TypedDict, total=False):
     mfu: float | None
     val_loss: float  # on the steps that evaluate
     loss_scale: float  # fp16
+    step_skew: float  # busy time of the busiest rank over that of the median one; with several ranks
     nonfinite: dict[str, str]  # added by the writer: the keys that are null because they were nan, inf or -inf
 
 

@@ -32,6 +32,7 @@ from .health.watch import Health
 from .optim import learning_rate
 from .rng import rng_state
 from .signals import StopSignals
+from .watch import Watchdog
 
 
 class Stepper:
@@ -54,6 +55,7 @@ class Stepper:
     cursor: int  # where the data stands: steps taken + windows skipped on purpose
     stop_asked: int  # the signal that any rank was sent
     attempt = 0  # at this run, counted from 0
+    watchdog: Watchdog | None = None  # where there are others to wait for
 
     @property
     def model(self) -> GPT:
@@ -86,6 +88,8 @@ class Stepper:
         values |= {"forward_backward_s": computed - began, "optimizer_s": time.perf_counter() - computed}
         if self.loss_scale.enabled:
             values |= {"loss_scale": passed.scale, "overflows": self.health.memory.overflows}
+        if self.watchdog is not None:
+            values["step_skew"] = self.watchdog.skew.largest
         if self.spec.model.experts:  # the busiest expert's tokens over the mean, of the layers that are here
             values["expert_load"] = max(expert_load(part) for part in self.laid.parts.values())
         return values
@@ -176,20 +180,24 @@ class Stepper:
     def sum_over_ranks(self, loss: torch.Tensor, squares: torch.Tensor) -> tuple[float, float, int]:
         """The whole loss and squared norm, and the largest memory of any rank, in one exchange.
 
-        A signal that one rank was sent travels along, so that all of them stop after the same step.
+        A signal that one rank was sent travels along, so that all of them stop after the same step; and how busy each
+        of them is, by which a slow one is found.
         """
         figures = torch.stack([figure.to(self.device, torch.float64).squeeze() for figure in (loss, squares)])
         if self.mesh is None:
             self.stop_asked = self.asked()
             return *figures.tolist(), self.memory.read()
-        ranks = torch.zeros(2, self.mesh.size("world"), dtype=torch.float64, device=self.device)
-        ranks[:, self.mesh.rank("world")] = torch.tensor([self.asked(), self.memory.read()], dtype=torch.float64)
+        ranks = torch.zeros(3, self.mesh.size("world"), dtype=torch.float64, device=self.device)
+        mine = self.asked(), self.memory.read(), 1.0 if self.watchdog is None else self.watchdog.busy
+        ranks[:, self.mesh.rank("world")] = torch.tensor(mine, dtype=torch.float64)
         figures = torch.cat([figures, ranks.flatten()])
         dist.all_reduce(figures)
         total, squared, *rest = figures.tolist()
-        half = len(rest) // 2
-        self.stop_asked = int(max(rest[:half]))
-        return total, squared, int(max(rest[half:]))
+        world = len(rest) // 3
+        self.stop_asked = int(max(rest[:world]))
+        if self.watchdog is not None:
+            self.watchdog.compare(rest[2 * world :], self.step + 1)
+        return total, squared, int(max(rest[world : 2 * world]))
 
     def asked(self) -> int:
         return self.stop.signal if hasattr(self, "stop") else 0

@@ -42,6 +42,7 @@ from .signals import Interrupted, StopSignals
 from .sinks import Sink, open_sinks
 from .start import start_folder, with_absolute_paths
 from .step import Stepper
+from .watch import watching
 
 
 class Trainer(Stepper):
@@ -70,7 +71,7 @@ class Trainer(Stepper):
         """Find the device and the other ranks, and lay the run over as many as there are."""
         self.spec = over_started(with_absolute_paths(spec))
         self.device = pick_device(spec.cluster)
-        self.mesh = join(self.spec.parallel, self.device)
+        self.mesh = join(self.spec.parallel, self.device, self.spec.watch.timeout_s)
         self.lead = is_lead()
         self.quiet = quiet or not self.lead
 
@@ -124,6 +125,7 @@ class Trainer(Stepper):
             self.stop = stack.enter_context(StopSignals(self.spec.fault.deadline_s))
             attempt, self.detours = from_lead(lambda: self.take_hold(stack))
             self.attempt = attempt
+            self.watchdog = stack.enter_context(watching(self.spec.watch, self.folder, attempt, self.mesh))
             self.build()
             self.load()
             if self.step == optim.steps:
@@ -159,7 +161,7 @@ class Trainer(Stepper):
 
     def end_with(self, error: Exception) -> None:
         """Record why the run ends. Where that is another rank's failure, raise it instead of what it led to here."""
-        cause = explained(error)
+        cause = explained(error, self.watchdog)
         self.event("interrupt" if isinstance(cause, Interrupted) else "fail", error=str(cause))
         if cause is not error:
             raise cause from error

@@ -182,7 +182,7 @@ def leftovers(here: Here) -> Iterator[Collective]:
 
 def figures(here: Here) -> Iterator[Collective]:
     """What the training loop itself says to all ranks: loss, ‖g‖², and of each rank its memory and its signal."""
-    yield here.call("all-reduce", "figures of the step", "world", 1, 8 * (2 + 2 * here.grid.world), STEP)
+    yield here.call("all-reduce", "figures of the step", "world", 1, 8 * (2 + 3 * here.grid.world), STEP)
     if here.spec.data.document_mask:
         yield here.call("all-reduce", "targets that count", "dp", 1, INT64, STEP)
     for stage in here.stages if here.spec.model.experts else ():

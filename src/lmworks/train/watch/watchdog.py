@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -25,10 +25,11 @@ from ...parallel.mesh import Mesh
 from ...record import RunFolder, phase
 from ...record.hang import judge
 from ...record.life import Beat, own_beat, read_beats, read_stat, state_of
-from ...spec import LMWorksError, WatchSpec
+from ...spec import Grid, LMWorksError, WatchSpec
 from ...spec.files import write_whole
 from .alarm import ASK, Alarm, blank, end
 from .flight import Flight
+from .skew import Skew
 
 SAMPLE_S = 0.05
 WINDOW = 100  # samples: what a rank has been doing for the last seconds
@@ -59,6 +60,7 @@ class Watchdog:
         self.sign_path = folder.path / "watch" / f"rank-{self.rank}.life"
         self.flight, self.main = Flight(mesh), MainThread()
         self.alarm = Alarm(spec, folder, attempt, mesh, self.flight)
+        self.skew = Skew(spec, stages(mesh.grid))
         self.check_s = min(5.0, spec.timeout_s / 10)
         self.flush_s = max(self.check_s, min(30.0, spec.timeout_s / 60))
         self.samples: deque[bool] = deque([True], WINDOW)
@@ -105,6 +107,18 @@ class Watchdog:
         """The share of its time that this rank did not wait for others, of the last seconds."""
         samples = list(self.samples)
         return sum(samples) / len(samples)
+
+    def compare(self, busy: Sequence[float], step: int) -> None:
+        """Every rank's share, in this step: a rank that is slow for long is named, by the lead."""
+        for slow in self.skew.update(busy):
+            if self.rank:
+                continue
+            beat = read_beats(self.folder.path).get(slow.rank)
+            host = beat.host if beat else ""
+            self.folder.event("straggler", step, **vars(slow), host=host)
+            where = f"rank {slow.rank}" + (f" on {host}" if host else "")
+            told = "keeps up again" if slow.recovered else f"is slow: busy {slow.ratio:g} × as long as the others"
+            print(f"step {step}: {where} {told}", file=sys.stderr, flush=True)
 
     # --- the thread -------------------------------------------------------------------------------------
 
@@ -170,6 +184,14 @@ class Watchdog:
             if verdict is not None and verdict.ranks:
                 return verdict.text
         return None
+
+
+def stages(grid: Grid) -> list[list[int]]:
+    """Ranks with the same work: those at the same place of the pipeline."""
+    places: dict[int, list[int]] = {}
+    for rank in range(grid.world):
+        places.setdefault(grid.coordinates(rank)["pp"], []).append(rank)
+    return list(places.values())
 
 
 class MainThread:
