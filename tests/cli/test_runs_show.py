@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmworks.cli.main import main
-from lmworks.record import RunFolder
+from lmworks.record import MetricsWriter, RunFolder
 from lmworks.record.jsonl import LineWriter
 from lmworks.spec import RunSpec
 
@@ -108,6 +108,17 @@ def test_a_run_without_stops_says_what_is_missing(killed: RunFolder, lmworks: Lm
     assert "How often to save is not known without a stop; give one with --mtbf HOURS." in out
     _, out, _ = lmworks("runs", "show", "small", "--mtbf", "1")
     assert "How often to save is not known without a save." in out
+
+
+def test_the_newest_statistics_of_layers(killed: RunFolder, lmworks: Lmworks) -> None:
+    with MetricsWriter(killed.stats_path, 1) as lines:
+        lines.write(2, {"parts": {"0": {"act_rms": 7.0}}})
+        lines.write(4, {"parts": {"embed": {"grad_norm": 0.25}, "0": {"act_rms": 1.5, "grad_norm": 0.125}}})
+    _, out, _ = lmworks("runs", "show", "small")
+    table = [line.split() for line in out[out.index("Layers at step 4") :].splitlines() if line.strip()]
+    assert table[1] == ["part", "grad_norm", "act_rms"]
+    assert table[3:] == [["embed", "0.25", "-"], ["0", "0.125", "1.5"]]
+    assert json.loads(lmworks("runs", "show", "small", "--json")[1])["layers"]["step"] == 4
 
 
 def test_a_picture(killed: RunFolder, lmworks: Lmworks) -> None:

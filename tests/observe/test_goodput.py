@@ -70,8 +70,8 @@ def test_a_run_without_trouble(log: Log) -> None:
     log.step(5, 1, took=2)  # 3 s to start
     log.step(7.5, 2, took=2)  # 0.5 s of logging
     log.event(8.5, "save", 2, seconds=1.0)
-    log.event(13.5, "eval", 3, seconds=3.0)
-    log.step(14, 3, took=2, saved=1)  # save 1, other 0.5, step 2, evaluation 3 and 0.5 that the step ends before
+    log.event(14, "eval", 3, seconds=3.0)
+    log.step(14, 3, took=2, saved=1)  # save 1, other 0.5, step 2, evaluation 3: its event has the same time
     log.event(16, "save", 3, seconds=1.5)
     log.event(16, "finish", 3)
     assert log.lost() == {"start": 3, "useful": 6, "save": 2.5, "evaluation": 3, "other": 1.5}
@@ -145,35 +145,47 @@ def test_a_stop_that_was_asked_for_is_a_pause(log: Log) -> None:
 def test_a_hang_is_the_time_until_it_was_noticed(log: Log) -> None:
     log.event(0, "start", 0, attempt=0)
     log.step(1, 1, took=1)
-    log.event(31, "hang", 1, verdict="rank 1 never came")
+    log.event(31, "hang", 2, ranks=[1], cause="absent")
     log.event(32, "fail", 1, error="rank 1 never came")
     log.event(40, "resume", 0, attempt=1)
     log.step(42, 1, took=1)
     assert log.lost() == {"useful": 1, "replay": 1, "hang": 30, "restart": 10}
-    assert log.account().attempts[0].ended == "hang"
+    first = log.account().attempts[0]
+    assert (first.ended, first.error, first.failed) == ("hang", "rank 1 never came", True)
 
 
 def test_a_rewind_takes_steps_back_within_one_attempt(log: Log) -> None:
     log.event(0, "start", 0, attempt=0)
     for step in range(1, 5):
         log.step(step, step, took=1)
-    log.event(6, "rewind", 2, from_step=4, to_step=2)  # 1 s for the bad step, 1 s to load
-    log.event(6, "skip", 2, from_cursor=2, to_cursor=5, reason="spike_loss")
-    log.step(7, 3, took=1)
-    log.step(8, 4, took=1)
-    assert log.lost() == {"useful": 4, "rewind": 4}
+    log.event(6, "rewind", 5, from_step=4, to_step=2, reason="spike_loss")  # 1 s for the bad step, 1 s to load
+    log.event(6, "skip", 3, from_cursor=2, to_cursor=5, reason="spike_loss")
+    log.event(6.5, "save", 2, seconds=0.5)  # where it goes on
+    log.step(7.5, 3, took=1)
+    log.step(8.5, 4, took=1)
+    assert log.lost() == {"useful": 4, "rewind": 4.5}
     assert len(log.account().attempts) == 1
+
+
+def test_a_batch_that_is_passed_by_takes_no_time(log: Log) -> None:
+    """The first after a restart: what came before it was the restart."""
+    log.event(0, "start", 0, attempt=0)
+    log.step(1, 1, took=1)
+    log.event(5, "resume", 1, attempt=1)
+    log.event(6, "skip", 2, from_cursor=1, to_cursor=2, reason="failed twice in step 2")
+    log.step(7, 2, took=1)
+    assert log.lost() == {"useful": 2, "restart": 5}
 
 
 def test_skipped_steps(log: Log) -> None:
     log.event(0, "start", 0, attempt=0)
     log.step(1, 1, took=1)
     log.event(1.5, "save", 1, seconds=0.5)
-    log.event(3, "skip", 2, from_cursor=1, to_cursor=2, reason="nonfinite")  # 1.5 s of a step that was not taken
+    log.event(3, "skip", 2, from_cursor=1, to_cursor=2, reason="nonfinite", seconds=1.25)  # 0.25 s of logging
     log.step(4, 2, took=1, saved=0.5)  # its line tells of the save again
     log.event(4.75, "overflow", 3, loss_scale=2.0, next_scale=1.0)
     log.step(5, 3, took=1)
-    assert log.lost() == {"useful": 2, "save": 0.5, "skip": 2.5}
+    assert log.lost() == {"useful": 2, "save": 0.5, "skip": 2.25, "other": 0.25}
     assert log.account().tokens == 2000
 
 

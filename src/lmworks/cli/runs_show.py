@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..observe.interval import Interval
     from ..observe.summary import Summary
 
-ROUTINE = ("start", "resume", "save", "eval", "finish")  # events that are told by the tables above theirs
+ROUTINE = ("start", "resume", "save", "copy", "eval", "finish")  # events that are told by the tables above theirs
 SHOWN = 20  # of the others, the newest
 
 
@@ -40,11 +40,13 @@ def show(
     from ..observe.runs import locate
     from ..observe.summary import summarize
     from ..observe.time_plot import draw_time
+    from ..record.stats import read_stats
 
     folder = locate(run)
     summary, found = summarize(folder), account(folder)
     advice = interval(folder, summary, found, mtbf)
     told = [event for event in folder.events() if event["kind"] not in ROUTINE]
+    layers = read_stats(folder.stats_path)[-1:]
     drawn = draw_time(folder, found) if plot else None
     if json:
         attempts = [vars(attempt) | seconds_of(attempt.begin, attempt.end) for attempt in found.attempts]
@@ -54,7 +56,7 @@ def show(
             "attempts": attempts,
             "events": told,
         }
-        result["interval"] = advice.to_dict() if advice else None
+        result |= {"interval": advice.to_dict() if advice else None, "layers": layers[0] if layers else None}
         print_json(result | ({"plot": str(drawn)} if drawn else {}))
         return
     print_run(summary)
@@ -62,6 +64,7 @@ def show(
     print_time(summary, found)
     print_interval(advice, found, mtbf is not None)
     print_events(told, found)
+    print_layers(layers)
     if drawn:
         typer.echo(f"time: {drawn}")
 
@@ -162,6 +165,17 @@ def print_events(told: Sequence[Mapping[str, Any]], found: Account) -> None:
     ]
     more = f", the newest {SHOWN} of {len(told)}" if len(told) > SHOWN else ""
     print_table(f"Events{more}", ["at", "step", "event", ""], rows)
+
+
+def print_layers(newest: Sequence[Mapping[str, Any]]) -> None:
+    """The statistics of `health.stats_every`, at the last step that has any."""
+    for line in newest:
+        parts: Mapping[str, Mapping[str, float]] = line["parts"]
+        columns = list(dict.fromkeys(key for part in parts.values() for key in part))
+        rows = [
+            [name, *(f"{part[key]:.3g}" if key in part else "-" for key in columns)] for name, part in parts.items()
+        ]
+        print_table(f"Layers at step {line['step']:,}", ["part", *columns], rows)
 
 
 def details(event: Mapping[str, Any]) -> str:

@@ -152,12 +152,18 @@ def read_records(folder: RunFolder) -> tuple[str, list[Record]]:
     if any("time" not in line for line in steps):
         raise LMWorksError(f"{folder.metrics_path} has steps without a time, from before these were recorded")
     lines = [*({**line, "kind": "step"} for line in steps), *folder.events()]
-    timed = sorted(((datetime.fromisoformat(line["time"]), line) for line in lines), key=lambda pair: pair[0])
+    timed = sorted(((datetime.fromisoformat(line["time"]), line) for line in lines), key=in_order)
     if not timed:
         return "", []
     first = timed[0][0]
     records = [Record((time - first) // MICROSECOND, line["kind"], line["step"], line) for time, line in timed]
     return timed[0][1]["time"], records
+
+
+def in_order(line: tuple[datetime, dict[str, Any]]) -> tuple[datetime, int]:
+    """Of the same millisecond, what comes before the line of a step comes first, then the step, then the rest."""
+    kind = line[1]["kind"]
+    return line[0], 0 if kind in (*BEGIN, "eval", "overflow") else 1 if kind == "step" else 2
 
 
 def find_causes(records: Sequence[Record]) -> dict[int, str]:
@@ -198,9 +204,8 @@ def tile(records: Sequence[Record], causes: dict[int, str]) -> Iterator[Span]:
             at, step, idle = record.at, record.step, "other"
             evaluated = stalled = told = 0
         elif record.kind in MARKS:
-            yield from divide(
-                at, record.at, [("save", stalled)], before(record.kind, idle), [("evaluation", evaluated)]
-            )
+            back = [("evaluation", evaluated), ("skip", record.microseconds("seconds") if record.kind == "skip" else 0)]
+            yield from divide(at, record.at, [("save", stalled)], before(record.kind, idle), back)
             at, idle = record.at, after(record.kind, idle)
             evaluated, stalled, told = 0, 0, 0 if record.kind in BEGIN else told + stalled
     end = records[-1].at if records else 0
@@ -231,21 +236,18 @@ def before(mark: str, idle: str) -> str:
     """What the time before a mark was spent on, where nothing was measured."""
     if mark in ("hang", "rewind"):
         return mark
-    if mark in MEANT or mark == "start" or idle in ("restart", "pause"):
+    if mark in (*MEANT, "start", "skip") or idle in ("restart", "pause"):
         return idle
-    if mark == "skip":
-        return "skip" if idle == "other" else idle
     return "restart"  # it was starting, or a step was under way that never came to its line
 
 
 def after(mark: str, idle: str) -> str:
+    """What time is spent on from there on, until the next step."""
     if mark in MEANT:
         return "pause"
     if mark == "rewind":
-        return "other"
-    if mark in ("skip", "start"):
-        return idle
-    return "restart"
+        return "rewind"
+    return idle if mark in ("skip", "start") else "restart"
 
 
 def find_attempts(records: Sequence[Record], running: bool) -> list[Attempt]:
@@ -267,13 +269,13 @@ def attempt_of(records: Sequence[Record], unsaid: str) -> Attempt:
     """`unsaid`: how it ended, if nothing says so."""
     began = [record.step for record in records if record.kind in BEGIN]
     steps = [record.step for record in records if record.kind == "step"]
-    end = next((record for record in records if record.kind in (*MEANT, "fail", "hang")), None)
+    ends = [record for record in records if record.kind in (*MEANT, "fail", "hang")]
     return Attempt(
         number=records[0].fields.get("attempt", 0),
         begin=records[0].at,
         end=records[-1].at,
         from_step=began[-1],  # a restart comes before its resume, and knows less
         to_step=steps[-1] if steps else began[-1],
-        ended=end.kind if end else unsaid,
-        error=str(end.fields.get("error", "")) if end else "",
+        ended=ends[0].kind if ends else unsaid,
+        error=next((end.fields["error"] for end in ends if end.fields.get("error")), ""),  # that of a hang comes second
     )
