@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from ...spec import WatchSpec
 
+MOSTLY = 0.5  # who holds others up hardly waits himself: small shares differ by chance
+
 
 @dataclass(frozen=True)
 class Slow:
@@ -41,12 +43,11 @@ class Skew:
             for rank in stage:
                 ratio = busy[rank] / usual
                 self.largest = max(self.largest, ratio)
-                found += self.judge(rank, ratio)
+                found += self.judge(rank, ratio, slow=ratio > self.spec.straggler and busy[rank] > MOSTLY)
         return found
 
-    def judge(self, rank: int, ratio: float) -> list[Slow]:
+    def judge(self, rank: int, ratio: float, slow: bool) -> list[Slow]:
         """A name is given, and taken back, after the same number of steps in a row."""
-        slow = ratio > self.spec.straggler
         if rank in self.fine_for:
             self.fine_for[rank] = 0 if slow else self.fine_for[rank] + 1
             if self.fine_for[rank] < self.spec.straggler_steps:
