@@ -311,13 +311,14 @@ def test_export_is_one_command_under_two_names(lmworks: Run, run: Path, tmp_path
 # --- a damaged newest checkpoint, everywhere ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "export"])
+@pytest.mark.parametrize("command", ["generate", "export"])  # eval: test_train_cli.py
 def test_readers_say_which_file_and_use_the_step_before(lmworks: Run, run: Path, tmp_path: Path, command: str) -> None:
     flip_a_bit(folder(run, 30) / SHARD)
     more = {"generate": ["--prompt", "def", "--max-tokens", "2"], "export": [str(tmp_path / "out")]}.get(command, [])
     before = RunFolder(run).events_path.read_bytes()
     code, out, err = lmworks(command, run, *more, "--json")
     assert code == 0 and f"step-000030/{SHARD} (rank 0) is damaged" in err
+    assert err.splitlines()[-1] == "using step 20 instead"
     if command != "generate":
         assert json.loads(out)["step"] == 20
     assert RunFolder(run).events_path.read_bytes() == before  # whoever reads a run writes nothing into it

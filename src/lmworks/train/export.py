@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from ..spec import CheckpointError, RunSpec, SpecError
 from ..spec.files import write_whole
 from . import checkpoint
 from .checkpoint.plan import as_bytes
+from .load import Refusals
 
 MARKER = "lmworks_export.json"  # where the folder comes from; what bears it may be written anew
 
@@ -102,13 +102,11 @@ def refuse_others(out: Path) -> None:
 
 def find(place: Place, step: int | None) -> tuple[Path, Manifest]:
     """Every byte of a checkpoint is verified before the first is used; a damaged one is named, and the next taken."""
-
-    def refused(_folder: Path, reason: str) -> None:  # no event: whoever reads a run writes nothing into it
-        print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
-
+    refused = Refusals()
     found = checkpoint.find(place.root, refused, place.step if step is None else step)
     if found is None:
         raise CheckpointError(f"{place.name} has no checkpoint that was saved to the end")
+    refused.say_instead(found[1].step)
     return found
 
 

@@ -24,6 +24,21 @@ class Trained:
     step: int
 
 
+class Refusals:
+    """Says which checkpoints were refused, and what is used instead. No event: a reader writes nothing into a run."""
+
+    def __init__(self) -> None:
+        self.any = False
+
+    def __call__(self, _folder: Path, reason: str) -> None:
+        self.any = True
+        print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
+
+    def say_instead(self, step: int) -> None:
+        if self.any:
+            print(f"using step {step} instead", file=sys.stderr, flush=True)
+
+
 def load_trained(run_dir: str | Path, step: int | None = None) -> Trained:
     """The weights of the newest intact checkpoint, or of `step`."""
     folder = RunFolder.open(run_dir)
@@ -31,12 +46,10 @@ def load_trained(run_dir: str | Path, step: int | None = None) -> Trained:
     with torch.device("meta"):
         model = GPT(spec.model)
     model.to_empty(device=pick_device(spec.cluster))
-
-    def refused(_path: Path, reason: str) -> None:  # no event: whoever reads a run writes nothing into it
-        print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
-
+    refused = Refusals()
     manifest = checkpoint.load(folder.checkpoints, {"model": model.state_dict()}, step=step, refused=refused)
     if manifest is None:
         raise CheckpointError(f"{folder.path} has no checkpoint yet; train it with: lmworks resume {folder.path}")
+    refused.say_instead(manifest.step)
     tokenizer = load_tokenizer(resolve(next(iter(spec.data.sources))))
     return Trained(model.eval(), tokenizer, spec, manifest.step)
