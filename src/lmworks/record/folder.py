@@ -7,7 +7,11 @@ Kinds of events, so that writers and readers agree:
     finish            the last step is done and saved
     interrupt         somebody asked it to stop; it can be resumed
     fail              it stopped by itself (fields: error)
-    save, eval        a checkpoint was committed; held-out loss was measured
+    save              a checkpoint was committed (seconds that training stood still, write_s in the background, bytes)
+    save_failed       one could not be written; those before it are as they were (error)
+    copy, copy_failed a checkpoint was copied to checkpoint.remote, or could not be (remote, seconds; error)
+    refused           one was found damaged, and is not loaded (path, reason)
+    eval              held-out loss was measured
     fault, spike      a step with a NaN or Inf, or far above those before it (reason, action, cursor, data; module)
     rerun             a bad step, or a stretch of them, was computed again (reason, transient)
     skip              windows of data that are not trained on (from_cursor, to_cursor: the first one after, reason)
@@ -15,7 +19,9 @@ Kinds of events, so that writers and readers agree:
     lower_lr          the learning rate is lower from here on (factor, until: a step, or 0 for good)
     overflow          fp16: a step was left out because of its loss scale (loss_scale, next_scale)
     corrupt           copies of the same weights differ (rank, ranks, copies, parameters, action)
-    refused, …        anything else worth telling
+    hang              ranks waited for one another too long (ranks: the cause, cause: its kind, reports: a folder)
+    straggler         a rank is busy while others wait for it, or keeps up again (rank, host, ratio, recovered)
+    …                 anything else worth telling
 """
 
 from __future__ import annotations

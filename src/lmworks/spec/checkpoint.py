@@ -14,4 +14,9 @@ class CheckpointSpec(Section):
 
     every: int = opt(100, "steps between checkpoints; the last step is always saved (0: only that)", ge=0)
     keep: int = opt(3, "newest checkpoints to keep (0: all)", ge=0)
+    keep_every: int = opt(0, "steps of which every multiple is kept for ever (0: none)", ge=0)
+    asynchronous: bool = opt(False, "train on while a process per rank writes what was copied in memory")
+    remote: str = opt(
+        "", "an address of fsspec (s3://…) to which every checkpoint is copied, and loaded from if need be"
+    )
     init: str = opt("", "a run folder or Hugging Face folder whose weights the run starts from")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..parallel.weights import is_hf
 from ..parallel.world import from_lead, known, together
 from ..record import RunFolder
-from ..spec import DataError, SpecError
+from ..record.checkpoint.copies import Copied, Copies
+from ..record.checkpoint.manifest import vouched
+from ..spec import CheckpointError, DataError, LMWorksError, SpecError
 from . import checkpoint
+from .checkpoint.background import Background, Ended
 from .rng import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -23,30 +26,120 @@ class Saving:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self.spec = trainer.spec.checkpoint
         self.root = trainer.folder.checkpoints
+        self.keep = checkpoint.Keep(self.spec.keep, self.spec.keep_every)
+        self.background: Background | None = None
+        self.copies = Copies(self.spec.remote, self.keep) if self.spec.remote and trainer.lead else None
+        self.stalled = 0.0  # by the save under way
+        self.failed: list[str] = []  # the last saves, in a row
 
-    def save(self) -> float:
-        """Commit a checkpoint; returns the seconds it took."""
-        trainer, began = self.trainer, time.perf_counter()
-        state = {**trainer.state(), "rng": rng_state()}
+    def save(self, wait: bool) -> float:
+        """Save, and with `wait` (or without checkpoint.asynchronous) only return once it is committed.
+
+        Returns the seconds that training stood still.
+        """
+        began = time.perf_counter()
+        state, meta = {**self.trainer.state(), "rng": rng_state()}, self.meta()
+        if self.background is None or not self.in_background(self.background, state, meta, wait, began):
+            path = checkpoint.save(self.root, self.trainer.step, state, meta, self.keep)
+            self.saved(path, time.perf_counter() - began, 0.0)
+        if wait and self.copies is not None:
+            self.told_of_copy(self.copies.settle())
+        return time.perf_counter() - began
+
+    def meta(self) -> dict[str, Any]:
+        """What is no tensor."""
+        trainer = self.trainer
         meta = {"cursor": trainer.cursor, "data": trainer.batches.digest, "loss_scale": trainer.loss_scale.state_dict()}
-        meta |= {"health": trainer.health.state_dict(), "spec": trainer.spec.to_dict()}
-        path = checkpoint.save(self.root, trainer.step, state, meta, trainer.spec.checkpoint.keep)
-        seconds = time.perf_counter() - began
-        trainer.event("save", path=path.name, seconds=round(seconds, 4))
-        return seconds
+        return meta | {"health": trainer.health.state_dict(), "spec": trainer.spec.to_dict()}
+
+    def in_background(
+        self, background: Background, state: dict[str, Any], meta: dict[str, Any], wait: bool, began: float
+    ) -> bool:
+        """False where it was waited for and failed: then the state is still here to be saved again."""
+        self.ended(background.settle())  # one at a time
+        from_lead(self.refuse_third)
+        background.save(self.trainer.step, state, meta)
+        self.stalled = time.perf_counter() - began
+        if not wait:
+            return True
+        ended = background.settle()
+        self.stalled = time.perf_counter() - began
+        self.ended(ended)
+        return not from_lead(lambda: ended.error if ended else "")
+
+    def poll(self) -> None:
+        """Between steps: hear what became of the save under way."""
+        if self.background is not None:
+            self.ended(self.background.poll())
+        if self.copies is not None:
+            self.told_of_copy(self.copies.poll())
+
+    def ended(self, ended: Ended | None) -> None:
+        """Record it; the lead alone hears anything."""
+        if ended is None:
+            return
+        if not ended.error:
+            self.failed = []
+            self.saved(ended.path, self.stalled, ended.seconds, ended.step)
+            return
+        self.failed.append(f"cannot save {ended.path}: {ended.error}")
+        self.trainer.event("save_failed", ended.step, path=ended.path.name, error=ended.error)
+        print(f"{self.failed[-1]}; older checkpoints are as they were", file=sys.stderr, flush=True)
+
+    def refuse_third(self) -> None:
+        """A run whose saves fail is not worth its time. One may, two in a row may not."""
+        if len(self.failed) > 1:
+            raise CheckpointError(f"{self.failed[-1]}; the save before failed too")
+
+    def saved(self, path: Path, seconds: float, write_s: float, step: int | None = None) -> None:
+        if not self.trainer.lead:
+            return
+        size = sum(entry["bytes"] for entry in vouched(path).files.values())
+        times = {"seconds": round(seconds, 4), "write_s": round(write_s, 4)}
+        self.trainer.event("save", step, path=path.name, bytes=size, **times)
+        if self.copies is not None:
+            self.copies.add(path)
+
+    def told_of_copy(self, copied: Copied | None) -> None:
+        if copied is None:
+            return
+        fields = {"path": copied.folder.name, "remote": self.spec.remote, "seconds": round(copied.seconds, 4)}
+        if not copied.error:
+            self.trainer.event("copy", checkpoint.step_of(copied.folder), **fields)
+            return
+        self.trainer.event("copy_failed", checkpoint.step_of(copied.folder), **fields, error=copied.error)
+        print(f"cannot copy {copied.folder} to {self.spec.remote}: {copied.error}", file=sys.stderr, flush=True)
+
+    def close(self, error: Exception | None = None) -> None:
+        """End the writers. What is under way is waited for only where every rank can be: not after the loss of one."""
+        together = isinstance(error, LMWorksError) and error.agreed and not error.lost
+        if self.background is not None:
+            if together:
+                self.ended(self.background.settle())
+            self.background.close()
+            self.background = None
+        if self.copies is not None:
+            self.copies.close()
 
     def load(self, step: int | None = None) -> None:
         """Take up the newest intact checkpoint (or that of `step`), if there is one. Damaged ones are named."""
+        if self.background is not None:  # a rewind: what is under way may be what it goes back to
+            self.ended(self.background.settle())
+            from_lead(lambda: None)
+        if not self.load_saved(step):
+            self.load_start()
+        if self.spec.asynchronous and self.background is None:
+            state = {**self.trainer.state(), "rng": rng_state()}
+            self.background = Background(self.root, self.keep, state, self.trainer.device)
+
+    def load_saved(self, step: int | None) -> bool:
         trainer = self.trainer
-        if not from_lead(self.root.exists):
-            self.load_start()
-            return
-        state = {**trainer.state(), "rng": None}
-        manifest = checkpoint.load(self.root, state, refused=self.refused, step=step)
+        state: dict[str, Any] = {**trainer.state(), "rng": None}
+        manifest = checkpoint.load(self.root, state, refused=self.refused, step=step, remote=self.spec.remote)
         if manifest is None:
-            self.load_start()
-            return
+            return False
         if manifest.meta["data"] != trainer.batches.digest:
             raise known(
                 DataError(
@@ -59,6 +152,7 @@ class Saving:
         trainer.loss_scale.load_state_dict(manifest.meta["loss_scale"])
         trainer.health.load_state_dict(manifest.meta.get("health", {}))
         trainer.step, trainer.cursor = manifest.step, manifest.meta["cursor"]
+        return True
 
     def load_start(self) -> None:
         """Weights of another run, where checkpoint.init names one; those of a Hugging Face folder are in already."""

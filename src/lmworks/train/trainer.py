@@ -127,6 +127,7 @@ class Trainer(Stepper):
             self.attempt = attempt
             self.watchdog = stack.enter_context(watching(self.spec.watch, self.folder, attempt, self.mesh))
             self.build()
+            stack.callback(self.saving.close)
             self.load()
             if self.step == optim.steps:
                 if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
@@ -146,6 +147,7 @@ class Trainer(Stepper):
                 try:
                     return self.loop()
                 except Exception as error:
+                    self.saving.close(error)
                     self.end_with(error)
                     raise
                 finally:
@@ -175,6 +177,7 @@ class Trainer(Stepper):
         evaluation = None
         save_s = 0.0
         while self.step < spec.optim.steps:
+            self.saving.poll()
             began = time.perf_counter()
             try:
                 values = self.next_step()
@@ -193,7 +196,7 @@ class Trainer(Stepper):
             self.report(values)
             save_s = 0.0
             if saved:
-                save_s = self.save()
+                save_s = self.save(wait=bool(last or self.stop_asked))
             if saved and self.stop_asked and not last:
                 raise known(Interrupted(self.stop_asked, self.step, self.folder.path))
         self.event("finish")
@@ -260,9 +263,9 @@ class Trainer(Stepper):
         take(self.laid.shards, self.optimizer, state, self.mesh)
         self.laid.after_load()
 
-    def save(self) -> float:
-        """Commit a checkpoint; returns the seconds that training stood still."""
-        return self.saving.save()
+    def save(self, wait: bool = True) -> float:
+        """Commit a checkpoint, or see to it (without `wait`, if it is asynchronous); returns how long that held us up."""
+        return self.saving.save(wait)
 
     def load(self, step: int | None = None) -> None:
         """Take up the newest intact checkpoint (or that of `step`), if there is one."""

@@ -9,7 +9,7 @@ fails on one rank is raised by all.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from ...record.checkpoint.manifest import (
     step_of,
     verify,
 )
+from ...record.checkpoint.remote import download, steps_there
 from ...spec import CheckpointError
 from .plan import Plan, contents, make
 from .read import read, read_index
@@ -116,27 +117,32 @@ def told(error: OSError) -> str:
 
 
 def load(
-    root: Path, state: dict[str, Any], *, refused: Callable[[Path, str], None], step: int | None = None
+    root: Path,
+    state: dict[str, Any],
+    *,
+    refused: Callable[[Path, str], None],
+    step: int | None = None,
+    remote: str = "",
 ) -> Manifest | None:
     """Load the newest intact checkpoint (or the one of `step`) into `state`; None where there is none.
 
     Tensors are filled in place. A section of `state` that is None is filled with whatever was saved, and one
     that is not in `state` is not read (weights alone, say). A damaged checkpoint is reported to `refused`
-    and the one before it is taken. Bytes are verified as they are read, so what is in `state` counts only once this
-    has returned.
+    and the one before it is taken; where none is left in `root`, those copied to `remote` are. Bytes are verified as
+    they are read, so what is in `state` counts only once this has returned.
     """
-    phase.enter("load.find")
     reasons: list[str] = []
-    for folder in from_lead(lambda: [path for path in folders(root) if step in (None, step_of(path))]):
+    for folder, address in candidates(root, step, remote):
+        phase.enter("load.find")
         try:
-            manifest, index = opened(folder)
+            manifest, index = opened(folder, address)
             filled = dict(state)
             phase.enter("load.read")
             read(folder, manifest, index, filled)
         except DamagedError as error:
-            from_lead(lambda folder=folder, error=error: refused(folder, str(error)))  # type: ignore[misc]
-            if step is not None or from_lead(lambda folder=folder: (folder / MARKER).exists()):  # type: ignore[misc]
-                reasons.append(str(error))  # one that was never finished is not a loss
+            reason = str(error)
+            if from_lead(lambda folder=folder, reason=reason: refuse(folder, reason, refused)) or step is not None:  # type: ignore[misc]
+                reasons.append(reason)
             continue
         state.update(filled)
         return manifest
@@ -144,11 +150,29 @@ def load(
     return None
 
 
-def opened(folder: Path) -> tuple[Manifest, bytes]:
+def candidates(root: Path, step: int | None, remote: str) -> Iterator[tuple[Path, str]]:
+    """Folders, best first: those that are here, then those that must first be brought here, with their address."""
+    phase.enter("load.find")
+    for folder in from_lead(lambda: [path for path in folders(root) if step in (None, step_of(path))]):
+        yield folder, ""
+    if remote:
+        for there in from_lead(lambda: [found for found in steps_there(remote) if step in (None, found)]):
+            yield root / f"step-{there:06d}", remote
+
+
+def refuse(folder: Path, reason: str, refused: Callable[[Path, str], None]) -> bool:
+    """Whether that is a loss: one that was never finished is not."""
+    refused(folder, reason)
+    return (folder / MARKER).exists()
+
+
+def opened(folder: Path, remote: str) -> tuple[Manifest, bytes]:
     """Manifest and index, read by the lead for all."""
 
     def look() -> tuple[Manifest, bytes] | str:
         try:
+            if remote:
+                download(remote, folder)
             manifest = read_manifest(folder)
             return manifest, read_index(folder, manifest)
         except DamagedError as error:

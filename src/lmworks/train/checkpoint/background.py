@@ -1,0 +1,199 @@
+"""Saves that training does not wait for.
+
+A save is a copy into staging memory; a writer process per rank brings it to the disk. No collective is needed for that:
+each rank leaves what its writer wrote, or why it could not, in the store through which the ranks once met. The lead
+looks there between steps, and when all are done its writer seals and commits. Whatever goes wrong in a writer (a full
+disk, a kill) costs that save alone: the next one finds a new writer, and older checkpoints are as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...parallel.world import from_lead, is_lead
+from ...record import phase
+from ...record.checkpoint import process
+from ...record.checkpoint.folders import Keep, work_folder
+from ...record.checkpoint.jobs import Abandon, Answer, Failed, Seal, Setup, Write
+from ...record.checkpoint.manifest import MARKER, Files
+from ...record.checkpoint.process import Writer
+from ...spec import CheckpointError
+from .plan import make
+from .staging import Staging
+
+PATIENCE_S = 1800.0  # for the other ranks' disks
+POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a save. The lead alone hears of it."""
+
+    step: int
+    path: Path
+    seconds: float  # from the copy to the commit
+    bytes: int = 0
+    error: str = ""
+
+
+@dataclass
+class Flight:
+    """The save under way."""
+
+    step: int
+    number: int
+    final: Path
+    work: Path
+    meta: dict[str, Any]
+    began: float
+    files: Files | None = None  # of all ranks, once they are known: it is being sealed
+
+
+class Background:
+    """The saves of one run, one at a time. Every rank has one and calls it at the same places."""
+
+    def __init__(self, root: Path, keep: Keep, state: dict[str, Any], device: torch.device) -> None:
+        """Every rank together. Where everything lies is decided here; `state` must never change its layout."""
+        self.root, self.keep = root, keep
+        self.plan = make(state)
+        self.staging = Staging(self.plan, device)
+        self.lead = is_lead()
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.process = from_lead(os.getpid)
+        self.writer = self.start()
+        self.count = 0
+        self.flight: Flight | None = None
+        self.board = Board(self.process, self.rank, self.world)
+
+    def start(self) -> Writer:
+        index = self.plan.index if self.lead else b""
+        setup = Setup(self.rank, self.plan.header, self.plan.bytes, index, tuple(process.startup))
+        return Writer(setup, self.staging.descriptor)
+
+    def save(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
+        """Copy `state` and let it be written. The save before must have been settled: there is one buffer."""
+        if self.flight is not None:
+            raise CheckpointError(f"cannot save step {step}: step {self.flight.step} is still being saved")
+        self.make_ready()
+        phase.enter("save.stage")
+        self.staging.take(state)
+        final = self.root / f"step-{step:06d}"
+        self.count += 1
+        work = work_folder(final, self.process, self.count)
+        self.flight = Flight(step, self.count, final, work, meta, time.perf_counter())
+        phase.enter("save.write")
+        self.writer.send(Write(step, work))
+
+    def make_ready(self) -> None:
+        """The writer may still be removing a failed save, or have died while it had nothing to do."""
+        while self.writer.busy:
+            self.writer.answer(POLL_S)
+        self.revive()
+
+    def revive(self) -> None:
+        if not self.writer.alive():
+            self.writer.close()
+            self.writer = self.start()
+
+    def poll(self) -> Ended | None:
+        """Take the save under way as far as it goes without waiting."""
+        return self.advance(0.0) if self.flight else None
+
+    def settle(self) -> Ended | None:
+        """Wait until this rank's part of the save under way has ended; the lead's is all of it."""
+        give_up = time.monotonic() + PATIENCE_S
+        ended = None
+        while self.flight is not None:
+            ended = self.advance(POLL_S)
+            if time.monotonic() > give_up:
+                raise CheckpointError(f"cannot save {self.flight.final}: no word of it for {PATIENCE_S:g} s")
+        return ended
+
+    def advance(self, patience_s: float) -> Ended | None:
+        flight = self.flight
+        if flight is None:
+            return None
+        if self.writer.busy:
+            answer = self.writer.answer(patience_s)
+            if answer is None:
+                return None
+            self.revive()
+            if flight.files is not None:
+                return self.sealed(flight, answer)
+            self.board.put(flight.number, answer)
+            if not self.lead:
+                self.flight = None
+                return None
+        return self.gather(flight, patience_s)
+
+    def gather(self, flight: Flight, patience_s: float) -> Ended | None:
+        """The lead: once every rank has said how it fared, seal, or give up."""
+        if not self.board.complete(flight.number):
+            time.sleep(patience_s)
+            return None
+        files, errors = self.board.read(flight.number)
+        if errors:
+            self.writer.send(Abandon(flight.step, flight.work))
+            return self.end(flight, "; ".join(errors))
+        flight.files = files
+        torch_version = str(torch.__version__)
+        self.writer.send(Seal(flight.step, flight.work, flight.final, flight.meta, files, torch_version, self.keep))
+        return None
+
+    def sealed(self, flight: Flight, answer: Answer) -> Ended:
+        """A writer that was killed after its commit has committed: only that counts."""
+        there = (flight.final / MARKER).exists() and not flight.work.exists()
+        return self.end(flight, "" if not isinstance(answer, Failed) or there else answer.reason)
+
+    def end(self, flight: Flight, error: str) -> Ended:
+        self.flight = None
+        size = sum(entry["bytes"] for entry in (flight.files or {}).values())
+        return Ended(flight.step, flight.final, time.perf_counter() - flight.began, size, error)
+
+    def close(self) -> None:
+        """What is under way is given up; whoever wants it waits for it before."""
+        self.writer.close()
+        self.staging.close()
+
+
+class Board:
+    """What the ranks leave for the lead: entries of the store they met at; alone, a dictionary."""
+
+    def __init__(self, process: int, rank: int, world: int) -> None:
+        self.prefix, self.rank, self.world = f"lmworks/save/{process}", rank, world
+        self.store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+        self.alone: str = ""
+
+    def key(self, number: int, what: int | str) -> str:
+        return f"{self.prefix}/{number}/{what}"
+
+    def put(self, number: int, answer: Answer) -> None:
+        where = f" on rank {self.rank}" if self.rank else ""
+        said = json.dumps([{}, f"{answer.reason}{where}"] if isinstance(answer, Failed) else [answer.files, ""])
+        if self.store is None:
+            self.alone = said
+            return
+        self.store.set(self.key(number, self.rank), said)
+        self.store.add(self.key(number, "done"), 1)
+
+    def complete(self, number: int) -> bool:
+        return self.store is None or self.store.add(self.key(number, "done"), 0) == self.world
+
+    def read(self, number: int) -> tuple[Files, list[str]]:
+        """All entries, and all that went wrong."""
+        said: list[str | bytes] = [self.alone]
+        if self.store is not None:
+            keys = [self.key(number, rank) for rank in range(self.world)]
+            said = [self.store.get(key) for key in keys]
+            for key in (*keys, self.key(number, "done")):
+                self.store.delete_key(key)
+        found = [json.loads(text) for text in said]
+        return {name: entry for files, _ in found for name, entry in files.items()}, [why for _, why in found if why]

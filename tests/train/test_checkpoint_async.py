@@ -1,0 +1,196 @@
+"""Training goes on while a process writes what was copied, and whatever happens to that process costs one save."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layouts import Job, do, layout, with_meshes
+from lmworks.record.checkpoint import process
+from lmworks.spec import CheckpointError, RunSpec
+from lmworks.study.ranks import on_ranks
+from lmworks.train import Trainer, checkpoint
+from lmworks.train.checkpoint.background import Background
+from tiny import curve, differences, events, saved
+from writer_faults import failing, hang
+
+ASYNC = ("checkpoint.asynchronous=true",)
+NOW = torch.device("cpu")
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"model": {"w": torch.full((300, 70), float(step)), "half": torch.full((5,), step, dtype=torch.bfloat16)}}
+
+
+def background(root: Path, **keep: int) -> Background:
+    return Background(root, checkpoint.Keep(**keep), state_of(0), NOW)
+
+
+def committed(root: Path) -> list[int]:
+    """Steps, having read all that is in them."""
+    steps = []
+    for folder in checkpoint.committed(root):
+        state: dict[str, Any] = {"model": None}
+        step = checkpoint.step_of(folder)
+        assert checkpoint.load(root, state, refused=lambda folder, why: pytest.fail(why), step=step)
+        assert all(bool((value == step).all()) for value in state["model"].values())
+        steps.append(step)
+    return steps
+
+
+def test_what_is_saved_is_what_was_copied_though_training_goes_on(tmp_path: Path) -> None:
+    saves = background(tmp_path)
+    state = state_of(1)
+    saves.save(1, state, {"cursor": 1})
+    for value in state["model"].values():
+        value.fill_(99)  # the next step changes the weights while they are being written
+    ended = saves.settle()
+    assert ended is not None and (ended.step, ended.error) == (1, "")
+    assert ended.bytes == sum(path.stat().st_size for path in ended.path.iterdir() if path.name[0] in "ri")
+    saves.save(2, state_of(2), {})
+    with pytest.raises(CheckpointError, match="step 2 is still being saved"):
+        saves.save(3, state_of(3), {})
+    saves.settle()
+    saves.close()
+    assert committed(tmp_path) == [2, 1]
+    assert checkpoint.verify(tmp_path / "step-000001").meta == {"cursor": 1}
+
+
+def test_the_writer_is_small_named_and_ends_with_its_rank(tmp_path: Path) -> None:
+    """Killed with -9, the rank cannot tell it; nor may it hold on to what the rank had open."""
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if not pid:
+        saves = background(tmp_path)
+        saves.save(1, state_of(1), {})
+        saves.settle()
+        os.write(tell, str(saves.writer.process.pid).encode())
+        time.sleep(600)
+    writer = int(os.read(ready, 100))
+    assert Path(f"/proc/{writer}/comm").read_text().strip() == "lmworks-writer"
+    assert not any("libtorch" in line for line in Path(f"/proc/{writer}/maps").read_text().splitlines())
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{writer}/stat").exists() and ") Z" not in Path(f"/proc/{writer}/stat").read_text():
+        assert time.monotonic() < deadline, "the writer outlived its rank"
+        time.sleep(0.01)
+
+
+# --- a writer in trouble ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    return lambda *acts: monkeypatch.setattr(process, "startup", list(acts))
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "first"),
+    [("writev", errno.ENOSPC, 1), ("fsync", errno.EIO, 1), ("fsync", errno.EIO, 4), ("fsync", errno.EIO, 6)],
+)
+def test_a_disk_that_refuses_costs_one_save(
+    tmp_path: Path, at_start: Callable[..., None], call: str, code: int, first: int
+) -> None:
+    """At the first byte, at the first sync, while it is sealed, and after the rename."""
+    checkpoint.save(tmp_path, 1, state_of(1), {})
+    at_start(partial(failing, call, code, first, first))
+    saves = background(tmp_path)
+    saves.save(2, state_of(2), {})
+    ended = saves.settle()
+    assert ended is not None and ended.error == os.strerror(code)
+    assert committed(tmp_path) == [1]
+    saves.save(3, state_of(3), {})
+    ended = saves.settle()
+    assert ended is not None and not ended.error
+    saves.close()
+    assert committed(tmp_path) == [3, 1]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_writer_that_is_killed_is_replaced(tmp_path: Path, at_start: Callable[..., None]) -> None:
+    at_start(hang)
+    saves = background(tmp_path)
+    saves.save(1, state_of(1), {})
+    assert saves.poll() is None  # and training goes on
+    at_start()
+    saves.writer.process.kill()
+    ended = saves.settle()
+    assert ended is not None and ended.error == "its writer process was killed by signal 9"
+    saves.writer.process.kill()  # and again, with nothing to do
+    saves.writer.process.wait()
+    saves.save(2, state_of(2), {})
+    ended = saves.settle()
+    assert ended is not None and not ended.error
+    saves.close()
+    assert committed(tmp_path) == [2] and not list(tmp_path.glob(".*"))
+
+
+# --- a run ------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_saves_in_the_background_is_the_same_run(dataset: Path, tmp_path: Path) -> None:
+    spec = layout(dataset, "optim.steps=5", "checkpoint.every=1", "parallel.dp=2", "parallel.strategy=fsdp2")
+    later = layout(dataset, "optim.steps=5", "checkpoint.every=1", "parallel.dp=2", "parallel.strategy=fsdp2", *ASYNC)
+    do(
+        [
+            Job(tmp_path / "plain", spec),
+            Job(tmp_path / "async", later),
+            Job(tmp_path / "again", later, tmp_path / "plain", 2),
+        ]
+    )
+    for name in ("async", "again"):
+        assert differences(saved(tmp_path / name), saved(tmp_path / "plain")) == []
+        assert curve(tmp_path / name) == curve(tmp_path / "plain")
+    recorded = events(tmp_path / "async", "save")
+    assert [event["step"] for event in recorded] == [1, 2, 3, 4, 5]
+    assert all(event["write_s"] > 0 and event["bytes"] > 1000 for event in recorded)
+    for step in (1, 4):  # each holds its own step, not a later one
+        assert differences(saved(tmp_path / "async", step), saved(tmp_path / "plain", step)) == []
+    names = {path.name for path in (tmp_path / "async/checkpoints/step-000003").iterdir()}
+    assert names == {"rank-00000.safetensors", "rank-00001.safetensors", "index.json", "manifest.json", "COMMITTED"}
+
+
+@with_meshes
+def trouble(rank: int, once: RunSpec, ever: RunSpec, folder: Path) -> list[str]:
+    """Rank 1's disk refuses one save; then every one, and the run must end."""
+    said = []
+    for name, spec, last in (("once", once, 1), ("ever", ever, 10**6)):
+        process.startup[:] = [partial(failing, "writev", errno.ENOSPC, 1, last)] if rank == 1 else []
+        trainer = Trainer(spec, folder / name, quiet=True)
+        try:
+            trainer.run()
+            said.append("finished")
+        except Exception as error:
+            said.append(str(error))
+    return said
+
+
+def test_one_ranks_full_disk_costs_a_save_and_two_in_a_row_the_run(dataset: Path, tmp_path: Path) -> None:
+    fsdp2 = ("optim.steps=6", "checkpoint.every=2", "parallel.dp=2", "parallel.strategy=fsdp2", *ASYNC)
+    spec = layout(dataset, *fsdp2)
+    first, second = on_ranks(2, trouble, spec, spec, tmp_path)
+    assert first[0] == second[0] == "finished"
+    failed = events(tmp_path / "once", "save_failed")
+    assert [(event["step"], event["error"]) for event in failed] == [(2, "No space left on device on rank 1")]
+    assert [event["step"] for event in events(tmp_path / "once", "save")] == [4, 6]
+    assert "No space left on device on rank 1; the save before failed too" in first[1]
+    assert not checkpoint.committed(tmp_path / "ever" / "checkpoints")
+
+
+def test_no_room_for_the_copy_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, size: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(CheckpointError, match=r"no memory .*use checkpoint.asynchronous = false"):
+        background(tmp_path)
