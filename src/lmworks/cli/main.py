@@ -14,6 +14,7 @@ from . import (
     checkpoint,
     data,
     demo,
+    diagnose,
     generate,
     hardware,
     health,
@@ -54,6 +55,7 @@ app.command("health")(health.health)
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("resume")(train.resume)
+app.command("diagnose")(diagnose.diagnose)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(launch.app, name="launch")
 app.command("parity")(parity.parity)

@@ -1,0 +1,61 @@
+"""`lmworks diagnose`: why ranks of a run waited for one another, and which of them was the cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .output import Json, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..observe.hang import Diagnosis
+
+
+def diagnose(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
+    attempt: Annotated[int | None, typer.Option(help="Which attempt's hang (by default the last).")] = None,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Print the stacks of every rank's threads.")] = False,
+    json: Json = False,
+) -> None:
+    """Tell the cause of a hang from what the ranks left behind; of a run under way, where each rank is now.
+
+    \b
+    Examples:
+      lmworks diagnose runs/tiny
+      lmworks diagnose runs/tiny --stacks
+      lmworks diagnose runs/tiny --attempt 0 --json
+    """
+    from ..observe.hang import diagnose
+    from ..observe.runs import locate
+
+    found = diagnose(locate(run), attempt)
+    if json:
+        print_json(found.to_dict())
+    else:
+        print_diagnosis(found, stacks)
+
+
+def print_diagnosis(found: Diagnosis, stacks: bool) -> None:
+    if found.verdict is not None:
+        typer.echo(f"attempt {found.attempt}: {found.verdict.text}")
+    elif not found.ranks:
+        typer.echo(f"{found.run}: no hang is on record, and no rank of several is training now")
+        return
+    rows = [
+        [
+            one.rank,
+            one.host,
+            one.state,
+            one.place,
+            one.waits_in or "-",
+            "-" if one.for_s is None else f"{one.for_s:.1f}",
+        ]
+        for one in found.ranks
+    ]
+    print_table("Ranks", ["rank", "host", "process", "in", "waits in", "for s"], rows)
+    if found.folder:
+        typer.echo(f"reports, with stacks and the last collectives: {found.folder}")
+    for one in found.ranks if stacks else ():
+        typer.echo(f"\nrank {one.rank}\n{one.stacks or 'no stacks: it could not answer'}")

@@ -1,0 +1,86 @@
+"""A hang of a run, for whoever looks afterwards; or, of a run that is under way, where each of its ranks is now."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..record import RunFolder
+from ..record.hang import Report, Verdict, attempts, group_name, judge, read_reports
+from ..record.life import Beat, read_beats, state_of
+from ..spec import SpecError
+
+
+@dataclass(frozen=True)
+class RankNow:
+    rank: int
+    host: str
+    state: str  # of the process: running, stopped, gone, unknown; or reported
+    place: str  # e.g. forward of step 17
+    waits_in: str | None
+    for_s: float | None  # how long it has been in it, or since it was last heard of
+    stacks: str | None  # of all its threads
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    run: str
+    attempt: int | None  # None: of a run under way, or whose ranks ended without a word
+    verdict: Verdict | None
+    folder: str | None
+    ranks: tuple[RankNow, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def diagnose(run: RunFolder, attempt: int | None = None) -> Diagnosis:
+    """The last hang on record, or that of an attempt; without any, the signs of life that ranks have left."""
+    known = attempts(run.path)
+    if attempt is not None and attempt not in known:
+        has = f"it has of {', '.join(map(str, known))}" if known else "no attempt has"
+        raise SpecError(f"{run.path} has no reports of a hang of attempt {attempt}; {has}")
+    if attempt is None and (not known or run.held()):
+        return from_life(run)
+    number = max(known) if attempt is None else attempt
+    folder = known[number]
+    reports = read_reports(folder)
+    beats = read_beats(run.path)
+    world = run.spec().parallel.world
+    verdict = read_verdict(folder) or judge(world, reports, beats)
+    ranks = [from_report(reports[rank], world) for rank in reports]
+    silent = [from_beat(beat, beat.time, folder) for rank, beat in beats.items() if rank not in reports]
+    both = sorted([*ranks, *silent], key=lambda one: one.rank)
+    return Diagnosis(str(run.path), number, verdict, str(folder), tuple(both))
+
+
+def read_verdict(folder: Path) -> Verdict | None:
+    """None where all ranks ended before one could judge."""
+    path = folder / "verdict.json"
+    return Verdict.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def from_life(run: RunFolder) -> Diagnosis:
+    now = time.time()
+    ranks = tuple(from_beat(beat, now, None) for beat in read_beats(run.path).values())
+    return Diagnosis(str(run.path), None, None, None, ranks)
+
+
+def from_report(report: Report, world: int) -> RankNow:
+    waits, age = None, None
+    for call in report.pending()[:1]:
+        waits, age = f"{call} of group {group_name(call.group, report.groups, world)}", call.age_s
+    if waits is None and report.waits:
+        waits = "a message to or from a neighbour"
+    return RankNow(report.rank, report.host, "reported", report.place, waits, age, report.stacks)
+
+
+def from_beat(beat: Beat, now: float, folder: Path | None) -> RankNow:
+    """Of a rank without a report: what it last did, and the stacks that a signal brought out of it."""
+    stacks = folder / f"rank-{beat.rank}.stacks" if folder else None
+    text = stacks.read_text(encoding="utf-8", errors="replace") if stacks and stacks.exists() else None
+    for_s = round(now - beat.time, 1) if folder is None else None
+    return RankNow(beat.rank, beat.host, state_of(beat), beat.place, None, for_s, text)
