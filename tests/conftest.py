@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +17,8 @@ import pytest
 # and two processes with a thread a core each wait for one another more than they compute.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["LMWORKS_CACHE"] = tempfile.mkdtemp(prefix="lmworks-test-cache-")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts its background jobs so, and commands inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
@@ -22,6 +26,7 @@ def pytest_collection_finish() -> None:
     if "lmworks.study.ranks" in sys.modules:
         for name in ("numpy.ma", "torch._dynamo"):
             importlib.import_module(name)
+    gc.freeze()  # else each forked rank copies the pages of all that was imported when it looks for garbage
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,6 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze()
     shutil.rmtree(os.environ["LMWORKS_CACHE"], ignore_errors=True)
 
 

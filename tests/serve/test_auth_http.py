@@ -128,16 +128,22 @@ def test_a_full_house_sheds_and_says_when_to_come_back(house: House, tmp_path: P
     path = tmp_path / "full.toml"
     path.write_text("[limits]\nqueue = 0\n")
     api = house.open(path)
-    with ExitStack() as stack:
-        for _ in range(4):
-            stream = stack.enter_context(api.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}))
-            assert stream.status_code == 200
-        found = api.post("/v1/completions", BODY)
-        assert found.status_code == 429 and found.json()["error"]["code"] == "queue_full"
-        assert int(found.headers["retry-after"]) >= 1
-        with pytest.raises(openai.RateLimitError):
-            api.client().completions.create(**BODY)  # type: ignore[call-overload]
-    until(house.idle)
+    for _ in range(20):  # on a busy machine the four may be done before the next comes
+        told: list[Exception] = []
+        with ExitStack() as stack:
+            for _ in range(4):
+                stream = stack.enter_context(api.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}))
+                assert stream.status_code == 200
+            found = api.post("/v1/completions", BODY)
+            try:
+                api.client().completions.create(**BODY)  # type: ignore[call-overload]
+            except openai.RateLimitError as error:
+                told.append(error)
+        until(lambda: house.idle() and not sum(api.serving.gate.open.values()))
+        if told:
+            break
+    assert told and found.status_code == 429 and found.json()["error"]["code"] == "queue_full"
+    assert int(found.headers["retry-after"]) >= 1
     assert api.post("/v1/completions", BODY).status_code == 200
 
 
@@ -147,8 +153,12 @@ def test_a_request_that_takes_too_long_is_ended(house: House, tmp_path: Path) ->
     api = house.open(path)
     found = api.post("/v1/completions", LONG)
     assert found.status_code == 504 and found.json()["error"]["code"] == "request_timeout"
-    streamed = api.post("/v1/completions", LONG | {"stream": True}).text.strip().splitlines()
-    assert "not finished within 0.15 s" in streamed[-1] and len(streamed) > 2
+    for _ in range(100):  # a busy machine may take that long before it begins
+        streamed = api.post("/v1/completions", LONG | {"stream": True}).text.strip().splitlines()
+        assert "not finished within 0.15 s" in streamed[-1]
+        if len(streamed) > 2:
+            break
+    assert len(streamed) > 2
     until(house.idle)
 
 
@@ -176,8 +186,7 @@ def test_the_file_is_read_again(locked: Api, config: Path) -> None:
     new = "erins-new-key"
     assert locked.http.get("/v1/models", headers=header(new)).status_code == 401
     config.write_text(CONFIG + f'[[keys]]\nname = "erin"\nsecret = "{new}"\n')
-    time.sleep(1.1)
-    assert locked.http.get("/v1/models", headers=header(new)).status_code == 200
+    until(lambda: locked.http.get("/v1/models", headers=header(new)).status_code == 200)
     config.write_text("[[keys]]\nname = 5")
     time.sleep(1.1)
     assert locked.http.get("/v1/models", headers=header(new)).status_code == 200, "a bad file changes nothing"

@@ -283,11 +283,14 @@ def test_waiting_and_running_have_their_time(run: Run) -> None:
         assert isinstance(waiting, BackendError)
         assert (waiting.kind, waiting.started, waiting.retry_after) == ("timeout", False, 1)
         await first.aclose()
-        patient = await outcome(backend, Ask([2], replace(LONG, max_tokens=4), queue_seconds=10, request_seconds=10))
+        patient = await outcome(backend, Ask([2], replace(LONG, max_tokens=4), queue_seconds=60, request_seconds=60))
         assert isinstance(patient, list)
-        long = await outcome(backend, Ask([3], LONG, stream=False, queue_seconds=5, request_seconds=0.3))
-        assert isinstance(long, BackendError)
-        assert (long.kind, long.started, long.retry_after) == ("timeout", True, None)
+        for _ in range(100):  # a busy machine may take that long before it begins
+            long = await outcome(backend, Ask([3], LONG, stream=False, queue_seconds=60, request_seconds=0.3))
+            assert isinstance(long, BackendError) and long.kind == "timeout"
+            if long.started:
+                break
+        assert (long.started, long.retry_after) == (True, None)
         await until(lambda: idle(backend))
         await backend.close()
 
@@ -303,7 +306,7 @@ async def recovers(backend: EngineProcess, end: Callable[[], Awaitable[Any]], sa
     tasks = [asyncio.create_task(outcome(backend, Ask([20 + i], LONG, stream=i % 2 == 0))) for i in range(8)]
     await until(lambda: len(backend.boxes) == 8 and all(box.started for box in backend.boxes.values()))
     await end()
-    found = await asyncio.wait_for(asyncio.gather(*tasks), 10.0)
+    found = await asyncio.wait_for(asyncio.gather(*tasks), 60.0)
     assert all(isinstance(error, BackendError) and error.kind == "dead" and error.started for error in found)
     if not backend.ready:
         early = await outcome(backend, Ask([1], LONG))
@@ -372,10 +375,10 @@ def test_a_process_that_hangs_for_long_is_replaced(engine: EngineProcess, run: R
 
     async def hang() -> None:
         os.kill(pid(engine), signal.SIGSTOP)
-        await until(lambda: not engine.boxes, 20)
+        await until(lambda: not engine.boxes)
+        engine.patience = Patience(stuck=0.6, kill=0.0)  # before the next begins: it may be slow on a busy machine
 
     run(recovers(engine, hang, "took no step"))
-    engine.patience = Patience(stuck=0.6, kill=0.0)
 
 
 def test_signals_for_the_server_do_not_end_the_engine(engine: EngineProcess, run: Run) -> None:

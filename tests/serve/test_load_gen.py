@@ -158,7 +158,7 @@ def test_a_run_is_summed_up():
 
 
 def test_times_are_the_server_s():
-    """0.1 s to the first token, then 20 ms each but one of 120: within what two busy cores add."""
+    """0.1 s to the first token, then 20 ms each but one of 120: never less, and little more in one try of ten."""
 
     async def paced(talk):
         await talk.head()
@@ -168,13 +168,24 @@ def test_times_are_the_server_s():
             await asyncio.sleep(gap)
         await talk.end(5)
 
+    tries = []
     with FakeServer(paced) as server:
-        found = bench_serve(server.url, Load(10, Arrivals(concurrency=1), SHORT), Slo(ttft=0.099), model="m").to_dict()
-    assert 0.099 <= found["ttft_s"]["p50"] < 0.16
-    assert 0.019 <= found["itl_s"]["p50"] < 0.06 and found["itl_s"]["max"] >= 0.119
-    assert 0.044 <= found["request_itl_s"]["p50"] < 0.09  # (0.02 + 0.02 + 0.12 + 0.02) / 4
-    assert found["e2e_s"]["p50"] >= 0.279
-    assert found["goodput"]["requests"] == 0  # no first token can be there in less than 0.1 s
+        for _ in range(10):
+            load = Load(5, Arrivals(concurrency=1), SHORT)
+            found = bench_serve(server.url, load, Slo(ttft=0.099), model="m").to_dict()
+            assert found["ttft_s"]["p50"] >= 0.099 and found["itl_s"]["p50"] >= 0.019
+            assert found["itl_s"]["max"] >= 0.119 and found["e2e_s"]["p50"] >= 0.279
+            assert found["request_itl_s"]["p50"] >= 0.044  # (0.02 + 0.02 + 0.12 + 0.02) / 4
+            assert found["goodput"]["requests"] == 0  # no first token can be there in less than 0.1 s
+            tries.append([found[name]["p50"] for name in ("ttft_s", "itl_s", "request_itl_s")])
+            if soon(tries[-1]):
+                break
+    assert soon(tries[-1]), tries
+
+
+def soon(times):
+    """What a machine adds that is not busy at every try."""
+    return all(found < most for found, most in zip(times, (0.16, 0.06, 0.09), strict=True))
 
 
 def test_a_stall_is_felt_by_those_who_would_have_come():
@@ -214,10 +225,10 @@ def test_rejections_are_not_errors():
 
     with FakeServer(overloaded) as server:
         load = Load(25, Arrivals(concurrency=1), SHORT)
-        found = bench_serve(server.url, load, Slo(ttft=5.0), model="m").to_dict()
+        found = bench_serve(server.url, load, Slo(ttft=60.0), model="m").to_dict()
     assert found["completed"] == 5 and found["rejected"] == {"429": 5, "503": 5}
     assert found["errors"] == {"full": 5, "the stream broke off": 5}
-    assert found["goodput"]["share"] == 0.2 and found["rejected_s"]["p99"] < 1
+    assert found["goodput"]["share"] == 0.2 and found["rejected_s"]["p99"] < 5
 
 
 def test_errors_within_a_stream_and_streams_without_an_end():
@@ -242,7 +253,7 @@ def test_a_request_that_never_ends():
 
     with FakeServer(silent) as server:
         found = bench_serve(server.url, Load(3, Arrivals(), SHORT), Slo(), model="m", timeout=0.2).to_dict()
-    assert found["errors"] == {"no end after 0.2 s": 3} and found["seconds"] < 5
+    assert found["errors"] == {"no end after 0.2 s": 3} and found["seconds"] < 25  # not what the server sleeps
 
 
 def test_chats_greet_before_their_first_token():

@@ -7,6 +7,7 @@ import random
 import time
 from contextlib import aclosing
 
+import pytest
 import tiny_engine
 
 from lmworks.engine.params import SamplingParams
@@ -50,6 +51,7 @@ def tells(one: list[float], other: list[float]) -> float:
     return sum(a > b for a in one for b in other) / len(one) / len(other)
 
 
+@pytest.mark.slow  # it measures times; test_engine_process sees by counts that tenants share no prefix
 def test_a_first_token_does_not_tell_what_another_tenant_asked() -> None:
     """The standard error of that chance is 0.05 for 60 trials of each."""
     times = asyncio.run(measure())

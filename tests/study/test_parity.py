@@ -230,13 +230,13 @@ def hang(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "message"),
+    ("work", "timeout", "message"),
     [
-        (fail, "rank 1: model.heads = 3 will not do"),
-        (die, "rank 1 died"),
-        (hang, "rank 0, 1 did not answer within 3 s"),
+        (fail, 50, "rank 1: model.heads = 3 will not do"),
+        (die, 50, "rank 1 died"),
+        (hang, 1, "rank 0, 1 did not answer within 1 s"),
     ],
 )
-def test_a_rank_that_fails_ends_all(work: Callable[[int], None], message: str) -> None:
+def test_a_rank_that_fails_ends_all(work: Callable[[int], None], timeout: float, message: str) -> None:
     with pytest.raises(RankFailed, match=message):
-        on_ranks(2, work, timeout=3)
+        on_ranks(2, work, timeout=timeout)
