@@ -30,6 +30,7 @@ PLAIN = (
     "quantization",
     "serving",
     "bench-serve",
+    "goodput",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PLAIN)]
 BLOCKS = [

@@ -34,8 +34,9 @@ def draw_time(folder: RunFolder, account: Account) -> Path:
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     when, much = figure.subplots(2, height_ratios=(1, 3))
     spans = list(without_pauses(account.spans))
-    for span in spans:
-        when.barh(0, (span.end - span.begin) / 1e6, left=span.begin / 1e6, color=COLORS[span.cause], linewidth=0)
+    for cause, color in COLORS.items():
+        parts = [(span.begin / 1e6, (span.end - span.begin) / 1e6) for span in spans if span.cause == cause]
+        when.broken_barh(parts, (0, 1), color=color, linewidth=0)
     end = spans[-1].end / 1e6 if spans else 1.0
     when.set(xlim=(0, end), yticks=[], xlabel="seconds, pauses left out", title=f"{folder.path.name}: what it did when")
     seconds = {cause: account.seconds[cause] for cause in COLORS if account.seconds[cause]}
