@@ -240,6 +240,14 @@ def test_keep_newest(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000010", "step-000011"]
 
 
+def test_keep_every_so_many_for_ever(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 20, 25, 30):
+        checkpoint.save(tmp_path, step, state_of(step), {}, checkpoint.Keep(newest=2, every=10))
+    assert names(tmp_path) == [f"step-0000{step}" for step in (10, 20, 25, 30)]
+    checkpoint.prune(tmp_path, checkpoint.Keep(newest=1, every=20))
+    assert names(tmp_path) == ["step-000020", "step-000030"]
+
+
 def test_the_last_good_one_is_never_deleted(tmp_path: Path) -> None:
     save(tmp_path, 1)
     for step in (2, 3, 4):

@@ -264,7 +264,7 @@ class Trainer(Stepper):
         self.laid.after_load()
 
     def save(self, wait: bool = True) -> float:
-        """Commit a checkpoint, or see to it (without `wait`, if it is asynchronous); returns how long that held us up."""
+        """Commit a checkpoint; an asynchronous one is only waited for with `wait`. Returns how long we stood still."""
         return self.saving.save(wait)
 
     def load(self, step: int | None = None) -> None:
