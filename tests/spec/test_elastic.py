@@ -7,6 +7,7 @@ import pytest
 from lmworks.spec import RunSpec, SpecError, load_run
 from lmworks.spec.elastic import fitted, sizes
 
+HSDP = ["parallel.strategy=fsdp2", "parallel.dp_replicate=2", "parallel.dp_shard=4"]
 ELASTIC = ("fault.elastic=true", "data.micro_batch=2", "data.global_batch=16")
 
 
@@ -21,8 +22,8 @@ def run(*overrides: str) -> RunSpec:
         (["parallel.dp=4"], 1, {"dp": 1, "dp_replicate": 1, "dp_shard": 1, "accumulation": 8}),
         (["parallel.dp=8", "parallel.strategy=fsdp2"], 4, {"dp_replicate": 1, "dp_shard": 4, "accumulation": 2}),
         # Copies go before shards, which hold what did not fit into one rank's memory.
-        (["parallel.strategy=fsdp2", "parallel.dp_replicate=2", "parallel.dp_shard=4"], 4, {"dp_replicate": 1, "dp_shard": 4}),
-        (["parallel.strategy=fsdp2", "parallel.dp_replicate=2", "parallel.dp_shard=4"], 2, {"dp_replicate": 1, "dp_shard": 2}),
+        (HSDP, 4, {"dp_replicate": 1, "dp_shard": 4}),
+        (HSDP, 2, {"dp_replicate": 1, "dp_shard": 2}),
         (["parallel.dp=4", "parallel.tp=2", "model.vocab=258"], 4, {"dp": 2, "tp": 2, "accumulation": 4}),
         (["parallel.dp=2", "parallel.pp=2"], 2, {"dp": 1, "pp": 2, "accumulation": 8}),
         (["parallel.dp=4", "cluster.nodes=2", "cluster.gpus_per_node=2"], 2, {"dp": 2, "accumulation": 4}),
