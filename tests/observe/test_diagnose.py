@@ -51,6 +51,7 @@ def test_the_last_hang_and_any_other_can_be_asked_for(run: RunFolder) -> None:
         (0, "backward of step 17", "all_reduce #8 of group world", 31.5),
         (1, "forward of step 17", None, None),
     ]
+    assert [one.state for one in last.ranks] == ["reported", "stopped"]  # then, whatever it is now
     assert [one.stacks for one in last.ranks] == ["File train.py, line 7", "File model.py, line 9"]
     assert diagnose(run, 0).ranks[0].place == "backward of step 5"
     with pytest.raises(SpecError, match="no reports of a hang of attempt 1; it has of 0, 3"):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..record import RunFolder
 from ..record.hang import Report, Verdict, attempts, group_name, judge, read_reports
-from ..record.life import Beat, read_beats, state_of
+from ..record.life import UNSEEN, Beat, read_beats, state_of
 from ..spec import SpecError
 
 
@@ -52,7 +52,12 @@ def diagnose(run: RunFolder, attempt: int | None = None) -> Diagnosis:
     world = run.spec().parallel.world
     verdict = read_verdict(folder) or judge(world, reports, beats)
     ranks = [from_report(reports[rank], world) for rank in reports]
-    silent = [from_beat(beat, beat.time, folder) for rank, beat in beats.items() if rank not in reports]
+    seen = {rank: state for one in reports.values() for rank, state in one.states.items() if state != UNSEEN}
+    silent = [
+        replace(from_beat(beat, beat.time, folder), state=seen.get(rank, UNSEEN))
+        for rank, beat in beats.items()
+        if rank not in reports
+    ]
     both = sorted([*ranks, *silent], key=lambda one: one.rank)
     return Diagnosis(str(run.path), number, verdict, str(folder), tuple(both))
 

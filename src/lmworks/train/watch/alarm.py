@@ -34,7 +34,6 @@ from .flight import Flight
 LOOK_S = 0.05
 PATIENCE_S = 10.0  # that ranks have to report, or the judge to judge
 PROD_AFTER_S = 2.0  # then a rank of this host that has not reported is asked by a signal
-RELEASE_S = 3.0  # that a rank which was stopped has to end by itself
 ASK = signal.SIGUSR2  # answered by faulthandler in C, where Python itself is stuck
 
 
@@ -58,6 +57,8 @@ class Alarm:
 
     def answer(self, waits: bool) -> None:
         """Report; judge, if that is this rank's to do, or wait for the judge; where it was a hang, end."""
+        if self.verdict_path.exists():  # this rank was stopped, and the others have ended meanwhile
+            end()
         self.report(waits)
         reports, states = self.gather()
         if min(reports) == self.rank and not self.verdict_path.exists():
@@ -106,11 +107,14 @@ class Alarm:
 
     def verdict(self, patience_s: float) -> Verdict | None:
         give_up = time.monotonic() + patience_s
-        while time.monotonic() < give_up:
-            if self.verdict_path.exists():
-                return Verdict.from_dict(json.loads(self.verdict_path.read_text(encoding="utf-8")))
+        while time.monotonic() < give_up and not self.verdict_path.exists():
             time.sleep(LOOK_S)
-        return None
+        return self.read_verdict()
+
+    def read_verdict(self) -> Verdict | None:
+        if not self.verdict_path.exists():
+            return None
+        return Verdict.from_dict(json.loads(self.verdict_path.read_text(encoding="utf-8")))
 
     def keep_stacks(self, states: dict[int, str]) -> None:
         """Those that ranks without a report have left at the signal."""
@@ -128,16 +132,11 @@ class Alarm:
         print(f"lmworks: error: {text} (lmworks diagnose {self.run.path})", file=sys.stderr, flush=True)
 
     def release(self, states: dict[int, str]) -> None:
-        """Let ranks of this host that are stopped go on: their own watchdogs then end them, or else the kernel."""
+        """End ranks of this host that could not report: one that is stopped goes on, and finds the verdict itself."""
         beats = read_beats(self.run.path)
-        silent = [beats[rank] for rank, state in states.items() if state in ("stopped", "running")]
-        for beat in silent:
-            send(beat, signal.SIGCONT)
-        give_up = time.monotonic() + RELEASE_S
-        while time.monotonic() < give_up and any(state_of(beat) in ("stopped", "running") for beat in silent):
-            time.sleep(LOOK_S)
-        for beat in silent:
-            send(beat, signal.SIGKILL)
+        for rank, state in states.items():
+            if state in ("stopped", "running"):
+                send(beats[rank], signal.SIGCONT if state == "stopped" else signal.SIGKILL)
 
 
 def end() -> NoReturn:

@@ -39,10 +39,10 @@ class Skew:
         found: list[Slow] = []
         self.largest = 1.0
         for stage in self.stages:
-            usual = max(statistics.median_low([busy[rank] for rank in stage]), 1e-3)
+            usual = max(statistics.median_low([busy[rank] for rank in stage]), 0.01)
             for rank in stage:
                 ratio = busy[rank] / usual
-                self.largest = max(self.largest, ratio)
+                self.largest = max(self.largest, round(ratio, 3))
                 found += self.judge(rank, ratio, slow=ratio > self.spec.straggler and busy[rank] > MOSTLY)
         return found
 

@@ -106,7 +106,7 @@ class Watchdog:
     def busy(self) -> float:
         """The share of its time that this rank did not wait for others, of the last seconds."""
         samples = list(self.samples)
-        return sum(samples) / len(samples)
+        return sum(samples) / WINDOW if len(samples) == WINDOW else 1.0  # too few to tell
 
     def compare(self, busy: Sequence[float], step: int) -> None:
         """Every rank's share, in this step: a rank that is slow for long is named, by the lead."""
@@ -168,7 +168,10 @@ class Watchdog:
     # --- another rank is lost (parallel.world asks) -----------------------------------------------------
 
     def gone(self) -> str | None:
-        """Ranks of this host whose processes have ended."""
+        """Ranks of this host whose processes have ended; after a hang, its cause: the others have ended by then."""
+        verdict = self.alarm.read_verdict()
+        if verdict is not None:
+            return verdict.text
         beats = read_beats(self.folder.path)
         states = {rank: state_of(beat) for rank, beat in beats.items()}
         if "gone" not in states.values():
