@@ -119,30 +119,44 @@ def test_the_peak_is_far_below_the_model(dataset: Path, tmp_path: Path) -> None:
 # --- whole or not there -----------------------------------------------------------------------------------
 
 
-def test_an_export_that_fails_leaves_the_earlier_one(
+def test_an_export_that_fails_anywhere_leaves_the_earlier_one(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, out = save_run(tmp_path / "run", dataset, 1, 2), tmp_path / "out"
-    export(run.path, out, 1, shard_bytes=10_000)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert json.loads(before[MARKER])["step"] == 1
-    calls, real = 0, os.fsync
+    """The disk refuses the first, second, … sync: what lies there is the old export, or at the very end the new one."""
+    run, out, real = save_run(tmp_path / "run", dataset, 1, 2), tmp_path / "out", os.fsync
+    whole = {step: GPT(make_spec(dataset).model, seed=step).embed.weight for step in (1, 2)}
+    old = new = 0
+    for failing in range(1, 100):
+        export(run.path, out, 1, shard_bytes=40_000)
+        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        calls = 0
 
-    def full(descriptor: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise OSError(28, "No space left on device")
-        real(descriptor)
+        def full(descriptor: int, failing: int = failing) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == failing:
+                raise OSError(28, "No space left on device")
+            real(descriptor)
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"out: cannot be written \(.*No space left on device"):
-        export(run.path, out, 2, shard_bytes=10_000)
-    monkeypatch.undo()
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    export(run.path, out, 2)  # into one file: nothing of the many is left
+        monkeypatch.setattr(os, "fsync", full)
+        try:
+            export(run.path, out, 2, shard_bytes=40_000)
+            break
+        except CheckpointError as error:
+            assert "No space left on device" in str(error) and str(out) in str(error)
+        finally:
+            monkeypatch.setattr(os, "fsync", real)
+        assert not list(out.glob("*.part"))
+        if {path.name: path.read_bytes() for path in out.iterdir()} == before:
+            old += 1
+            continue
+        new += 1
+        assert torch.equal(GPT.from_hf(out).embed.weight, whole[2])
+    assert old > 5 and 0 < new < 5
+    assert json.loads((out / MARKER).read_text())["step"] == 2
+    export(run.path, out, 1)  # into one file: nothing of the many is left
     assert sorted(path.name for path in out.iterdir()) == ["config.json", MARKER, "model.safetensors"]
-    assert torch.equal(weights(out)["model.embed_tokens.weight"], GPT(make_spec(dataset).model, seed=2).embed.weight)
+    assert torch.equal(weights(out)["model.embed_tokens.weight"], whole[1])
 
 
 def test_leftovers_of_a_killed_export_are_swept(dataset: Path, tmp_path: Path) -> None:
