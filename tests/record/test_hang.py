@@ -115,8 +115,11 @@ def test_reports_and_signs_of_life_are_read_as_they_were_written(tmp_path: Path)
     (folder / "rank-2.json").write_text(written.to_json())
     assert attempts(tmp_path) == {12: folder}
     assert read_reports(folder) == {2: written}
-    beat = Beat(2, "b", 7, 1, 12.5, "save.write", 16)
+    beat = Beat(2, "b", 7, 1, 12.5, "save.write", 16, attempt=2)
     (tmp_path / "watch").mkdir()
     (tmp_path / "watch" / "rank-2.life").write_bytes(beat.first() + beat.second(12.5, "save.write", 16))
     (tmp_path / "watch" / "rank-3.life").write_bytes(b'{"rank": 3')
-    assert read_beats(tmp_path) == {2: beat}
+    old = Beat(5, "b", 9, 1, 3.0, "data", 4, attempt=0)
+    (tmp_path / "watch" / "rank-5.life").write_bytes(old.first() + old.second(3.0, "data", 4))
+    assert read_beats(tmp_path) == {2: beat}  # of an attempt with more ranks, say
+    assert read_beats(tmp_path, 0) == {5: old}

@@ -31,13 +31,16 @@ class Beat:
     time: float
     phase: str
     step: int
+    attempt: int = 0  # at the run: one that failed leaves its signs of life behind
 
     @property
     def place(self) -> str:
         return where(self.phase, self.step)
 
     def first(self) -> bytes:
-        return json.dumps({key: vars(self)[key] for key in ("rank", "host", "pid", "started")}).encode() + b"\n"
+        return (
+            json.dumps({key: vars(self)[key] for key in ("rank", "host", "pid", "started", "attempt")}).encode() + b"\n"
+        )
 
     @staticmethod
     def second(time: float, phase: str, step: int) -> bytes:
@@ -55,8 +58,11 @@ def where(phase: str, step: int) -> str:
     return f"{phase} of step {step}" if step else phase
 
 
-def read_beats(run: Path) -> dict[int, Beat]:
-    """Of an attempt that is under way, or that did not end well. One that is half written is passed over."""
+def read_beats(run: Path, attempt: int | None = None) -> dict[int, Beat]:
+    """Of an attempt that is under way, or that did not end well; by default of the last one that left any.
+
+    One that is half written is passed over.
+    """
     found: dict[int, Beat] = {}
     for path in (run / "watch").glob("rank-*.life"):
         try:
@@ -64,7 +70,9 @@ def read_beats(run: Path) -> dict[int, Beat]:
         except (OSError, ValueError, TypeError):
             continue
         found[beat.rank] = beat
-    return dict(sorted(found.items()))
+    if attempt is None:
+        attempt = max((beat.attempt for beat in found.values()), default=0)
+    return {rank: beat for rank, beat in sorted(found.items()) if beat.attempt == attempt}
 
 
 def read_stat(path: str) -> list[str]:
@@ -73,9 +81,9 @@ def read_stat(path: str) -> list[str]:
         return file.read().rpartition(") ")[2].split()
 
 
-def own_beat(rank: int) -> Beat:
+def own_beat(rank: int, attempt: int = 0) -> Beat:
     host, pid = socket.gethostname(), os.getpid()
-    return Beat(rank, host, pid, started_at(pid), time.time(), phase.name, phase.step)
+    return Beat(rank, host, pid, started_at(pid), time.time(), phase.name, phase.step, attempt)
 
 
 def started_at(pid: int) -> int:

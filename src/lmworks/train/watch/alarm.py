@@ -39,7 +39,7 @@ ASK = signal.SIGUSR2  # answered by faulthandler in C, where Python itself is st
 
 class Alarm:
     def __init__(self, spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh, flight: Flight) -> None:
-        self.spec, self.run, self.flight = spec, folder, flight
+        self.spec, self.run, self.attempt, self.flight = spec, folder, attempt, flight
         self.rank, self.world = mesh.rank("world"), mesh.size("world")
         self.folder = folder.path / "hangs" / f"attempt-{attempt}"
         self.path = self.folder / "alarm.json"
@@ -62,7 +62,7 @@ class Alarm:
         self.report(waits)
         reports, states = self.gather()
         if min(reports) == self.rank and not self.verdict_path.exists():
-            verdict = judge(self.world, reports, read_beats(self.run.path), states)
+            verdict = judge(self.world, reports, read_beats(self.run.path, self.attempt), states)
             self.keep_stacks(states)
             if self.hangs:
                 self.tell(verdict)
@@ -82,7 +82,7 @@ class Alarm:
             waits=waits,
             calls=self.flight.calls(),
             groups=self.flight.groups(),
-            states={rank: state_of(beat) for rank, beat in read_beats(self.run.path).items()},
+            states={rank: state_of(beat) for rank, beat in read_beats(self.run.path, self.attempt).items()},
             stacks=own_stacks(),
         )
         write_whole(self.folder / f"rank-{self.rank}.json", report.to_json())
@@ -92,7 +92,9 @@ class Alarm:
         began, asked = time.monotonic(), False
         while True:
             reports = read_reports(self.folder)
-            beats = {rank: beat for rank, beat in read_beats(self.run.path).items() if rank not in reports}
+            beats = {
+                rank: beat for rank, beat in read_beats(self.run.path, self.attempt).items() if rank not in reports
+            }
             states = {rank: state_of(beat) for rank, beat in beats.items()}
             missing = self.world - len(reports)
             waited = time.monotonic() - began
@@ -133,7 +135,7 @@ class Alarm:
 
     def release(self, states: dict[int, str]) -> None:
         """End ranks of this host that could not report: one that is stopped goes on, and finds the verdict itself."""
-        beats = read_beats(self.run.path)
+        beats = read_beats(self.run.path, self.attempt)
         for rank, state in states.items():
             if state in ("stopped", "running"):
                 send(beats[rank], signal.SIGCONT if state == "stopped" else signal.SIGKILL)

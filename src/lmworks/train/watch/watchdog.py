@@ -55,7 +55,7 @@ def watching(spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh | None
 
 class Watchdog:
     def __init__(self, spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh) -> None:
-        self.spec, self.folder = spec, folder
+        self.spec, self.folder, self.attempt = spec, folder, attempt
         self.rank, self.world = mesh.rank("world"), mesh.size("world")
         self.sign_path = folder.path / "watch" / f"rank-{self.rank}.life"
         self.flight, self.main = Flight(mesh), MainThread()
@@ -73,7 +73,7 @@ class Watchdog:
 
     def start(self) -> None:
         self.sign_path.parent.mkdir(exist_ok=True)
-        beat = own_beat(self.rank)
+        beat = own_beat(self.rank, self.attempt)
         write_whole(self.sign_path, beat.first() + beat.second(beat.time, beat.phase, beat.step))
         with self.sign_path.open("r+b") as file:
             self.sign = mmap.mmap(file.fileno(), 0)
@@ -113,7 +113,7 @@ class Watchdog:
         for slow in self.skew.update(busy):
             if self.rank:
                 continue
-            beat = read_beats(self.folder.path).get(slow.rank)
+            beat = read_beats(self.folder.path, self.attempt).get(slow.rank)
             host = beat.host if beat else ""
             self.folder.event("straggler", step, **vars(slow), host=host)
             where = f"rank {slow.rank}" + (f" on {host}" if host else "")
@@ -172,7 +172,7 @@ class Watchdog:
         verdict = self.alarm.read_verdict()
         if verdict is not None:
             return verdict.text
-        beats = read_beats(self.folder.path)
+        beats = read_beats(self.folder.path, self.attempt)
         states = {rank: state_of(beat) for rank, beat in beats.items()}
         if "gone" not in states.values():
             return None
