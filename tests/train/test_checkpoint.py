@@ -106,6 +106,44 @@ def test_a_fresh_process_reads_it(tmp_path: Path) -> None:
     ]
 
 
+def test_files_of_several_chunks(tmp_path: Path) -> None:
+    """Tensors that end inside a chunk, fill it, span three; read whole, in another precision, and weights alone."""
+    mib = 2**20
+    sizes = {"a": 3 * mib + 1, "b": 16 * mib, "c": 37 * mib + 5, "d": 7}
+    state = {
+        "model": {name: torch.randint(256, (size,), dtype=torch.uint8) for name, size in sizes.items()},
+        "optim": {"m": torch.arange(5 * mib, dtype=torch.float32)},
+    }
+    folder = checkpoint.save(tmp_path, 1, state, {})
+    (entry,) = [entry for name, entry in manifest.verify(folder).files.items() if name == SHARD]
+    assert len(entry["sha256"]) == 5 and entry["bytes"] > 76 * mib
+    found: dict[str, Any] = {"model": None, "optim": {"m": torch.zeros(5 * mib, dtype=torch.float64)}}
+    checkpoint.load(tmp_path, found, refused=NEVER)
+    assert same(found["model"], state["model"]) and torch.equal(found["optim"]["m"], state["optim"]["m"].double())
+    weights: dict[str, Any] = {"model": None}
+    checkpoint.load(tmp_path, weights, refused=NEVER)
+    assert same(weights["model"], state["model"])
+    with (folder / SHARD).open("r+b") as file:
+        file.seek(-16 * mib, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-16 * mib, os.SEEK_END)
+        file.write(bytes([byte ^ 128]))
+    with pytest.raises(CheckpointError, match=rf"{SHARD} \(rank 0\) is damaged: .* bytes {48 * mib} to {64 * mib}"):
+        checkpoint.load(tmp_path, {"model": None}, refused=lambda folder, why: None)
+
+
+def test_the_files_can_be_read_without_us(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    folder = save(tmp_path, 1)
+    with safe_open(folder / SHARD, "pt") as file:
+        assert same(file.get_tensor("model.half"), state_of(1)["model"]["half"])
+        assert same(
+            file.get_tensor("optim.state.embed.weight.exp_avg"), state_of(1)["optim"]["state.embed.weight.exp_avg"]
+        )
+        assert len(file.keys()) == 7
+
+
 def test_none_where_there_is_none(tmp_path: Path) -> None:
     assert load(tmp_path) == (None, [])
     assert load(tmp_path / "not there") == (None, [])
