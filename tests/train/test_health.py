@@ -168,6 +168,16 @@ def test_a_run_killed_while_it_goes_back_comes_to_the_same_place(dataset: Path, 
     assert same(go_on(tmp_path / "run", BAD), tmp_path / "straight")
 
 
+def test_a_save_under_way_is_waited_for_and_its_line_is_given_up(dataset: Path, tmp_path: Path) -> None:
+    """Step 12 is still being written when step 13 goes back to step 8."""
+    spec = make_spec(dataset, *REWIND)
+    run_on(spec, tmp_path / "run", bad=BAD)
+    run_on(make_spec(dataset, *REWIND, "checkpoint.asynchronous=true"), tmp_path / "later", bad=BAD)
+    assert same(tmp_path / "later", tmp_path / "run")
+    kinds = [(e["kind"], e["step"]) for e in RunFolder(tmp_path / "later").events() if e["kind"] in ("save", "rewind")]
+    assert kinds[:5] == [("save", 4), ("save", 8), ("save", 12), ("rewind", 13), ("save", 8)]
+
+
 def test_without_a_checkpoint_that_old_a_rewind_says_so(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *REWIND, "health.rewind_steps=10")
     with pytest.raises(TrainingError, match=r"step 13: loss .* no checkpoint of step 3 or before"):
@@ -256,6 +266,16 @@ def test_what_does_not_help_is_not_tried_for_ever(dataset: Path, tmp_path: Path)
         trainer.run()
     assert [event["from_cursor"] for event in events(tmp_path / "run", "skip")] == [12, 13, 14]
     assert [event["cursor"] for event in events(tmp_path / "run", "fault")] == [12, 13, 14, 15]
+
+
+def test_trouble_right_after_a_rewind_goes_no_further_back(dataset: Path, tmp_path: Path) -> None:
+    """Two bad windows in a row: to step 8, and to step 8 again, though that is fewer than two steps back."""
+    rewinding = ("health.nonfinite=rewind", "checkpoint.every=4")
+    broken(dataset, tmp_path / "run", *rewinding, at=(BAD, BAD + 1)).run()
+    see_data(broken(dataset, tmp_path / "without", at=()), lambda cursor: cursor + (6 if cursor >= 8 else 0)).run()
+    assert same(tmp_path / "run", tmp_path / "without")
+    assert [event["to_step"] for event in events(tmp_path / "run", "rewind")] == [8, 8]
+    assert [(e["from_cursor"], e["to_cursor"]) for e in events(tmp_path / "run", "skip")] == [(8, 13), (13, 14)]
 
 
 def test_overflows_of_fp16_are_counted_over_a_resume(dataset: Path, tmp_path: Path) -> None:

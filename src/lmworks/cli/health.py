@@ -53,9 +53,11 @@ def health(
 
 
 def show(found: list[Finding], done: list[dict[str, Any]], folder: RunFolder) -> None:
-    if found:
-        rows = [[f.step, "" if f.cursor is None else f.cursor, f.cause, f.what, f.why, f.action] for f in found]
-        print_table("Findings", ["step", "cursor", "cause", "what", "why", "action"], rows)
+    """A finding takes two lines, which fit into a terminal where a table of sentences would not."""
+    for one in found:
+        where = "" if one.cursor is None else f" (cursor {one.cursor})"
+        typer.echo(f"step {one.step}{where}: {one.what}")
+        typer.echo(f"    {one.cause}: {one.why}; done: {one.action}")
     for event in done:
         typer.echo(f"step {event['step']}: {told(event)}")
     cursors = {f.cursor for f in found if f.cause in ("data", "unclear") and f.cursor is not None}

@@ -38,10 +38,12 @@ def rewind(trainer: Trainer, trouble: Trouble) -> None:
     new cursor first, and only then is that line removed: killed in between, the run comes to the same place again.
     """
     corrupt = trouble.kind == "corruption"  # every checkpoint was compared before it was saved, and the data are good
-    taken, bad = trainer.step, trainer.cursor
+    taken, bad, now = trainer.step, trainer.cursor, trainer.health.memory
     failed = taken if corrupt else taken + 1
-    at_most = failed - (1 if corrupt else trainer.spec.health.rewind_steps)
+    # What was gone back to is sound: a trouble soon after lies in the data that followed, not further back.
+    at_most = failed - 1 if corrupt else max(failed - trainer.spec.health.rewind_steps, now.rewound_to)
     root = trainer.folder.checkpoints
+    trainer.saving.settle()
     target = from_lead(lambda: newest_intact(root, at_most, trainer.saving.refused))
     if target is None:
         raise known(
@@ -50,9 +52,9 @@ def rewind(trainer: Trainer, trouble: Trouble) -> None:
                 f"of step {at_most} or before to go back to; use a smaller checkpoint.every or health.rewind_steps"
             )
         )
-    now = trainer.health.memory
     trainer.load(target)
     trainer.health.remember(now)
+    trainer.health.memory.rewound_to = target
     trainer.event("rewind", failed, from_step=taken, to_step=target, reason=trouble.kind)
     if not corrupt:
         skip(trainer, bad + 1, trouble.kind)

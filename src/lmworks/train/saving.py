@@ -69,6 +69,12 @@ class Saving:
         self.ended(ended)
         return not from_lead(lambda: ended.error if ended else "")
 
+    def settle(self) -> None:
+        """Wait for the save under way: a rewind may go back to it, and must find the same ones whatever their speed."""
+        if self.background is not None:
+            self.ended(self.background.settle())
+            from_lead(lambda: None)
+
     def poll(self) -> None:
         """Between steps: hear what became of the save under way."""
         if self.background is not None:
@@ -125,9 +131,6 @@ class Saving:
 
     def load(self, step: int | None = None) -> None:
         """Take up the newest intact checkpoint (or that of `step`), if there is one. Damaged ones are named."""
-        if self.background is not None:  # a rewind: what is under way may be what it goes back to
-            self.ended(self.background.settle())
-            from_lead(lambda: None)
         if not self.load_saved(step):
             self.load_start()
         if self.spec.asynchronous and self.background is None:

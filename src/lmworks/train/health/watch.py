@@ -45,6 +45,7 @@ class Memory:
     acted: list[int] = field(default_factory=list)  # the cursors at which something other than logging was done
     lr_factor: float = 1.0
     lr_until: int = 0  # the step from which the factor no longer holds; 0: it holds to the end
+    rewound_to: int = 0  # the step that was last gone back to
     overflows: int = 0  # fp16: steps left out because the loss scale was too high
     suspects: dict[str, Any] = field(default_factory=dict)  # replicas that differed: step and digests, until replayed
 
@@ -115,5 +116,5 @@ class Health:
 
     def remember(self, now: Memory) -> None:
         """After an earlier checkpoint was loaded: what was done since then stays known, or it would never end."""
-        self.memory.acted, self.memory.suspects = now.acted, now.suspects
+        self.memory.acted, self.memory.suspects, self.memory.rewound_to = now.acted, now.suspects, now.rewound_to
         self.memory.lr_factor, self.memory.lr_until = now.lr_factor, now.lr_until
