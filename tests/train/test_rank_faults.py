@@ -5,11 +5,14 @@ Also: what all of them must find the same (a held-out loss, a skipped step, a ru
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import resource
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,7 +20,7 @@ from layouts import Job, do, layout, with_meshes
 from lmworks.data import prepare
 from lmworks.record import RunFolder
 from lmworks.spec import LMWorksError, RunSpec
-from lmworks.study.ranks import on_ranks
+from lmworks.study.ranks import join_group, on_ranks
 from lmworks.train import Trainer, checkpoint
 from lmworks.train.evaluate import evaluate
 from tiny import before_step, built, curve, differences, events, saved, write_documents
@@ -85,6 +88,36 @@ def test_a_full_disk_and_a_nan_on_one_rank_end_all_of_them_and_keep_the_checkpoi
     assert [event["parameter"] for event in events(runs[1], "fault")] == ["head.weight"]
     do([Job(tmp_path / "again", spec, runs[0], 2)])
     assert differences(saved(tmp_path / "again"), saved(tmp_path / "straight")) == []
+
+
+def fail_before_the_first_step(server: socket.socket, rank: int, spec: RunSpec, run: Path) -> None:
+    """The second rank has no room for its optimizer, says so, and ends; what the first raises is in a file."""
+    join_group(server, 2, rank)
+    trainer = Trainer(spec, run, quiet=True)
+    if rank == 1:
+        with mock.patch("lmworks.train.trainer.make_optimizer", side_effect=MemoryError("no room")):
+            trainer.run()
+    try:
+        trainer.run()
+    except Exception as error:
+        run.with_name("said").write_text(f"{type(error).__name__}: {error}")
+
+
+def test_a_rank_that_fails_before_the_first_step_tells_the_others(
+    dataset: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    context = mp.get_context("fork")
+    arguments = layout(dataset, *FSDP2), tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ranks = [context.Process(target=fail_before_the_first_step, args=(server, r, *arguments)) for r in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 1]
+    assert (tmp_path / "said").read_text() == "Elsewhere: rank 1: MemoryError: no room"
+    assert not (tmp_path / "run" / "hangs").exists()
+    assert "MemoryError: no room" in capfd.readouterr().err
 
 
 @with_meshes

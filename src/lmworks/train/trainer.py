@@ -126,9 +126,15 @@ class Trainer(Stepper):
             attempt, self.detours = from_lead(lambda: self.take_hold(stack))
             self.attempt = attempt
             self.watchdog = stack.enter_context(watching(self.spec.watch, self.folder, attempt, self.mesh))
-            self.build()
-            stack.callback(self.saving.close)
-            self.load()
+            try:
+                self.build()
+                stack.callback(self.saving.close)
+                self.load()
+            except Exception as error:
+                cause = explained(error, self.watchdog)
+                if cause is not error:
+                    raise cause from error
+                raise
             if self.step == optim.steps:
                 if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
                     self.event("finish")
