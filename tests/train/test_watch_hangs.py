@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.world import explained, join
@@ -151,3 +152,17 @@ def test_a_rank_that_dies_is_named_at_once(tmp_path: Path) -> None:
 def test_a_run_that_ends_well_leaves_no_trace(tmp_path: Path) -> None:
     assert on_ranks(2, take_steps, tmp_path, {"dp": 2}, lambda rank, mesh: None) == ["done", "done"]
     assert not list(tmp_path.iterdir())
+
+
+def limits(rank: int) -> set[int]:
+    """Of collectives in the groups of every axis, in milliseconds, as PyTorch has them on record."""
+    mesh = join(ParallelSpec(dp=2, tp=2), torch.device("cpu"), timeout_s=10)
+    assert mesh is not None
+    for axis in ("world", "dp", "tp"):
+        dist.all_reduce(torch.ones(1), group=mesh.group(axis))
+    trace = json.loads(c10d._dump_fr_trace_json(includeCollectives=True))  # type: ignore[attr-defined]
+    return {entry["timeout_ms"] for entry in trace["entries"][-3:]}
+
+
+def test_groups_of_some_ranks_give_up_when_the_group_of_all_does() -> None:
+    assert on_ranks(4, limits) == [{30_000}] * 4
