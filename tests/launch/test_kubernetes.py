@@ -119,6 +119,19 @@ def test_a_plain_job_finds_node_0_through_the_service() -> None:
     assert "job-completion-index" in variables["PET_NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
 
 
+def test_a_pod_that_was_taken_away_is_no_failure() -> None:
+    """Kubernetes has such rules for pods that it does not start again itself (`Never`): the Job makes new ones."""
+    plain = applied("job")["Job"]["spec"]
+    (inside,) = applied("trainjob")["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    for found in (plain, inside["template"]["spec"]):
+        assert found["template"]["spec"]["restartPolicy"] == "Never"
+        ignored = [rule for rule in found["podFailurePolicy"]["rules"] if rule["action"] == "Ignore"]
+        (name,) = {container["name"] for container in found["template"]["spec"]["containers"]}
+        assert {"containerName": name, "operator": "In", "values": [75]} in [
+            rule.get("onExitCodes") for rule in ignored
+        ]
+
+
 def test_the_spec_travels_unchanged() -> None:
     import tomllib
 

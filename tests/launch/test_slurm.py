@@ -42,7 +42,9 @@ def test_it_asks_for_what_the_layout_needs() -> None:
     found = directives(slurm_script(job, VARIANTS["everything"]))
     assert {"nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "time=1-12:00:00", "partition=gpu"} <= found
     assert {"account=team", "cpus-per-task=16", "signal=B:USR1@120", "no-requeue"} <= found
-    assert "--nnodes 2 --nproc-per-node 8" in slurm_script(job, Allocation())
+    assert "--nnodes 2 --nproc-per-node 8 --max-restarts 0" in slurm_script(job, Allocation())
+    again = Job.of(spec.replace(fault={"max_restarts": 3}), "tiny", nodes=2)
+    assert "--nproc-per-node 8 --max-restarts 3" in slurm_script(again, Allocation())
     assert {"exclusive", "requeue"} <= directives(slurm_script(job, Allocation()))
     assert not any("gpus" in line for line in directives(slurm_script(two_ranks(), Allocation())))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -57,7 +58,7 @@ def test_sbatch_script_stops_before_the_limit_and_goes_on(job_script: Path, tmp_
         said, _ = process.communicate(timeout=240)
     finally:
         end(process)
-    assert process.returncode != 0
+    assert process.returncode == 75
     assert "queued again" in said
     assert (tmp_path / "requeued").read_text().split() == [environment["SLURM_JOB_ID"]]
     (stopped,) = events(run, "interrupt")
@@ -92,3 +93,34 @@ def test_start_script_of_kubernetes_meets_through_pet_variables(dataset: Path, t
             end(node)
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
     assert len(curve(tmp_path / "runs/tiny")) == job.spec.optim.steps
+
+
+TORCHRUN = """\
+#!/bin/bash
+trap 'exit 1' TERM # as torchrun does, when its ranks have saved
+echo started >started
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize(("asked", "code"), [(True, 75), (False, 137)])
+def test_start_script_of_kubernetes_tells_a_stop_that_was_asked_for_from_a_failure(
+    asked: bool, code: int, tmp_path: Path, dataset: Path
+) -> None:
+    """The pod's SIGTERM goes to the script, its first process, alone."""
+    job = two_nodes(dataset, tmp_path)
+    (tmp_path / "start.sh").write_text(manifests(job, Pods("image", "claim"), "job")[0]["data"]["start.sh"])
+    (tmp_path / "torchrun").write_text(TORCHRUN)
+    (tmp_path / "torchrun").chmod(0o755)
+    process = start(tmp_path / "start.sh", tmp_path, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    try:
+        wait_for((tmp_path / "started").exists, process, tmp_path)
+        if asked:
+            process.send_signal(signal.SIGTERM)
+        else:
+            (agent,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(agent), signal.SIGKILL)
+        process.communicate(timeout=60)
+    finally:
+        end(process)
+    assert process.returncode == code

@@ -77,8 +77,8 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been(
 @pytest.mark.slow
 def test_torchrun_starts_ranks_again_and_they_take_up_their_run(spec: Path, straight: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
-    command = [*torchrun, "--master-port", "29541", "-m", "lmworks.train", str(spec), "--run-dir", str(run)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--max-restarts", "2", "-m", "lmworks.train", str(spec), "--run-dir", str(run)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     for kill, rank in enumerate((0, 1)):
         wait_until(came_to(run, 12 + 20 * kill), process)

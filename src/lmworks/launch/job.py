@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ..spec import RunSpec, SpecError
+from ..spec.errors import PREEMPTED
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,23 @@ def machines(spec: RunSpec, nodes: int | None, per_node: int | None) -> tuple[in
             f"{given[0] * given[1]}; these would fit: {fitting}"
         )
     return given
+
+
+def stopping(child: str, on: str) -> list[str]:
+    """Bash that waits for the process in `$child` to end, and asks it to stop at a signal.
+
+    torchrun ends with 1 whatever happened. A run that was asked to stop, and was not done, ends with 75: start it.
+    """
+    return [
+        "stopped=0",
+        f"""trap 'stopped=1; kill -TERM "${child}"' {on}""",
+        "while true; do",
+        "  status=0",
+        f'  wait "${child}" || status=$?',
+        f'  kill -0 "${child}" 2>/dev/null || break # still there: it was the signal that ended `wait`',
+        "done",
+        f"((stopped && status)) && status={PREEMPTED}",
+    ]
 
 
 def one_word(option: str, value: str) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..spec import SpecError, dump_toml
-from .job import Job, one_word
+from ..spec.errors import PREEMPTED
+from .job import Job, one_word, stopping
 
 Manifest = dict[str, Any]
 FILES = "/etc/lmworks"  # the spec and start.sh, from a ConfigMap
@@ -48,6 +49,7 @@ def config_map(job: Job) -> Manifest:
 
 def start_script(job: Job) -> str:
     run = shlex.quote(job.run_dir)
+    waiting = "\n".join(stopping("agent", "TERM"))
     return f"""\
 # Every node looks before it meets the others, and the run folder is made after they met: all see the same.
 if [[ -e {run}/spec.toml ]]; then
@@ -55,7 +57,10 @@ if [[ -e {run}/spec.toml ]]; then
 else
   work=(lmworks.train {FILES}/spec.toml --run-dir {run})
 fi
-exec torchrun --nnodes {job.nodes} --nproc-per-node {job.per_node} -m "${{work[@]}}"
+torchrun --nnodes {job.nodes} --nproc-per-node {job.per_node} -m "${{work[@]}}" &
+agent=$!
+{waiting}
+exit "$status"
 """
 
 
@@ -95,6 +100,13 @@ def resources(job: Job) -> Manifest:
     )
 
 
+def preemption() -> Manifest:
+    """A pod that was taken away is started again and is no failure: `backoffLimit` does not count it."""
+    left = {"containerName": "node", "operator": "In", "values": [PREEMPTED]}
+    taken = {"type": "DisruptionTarget", "status": "True"}
+    return {"rules": [{"action": "Ignore", "onExitCodes": left}, {"action": "Ignore", "onPodConditions": [taken]}]}
+
+
 def plain_job(job: Job, pods: Pods) -> list[Manifest]:
     """An Indexed Job: pod i is called NAME-i, and the Service without an address of its own makes that a DNS name."""
     service = {
@@ -109,7 +121,7 @@ def plain_job(job: Job, pods: Pods) -> list[Manifest]:
         },
     }
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    node = pod(job, pods, "node", subdomain=job.label, restartPolicy="OnFailure")
+    node = pod(job, pods, "node", subdomain=job.label, restartPolicy="Never")
     node["containers"][0]["env"] += [
         {"name": "PET_MASTER_ADDR", "value": f"{job.label}-0.{job.label}"},
         {"name": "PET_MASTER_PORT", "value": str(PORT)},
@@ -126,6 +138,7 @@ def plain_job(job: Job, pods: Pods) -> list[Manifest]:
                 "completions": job.nodes,
                 "parallelism": job.nodes,
                 "backoffLimit": pods.retries * job.nodes,
+                "podFailurePolicy": preemption(),
                 "template": {"spec": node},
             },
         },
@@ -158,7 +171,8 @@ def train_job(job: Job, pods: Pods) -> list[Manifest]:
     """For Kubeflow Trainer (v2). The volumes are in a runtime of our own: how a TrainJob itself may add some
     (podTemplateOverrides, runtimePatches) has changed between releases.
     """
-    node = {"template": {"spec": pod(job, pods, "node", restartPolicy="OnFailure")}, "backoffLimit": pods.retries}
+    node = {"template": {"spec": pod(job, pods, "node", restartPolicy="Never")}, "backoffLimit": pods.retries}
+    node["podFailurePolicy"] = preemption()
     labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     runtime = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",

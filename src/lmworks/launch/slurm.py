@@ -7,7 +7,8 @@ import shlex
 from dataclasses import dataclass
 
 from ..spec import SpecError
-from .job import Job, one_word
+from ..spec.errors import PREEMPTED
+from .job import Job, one_word, stopping
 
 TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")  # minutes, or [days-]hours:minutes:seconds
 
@@ -103,7 +104,7 @@ def start(job: Job, ask: Allocation) -> list[str]:
         '  --output="logs/%x-%j-node%n.log" \\',
         *container,
         '  bash -c "$agent" agent \\',
-        f"  --nnodes {job.nodes} --nproc-per-node {job.per_node} --max-restarts 0 \\",
+        f"  --nnodes {job.nodes} --nproc-per-node {job.per_node} --max-restarts {job.spec.fault.max_restarts} \\",
         '  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:$port" \\',
         '  -m "${work[@]}" &',
         "step=$!",
@@ -112,9 +113,8 @@ def start(job: Job, ask: Allocation) -> list[str]:
 
 def finish(ask: Allocation) -> list[str]:
     """Before the limit Slurm sends USR1 to this script alone, which so knows why the run ended."""
-    trap = """'stopped=1; kill -TERM "$step"'""" if ask.requeue else """'kill -TERM "$step"'"""
     again = [
-        "if ((stopped && status)); then",
+        f"if ((status == {PREEMPTED})); then",
         '  echo "the time is nearly up: the run has saved itself and is queued again"',
         '  scontrol requeue "$SLURM_JOB_ID"',
         "fi",
@@ -122,13 +122,7 @@ def finish(ask: Allocation) -> list[str]:
     return [
         f"# {ask.grace} s before the limit Slurm sends USR1 to this script. It asks all ranks to save and stop:",
         "# srun hands SIGTERM on to its tasks.",
-        *(["stopped=0"] if ask.requeue else []),
-        f"trap {trap} USR1",
-        "while true; do",
-        "  status=0",
-        '  wait "$step" || status=$?',
-        '  kill -0 "$step" 2>/dev/null || break # still there: it was the signal that ended `wait`',
-        "done",
+        *stopping("step", "USR1"),
         *(again if ask.requeue else []),
         'exit "$status"',
     ]
