@@ -10,6 +10,7 @@ import typer
 from ..spec.errors import LMWorksError
 from . import (
     bench,
+    chaos,
     chat,
     checkpoint,
     data,
@@ -59,6 +60,7 @@ app.command("diagnose")(diagnose.diagnose)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(launch.app, name="launch")
 app.command("parity")(parity.parity)
+app.command("chaos")(chaos.chaos)
 app.add_typer(study.app, name="study")
 app.command("eval")(use.evaluate)
 app.command("generate")(generate.generate)

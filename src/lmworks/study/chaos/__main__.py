@@ -1,17 +1,19 @@
 """`python -m lmworks.study.chaos FOLDER train …`: `lmworks train …` under the acts of FOLDER, in all its ranks.
 
-Started as a plain command it is also the agent that starts ranks; those then come through here too.
+Where the command is the agent that starts ranks, those come through here too.
 """
 
 import os
 import sys
 from pathlib import Path
 
-from .jobs import be_agent
+from ...cli import main, ranks
 from .rank import be_rank
 
-folder, arguments = Path(sys.argv[1]), sys.argv[2:]
+folder, arguments = sys.argv[1], sys.argv[2:]
 if "RANK" in os.environ:
-    be_rank(folder, arguments)
+    be_rank(Path(folder), arguments)
 else:
-    be_agent(folder, arguments)
+    ranks.PROGRAM = ("-m", "lmworks.study.chaos", folder)  # type: ignore[assignment]
+    sys.argv = ["lmworks", *arguments]
+    main.main()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-LEAD_ONLY = ("save.seal", "save.commit", "save.prune", "load.find")  # phases that rank 0 alone enters
 FILE = "acts.json"
 
 
@@ -21,11 +20,12 @@ class Act:
     rank: int = 0  # the victim
     delay_ms: float = 0.0  # from the entry of the phase to the strike, for what can strike from outside
     draw: int = 0  # seeds what is chosen at the moment of the strike: a file, a byte, a weight
+    process: str = "rank"  # where the phase is: in the rank itself, or in the writer of its asynchronous saves
 
     @property
     def seen_by(self) -> int:
-        """The rank that enters the phase: the victim itself, or rank 0 where no other comes there."""
-        return 0 if self.phase in LEAD_ONLY else self.rank
+        """Whose process comes to the phase: of writers only rank 0's seals and commits what all have written."""
+        return 0 if self.process == "writer" and self.phase != "save.write" else self.rank
 
 
 def write_acts(folder: Path, acts: Sequence[Act]) -> None:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from ...spec import RunSpec, SpecError
 from ...spec.errors import did_you_mean
 from ...spec.load import apply_overrides
-from .acts import LEAD_ONLY, Act
+from .acts import Act
 from .faults import BY_NAME, LAYOUTS, PAIRS, TIMEOUT_S, Fault
 
 STEPS, SAVED_EVERY, KEPT = 8, 2, 2
-KILLED_AT = 5  # where a fault of loading needs a run that has died before
-COMMANDS = 0.08  # the part of all trials that run the real command, beside those that need it
+KILLED_AT = 7  # where a fault of loading needs a run that has died before, and two committed steps
+WRITTEN = ("save.write", "save.seal", "save.commit", "save.prune")  # by the writer, where a save is asynchronous
+COMMANDED, COMMANDS = ("kill-rank", "sigterm", "sigstop"), 0.15  # of these, so many run the real command too
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,15 @@ class Trial:
         return BY_NAME[self.fault]
 
     @property
+    def verdict(self) -> str:
+        """What must come of it."""
+        return self.kind.verdict_of(self.saves)
+
+    @property
     def acts(self) -> list[Act]:
-        act = Act(self.fault, self.phase, self.step, self.rank, self.delay_ms, self.draw)
+        written = self.saves == "async" and self.phase in WRITTEN
+        process = "writer" if written else "rank"
+        act = Act(self.fault, self.phase, self.step, self.rank, self.delay_ms, self.draw, process)
         if self.phase.startswith("load"):
             return [Act("kill-rank", "forward", KILLED_AT, self.rank), act]
         return [act]
@@ -56,9 +64,9 @@ def draw_trial(seed: int, number: int, fault: str = "", phase: str = "") -> Tria
     name, at = order[number] if number < len(order) else draw.choice(pairs)
     filters = [f"--fault {fault}"] * bool(fault) + [f"--phase {phase}"] * bool(phase)
     kind = BY_NAME[name]
-    layout = draw.choice(kind.layouts)
+    layout = draw.choice(kind.layouts_in(at))
     world = spec_of(layout, "", "sync").parallel.world
-    command = kind.command or (draw.random() < COMMANDS and name == "kill-rank" and at not in LEAD_ONLY)
+    command = kind.command or (draw.random() < COMMANDS and name in COMMANDED)
     return Trial(
         number=number,
         seed=seed,
@@ -67,8 +75,8 @@ def draw_trial(seed: int, number: int, fault: str = "", phase: str = "") -> Tria
         layout=layout,
         saves=draw.choice(kind.saves),
         job="command" if command else "forked",
-        rank=draw.randrange(world),
-        step=step_for(at, draw),
+        rank=0 if kind.lead else draw.randrange(world),
+        step=3 if name == "slow" else step_for(at, draw),  # it takes a while to be called slow
         delay_ms=draw.choice([0.0, round(draw.uniform(0, 12), 2)]) if kind.sudden else 0.0,
         draw=draw.randrange(2**31),
         repeat=" ".join([f"lmworks chaos --seed {seed} --trial {number}", *filters]),

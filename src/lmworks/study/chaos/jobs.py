@@ -170,20 +170,3 @@ def ranks_of(folder: Path) -> list[int]:
         if mine:
             found.append(pid)
     return found
-
-
-def be_agent(folder: Path, arguments: list[str]) -> None:
-    """`lmworks …arguments`, but the ranks that it starts come through this package."""
-    import runpy
-
-    from torch.distributed.launcher import api
-
-    launch = api.elastic_launch
-
-    def launching(config: Any, entrypoint: Any) -> Any:
-        started = launch(config, entrypoint)
-        return lambda _flag, _module, *rest: started("-m", "lmworks.study.chaos", str(folder), *rest)
-
-    api.elastic_launch = launching  # type: ignore[misc,assignment]
-    sys.argv = ["lmworks", *arguments]
-    runpy.run_module("lmworks", run_name="__main__")

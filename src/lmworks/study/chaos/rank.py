@@ -13,6 +13,7 @@ import random
 import runpy
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,20 @@ import torch
 from ...data import Batch, Batches
 from ...observe import report
 from ...record import phase
+from ...record.checkpoint import process
 from ...train import Trainer
-from .acts import mark_of, read_acts
-from .strike import Place, strike
+from . import numbers, strike
+from .waiting import Place, Waiting
 
-Log = dict[int, list[str]]  # step → a digest of every sample this rank was given
+Log = dict[int, tuple[int, list[str]]]  # step → data-parallel ranks, and a digest of every sample this one was given
 
 
 def be_rank(folder: Path, arguments: list[str]) -> None:
     """Run `lmworks …arguments` here; ends the process as the command does."""
     place = Place(folder, int(os.environ.get("RANK", 0)))
     place.pid_file(place.rank).write_text(str(os.getpid()))
-    phase.listeners.append(Waiting(place))
+    phase.listeners.append(Waiting(place, {**strike.FAULTS, **numbers.FAULTS}))
+    process.startup.append(partial(strike.wait_in_writer, folder, place.rank))
     phase.listeners.append(draw_numbers)
     remember_trainer(place)
     report.write_report = lambda folder: folder.report_path  # takes longer to draw than the job
@@ -42,25 +45,6 @@ def be_rank(folder: Path, arguments: list[str]) -> None:
         listener("start", 0)
     sys.argv = ["lmworks", *arguments]
     runpy.run_module("lmworks", run_name="__main__")
-
-
-class Waiting:
-    """Strikes once, where its act says."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.acts = list(enumerate(read_acts(place.folder)))
-
-    def __call__(self, name: str, step: int) -> None:
-        while self.acts and mark_of(self.place.folder, self.acts[0][0]).exists():
-            self.acts.pop(0)
-        if not self.acts:
-            return
-        index, act = self.acts[0]
-        if act.seen_by != self.place.rank or act.phase != name or act.step not in (0, step):
-            return
-        self.acts.pop(0)
-        strike(self.place, act, mark_of(self.place.folder, index))
 
 
 def draw_numbers(name: str, _step: int) -> None:
@@ -86,7 +70,8 @@ def note_samples(path: Path) -> None:
     def noting(self: Batches, *arguments: Any) -> Iterator[list[Batch]]:
         with path.open("a", encoding="utf-8") as notes:
             for batches in stream(self, *arguments):
-                notes.write(json.dumps([phase.step, [row for batch in batches for row in rows_of(batch)]]) + "\n")
+                rows = [row for batch in batches for row in rows_of(batch)]
+                notes.write(json.dumps([phase.step, self.world, rows]) + "\n")
                 notes.flush()
                 yield batches
 
@@ -103,5 +88,5 @@ def read_samples(folder: Path) -> dict[int, Log]:
     found: dict[int, Log] = {}
     for path in folder.glob("samples-*.jsonl"):
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("]]")]
-        found[int(path.stem.removeprefix("samples-"))] = dict(lines)
+        found[int(path.stem.removeprefix("samples-"))] = {step: (world, rows) for step, world, rows in lines}
     return found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ... import __version__
-from .faults import BY_NAME, FAULTS, PAIRS, TOLERANCE
+from .faults import FAULTS, LAYOUTS, PAIRS, TOLERANCE
 from .trials import Outcome
 
 SUMMARY = ("fault", "trials", "pairs", "verdict", "ok", "median s", "longest s")
@@ -48,16 +48,18 @@ def legal_rows() -> list[list[str]]:
             fault.name,
             fault.what,
             " ".join(fault.phases),
-            fault.verdict,
-            " ".join(fault.layouts)
-            if len(fault.layouts) < 6
-            else "all"
-            if "one" in fault.layouts
-            else "2 ranks or more",
+            fault.verdict + (f" (async: {fault.verdict_async})" if fault.verdict_async else ""),
+            told(fault.layouts),
             "/".join(fault.saves),
         ]
         for fault in FAULTS
     ]
+
+
+def told(layouts: tuple[str, ...]) -> str:
+    """The layouts, by what is left out where that is shorter."""
+    without = [name for name in LAYOUTS if name not in layouts]
+    return "all" + (f" but {', '.join(without)}" if without else "") if len(without) < 3 else " ".join(layouts)
 
 
 def write_report(outcomes: Sequence[Outcome], seed: int, seconds: float, out: Path) -> tuple[Path, Path]:
@@ -126,7 +128,3 @@ def line_of(outcome: Outcome, total: int) -> str:
     o = outcome
     how = f"{o.verdict} ({o.seconds:.1f} s)" if o.ok else f"FAILED, {o.verdict}: {o.problem}"
     return f"[{o.trial + 1}/{total}] {o.fault} in {o.phase}, {o.layout} {o.saves} {o.job}: {how}"
-
-
-def expected_of(fault: str) -> str:
-    return BY_NAME[fault].verdict

@@ -1,4 +1,4 @@
-"""The faults themselves, as they are done inside a rank (or by it to another process of its job)."""
+"""Faults of processes and disks, as they are done inside a rank or the writer of its saves, which has no torch."""
 
 from __future__ import annotations
 
@@ -11,58 +11,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from ...record import phase
-from ...train import Trainer
 from .acts import Act
+from .waiting import Place, Say, Strike, Waiting
 
-WRITER = "lmworks-writer"  # what the process that writes an asynchronous save calls itself
 FILLER = "filler"  # takes what room is left on a disk
 SMALL_FILE = 65_536  # bytes: room for a line of events, not for a shard
-SLOW_S = 0.08  # many times what a phase of the tiny job takes
-
-
-@dataclass
-class Place:
-    """What a fault may need to know: where the job's files are, and the trainer it is in."""
-
-    folder: Path
-    rank: int
-    trainer: Trainer | None = None  # from the time it is built
-
-    def pid_file(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank}.pid"
-
-    def pid(self, rank: int) -> int:
-        return int(self.pid_file(rank).read_text())
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "run" / "checkpoints"
-
-    @property
-    def data(self) -> Path:
-        return self.folder / "data"
-
-    @property
-    def built(self) -> Trainer:
-        if self.trainer is None:
-            raise RuntimeError("a fault in the numbers strikes before there are any")
-        return self.trainer
-
-
-def strike(place: Place, act: Act, mark: Path) -> None:
-    """Do it. What is done stands in `mark` before: some of these do not come back."""
-    FAULTS[act.fault](place, act, lambda words: mark.write_text(words, encoding="utf-8"))
-
-
-Say = Callable[[str], Any]
 
 
 # --- processes ------------------------------------------------------------------------------------------
@@ -83,15 +40,20 @@ def kill_rank(place: Place, act: Act, say: Say) -> None:
 
 def kill_agent(place: Place, act: Act, say: Say) -> None:
     say("SIGKILL to the agent")
-    agent = os.getppid()
+    status = Path(f"/proc/{place.pid(place.rank)}/status").read_text()
+    agent = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid:"))
     after(act, lambda: os.kill(agent, signal.SIGKILL))
 
 
 def kill_writer(place: Place, act: Act, say: Say) -> None:
-    pids = [pid for pid in children_of(place.pid(act.rank)) if name_of(pid) == WRITER]
-    say(f"SIGKILL to the writer of rank {act.rank}" if pids else f"rank {act.rank} has no writer")
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    say(f"SIGKILL to the writer of rank {place.rank}")
+    after(act, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def die(place: Place) -> None:
+    """The rank, and this process of its, if it is another."""
+    os.kill(place.pid(place.rank), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sigstop(place: Place, act: Act, say: Say) -> None:
@@ -114,34 +76,6 @@ def sigterm_late(place: Place, act: Act, say: Say) -> None:
     time.sleep(60)
 
 
-def slow(place: Place, act: Act, say: Say) -> None:
-    """From now on this rank needs longer for this phase."""
-    say(f"rank {act.rank} is slow")
-
-    def sleeping(name: str, _step: int) -> None:
-        if name == act.phase:
-            time.sleep(SLOW_S)
-
-    phase.listeners.append(sleeping)
-
-
-def mismatch(place: Place, act: Act, say: Say) -> None:
-    """One rank calls a collective that the others do not."""
-    say(f"rank {act.rank} calls an all_gather of its own")
-    dist.all_gather([torch.zeros(7) for _ in range(dist.get_world_size())], torch.zeros(7))
-
-
-def children_of(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")  # a process belongs to the thread that started it
-    return [int(child) for task in tasks for child in task.read_text().split()]
-
-
-def name_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
-
-
 # --- disks ----------------------------------------------------------------------------------------------
 
 
@@ -152,9 +86,8 @@ def enospc(place: Place, act: Act, say: Say) -> None:
         fill(place.folder / "run" / FILLER)
         return
     say(f"RLIMIT_FSIZE: rank {act.rank} may write no file beyond {SMALL_FILE} bytes")
-    for pid in (os.getpid(), *children_of(os.getpid())):
-        hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (SMALL_FILE, hard))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def fill(path: Path) -> None:
@@ -180,18 +113,20 @@ def damage(change: Callable[[Path, random.Random], None], word: str) -> Callable
 
     def act_on(place: Place, act: Act, say: Say) -> None:
         draw = random.Random(act.draw)
-        newest = max(step_folders(place.checkpoints), key=lambda path: path.name.lstrip("."))
+        newest = max(step_folders(place.checkpoints, act), key=lambda path: path.name.lstrip("."))
         path = draw.choice(sorted(file for file in newest.iterdir() if file.stat().st_size > 1000))
         say(f"{word} {newest.name}/{path.name}")
         change(path, draw)
         if not act.phase.startswith("load"):
-            os.kill(os.getpid(), signal.SIGKILL)
+            die(place)
 
     return act_on
 
 
-def step_folders(root: Path) -> list[Path]:
-    return [path for path in root.iterdir() if path.name.lstrip(".").startswith("step-") and path.is_dir()]
+def step_folders(root: Path, act: Act) -> list[Path]:
+    """Until its commit a checkpoint has a hidden name."""
+    mark = ".step-" if act.phase == "save.commit" else "step-"
+    return [path for path in root.iterdir() if path.name.startswith(mark)]
 
 
 def truncate(path: Path, draw: random.Random) -> None:
@@ -220,72 +155,12 @@ def damage_data(change: Callable[[Path, random.Random], None], word: str) -> Cal
         say(f"{word} {path.name}")
         change(path, draw)
         if act.phase != "start":
-            os.kill(os.getpid(), signal.SIGKILL)
+            die(place)
 
     return act_on
 
 
-# --- numbers --------------------------------------------------------------------------------------------
-
-
-def nan_loss(place: Place, act: Act, say: Say) -> None:
-    """What a block gives is not a number, for the rest of this step: a rerun of it finds the same."""
-    say(f"NaN in the forward pass of rank {act.rank}")
-    blocks = [block for part in place.built.laid.parts.values() for block in part.blocks.values()]
-    now = phase.step
-
-    def spoil(_module: Any, _inputs: Any, output: Any) -> Any:
-        return output * torch.nan if phase.step == now and isinstance(output, torch.Tensor) else output
-
-    random.Random(act.draw).choice(blocks).register_forward_hook(spoil)
-
-
-def nan_gradient(place: Place, act: Act, say: Say) -> None:
-    """One number of one gradient, when all of them are whole."""
-    say(f"NaN in a gradient of rank {act.rank}")
-    laid, finish = place.built.laid, place.built.laid.finish
-    draw, now = random.Random(act.draw), phase.step
-
-    def spoiled() -> None:
-        finish()
-        if phase.step == now:
-            gradient = draw.choice([s.leaf.grad for s in laid.shards if s.leaf.grad is not None and s.leaf.numel()])
-            numbers(gradient)[draw.randrange(numbers(gradient).numel())] = torch.nan
-
-    laid.finish = spoiled  # type: ignore[method-assign]
-
-
-def flip_parameter(place: Place, act: Act, say: Say) -> None:
-    say(f"a bit of a parameter of rank {act.rank}")
-    flip_number([shard.leaf for shard in place.built.laid.shards], act)
-
-
-def flip_gradient(place: Place, act: Act, say: Say) -> None:
-    say(f"a bit of a gradient of rank {act.rank}")
-    flip_number([shard.leaf.grad for shard in place.built.laid.shards if shard.leaf.grad is not None], act)
-
-
-def flip_optimizer(place: Place, act: Act, say: Say) -> None:
-    say(f"a bit of the optimizer's state of rank {act.rank}")
-    states = place.built.optimizer.state.values()
-    flip_number([value for state in states for key, value in state.items() if key.startswith("exp_avg")], act)
-
-
-def flip_number(tensors: list[torch.Tensor], act: Act) -> None:
-    """The highest bit of a mantissa: the number is another one, and still a number."""
-    draw = random.Random(act.draw)
-    with torch.no_grad():
-        bits = numbers(draw.choice(tensors)).view(torch.int32)
-        bits[draw.randrange(bits.numel())] ^= 1 << 22
-
-
-def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor (of this rank's part of it) in one row."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach().view(-1)
-
-
-FAULTS: dict[str, Callable[[Place, Act, Say], None]] = {
+FAULTS: dict[str, Strike] = {
     "kill-rank": kill_rank,
     "kill-agent": kill_agent,
     "kill-writer": kill_writer,
@@ -298,13 +173,11 @@ FAULTS: dict[str, Callable[[Place, Act, Say], None]] = {
     "truncate": damage(truncate, "truncated"),
     "flip": damage(flip_bit, "flipped a bit of"),
     "missing": damage(remove, "removed"),
-    "nan-loss": nan_loss,
-    "nan-gradient": nan_gradient,
-    "flip-parameter": flip_parameter,
-    "flip-gradient": flip_gradient,
-    "flip-optimizer": flip_optimizer,
-    "slow": slow,
-    "mismatch": mismatch,
     "data-missing": damage_data(remove, "removed"),
     "data-corrupt": damage_data(flip_bit, "flipped a bit of"),
 }
+
+
+def wait_in_writer(folder: Path, rank: int) -> None:
+    """For `process.startup`: called in every writer before its first job."""
+    phase.listeners.append(Waiting(Place(folder, rank, "writer"), FAULTS))

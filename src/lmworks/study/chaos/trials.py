@@ -93,7 +93,7 @@ class Harness:
         finally:
             if disk:
                 disk.remove()
-        ok = verdict == trial.kind.verdict
+        ok = verdict == trial.verdict
         outcome = Outcome(
             trial=trial.number,
             seed=trial.seed,
@@ -106,7 +106,7 @@ class Harness:
             step=trial.step,
             delay_ms=trial.delay_ms,
             struck="; ".join(done(folder)),
-            expected=trial.kind.verdict,
+            expected=trial.verdict,
             verdict=verdict,
             ok=ok,
             cause=cause,
@@ -157,14 +157,14 @@ class Harness:
         cause = named(trial, folder)
         if kind.cause and not cause and trial.phase in (kind.named_in or kind.phases):
             return "unnamed", "", f"nothing it said or recorded matches {pattern(trial, struck)}"
-        if kind.verdict == "stopped":
+        if trial.verdict == "stopped":
             early = [end for end in ended[:-1] if not end.well]
             if not early:
                 return "unnamed", cause, "it did not stop"
             if kind.exit_code is not None and set(early[-1].codes) != {kind.exit_code}:
                 return "unnamed", cause, f"exit codes {early[-1].codes} instead of {kind.exit_code}"
-        lost = losses_of(folder, self.straight_folder(trial), exact=kind.verdict != "close")
-        return ("lost" if lost else kind.verdict), cause, "; ".join(lost)
+        lost = losses_of(folder, self.straight_folder(trial), exact=trial.verdict != "close")
+        return ("lost" if lost else trial.verdict), cause, "; ".join(lost)
 
 
 def named(trial: Trial, folder: Path) -> str:
