@@ -31,6 +31,7 @@ PLAIN = (
     "serving",
     "bench-serve",
     "goodput",
+    "faults",
     "hangs",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PLAIN)]
