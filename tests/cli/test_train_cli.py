@@ -230,7 +230,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_failed(
         raise LMWorksError("cannot write report.html: No space left on device")
 
     monkeypatch.setattr("lmworks.observe.report.write_report", full)
-    monkeypatch.setattr("lmworks.train.trainer.squared_norm", lambda *_: torch.tensor(float("nan")))
+    monkeypatch.setattr("lmworks.train.step.squared_norm", lambda *_: torch.tensor(float("nan")))
     spec = write_spec(make_spec(dataset), tmp_path / "spec.toml")
     code, _, err = lmworks("train", spec, "--run-dir", tmp_path / "run")
     assert code == 1 and "step 1: gradient norm nan" in one_line(err)
@@ -239,7 +239,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_failed(
 def test_a_failed_run_leaves_the_signals_of_its_caller_as_they_were(
     lmworks: Run, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmworks.train.trainer.squared_norm", lambda *_: torch.tensor(float("nan")))
+    monkeypatch.setattr("lmworks.train.step.squared_norm", lambda *_: torch.tensor(float("nan")))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     spec = write_spec(make_spec(dataset), tmp_path / "spec.toml")
     assert lmworks("train", spec, "--run-dir", tmp_path / "run")[0] == 1
