@@ -160,6 +160,17 @@ def test_a_run_that_saves_in_the_background_is_the_same_run(dataset: Path, tmp_p
     assert names == {"rank-00000.safetensors", "rank-00001.safetensors", "index.json", "manifest.json", "COMMITTED"}
 
 
+def test_a_last_save_that_fails_is_made_again_in_the_open(
+    dataset: Path, tmp_path: Path, at_start: Callable[..., None]
+) -> None:
+    """There is no later save to make up for it, and the state is still there."""
+    at_start(partial(failing, "fsync", errno.EIO, 1, 10**6))
+    Trainer(layout(dataset, "checkpoint.every=0", *ASYNC), tmp_path / "run", quiet=True).run()
+    assert [event["error"] for event in events(tmp_path / "run", "save_failed")] == ["Input/output error"]
+    assert [(event["step"], event["write_s"]) for event in events(tmp_path / "run", "save")] == [(3, 0.0)]
+    assert [folder.name for folder in checkpoint.committed(tmp_path / "run" / "checkpoints")] == ["step-000003"]
+
+
 @with_meshes
 def trouble(rank: int, once: RunSpec, ever: RunSpec, folder: Path) -> list[str]:
     """Rank 1's disk refuses one save; then every one, and the run must end."""

@@ -45,7 +45,8 @@ class Saving:
             path = checkpoint.save(self.root, self.trainer.step, state, meta, self.keep)
             self.saved(path, time.perf_counter() - began, 0.0)
         if wait and self.copies is not None:
-            self.told_of_copy(self.copies.settle())
+            for copied in self.copies.settle():
+                self.copied(copied)
         return time.perf_counter() - began
 
     def meta(self) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class Saving:
         if self.background is not None:
             self.ended(self.background.poll())
         if self.copies is not None:
-            self.told_of_copy(self.copies.poll())
+            self.copied(self.copies.poll())
 
     def ended(self, ended: Ended | None) -> None:
         """Record it; the lead alone hears anything."""
@@ -108,7 +109,7 @@ class Saving:
         if self.copies is not None:
             self.copies.add(path)
 
-    def told_of_copy(self, copied: Copied | None) -> None:
+    def copied(self, copied: Copied | None) -> None:
         if copied is None:
             return
         fields = {"path": copied.folder.name, "remote": self.spec.remote, "seconds": round(copied.seconds, 4)}

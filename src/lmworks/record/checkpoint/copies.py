@@ -6,6 +6,7 @@ A place that is slower than the run saves gets fewer checkpoints, not a queue of
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,12 +64,11 @@ class Copies:
             self.send(following)
         return copied
 
-    def settle(self) -> Copied | None:
-        """Wait until nothing is left to copy; returns what became of the last."""
-        copied = None
+    def settle(self) -> Iterator[Copied]:
+        """Wait until nothing is left to copy."""
         while self.current is not None:
-            copied = self.poll(POLL_S) or copied
-        return copied
+            if copied := self.poll(POLL_S):
+                yield copied
 
     def close(self) -> None:
         """What is under way is given up: without its marker it is no copy."""

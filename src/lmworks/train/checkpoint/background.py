@@ -71,7 +71,7 @@ class Background:
         self.writer = self.start()
         self.count = 0
         self.flight: Flight | None = None
-        self.board = Board(self.process, self.rank, self.world)
+        self.board = Board(from_lead(time.time_ns), self.rank, self.world)
 
     def start(self) -> Writer:
         index = self.plan.index if self.lead else b""
@@ -167,8 +167,9 @@ class Background:
 class Board:
     """What the ranks leave for the lead: entries of the store they met at; alone, a dictionary."""
 
-    def __init__(self, process: int, rank: int, world: int) -> None:
-        self.prefix, self.rank, self.world = f"lmworks/save/{process}", rank, world
+    def __init__(self, name: int, rank: int, world: int) -> None:
+        """`name`: another for every run that uses the store."""
+        self.prefix, self.rank, self.world = f"lmworks/save/{name}", rank, world
         self.store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
         self.alone: str = ""
 

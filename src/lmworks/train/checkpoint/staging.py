@@ -32,8 +32,11 @@ class Staging:
             ) from error
         self.buffer = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.buffer.zero_()  # so that the first save finds its pages
-        if device.type == "cuda":
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0))
+        if device.type == "cuda" and int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)):
+            raise CheckpointError(
+                f"cannot pin the {size} bytes that an asynchronous save copies on this rank (see ulimit -l); "
+                "use checkpoint.asynchronous = false"
+            )
 
     def take(self, state: dict[str, Any]) -> None:
         """Copy what this rank writes of `state`."""
