@@ -30,6 +30,7 @@ PLAIN = (
     "quantization",
     "serving",
     "bench-serve",
+    "checkpoints",
     "goodput",
     "faults",
     "hangs",
