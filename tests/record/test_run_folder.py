@@ -96,6 +96,14 @@ def test_attempts_count_from_zero(tmp_path):
     assert folder.next_attempt() == 5
 
 
+def test_an_attempt_that_hung_before_its_first_event_is_counted(tmp_path):
+    """Else the next one finds the old alarm, takes it for its own, and ends at once."""
+    folder = RunFolder.create(tmp_path / "run", SPEC)
+    folder.event("start", 0, attempt=0)
+    (folder.path / "hangs" / "attempt-1").mkdir(parents=True)
+    assert folder.next_attempt() == 2
+
+
 def test_only_one_process_holds_a_run(tmp_path):
     folder = RunFolder.create(tmp_path / "run", SPEC)
     assert not folder.held()

@@ -38,6 +38,7 @@ from typing import Any, Self
 
 from ..spec import RunSpec, SpecError, dump_toml, load_run
 from ..spec.files import write_whole
+from . import hang
 from .jsonl import LineWriter, read_lines
 
 
@@ -128,9 +129,13 @@ class RunFolder:
         return read_lines(self.events_path)
 
     def next_attempt(self) -> int:
-        """0 for a run that has recorded nothing, else one more than the highest attempt on record."""
+        """0 for a run that has recorded nothing, else one more than the highest attempt on record.
+
+        One that hung before its first event has left reports all the same: the next must not take them for its own.
+        """
         records = [*read_lines(self.metrics_path), *self.events()]
-        return 1 + max((record["attempt"] for record in records if isinstance(record.get("attempt"), int)), default=-1)
+        known = [record["attempt"] for record in records if isinstance(record.get("attempt"), int)]
+        return 1 + max([*known, *hang.attempts(self.path)], default=-1)
 
     @contextmanager
     def hold(self, patience_s: float = 0.0) -> Iterator[None]:
