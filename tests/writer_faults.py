@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
+
+from lmworks.record import phase
 
 
 def failing(call: str, code: int, first: int, last: int) -> None:
@@ -26,3 +29,13 @@ def failing(call: str, code: int, first: int, last: int) -> None:
 def hang() -> None:
     """It never comes to its first byte."""
     os.writev = lambda *arguments: time.sleep(600)  # type: ignore[assignment, return-value]
+
+
+def die_at(stage: str) -> None:
+    """Killed where it enters this phase."""
+
+    def listener(name: str, step: int) -> None:
+        if name == stage:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    phase.listeners.append(listener)

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from layouts import Job, do, layout, with_meshes
+from lmworks.record import phase
 from lmworks.record.checkpoint import process
 from lmworks.spec import CheckpointError, RunSpec
 from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer, checkpoint
 from lmworks.train.checkpoint.background import Background
 from tiny import curve, differences, events, saved
-from writer_faults import failing, hang
+from writer_faults import die_at, failing, hang
 
 ASYNC = ("checkpoint.asynchronous=true",)
 NOW = torch.device("cpu")
@@ -86,6 +87,23 @@ def test_the_writer_is_small_named_and_ends_with_its_rank(tmp_path: Path) -> Non
         time.sleep(0.01)
 
 
+def test_a_rank_enters_the_phases_of_its_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[str] = []
+    monkeypatch.setattr(phase, "listeners", [lambda name, step: entered.append(name)])
+    checkpoint.save(tmp_path, 1, state_of(1), {})
+    stages = ["save.stage", "save.write", "save.seal", "save.commit", "save.prune"]
+    assert entered == stages
+    saves = background(tmp_path)
+    entered.clear()
+    saves.save(2, state_of(2), {})
+    saves.settle()
+    saves.close()
+    assert entered == ["save.stage", "save.write", *stages[1:]]  # handed over, and begun
+    entered.clear()
+    committed(tmp_path)
+    assert set(entered) == {"load.find", "load.read"}
+
+
 # --- a writer in trouble ------------------------------------------------------------------------------
 
 
@@ -115,6 +133,26 @@ def test_a_disk_that_refuses_costs_one_save(
     saves.close()
     assert committed(tmp_path) == [3, 1]
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(("stage", "kept"), [("save.seal", False), ("save.commit", False), ("save.prune", True)])
+def test_a_writer_that_is_killed_while_it_commits(
+    tmp_path: Path, at_start: Callable[..., None], stage: str, kept: bool
+) -> None:
+    """A step that exists is saved again: before the commit the old one stays, after it the new one counts."""
+    checkpoint.save(tmp_path, 1, state_of(1), {"which": "old"})
+    at_start(partial(die_at, stage))
+    saves = background(tmp_path)
+    at_start()
+    saves.save(1, state_of(1), {"which": "new"})
+    ended = saves.settle()
+    assert ended is not None and ended.error == ("" if kept else "its writer process was killed by signal 9")
+    (folder,) = checkpoint.committed(tmp_path)
+    assert checkpoint.verify(folder).meta == {"which": "new" if kept else "old"}
+    saves.save(2, state_of(2), {})
+    saves.settle()
+    saves.close()
+    assert committed(tmp_path) == [2, 1] and not list(tmp_path.glob(".*"))
 
 
 def test_a_writer_that_is_killed_is_replaced(tmp_path: Path, at_start: Callable[..., None]) -> None:

@@ -151,7 +151,10 @@ class Background:
     def sealed(self, flight: Flight, answer: Answer) -> Ended:
         """A writer that was killed after its commit has committed: only that counts."""
         there = (flight.final / MARKER).exists() and not flight.work.exists()
-        return self.end(flight, "" if not isinstance(answer, Failed) or there else answer.reason)
+        if there or not isinstance(answer, Failed):
+            return self.end(flight, "")
+        self.writer.send(Abandon(flight.step, flight.work))
+        return self.end(flight, answer.reason)
 
     def end(self, flight: Flight, error: str) -> Ended:
         self.flight = None

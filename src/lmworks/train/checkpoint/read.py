@@ -140,14 +140,20 @@ def share(mine: Chunks, manifest: Manifest) -> Chunks:
 
 def fill(folder: Path, manifest: Manifest, wants: list[Want], chunks: Chunks) -> None:
     """Read `chunks`, and with them everything wanted, in the order of the files."""
+    numbers: dict[str, list[int]] = defaultdict(list)
+    wanted: dict[str, list[Want]] = defaultdict(list)
+    for name, number in sorted(chunks):
+        numbers[name].append(number)
+    for want in wants:
+        wanted[want.file].append(want)
     with hashers() as pool:
         checks: list[tuple[Path, int, Future[str]]] = []
-        for name in sorted({name for name, _ in chunks}):
-            path, inside = folder / name, [want for want in wants if want.file == name]
+        for name in numbers:
+            path = folder / name
             try:
                 with path.open("rb", buffering=0) as file:
-                    for number in sorted(number for other, number in chunks if other == name):
-                        parts = read_chunk(file.fileno(), number, manifest, name, inside)
+                    for number in numbers[name]:
+                        parts = read_chunk(file.fileno(), number, manifest, name, wanted[name])
                         checks.append((path, number, pool.submit(sha256, parts)))
                         if len(checks) > AHEAD:
                             confirm(*checks[-AHEAD - 1], manifest)
