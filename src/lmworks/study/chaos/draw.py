@@ -11,7 +11,7 @@ from ...spec.load import apply_overrides
 from .acts import Act
 from .faults import BY_NAME, LAYOUTS, PAIRS, TIMEOUT_S, Fault
 
-STEPS, SAVED_EVERY, KEPT = 8, 2, 2
+STEPS, SAVED_EVERY, KEPT = 12, 2, 2
 KILLED_AT = 7  # where a fault of loading needs a run that has died before, and two committed steps
 WRITTEN = ("save.write", "save.seal", "save.commit", "save.prune")  # by the writer, where a save is asynchronous
 COMMANDED, COMMANDS = ("kill-rank", "sigterm", "sigstop"), 0.15  # of these, so many run the real command too
@@ -84,7 +84,7 @@ def draw_trial(seed: int, number: int, fault: str = "", phase: str = "") -> Tria
 
 
 def step_for(phase: str, draw: random.Random) -> int:
-    """Before the last steps, so that something is left to do; 0 where a phase belongs to none."""
+    """Early enough that something is left to do, also while a save of step 6 goes on; 0 where a phase has no step."""
     if phase == "save.prune":
         return 6  # the first save after which there is one too many
     if phase.startswith("save"):
@@ -93,7 +93,7 @@ def step_for(phase: str, draw: random.Random) -> int:
 
 
 def spec_of(layout: str, data: str, saves: str, keys: tuple[str, ...] = ()) -> RunSpec:
-    """Two layers of width 32, 8 steps of 4 sequences, saved after every second."""
+    """Two layers of width 32, 12 steps of 4 sequences, saved after every second."""
     table = {
         "name": "chaos",
         "model": {"preset": "tiny", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 258},

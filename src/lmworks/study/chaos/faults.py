@@ -99,7 +99,7 @@ FAULTS = (
     Fault("flip-optimizer", "a bit of the optimizer's state flips on one replica", ("data", "optimizer"), "stopped",
           cause=CORRUPT, layouts=("ddp2", "ddp3"), keys=("health.hash_every=1",)),
     Fault("slow", "a slow rank", ("data", "forward", "optimizer"), "same", cause=r"straggler.*\brank\W+{rank}\b",
-          layouts=BESIDE, keys=("watch.straggler_steps=3",)),
+          layouts=BESIDE, keys=("watch.straggler_steps=2",)),
     Fault("mismatch", "a collective that the other ranks do not call", ("forward", "reduce", "optimizer"), "stopped",
           cause=MISMATCH, layouts=SEVERAL),
     Fault("data-missing", "a shard of tokens is gone", ("start", "data"), "stopped", cause=r"{file} is missing",

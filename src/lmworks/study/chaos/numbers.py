@@ -13,7 +13,7 @@ from ...record import phase
 from .acts import Act
 from .waiting import Place, Say, Strike
 
-SLOW_S = 0.4  # many times what a step of the tiny job takes
+SLOW_S = 0.8  # many times what a step takes, and long enough in all: who is slow is told over seconds
 
 
 def slow(place: Place, act: Act, say: Say) -> None:
