@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+import typed
 from lmworks.cli.checkpoint import progress_unless
-from lmworks.cli.main import main
 from lmworks.record import RunFolder
 from lmworks.record.checkpoint.folders import work_folder
 from lmworks.study.ranks import on_ranks
@@ -26,18 +26,8 @@ SHARD = "rank-00000.safetensors"
 
 
 @pytest.fixture
-def lmworks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Types a command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        monkeypatch.setattr("sys.argv", ["lmworks", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
+def lmworks(capsys: pytest.CaptureFixture[str]) -> Run:
+    return lambda *arguments: typed.lmworks(capsys, *map(str, arguments))
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +233,13 @@ def test_prune_leaves_a_run_alone_that_is_being_trained(lmworks: Run, run: Path)
     assert "is one checkpoint" in refusal(lmworks("checkpoint", "prune", folder(run, 10), "--keep", "1"), 2)
     assert steps(run) == [30, 20, 10]
     assert lmworks("checkpoint", "prune", run)[0] == 2  # how many to keep is never guessed
+
+
+def test_nobody_takes_a_run_up_while_it_is_pruned(lmworks: Run, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[bool] = []
+    monkeypatch.setattr("lmworks.record.checkpoint.folders.discard", lambda folder: held.append(RunFolder(run).held()))
+    assert "cannot remove" in refusal(lmworks("checkpoint", "prune", run, "--keep", "1"), 1)
+    assert held == [True] and not RunFolder(run).held()
 
 
 # --- bad input --------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -175,9 +175,10 @@ def prune(
         raise SpecError(f"{source} is one checkpoint; name the run, or the folder that holds all of them")
     if place.run and place.run.held():
         raise SpecError(f"{place.run.path} is being trained, and prunes by itself as checkpoint.keep says")
-    doomed = {folder: size_of(folder) for folder in surplus(place.root, Keep(keep, keep_every))}
-    if not dry_run:
-        for folder in doomed:
+    # What goes is found by reading, which takes a while: nobody may take the run up meanwhile.
+    with place.run.hold() if place.run and not dry_run else nullcontext():
+        doomed = {folder: size_of(folder) for folder in surplus(place.root, Keep(keep, keep_every))}
+        for folder in () if dry_run else doomed:
             discard(folder)
             if folder.exists():
                 raise CheckpointError(f"cannot remove {folder}: no permission, or a file in it is in use")
