@@ -38,6 +38,7 @@ WORDS = [
     "print",
     "open",
 ]
+SHORT = ("optim.steps=80",)
 AT = 60  # the step in which the machine fails
 
 
@@ -91,9 +92,10 @@ def main() -> None:
         case ["text"]:
             write_text(Path("text.jsonl"))
         case ["nan", spec, run]:
-            train_with_nan(load_run(spec), Path(run))
+            train_with_nan(load_run(spec, [*SHORT, "health.rerun=true"]), Path(run))
         case ["flip", spec, run]:
-            on_ranks(3, train_with_flip, load_run(spec), Path(run))
+            three = [*SHORT, "health.hash_every=10", "parallel.dp=3", "data.micro_batch=3", "data.global_batch=9"]
+            on_ranks(3, train_with_flip, load_run(spec, three), Path(run))
         case _:
             sys.exit(__doc__)
 
