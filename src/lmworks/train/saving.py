@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..parallel.weights import is_hf
-from ..parallel.world import from_lead, known, together
+from ..parallel.world import from_lead, is_lead, known, together
 from ..record import RunFolder
 from ..record.checkpoint.copies import Copied, Copies
 from ..record.checkpoint.manifest import vouched
@@ -43,7 +43,7 @@ class Saving:
         state, meta = {**self.trainer.state(), "rng": rng_state()}, self.meta()
         if self.background is None or not self.in_background(self.background, state, meta, wait, began):
             path = checkpoint.save(self.root, self.trainer.step, state, meta, self.keep)
-            self.saved(path, time.perf_counter() - began, 0.0)
+            self.saved(Ended(self.trainer.step, path, 0.0, bytes_of(path)), time.perf_counter() - began)
         if wait and self.copies is not None:
             for copied in self.copies.settle():
                 self.copied(copied)
@@ -89,7 +89,7 @@ class Saving:
             return
         if not ended.error:
             self.failed = []
-            self.saved(ended.path, self.stalled, ended.seconds, ended.step)
+            self.saved(ended, self.stalled)
             return
         self.failed.append(f"cannot save {ended.path}: {ended.error}")
         self.trainer.event("save_failed", ended.step, path=ended.path.name, error=ended.error)
@@ -100,14 +100,11 @@ class Saving:
         if len(self.failed) > 1:
             raise CheckpointError(f"{self.failed[-1]}; the save before failed too")
 
-    def saved(self, path: Path, seconds: float, write_s: float, step: int | None = None) -> None:
-        if not self.trainer.lead:
-            return
-        size = sum(entry["bytes"] for entry in vouched(path).files.values())
-        times = {"seconds": round(seconds, 4), "write_s": round(write_s, 4)}
-        self.trainer.event("save", step, path=path.name, bytes=size, **times)
+    def saved(self, ended: Ended, stalled: float) -> None:
+        times = {"seconds": round(stalled, 4), "write_s": round(ended.seconds, 4)}
+        self.trainer.event("save", ended.step, path=ended.path.name, bytes=ended.bytes, **times)
         if self.copies is not None:
-            self.copies.add(path)
+            self.copies.add(ended.path)
 
     def copied(self, copied: Copied | None) -> None:
         if copied is None:
@@ -172,3 +169,7 @@ class Saving:
     def refused(self, path: Path, reason: str) -> None:
         self.trainer.event("refused", checkpoint.step_of(path), path=path.name, reason=reason)
         print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(entry["bytes"] for entry in vouched(folder).files.values()) if is_lead() else 0

@@ -34,7 +34,7 @@ class Writer:
         self.send(setup)
         self.busy = False
 
-    def send(self, job: Job | Setup) -> None:
+    def send(self, job: Job | Setup | None) -> None:
         self.busy = True
         with suppress(OSError):  # it is gone, as `answer` will find
             self.channel.send(job)
@@ -62,7 +62,8 @@ class Writer:
 
     def close(self) -> None:
         """It ends by itself where it has nothing to do; what it is in the middle of is given up."""
-        self.channel.close()
         if self.busy:
             self.process.kill()
+        self.send(None)  # said, since processes forked from this one may keep the channel open
+        self.channel.close()
         self.process.wait()

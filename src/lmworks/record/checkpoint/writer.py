@@ -38,6 +38,8 @@ def main(channel: int, buffer: int, parent: int) -> None:
                 job = rank.recv()
             except EOFError:
                 return
+            if job is None:
+                return
             rank.send(answer(job, setup, staged))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...parallel.world import from_lead, is_lead
+from ...parallel.world import from_lead, is_lead, together
 from ...record import phase
 from ...record.checkpoint import process
 from ...record.checkpoint.folders import Keep, work_folder
@@ -64,11 +64,11 @@ class Background:
         """Every rank together. Where everything lies is decided here; `state` must never change its layout."""
         self.root, self.keep = root, keep
         self.plan = make(state)
-        self.staging = Staging(self.plan, device)
+        self.staging = together(lambda: Staging(self.plan, device))
         self.lead = is_lead()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.process = from_lead(os.getpid)
-        self.writer = self.start()
+        self.writer = together(self.start)
         self.count = 0
         self.flight: Flight | None = None
         self.board = Board(from_lead(time.time_ns), self.rank, self.world)
@@ -113,7 +113,7 @@ class Background:
         ended = None
         while self.flight is not None:
             ended = self.advance(POLL_S)
-            if time.monotonic() > give_up:
+            if self.flight is not None and time.monotonic() > give_up:
                 raise CheckpointError(f"cannot save {self.flight.final}: no word of it for {PATIENCE_S:g} s")
         return ended
 
