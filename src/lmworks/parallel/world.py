@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..spec import Grid, LMWorksError, ParallelSpec, SpecError, TrainingError
+from .meeting import kept_by_agent, private_store
 from .mesh import Mesh
 
 T = TypeVar("T")
@@ -67,7 +68,9 @@ def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) 
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives on record; older versions record none
     limit = timedelta(seconds=1.5 * timeout_s + LATER_S)
     if not dist.is_initialized():
-        dist.init_process_group(BACKENDS[device.type], timeout=limit)
+        store = private_store(limit) if kept_by_agent() else None
+        rank = int(os.environ["RANK"])
+        dist.init_process_group(BACKENDS[device.type], timeout=limit, store=store, rank=rank, world_size=started)
     mesh = Mesh(Grid.of(parallel), device.type)
     limit_waits(limit)
     return mesh

@@ -1,0 +1,45 @@
+"""Ranks of a new generation find one another in a store that is full of what the one before has left."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from lmworks.parallel.meeting import meet
+from lmworks.spec import TrainingError
+
+SOON = 60.0
+
+
+def generation(store: dist.Store, world: int, late: int) -> list[str]:
+    """Rank `late` comes after all others, which look at what its predecessor left in the meantime."""
+
+    def rank(number: int) -> str:
+        if number == late:
+            time.sleep(0.1)
+        return meet(store, number, world, time.monotonic() + SOON)
+
+    with ThreadPoolExecutor(world) as ranks:
+        return list(ranks.map(rank, range(world)))
+
+
+def test_every_generation_agrees_on_a_name_of_its_own() -> None:
+    store = dist.HashStore()
+    names = [generation(store, 3, late) for late in (0, 1, 2, 0)]
+    assert all(len(set(found)) == 1 for found in names)
+    assert len({found[0] for found in names}) == 4
+
+
+def test_one_rank_meets_nobody() -> None:
+    assert meet(dist.HashStore(), 0, 1, time.monotonic()) != ""
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1"), (1, "rank 0")])
+def test_who_does_not_come_is_named(rank: int, missing: str) -> None:
+    store = dist.HashStore()
+    generation(store, 2, late=0)
+    with pytest.raises(TrainingError, match=f"{missing} did not come"):
+        meet(store, rank, 2, time.monotonic() + 0.1)
