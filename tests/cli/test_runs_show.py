@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from lmworks.cli.main import main
+import typed
 from lmworks.record import MetricsWriter, RunFolder
 from lmworks.record.jsonl import LineWriter
 from lmworks.spec import RunSpec
@@ -22,15 +21,7 @@ ZERO = datetime(2026, 11, 15, 12, tzinfo=UTC)
 @pytest.fixture
 def lmworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Lmworks:
     monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lmworks", *words])
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out, said.err
-
-    return call
+    return lambda *words: typed.lmworks(capsys, *words)
 
 
 @pytest.fixture

@@ -82,6 +82,16 @@ def noting(stop: StopSignals, say: Callable[[str], None], count: int = 1) -> Non
         time.sleep(0.01)
 
 
+def interrupted(stop: StopSignals, say: Callable[[str], None]) -> None:
+    """Tells of a signal, and then does not come to the end of its step."""
+    stop.wait_for_step()
+    say("in a step")
+    while not stop.signal:
+        time.sleep(0.01)
+    say("noted")
+    stand_still()
+
+
 def test_the_deadline_ends_a_rank_that_stands_in_a_collective() -> None:
     child = Child(stuck, deadline_s=0.2)
     child.hears("in a step")
@@ -135,16 +145,8 @@ def test_an_echo_of_the_first_is_no_second() -> None:
 
 
 def test_sigterm_after_ctrl_c_does_not_wait_either() -> None:
-    def work(stop: StopSignals, say: Callable[[str], None]) -> None:
-        stop.wait_for_step()
-        say("in a step")
-        while not stop.signal:
-            time.sleep(0.01)
-        say("noted")
-        stand_still()
-
     with mock.patch.object(signals, "ONE_REQUEST_S", 0.0):
-        child = Child(work)
+        child = Child(interrupted)
     child.hears("in a step")
     child.kill(signal.SIGINT)
     child.hears("noted")
@@ -153,15 +155,7 @@ def test_sigterm_after_ctrl_c_does_not_wait_either() -> None:
 
 
 def test_a_second_ctrl_c_ends_it_by_the_signal() -> None:
-    def work(stop: StopSignals, say: Callable[[str], None]) -> None:
-        stop.wait_for_step()
-        say("in a step")
-        while not stop.signal:
-            time.sleep(0.01)
-        say("noted")
-        stand_still()
-
-    child = Child(work)
+    child = Child(interrupted)
     child.hears("in a step")
     child.kill(signal.SIGINT)
     child.hears("noted")
