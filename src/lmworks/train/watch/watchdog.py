@@ -72,7 +72,7 @@ class Watchdog:
         self.thread = threading.Thread(target=self.loop, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        self.sign_path.parent.mkdir(exist_ok=True)
+        self.sign_path.parent.mkdir(parents=True, exist_ok=True)  # NFS may not show yet what rank 0 has made
         beat = own_beat(self.rank, self.attempt)
         write_whole(self.sign_path, beat.first() + beat.second(beat.time, beat.phase, beat.step))
         with self.sign_path.open("r+b") as file:
