@@ -34,6 +34,8 @@ PLAIN = (
     "goodput",
     "faults",
     "hangs",
+    "health",
+    "runbooks/loss-spike",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PLAIN)]
 BLOCKS = [
