@@ -74,14 +74,19 @@ def machines(spec: RunSpec, nodes: int | None, per_node: int | None) -> tuple[in
     return given
 
 
-def stopping(child: str, on: str) -> list[str]:
-    """Bash that waits for the process in `$child` to end, and asks it to stop at a signal.
+def handing_on(signal: str, child: str) -> list[str]:
+    """Bash, before a process is started: what to do at a signal. The process, once there, is `$child`."""
+    return ["stopped=0", f"{child}=", f"""trap 'stopped=1; [[ -z ${child} ]] || kill -TERM "${child}"' {signal}"""]
+
+
+def waiting_for(child: str) -> list[str]:
+    """Bash, after it was started in the background: wait for its end, and know how it ended.
 
     torchrun ends with 1 whatever happened. A run that was asked to stop, and was not done, ends with 75: start it.
     """
     return [
-        "stopped=0",
-        f"""trap 'stopped=1; kill -TERM "${child}"' {on}""",
+        f"{child}=$!",
+        f'((stopped)) && kill -TERM "${child}" # the signal came while it was started',
         "while true; do",
         "  status=0",
         f'  wait "${child}" || status=$?',

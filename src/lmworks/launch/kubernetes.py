@@ -13,7 +13,7 @@ from typing import Any
 
 from ..spec import SpecError, dump_toml
 from ..spec.errors import PREEMPTED
-from .job import Job, one_word, stopping
+from .job import Job, handing_on, one_word, waiting_for
 
 Manifest = dict[str, Any]
 FILES = "/etc/lmworks"  # the spec and start.sh, from a ConfigMap
@@ -49,7 +49,7 @@ def config_map(job: Job) -> Manifest:
 
 def start_script(job: Job) -> str:
     run = shlex.quote(job.run_dir)
-    waiting = "\n".join(stopping("agent", "TERM"))
+    before, after = "\n".join(handing_on("TERM", "agent")), "\n".join(waiting_for("agent"))
     return f"""\
 # Every node looks before it meets the others, and the run folder is made after they met: all see the same.
 if [[ -e {run}/spec.toml ]]; then
@@ -57,9 +57,9 @@ if [[ -e {run}/spec.toml ]]; then
 else
   work=(lmworks.train {FILES}/spec.toml --run-dir {run})
 fi
+{before}
 torchrun --nnodes {job.nodes} --nproc-per-node {job.per_node} -m "${{work[@]}}" &
-agent=$!
-{waiting}
+{after}
 exit "$status"
 """
 

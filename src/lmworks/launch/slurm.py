@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..spec import SpecError
 from ..spec.errors import PREEMPTED
-from .job import Job, one_word, stopping
+from .job import Job, handing_on, one_word, waiting_for
 
 TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")  # minutes, or [days-]hours:minutes:seconds
 
@@ -99,6 +99,10 @@ def start(job: Job, ask: Allocation) -> list[str]:
         "# shellcheck disable=SC2016",
         'agent=\'torchrun --rdzv-conf is_host=$((SLURM_NODEID == 0)) --local-addr "$SLURMD_NODENAME" "$@"\'',
         "",
+        f"# {ask.grace} s before the limit Slurm sends USR1 to this script. It asks all ranks to save and stop:",
+        "# srun hands SIGTERM on to its tasks.",
+        *handing_on("USR1", "step"),
+        "",
         "# Once a node has ended, the others have two minutes: to end too, or to finish writing.",
         "srun --kill-on-bad-exit=0 --wait=120 --cpu-bind=none --open-mode=append \\",
         '  --output="logs/%x-%j-node%n.log" \\',
@@ -107,7 +111,6 @@ def start(job: Job, ask: Allocation) -> list[str]:
         f"  --nnodes {job.nodes} --nproc-per-node {job.per_node} --max-restarts {job.spec.fault.max_restarts} \\",
         '  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:$port" \\',
         '  -m "${work[@]}" &',
-        "step=$!",
     ]
 
 
@@ -120,9 +123,7 @@ def finish(ask: Allocation) -> list[str]:
         "fi",
     ]
     return [
-        f"# {ask.grace} s before the limit Slurm sends USR1 to this script. It asks all ranks to save and stop:",
-        "# srun hands SIGTERM on to its tasks.",
-        *stopping("step", "USR1"),
+        *waiting_for("step"),
         *(again if ask.requeue else []),
         'exit "$status"',
     ]
