@@ -12,6 +12,7 @@ import mmap
 import os
 import signal
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from .. import phase
@@ -33,14 +34,9 @@ def main(channel: int, buffer: int, parent: int) -> None:
             act()
         phase.listeners.append(lambda name, step: rank.send(Entered(name)))
         staged = mmap.mmap(buffer, 0) if buffer >= 0 else None
-        while True:
-            try:
-                job = rank.recv()
-            except EOFError:
-                return
-            if job is None:
-                return
-            rank.send(answer(job, setup, staged))
+        with suppress(EOFError, ConnectionError):  # the rank is gone, and nobody wants to hear of it
+            while (job := rank.recv()) is not None:
+                rank.send(answer(job, setup, staged))
 
 
 def follow(parent: int) -> None:
