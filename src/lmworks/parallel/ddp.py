@@ -32,7 +32,7 @@ class DDP(Alone):
         super().__init__(part)
         self.loss_factor = float(mesh.size("dp_cp"))  # DDP averages over its group
         group = mesh.group("dp_cp")
-        self.ddp = DistributedDataParallel(
+        self.ddp = InOrder(
             part,
             process_group=group,
             bucket_cap_mb=spec.parallel.bucket_mb,
@@ -42,6 +42,8 @@ class DDP(Alone):
         )
         if spec.precision.reduce == "bf16":
             self.ddp.register_comm_hook(None, lambda _, bucket: mean_in_bf16(bucket.buffer(), group))
+        self.ddp.reducer._push_all_rebuilt_params()
+        self.ddp.reducer._rebuild_buckets()
         # With a static graph the first backward pass is the one that DDP learns from, and it has to reduce: gradients
         # that have met already are equal on all ranks, and their mean in the next reduction leaves them as they are.
         self.learning = spec.parallel.static_graph
@@ -52,6 +54,19 @@ class DDP(Alone):
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         meet, self.learning = last or self.learning, False
         return nullcontext() if meet else self.ddp.no_sync()
+
+
+class InOrder(DistributedDataParallel):
+    """Fills its buckets in the order of the backward pass from the first step on.
+
+    DDP learns that order in the first backward pass of a process and fills its buckets anew for the second. Where three
+    ranks or more add up, the rounding of a sum depends on its place in the bucket, and the first step after a resume
+    would not be to the last bit the step that it repeats. So the order is given, not learnt: last parameter first.
+    """
+
+    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
+        parameters, sparse = super()._build_params_for_reducer()
+        return parameters[::-1], sparse[::-1]
 
 
 def mean_in_bf16(buffer: Tensor, group: ProcessGroup) -> Future[Tensor]:
