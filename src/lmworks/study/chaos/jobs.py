@@ -6,6 +6,7 @@ themselves and end, within the time that a collective may take. The real command
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing.connection
 import os
 import signal
@@ -96,6 +97,7 @@ def enter(server: socket.socket | None, world: int, rank: int, folder: Path, arg
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    faulthandler.enable(sys.stderr)  # gloo ends a process by abort()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
