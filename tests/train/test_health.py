@@ -168,6 +168,7 @@ def test_a_run_killed_while_it_goes_back_comes_to_the_same_place(dataset: Path, 
     assert same(go_on(tmp_path / "run", BAD), tmp_path / "straight")
 
 
+@pytest.mark.slow
 def test_a_save_under_way_is_waited_for_and_its_line_is_given_up(dataset: Path, tmp_path: Path) -> None:
     """Step 12 is still being written when step 13 goes back to step 8."""
     spec = make_spec(dataset, *REWIND)
@@ -268,6 +269,7 @@ def test_what_does_not_help_is_not_tried_for_ever(dataset: Path, tmp_path: Path)
     assert [event["cursor"] for event in events(tmp_path / "run", "fault")] == [12, 13, 14, 15]
 
 
+@pytest.mark.slow
 def test_trouble_right_after_a_rewind_goes_no_further_back(dataset: Path, tmp_path: Path) -> None:
     """Two bad windows in a row: to step 8, and to step 8 again, though that is fewer than two steps back."""
     rewinding = ("health.nonfinite=rewind", "checkpoint.every=4")
