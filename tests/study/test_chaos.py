@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from lmworks.study.chaos import trials
 from lmworks.study.chaos.draw import Trial, draw_trial
 from lmworks.study.chaos.faults import BY_NAME, FAULTS
 from lmworks.study.chaos.runner import harness, run_trials
 from lmworks.study.chaos.trials import Harness, Outcome
 from lmworks.train import Trainer
 from lmworks.train.rng import seed_everything
+from typed import lmworks
 
 # fault, phase, layout, how it saves: one of each kind, the layouts in turn
 PROCESSES = [
@@ -62,8 +65,8 @@ def chosen(case: tuple[str, str, str, str], number: int = 0, **changes: Any) -> 
     return dataclasses.replace(drawn, layout=layout, saves=saves, rank=rank, job="forked", **changes)
 
 
-def strike(jobs: Harness, trials: list[Trial]) -> list[Outcome]:
-    return run_trials(jobs, trials, 2, lambda outcome: None)
+def strike(jobs: Harness, some: list[Trial]) -> list[Outcome]:
+    return run_trials(jobs, some, 2, lambda outcome: None)
 
 
 @pytest.mark.parametrize("cases", [PROCESSES, DISKS, NUMBERS], ids=["processes", "disks", "numbers"])
@@ -77,6 +80,13 @@ def test_the_command_restarts_its_ranks_and_outlives_its_agent(jobs: Harness) ->
     found = strike(jobs, [dataclasses.replace(chosen(case, n), job="command") for n, case in enumerate(COMMANDS)])
     assert [(o.fault, o.verdict, o.problem) for o in found if not o.ok] == []
     assert [o.attempts for o in found] == [1, 2]  # the agent restarts a rank by itself; nobody restarts the agent
+
+
+def test_a_full_disk_is_tried_without_the_right_to_mount_one(jobs: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "mount", lambda path: False)
+    (outcome,) = strike(jobs, [chosen(("enospc", "save.write", "one", "sync"))])
+    assert (outcome.verdict, outcome.problem) == ("stopped", "") and outcome.struck.startswith("RLIMIT_FSIZE")
+    assert "File too large" in outcome.cause
 
 
 def test_all_kinds_are_above() -> None:
@@ -148,6 +158,38 @@ def test_a_save_that_is_announced_before_it_is_committed_is_found_out(
     monkeypatch.setattr(Trainer, "save", too_early)
     (outcome,) = strike(jobs, [chosen(("kill-rank", "save.commit", "one", "sync"), step=6, delay_ms=0.0)])
     assert (outcome.verdict, outcome.problem) == ("lost", "step 6 was saved, but a resume went on from step 4")
+
+
+# --- the command ---------------------------------------------------------------------------------------
+
+
+def test_a_trial_is_repeated_by_its_number_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--fault", "kill-rank", "--phase", "forward", "--seed", "7", "--trial", "0", "--out", str(tmp_path))
+    drawn = draw_trial(7, 0, "kill-rank", "forward")
+    code, out, err = lmworks(capsys, "chaos", *words, "--json")
+    (told,) = json.loads(out)
+    assert code == 0 and told["ok"] and told["verdict"] == "same" and "seed 7" in err
+    assert (told["trial"], told["layout"], told["rank"], told["step"]) == (0, drawn.layout, drawn.rank, drawn.step)
+    assert json.loads((tmp_path / "chaos.json").read_text()) == [told]
+    assert "# 1 trials, 0 lost" in (tmp_path / "chaos.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--fault", "kil-rank"], "there is no fault 'kil-rank'; did you mean 'kill-rank'?"),
+        (["--phase", "save.comit"], "there is no phase 'save.comit'; did you mean 'save.commit'?"),
+        (["--fault", "slow", "--phase", "load.read"], "'slow' does not strike in the phase 'load.read', but in: data"),
+    ],
+)
+def test_what_there_is_none_of_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = lmworks(capsys, "chaos", *words)
+    assert code == 2 and told in err
+
+
+def test_the_list_has_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = lmworks(capsys, "chaos", "--list", "--json")
+    assert code == 0 and [row["fault"] for row in json.loads(out)] == [fault.name for fault in FAULTS]
 
 
 # --- which trials there are ----------------------------------------------------------------------------
