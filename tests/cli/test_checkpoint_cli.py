@@ -227,7 +227,14 @@ def test_prune_keeps_the_newest_that_is_intact(lmworks: Run, run: Path) -> None:
     assert steps(run) == [30, 10]
 
 
-def test_prune_leaves_a_run_alone_that_is_being_trained(lmworks: Run, run: Path) -> None:
+def test_prune_leaves_all_where_none_is_intact(lmworks: Run, run: Path) -> None:
+    for step in (10, 20, 30):
+        flip_a_bit(folder(run, step) / SHARD)
+    code, out, _ = lmworks("checkpoint", "prune", run, "--keep", "1")
+    assert code == 0 and out.startswith("removed 0 folders") and steps(run) == [30, 20, 10]
+
+
+def test_prune_leaves_a_run_a_run_alone_that_is_being_trained(lmworks: Run, run: Path) -> None:
     with RunFolder(run).hold():
         assert "is being trained" in refusal(lmworks("checkpoint", "prune", run, "--keep", "1"), 2)
     assert "is one checkpoint" in refusal(lmworks("checkpoint", "prune", folder(run, 10), "--keep", "1"), 2)

@@ -228,7 +228,8 @@ def print_pruned(doomed: dict[Path, int], kept: list[str], did: str) -> None:
     for folder, size in doomed.items():
         typer.echo(f"{did} {folder.name} ({binary_bytes(size)})")
     stays = ", ".join(kept) or "none"
-    typer.echo(f"{did} {len(doomed)} folders, {binary_bytes(sum(doomed.values()))}; what stays: {stays}")
+    count = f"{len(doomed)} folder{'' if len(doomed) == 1 else 's'}"
+    typer.echo(f"{did} {count}, {binary_bytes(sum(doomed.values()))}; what stays: {stays}")
 
 
 @contextmanager

@@ -73,14 +73,15 @@ def surplus(root: Path, keep: Keep, saved: Path | None = None) -> list[Path]:
     """What `prune` removes.
 
     `saved`, just written, stays and is known to be good; without it, the newest intact checkpoint is looked for
-    and stays, however old it is.
+    and stays, however old it is. Where none is intact all of them stay: what one has lost another may still hold.
     """
     checkpoints = committed(root)
     kept = checkpoints[: keep.newest or None]
     if saved:
         kept.append(saved)
     elif not any(intact(folder) for folder in kept):
-        kept += next(([folder] for folder in checkpoints[len(kept) :] if intact(folder)), [])
+        older = checkpoints[len(kept) :]
+        kept += next(([folder] for folder in older if intact(folder)), older)
     kept += [folder for folder in checkpoints if keep.every and step_of(folder) % keep.every == 0]
     found = []
     for folder in folders(root):
