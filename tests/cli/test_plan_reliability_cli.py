@@ -67,6 +67,15 @@ def test_the_times_of_a_run(tmp_path: Path) -> None:
     found = plan("--run", str(folder.path), "--gpus", "1024")[1]
     assert found["step_s"] == 0.25
     assert (found["recovery"]["stall_s"], found["recovery"]["write_s"]) == (0.5, 4.0)
+    assert found["recovery"]["restart_s"] == 300  # it was never resumed: what is assumed of all, and not nothing
+
+
+def test_a_run_that_saves_synchronously_says_nothing_of_other_saves(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", RunSpec.from_dict({"model": {"preset": "tiny"}}))
+    folder.event("start", 0, attempt=0)
+    folder.event("save", 1, seconds=0.5, write_s=0.0)
+    words = ("--run", str(folder.path), "--gpus", "1024", "--restart-s", "60")
+    assert [(one["saves"], one["recovery"]["restart_s"]) for one in plan(*words)] == [("synchronous", 60)]
 
 
 @pytest.mark.parametrize(

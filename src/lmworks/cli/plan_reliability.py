@@ -55,7 +55,7 @@ def reliability(
     refuse("--every", every, every < 0, "0 or more")
     stops = stops_per_gpu_hour(rate)
     storage = Storage(copy_gbs * 1e9, gpu_gbs * 1e9, storage_gbs * 1e9)
-    step_s, measured = times_of(run, step_s) if run else (step_s, None)
+    step_s, measured = times_of(run, step_s, restart_s) if run else (step_s, None)
     found: list[Forecast] = []
     for size in gpus or (1024, 16_384):
         stall, write = storage.seconds(params * bytes_per_param / size, size)
@@ -68,7 +68,9 @@ def reliability(
             detect_s=detect_s,
         )
         recovery = replace(recovery, mtbf_s=mtbf(size, stops))
-        ways = {"synchronous": recovery.synchronous(), "asynchronous": recovery}
+        ways = {"synchronous": recovery.synchronous()}
+        if recovery.write_s:  # else nothing is known of a background: the run saved without one
+            ways["asynchronous"] = recovery
         found += [
             forecast(size, saves, way, step_s, days=days, trials=trials, seed=seed, used=every)
             for saves, way in ways.items()
@@ -94,8 +96,8 @@ def stops_per_gpu_hour(rate: str) -> float:
     return stops / 24_000
 
 
-def times_of(run: Path, step_s: float) -> tuple[float, Recovery]:
-    """A step's and a save's time, and a restart's, as that run had them."""
+def times_of(run: Path, step_s: float, restart_s: float) -> tuple[float, Recovery]:
+    """A step's and a save's time, and a restart's, as that run had them; what it never did takes what was assumed."""
     from ..observe.goodput import account
     from ..observe.interval import measured
     from ..observe.runs import locate
@@ -103,9 +105,12 @@ def times_of(run: Path, step_s: float) -> tuple[float, Recovery]:
     from ..spec import SpecError
 
     folder = locate(run)
-    recovery = measured(folder, account(folder), mtbf_h=1.0)
+    spent = account(folder)
+    recovery = measured(folder, spent, mtbf_h=1.0)
     if recovery is None:
         raise SpecError(f"--run {run}: the run has not saved yet, so nothing is known of its saves")
+    if len(spent.attempts) == 1:
+        recovery = replace(recovery, restart_s=restart_s)
     return summarize(folder).step_s or step_s, recovery
 
 
