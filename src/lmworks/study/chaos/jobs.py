@@ -29,8 +29,8 @@ from torch._C._distributed_c10d import TCPStore
 from .faults import TIMEOUT_S
 from .rank import be_rank
 
-PATIENCE_S = 30.0  # beyond a collective's timeout, for a loaded machine: a rank that still waits then waits for ever
-COMMAND_S = 150.0  # for a whole job of the command, restarts included
+PATIENCE_S = 60.0  # beyond a collective's timeout, for a loaded machine: a rank that still waits then waits for ever
+COMMAND_S = 400.0  # for a whole job of the command, restarts included
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class Ended:
     codes: tuple[int, ...]  # exit codes of the ranks, or the command's; negative: the signal that ended it
     hung: bool  # some had to be ended by us, though nobody had stopped them
     said: str  # all that was printed
-    seconds: float
 
     @property
     def well(self) -> bool:
@@ -52,7 +51,6 @@ class Ended:
 
 def run_forked(folder: Path, world: int, arguments: list[str], log: Path, launched: bool) -> Ended:
     """`lmworks …arguments` on `world` ranks; one that is not `launched` is a plain process, no rank of anything."""
-    began = time.monotonic()
     context = mp.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as server:
         ranks = [
@@ -66,7 +64,7 @@ def run_forked(folder: Path, world: int, arguments: list[str], log: Path, launch
         process.kill()
         process.join()
     codes = tuple(process.exitcode or 0 for process in ranks)
-    return Ended(codes, hung, log.read_text(encoding="utf-8", errors="replace"), time.monotonic() - began)
+    return Ended(codes, hung, log.read_text(encoding="utf-8", errors="replace"))
 
 
 def wait_for_all(ranks: Sequence[BaseProcess]) -> bool:
@@ -123,7 +121,6 @@ def meet(server: socket.socket, world: int, rank: int) -> None:
 
 def run_command(folder: Path, arguments: list[str], log: Path) -> Ended:
     """`lmworks …arguments` as it is typed, in a session of its own."""
-    began = time.monotonic()
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     environment["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, "-m", "lmworks.study.chaos", str(folder), *arguments]
@@ -138,11 +135,7 @@ def run_command(folder: Path, arguments: list[str], log: Path) -> Ended:
             process.wait()
         finally:
             end_ranks(folder)
-    return Ended((process.returncode,), hung, log.read_text(encoding="utf-8", errors="replace"), seconds(began))
-
-
-def seconds(began: float) -> float:
-    return time.monotonic() - began
+    return Ended((process.returncode,), hung, log.read_text(encoding="utf-8", errors="replace"))
 
 
 def all_gone(folder: Path) -> bool:

@@ -137,5 +137,5 @@ def forgotten_saves(events: list[dict[str, Any]]) -> list[str]:
 
 def evidence(folder: Path, said: str) -> list[str]:
     """Lines in which a cause may be named: what was printed, and what was recorded."""
-    events = RunFolder(folder / "run").events()
-    return [*said.splitlines(), *(json.dumps(event) for event in events)]
+    events = [{**event, "time": "", "host": ""} for event in RunFolder(folder / "run").events()]
+    return [*said.splitlines(), *map(json.dumps, events)]

@@ -23,7 +23,7 @@ from ..corpus import write_corpus
 from .draw import Trial
 from .trials import Harness, Outcome
 
-LIMIT_S = 400.0  # for one trial, beyond anything that its own limits allow
+LIMIT_S = 2000.0  # for one trial, beyond anything that its own limits allow
 IMPORTED = (  # by a rank in the course of its life: imported once here, not once in every rank
     "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.checkpoint",
     "lmworks.cli.main", "lmworks.observe.report", "lmworks.observe.probe", "lmworks.train",
@@ -32,7 +32,7 @@ IMPORTED = (  # by a rank in the course of its life: imported once here, not onc
 
 @contextmanager
 def harness(out: Path) -> Iterator[Harness]:
-    """Works in a folder of its own in `out`, of which the trials that failed are left."""
+    """Works in `out`, where the folders of trials that failed are left."""
     for name in IMPORTED:
         importlib.import_module(name)
     out.mkdir(parents=True, exist_ok=True)

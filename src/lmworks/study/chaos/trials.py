@@ -50,7 +50,7 @@ class Outcome:
 
 
 class Harness:
-    """Data and uninterrupted runs, made once in `root` and used by all trials."""
+    """Trials in `root`. Uninterrupted runs lie beside the data: made once, used by all trials, and gone with it."""
 
     def __init__(self, root: Path, data: Path) -> None:
         self.root, self.data = root.absolute(), data.absolute()
@@ -59,7 +59,7 @@ class Harness:
 
     def straight_folder(self, trial: Trial) -> Path:
         keys = "".join(f"-{key.replace('=', '-')}" for key in trial.kind.keys)
-        return self.root / f"straight-{trial.layout}{keys}"
+        return self.data.parent / f"straight-{trial.layout}{keys}"
 
     def run_straight(self, trial: Trial) -> None:
         """With a synchronous save, whatever the trial's: they must not differ in what they save."""
@@ -164,7 +164,7 @@ class Harness:
             if kind.exit_code is not None and set(early[-1].codes) != {kind.exit_code}:
                 return "unnamed", cause, f"exit codes {early[-1].codes} instead of {kind.exit_code}"
         lost = losses_of(folder, self.straight_folder(trial), exact=trial.verdict != "close")
-        return ("lost" if lost else trial.verdict), cause, "; ".join(lost)
+        return ("lost" if lost else trial.verdict), cause, "; ".join(lost).replace(f"{folder}/", "")
 
 
 def named(trial: Trial, folder: Path) -> str:
@@ -173,7 +173,8 @@ def named(trial: Trial, folder: Path) -> str:
         return ""
     said = "".join(path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("said-*.txt")))
     sought = re.compile(pattern(trial, done(folder)))
-    return next((line for line in evidence(folder, said) if sought.search(line)), "")
+    line = next((line for line in evidence(folder, said) if sought.search(line)), "")
+    return line.replace(f"{folder}/", "")
 
 
 def pattern(trial: Trial, struck: list[str]) -> str:
