@@ -17,6 +17,7 @@ import torch
 from layouts import Job, do, layout, with_meshes
 from lmworks.record import phase
 from lmworks.record.checkpoint import process
+from lmworks.record.checkpoint.folders import work_folder
 from lmworks.spec import CheckpointError, RunSpec
 from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer, checkpoint
@@ -153,6 +154,47 @@ def test_a_writer_that_is_killed_while_it_commits(
     saves.settle()
     saves.close()
     assert committed(tmp_path) == [2, 1] and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("first", [4, 6])
+def test_a_save_that_fails_is_not_taken_for_the_older_one_of_its_step(
+    tmp_path: Path, at_start: Callable[..., None], first: int
+) -> None:
+    """While it is sealed, and after the rename: what is committed is then the one that was to be replaced."""
+    checkpoint.save(tmp_path, 1, state_of(1), {"cursor": 1})
+    at_start(partial(failing, "fsync", errno.EIO, first, first))
+    saves = background(tmp_path)
+    saves.save(1, state_of(1), {"cursor": 5})
+    ended = saves.settle()
+    saves.close()
+    assert ended is not None and ended.error == "Input/output error"
+    assert checkpoint.verify(tmp_path / "step-000001").meta == {"cursor": 1}
+
+
+def test_files_that_another_rank_wrote_elsewhere_make_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on machines that do not share the run folder."""
+    saves = background(tmp_path)
+    elsewhere = {"rank-00001.safetensors": {"bytes": 5, "rank": 1, "sha256": [""]}}
+    read = saves.board.read
+    monkeypatch.setattr(saves.board, "read", lambda number: (read(number)[0] | elsewhere, []))
+    saves.save(1, state_of(1), {})
+    ended = saves.settle()
+    saves.close()
+    assert ended is not None
+    assert "rank-00001.safetensors (rank 1) is missing where rank 0 looks: all ranks must save to one" in ended.error
+    assert committed(tmp_path) == [] and not list(tmp_path.iterdir())
+
+
+def test_what_a_process_of_the_same_number_left_is_swept_away(tmp_path: Path) -> None:
+    """In a container every start has the same numbers, so that a leftover looks like a save under way."""
+    work_folder(tmp_path / "step-000007", os.getpid(), 3).mkdir()
+    saves = background(tmp_path)
+    saves.save(1, state_of(1), {})
+    saves.settle()
+    saves.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
 def test_a_writer_that_is_killed_is_replaced(tmp_path: Path, at_start: Callable[..., None]) -> None:

@@ -176,6 +176,20 @@ def load_damaged(rank: int, root: Path, saved: Path, cases: list[tuple[str, str]
     return found
 
 
+def test_an_index_that_is_read_otherwise_than_it_was_verified(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is failing gives other bytes the second time: those that are used must be those that were hashed."""
+    read = Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        return read(path).replace(b'"F32"', b'"I32"') if path.name == INDEX and "000002" in str(path) else read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    state, refused = {"model": None}, list[str]()
+    found = checkpoint.load(root, state, refused=lambda folder, why: refused.append(why))
+    assert found is not None and found.step == 1
+    assert len(refused) == 1 and "step-000002/index.json (rank 0) is damaged" in refused[0]
+
+
 def test_ranks_that_load_it_use_the_step_before(saved: Path, root: Path) -> None:
     """Rank 1's damaged bytes are read by rank 1 alone, and rank 0 hears of it; a header, by whoever has the time."""
     kinds: dict[tuple[str, str], tuple[str, str]] = {}

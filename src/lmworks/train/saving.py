@@ -88,7 +88,6 @@ class Saving:
         if ended is None:
             return
         if not ended.error:
-            self.failed = []
             self.saved(ended, self.stalled)
             return
         self.failed.append(f"cannot save {ended.path}: {ended.error}")
@@ -101,6 +100,7 @@ class Saving:
             raise CheckpointError(f"{self.failed[-1]}; the save before failed too")
 
     def saved(self, ended: Ended, stalled: float) -> None:
+        self.failed = []
         times = {"seconds": round(stalled, 4), "write_s": round(ended.seconds, 4)}
         self.trainer.event("save", ended.step, path=ended.path.name, bytes=ended.bytes, **times)
         if self.copies is not None:

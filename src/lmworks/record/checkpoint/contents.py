@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .manifest import INDEX, Files, Manifest, check_file, read_manifest
+from .manifest import INDEX, Files, Manifest, content_of, read_manifest
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ def contents(folder: Path) -> Contents:
 
 def saved_tensors(folder: Path, manifest: Manifest) -> dict[str, dict[str, Any]]:
     """{name: {path, dtype, shape, pieces: [[file, first byte, offsets, sizes], …]}}, verified."""
-    check_file(folder / INDEX, manifest)
-    tensors: dict[str, dict[str, Any]] = json.loads((folder / INDEX).read_bytes())["tensors"]
+    tensors: dict[str, dict[str, Any]] = json.loads(content_of(folder / INDEX, manifest))["tensors"]
     return tensors
 
 

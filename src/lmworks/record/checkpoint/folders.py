@@ -96,6 +96,16 @@ def surplus(root: Path, keep: Keep, saved: Path | None = None) -> list[Path]:
     return found
 
 
+def sweep(root: Path) -> None:
+    """Remove what saves that died have left. For whoever holds the run, before its first save.
+
+    `prune` knows them by their process, whose number may be that of another by now: in a container, every time.
+    """
+    for path in root.glob(".step-*"):
+        if LEFTOVER.fullmatch(path.name):
+            discard(path)
+
+
 def intact(folder: Path) -> bool:
     try:
         verify(folder)

@@ -18,12 +18,13 @@ import json
 import re
 import time
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from ...spec import CheckpointError
 from ...spec.files import write_whole
-from .digest import CHUNK, wrong_chunk
+from .digest import CHUNK, sha256, wrong_chunk
 
 FORMAT = 2
 INDEX = "index.json"
@@ -64,6 +65,10 @@ def seal(folder: Path, step: int, meta: dict[str, Any], files: Files, torch: str
     """Write the manifest of `files`. Until `commit`, the folder is still nothing that a run would load."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     manifest = Manifest(step, meta, files, time=now, torch=torch)
+    try:
+        check_sizes(folder, manifest)
+    except DamagedError as error:  # some rank wrote to a disk of its own
+        raise CheckpointError(f"{error} where rank 0 looks: all ranks must save to one file system") from None
     write_whole(folder / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1))
 
 
@@ -129,6 +134,19 @@ def check_file(path: Path, manifest: Manifest) -> None:
         raise unreadable(path, manifest, error) from None
     if wrong is not None:
         raise damaged(path, manifest, wrong)
+
+
+def content_of(path: Path, manifest: Manifest) -> bytes:
+    """All of one file, verified as it is read: what is read again later may be something else."""
+    try:
+        content, size = path.read_bytes(), manifest.chunk
+    except OSError as error:
+        raise unreadable(path, manifest, error) from None
+    found = [sha256([memoryview(content)[at : at + size]]) for at in range(0, max(1, len(content)), size)]
+    for index, (was, now) in enumerate(zip_longest(manifest.files[path.name]["sha256"], found)):
+        if was != now:
+            raise damaged(path, manifest, index)
+    return content
 
 
 def damaged(path: Path, manifest: Manifest, index: int) -> DamagedError:

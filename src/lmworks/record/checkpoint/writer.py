@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+from ...spec.errors import LMWorksError
 from .. import phase
 from .digest import write_file
 from .folders import discard, prune, put_in_place
@@ -58,6 +59,8 @@ def answer(job: Job, setup: Setup, staged: mmap.mmap | None) -> Answer:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         return Failed(f"{error.strerror or error}{where}")
+    except LMWorksError as error:
+        return Failed(str(error))
     except Exception as error:  # whatever it is, the rank must hear of it
         return Failed(f"{type(error).__name__}: {error}")
     return Done(files, time.perf_counter() - began)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from ...parallel.world import from_lead, is_lead, together
 from ...record import phase
 from ...record.checkpoint import process
-from ...record.checkpoint.folders import Keep, work_folder
+from ...record.checkpoint.folders import Keep, sweep, work_folder
 from ...record.checkpoint.jobs import Abandon, Answer, Failed, Seal, Setup, Write
-from ...record.checkpoint.manifest import MARKER, Files
+from ...record.checkpoint.manifest import Files, vouched
 from ...record.checkpoint.process import Writer
 from ...spec import CheckpointError
 from .plan import make
@@ -67,6 +67,7 @@ class Background:
         self.staging = together(lambda: Staging(self.plan, device))
         self.lead = is_lead()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        from_lead(lambda: sweep(root))
         self.process = from_lead(os.getpid)
         self.writer = together(self.start)
         self.count = 0
@@ -150,8 +151,7 @@ class Background:
 
     def sealed(self, flight: Flight, answer: Answer) -> Ended:
         """A writer that was killed after its commit has committed: only that counts."""
-        there = (flight.final / MARKER).exists() and not flight.work.exists()
-        if there or not isinstance(answer, Failed):
+        if not isinstance(answer, Failed) or is_there(flight):
             return self.end(flight, "")
         self.writer.send(Abandon(flight.step, flight.work))
         return self.end(flight, answer.reason)
@@ -165,6 +165,15 @@ class Background:
         """What is under way is given up; whoever wants it waits for it before."""
         self.writer.close()
         self.staging.close()
+
+
+def is_there(flight: Flight) -> bool:
+    """Whether what is committed is this save, and not an earlier one of the same step, as a rewind saves it again."""
+    try:
+        manifest = vouched(flight.final)
+    except CheckpointError:
+        return False
+    return manifest.files == flight.files and manifest.meta == json.loads(json.dumps(flight.meta))
 
 
 class Board:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from ...model.tensor_files import TORCH_DTYPES
 from ...parallel.world import is_lead, together
 from ...record.checkpoint.digest import AHEAD, hashers, read_all, sha256
-from ...record.checkpoint.manifest import INDEX, DamagedError, Manifest, check_file, damaged, unreadable
+from ...record.checkpoint.manifest import INDEX, DamagedError, Manifest, damaged, unreadable
 from ...spec import CheckpointError
 from .plan import as_bytes
 from .reasons import first_reason
@@ -191,11 +191,6 @@ def read_chunk(descriptor: int, number: int, manifest: Manifest, name: str, want
 def confirm(path: Path, number: int, check: Future[str], manifest: Manifest) -> None:
     if check.result() != manifest.files[path.name]["sha256"][number]:
         raise damaged(path, manifest, number)
-
-
-def read_index(folder: Path, manifest: Manifest) -> bytes:
-    check_file(folder / INDEX, manifest)
-    return (folder / INDEX).read_bytes()
 
 
 # --- names and shapes ---------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from ...record.checkpoint.manifest import (
     DamagedError,
     Files,
     Manifest,
+    content_of,
     read_manifest,
     seal,
     shard_name,
@@ -35,7 +36,7 @@ from ...record.checkpoint.manifest import (
 from ...record.checkpoint.remote import download, steps_there
 from ...spec import CheckpointError
 from .plan import Plan, contents, make
-from .read import read, read_index
+from .read import read
 from .reasons import first_reason
 
 T = TypeVar("T")
@@ -174,7 +175,7 @@ def opened(folder: Path, remote: str) -> tuple[Manifest, bytes]:
             if remote:
                 download(remote, folder)
             manifest = read_manifest(folder)
-            return manifest, read_index(folder, manifest)
+            return manifest, content_of(folder / INDEX, manifest)
         except DamagedError as error:
             return str(error)
 
