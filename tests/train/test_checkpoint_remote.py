@@ -14,7 +14,7 @@ import torch
 from lmworks.record.checkpoint import remote
 from lmworks.record.checkpoint.copies import Copies
 from lmworks.record.checkpoint.folders import Keep
-from lmworks.spec import CheckpointError
+from lmworks.spec import CheckpointError, SpecError
 from lmworks.train import Trainer, checkpoint
 from tiny import curve, differences, events, flip_a_bit, make_spec, resume, saved, train
 
@@ -106,6 +106,32 @@ def test_old_copies_are_removed_as_old_checkpoints_are(tmp_path: Path, url: str)
     for step in (10, 15, 20, 25, 30):
         remote.upload(save(tmp_path / "here", step), url, Keep(newest=2, every=20))
     assert remote.steps_there(url) == [30, 25, 20]
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_copies_of_a_line_that_a_rewind_gave_up_go(tmp_path: Path, url: str, keep: int) -> None:
+    """Else a new machine would take them up, and the copy of the step gone back to would be the oldest."""
+    for step in (10, 20, 30, 10):
+        remote.upload(save(tmp_path / "here", step), url, Keep(newest=keep))
+    assert remote.steps_there(url) == [10]
+
+
+def test_a_new_run_refuses_the_place_of_another(dataset: Path, tmp_path: Path) -> None:
+    """It would go on from the other's checkpoints, though it was never asked to."""
+    remote.upload(save(tmp_path / "here", 5), f"file://{tmp_path}/there", ALL)
+    spec = make_spec(dataset, f"checkpoint.remote=file://{tmp_path}/there")
+    with pytest.raises(SpecError, match=r"checkpoint.remote = .*there' already holds .*newest of step 5"):
+        Trainer(spec, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_place_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route\nto the store")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "exists", refuse)
+    with pytest.raises(CheckpointError, match=r"^checkpoint.remote = 'memory://run' cannot be read: .*no route$"):
+        load(tmp_path, "memory://run")
 
 
 def test_a_checkpoint_can_be_pruned_here_while_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

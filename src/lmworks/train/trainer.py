@@ -25,6 +25,7 @@ from ..parallel.world import explained, from_lead, is_lead, join, known, togethe
 from ..plan.devices.machine import Machine
 from ..plan.flops import model_flops_per_token
 from ..record import MetricsWriter, RunFolder, phase
+from ..record.checkpoint.remote import refuse_taken
 from ..spec import RunSpec, SpecError
 from .device import PeakMemory, find_gpu, make_deterministic, pick_device
 from .evaluate import Evaluation, evaluate, held_out
@@ -53,6 +54,7 @@ class Trainer(Stepper):
     ) -> None:
         self.meet(spec, quiet)
         from_lead(RunFolder(Path(run_dir)).refuse_taken)  # at once, not after data were prepared
+        from_lead(lambda: refuse_taken(spec.checkpoint.remote))
         self.prepare()
         from_lead(lambda: start_folder(run_dir, with_absolute_paths(spec), machine))  # as written, however many started
         self.folder = RunFolder(Path(run_dir))

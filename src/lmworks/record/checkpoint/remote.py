@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ...spec import CheckpointError
+from ...spec import CheckpointError, SpecError
 from ...spec.files import sync_folder
 from .folders import Keep, discard, put_in_place, work_folder
 from .manifest import FOLDER, MANIFEST, MARKER, DamagedError, step_of, vouched
@@ -52,7 +52,7 @@ def upload(folder: Path, url: str, keep: Keep) -> None:
             system.put_file(str(held / name), f"{target}/{name}")
     finally:
         discard(held)
-    prune_remote(system, root, keep)
+    prune_remote(system, root, keep, step_of(folder))
 
 
 def hold(folder: Path) -> Path:
@@ -65,12 +65,11 @@ def hold(folder: Path) -> Path:
     return held
 
 
-def prune_remote(system: Any, root: str, keep: Keep) -> None:
-    """As `folders.prune` does; the newest always stays."""
-    if not keep.newest:
-        return
+def prune_remote(system: Any, root: str, keep: Keep, copied: int) -> None:
+    """As `folders.prune` does. Steps after the one just copied are those of a line that a rewind has given up."""
     steps = sorted(committed_there(system, root), reverse=True)
-    kept = {*steps[: keep.newest], *(step for step in steps if keep.every and step % keep.every == 0)}
+    line = [step for step in steps if step <= copied]
+    kept = {*line[: keep.newest or None], *(step for step in line if keep.every and step % keep.every == 0)}
     for step in steps:
         if step not in kept:
             remove(system, f"{root}/step-{step:06d}")
@@ -97,7 +96,20 @@ def committed_there(system: Any, root: str) -> list[int]:
 def steps_there(url: str) -> list[int]:
     """Newest first."""
     system, root = connect(url)
-    return sorted(committed_there(system, root), reverse=True)
+    try:
+        return sorted(committed_there(system, root), reverse=True)
+    except Exception as error:  # each kind of store has its own
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"checkpoint.remote = {url!r} cannot be read: {type(error).__name__}: {why}") from error
+
+
+def refuse_taken(url: str) -> None:
+    """A new run must neither go on from another's checkpoints nor keep its own among them."""
+    if url and (steps := steps_there(url)):
+        raise SpecError(
+            f"checkpoint.remote = {url!r} already holds the checkpoints of a run (the newest of step {steps[0]}); "
+            "go on with that run (lmworks resume), or name another place"
+        )
 
 
 def download(url: str, final: Path) -> None:
