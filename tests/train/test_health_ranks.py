@@ -15,6 +15,7 @@ from lmworks.record.stats import read_stats
 from lmworks.spec import LMWorksError, RunSpec
 from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
+from lmworks.train.health.corruption import were_wrong
 from lmworks.train.health.replicas import combined, digest, odd_ones
 from tiny import before_step, built, curve, differences, events, saved, steps_of
 from unhealthy import WATCH, as_it_is, flip, see_data, spoil_output
@@ -96,6 +97,13 @@ def test_the_odd_one_is_the_one_against_the_majority() -> None:
     assert odd_ones({4: 7, 6: 9}) == [4, 6]
     assert odd_ones({0: 1, 1: 1, 2: 2, 3: 2}) == [0, 1, 2, 3]
     assert odd_ones({0: 1, 1: 1, 2: 1, 3: 2, 4: 3}) == [3, 4]
+
+
+def test_who_was_wrong_is_told_by_the_ranks_that_replay_and_by_no_others() -> None:
+    suspects = {"step": 6, "part": "pp=0", "digests": {"0": 7, "1": 9}}
+    assert were_wrong(suspects, {0: {"pp=0": 7}, 1: {"pp=0": 7}}) == [1]
+    assert were_wrong(suspects, {0: {"pp=0": 7}}) == []  # one rank did not come back
+    assert were_wrong(suspects, {0: {"pp=0 tp=0": 7}, 1: {"pp=0 tp=1": 7}}) == []
 
 
 def leaf(trainer: Trainer, name: str) -> torch.Tensor:

@@ -7,11 +7,11 @@ one alone where it came after. If copies differ again at the same step, the faul
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...parallel.world import known
 from ...spec import TrainingError
-from .replicas import Difference, compare
+from .replicas import Difference, Digests, compare
 from .watch import NotTaken, Trouble
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ def check_replicas(run: Stepper) -> None:
         run.health.memory.suspects = {}
     if not found:
         if replayed:
-            bad = [int(r) for r, digest in suspects["digests"].items() if digest != ranks[int(r)][suspects["part"]]]
-            run.event("rerun", reason="corruption", transient=True, ranks=bad)
+            run.event("rerun", reason="corruption", transient=True, ranks=were_wrong(suspects, ranks))
         return
     worst = max(found, key=lambda difference: len(difference.odd))
     action = run.spec.health.corruption
@@ -46,6 +45,13 @@ def check_replicas(run: Stepper) -> None:
             )
         )
     go_back(run, worst)
+
+
+def were_wrong(suspects: dict[str, Any], ranks: dict[int, Digests]) -> list[int]:
+    """Ranks whose digest was not the one of now; nobody can tell where other ranks did the replay (fault.elastic)."""
+    then = {int(rank): digest for rank, digest in suspects["digests"].items()}
+    now = {rank: parts[suspects["part"]] for rank, parts in ranks.items() if suspects["part"] in parts}
+    return [rank for rank in then if then[rank] != now[rank]] if then.keys() == now.keys() else []
 
 
 def go_back(run: Stepper, difference: Difference) -> None:
