@@ -132,12 +132,12 @@ def test_a_signal_between_two_starts_ends_it_too(folder: RunFolder) -> None:
 # --- how ranks ended -----------------------------------------------------------------------------------
 
 
-def failure(logs: Path, rank: int, code: int, error: LMWorksError | None = None) -> Any:
+def failure(logs: Path, rank: int, code: int, error: LMWorksError | None = None, said: bool = True) -> Any:
     path = logs / f"attempt_0/{rank}/error.json"
     path.parent.mkdir(parents=True)
     if error is not None:
         with mock.patch.dict("os.environ", {"TORCHELASTIC_ERROR_FILE": str(path)}):
-            leave_word(error)
+            leave_word(error, said)
     return SimpleNamespace(exitcode=code, timestamp=100 - rank, error_file=str(path))
 
 
@@ -159,6 +159,19 @@ def test_one_rank_that_says_it_is_no_use_is_enough(tmp_path: Path) -> None:
     failure(tmp_path, 1, 1, DataError("tokens-00001 is damaged"))
     heard = failure(tmp_path, 0, 1, TrainingError("rank 1: tokens-00001 is damaged"))
     assert judge({0: heard}, tmp_path) == Ended(1, "rank 1: tokens-00001 is damaged", final=True)
+
+
+def test_what_the_first_rank_was_stopped_before_it_could_say_is_said(
+    tmp_path: Path, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All ranks raise it and rank 0 is to say it; where another ends first, the agent stops rank 0."""
+    told = failure(tmp_path, 1, 1, TrainingError("step 81: loss nan"), said=False)
+    ended = judge({0: failure(tmp_path, 0, -15), 1: told}, tmp_path)
+    assert ended == Ended(1, "step 81: loss nan", said=False)
+    for end in (ended, Ended(1, "step 81: loss nan")):
+        with pytest.raises(typer.Exit):
+            supervise.end_as(end, folder)
+    assert capsys.readouterr().err == "lmworks: error: step 81: loss nan\n"  # once: the other was said
 
 
 def test_a_rank_without_a_word_leaves_it_to_the_records(tmp_path: Path, folder: RunFolder) -> None:

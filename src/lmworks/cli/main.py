@@ -84,9 +84,10 @@ def main() -> None:
         app()
     except LMWorksError as error:
         rank = os.environ.get("RANK", "0")
-        if not error.said and (rank == "0" or not error.agreed):  # what every rank raises, the first one says
+        mine = rank == "0" or not error.agreed  # what every rank raises, the first one says
+        if mine and not error.said:
             typer.echo(f"lmworks: error: {error}" if rank == "0" else f"lmworks: error: rank {rank}: {error}", err=True)
-        leave_word(error)
+        leave_word(error, said=mine or error.said)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         typer.echo("lmworks: interrupted", err=True)

@@ -35,6 +35,7 @@ class Ended:
     code: int = 0  # of the rank, negative for a signal
     cause: str = ""  # as far as it is known outside of the run's own records
     final: bool = False  # to start them again would end the same way
+    said: bool = True  # by a rank, on standard error
 
     @property
     def exit_code(self) -> int:
@@ -55,7 +56,7 @@ def start_ranks(spec: RunSpec, arguments: list[str]) -> None:
         ended = run_ranks(ranks_here(spec), arguments, spec.fault.deadline_s)
     except SignalException as stopped:
         raise typer.Exit(128 + stopped.sigval) from None
-    if ended.code < 0:
+    if ended.code < 0 or not ended.said:
         typer.echo(f"lmworks: error: {ended.cause}", err=True)
     if ended.code:
         raise typer.Exit(ended.exit_code)
@@ -115,7 +116,8 @@ def judge(failures: Mapping[int, Any], logs: Path) -> Ended:
     if code < 0:
         return Ended(code, f"rank {rank} was ended by {signal.Signals(-code).name}", final)
     own = read_word(Path(first.error_file))
-    return Ended(code, own["message"] if own else "", final)
+    # What all ranks know the first one says, unless the agent, which saw another end, stopped it before it could.
+    return Ended(code, own["message"] if own else "", final, not own or any(word["said"] for word in words))
 
 
 def blame(code: int) -> int:
@@ -129,12 +131,12 @@ def blame(code: int) -> int:
 # --- in a rank ------------------------------------------------------------------------------------------
 
 
-def leave_word(error: LMWorksError) -> None:
-    """Tell the agent why this rank ends, in the file that torchrun gives every rank for it."""
+def leave_word(error: LMWorksError, said: bool) -> None:
+    """Tell the agent why this rank ends, and if that was said, in the file that torchrun gives every rank for it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)
     if path == os.devnull:
         return
-    word = {"message": str(error), "timestamp": int(time.time()), "final": error.final}
+    word = {"message": str(error), "timestamp": int(time.time()), "final": error.final, "said": said}
     half = Path(f"{path}.half")
     with suppress(OSError):  # the run ends anyway
         half.write_text(json.dumps(word))
@@ -146,7 +148,7 @@ def read_word(path: Path) -> dict[str, Any] | None:
         word = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return word if isinstance(word, dict) and {"message", "final"} <= word.keys() else None
+    return word if isinstance(word, dict) and {"message", "final", "said"} <= word.keys() else None
 
 
 def stop_with_starter() -> None:

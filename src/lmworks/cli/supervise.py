@@ -57,6 +57,8 @@ def end_as(ended: Ended, folder: RunFolder) -> None:
     if ended.code < 0:
         record_end(folder, "fail", ended.cause)
         typer.echo(f"lmworks: error: {ended.cause}; the run can be resumed", err=True)
+    elif not ended.said:
+        typer.echo(f"lmworks: error: {ended.cause}", err=True)
     if ended.code:
         raise typer.Exit(ended.exit_code)
 
