@@ -128,6 +128,16 @@ def test_a_run_with_read_ahead_workers_resumes_as_one_without(dataset: Path, tmp
     assert_same_run(tmp_path / "run", sixty)
 
 
+def test_a_run_whose_checkpoints_are_out_of_sight_does_not_begin_anew(dataset: Path, tmp_path: Path) -> None:
+    """As where a disk is not mounted: training from step 0 over the old records would look like going on."""
+    train(make_spec(dataset, "optim.steps=2", "checkpoint.every=1"), tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="has no checkpoint, though step 2 was saved there"):
+        resume(tmp_path / "run")
+    (tmp_path / "elsewhere").rename(tmp_path / "run" / "checkpoints")
+    assert resume(tmp_path / "run").step == 2
+
+
 def test_a_finished_run_resumes_to_nothing_but_its_result(dataset: Path, tmp_path: Path) -> None:
     first = train(make_spec(dataset), tmp_path / "run")
     metrics, state = curve(tmp_path / "run"), saved(tmp_path / "run")

@@ -140,6 +140,7 @@ class Saving:
         state: dict[str, Any] = {**trainer.state(), "rng": None}
         manifest = checkpoint.load(self.root, state, refused=self.refused, step=step, remote=self.spec.remote)
         if manifest is None:
+            from_lead(self.refuse_lost)
             return False
         if manifest.meta["data"] != trainer.batches.digest:
             raise known(
@@ -154,6 +155,15 @@ class Saving:
         trainer.health.load_state_dict(manifest.meta.get("health", {}))
         trainer.step, trainer.cursor = manifest.step, manifest.meta["cursor"]
         return True
+
+    def refuse_lost(self) -> None:
+        """A run that has saved does not begin anew because its checkpoints are out of sight."""
+        steps = [event["step"] for event in self.trainer.folder.events() if event["kind"] == "save"]
+        if steps:
+            raise CheckpointError(
+                f"{self.root} has no checkpoint, though step {steps[-1]} was saved there; bring the folder back, "
+                "or begin a new run with another --run-dir"
+            )
 
     def load_start(self) -> None:
         """Weights of another run, where checkpoint.init names one; those of a Hugging Face folder are in already."""
