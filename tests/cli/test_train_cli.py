@@ -195,9 +195,12 @@ def test_a_damaged_checkpoint_is_named_on_stderr_and_the_result_stays_json(
     run_dir = tmp_path / "run"
     interrupted(dataset, run_dir, 10)
     flip_a_bit(shard(run_dir, 8))
+    (run_dir / "checkpoints" / "step-000009").mkdir()  # what a kill before the commit leaves is no damage
     code, out, err = lmworks("resume", run_dir, "--json")
     assert code == 0 and json.loads(out)["step"] == 12
-    assert str(shard(run_dir, 8)) in err and len(err.splitlines()) == 1
+    unfinished, damaged = err.splitlines()
+    assert unfinished.startswith("passed over an unfinished checkpoint: ") and "step-000009" in unfinished
+    assert damaged.startswith("refused a damaged checkpoint: ") and str(shard(run_dir, 8)) in damaged
     assert differences(saved(run_dir), saved(tmp_path / "straight")) == []
 
 

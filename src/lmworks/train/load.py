@@ -11,6 +11,7 @@ import torch
 from ..data import Tokenizer, load_tokenizer, resolve
 from ..model import GPT
 from ..record import RunFolder
+from ..record.checkpoint.manifest import refusal
 from ..spec import CheckpointError, RunSpec
 from . import checkpoint
 from .device import pick_device
@@ -30,9 +31,9 @@ class Refusals:
     def __init__(self) -> None:
         self.any = False
 
-    def __call__(self, _folder: Path, reason: str) -> None:
+    def __call__(self, folder: Path, reason: str) -> None:
         self.any = True
-        print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
+        print(refusal(folder, reason), file=sys.stderr, flush=True)
 
     def say_instead(self, step: int) -> None:
         if self.any:

@@ -11,7 +11,7 @@ from ..parallel.weights import is_hf
 from ..parallel.world import from_lead, is_lead, known, together
 from ..record import RunFolder
 from ..record.checkpoint.copies import Copied, Copies
-from ..record.checkpoint.manifest import vouched
+from ..record.checkpoint.manifest import refusal, vouched
 from ..spec import CheckpointError, DataError, LMWorksError, SpecError
 from . import checkpoint
 from .checkpoint.background import Background, Ended
@@ -178,7 +178,7 @@ class Saving:
 
     def refused(self, path: Path, reason: str) -> None:
         self.trainer.event("refused", checkpoint.step_of(path), path=path.name, reason=reason)
-        print(f"refused a damaged checkpoint: {reason}", file=sys.stderr, flush=True)
+        print(refusal(path, reason), file=sys.stderr, flush=True)
 
 
 def bytes_of(folder: Path) -> int:

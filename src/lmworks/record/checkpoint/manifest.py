@@ -54,6 +54,12 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def refusal(folder: Path, reason: str) -> str:
+    """In one line. What was never finished is no damage: a process was killed before its commit."""
+    unfinished = folder.is_dir() and not (folder / MARKER).exists()
+    return f"{'passed over an unfinished' if unfinished else 'refused a damaged'} checkpoint: {reason}"
+
+
 def step_of(folder: Path) -> int:
     match = FOLDER.fullmatch(folder.name)
     if not match:
