@@ -65,6 +65,18 @@ def test_different_collectives_sizes_and_types_at_one_place() -> None:
         assert found.text == f"{text} (#4 of group world, in backward of step 17): rank 1 is the cause"
 
 
+def test_of_two_ranks_that_differ_neither_is_called_the_cause() -> None:
+    """Nobody is there to say which of them is right."""
+    cases = {
+        "rank 0 entered all_gather and rank 1 entered all_reduce": call(4, op="all_gather"),
+        "rank 0 entered all_reduce with 9 elements and rank 1 entered all_reduce with 8 elements": call(4, elements=9),
+    }
+    for text, odd in cases.items():
+        found = verdict(report(0, odd), report(1, call(4)))
+        assert (found.kind, found.ranks) == ("mismatch", (0, 1))
+        assert found.text == f"{text} (#4 of group world, in backward of step 17): either may be the cause"
+
+
 def test_uneven_messages_of_an_all_to_all_are_no_mismatch() -> None:
     found = verdict(*(report(rank, call(4, op="all_to_all", elements=rank)) for rank in range(4)))
     assert found.kind == "stuck" and "look at the network" in found.text

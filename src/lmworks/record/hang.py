@@ -151,16 +151,17 @@ def mismatched(reports: Mapping[int, Report], world: int) -> Finding | None:
         if told:
             ranks, text = told
             where = group_name(group, reports[ranks[0]].groups, world)
+            guilty = blame(ranks) if len(ranks) < len(calls) else "either may be the cause"
             return (
                 "mismatch",
                 ranks,
-                f"{text} (#{number} of group {where}, in {place_of(ranks, reports)}): {blame(ranks)}",
+                f"{text} (#{number} of group {where}, in {place_of(ranks, reports)}): {guilty}",
             )
     return None
 
 
 def differs(calls: Mapping[int, Call]) -> tuple[list[int], str] | None:
-    """Ranks that did something else than most, and what."""
+    """Ranks that did something else than most, and what; all of them, where no more than half did the same."""
     for name, values in (
         ("", {rank: call.op for rank, call in calls.items()}),
         ("elements", {r: str(c.elements) for r, c in calls.items() if c.op in SAME_SIZE}),
@@ -168,20 +169,16 @@ def differs(calls: Mapping[int, Call]) -> tuple[list[int], str] | None:
     ):
         if len(set(values.values())) < 2:
             continue
-        usual = most(values)
+        ((usual, count), *_) = Counter(values.values()).most_common()
         odd = [rank for rank, value in values.items() if value != usual]
-        other, op = values[odd[0]], calls[odd[0]].op
-        if not name:
-            return odd, f"{named(odd)} entered {other} where the others entered {usual}"
-        what = (f"{other} elements", f"{usual} elements") if name == "elements" else (other, usual)
-        return odd, f"{named(odd)} entered {op} with {what[0]} where the others have {what[1]}"
+        verb = "" if not name else f"{calls[odd[0]].op} with "
+        unit = " elements" if name == "elements" else ""
+        if 2 * count <= len(values):
+            told = " and ".join(f"rank {rank} entered {verb}{value}{unit}" for rank, value in sorted(values.items()))
+            return sorted(values), told
+        have = "have" if name else "entered"
+        return odd, f"{named(odd)} entered {verb}{values[odd[0]]}{unit} where the others {have} {usual}{unit}"
     return None
-
-
-def most(values: Mapping[int, str]) -> str:
-    """The commonest; of two as common, that of the lowest rank."""
-    counts = Counter(values[rank] for rank in sorted(values))
-    return counts.most_common(1)[0][0]
 
 
 def late(reports: Mapping[int, Report]) -> Finding:

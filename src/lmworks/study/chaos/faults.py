@@ -34,7 +34,7 @@ SHRINKING = ("ddp2", "fsdp2")  # to one rank
 CORRUPT = r'"corrupt".*("rank": {rank},|"ranks": \[0, 1\])'
 
 # Where the two even meet, gloo itself sees it and ends the process on the spot, with words of its own.
-MISMATCH = r"rank {rank}\b.*all_gather|distributed collective mismatch"
+MISMATCH = r"rank {rank} entered all_gather|distributed collective mismatch"
 
 STEP = ("data", "forward", "backward", "reduce", "optimizer")
 SAVE = ("save.stage", "save.write", "save.seal", "save.commit", "save.prune")

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...record import RunFolder
 from ...spec import RunSpec, dump_toml
 from .acts import done, write_acts
 from .draw import Trial, spec_of
@@ -159,12 +160,17 @@ class Harness:
             return "unnamed", "", f"nothing it said or recorded matches {pattern(trial, struck)}"
         if trial.verdict == "stopped":
             early = [end for end in ended[:-1] if not end.well]
-            if not early:
+            if not early and not restarted(folder):
                 return "unnamed", cause, "it did not stop"
-            if kind.exit_code is not None and set(early[-1].codes) != {kind.exit_code}:
-                return "unnamed", cause, f"exit codes {early[-1].codes} instead of {kind.exit_code}"
+            if kind.exit_code is not None and [set(end.codes) for end in early[-1:]] != [{kind.exit_code}]:
+                return "unnamed", cause, f"exit codes {early[-1].codes if early else 0} instead of {kind.exit_code}"
         lost = losses_of(folder, self.straight_folder(trial), exact=trial.verdict != "close")
         return ("lost" if lost else trial.verdict), cause, "; ".join(lost).replace(f"{folder}/", "")
+
+
+def restarted(folder: Path) -> bool:
+    """Whether an agent has started ranks again by itself, within one run of the command."""
+    return any(event["kind"] == "restart" for event in RunFolder(folder / "run").events())
 
 
 def named(trial: Trial, folder: Path) -> str:
