@@ -81,3 +81,14 @@ def test_on_the_command_line(run: RunFolder) -> None:
     assert "rank 1\nFile model.py, line 9" in told and "forward of step 17" in told
     data = json.loads(ask.invoke(app, ["diagnose", str(run.path), "--json"]).output)
     assert data["verdict"]["kind"] == "stopped" and data["ranks"][0]["for_s"] == 31.5
+
+
+def test_a_run_that_was_started_again_tells_what_had_stopped_it(run: RunFolder) -> None:
+    hang(run, 0, 17)
+    with run.hold():
+        leave_life(run, own_beat(0))
+        found = diagnose(run)
+        told = CliRunner().invoke(app, ["diagnose", str(run.path)]).output
+    assert found.verdict is None and found.ranks[0].state == "running"
+    assert list(found.earlier) == [0] and "rank 1" in found.earlier[0]
+    assert told.startswith("attempt 0 ended so: rank 0 waits in all_reduce #8") and "(more with --attempt 0)" in told

@@ -38,6 +38,8 @@ def diagnose(
 
 
 def print_diagnosis(found: Diagnosis, stacks: bool) -> None:
+    for number, text in found.earlier.items():
+        typer.echo(f"attempt {number} ended so: {text} (more with --attempt {number})")
     if found.verdict is not None:
         typer.echo(f"attempt {found.attempt}: {found.verdict.text}")
     elif not found.ranks:

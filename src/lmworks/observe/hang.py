@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Diagnosis:
     verdict: Verdict | None
     folder: str | None
     ranks: tuple[RankNow, ...]
+    earlier: dict[int, str] = field(default_factory=dict)  # of a run under way: what stopped its attempts before
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -44,7 +45,7 @@ def diagnose(run: RunFolder, attempt: int | None = None) -> Diagnosis:
         has = f"it has of {', '.join(map(str, known))}" if known else "no attempt has"
         raise SpecError(f"{run.path} has no reports of a hang of attempt {attempt}; {has}")
     if attempt is None and (not known or run.held()):
-        return from_life(run)
+        return from_life(run, known)
     number = max(known) if attempt is None else attempt
     folder = known[number]
     reports = read_reports(folder)
@@ -68,10 +69,12 @@ def read_verdict(folder: Path) -> Verdict | None:
     return Verdict.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def from_life(run: RunFolder) -> Diagnosis:
+def from_life(run: RunFolder, known: dict[int, Path]) -> Diagnosis:
     now = time.time()
     ranks = tuple(from_beat(beat, now, None) for beat in read_beats(run.path).values())
-    return Diagnosis(str(run.path), None, None, None, ranks)
+    verdicts = {number: read_verdict(folder) for number, folder in sorted(known.items())}
+    earlier = {number: verdict.text for number, verdict in verdicts.items() if verdict is not None}
+    return Diagnosis(str(run.path), None, None, None, ranks, earlier)
 
 
 def from_report(report: Report, world: int) -> RankNow:
