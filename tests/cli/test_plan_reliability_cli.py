@@ -68,6 +68,8 @@ def test_the_times_of_a_run(tmp_path: Path) -> None:
     assert found["step_s"] == 0.25
     assert (found["recovery"]["stall_s"], found["recovery"]["write_s"]) == (0.5, 4.0)
     assert found["recovery"]["restart_s"] == 300  # it was never resumed: what is assumed of all, and not nothing
+    given = plan("--run", str(folder.path), "--gpus", "1024", "--stall-s", "2", "--write-s", "9")[1]
+    assert (given["recovery"]["stall_s"], given["recovery"]["write_s"]) == (2.0, 9.0)
 
 
 def test_a_run_that_saves_synchronously_says_nothing_of_other_saves(tmp_path: Path) -> None:
@@ -88,6 +90,7 @@ def test_a_run_that_saves_synchronously_says_nothing_of_other_saves(tmp_path: Pa
         (("--restart-s", "-1000"), "restart_s = -995"),
         (("--trials", "0"), "trials = 0: give 1 or more"),
         (("--run", "nowhere"), "nowhere is not a run folder"),
+        (("--run", "nowhere", "--load-s", "3"), "--load-s with --run"),
     ],
 )
 def test_bad_usage(words: tuple[str, ...], error: str) -> None:

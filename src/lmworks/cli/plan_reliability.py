@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 def reliability(
     gpus: Annotated[list[int] | None, typer.Option(help="Size of the cluster; give several (1024 and 16384).")] = None,
     rate: Annotated[str, typer.Option(help="llama3, rsc1, rsc2, or stops in 1,000 days of one GPU.")] = "llama3",
-    run: Annotated[Path | None, typer.Option(help="Take the times of this run, as measured.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Take the times of this run, as measured; --stall-s and --write-s replace its own."),
+    ] = None,
     params: Annotated[float, typer.Option(help="Parameters of the model.")] = 405e9,
     bytes_per_param: Annotated[float, typer.Option(help="Bytes of a checkpoint for each: fp32, two moments.")] = 12.0,
     copy_gbs: Annotated[float, typer.Option(help="GB/s from one GPU to its host.")] = 25.0,
@@ -47,12 +50,15 @@ def reliability(
       lmworks plan reliability --run runs/tiny --gpus 1024 --json
     """
     from ..plan.reliability import Recovery, Storage, forecast, mtbf, refuse
+    from ..spec import SpecError
 
     sizes = {"params": params, "bytes-per-param": bytes_per_param, "gpus": min(gpus or (1,)), "step-s": step_s}
     speeds = {"copy-gbs": copy_gbs, "gpu-gbs": gpu_gbs, "storage-gbs": storage_gbs}
     for name, value in (sizes | speeds).items():
         refuse(f"--{name}", value, value <= 0, "more than 0")
     refuse("--every", every, every < 0, "0 or more")
+    if run is not None and load_s is not None:
+        raise SpecError("--load-s with --run: the time to load is in the restarts of a run; leave one of them out")
     stops = stops_per_gpu_hour(rate)
     storage = Storage(copy_gbs * 1e9, gpu_gbs * 1e9, storage_gbs * 1e9)
     step_s, measured = times_of(run, step_s, restart_s) if run else (step_s, None)
@@ -67,7 +73,8 @@ def reliability(
             restart_s=restart_s + (written if load_s is None else load_s),
             detect_s=detect_s,
         )
-        recovery = replace(recovery, mtbf_s=mtbf(size, stops))
+        given = {name: value for name, value in (("stall_s", stall_s), ("write_s", write_s)) if value is not None}
+        recovery = replace(recovery, mtbf_s=mtbf(size, stops), **given)
         ways = {"synchronous": recovery.synchronous()}
         if recovery.write_s:  # else nothing is known of a background: the run saved without one
             ways["asynchronous"] = recovery
