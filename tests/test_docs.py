@@ -34,6 +34,7 @@ PLAIN = (
     "goodput",
     "faults",
     "hangs",
+    "reliability",
     "health",
     "runbooks/loss-spike",
 )

@@ -38,6 +38,8 @@ def harness(out: Path) -> Iterator[Harness]:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="chaos-data-", dir=out) as made:
         yield Harness(out / "trials", write_corpus(Path(made), documents=300))
+    with contextlib.suppress(OSError):  # of a trial that failed something is there
+        (out / "trials").rmdir()
 
 
 def run_trials(harness: Harness, trials: list[Trial], jobs: int, tell: Callable[[Outcome], None]) -> list[Outcome]:
