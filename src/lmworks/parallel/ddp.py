@@ -42,8 +42,7 @@ class DDP(Alone):
         )
         if spec.precision.reduce == "bf16":
             self.ddp.register_comm_hook(None, lambda _, bucket: mean_in_bf16(bucket.buffer(), group))
-        self.ddp.reducer._push_all_rebuilt_params()
-        self.ddp.reducer._rebuild_buckets()
+        fill_in_order(self.ddp)
         # With a static graph the first backward pass is the one that DDP learns from, and it has to reduce: gradients
         # that have met already are equal on all ranks, and their mean in the next reduction leaves them as they are.
         self.learning = spec.parallel.static_graph
@@ -67,6 +66,12 @@ class InOrder(DistributedDataParallel):
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()
         return parameters[::-1], sparse[::-1]
+
+
+def fill_in_order(model: DistributedDataParallel) -> None:
+    """What DDP does before its second step, with what it would have learnt in the first; ranks agree on it."""
+    model.reducer._push_all_rebuilt_params()
+    model.reducer._rebuild_buckets()
 
 
 def mean_in_bf16(buffer: Tensor, group: ProcessGroup) -> Future[Tensor]:

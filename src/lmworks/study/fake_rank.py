@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +87,7 @@ def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
             replaced(cross_entropy, "CHUNK_LOGITS", cross_entropy.CHUNK_LOGITS_GPU if gpu else None),
             replaced(nn.Module, "to_empty", to_empty),
             replaced(ddp, "mean_in_bf16", send_in_bf16),
+            replaced(ddp, "fill_in_order", partial(agreed, ddp.fill_in_order)),
             replaced(training_step, "expert_load", lambda _part: 1.0),
             replaced(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
         ):
@@ -203,6 +204,11 @@ class Agreeing(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def agreed(work: Callable[[Any], None], model: Any) -> None:
+    with Agreeing():
+        work(model)
+
+
 def step(spec: RunSpec, mesh: Mesh, stages: list[Stage]) -> Simulation:
     """Build these stages without memory, and account for a step."""
     with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
@@ -228,8 +234,6 @@ def account(run: Step, mesh: Mesh, ledger: Ledger, warm: AbstractContextManager[
     ledger.name([shard.leaf for shard in shards], PARAMETERS)
     with warm:
         run.once()
-        if any(isinstance(strategy, ddp.DDP) for strategy in run.laid.strategies.values()):
-            run.once()  # in its second step it puts its buckets in the order of the first
     ledger.name([t for s in run.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)], OPTIMIZER)
 
     def before_update(*_: Any) -> None:

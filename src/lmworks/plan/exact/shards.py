@@ -145,30 +145,9 @@ def flat(spec: RunSpec, unit: Unit) -> Flat:
 def buckets(spec: RunSpec, found: list[Weight]) -> list[list[Weight]]:
     """Weights that travel together, last ones first: a bucket is sent once it holds bucket_mb of fp32 gradients."""
     limit, made, here = spec.parallel.bucket_mb * 2**20, list[list[Weight]](), list[Weight]()
-    order = arrival(found) if strategy_of(spec) == "ddp" else found[::-1]
-    for index, weight in enumerate(order):
+    for index, weight in enumerate(found[::-1]):
         here.append(weight)
-        if FP32 * sum(weight.size for weight in here) >= limit or index == len(order) - 1:
+        if FP32 * sum(weight.size for weight in here) >= limit or index == len(found) - 1:
             made.append(here)
             here = []
     return made
-
-
-# Gradients come last weight first, but for these, which the network uses earlier than their place among names tells.
-AFTER = {
-    "attention.q_norm.weight": "attention.out.weight",
-    "attention.k_norm.weight": "attention.out.weight",
-    "mlp.router.weight": "mlp.gate",
-    **{f"{norm}.bias": f"{norm}.weight" for norm in ("attention_norm", "mlp_norm", "norm")},
-}
-
-
-def arrival(found: list[Weight]) -> list[Weight]:
-    """In the order in which a backward pass makes their gradients, which PyTorch's DDP learns and fills buckets by."""
-    place = {weight.name: index for index, weight in enumerate(found[::-1])}
-
-    def key(weight: Weight) -> tuple[int, int]:
-        own, before = place[weight.name], AFTER.get(weight.inside)
-        return (own, -1) if before is None else (place[weight.name.removesuffix(weight.inside) + before], own)
-
-    return sorted(found, key=key)
