@@ -99,7 +99,8 @@ def accumulating(parallel: dict[str, Any]) -> RunSpec:
 
 def asked_for(request: pytest.FixtureRequest) -> dict[str, RunSpec]:
     """What any test of this session is about: variations only where they are run."""
-    asked = {item.callspec.params.get("layout") for item in request.session.items if hasattr(item, "callspec")}
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params.get("layout") for item in here}
     return {name: accumulating(LAYOUTS[name]) for name in LAYOUTS if name not in VARIATIONS or name in asked}
 
 
