@@ -240,6 +240,7 @@ def working(run_dir: Path, process: subprocess.Popen[str], steps: int = 1) -> No
     wait_until(lambda: lines(metrics) >= before + steps, process)
 
 
+@pytest.mark.slow  # tests/study/test_chaos.py kills ranks too, at every phase and at random moments
 def test_killed_ten_times_at_random_moments_it_ends_bitwise_as_if_never_killed(
     dataset: Path, tmp_path: Path, long: Path
 ) -> None:
