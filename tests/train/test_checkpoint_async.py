@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import time
@@ -177,8 +178,8 @@ def test_files_that_another_rank_wrote_elsewhere_make_no_checkpoint(
     """As on machines that do not share the run folder."""
     saves = background(tmp_path)
     elsewhere = {"rank-00001.safetensors": {"bytes": 5, "rank": 1, "sha256": [""]}}
-    read = saves.board.read
-    monkeypatch.setattr(saves.board, "read", lambda number: (read(number)[0] | elsewhere, []))
+    take = saves.board.take
+    monkeypatch.setattr(saves.board, "take", lambda number: [*take(number), json.dumps([elsewhere, ""])])
     saves.save(1, state_of(1), {})
     ended = saves.settle()
     saves.close()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from lmworks.parallel.board import Board
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.world import explained, join
 from lmworks.record import RunFolder, phase
@@ -67,6 +68,14 @@ def stop_itself(rank: int, mesh: Mesh) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def stop_the_store(rank: int, mesh: Mesh) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    board = Board("test", rank, 2)
+    for number in range(2**30):
+        board.put(number, "")
+
+
 def sleep_in_forward(rank: int, mesh: Mesh) -> None:
     if rank == 2:
         threading.Event().wait()
@@ -90,6 +99,11 @@ def test_a_stopped_rank_is_named_by_the_state_of_its_process(tmp_path: Path) -> 
         "(by SIGSTOP or a debugger), last seen in forward of step 3: rank 1 is the cause"
     )
     assert (verdict["kind"], verdict["ranks"]) == ("stopped", [1])
+
+
+def test_a_rank_that_asks_a_stopped_store_hangs_too(tmp_path: Path) -> None:
+    verdict = hang(tmp_path, stop_the_store, dp=2)
+    assert (verdict["kind"], verdict["ranks"]) == ("stopped", [0])
 
 
 def test_a_rank_that_never_comes_is_found_through_the_groups_of_others(tmp_path: Path) -> None:

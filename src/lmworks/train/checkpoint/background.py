@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...parallel.board import Board
 from ...parallel.world import from_lead, is_lead, together
 from ...record import phase
 from ...record.checkpoint import process
@@ -72,7 +73,7 @@ class Background:
         self.writer = together(self.start)
         self.count = 0
         self.flight: Flight | None = None
-        self.board = Board(from_lead(time.time_ns), self.rank, self.world)
+        self.board = Board(f"save/{from_lead(time.time_ns)}", self.rank, self.world)  # another for every run
 
     def start(self) -> Writer:
         index = self.plan.index if self.lead else b""
@@ -129,7 +130,7 @@ class Background:
             self.revive()
             if flight.files is not None:
                 return self.sealed(flight, answer)
-            self.board.put(flight.number, answer)
+            self.board.put(flight.number, as_message(answer, self.rank))
             if not self.lead:
                 self.flight = None
                 return None
@@ -140,7 +141,7 @@ class Background:
         if not self.board.complete(flight.number):
             time.sleep(patience_s)
             return None
-        files, errors = self.board.read(flight.number)
+        files, errors = understood(self.board.take(flight.number))
         if errors:
             self.writer.send(Abandon(flight.step, flight.work))
             return self.end(flight, "; ".join(errors))
@@ -167,6 +168,18 @@ class Background:
         self.staging.close()
 
 
+def as_message(answer: Answer, rank: int) -> str:
+    """What a rank's writer wrote, or why it could not."""
+    where = f" on rank {rank}" if rank else ""
+    return json.dumps([{}, f"{answer.reason}{where}"] if isinstance(answer, Failed) else [answer.files, ""])
+
+
+def understood(messages: list[str]) -> tuple[Files, list[str]]:
+    """The files of all ranks, and all that went wrong."""
+    found = [json.loads(text) for text in messages]
+    return {name: entry for files, _ in found for name, entry in files.items()}, [why for _, why in found if why]
+
+
 def is_there(flight: Flight) -> bool:
     """Whether what is committed is this save, and not an earlier one of the same step, as a rewind saves it again."""
     try:
@@ -174,39 +187,3 @@ def is_there(flight: Flight) -> bool:
     except CheckpointError:
         return False
     return manifest.files == flight.files and manifest.meta == json.loads(json.dumps(flight.meta))
-
-
-class Board:
-    """What the ranks leave for the lead: entries of the store they met at; alone, a dictionary."""
-
-    def __init__(self, name: int, rank: int, world: int) -> None:
-        """`name`: another for every run that uses the store."""
-        self.prefix, self.rank, self.world = f"lmworks/save/{name}", rank, world
-        self.store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-        self.alone: str = ""
-
-    def key(self, number: int, what: int | str) -> str:
-        return f"{self.prefix}/{number}/{what}"
-
-    def put(self, number: int, answer: Answer) -> None:
-        where = f" on rank {self.rank}" if self.rank else ""
-        said = json.dumps([{}, f"{answer.reason}{where}"] if isinstance(answer, Failed) else [answer.files, ""])
-        if self.store is None:
-            self.alone = said
-            return
-        self.store.set(self.key(number, self.rank), said)
-        self.store.add(self.key(number, "done"), 1)
-
-    def complete(self, number: int) -> bool:
-        return self.store is None or self.store.add(self.key(number, "done"), 0) == self.world
-
-    def read(self, number: int) -> tuple[Files, list[str]]:
-        """All entries, and all that went wrong."""
-        said: list[str | bytes] = [self.alone]
-        if self.store is not None:
-            keys = [self.key(number, rank) for rank in range(self.world)]
-            said = [self.store.get(key) for key in keys]
-            for key in (*keys, self.key(number, "done")):
-                self.store.delete_key(key)
-        found = [json.loads(text) for text in said]
-        return {name: entry for files, _ in found for name, entry in files.items()}, [why for _, why in found if why]
