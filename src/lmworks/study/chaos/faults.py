@@ -57,13 +57,15 @@ class Fault:
     command: bool = False  # only the real command has what is struck
     lead: bool = False  # rank 0 does it: the others must come to the place later than it
     sudden: bool = False  # strikes from outside, so it may do so in the middle of a phase too
+    but: tuple[tuple[str, str], ...] = ()  # layouts and phases in which nothing tells the cause
 
     def verdict_of(self, saves: str) -> str:
         return self.verdict_async or self.verdict if saves == "async" else self.verdict
 
     def layouts_in(self, phase: str) -> tuple[str, ...]:
         """A pipeline has no phase of its own for the backward pass: its stages do both in turns."""
-        return tuple(name for name in self.layouts if (name, phase) != ("pp2", "backward"))
+        never = (("pp2", "backward"), *self.but)
+        return tuple(name for name in self.layouts if (name, phase) not in never)
 
 
 FAULTS = (
@@ -102,7 +104,7 @@ FAULTS = (
     Fault("slow", "a slow rank", ("data", "forward", "optimizer"), "same", cause=r"straggler.*\brank\W+{rank}\b",
           layouts=BESIDE, keys=("watch.straggler_steps=2",)),
     Fault("mismatch", "a collective that the other ranks do not call", ("forward", "reduce", "optimizer"), "stopped",
-          cause=MISMATCH, layouts=SEVERAL),
+          cause=MISMATCH, layouts=SEVERAL, but=(("pp2", "forward"),)),  # gloo keeps no record of a pipeline's messages
     Fault("data-missing", "a shard of tokens is gone", ("start", "data"), "stopped", cause=r"{file} is missing",
           lead=True),
     Fault("data-corrupt", "a bit of a shard of tokens flips", ("start", "data"), "stopped", cause=r"{file} is damaged",
