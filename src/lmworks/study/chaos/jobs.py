@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import TCPStore
 
+from ...parallel.world import LATER_S
 from .faults import TIMEOUT_S
 from .rank import be_rank
 
@@ -113,7 +114,8 @@ def meet(server: socket.socket, world: int, rank: int) -> None:
     if rank:
         server.close()
     store = TCPStore(host, port, world, timeout=timedelta(seconds=PATIENCE_S), **lead)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
+    later = timedelta(seconds=1.5 * TIMEOUT_S + LATER_S)  # as a run that meets by itself: its watchdog comes first
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=later)
 
 
 # --- the command ----------------------------------------------------------------------------------------
