@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import torch
 from lmworks.spec import SpecError
 from lmworks.spec.layouts import Layout, Tolerance, choose, layouts
 from lmworks.spec.run import RECOMPUTE, SCHEDULES
+from lmworks.study import ranks
 from lmworks.study.compare import distances, relative, worst
 from lmworks.study.parity import Parity, parity
 from lmworks.study.ranks import RankFailed, on_ranks
@@ -240,3 +244,27 @@ def hang(rank: int) -> None:
 def test_a_rank_that_fails_ends_all(work: Callable[[int], None], timeout: float, message: str) -> None:
     with pytest.raises(RankFailed, match=message):
         on_ranks(2, work, timeout=timeout)
+
+
+def test_ranks_that_never_met_are_forked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that another thread held when a rank was forked is never freed in that rank."""
+    forked: list[int] = []
+    lock = threading.Lock()
+
+    def meet_behind_a_lock(server: socket.socket, world: int, rank: int) -> None:
+        with lock:
+            join_group(server, world, rank)
+
+    def fork_under_it(*arguments: Any) -> Any:
+        forked.append(len(forked))
+        if len(forked) > 1:
+            return on_forks(*arguments)
+        with lock:
+            return on_forks(*arguments)
+
+    monkeypatch.setattr(ranks, "MEET_S", 2.0)
+    join_group, on_forks = ranks.join_group, ranks.on_forks
+    monkeypatch.setattr(ranks, "join_group", meet_behind_a_lock)
+    monkeypatch.setattr(ranks, "on_forks", fork_under_it)
+    assert on_ranks(2, lambda rank: rank + 5) == [5, 6]
+    assert forked == [0, 1]

@@ -1,5 +1,6 @@
 """Sinks: what was logged can be read back under the names of metrics.jsonl."""
 
+import multiprocessing
 import sys
 import time
 import types
@@ -115,7 +116,11 @@ def test_wandb_that_cannot_log_in_is_one_line(tmp_path, wandb):
 def test_wandb_offline_for_real(tmp_path):
     pytest.importorskip("wandb")
     folder, spec = make(tmp_path, wandb="offline")
-    feed(folder, spec, [(1, 5.5), (2, 5.0)])
+    # A process of its own: W&B leaves threads behind, and other tests fork this one.
+    apart = multiprocessing.get_context("spawn").Process(target=feed, args=(folder, spec, [(1, 5.5), (2, 5.0)]))
+    apart.start()
+    apart.join()
+    assert apart.exitcode == 0
     (log,) = folder.path.glob("wandb/offline-run-*/run-*.wandb")
     assert (folder.path / "wandb" / "id").read_text() in log.name
     deadline = time.monotonic() + 20  # a process of W&B's own writes it

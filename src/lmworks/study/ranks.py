@@ -13,6 +13,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -24,9 +25,15 @@ from torch._C._distributed_c10d import TCPStore
 
 from ..spec import LMWorksError, TrainingError
 
+MEET_S = 30.0  # ranks of one machine meet within a second; on a loaded one within a few
+
 
 class RankFailed(TrainingError):
     """A rank raised, died, or never answered; its traceback is a note of the error."""
+
+
+class NeverMet(RankFailed):
+    """A rank hung before its work began: a fork copies the locks that other threads hold at that moment."""
 
 
 def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, launched: bool = True, timeout: float = 120) -> Any:
@@ -35,6 +42,13 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, launched: bo
     The first failure of any rank is raised here, and the others are ended. With `launched` False the one process is
     what a plain `lmworks train` is: no rank of anything.
     """
+    for _ in range(2):
+        with suppress(NeverMet):
+            return on_forks(world, work, arguments, launched, timeout)
+    return on_forks(world, work, arguments, launched, timeout)
+
+
+def on_forks(world: int, work: Callable[..., Any], arguments: tuple[Any, ...], launched: bool, timeout: float) -> Any:
     context = mp.get_context("fork")
     processes, answers = [], {}
     # Rank 0 inherits the socket of the store: no port is chosen before it is taken, and no thread of a store runs here,
@@ -49,7 +63,9 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, launched: bo
             processes.append(process)
             answers[ours] = rank
         try:
-            return collect(answers, time.monotonic() + timeout, timeout)
+            collect(answers, MEET_S, NeverMet, "did not meet the others")
+            found = collect(answers, timeout, RankFailed, "did not answer")
+            return [torch.load(io.BytesIO(content), weights_only=False) for content in found]
         finally:
             for process in processes:
                 process.kill()  # those that have answered have nothing left to do
@@ -65,14 +81,16 @@ def join_group(server: socket.socket, world: int, rank: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
-def collect(answers: dict[Connection, int], deadline: float, timeout: float) -> list[Any]:
+def collect(answers: dict[Connection, int], timeout: float, late: type[RankFailed], what: str) -> list[Any]:
+    """One message of every rank, in order."""
     found: dict[int, Any] = {}
     open_ends = dict(answers)
+    deadline = time.monotonic() + timeout
     while open_ends:
         ready = wait(list(open_ends), max(0.0, deadline - time.monotonic()))
         if not ready:
             missing = ", ".join(str(rank) for rank in sorted(open_ends.values()))
-            raise RankFailed(f"rank {missing} did not answer within {timeout:g} s: ranks wait for one another")
+            raise late(f"rank {missing} {what} within {timeout:g} s: ranks wait for one another")
         for end in ready:
             assert isinstance(end, Connection)
             rank = open_ends.pop(end)
@@ -85,7 +103,7 @@ def collect(answers: dict[Connection, int], deadline: float, timeout: float) -> 
                 error = RankFailed(f"rank {rank}: {message}")
                 error.add_note(details)
                 raise error
-            found[rank] = torch.load(io.BytesIO(content), weights_only=False)
+            found[rank] = content
     return [found[rank] for rank in sorted(found)]
 
 
@@ -97,12 +115,13 @@ def enter(
     work: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    if timeout > 2:  # a rank that never answers leaves behind where each of its threads waits
-        faulthandler.dump_traceback_later(timeout - 1, file=2)
     try:
         torch.set_num_threads(1)
         if meet is not None:
+            say_where_it_hangs(MEET_S)
             meet(rank)
+        answer.send((True, None))
+        say_where_it_hangs(timeout)
         value = work(rank, *arguments)
         if dist.is_initialized():
             dist.barrier()
@@ -113,3 +132,10 @@ def enter(
     except BaseException as error:
         message = str(error) if isinstance(error, LMWorksError) else f"{type(error).__name__}: {error}"
         answer.send((False, (message, traceback.format_exc())))
+
+
+def say_where_it_hangs(timeout: float) -> None:
+    """A rank that is ended because it never answered leaves behind where each of its threads waited."""
+    faulthandler.cancel_dump_traceback_later()
+    if timeout > 2:
+        faulthandler.dump_traceback_later(timeout - 1, file=2)
