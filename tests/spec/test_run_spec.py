@@ -96,7 +96,27 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"virtual_stages": 2}}, "parallel.virtual_stages = 2 needs parallel.pp > 1"),
     ({"parallel": {"ep": 2}}, "parallel.ep = 2 does not divide model.experts = 0; ep can be 1 .the model is dense"),
     ({"parallel": {"ep": 4}, "model": {"experts": 6}}, "does not divide model.experts = 6; ep can be 1, 2, 3, 6"),
-    ({"precision": {"dtype": "bf61"}}, "precision.dtype = 'bf61' is not one of: fp32, bf16, fp16"),
+    ({"precision": {"dtype": "bf61"}}, "precision.dtype = 'bf61' is not one of: fp32, bf16, fp16, fp8"),
+    ({"precision": {"weights": "bf16"}}, "precision.weights = 'bf16' needs precision.dtype = 'bf16' or 'fp8', not"),
+    ({"precision": {"weights": "bf16", "dtype": "fp16"}}, "or 'fp8', not 'fp16'"),
+    ({"precision": {"dtype": "bf16", "master": False}}, "precision.master = false needs precision.weights = 'bf16'"),
+    (
+        {"precision": {"dtype": "bf16", "weights": "bf16", "rounding": "stochastic"}},
+        "precision.rounding = 'stochastic' needs precision.weights = 'bf16' and precision.master = false",
+    ),
+    (
+        {"precision": {"dtype": "bf16", "fp8_head": True}},
+        "precision.fp8_head needs precision.dtype = 'fp8', not 'bf16'",
+    ),
+    ({"precision": {"fp8_scaling": "rowwise"}}, "precision.fp8_scaling needs precision.dtype = 'fp8'"),
+    (
+        {"precision": {"states": "bf16"}, "optim": {"optimizer": "sgd"}},
+        "precision.states = 'bf16' needs optim.optimizer = 'adamw': 'sgd' has none",
+    ),
+    (
+        {"precision": {"dtype": "fp8"}, "parallel": {"engine": "deepspeed", "strategy": "zero", "zero": 1}},
+        "precision.dtype = 'fp8' needs parallel.engine = 'native'",
+    ),
     ({"checkpoint": {"evry": 3}}, "unknown key 'checkpoint.evry'; did you mean 'every'?"),
     ({"log": {"wandb": True}}, "log.wandb must be a string, got True"),
     (

@@ -29,7 +29,7 @@ from .mesh import Mesh
 
 def compute_dtype(precision: PrecisionSpec) -> torch.dtype | None:
     """What gathered weights are cast to; None: they stay fp32."""
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision.dtype]
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision.compute]
 
 
 def reduce_dtype(precision: PrecisionSpec) -> torch.dtype:

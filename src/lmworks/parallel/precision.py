@@ -19,9 +19,9 @@ def run_in(precision: PrecisionSpec, model: nn.Module, device: torch.device) -> 
     Autocast is put around the model's own forward function, so that it holds wherever that is called from: a loop, a
     pipeline's schedule, an evaluation.
     """
-    if precision.dtype == "fp32" or "forward" in vars(model):
+    if precision.compute == "fp32" or "forward" in vars(model):
         return
-    model.forward = torch.autocast(device.type, dtype=DTYPES[precision.dtype])(model.forward)
+    model.forward = torch.autocast(device.type, dtype=DTYPES[precision.compute])(model.forward)
 
 
 class LossScale:

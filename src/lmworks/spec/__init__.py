@@ -9,8 +9,9 @@ from .hardware import Cluster, Gpu, catalogue, parse_cluster, recognise
 from .health import HealthSpec
 from .load import dump_toml, load_run
 from .model import ModelSpec, RopeScaling
+from .precision import PrecisionSpec
 from .presets import PRESETS
-from .run import DataSpec, LogSpec, OptimSpec, ParallelSpec, PrecisionSpec, RunSpec
+from .run import DataSpec, LogSpec, OptimSpec, ParallelSpec, RunSpec
 from .watch import WatchSpec
 
 __all__ = [

@@ -12,6 +12,7 @@ from .hardware import Cluster
 from .health import HealthSpec, check_health
 from .layout import LOOPED, V_SHAPED, check_layout, least_micro_batches
 from .model import ModelSpec
+from .precision import PrecisionSpec, check_precision
 from .schema import Section, opt
 from .watch import WatchSpec
 
@@ -160,18 +161,6 @@ class ParallelSpec(Section):
 
 
 @dataclass(frozen=True)
-class PrecisionSpec(Section):
-    """Weights and optimizer states are fp32; `dtype` is what the matrix products run in."""
-
-    section: ClassVar[str] = "precision"
-
-    dtype: str = opt("fp32", "compute precision", choices=("fp32", "bf16", "fp16"))
-    reduce: str = opt("fp32", "what gradients are summed in across ranks", choices=("fp32", "bf16"))
-    loss_scale: float = opt(65_536.0, "fp16: first loss scale; it halves on overflow", gt=0)
-    loss_scale_window: int = opt(2000, "fp16: steps without overflow before the scale doubles", ge=1)
-
-
-@dataclass(frozen=True)
 class LogSpec(Section):
     section: ClassVar[str] = "log"
 
@@ -231,6 +220,7 @@ class RunSpec(Section):
                 f"{data.micro_batch} × {dp} = {per_pass}; {fits} would fit"
             )
         check_layout(self)
+        check_precision(self)
         check_health(self)
         self.check_profile()
 

@@ -1,0 +1,75 @@
+"""The number formats of a run: what products run in, what weights and optimizer states are kept in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .errors import SpecError
+from .schema import Section, opt
+
+if TYPE_CHECKING:
+    from .run import RunSpec
+
+
+@dataclass(frozen=True)
+class PrecisionSpec(Section):
+    """By default all that is kept is fp32, and `dtype` is what the matrix products run in."""
+
+    section: ClassVar[str] = "precision"
+
+    dtype: str = opt(
+        "fp32",
+        "what matrix products run in; fp8: those of the blocks' linear layers, the others in bf16",
+        choices=("fp32", "bf16", "fp16", "fp8"),
+    )
+    weights: str = opt("fp32", "what weights and their gradients are kept in", choices=("fp32", "bf16"))
+    master: bool = opt(True, "bf16 weights: the optimizer keeps the 16 bits that make each an exact fp32 number")
+    rounding: str = opt(
+        "nearest",
+        "bf16 weights without a master: how an updated weight is rounded",
+        choices=("nearest", "stochastic"),
+    )
+    states: str = opt("fp32", "what Adam's two moments are kept in", choices=("fp32", "bf16"))
+    reduce: str = opt("fp32", "what gradients are summed in across ranks", choices=("fp32", "bf16"))
+    loss_scale: float = opt(65_536.0, "fp16: first loss scale; it halves on overflow", gt=0)
+    loss_scale_window: int = opt(2000, "fp16: steps without overflow before the scale doubles", ge=1)
+    fp8_scaling: str = opt(
+        "tensorwise", "fp8: one scale for a tensor, or one for each row of it", choices=("tensorwise", "rowwise")
+    )
+    fp8_head: bool = opt(False, "fp8: the products with the vocabulary too")
+
+    def check(self) -> None:
+        if self.weights == "bf16" and self.compute != "bf16":
+            raise SpecError(
+                f"precision.weights = 'bf16' needs precision.dtype = 'bf16' or 'fp8', not '{self.dtype}': "
+                "products would run in more digits than the weights have, or in others"
+            )
+        if self.weights != "bf16" and not self.master:
+            raise SpecError("precision.master = false needs precision.weights = 'bf16': fp32 weights are the master")
+        if self.rounding == "stochastic" and (self.weights != "bf16" or self.master):
+            raise SpecError(
+                "precision.rounding = 'stochastic' needs precision.weights = 'bf16' and precision.master = false: "
+                "with an fp32 master no update is lost to rounding"
+            )
+        for name, value in {"fp8_scaling": self.fp8_scaling == "rowwise", "fp8_head": self.fp8_head}.items():
+            if value and self.dtype != "fp8":
+                raise SpecError(f"precision.{name} needs precision.dtype = 'fp8', not '{self.dtype}'")
+
+    @property
+    def compute(self) -> str:
+        """What everything runs in that is not a product in 8 bits: activations are kept in it, ranks exchange it."""
+        return "bf16" if self.dtype == "fp8" else self.dtype
+
+
+def check_precision(run: RunSpec) -> None:
+    """What the optimizer and the engine must allow."""
+    precision = run.precision
+    if precision.states == "bf16" and run.optim.optimizer != "adamw":
+        raise SpecError(f"precision.states = 'bf16' needs optim.optimizer = 'adamw': '{run.optim.optimizer}' has none")
+    kept = {"weights": precision.weights == "bf16", "states": precision.states == "bf16"}
+    kept["dtype"] = precision.dtype == "fp8"
+    for name, given in kept.items():
+        if given and run.parallel.engine == "deepspeed":
+            value = getattr(precision, name)
+            raise SpecError(f"precision.{name} = '{value}' needs parallel.engine = 'native': DeepSpeed has its own")
