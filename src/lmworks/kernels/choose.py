@@ -1,0 +1,116 @@
+"""Which implementation of an op runs: the one that was fastest on this device when it was measured.
+
+`lmworks bench kernels --record` times every implementation at the shapes of named models and writes the winners to
+`measured.toml`, a table a device:
+
+    ["NVIDIA H200"]                      # a pattern: "NVIDIA H100*" stands for all of that family
+    measured = "2026-11-20, torch 2.11.0, triton 3.6.0"
+
+    ["NVIDIA H200".rms_norm]
+    "hidden=4096 tokens=16384" = "triton"
+
+A shape that was not measured goes with the nearest one that was. What was never measured, on a device or of an op, is
+done by PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tomllib
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..spec import LMWorksError, SpecError
+from ..spec.errors import did_you_mean
+
+MEASURED = Path(__file__).with_name("measured.toml")
+TORCH = "torch"  # every op has it
+
+Shape = tuple[tuple[str, int], ...]  # names and sizes, by name
+
+
+def fastest(op: str, device: torch.device, **shape: int) -> str:
+    """ "torch", "triton" or another implementation of `op`."""
+    if device.type != "cuda":
+        return TORCH
+    return nearest(op, device_name(device), tuple(sorted(shape.items())))
+
+
+# A file and a driver are asked: nothing that a compiler could trace, and the answer never changes. What
+# torch.compiler.assume_constant_result does, without importing the compiler for it.
+fastest._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def pick(op: str, wanted: str | None, known: Collection[str], device: torch.device, **shape: int) -> str:
+    """`wanted` where somebody asks for an implementation, else the fastest of those that there are."""
+    if wanted is None:
+        found = fastest(op, device, **shape)
+        return found if found in known else TORCH
+    if wanted not in known:
+        raise SpecError(f"{op} has no implementation {wanted!r}{did_you_mean(wanted, known)}")
+    return wanted
+
+
+@functools.cache
+def nearest(op: str, device: str, shape: Shape) -> str:
+    """What won at the measured shape that is nearest: where sizes differ by the fewest doublings in all."""
+    points = points_of(op, device)
+    if not points:
+        return TORCH
+    return min(points, key=lambda point: doublings(dict(point[0]), dict(shape)))[1]
+
+
+def doublings(one: Mapping[str, int], other: Mapping[str, int]) -> float:
+    return sum(abs(math.log2(one[name] / other[name])) for name in one.keys() & other.keys())
+
+
+@functools.cache
+def points_of(op: str, device: str) -> tuple[tuple[Shape, str], ...]:
+    """(shape, winner) of every case of an op on a device of this name."""
+    for pattern, ops in table().items():
+        if fnmatchcase(device, pattern):
+            return tuple((shape_of(text), winner) for text, winner in ops.get(op, {}).items())
+    return ()
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    try:
+        return tomllib.loads(MEASURED.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:  # TOML's
+        raise LMWorksError(f"{MEASURED} is damaged ({error}); write it again: lmworks bench kernels --record") from None
+
+
+def shape_of(text: str) -> Shape:
+    """ "hidden=4096 tokens=16384" as names and sizes."""
+    try:
+        pairs = (word.split("=") for word in text.split())
+        return tuple(sorted((name, positive(size)) for name, size in pairs))
+    except ValueError:
+        raise LMWorksError(
+            f"{MEASURED}: {text!r} is no shape, such as 'hidden=4096 tokens=16384'; write it again: "
+            "lmworks bench kernels --record"
+        ) from None
+
+
+def positive(text: str) -> int:
+    if (size := int(text)) < 1:
+        raise ValueError(text)
+    return size
+
+
+def text_of(shape: Mapping[str, int]) -> str:
+    """The other way round, as `measured.toml` has it."""
+    return " ".join(f"{name}={size}" for name, size in sorted(shape.items()))
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
