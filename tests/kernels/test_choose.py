@@ -1,0 +1,100 @@
+"""Who does an op follows from what was measured, and from nothing where nothing was."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmworks.kernels import choose
+from lmworks.spec import LMWorksError, SpecError
+
+GPU = torch.device("cuda", 0)
+TABLE = """
+["NVIDIA H200"]
+measured = "some day"
+
+["NVIDIA H200".rms_norm]
+"hidden=1024 tokens=4096" = "torch"
+"hidden=8192 tokens=4096" = "triton"
+
+["NVIDIA H1*".rms_norm]
+"hidden=1024 tokens=4096" = "native"
+"""
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Whatever other tests have read."""
+    for cached in (choose.table, choose.points_of, choose.nearest):
+        cached.cache_clear()
+    yield
+    for cached in (choose.table, choose.points_of, choose.nearest):
+        cached.cache_clear()
+
+
+def on(device: str, table: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU of this name, where this was measured."""
+    file = folder / "measured.toml"
+    file.write_text(table, encoding="utf-8")
+    monkeypatch.setattr(choose, "MEASURED", file)
+    monkeypatch.setattr(choose, "device_name", lambda _device: device)
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "winner"),
+    [
+        ("NVIDIA H200", {"tokens": 4096, "hidden": 1024}, "torch"),
+        ("NVIDIA H200", {"tokens": 4096, "hidden": 2048}, "torch"),  # one doubling from the first, two from the other
+        ("NVIDIA H200", {"tokens": 64, "hidden": 4096}, "triton"),
+        ("NVIDIA H100 80GB HBM3", {"tokens": 4096, "hidden": 8192}, "native"),
+        ("NVIDIA B200", {"tokens": 4096, "hidden": 8192}, "torch"),
+    ],
+)
+def test_a_shape_goes_with_the_nearest_that_was_measured(
+    device: str, shape: dict[str, int], winner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(device, TABLE, tmp_path, monkeypatch)
+    assert choose.fastest("rms_norm", GPU, **shape) == winner
+    assert choose.fastest("rope", GPU, **shape) == "torch"  # an op that nobody measured
+    assert choose.fastest("rms_norm", torch.device("cpu"), **shape) == "torch"
+
+
+def test_somebody_may_ask_for_one_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on("NVIDIA H100", TABLE, tmp_path, monkeypatch)
+    known = ("torch", "triton")
+    assert choose.pick("rms_norm", "triton", known, GPU, tokens=1, hidden=1) == "triton"
+    # The file may be of a version that had more.
+    assert choose.pick("rms_norm", None, known, GPU, tokens=1, hidden=1) == "torch"
+    with pytest.raises(SpecError, match=r"rms_norm has no implementation 'tritn'; did you mean 'triton'\?"):
+        choose.pick("rms_norm", "tritn", known, GPU, tokens=1, hidden=1)
+
+
+@pytest.mark.parametrize(
+    "table", ['["NVIDIA H200".rms_norm]\n"hidden=many" = "torch"', "[", '[x.rms_norm]\n"a=0" = ""']
+)
+def test_a_damaged_file_is_named(table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on("NVIDIA H200" if "H200" in table else "x", table, tmp_path, monkeypatch)
+    with pytest.raises(LMWorksError, match=r"measured\.toml.*write it again: lmworks bench kernels --record"):
+        choose.fastest("rms_norm", GPU, hidden=1)
+
+
+def test_a_compiled_function_holds_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on("NVIDIA H200", TABLE, tmp_path, monkeypatch)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if choose.fastest("rms_norm", GPU, tokens=4096, hidden=8192) == "triton" else 3)
+
+    assert double(torch.ones(1)).item() == 2
+
+
+def test_what_is_in_the_package_can_be_read() -> None:
+    table = tomllib.loads(choose.MEASURED.read_text(encoding="utf-8"))
+    for device, ops in table.items():
+        for op, points in ops.items():
+            if op != "measured":
+                assert len(choose.points_of(op, device)) == len(points)
