@@ -1,8 +1,9 @@
 """Checkpoints beside what the disk and the memory can do, in one run and in turns.
 
-Saving: our committed, hashed, synced checkpoint beside a plain sequential write of the same bytes and one fsync.
-Loading: ours, verified, into tensors that are there, beside a plain sequential read into one buffer; the page cache is
-dropped before each. Both for one rank, and for two that hold half each (the plain side stays one process and one file).
+Saving: our committed, hashed, synced checkpoint, with either hash, beside a plain sequential write of the same bytes
+and one fsync. Loading: ours, verified, into tensors that are there, beside a plain sequential read into one buffer; the
+page cache is dropped before each. Both for one rank, and for two that hold half each (the plain side stays one process
+and one file).
 Asynchronous: the time for which training stands still beside one memcpy of the same bytes into a buffer made before.
 Each side takes its turn in every round; figures are medians of the rounds' ratios.
 
@@ -21,11 +22,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from common import write_result
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -38,7 +41,8 @@ from lmworks.train.checkpoint.background import Background
 TENSORS = 48  # of equal size: those of a small transformer and its moments
 BLOCK = 16 * 2**20
 RANDOM = os.urandom(BLOCK)
-LIMITS = {"save": 0.8, "load": 0.8, "stall": 1.2}
+HASHES = ("sha256", "xxh3")
+LIMITS = {f"{what} {hash}": 0.8 for what in ("save", "load") for hash in HASHES} | {"stall": 1.2}
 
 
 def main() -> None:
@@ -61,7 +65,7 @@ def main() -> None:
         for what, limit in LIMITS.items():
             found = figures[what]["ratio"]
             met = found <= limit if what == "stall" else found >= limit
-            print(f"{name:8} {what:6} {found:.3f} (limit {limit}) {'met' if met else 'MISSED'}")
+            print(f"{name:8} {what:11} {found:.3f} (limit {limit}) {'met' if met else 'MISSED'}")
     if options.save:
         print(
             write_result("checkpoint_cpu", {"gib": options.gib, "limits": LIMITS, "results": results, "hashes": speeds})
@@ -71,11 +75,12 @@ def main() -> None:
 def hashes() -> dict[str, float]:
     """GiB/s of one core, of its own time: the best of some tries over 16 MiB."""
     speeds = {}
-    for name in ("sha256", "sha512", "blake2b", "md5"):
+    kinds = {name: partial(hashlib.new, name) for name in ("sha256", "sha512", "blake2b", "md5")}
+    for name, digest in {**kinds, "xxh3": xxhash.xxh3_128}.items():
         tries = []
         for _ in range(5):
             began = time.thread_time()
-            hashlib.new(name, RANDOM)
+            digest(RANDOM)
             tries.append(BLOCK / 2**30 / (time.thread_time() - began))
         speeds[name] = round(max(tries), 2)
     return speeds
@@ -83,11 +88,15 @@ def hashes() -> dict[str, float]:
 
 def measure(rank: int, folder: Path, rows: int, rounds: int) -> dict[str, Any]:
     state = state_of(rows)
-    return {
-        "save": paired(rounds, lambda: plain_write(folder, rows), lambda: save(folder / "saves", state), rows),
-        "load": load_figures(folder, state, rows, rounds),
-        "stall": stall_figures(folder / "async", state, rounds),
-    }
+    figures = {}
+    for hash in HASHES:
+        root = folder / hash
+        ours = partial(save, root, state, hash)
+        figures[f"save {hash}"] = paired(rounds, lambda: plain_write(folder, rows), ours, rows)
+        figures[f"load {hash}"] = load_figures(folder, root, state, rows, rounds)
+        if dist.get_rank() == 0:
+            shutil.rmtree(root)
+    return {**figures, "stall": stall_figures(folder / "async", state, rounds)}
 
 
 def state_of(rows: int) -> dict[str, Any]:
@@ -141,14 +150,13 @@ def plain_write(folder: Path, rows: int) -> None:
         os.fsync(file.fileno())
 
 
-def save(root: Path, state: dict[str, Any]) -> None:
+def save(root: Path, state: dict[str, Any], hash: str) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(root, ignore_errors=True)
-    checkpoint.save(root, 1, state, {})
+    checkpoint.save(root, 1, state, {}, hash=hash)
 
 
-def load_figures(folder: Path, state: dict[str, Any], rows: int, rounds: int) -> dict[str, Any]:
-    root = folder / "saves"
+def load_figures(folder: Path, root: Path, state: dict[str, Any], rows: int, rounds: int) -> dict[str, Any]:
     files = [folder / "plain", *(root / "step-000001").iterdir()]
 
     def plain() -> None:

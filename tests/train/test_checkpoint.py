@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -16,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from lmworks.record.checkpoint import manifest
-from lmworks.spec import CheckpointError
-from lmworks.train import checkpoint
+from lmworks.spec import CheckpointError, RunSpec
+from lmworks.train import Trainer, checkpoint
 
 NEVER: Callable[[Path, str], None] = lambda folder, reason: pytest.fail(f"refused {folder}: {reason}")  # noqa: E731
 
@@ -106,7 +108,8 @@ def test_a_fresh_process_reads_it(tmp_path: Path) -> None:
     ]
 
 
-def test_files_of_several_chunks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hash", ["sha256", "xxh3"])
+def test_files_of_several_chunks(tmp_path: Path, hash: str) -> None:
     """Tensors that end inside a chunk, fill it, span three; read whole, in another precision, and weights alone."""
     mib = 2**20
     sizes = {"a": 3 * mib + 1, "b": 16 * mib, "c": 37 * mib + 5, "d": 7}
@@ -114,15 +117,18 @@ def test_files_of_several_chunks(tmp_path: Path) -> None:
         "model": {name: torch.randint(256, (size,), dtype=torch.uint8) for name, size in sizes.items()},
         "optim": {"m": torch.arange(5 * mib, dtype=torch.float32)},
     }
-    folder = checkpoint.save(tmp_path, 1, state, {})
+    folder = checkpoint.save(tmp_path, 1, state, {}, hash=hash)
     (entry,) = [entry for name, entry in manifest.verify(folder).files.items() if name == SHARD]
-    assert len(entry["sha256"]) == 5 and entry["bytes"] > 76 * mib
+    assert len(entry["digests"]) == 5 and entry["bytes"] > 76 * mib
     found: dict[str, Any] = {"model": None, "optim": {"m": torch.zeros(5 * mib, dtype=torch.float64)}}
     checkpoint.load(tmp_path, found, refused=NEVER)
     assert same(found["model"], state["model"]) and torch.equal(found["optim"]["m"], state["optim"]["m"].double())
     weights: dict[str, Any] = {"model": None}
     checkpoint.load(tmp_path, weights, refused=NEVER)
     assert same(weights["model"], state["model"])
+    last = (folder / SHARD).read_bytes()[4 * manifest.CHUNK :]
+    made = hashlib.sha256 if hash == "sha256" else xxhash.xxh3_128
+    assert entry["digests"][4] == made(last).hexdigest()
     with (folder / SHARD).open("r+b") as file:
         file.seek(-16 * mib, os.SEEK_END)
         byte = file.read(1)[0]
@@ -130,6 +136,19 @@ def test_files_of_several_chunks(tmp_path: Path) -> None:
         file.write(bytes([byte ^ 128]))
     with pytest.raises(CheckpointError, match=rf"{SHARD} \(rank 0\) is damaged: .* bytes {48 * mib} to {64 * mib}"):
         checkpoint.load(tmp_path, {"model": None}, refused=lambda folder, why: None)
+
+
+def test_xxhash_that_is_not_there_is_said_before_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a checkpoint that cannot be checked is not a damaged one: no older one stands in for it."""
+    checkpoint.save(tmp_path / "saved", 1, state_of(1), {})
+    checkpoint.save(tmp_path / "saved", 2, state_of(2), {}, hash="xxh3")
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(CheckpointError, match=r'"xxh3" need the package xxhash.*pip install "lmworks\[xxhash\]"'):
+        checkpoint.load(tmp_path / "saved", {"model": None}, refused=NEVER)
+    spec = RunSpec.from_dict({"checkpoint": {"hash": "xxh3"}})
+    with pytest.raises(CheckpointError, match="xxhash"):
+        Trainer(spec, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_files_can_be_read_without_us(tmp_path: Path) -> None:

@@ -49,17 +49,17 @@ def laid(step: float) -> dict[str, Any]:
     return {section: {name: cut(value) for name, value in content.items()} for section, content in whole(step).items()}
 
 
-def save_three(rank: int, root: Path) -> None:
+def save_three(rank: int, root: Path, hash: str) -> None:
     """Steps 1 and 2, and in a folder beside them another save of step 2: a run that was resumed from step 1."""
-    checkpoint.save(root, 1, laid(1.0), {})
-    checkpoint.save(root, 2, laid(2.0), {})
-    checkpoint.save(root / "other", 2, laid(2.5), {})
+    checkpoint.save(root, 1, laid(1.0), {}, hash=hash)
+    checkpoint.save(root, 2, laid(2.0), {}, hash=hash)
+    checkpoint.save(root / "other", 2, laid(2.5), {}, hash=hash)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["sha256", pytest.param("xxh3", marks=pytest.mark.slow)])
+def saved(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     root = tmp_path_factory.mktemp("saved")
-    on_ranks(2, save_three, root)
+    on_ranks(2, save_three, root, request.param)
     return root
 
 

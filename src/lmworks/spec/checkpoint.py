@@ -16,6 +16,11 @@ class CheckpointSpec(Section):
     keep: int = opt(3, "newest checkpoints to keep (0: all)", ge=0)
     keep_every: int = opt(0, "steps of which every multiple is kept for ever (0: none)", ge=0)
     asynchronous: bool = opt(False, "train on while a process per rank writes what was copied in memory")
+    hash: str = opt(
+        "sha256",
+        "what vouches for the bytes: xxh3 is faster and finds damage as surely, but needs the package xxhash",
+        choices=("sha256", "xxh3"),
+    )
     remote: str = opt(
         "", "an address of fsspec (s3://…) to which every checkpoint is copied, and loaded from if need be"
     )

@@ -42,7 +42,7 @@ class Saving:
         began = time.perf_counter()
         state, meta = {**self.trainer.state(), "rng": rng_state()}, self.meta()
         if self.background is None or not self.in_background(self.background, state, meta, wait, began):
-            path = checkpoint.save(self.root, self.trainer.step, state, meta, self.keep)
+            path = checkpoint.save(self.root, self.trainer.step, state, meta, self.keep, self.spec.hash)
             self.saved(Ended(self.trainer.step, path, 0.0, bytes_of(path)), time.perf_counter() - began)
         if wait and self.copies is not None:
             for copied in self.copies.settle():
@@ -133,7 +133,7 @@ class Saving:
             self.load_start()
         if self.spec.asynchronous and self.background is None:
             state = {**self.trainer.state(), "rng": rng_state()}
-            self.background = Background(self.root, self.keep, state, self.trainer.device)
+            self.background = Background(self.root, self.keep, state, self.trainer.device, self.spec.hash)
 
     def load_saved(self, step: int | None) -> bool:
         trainer = self.trainer

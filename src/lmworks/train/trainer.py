@@ -25,11 +25,13 @@ from ..parallel.world import explained, from_lead, is_lead, join, known, togethe
 from ..plan.devices.machine import Machine
 from ..plan.flops import model_flops_per_token
 from ..record import MetricsWriter, RunFolder, phase
+from ..record.checkpoint.digest import new_hash
 from ..record.checkpoint.remote import refuse_taken
 from ..spec import RunSpec, SpecError
 from .device import PeakMemory, find_gpu, make_deterministic, pick_device
 from .evaluate import Evaluation, evaluate, held_out
 from .feed import Feed
+from .figures import Reader
 from .health.corruption import check_replicas
 from .health.watch import Health, NotTaken
 from .optim import make_optimizer
@@ -83,6 +85,7 @@ class Trainer(Stepper):
         if spec.deterministic:
             make_deterministic()
         together(lambda: refuse_impossible(spec, self.device))
+        together(lambda: new_hash(spec.checkpoint.hash))
         from_lead(self.open_data)  # the embedded corpus is made on first use, by one rank
         rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
         self.batches = together(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
@@ -116,6 +119,7 @@ class Trainer(Stepper):
             self.laid.strategies = {0: cast(DataParallel, self.engine)}  # for evaluation, which only calls it
         self.loss_scale = LossScale(self.spec.precision)
         self.health = Health(self.spec.health)
+        self.reader = Reader(self.device)
         self.stop_asked = 0
         self.saving = Saving(self)
         self.profiler = Profiler(self.spec.log, self.folder, self.device)

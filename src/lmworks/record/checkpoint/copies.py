@@ -45,7 +45,7 @@ class Copies:
     def send(self, folder: Path) -> None:
         if self.writer is None or not self.writer.alive():
             self.close()
-            self.writer = Writer(Setup(0, b"", 0, b"", tuple(process.startup)))
+            self.writer = Writer(Setup(0, b"", 0, b"", "", tuple(process.startup)))
         self.current, self.began = folder, time.perf_counter()
         self.writer.send(Copy(step_of(folder), folder, self.remote, self.keep))
 

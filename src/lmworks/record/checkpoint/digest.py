@@ -1,20 +1,22 @@
-"""Files whose every chunk has a SHA-256, computed by threads while the bytes are written or read.
+"""Files whose every chunk has a digest, computed by threads while the bytes are written or read.
 
 One digest of a whole file would be one stream that a single core must follow. Chunks of 16 MiB are hashed by as many
 threads as are needed to keep up with the disk (hashing lets go of Python's lock), can be checked one at a time by
-whoever reads only a part of a file, and tell which part of it is wrong. For a file of one chunk the digest is the one
-that `sha256sum` prints.
+whoever reads only a part of a file, and tell which part of it is wrong. Of a file of one chunk it is what `sha256sum`
+(or `xxhsum -H2`) prints.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ...spec import CheckpointError
 
 CHUNK = 16 * 2**20
 HASHERS = 4  # threads; more than one only where a disk outruns a core
@@ -24,18 +26,42 @@ MOST_PARTS = 1000  # of one call to the system, which takes 1,024
 Parts = list[memoryview]
 
 
-def write_file(path: Path, pieces: Iterable[memoryview]) -> dict[str, Any]:
+def write_file(path: Path, pieces: Iterable[memoryview], algorithm: str) -> dict[str, Any]:
     """Write `pieces` one after the other, to the disk and not only to its cache; returns size and digests."""
     size, digests = 0, []
+    new = new_hash(algorithm)
     with hashers() as pool, path.open("wb", buffering=0) as file:
         for parts in in_chunks(pieces):
-            digests.append(pool.submit(sha256, parts))
+            digests.append(pool.submit(digest_of, parts, new))
             write_all(file.fileno(), parts)
-            size += sum(len(part) for part in parts)
+            length = sum(len(part) for part in parts)
+            begin_writeback(file.fileno(), size, length)
+            size += length
             if len(digests) > AHEAD:
                 digests[-AHEAD - 1].result()
         os.fsync(file.fileno())
-        return {"bytes": size, "sha256": [digest.result() for digest in digests]}
+        return {"bytes": size, "digests": [digest.result() for digest in digests]}
+
+
+def new_hash(algorithm: str) -> Callable[[], Any]:
+    """What `hashlib.sha256` is, for any of the spec's `checkpoint.hash`."""
+    if algorithm != "xxh3":
+        return hashlib.sha256
+    try:
+        from xxhash import xxh3_128
+    except ImportError:
+        needed = 'the package xxhash, which is not installed here: pip install "lmworks[xxhash]"'
+        raise CheckpointError(f'checkpoints with checkpoint.hash = "xxh3" need {needed}') from None
+    return xxh3_128
+
+
+def begin_writeback(descriptor: int, start: int, length: int) -> None:
+    """Let the disk begin with these bytes: left alone, Linux writes nothing before a tenth of its memory waits.
+
+    Advice that they will not be needed starts writing them without waiting for it; fsync waits, and hears of errors.
+    """
+    if length and hasattr(os, "posix_fadvise"):  # not on macOS
+        os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
 
 
 def in_chunks(pieces: Iterable[memoryview]) -> Iterator[Parts]:
@@ -82,8 +108,8 @@ def after(parts: Parts, done: int) -> Parts:
     return []
 
 
-def sha256(parts: Iterable[memoryview]) -> str:
-    digest = hashlib.sha256()
+def digest_of(parts: Iterable[memoryview], new: Callable[[], Any]) -> str:
+    digest = new()
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
@@ -91,21 +117,22 @@ def sha256(parts: Iterable[memoryview]) -> str:
 
 @contextmanager
 def hashers() -> Iterator[ThreadPoolExecutor]:
-    pool = ThreadPoolExecutor(HASHERS, thread_name_prefix="lmworks-sha256")
+    pool = ThreadPoolExecutor(HASHERS, thread_name_prefix="lmworks-hash")
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def wrong_chunk(path: Path, size: int, digests: list[str], chunk: int) -> int | None:
+def wrong_chunk(path: Path, size: int, digests: list[str], chunk: int, algorithm: str) -> int | None:
     """Read all of a file, by several threads, and return the first chunk that is not what it was."""
+    new = new_hash(algorithm)
     with path.open("rb", buffering=0) as file, hashers() as pool:
 
         def check(index: int) -> bool:
             content = memoryview(bytearray(min(chunk, size - index * chunk)))
             read_all(file.fileno(), [content], index * chunk)
-            return sha256([content]) == digests[index]
+            return digest_of([content], new) == digests[index]
 
         checks: list[Future[bool]] = [pool.submit(check, index) for index in range(len(digests))]
         return next((index for index, check in enumerate(checks) if not check.result()), None)

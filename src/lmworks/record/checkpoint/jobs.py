@@ -19,6 +19,7 @@ class Setup:
     header: bytes
     size: int  # bytes that lie in the staging buffer
     index: bytes  # empty but for the lead's
+    hash: str
     startup: tuple[Callable[[], None], ...]
 
 
@@ -40,6 +41,7 @@ class Seal:
     meta: dict[str, Any]
     files: Files
     torch: str
+    hash: str
     keep: Keep
 
 

@@ -3,7 +3,7 @@
     step-000100/
       rank-00000.safetensors …  what each rank wrote: its pieces of the tensors
       index.json                which piece of which tensor lies where
-      manifest.json             size, writer and SHA-256 of every file above, and what the run wants to remember
+      manifest.json             size, writer and digests of every file above, and what the run wants to remember
       COMMITTED                 SHA-256 of manifest.json; written last
 
 Every byte is covered by a checksum, the checksums by the marker, and the marker by being last. A file that the manifest
@@ -24,7 +24,7 @@ from typing import Any
 
 from ...spec import CheckpointError
 from ...spec.files import write_whole
-from .digest import CHUNK, sha256, wrong_chunk
+from .digest import CHUNK, digest_of, new_hash, wrong_chunk
 
 FORMAT = 2
 INDEX = "index.json"
@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 MARKER = "COMMITTED"
 FOLDER = re.compile(r"step-(\d+)(\.replaced-\d+)?")
 
-Files = dict[str, dict[str, Any]]  # name → {"bytes", "rank" that wrote it, "sha256" of each chunk}
+Files = dict[str, dict[str, Any]]  # name → {"bytes", "rank" that wrote it, "digests" of its chunks}
 
 
 class DamagedError(CheckpointError):
@@ -44,7 +44,8 @@ class Manifest:
     step: int
     meta: dict[str, Any]  # the run's own: data position, loss scale, spec … (anything JSON holds)
     files: Files
-    chunk: int = CHUNK  # bytes under each checksum
+    hash: str = "sha256"  # or xxh3: what every digest of a chunk was made with
+    chunk: int = CHUNK  # bytes under each digest
     time: str = ""
     torch: str = ""
     format: int = FORMAT
@@ -67,10 +68,10 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def seal(folder: Path, step: int, meta: dict[str, Any], files: Files, torch: str) -> None:
+def seal(folder: Path, step: int, meta: dict[str, Any], files: Files, torch: str, hash: str = "sha256") -> None:
     """Write the manifest of `files`. Until `commit`, the folder is still nothing that a run would load."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    manifest = Manifest(step, meta, files, time=now, torch=torch)
+    manifest = Manifest(step, meta, files, hash, time=now, torch=torch)
     try:
         check_sizes(folder, manifest)
     except DamagedError as error:  # some rank wrote to a disk of its own
@@ -135,7 +136,7 @@ def check_file(path: Path, manifest: Manifest) -> None:
     """Every byte of one file."""
     entry = manifest.files[path.name]
     try:
-        wrong = wrong_chunk(path, entry["bytes"], entry["sha256"], manifest.chunk)
+        wrong = wrong_chunk(path, entry["bytes"], entry["digests"], manifest.chunk, manifest.hash)
     except (OSError, EOFError) as error:
         raise unreadable(path, manifest, error) from None
     if wrong is not None:
@@ -148,8 +149,9 @@ def content_of(path: Path, manifest: Manifest) -> bytes:
         content, size = path.read_bytes(), manifest.chunk
     except OSError as error:
         raise unreadable(path, manifest, error) from None
-    found = [sha256([memoryview(content)[at : at + size]]) for at in range(0, max(1, len(content)), size)]
-    for index, (was, now) in enumerate(zip_longest(manifest.files[path.name]["sha256"], found)):
+    new = new_hash(manifest.hash)
+    found = [digest_of([memoryview(content)[at : at + size]], new) for at in range(0, max(1, len(content)), size)]
+    for index, (was, now) in enumerate(zip_longest(manifest.files[path.name]["digests"], found)):
         if was != now:
             raise damaged(path, manifest, index)
     return content

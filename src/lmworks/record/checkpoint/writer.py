@@ -86,16 +86,16 @@ def write(job: Write, setup: Setup, staged: mmap.mmap | None) -> Files:
         raise RuntimeError("there is no staging buffer to write from")
     job.work.mkdir(parents=True, exist_ok=True)  # by whichever rank comes first
     name, data = shard_name(setup.rank), memoryview(staged)[: setup.size]
-    files = {name: {**write_file(job.work / name, [memoryview(setup.header), data]), "rank": setup.rank}}
+    files = {name: {**write_file(job.work / name, [memoryview(setup.header), data], setup.hash), "rank": setup.rank}}
     if setup.index:
-        files[INDEX] = {**write_file(job.work / INDEX, [memoryview(setup.index)]), "rank": setup.rank}
+        files[INDEX] = {**write_file(job.work / INDEX, [memoryview(setup.index)], setup.hash), "rank": setup.rank}
     return files
 
 
 def commit(job: Seal) -> None:
     try:
         phase.enter("save.seal", job.step)
-        seal(job.work, job.step, job.meta, job.files, job.torch)
+        seal(job.work, job.step, job.meta, job.files, job.torch, job.hash)
         phase.enter("save.commit", job.step)
         put_in_place(job.work, job.final)
     finally:

@@ -61,9 +61,11 @@ class Flight:
 class Background:
     """The saves of one run, one at a time. Every rank has one and calls it at the same places."""
 
-    def __init__(self, root: Path, keep: Keep, state: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, root: Path, keep: Keep, state: dict[str, Any], device: torch.device, hash: str = "sha256"
+    ) -> None:
         """Every rank together. Where everything lies is decided here; `state` must never change its layout."""
-        self.root, self.keep = root, keep
+        self.root, self.keep, self.hash = root, keep, hash
         self.plan = make(state)
         self.staging = together(lambda: Staging(self.plan, device))
         self.lead = is_lead()
@@ -77,7 +79,7 @@ class Background:
 
     def start(self) -> Writer:
         index = self.plan.index if self.lead else b""
-        setup = Setup(self.rank, self.plan.header, self.plan.bytes, index, tuple(process.startup))
+        setup = Setup(self.rank, self.plan.header, self.plan.bytes, index, self.hash, tuple(process.startup))
         return Writer(setup, self.staging.descriptor)
 
     def save(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
@@ -147,7 +149,8 @@ class Background:
             return self.end(flight, "; ".join(errors))
         flight.files = files
         torch_version = str(torch.__version__)
-        self.writer.send(Seal(flight.step, flight.work, flight.final, flight.meta, files, torch_version, self.keep))
+        content = (flight.meta, files, torch_version, self.hash)
+        self.writer.send(Seal(flight.step, flight.work, flight.final, *content, self.keep))
         return None
 
     def sealed(self, flight: Flight, answer: Answer) -> Ended:

@@ -1,7 +1,7 @@
 """Filling a state, of whatever layout, from a checkpoint's files: each byte is read once, and hashed as it is read.
 
 DCP's planner says which boxes of which saved pieces a rank needs. Files are read chunk by chunk, straight into the
-memory of the tensors where that is possible, and a chunk counts only if its SHA-256 is the manifest's. What no rank
+memory of the tensors where that is possible, and a chunk counts only if its digest is the manifest's. What no rank
 needs is read all the same, shared out over them: a checkpoint is taken whole or refused.
 """
 
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ...model.tensor_files import TORCH_DTYPES
 from ...parallel.world import is_lead, together
-from ...record.checkpoint.digest import AHEAD, hashers, read_all, sha256
+from ...record.checkpoint.digest import AHEAD, digest_of, hashers, new_hash, read_all
 from ...record.checkpoint.manifest import INDEX, DamagedError, Manifest, damaged, unreadable
 from ...spec import CheckpointError
 from .plan import as_bytes
@@ -129,7 +129,7 @@ def share(mine: Chunks, manifest: Manifest) -> Chunks:
         rank, world = dist.get_rank(), dist.get_world_size()
         everyone = [None] * world
         dist.all_gather_object(everyone, mine)
-    files = {name: len(entry["sha256"]) for name, entry in manifest.files.items() if name != INDEX}  # that was read
+    files = {name: len(entry["digests"]) for name, entry in manifest.files.items() if name != INDEX}  # that was read
     every = [(name, number) for name, count in files.items() for number in range(count)]
     taken = set().union(*everyone)
     return set([chunk for chunk in every if chunk not in taken][rank::world])
@@ -146,6 +146,7 @@ def fill(folder: Path, manifest: Manifest, wants: list[Want], chunks: Chunks) ->
         numbers[name].append(number)
     for want in wants:
         wanted[want.file].append(want)
+    new = new_hash(manifest.hash)
     with hashers() as pool:
         checks: list[tuple[Path, int, Future[str]]] = []
         for name in numbers:
@@ -154,7 +155,7 @@ def fill(folder: Path, manifest: Manifest, wants: list[Want], chunks: Chunks) ->
                 with path.open("rb", buffering=0) as file:
                     for number in numbers[name]:
                         parts = read_chunk(file.fileno(), number, manifest, name, wanted[name])
-                        checks.append((path, number, pool.submit(sha256, parts)))
+                        checks.append((path, number, pool.submit(digest_of, parts, new)))
                         if len(checks) > AHEAD:
                             confirm(*checks[-AHEAD - 1], manifest)
             except (OSError, EOFError) as error:
@@ -189,7 +190,7 @@ def read_chunk(descriptor: int, number: int, manifest: Manifest, name: str, want
 
 
 def confirm(path: Path, number: int, check: Future[str], manifest: Manifest) -> None:
-    if check.result() != manifest.files[path.name]["sha256"][number]:
+    if check.result() != manifest.files[path.name]["digests"][number]:
         raise damaged(path, manifest, number)
 
 

@@ -42,7 +42,9 @@ from .reasons import first_reason
 T = TypeVar("T")
 
 
-def save(root: Path, step: int, state: dict[str, Any], meta: dict[str, Any], keep: Keep | int = 0) -> Path:
+def save(
+    root: Path, step: int, state: dict[str, Any], meta: dict[str, Any], keep: Keep | int = 0, hash: str = "sha256"
+) -> Path:
     """Write `root/step-000100` and return it; then remove what `keep` does not keep (a number: the newest so many).
 
     A checkpoint of the same step is replaced, since after a resume the new one is the truth, but stays
@@ -54,9 +56,9 @@ def save(root: Path, step: int, state: dict[str, Any], meta: dict[str, Any], kee
     work = from_lead(lambda: make_room(root, final))
     try:
         phase.enter("save.write")
-        entries = write_all(work, final, plan, state)
+        entries = write_all(work, final, plan, state, hash)
         phase.enter("save.seal")
-        from_lead(lambda: disk(final, lambda: seal(work, step, meta, entries, str(torch.__version__))))
+        from_lead(lambda: disk(final, lambda: seal(work, step, meta, entries, str(torch.__version__), hash)))
         phase.enter("save.commit")
         from_lead(lambda: disk(final, lambda: put_in_place(work, final)))
     finally:
@@ -74,13 +76,13 @@ def make_room(root: Path, final: Path) -> Path:
     return work
 
 
-def write_all(work: Path, final: Path, plan: Plan, state: dict[str, Any]) -> Files:
+def write_all(work: Path, final: Path, plan: Plan, state: dict[str, Any], hash: str) -> Files:
     """Every rank's files; returns the entries of all of them, on the lead."""
     mine: Files = {}
 
     def try_to() -> str | None:
         try:
-            mine.update(write(work, plan, state))
+            mine.update(write(work, plan, state, hash))
         except OSError as error:
             return told(error)
         return None
@@ -95,12 +97,12 @@ def write_all(work: Path, final: Path, plan: Plan, state: dict[str, Any]) -> Fil
     return {name: entry for files in everyone or () for name, entry in files.items()}
 
 
-def write(work: Path, plan: Plan, state: dict[str, Any]) -> Files:
+def write(work: Path, plan: Plan, state: dict[str, Any], hash: str) -> Files:
     """This rank's file, and with the lead's the index of them all."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    files = {shard_name(rank): {**write_file(work / shard_name(rank), contents(plan, state)), "rank": rank}}
+    files = {shard_name(rank): {**write_file(work / shard_name(rank), contents(plan, state), hash), "rank": rank}}
     if is_lead():
-        files[INDEX] = {**write_file(work / INDEX, [memoryview(plan.index)]), "rank": rank}
+        files[INDEX] = {**write_file(work / INDEX, [memoryview(plan.index)], hash), "rank": rank}
     return files
 
 
