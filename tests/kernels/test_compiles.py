@@ -29,7 +29,7 @@ pytestmark = [
 HOPPER, SHARED_BYTES = 90, 232_448
 TYPES = {
     torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8", torch.bool: "i1",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -110,7 +110,19 @@ def sample() -> None:
     importlib.import_module("lmworks.kernels.cut_triton").launch(logits, Cuts(*table.unbind(1), slots))
 
 
+def adamw(size: int, low: bool, states: torch.dtype) -> None:
+    module = importlib.import_module("lmworks.kernels.adamw")
+    weight, states_like, scalar = torch.zeros(size, dtype=BF16), torch.zeros(size, dtype=states), torch.zeros(())
+    bits = torch.zeros(size, dtype=torch.int16) if low else None
+    slot = module.Slot(weight, weight, scalar, 2**62, states_like, states_like, bits)
+    rule = module.Rule(1e-3, stochastic=not low)
+    module.adamw([slot], rule, grad_scale=scalar, found_inf=scalar, implementation="triton")
+
+
 CASES: dict[str, Callable[[], None]] = {
+    "adamw": lambda: adamw(2**16, True, torch.float32),
+    "adamw-stochastic": lambda: adamw(2**16, False, BF16),
+    "adamw-small": lambda: adamw(100, True, BF16),
     "decode": lambda: attend(BF16, 128, 64, 1),
     "decode-fp8": lambda: attend(FP8, 128, 64, 1),
     "decode-int8": lambda: attend(torch.int8, 64, 64, 1),
