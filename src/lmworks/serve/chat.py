@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from ..engine.chat import Message as Said
 from ..engine.request import Logprob
+from .answer import answered
 from .backend import Event, Usage
-from .forward import forward
-from .jobs import Job, Total, Whole, collected, read_body, room, total, usage_object, wishes
+from .jobs import Job, Total, Whole, room, total, usage_object, wishes
 from .limits import Refusal
 from .openai_answers import (
     ChatChoice,
@@ -34,25 +34,15 @@ from .openai_answers import (
 )
 from .openai_types import ChatRequest, JSONFormat, Message, ObjectFormat
 from .serving import Caller, Local, Serving, aside
-from .sse import DONE, begun, encode, line, while_connected
+from .sse import DONE, line
 from .token_text import TokenTexts, finite, likeliest
 from .tool_calls import ANY_OBJECT, Reader, call_schema, chosen
-from .upstream import Upstream
 
 ROLES = {"developer": "system"}  # newer names of older roles, which templates know
 
 
 async def chat(serving: Serving, request: Request) -> Response:
-    caller = serving.admit(request)
-    body, raw = await read_body(request, caller, ChatRequest)
-    model, adapter = serving.find(caller, body.model)
-    if isinstance(model, Upstream):
-        return await forward(serving, caller, model, request, body, raw)
-    answer = await prepared(serving, caller, model, adapter, body)
-    if body.stream:
-        return await begun(request, answer.lines())
-    found = await while_connected(request.receive, collected(answer.job))
-    return Response(encode(answer.whole(found)), media_type="application/json")
+    return await answered(serving, request, ChatRequest, prepared)
 
 
 async def prepared(serving: Serving, caller: Caller, local: Local, adapter: str | None, body: ChatRequest) -> Answering:

@@ -14,16 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..engine.request import Logprob
+from .answer import answered
 from .backend import Event, Usage
-from .forward import forward
-from .jobs import Job, Total, collected, read_body, room, total, usage_object, wishes
+from .jobs import Job, Total, collected, room, total, usage_object, wishes
 from .limits import Refusal
 from .openai_answers import Completion, CompletionChoice, CompletionLogprobs, Finish
 from .openai_types import CompletionRequest
 from .serving import Caller, Local, Serving
-from .sse import DONE, begun, encode, line, while_connected
+from .sse import DONE, line
 from .token_text import Offsets, TokenTexts, finite, likeliest
-from .upstream import Upstream
 
 USUAL_TOKENS = 16  # as OpenAI has it
 
@@ -31,16 +30,7 @@ Scored = Sequence[Logprob]
 
 
 async def complete(serving: Serving, request: Request) -> Response:
-    caller = serving.admit(request)
-    body, raw = await read_body(request, caller, CompletionRequest)
-    model, adapter = serving.find(caller, body.model)
-    if isinstance(model, Upstream):
-        return await forward(serving, caller, model, request, body, raw)
-    answer = await prepared(serving, caller, model, adapter, body)
-    if body.stream:
-        return await begun(request, answer.lines())
-    found = await while_connected(request.receive, collected(answer.job))
-    return Response(encode(answer.whole(found)), media_type="application/json")
+    return await answered(serving, request, CompletionRequest, prepared)
 
 
 async def prepared(

@@ -1,0 +1,46 @@
+"""A request for text, whichever endpoint it came to: admit it, find its model, answer at once or as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .forward import forward
+from .jobs import Job, Total, collected, read_body
+from .openai_types import ChatRequest, CompletionRequest
+from .serving import Caller, Local, Serving
+from .sse import begun, encode, while_connected
+from .upstream import Upstream
+
+Body = TypeVar("Body", ChatRequest, CompletionRequest)
+
+
+class Form(Protocol):
+    """How an endpoint answers: all of it, or line by line as it is made."""
+
+    job: Job
+
+    def whole(self, found: Total) -> Any: ...
+
+    def lines(self) -> AsyncGenerator[bytes, None]: ...
+
+
+async def answered(
+    serving: Serving,
+    request: Request,
+    kind: type[Body],
+    prepared: Callable[[Serving, Caller, Local, str | None, Body], Awaitable[Form]],
+) -> Response:
+    caller = serving.admit(request)
+    body, raw = await read_body(request, caller, kind)
+    model, adapter = serving.find(caller, body.model)
+    if isinstance(model, Upstream):
+        return await forward(serving, caller, model, request, body, raw)
+    answer = await prepared(serving, caller, model, adapter, body)
+    if body.stream:
+        return await begun(request, answer.lines())
+    found = await while_connected(request.receive, collected(answer.job))
+    return Response(encode(answer.whole(found)), media_type="application/json")
