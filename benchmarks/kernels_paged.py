@@ -22,7 +22,7 @@ from torch import Tensor
 from lmworks.kernels.add_norm import add_rms_norm
 from lmworks.kernels.paged_attention import LayerCache, Pages, paged_attention
 from lmworks.kernels.paged_store import place
-from lmworks.kernels.swiglu import swiglu
+from lmworks.kernels.swiglu import swiglu_packed
 
 BANDWIDTH = 4.27e12  # bytes/s, of a copy on an H200
 MATMUL = 763e12  # FLOP/s, of a large bf16 product there
@@ -203,8 +203,11 @@ def time_rest(tokens: int) -> list[list[Any]]:
     weight = torch.rand(4096, **bf16)
     times = {
         "place": (tokens * 48 * 128 * 4, lambda i: place(qkv[i], 32, 8, norm, norm, 1e-6, turn, cache, slots)),
-        "swiglu": (tokens * 3 * 14336 * 2, lambda i: swiglu(gate_up[i])),
-        "add_rms_norm": (tokens * 4 * 4096 * 2, lambda i: add_rms_norm(stream[i], stream[i - 1], weight, 1e-6)),
+        "swiglu": (tokens * 3 * 14336 * 2, lambda i: swiglu_packed(gate_up[i])),
+        "add_rms_norm": (
+            tokens * 4 * 4096 * 2,
+            lambda i: add_rms_norm(stream[i], stream[i - 1], weight, 1e-6, "triton"),
+        ),
     }
     return [
         [name, tokens, count / BANDWIDTH * 1e6, time_layers(call, layers) * 1e6]

@@ -13,7 +13,7 @@ from lmworks.kernels.add_norm import add_rms_norm
 from lmworks.kernels.paged_attention import LayerCache, Pages, paged_attention
 from lmworks.kernels.paged_store import place
 from lmworks.kernels.paged_store import reference as place_reference
-from lmworks.kernels.swiglu import swiglu
+from lmworks.kernels.swiglu import swiglu_packed
 from lmworks.model import rope
 from lmworks.spec import ModelSpec
 from paged_cases import NAMED, Case, Made, expected, make, random_case
@@ -123,7 +123,7 @@ def test_swiglu_and_add_norm() -> None:
     rng = torch.Generator("cuda").manual_seed(0)
     x, delta = (torch.randn(37, 3000, generator=rng, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weight = torch.rand(3000, generator=rng, device="cuda", dtype=torch.bfloat16)
-    torch.testing.assert_close(swiglu(x), F.silu(x[:, :1500]) * x[:, 1500:])
-    total, normed = add_rms_norm(x, delta, weight, 1e-5)
+    torch.testing.assert_close(swiglu_packed(x), F.silu(x[:, :1500]) * x[:, 1500:])
+    total, normed = add_rms_norm(x, delta, weight, 1e-5, "triton")
     assert torch.equal(total, x + delta)
     torch.testing.assert_close(normed, F.rms_norm(total, (3000,), weight, 1e-5))

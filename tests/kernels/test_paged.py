@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from lmworks.kernels.add_norm import add_rms_norm
 from lmworks.kernels.paged_attention import LayerCache, Pages, paged_attention
 from lmworks.kernels.paged_store import place
-from lmworks.kernels.swiglu import swiglu
+from lmworks.kernels.rope import rotate
+from lmworks.kernels.swiglu import swiglu_packed
 from lmworks.model import rope
 from lmworks.spec import ModelSpec
 from paged_cases import NAMED, Case, expected, make, random_case
@@ -85,8 +86,8 @@ def test_place_is_norm_then_rope_then_write(stored: torch.dtype) -> None:
     q = place(qkv, 4, 2, q_norm, k_norm, 1e-6, turn, cache, slots)
 
     want_q, want_k, want_v = qkv.view(7, 8, 64).split((4, 2, 2), dim=1)
-    want_q = rope.rotate(F.rms_norm(want_q, (64,), q_norm, 1e-6), *turn)
-    want_k = rope.rotate(F.rms_norm(want_k, (64,), k_norm, 1e-6), *turn)
+    want_q = rotate(F.rms_norm(want_q, (64,), q_norm, 1e-6), *turn)
+    want_k = rotate(F.rms_norm(want_k, (64,), k_norm, 1e-6), *turn)
     torch.testing.assert_close(q, want_q, rtol=1e-5, atol=1e-5)
     kept = slots >= 0
     for pool, scales, want in (
@@ -116,7 +117,7 @@ def test_a_head_of_zeros_is_held_as_zeros() -> None:
 
 def test_swiglu_and_add_norm_are_the_model_s_own() -> None:
     x, delta, weight = torch.randn(5, 24), torch.randn(5, 24), torch.rand(24)
-    torch.testing.assert_close(swiglu(x), F.silu(x[:, :12]) * x[:, 12:])
+    torch.testing.assert_close(swiglu_packed(x), F.silu(x[:, :12]) * x[:, 12:])
     total, normed = add_rms_norm(x, delta, weight, 1e-5)
     assert torch.equal(total, x + delta)
     torch.testing.assert_close(normed, F.rms_norm(x + delta, (24,), weight, 1e-5))

@@ -11,7 +11,6 @@ import os
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from lmworks.kernels.paged_attention import LayerCache, Pages
 from lmworks.kernels.paged_store import reference as place_reference
@@ -21,7 +20,7 @@ from paged_cases import NAMED, Case, expected, make, random_case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 if INTERPRETED:
-    from lmworks.kernels import add_norm_triton, paged_attention_triton, paged_store_triton, swiglu_triton
+    from lmworks.kernels import paged_attention_triton, paged_store_triton
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")
 
 
@@ -92,11 +91,3 @@ def test_place_gives_what_its_steps_give(heads: tuple[int, int, int], stored: to
         results.append([q, *(x.float() for x in vars(cache).values() if x is not None)])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_swiglu_and_add_norm() -> None:
-    x, delta, weight = torch.randn(5, 1300), torch.randn(5, 1300), torch.rand(1300)
-    torch.testing.assert_close(swiglu_triton.launch(x), F.silu(x[:, :650]) * x[:, 650:])
-    total, normed = add_norm_triton.launch(x, delta, weight, 1e-5)
-    assert torch.equal(total, x + delta)
-    torch.testing.assert_close(normed, F.rms_norm(total, (1300,), weight, 1e-5))

@@ -56,6 +56,13 @@ def pick(op: str, wanted: str | None, known: Collection[str], device: torch.devi
     return wanted
 
 
+def pick_alone(op: str, wanted: str | None, known: Collection[str], device: torch.device, **shape: int) -> str:
+    """As `pick`, for an op that a compiler fuses with its neighbours: inside torch.compile it is PyTorch's formula."""
+    if wanted is None and (torch.compiler.is_compiling() or 0 in shape.values()):
+        return TORCH
+    return pick(op, wanted, known, device, **shape)
+
+
 @functools.cache
 def nearest(op: str, device: str, shape: Shape) -> str:
     """What won at the measured shape that is nearest: where sizes differ by the fewest doublings in all."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import rms_norm
 from .paged_attention import LARGEST, LayerCache
+from .rope import rotate
 
 TINY = 1e-20  # the scale of a vector of zeros
 
@@ -53,12 +54,6 @@ def reference(
     write(cache.keys, cache.key_scales, k, slots)
     write(cache.values, cache.value_scales, v, slots)
     return q.contiguous()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x_i, x_{i+d/2}) of every head, in fp32."""
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((second, first), dim=-1) * sin).type_as(x)
 
 
 def write(pool: Tensor, scales: Tensor | None, x: Tensor, slots: Tensor) -> None:

@@ -4,6 +4,8 @@ CUDA has a fused kernel for it. On a CPU PyTorch composes it of small operations
 memory and twice the time of the formula below, with n = x·r and g = ∂loss/∂y:
 
     ∂loss/∂weight = Σ over tokens of g·n        ∂loss/∂x = r · (g·weight − n · mean(g·weight·n))
+
+Every implementation computes in fp32 and rounds once, to the precision of x; the weight may have another.
 """
 
 from __future__ import annotations
@@ -13,14 +15,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .choose import pick_alone
+
+IMPLEMENTATIONS = ("torch", "triton")
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).type_as(x)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, implementation: str | None = None) -> Tensor:
     """As `reference`, over the last dimension of x; the result has the precision of x."""
+    shape = {"tokens": x.shape[:-1].numel(), "hidden": x.shape[-1]}
+    chosen = pick_alone("rms_norm", implementation, IMPLEMENTATIONS, x.device, **shape)
+    if chosen == "triton":
+        return TritonRMSNorm.apply(x, weight, eps)
     if x.device.type == "cpu":
         return RMSNorm.apply(x, weight, eps)
     # Under autocast heads come in bf16 beside fp32 weights; the fused kernel wants one precision.
@@ -45,3 +56,22 @@ class RMSNorm(torch.autograd.Function):
         mean = product.mul_(weight).mean(dim=-1, keepdim=True)
         grad_x = torch.addcmul(grad * weight, normed, mean, value=-1).mul_(r)
         return grad_x.type_as(x), grad_weight.type_as(weight), None
+
+
+class TritonRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from .rms_norm_triton import forward
+
+        _, normed, r = forward(x, None, weight, eps)
+        ctx.save_for_backward(x, weight, r)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        from .rms_norm_triton import backward
+
+        x, weight, r = ctx.saved_tensors
+        grad_x, _, grad_weight = backward(grad, None, x, weight, r, (x.dtype, x.dtype))
+        return grad_x, grad_weight, None

@@ -1,34 +1,95 @@
-"""silu(gate) · up in one pass over memory."""
+"""silu(gate) · up and its gradients, each in one pass over memory."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .triton_support import power_of_two, tl, triton
 
+BLOCK = 1024  # columns of a program, at most
+THREAD = 8  # columns of a thread: 16 bytes of bf16, one load of each tensor
 
-def launch(gate_up: Tensor) -> Tensor:
-    """As `swiglu.reference`."""
-    tokens, ffn = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty((tokens, ffn))
-    block = min(1024, power_of_two(ffn))
-    swiglu_kernel[(tokens, triton.cdiv(ffn, block))](
-        gate_up, out, gate_up.stride(0), ffn, BLOCK=block, num_warps=max(1, block // 256)
-    )
+
+def forward(gate: Tensor, up: Tensor) -> Tensor:
+    """As `swiglu.reference`. Rows may lie apart: gate and up as two halves of one tensor are read where they are."""
+    out = torch.empty(gate.shape, dtype=torch.result_type(gate, up), device=gate.device)
+    gate, up = as_rows(gate), as_rows(up)
+    grid, block, warps = shared_out(gate)
+    forward_kernel[grid](gate, up, out, gate.stride(0), up.stride(0), gate.shape[1], BLOCK=block, num_warps=warps)
     return out
 
 
+def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up."""
+    grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    grad, gate, up = as_rows(grad), as_rows(gate), as_rows(up)
+    grid, block, warps = shared_out(gate)
+    backward_kernel[grid](
+        grad,
+        gate,
+        up,
+        grad_gate,
+        grad_up,
+        grad.stride(0),
+        gate.stride(0),
+        up.stride(0),
+        gate.shape[1],
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return grad_gate, grad_up
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(rows, columns), the columns side by side."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def shared_out(x: Tensor) -> tuple[tuple[int, int], int, int]:
+    """The grid, the columns of a program and its warps."""
+    block = min(BLOCK, power_of_two(x.shape[1]))
+    return (x.shape[0], triton.cdiv(x.shape[1], block)), block, max(1, block // (32 * THREAD))
+
+
 @triton.jit
-def swiglu_kernel(x_ptr, out_ptr, row_stride, ffn, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
+def forward_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < ffn
-    gate = tl.load(x_ptr + token * row_stride + column, mask=inside, other=0.0)
-    up = tl.load(x_ptr + token * row_stride + ffn + column, mask=inside, other=0.0)
+    inside = column < columns
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0)
+    up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     silu = wide / (1 + tl.exp(-wide))
     # Rounded before the product, as where the two are separate operations.
     out = silu.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
-    tl.store(out_ptr + token * ffn + column, out, mask=inside)
+    tl.store(out_ptr + row * columns + column, out, mask=inside)
+
+
+@triton.jit
+def backward_kernel(
+    grad_ptr,
+    gate_ptr,
+    up_ptr,
+    grad_gate_ptr,
+    grad_up_ptr,
+    grad_stride,
+    gate_stride,
+    up_stride,
+    columns,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    grad = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0)
+    up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    s = 1 / (1 + tl.exp(-wide))
+    silu = (wide * s).to(gate.dtype).to(tl.float32)  # what the forward pass multiplied by
+    tl.store(grad_up_ptr + row * columns + column, grad * silu, mask=inside)
+    tl.store(grad_gate_ptr + row * columns + column, grad * up * s * (1 + wide * (1 - s)), mask=inside)

@@ -16,8 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels import add_norm
 from ..kernels.cross_entropy import IGNORE, linear_cross_entropy
 from ..kernels.rms_norm import rms_norm
+from ..kernels.rope import rotate_both
+from ..kernels.swiglu import swiglu
 from ..spec import ModelSpec
 from . import rope
 from .attention import Attend, dense
@@ -73,7 +76,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if turn is not None:
-            q, k = rope.rotate(q, *turn), rope.rotate(k, *turn)
+            q, k = rotate_both(q, k, *turn)
         return self.out(attend(q, k, v, self.layer).flatten(-2))
 
 
@@ -89,7 +92,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self.down(F.gelu(self.up(x), approximate="tanh"))
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(swiglu(self.gate(x), self.up(x)))
 
 
 def make_moe(spec: ModelSpec) -> MoE:
@@ -108,8 +111,16 @@ class Block(nn.Module):
         self.recompute = "none"  # what this block computes again in the backward pass: see model.recompute
 
     def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), turn, attend)
-        return x + self.mlp(self.mlp_norm(x))
+        x, normed = added(x, self.attention(self.attention_norm(x), turn, attend), self.mlp_norm)
+        return x + self.mlp(normed)
+
+
+def added(x: Tensor, delta: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """x + delta and its norm: in one pass where that is the faster, and nobody listens to the norm alone."""
+    if isinstance(norm, RMSNorm) and add_norm.chosen(x) == "triton" and not norm._forward_hooks:
+        return add_norm.add_rms_norm(x, delta, norm.weight, norm.eps, "triton")
+    x = x + delta
+    return x, norm(x)
 
 
 class GPT(nn.Module):

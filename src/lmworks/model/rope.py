@@ -1,7 +1,8 @@
 """Rotary position embedding in the rotate-half layout of Hugging Face, with the usual ways to stretch it.
 
-A pair (x_i, x_{i+d/2}) of a head is turned by the angle position × frequency_i; query · key then depends on the
-distance alone. Stretching changes the frequencies: all (linear, ntk) or the slow ones more (yarn, llama3).
+A pair (x_i, x_{i+d/2}) of a head is turned by the angle position × frequency_i (`kernels.rope`); query · key then
+depends on the distance alone. Stretching changes the frequencies: all (linear, ntk) or the slow ones more (yarn,
+llama3).
 """
 
 from __future__ import annotations
@@ -49,9 +50,3 @@ def tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
     angles = (positions.unsqueeze(-1).float() * freqs).unsqueeze(-2)
     cos, sin = angles.cos() * temperature, angles.sin() * temperature
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs of x (…, seq, heads, head_dim): (a, b) → (a·cos − b·sin, b·cos + a·sin), in fp32."""
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((second, first), dim=-1) * sin).type_as(x)

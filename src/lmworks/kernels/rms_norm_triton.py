@@ -1,0 +1,163 @@
+"""RMSNorm in one pass over memory, forward and backward, by itself or after an addition to the residual stream.
+
+A program holds whole rows, so that nothing is read twice. Rows that are short (the heads of queries and keys) are taken
+several at a time.
+
+The gradient of the weight is a sum over all rows. A program of the backward pass takes every P-th tile of rows, adds
+them up in registers and writes its sum once; the P sums are added after it. Nothing is added atomically: the same
+gradients on the same GPU give the same bits.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .triton_support import multiprocessors, power_of_two, tl, triton
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How rows are shared out. None of this was timed yet; registers and spills were looked at (test_compiles)."""
+
+    elements: int = 2048  # rows are taken together up to so many; a longer one alone
+    thread: int = 8  # elements of a tile in a thread: 16 bytes of bf16, one load
+    most_warps: int = 16
+    programs: int = 4  # of the backward pass, on each multiprocessor
+
+
+TILES = Tiles()
+
+
+def tile(hidden: int, tiles: Tiles) -> tuple[int, int, int]:
+    """Rows of a program, their width in it, and its warps. The number of rows in all changes none of them, so that
+    the result of a row does not depend on the others."""
+    block = power_of_two(hidden)
+    rows = max(1, tiles.elements // block)
+    return rows, block, min(tiles.most_warps, max(1, rows * block // (32 * tiles.thread)))
+
+
+def forward(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, tiles: Tiles = TILES
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + delta (x where there is no delta), its norm, and r of every row in fp32."""
+    x, hidden = x.contiguous(), x.shape[-1]
+    total = x
+    if delta is not None:
+        delta = delta.contiguous()
+        total = torch.empty_like(x, dtype=torch.result_type(x, delta))
+    normed = torch.empty_like(total)
+    r = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    rows, block, warps = tile(hidden, tiles)
+    forward_kernel[(triton.cdiv(r.numel(), rows),)](
+        x, delta, weight, total, normed, r, r.numel(), hidden, eps, ROWS=rows, BLOCK=block, num_warps=warps
+    )
+    return total, normed, r
+
+
+def backward(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    tiles: Tiles = TILES,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and of delta, which are one but for their precisions (`dtypes`), and of the weight."""
+    grad, total, hidden = grad.contiguous(), total.contiguous(), total.shape[-1]
+    grad_total = None if grad_total is None else grad_total.contiguous()
+    grad_x = torch.empty_like(total, dtype=dtypes[0])
+    grad_delta = grad_x if dtypes[1] == dtypes[0] else torch.empty_like(total, dtype=dtypes[1])
+    rows, block, warps = tile(hidden, tiles)
+    programs = min(triton.cdiv(r.numel(), rows), tiles.programs * multiprocessors(total.device))
+    sums = torch.empty(programs, hidden, dtype=torch.float32, device=total.device)
+    backward_kernel[(programs,)](
+        grad,
+        grad_total,
+        total,
+        weight,
+        r,
+        grad_x,
+        None if grad_delta is grad_x else grad_delta,
+        sums,
+        r.numel(),
+        hidden,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return grad_x, grad_delta, sums.sum(dim=0).to(weight.dtype)
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    total_ptr,
+    normed_ptr,
+    r_ptr,
+    rows,
+    hidden,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < hidden)[None, :]
+    at = row[:, None] * hidden + column[None, :]
+    total = tl.load(x_ptr + at, mask=inside, other=0.0)
+    if delta_ptr is not None:
+        delta = tl.load(delta_ptr + at, mask=inside, other=0.0)
+        # The norm is of the sum as it is kept, rounded to the precision of the stream.
+        total = (total.to(tl.float32) + delta.to(tl.float32)).to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + at, total, mask=inside)
+    wide = total.to(tl.float32)
+    r = 1 / tl.sqrt_rn(tl.sum(wide * wide, 1) / hidden + eps)
+    weight = tl.load(weight_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + at, wide * r[:, None] * weight[None, :], mask=inside)
+    tl.store(r_ptr + row, r, mask=row < rows)
+
+
+@triton.jit
+def backward_kernel(
+    grad_ptr,
+    grad_total_ptr,
+    total_ptr,
+    weight_ptr,
+    r_ptr,
+    grad_x_ptr,
+    grad_delta_ptr,
+    sums_ptr,
+    rows,
+    hidden,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    there = column < hidden
+    weight = tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    added = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < rows)[:, None] & there[None, :]
+        at = row[:, None] * hidden + column[None, :]
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        r = tl.load(r_ptr + row, mask=row < rows, other=0.0)[:, None]
+        n = tl.load(total_ptr + at, mask=inside, other=0.0).to(tl.float32) * r
+        added += grad * n
+        weighted = grad * weight
+        mean = tl.sum(weighted * n, 1)[:, None] / hidden
+        grad_x = (weighted - n * mean) * r
+        if grad_total_ptr is not None:
+            grad_x += tl.load(grad_total_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x_ptr + at, grad_x, mask=inside)
+        if grad_delta_ptr is not None:
+            tl.store(grad_delta_ptr + at, grad_x, mask=inside)
+    tl.store(sums_ptr + tl.program_id(0) * hidden + column, tl.sum(added, 0), mask=there)
