@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..model import GPT
-from .data import Shard
+from .data import Shard, take_low
 
 
 class Alone:
@@ -14,7 +14,7 @@ class Alone:
 
     def __init__(self, part: GPT) -> None:
         self.part = part
-        self.whole = [Shard(name, p, p.shape, None) for name, p in part.named_parameters()]
+        self.whole = [Shard(name, p, p.shape, None, take_low(p)) for name, p in part.named_parameters()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.part(*args, **kwargs)

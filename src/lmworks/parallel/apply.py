@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.adamw import split
 from ..model import GPT
 from ..model.recompute import inside
 from ..plan.pipelines.stages import Stage, stages_here
@@ -25,7 +26,7 @@ from .expert import apply_expert_parallel, expert_names, join_sequences
 from .laid import Laid
 from .mesh import Mesh
 from .offload import HostOptimizer
-from .precision import run_in
+from .precision import keep_in, run_in
 from .recompute import choose_recompute
 from .splits import Splits
 from .tensor import apply_tensor_parallel, enable_async_tp
@@ -43,6 +44,7 @@ def lay_out(
     for stage in stages or stages_here(spec, mesh.rank("pp") if mesh else 0):
         with torch.device("meta"):
             part = GPT(spec.model, layers=stage.layers, first=stage.first, last=stage.last)
+        keep_in(spec.precision, part)
         experts: set[str] = set()
         if mesh is not None:
             if mesh.size("tp") > 1:
@@ -91,14 +93,16 @@ def with_weights(
     """The data-parallel strategy over a part, and memory with initial weights under it."""
     layout = spec.parallel
     fsdp2 = layout.strategy == "fsdp2" or (layout.strategy == "zero" and layout.zero == 3)
+    master = spec.precision.weights == "bf16" and spec.precision.master
     strategy: DataParallel
     if mesh is not None and fsdp2 and layout.engine == "native" and not lonely(spec, mesh):
         from .fsdp2 import FSDP2
 
         strategy = FSDP2(part, spec, mesh, experts)  # shards are cut before there is memory
-        materialise(part, splits, mesh, device, weights, torch.device("cpu") if layout.offload == "full" else device)
+        home = torch.device("cpu") if layout.offload == "full" else device
+        materialise(part, splits, mesh, device, weights, home, master)
     else:
-        materialise(part, splits, mesh, device, weights, device)
+        materialise(part, splits, mesh, device, weights, device, master)
         strategy = replicated(part, spec, mesh, experts)
     return HostOptimizer(strategy) if layout.offload == "optimizer" else strategy
 
@@ -129,14 +133,27 @@ def lonely(spec: RunSpec, mesh: Mesh) -> bool:
 
 @torch.no_grad()
 def materialise(
-    part: nn.Module, splits: Splits, mesh: Mesh | None, device: torch.device, weights: Source, home: torch.device
+    part: nn.Module,
+    splits: Splits,
+    mesh: Mesh | None,
+    device: torch.device,
+    weights: Source,
+    home: torch.device,
+    master: bool = False,
 ) -> None:
-    """Give a part memory (weights in their `home`, buffers on the device), and each weight its share of the whole."""
+    """Give a part memory (weights in their `home`, buffers on the device), and each weight its share of the whole.
+
+    With `master` what bf16 cuts off each weight is kept for its optimizer.
+    """
     part.to_empty(device=home)
     for name, parameter in part.named_parameters():
         whole = weights(name, splits.shape(name, parameter.shape))
         share = splits.part_of(name, whole, mesh) if mesh is not None else whole
-        rows_of(parameter).copy_(own_rows(parameter, share))
+        own = own_rows(parameter, share)
+        if master:
+            own, low = split(own.float().to(home))
+            parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data.take_low
+        rows_of(parameter).copy_(own)
     for module in part.modules():
         for name, buffer in module.named_buffers(recurse=False):  # the choice bias of experts
             setattr(module, name, torch.zeros_like(buffer, device=device))

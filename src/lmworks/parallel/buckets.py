@@ -64,7 +64,7 @@ class Bucket:
 
     def pack_own(self, tensors: Sequence[Tensor]) -> Tensor:
         """One rank's part, filled with its own rows."""
-        part = torch.zeros(self.length, device=self.parameters[0].device)
+        part = torch.zeros(self.length, dtype=self.parameters[0].dtype, device=self.parameters[0].device)
         torch._foreach_copy_(self.own_views(part, tensors), list(tensors))
         return part
 

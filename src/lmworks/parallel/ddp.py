@@ -1,6 +1,6 @@
 """DistributedDataParallel: every rank holds the whole model; gradients are all-reduced in buckets during backward.
 
-memory per rank      16ψ bytes (fp32 weights, gradients and two Adam moments of ψ parameters)
+memory per rank      16ψ bytes (fp32 weights, gradients and two Adam moments of ψ parameters), 14ψ with bf16 weights
 traffic per step     one all-reduce of 4ψ bytes (2ψ with precision.reduce = "bf16"), whatever the accumulation
 """
 
@@ -20,6 +20,7 @@ from ..model import GPT
 from ..spec import RunSpec
 from .alone import Alone
 from .mesh import Mesh
+from .precision import DTYPES
 
 
 class DDP(Alone):
@@ -40,8 +41,9 @@ class DDP(Alone):
             static_graph=spec.parallel.static_graph,
             init_sync=False,  # weights are equal already: they follow from the seed
         )
-        if spec.precision.reduce == "bf16":
-            self.ddp.register_comm_hook(None, lambda _, bucket: mean_in_bf16(bucket.buffer(), group))
+        if spec.precision.reduce != spec.precision.weights:  # gradients have the format of their weights
+            reduce = DTYPES[spec.precision.reduce]
+            self.ddp.register_comm_hook(None, lambda _, bucket: mean_in(reduce, bucket.buffer(), group))
         fill_in_order(self.ddp)
         # With a static graph the first backward pass is the one that DDP learns from, and it has to reduce: gradients
         # that have met already are equal on all ranks, and their mean in the next reduction leaves them as they are.
@@ -74,7 +76,7 @@ def fill_in_order(model: DistributedDataParallel) -> None:
     model.reducer._rebuild_buckets()
 
 
-def mean_in_bf16(buffer: Tensor, group: ProcessGroup) -> Future[Tensor]:
-    """The mean over ranks, sent in bf16. PyTorch's own hook does this too, but refuses to on a CPU."""
-    work = dist.all_reduce(buffer.to(torch.bfloat16).div_(group.size()), group=group, async_op=True)
+def mean_in(dtype: torch.dtype, buffer: Tensor, group: ProcessGroup) -> Future[Tensor]:
+    """The mean over ranks, sent in another format. PyTorch's own hook does this for bf16, but refuses to on a CPU."""
+    work = dist.all_reduce(buffer.to(dtype).div_(group.size()), group=group, async_op=True)
     return work.get_future().then(lambda sent: buffer.copy_(sent.value()[0]))

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ..model import GPT
 from ..spec import PrecisionSpec, RunSpec
-from .data import Shard
+from .data import Shard, take_low
 from .mesh import Mesh
 
 
@@ -103,8 +103,8 @@ class FSDP2:
             self.reshard()
             for name, parameter in self.part.named_parameters():
                 assert isinstance(parameter, DTensor)
-                leaf = nn.Parameter(local(parameter))
-                self.made.append(Shard(name, leaf, parameter.shape, "edp" if name in self.experts else "shard"))
+                leaf, rows = nn.Parameter(local(parameter)), "edp" if name in self.experts else "shard"
+                self.made.append(Shard(name, leaf, parameter.shape, rows, take_low(parameter)))
                 self.sharded.append(parameter)
         return self.made
 

@@ -36,7 +36,9 @@ class HostOptimizer:
         if not self.made:
             for shard in self.inner.shards():
                 leaf = nn.Parameter(host_like(shard.leaf).copy_(shard.leaf.detach()))
-                self.made.append(Shard(shard.name, leaf, shard.shape, shard.rows))
+                low = None if shard.low is None else host_like(shard.low).copy_(shard.low)
+                self.made.append(Shard(shard.name, leaf, shard.shape, shard.rows, low))
+                shard.low = None  # it lives on the host now
                 self.gradients.append(host_like(shard.leaf))
         return self.made
 

@@ -1,4 +1,4 @@
-"""Compute precision, and the loss scale that fp16 needs and all ranks agree on."""
+"""What weights are kept in, what products run in, and the loss scale that fp16 needs and all ranks agree on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,21 @@ from ..spec import PrecisionSpec
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def keep_in(precision: PrecisionSpec, model: nn.Module) -> None:
+    """Weights in the format that the run keeps them in; on the meta device, before anything cuts or shards them.
+
+    All of them, norms and biases too: FSDP2 gathers tensors of one format, and with a master nothing is lost. Buffers
+    stay fp32.
+    """
+    if precision.weights == "fp32":
+        return
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(weight.to(DTYPES[precision.weights]), weight.requires_grad))
+
+
 def run_in(precision: PrecisionSpec, model: nn.Module, device: torch.device) -> None:
-    """Matrix products of the forward pass in `dtype`, sums and norms in fp32; weights stay fp32.
+    """Matrix products of the forward pass in `dtype`, sums and norms in fp32; what weights are kept in stays.
 
     Autocast is put around the model's own forward function, so that it holds wherever that is called from: a loop, a
     pipeline's schedule, an evaluation.

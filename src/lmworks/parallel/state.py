@@ -84,6 +84,8 @@ def take(shards: list[Shard], optimizer: Optimizer, state: dict[str, Any], mesh:
             sizes, rank = run_sizes(shard.leaf, mesh), mesh.rank("shard")
             run = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         put(shard.leaf, state["model"][shard.name], run)
+        if "optim" not in state and "low" in optimizer.state.get(shard.leaf, {}):
+            optimizer.state[shard.leaf]["low"].zero_()  # weights of another run: those below them are not its own
         for key, value in optimizer.state.get(shard.leaf, {}).items() if "optim" in state else ():
             put(value, state["optim"][f"{shard.name}.{key}"], run if value.dim() else slice(None))
 

@@ -1,4 +1,4 @@
-"""ZeRO stages 0 to 2: whole fp32 weights on every rank; rows of the optimizer's work dealt out (stage 3 is FSDP2).
+"""ZeRO stages 0 to 2: whole weights on every rank; rows of the optimizer's work dealt out (stage 3 is FSDP2).
 
     resident bytes    weights   gradients   Adam moments    of ψ parameters over n ranks
     stage 0           4ψ        4ψ          8ψ              all-reduce after the last micro-batch (as DDP)
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..model import GPT
 from ..spec import RunSpec
 from .buckets import Bucket, make_buckets
-from .data import Shard
+from .data import Shard, take_low
 from .mesh import Mesh
 
 IN_FLIGHT = 2  # buckets: one is filled or emptied while the other travels
@@ -53,13 +53,16 @@ class Zero:
         # In the order in which they fill up: every rank must start the collectives of all groups in one order.
         self.buckets = [bucket for _, bucket in sorted(placed, key=lambda item: item[0])]
         leaves: dict[int, nn.Parameter] = {}  # by the id of their weight
+        lows: dict[int, Tensor | None] = {}
         for bucket in self.buckets:
             for index, weight in enumerate(bucket.parameters):
                 leaves[id(weight)] = weight if not stage else nn.Parameter(bucket.own(index, weight.detach()))
+                low = take_low(weight)
+                lows[id(weight)] = low if low is None or not stage else bucket.own(index, low).clone()
                 weight.register_post_accumulate_grad_hook(self.when_ready(bucket))
         self.leaves = {bucket: [leaves[id(weight)] for weight in bucket.parameters] for bucket in self.buckets}
         self.made = [
-            Shard(name, leaves[id(p)], p.shape, ("edp" if name in experts else "shard") if stage else None)
+            Shard(name, leaves[id(p)], p.shape, ("edp" if name in experts else "shard") if stage else None, lows[id(p)])
             for name, p in named.items()
         ]
         self.listening = False  # hooks start reductions: only in a backward pass after which gradients meet
@@ -129,7 +132,7 @@ class Zero:
                 leaf.grad.copy_(row)
             return
         for leaf, row in zip(leaves, rows, strict=True):
-            leaf.grad = row.to(torch.float32, copy=True) if leaf.grad is None else leaf.grad.add_(row)
+            leaf.grad = row.to(leaf.dtype, copy=True) if leaf.grad is None else leaf.grad.add_(row)
 
     def land(self, still_flying: int = 0) -> None:
         while len(self.flying) > still_flying:

@@ -8,20 +8,28 @@ from collections.abc import Iterable
 import torch
 
 from ..parallel.data import Shard
-from ..spec import OptimSpec
+from ..spec import OptimSpec, PrecisionSpec
+from .adamw import NarrowOptimizer
 
 
-def make_optimizer(shards: Iterable[Shard], optim: OptimSpec) -> torch.optim.Optimizer:
-    """Weight decay pulls matrices towards zero; gains and biases have no scale to control and are left alone."""
+def make_optimizer(
+    shards: Iterable[Shard], optim: OptimSpec, precision: PrecisionSpec | None = None, seed: int = 0
+) -> torch.optim.Optimizer:
+    """Weight decay pulls matrices towards zero; gains and biases have no scale to control and are left alone.
+
+    PyTorch's where weights and states are fp32. `seed` is that of random bits, where anything is rounded by them.
+    """
     # Of a short weight some ranks have no rows; what is not trained has no gradient.
     leaves = [shard for shard in shards if shard.leaf.numel() and shard.leaf.requires_grad]
     matrices = [shard.leaf for shard in leaves if len(shard.shape) >= 2]
     others = [shard.leaf for shard in leaves if len(shard.shape) < 2]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
+    # fused: one pass over the states, on a CPU too, and it takes `grad_scale` and `found_inf` (see figures.py)
+    if precision is not None and "bf16" in (precision.weights, precision.states):
+        return NarrowOptimizer(groups, leaves, optim, precision, seed)
     if optim.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr)
-    # fused: one pass over the states, on a CPU too
+        return torch.optim.SGD(groups, lr=optim.lr, fused=True)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
 

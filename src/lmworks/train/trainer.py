@@ -112,7 +112,7 @@ class Trainer(Stepper):
         self.memory = PeakMemory(self.device)
         seed_everything(self.spec.seed)
         self.laid = together(lambda: lay_out(self.spec, self.mesh, self.device, self.weights))
-        self.optimizer = make_optimizer(self.laid.shards, self.spec.optim)
+        self.optimizer = make_optimizer(self.laid.shards, self.spec.optim, self.spec.precision, self.spec.seed)
         self.engine = None
         if self.spec.parallel.engine == "deepspeed":  # it takes model and optimizer over
             self.engine = together(lambda: DeepSpeedEngine(self.model, self.optimizer, self.spec))
