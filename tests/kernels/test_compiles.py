@@ -9,7 +9,10 @@ shared memory than a multiprocessor has, a loop that spills its registers. Nothi
 from __future__ import annotations
 
 import importlib
+import re
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +113,24 @@ def sample() -> None:
     importlib.import_module("lmworks.kernels.cut_triton").launch(logits, Cuts(*table.unbind(1), slots))
 
 
+def norm(hidden: int, stream: torch.dtype) -> None:
+    module = importlib.import_module("lmworks.kernels.rms_norm_triton")
+    x, delta, weight = torch.zeros(64, hidden, dtype=stream), torch.zeros(64, hidden, dtype=BF16), torch.zeros(hidden)
+    total, normed, r = module.forward(x, delta, weight, 1e-5)
+    module.backward(normed, total, total, weight, r, (stream, BF16))
+
+
+def swiglu(ffn: int) -> None:
+    module, x = importlib.import_module("lmworks.kernels.swiglu_triton"), torch.zeros(64, ffn, dtype=BF16)
+    module.backward(module.forward(x, x), x, x)
+
+
+def rope(heads: int, kv_heads: int, head_dim: int) -> None:
+    q, k = (torch.zeros(2, 16, n, head_dim, dtype=BF16) for n in (heads, kv_heads))
+    table = torch.zeros(16, 1, head_dim)
+    importlib.import_module("lmworks.kernels.rope_triton").launch(q, k, table, table, back=True)
+
+
 def adamw(size: int, low: bool, states: torch.dtype) -> None:
     module = importlib.import_module("lmworks.kernels.adamw")
     weight, states_like, scalar = torch.zeros(size, dtype=BF16), torch.zeros(size, dtype=states), torch.zeros(())
@@ -119,7 +140,15 @@ def adamw(size: int, low: bool, states: torch.dtype) -> None:
     module.adamw([slot], rule, grad_scale=scalar, found_inf=scalar, implementation="triton")
 
 
+PASSES: dict[str, Callable[[], None]] = {  # over memory, with backward passes
+    **{f"norm-{hidden}": lambda hidden=hidden: norm(hidden, BF16) for hidden in (64, 768, 4096, 8192)},
+    "norm-fp32-stream": lambda: norm(4096, torch.float32),
+    "swiglu": lambda: swiglu(14336),
+    "rope": lambda: rope(32, 8, 128),
+    "rope-64": lambda: rope(12, 12, 64),
+}
 CASES: dict[str, Callable[[], None]] = {
+    **PASSES,
     "adamw": lambda: adamw(2**16, True, torch.float32),
     "adamw-stochastic": lambda: adamw(2**16, False, BF16),
     "adamw-small": lambda: adamw(100, True, BF16),
@@ -144,6 +173,19 @@ def test_kernels_compile_for_a_gpu(case: str, compiled: list[Any]) -> None:
     for kernel in compiled:
         assert kernel.metadata.shared <= SHARED_BYTES
         assert kernel.asm["cubin"]
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_passes_over_memory_load_16_bytes_and_spill_no_registers(
+    case: str, compiled: list[Any], tmp_path: Path
+) -> None:
+    PASSES[case]()
+    for kernel in compiled:
+        (tmp_path / "cubin").write_bytes(kernel.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(tmp_path / "cubin")]
+        assert " STACK:0 " in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        loads = re.findall(r"ld\.global[.a-z0-9_:]*", kernel.asm["ptx"])
+        assert sum(".v4" in load for load in loads) >= len(loads) - 1  # r of a row is one number
 
 
 def test_sums_of_fp8_leave_the_tensor_cores_every_step(compiled: list[Any]) -> None:

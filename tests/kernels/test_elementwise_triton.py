@@ -100,7 +100,7 @@ def test_the_gradient_of_the_weight_is_a_sum_over_programs(monkeypatch: pytest.M
     """More tiles of rows than programs: each takes several, in an order that is always the same."""
     x, weight = random(37, 24, seed=10), random(24, seed=11)
     monkeypatch.setattr(rms_norm_triton, "multiprocessors", lambda _device: 2)
-    tiles = rms_norm_triton.Tiles(elements=128, programs=1)
+    tiles = rms_norm_triton.Tiles(elements=128, resident=1)
     _, _, r = rms_norm_triton.forward(x, None, weight, EPS, tiles)
     grad = random(37, 24, seed=12)
     found = [rms_norm_triton.backward(grad, None, x, weight, r, (FP32, FP32), tiles) for _ in range(2)]

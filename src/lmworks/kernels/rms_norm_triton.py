@@ -27,7 +27,7 @@ class Tiles:
     elements: int = 2048  # rows are taken together up to so many; a longer one alone
     thread: int = 8  # elements of a tile in a thread: 16 bytes of bf16, one load
     most_warps: int = 16
-    programs: int = 4  # of the backward pass, on each multiprocessor
+    resident: int = 32  # warps of the backward pass on each multiprocessor: its registers hold no more of them
 
 
 TILES = Tiles()
@@ -74,7 +74,8 @@ def backward(
     grad_x = torch.empty_like(total, dtype=dtypes[0])
     grad_delta = grad_x if dtypes[1] == dtypes[0] else torch.empty_like(total, dtype=dtypes[1])
     rows, block, warps = tile(hidden, tiles)
-    programs = min(triton.cdiv(r.numel(), rows), tiles.programs * multiprocessors(total.device))
+    resident = max(1, tiles.resident // warps) * multiprocessors(total.device)
+    programs = min(triton.cdiv(r.numel(), rows), resident)
     sums = torch.empty(programs, hidden, dtype=torch.float32, device=total.device)
     backward_kernel[(programs,)](
         grad,
