@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-FILES = ("test_paged_triton.py", "test_sample_kernel.py", "test_small_linear.py")
+FILES = (
+    "test_adamw_triton.py",
+    "test_paged_triton.py",
+    "test_sample_kernel.py",
+    "test_small_linear.py",
+    "test_elementwise_triton.py",
+)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
