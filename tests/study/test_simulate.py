@@ -43,6 +43,7 @@ class Real(Step):
 
     count_tokens = Trainer.count_tokens
     sum_over_ranks = Trainer.sum_over_ranks
+    read = Trainer.read
     memory: Any = SimpleNamespace(read=lambda: 0)
     watchdog = None
 

@@ -47,6 +47,8 @@ from ..parallel.weights import Source
 from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
 from ..train import step as training_step
+from ..train.figures import Gate, Reader
+from ..train.health.face import Passed
 from ..train.health.watch import Health
 from ..train.optim import make_optimizer
 from ..train.trainer import Trainer
@@ -148,9 +150,9 @@ class Step(Trainer):
     def __init__(self, spec: RunSpec, mesh: Mesh, stages: list[Stage], weights: Source) -> None:
         self.spec, self.mesh, self.device = spec, mesh, CPU
         self.laid = lay_out(spec, mesh, CPU, weights, stages)
-        self.optimizer = make_optimizer(self.laid.shards, spec.optim)
+        self.optimizer = make_optimizer(self.laid.shards, spec.optim, spec.precision, spec.seed)
         self.loss_scale, self.engine, self.step = LossScale(spec.precision), None, 0
-        self.health = Health(spec.health)
+        self.health, self.reader = Health(spec.health), Reader(CPU)
 
     def once(self) -> None:
         data = self.spec.data
@@ -165,10 +167,14 @@ class Step(Trainer):
             dist.all_reduce(torch.zeros((), dtype=torch.int64), group=self.mesh.group("dp"))
         return self.spec.tokens_per_step
 
-    def sum_over_ranks(self, loss: Tensor, squares: Tensor) -> tuple[float, float, int]:
-        """The same message; a norm of 1e6 has the gradients clipped."""
-        dist.all_reduce(torch.zeros(2 + 3 * dist.get_world_size(), dtype=torch.float64))
-        return 0.0, 1e12, 0
+    def sum_over_ranks(self, loss: Tensor, squares: Tensor) -> Tensor:
+        """The same message."""
+        figures = torch.zeros(2 + 3 * dist.get_world_size(), dtype=torch.float64)
+        dist.all_reduce(figures)
+        return figures
+
+    def read(self, gate: Gate) -> Passed:
+        return Passed(0.0, 1.0, self.loss_scale.scale, 0, held=False)
 
 
 def visit_evenly(moe: MoE, rows: Tensor, counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -217,7 +223,7 @@ def step(spec: RunSpec, mesh: Mesh, stages: list[Stage]) -> Simulation:
         for layer in (layer for part in run.laid.parts.values() for layer in moe_layers(part)):
             layer.visit = partial(visit_evenly, group=group)
         for strategy in run.laid.strategies.values():
-            if isinstance(strategy, ddp.DDP) and spec.precision.reduce == "fp32":
+            if isinstance(strategy, ddp.DDP) and spec.precision.reduce == spec.precision.weights:
                 strategy.ddp.register_comm_hook(None, lambda _, bucket: send(bucket.buffer(), mesh.group("dp_cp")))
         try:
             return account(run, mesh, ledger, Agreeing())

@@ -1,29 +1,69 @@
-"""The batches of a run one after another, from wherever its cursor stands."""
+"""The batches of a run one after another, from wherever its cursor stands, and on the device when they are needed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
 
 from ..data import Batch, Batches
 
 
 class Feed:
-    """Reads ahead as long as the cursor moves by one; where it jumps, the stream is opened anew."""
+    """Reads ahead as long as the cursor moves by one; where it jumps, the stream is opened anew.
 
-    def __init__(self, batches: Batches, workers: int) -> None:
-        self.batches, self.workers = batches, workers
+    On a GPU a batch goes through pinned memory on a stream of its own: `prepare` the next one while the device
+    computes, and neither the host nor the device waits for it in `take`.
+    """
+
+    def __init__(self, batches: Batches, workers: int, device: torch.device) -> None:
+        self.batches, self.workers, self.device = batches, workers, device
         self.stream: Iterator[list[Batch]] = iter(())
         self.next = self.stop = 0  # the cursor that the stream gives next, and the one it ends before
+        self.ready: tuple[int, list[Batch]] | None = None  # read ahead: the cursor, and its micro-batches
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def take(self, cursor: int, ahead: int) -> list[Batch]:
         """The batch of `cursor`. `ahead`: how many the caller expects to take from there on."""
+        if self.ready is None or self.ready[0] != cursor:
+            self.ready = cursor, self.read(cursor, ahead)
+        (_, batches), self.ready = self.ready, None
+        if self.side is not None:
+            here = torch.cuda.current_stream(self.device)
+            here.wait_stream(self.side)
+            for batch in batches:
+                batch.each(lambda tensor: record(tensor, here))
+        return batches
+
+    def prepare(self, cursor: int) -> None:
+        """Read the batch of `cursor` before it is asked for, where the stream goes on to it.
+
+        What cannot be read is left to `take`, which tries again and fails where a failure to read belongs.
+        """
+        if cursor == self.next < self.stop:
+            with suppress(Exception):
+                self.ready = cursor, self.read(cursor, 0)
+
+    def read(self, cursor: int, ahead: int) -> list[Batch]:
         if cursor != self.next or cursor >= self.stop:
             self.close()
             self.stop = cursor + ahead
             self.stream = self.batches.stream(cursor, self.stop, self.workers)
+        self.next = -1  # until it is read
+        batches = next(self.stream)
         self.next = cursor + 1
-        return next(self.stream)
+        if self.side is None:
+            return batches
+        with torch.cuda.stream(self.side):
+            return [batch.pin_memory().to(self.device) for batch in batches]  # of pinned memory a view
 
     def close(self) -> None:
         """End the processes that read ahead: they hold what this one held when they began, the run's lock too."""
-        self.stream = iter(())
+        self.stream, self.ready = iter(()), None
+
+
+def record(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    """Its memory was allocated for the side stream, and must not be given away while this one reads it."""
+    tensor.record_stream(stream)
+    return tensor

@@ -1,5 +1,6 @@
 """One optimizer step: the forward and backward passes of a global batch, one exchange of figures, the update.
 
+The update is launched before the host has read the figures (figures.py), so that a GPU never waits for its host.
 `Stepper` is what a step needs and nothing of the loop around it: the trainer is one, and so is a simulated rank.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..data import Batch, Batches
 from ..kernels.cross_entropy import IGNORE
@@ -26,6 +28,7 @@ from ..parallel.precision import LossScale
 from ..record import MetricsWriter, RunFolder, phase
 from ..spec import RunSpec
 from .device import PeakMemory
+from .figures import Gate, Reader, make_gate
 from .health.face import Passed, face, tell
 from .health.stats import BlockStats
 from .health.watch import Health
@@ -48,6 +51,7 @@ class Stepper:
     engine: DeepSpeedEngine | None
     loss_scale: LossScale
     health: Health
+    reader: Reader
     batches: Batches
     memory: PeakMemory
     stop: StopSignals
@@ -78,14 +82,24 @@ class Stepper:
         drawn = rng_state() if self.spec.health.rerun else None
         stats = BlockStats(self.laid) if self.is_due(self.spec.health.stats_every) else None
         with stats or nullcontext():
-            passed = self.passes(batches, tokens)
-        if troubles := self.health.judge(passed.loss, passed.norm, self.loss_scale.scale > 1):
-            passed = face(self, troubles, passed, lambda: self.passes(batches, tokens), drawn)
+            gate = self.passes(batches, tokens)
+        launching = time.perf_counter()
+        early = stats is None  # statistics compare with the weights from before, of a step that is surely taken
+        if early:
+            self.optimize(gate.divisor, gate.held)
+        launched = time.perf_counter() - launching
+        self.meanwhile()
+        passed = self.read(gate)
+        taken = early and not passed.held
+        if not taken and (troubles := self.health.judge(passed.loss, passed.norm, self.loss_scale.scale > 1)):
+            passed = face(self, troubles, passed, lambda: self.read(self.passes(batches, tokens)), drawn)
         computed = time.perf_counter()
-        lr = self.update(passed, stats)
+        lr = self.rate()  # which an answer to trouble may have lowered
+        self.update(passed, stats, taken)
         values = {"loss": passed.loss, "lr": lr, "grad_norm": passed.norm, "tokens": tokens}
         values |= {"memory_bytes": passed.memory}
-        values |= {"forward_backward_s": computed - began, "optimizer_s": time.perf_counter() - computed}
+        values["forward_backward_s"] = computed - began - launched
+        values["optimizer_s"] = time.perf_counter() - computed + launched
         if self.loss_scale.enabled:
             values |= {"loss_scale": passed.scale, "overflows": self.health.memory.overflows}
         if self.watchdog is not None:
@@ -98,30 +112,50 @@ class Stepper:
         """Whether the step being taken is one of every so many."""
         return every > 0 and (self.step + 1) % every == 0
 
-    def passes(self, batches: Sequence[Batch], tokens: int) -> Passed:
-        """Forward and backward of all micro-batches, and what the ranks have to know of each other's."""
+    def meanwhile(self) -> None:
+        """What the host can do while the device computes; the trainer reads the next batch."""
+
+    def passes(self, batches: Sequence[Batch], tokens: int) -> Gate:
+        """Forward and backward of all micro-batches; what the ranks have to know of each other's is on its way here."""
         scale = self.loss_scale.scale
         loss_sum = self.laid.forward_backward(batches, scale / max(1, tokens))
         phase.enter("reduce")
         self.laid.finish()
-        squares = squared_norm(self.laid.shards, self.laid.replicas)
-        loss_total, squares_total, memory = self.sum_over_ranks(loss_sum, squares)
-        return Passed(
-            loss_total / max(1, tokens), math.sqrt(squares_total) / scale, scale, memory
-        )  # of a NaN it is one
+        sums = self.sum_over_ranks(loss_sum, squared_norm(self.laid.shards, self.laid.replicas))
+        home = self.laid.shards[0].leaf.device
+        gate, figures = make_gate(sums, tokens, scale, self.spec.optim.clip, self.health.limits(), home)
+        self.reader.start(torch.cat([figures, sums[2:]]))
+        return gate
 
-    def update(self, passed: Passed, stats: BlockStats | None) -> float:
-        """Let the optimizer move the weights; returns the learning rate."""
+    def read(self, gate: Gate) -> Passed:
+        """Wait for the figures of the passes, not for the update behind them."""
+        loss, norm, held, *said = self.reader.finish()
+        return Passed(loss, norm, self.loss_scale.scale, self.hear(said), bool(held), gate.divisor)
+
+    def rate(self) -> float:
+        """The learning rate of the step being taken."""
+        return learning_rate(self.spec.optim, self.step) * self.health.factor(self.step)
+
+    def optimize(self, divisor: Tensor | None, held: Tensor | None = None) -> None:
+        """Launch the update of the weights; it does nothing where `held` is 1."""
         phase.enter("optimizer")
-        lr = learning_rate(self.spec.optim, self.step) * self.health.factor(self.step)
+        rate = self.rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for name, given in (("grad_scale", divisor), ("found_inf", held)):  # as torch.amp.GradScaler does it
+            setattr(self.optimizer, name, given)
+        self.optimizer.step()
+        for name in ("grad_scale", "found_inf"):
+            setattr(self.optimizer, name, None)  # who else steps it means what the gradients say
+
+    def update(self, passed: Passed, stats: BlockStats | None, taken: bool) -> None:
+        """All that a step changes, less what the device has done already (`taken`)."""
         overflow = not math.isfinite(passed.norm)  # of fp16: the weights are left alone, and the scale is halved
         if stats is not None:
             stats.before_update(passed.scale)
         if not overflow:
-            self.scale_gradients(passed.norm, passed.scale)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            if not taken:
+                self.optimize(passed.divisor)
             self.laid.after_step()
         if stats is not None:
             self.write_stats(stats)
@@ -130,7 +164,6 @@ class Stepper:
         self.health.accept(passed.loss, passed.norm)
         if overflow:
             self.event("overflow", self.step + 1, loss_scale=passed.scale, next_scale=self.loss_scale.scale)
-        return lr
 
     def write_stats(self, stats: BlockStats) -> None:
         stats.after_update()
@@ -149,8 +182,8 @@ class Stepper:
                 _, loss = engine(**self.laid.inputs(batch))
                 engine.backward(loss / max(1, tokens))
             loss_sum += loss.detach()
-        total, _, memory = self.sum_over_ranks(loss_sum, torch.zeros((), device=self.device))
-        loss_mean = total / max(1, tokens)
+        total, _, *said = self.sum_over_ranks(loss_sum, torch.zeros((), device=self.device)).tolist()
+        loss_mean, memory = total / max(1, tokens), self.hear(said)
         if not math.isfinite(loss_mean):
             passed = Passed(loss_mean, math.nan, engine.loss_scale, memory)
             face(self, self.health.judge(loss_mean, math.nan, scaled=False), passed)
@@ -177,35 +210,33 @@ class Stepper:
         dist.all_reduce(total, group=self.mesh.group("dp"))
         return int(total)
 
-    def sum_over_ranks(self, loss: torch.Tensor, squares: torch.Tensor) -> tuple[float, float, int]:
-        """The whole loss and squared norm, and the largest memory of any rank, in one exchange.
+    def sum_over_ranks(self, loss: Tensor, squares: Tensor) -> Tensor:
+        """The whole loss and squared norm, and what every rank says of itself, in one exchange; fp64.
 
-        A signal that one rank was sent travels along, so that all of them stop after the same step; and how busy each
-        of them is, by which a slow one is found.
+        A signal that one rank was sent travels along, so that all of them stop after the same step; its memory; and how
+        busy each of them is, by which a slow one is found.
         """
         figures = torch.stack([figure.to(self.device, torch.float64).squeeze() for figure in (loss, squares)])
         if self.mesh is None:
-            self.stop_asked = self.asked()
-            return *figures.tolist(), self.memory.read()
+            return figures
         ranks = torch.zeros(3, self.mesh.size("world"), dtype=torch.float64, device=self.device)
         mine = self.asked(), self.memory.read(), 1.0 if self.watchdog is None else self.watchdog.busy
-        ranks[:, self.mesh.rank("world")] = torch.tensor(mine, dtype=torch.float64)
+        for row, value in zip(ranks, mine, strict=True):
+            row[self.mesh.rank("world")].fill_(value)  # an argument of a kernel: for a copy the host would wait
         figures = torch.cat([figures, ranks.flatten()])
         dist.all_reduce(figures)
-        total, squared, *rest = figures.tolist()
-        world = len(rest) // 3
-        self.stop_asked = int(max(rest[:world]))
+        return figures
+
+    def hear(self, said: list[float]) -> int:
+        """What the ranks said of themselves: whether to stop, who is slow. Returns the largest memory of any."""
+        if self.mesh is None:
+            self.stop_asked = self.asked()
+            return self.memory.read()
+        world = len(said) // 3
+        self.stop_asked = int(max(said[:world]))
         if self.watchdog is not None:
-            self.watchdog.compare(rest[2 * world :], self.step + 1)
-        return total, squared, int(max(rest[world : 2 * world]))
+            self.watchdog.compare(said[2 * world :], self.step + 1)
+        return int(max(said[world : 2 * world]))
 
     def asked(self) -> int:
         return self.stop.signal if hasattr(self, "stop") else 0
-
-    def scale_gradients(self, norm: float, scale: float) -> None:
-        """Undo the loss scale, and clip."""
-        clip = self.spec.optim.clip
-        factor = (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) / scale
-        gradients = [shard.leaf.grad for shard in self.laid.shards if shard.leaf.grad is not None]
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)

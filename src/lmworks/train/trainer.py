@@ -51,6 +51,8 @@ from .watch import watching
 class Trainer(Stepper):
     """`Trainer(spec, run_dir).run()` starts a run, `Trainer.resume(run_dir).run()` goes on with one."""
 
+    feed: Feed | None = None  # while it loops
+
     def __init__(
         self, spec: RunSpec, run_dir: str | Path, *, machine: Machine | None = None, quiet: bool = False
     ) -> None:
@@ -181,10 +183,11 @@ class Trainer(Stepper):
             raise cause from error
 
     def loop(self) -> Evaluation:
-        with closing(Feed(self.batches, self.spec.data.workers)) as self.feed:
-            return self.steps()
+        with closing(Feed(self.batches, self.spec.data.workers, self.device)) as feed:
+            self.feed = feed
+            return self.steps(feed)
 
-    def steps(self) -> Evaluation:
+    def steps(self, feed: Feed) -> Evaluation:
         spec = self.spec
         evaluation = None
         save_s = 0.0
@@ -192,7 +195,7 @@ class Trainer(Stepper):
             self.saving.poll()
             began = time.perf_counter()
             try:
-                values = self.next_step()
+                values = self.next_step(feed)
                 last = self.step == spec.optim.steps
                 saved = last or self.stop_asked or (spec.checkpoint.every and self.step % spec.checkpoint.every == 0)
                 if spec.health.hash_every and (saved or self.step % spec.health.hash_every == 0):
@@ -214,18 +217,23 @@ class Trainer(Stepper):
         self.event("finish")
         return evaluation or self.evaluate()
 
-    def next_step(self) -> dict[str, Any]:
+    def next_step(self, feed: Feed) -> dict[str, Any]:
         """Wait for the batch that the cursor stands at, and train on it."""
         began = time.perf_counter()
         phase.enter("data", self.step + 1)
         self.pass_by()
-        batches = self.feed.take(self.cursor, self.spec.optim.steps - self.step)
+        batches = feed.take(self.cursor, self.spec.optim.steps - self.step)
         waited = time.perf_counter() - began
         with self.profiler.step(self.step + 1):
             values = self.train_step(batches)
         self.step += 1
         self.cursor += 1
         return values | {"data_s": waited}
+
+    def meanwhile(self) -> None:
+        """Read the next batch while a GPU computes this one; a CPU would only do the one before the other."""
+        if self.device.type == "cuda" and self.feed is not None:
+            self.feed.prepare(self.cursor + 1)
 
     def pass_by(self) -> None:
         """Move on past batches that are not to be trained on."""

@@ -33,6 +33,8 @@ class Passed:
     norm: float  # of the whole gradient, before clipping
     scale: float  # what the loss was multiplied by
     memory: int  # the largest peak of any rank
+    held: bool = True  # the weights were not updated with these figures: they may be trouble
+    divisor: Tensor | None = None  # of the gradients, where they are
 
 
 def face(

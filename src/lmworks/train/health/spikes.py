@@ -15,6 +15,7 @@ from statistics import median
 
 NORMAL = 1.4826
 FLOOR = 0.01
+SAFE = 1e-9  # of a limit, by which it is set lower: far more than rounding takes, far less than anybody means
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,18 @@ class Height:
 
 
 def height(value: float, before: Sequence[float]) -> Height:
+    middle, unit = usual(before)
+    return Height((value - middle) / unit, middle)
+
+
+def limit(z: float, before: Sequence[float]) -> float:
+    """What is at most this is certainly not higher than `z`; what is more very nearly always is."""
+    middle, unit = usual(before)
+    return middle + z * unit - SAFE * (abs(middle) + z * unit)
+
+
+def usual(before: Sequence[float]) -> tuple[float, float]:
+    """The median, and the deviation that heights are measured in."""
     middle = median(before)
     spread = NORMAL * median(abs(one - middle) for one in before)
-    unit = max(spread, FLOOR * abs(middle), 1e-30)
-    return Height((value - middle) / unit, middle)
+    return middle, max(spread, FLOOR * abs(middle), 1e-30)

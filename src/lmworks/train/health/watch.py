@@ -12,7 +12,7 @@ from typing import Any
 
 from ...spec import HealthSpec
 from ...spec.health import ACTIONS
-from .spikes import height
+from .spikes import height, limit
 
 STEP_KINDS = {"spike_loss": "loss", "spike_grad": "gradient norm"}
 
@@ -76,6 +76,16 @@ class Health:
                 where = f", the median of {len(before)} steps"
                 found.append(Trouble(kind, getattr(self.spec, kind), what, where, facts))
         return sorted(found, key=lambda trouble: ACTIONS.index(trouble.action), reverse=True)
+
+    def limits(self) -> tuple[float, float]:
+        """The largest loss and norm of the next step in which `judge` surely finds nothing; an infinite one allows
+        all that is finite. Known before the step is computed, so the device can compare by itself.
+        """
+        loss, norm = (
+            limit(self.spec.z, before) if len(before) >= self.spec.warmup else math.inf
+            for before in (self.memory.losses, self.memory.norms)
+        )
+        return loss, norm
 
     def accept(self, loss: float, norm: float) -> None:
         """The step was taken: the next ones are judged against it too."""
