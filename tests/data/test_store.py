@@ -146,7 +146,7 @@ def test_the_embedded_corpus_is_made_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.data.cache import cache_root
+    from lmworks.spec.files import cache_root
 
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("LMWORKS_CACHE", raising=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 
 from ..spec.errors import SpecError
+from ..spec.files import cache_root
 from .index import INDEX_FILE, VERSION, read_index
 from .pipeline import prepare
 from .progress import Progress, silent
@@ -28,9 +28,3 @@ def resolve(path: str, progress: Progress = silent) -> Path:
     if not (folder / INDEX_FILE).exists():
         prepare(["stdlib"], folder, tokenizer, progress=progress)
     return folder
-
-
-def cache_root() -> Path:
-    if own := os.environ.get("LMWORKS_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmworks"

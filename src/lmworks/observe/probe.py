@@ -6,7 +6,6 @@ The quick form of `calibrate`, without collectives. A profile that the spec name
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 from contextlib import suppress
 from pathlib import Path
@@ -16,22 +15,16 @@ import torch
 from ..plan.devices.machine import FORMAT, Machine
 from ..plan.devices.profile import Profile, load_profile, profile_of
 from ..spec import Cluster, SpecError
+from ..spec.files import cache_root
 from .calibrate import QUICK_SECONDS, about, calibrate, save
 from .measure import device_name
 
 BUSY = 1.3  # noise above which a measurement is not kept: it would say the machine is slower than it is
 
 
-def cache_folder() -> Path:
-    own, xdg = os.environ.get("LMWORKS_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own)
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "lmworks"
-
-
 def cache_path(device: torch.device) -> Path:
     key = (platform.node(), device_name(device), torch.get_num_threads(), torch.__version__, FORMAT)
-    return cache_folder() / f"probe-{hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}.toml"
+    return cache_root() / f"probe-{hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}.toml"
 
 
 def pick(cluster: Cluster) -> torch.device:

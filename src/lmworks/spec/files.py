@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after a power cut. Every room that keeps one uses these."""
+"""Files that are there whole or not at all, also after a power cut, and where files go that can be made again."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_root() -> Path:
+    """LMWORKS_CACHE, or the user's cache folder: what is in it can be made again."""
+    if own := os.environ.get("LMWORKS_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmworks"
