@@ -88,7 +88,7 @@ def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
             warnings.catch_warnings(),
             replaced(cross_entropy, "CHUNK_LOGITS", cross_entropy.CHUNK_LOGITS_GPU if gpu else None),
             replaced(nn.Module, "to_empty", to_empty),
-            replaced(ddp, "mean_in_bf16", send_in_bf16),
+            replaced(ddp, "mean_in", send_in),
             replaced(ddp, "fill_in_order", partial(agreed, ddp.fill_in_order)),
             replaced(training_step, "expert_load", lambda _part: 1.0),
             replaced(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
@@ -132,10 +132,10 @@ def send(buffer: Tensor, group: dist.ProcessGroup) -> Future[Tensor]:
     return arrived(buffer)
 
 
-def send_in_bf16(buffer: Tensor, group: dist.ProcessGroup) -> Future[Tensor]:
-    low = buffer.to(torch.bfloat16)
-    dist.all_reduce(low, group=group)
-    return arrived(buffer.copy_(low))
+def send_in(dtype: torch.dtype, buffer: Tensor, group: dist.ProcessGroup) -> Future[Tensor]:
+    sent = buffer.to(dtype)
+    dist.all_reduce(sent, group=group)
+    return arrived(buffer.copy_(sent))
 
 
 def arrived(result: Tensor) -> Future[Tensor]:
