@@ -37,6 +37,11 @@ class Batch:
     tokens: Tensor  # (micro_batch, seq) int64
     targets: Tensor  # (micro_batch, seq) int64: the next token, or -100
     documents: Tensor | None = None  # (micro_batch, seq) int64: 0, 1, … within a row; only with document_mask
+    counted: int | None = None  # targets that are not -100, where they were counted when it was made
+
+    def count(self) -> int:
+        """Targets that count; no device has to be asked where they were counted before."""
+        return int((self.targets != IGNORED).sum()) if self.counted is None else self.counted
 
     def to(self, device: torch.device | str) -> Batch:
         return self.each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -46,7 +51,7 @@ class Batch:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         documents = None if self.documents is None else change(self.documents)
-        return Batch(change(self.tokens), change(self.targets), documents)
+        return Batch(change(self.tokens), change(self.targets), documents, self.counted)
 
 
 class Batches:
@@ -138,7 +143,8 @@ class Batches:
             return Batch(torch.from_numpy(tokens), torch.from_numpy(targets))
         targets[begins[:, 1:] == 1] = IGNORED
         documents = np.cumsum(begins[:, :-1], axis=1)
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents))
+        counted = int((targets != IGNORED).sum())  # here, where nobody waits for a device to count
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents), counted)
 
     def epoch_of(self, cursor: int) -> int:
         """How often a source of the mixture has been read through before `cursor` (the one read most often)."""

@@ -28,7 +28,18 @@ def pick_device(cluster: Cluster) -> torch.device:
             f"rank {local} of this machine has no GPU: there are {here}; start fewer ranks here, or use "
             "cluster.device=cpu"
         )
+    grow_segments()
     return torch.device("cuda", local)
+
+
+def grow_segments() -> None:
+    """Let the allocator's segments grow, where the user has not set it up otherwise; before CUDA starts.
+
+    Else each is as long as what was asked for first, and what does not fit into the rest of one is left unused: the
+    memory that is reserved and never allocated. PyTorch reads the older name before the newer.
+    """
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def find_gpu(cluster: Cluster, device: torch.device) -> Gpu | None:
@@ -60,7 +71,9 @@ class PeakMemory:
 
     def read(self) -> int:
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            # What max_memory_allocated reads, without putting together its hundred other figures in every step.
+            statistics = torch.cuda.memory_stats_as_nested_dict(self.device)
+            return int(statistics["allocated_bytes"]["all"]["peak"])
         self.highest = max(self.highest, resident_peak())  # Linux counts in parts: its own peak may read lower later
         return self.highest - self.base
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..data import Batch, Batches
 from ..kernels.cross_entropy import IGNORE
@@ -36,4 +36,4 @@ def micro_batch(batches: Batches, index: int, rows: int) -> Batch:
     """The last one may hold windows of the next epoch: they do not count."""
     (batch,) = batches.at(index)
     batch.targets[max(0, batches.windows - index * rows) :] = IGNORE
-    return batch
+    return replace(batch, counted=None)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data import Batch, Batches
-from ..kernels.cross_entropy import IGNORE
 from ..model import GPT
 from ..model.moe import expert_load
 from ..parallel.deepspeed import DeepSpeedEngine
@@ -203,7 +202,7 @@ class Stepper:
         """Targets of the global batch that count. Only document masks leave any out."""
         if not self.spec.data.document_mask:
             return self.spec.tokens_per_step
-        counted = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
+        counted = sum(batch.count() for batch in batches)
         if self.mesh is None:
             return counted
         total = torch.tensor(counted, device=self.device)
