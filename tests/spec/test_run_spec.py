@@ -110,10 +110,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"precision": {"fp8_scaling": "rowwise"}}, "precision.fp8_scaling needs precision.dtype = 'fp8'"),
     (
-        {"precision": {"states": "bf16"}, "optim": {"optimizer": "sgd"}},
-        "precision.states = 'bf16' needs optim.optimizer = 'adamw': 'sgd' has none",
-    ),
-    (
         {"precision": {"dtype": "fp8"}, "parallel": {"engine": "deepspeed", "strategy": "zero", "zero": 1}},
         "precision.dtype = 'fp8' needs parallel.engine = 'native'",
     ),

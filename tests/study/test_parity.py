@@ -81,6 +81,11 @@ VARIATIONS = [
     "ep2-fsdp2",
     "ep2-pp2",
     "ep2-capacity",
+    "bf16-weights-zero-1",
+    "bf16-weights-zero-2",
+    "bf16-weights-tp2-sp",
+    "bf16-weights-pp2-fsdp2-tp2",
+    "bf16-weights-cp2-offload",
 ]
 
 
@@ -171,6 +176,7 @@ def test_list_names_everything() -> None:
         (cp, method) for cp in (2, 4) for method in ("ring", "ulysses")
     }
     assert {spec.precision.dtype for spec in specs} == {"fp32", "bf16", "fp16"}
+    assert {spec.precision.weights for spec in specs} == {"fp32", "bf16"}
     assert {spec.model.tie_embeddings for spec in specs if spec.parallel.pp > 1} == {True, False}
     composed = [row for row in rows if sum(size > 1 for size in (row.dp, row.tp, row.cp, row.pp)) > 1 or row.ep > 1]
     assert len(composed) >= 25

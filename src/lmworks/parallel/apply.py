@@ -1,6 +1,6 @@
 """The recipe: how a model is laid over the ranks, in the order in which it is read here.
 
-    pipeline split → tensor, sequence, expert parallel → recompute → compile → precision → data parallel → weights
+    pipeline split → tensor, sequence, expert parallel → fp8 → recompute → compile → precision → data parallel → weights
 
 Every part is built on the meta device and cut before it has memory, so no rank ever holds more than its share. Without
 a mesh there is one process, and all that remains of the recipe is recompute, compile and weights; what only a mesh
@@ -54,6 +54,10 @@ def lay_out(
                 experts = expert_names(part)
             if mesh.size("cp") > 1:
                 join_sequences(part, mesh.group("cp"))
+        if spec.precision.dtype == "fp8":
+            from .float8 import apply_float8  # torchao takes a second to import
+
+            apply_float8(part, spec, device)
         choose_recompute(part, spec)
         if spec.parallel.compile:
             compile_blocks(part, spec, mesh)

@@ -32,6 +32,7 @@ from torch.distributed.pipelining import (
 from ..plan.pipelines.orders import stages_of
 from ..spec import RunSpec, TrainingError
 from .mesh import Mesh
+from .precision import DTYPES
 from .timeline import Recorder
 
 SINGLE: dict[str, type[ScheduleGPipe | Schedule1F1B]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -53,6 +54,7 @@ class PartStage(PipelineStage):
     recorder: Recorder | None = None
     whole_backward = False  # where the schedule would split it: everything in I, nothing in W
     running = 0  # index of the micro-batch in its forward pass
+    stream = torch.float32
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.running = fwd_chunk_id
@@ -79,12 +81,12 @@ class PartStage(PipelineStage):
         return self.run(self.micro_batches[self.running], *received)
 
     def run(self, inputs: Inputs, received: Tensor | None = None) -> Tensor:
-        """Hidden states in fp32, or the loss sum (1,) of the last stage."""
+        """Hidden states in the format of the residual stream, or the loss sum (1,) of the last stage."""
         if received is not None:
             inputs = {**inputs, "tokens": received}
         result = self.submod(**inputs)
         if not self.is_last:
-            return result.float()  # does nothing where the residual stream is fp32 already
+            return result.to(self.stream)  # does nothing where the residual stream has it already
         # Not a view of the loss: PyTorch frees its graph by detaching it in place, which views cannot be.
         return torch.stack([result[1]])
 
@@ -103,6 +105,7 @@ class Pipeline:
             for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank)
         }
         self.shrink = layout.tp if layout.sp else 1  # a hidden state has 1/tp of the tokens' positions
+        self.stream = DTYPES[spec.precision.weights]  # the residual stream starts as a weight
         self.stages = self.make_stages()
         self.schedule = self.make_schedule()
         self.losses: list[Tensor] = []
@@ -124,7 +127,8 @@ class Pipeline:
     def make_stages(self) -> list[PartStage]:
         data, layout = self.spec.data, self.spec.parallel
         seq = data.seq // layout.cp // self.shrink
-        hidden = torch.empty(data.micro_batch, seq, self.spec.model.hidden, device="meta", requires_grad=True)
+        shape = (data.micro_batch, seq, self.spec.model.hidden)
+        hidden = torch.empty(shape, dtype=self.stream, device="meta", requires_grad=True)
         loss = torch.empty(1, device="meta", requires_grad=True)
         made = []
         for index, module in sorted(self.modules.items()):
@@ -133,6 +137,7 @@ class Pipeline:
             stage = PartStage(module, index, self.count, self.device, received, (sent,), group=self.group)
             # PyTorch asks for each weight's gradient in a pass of its own, and each would compute the block again.
             stage.whole_backward = layout.recompute != "none"
+            stage.stream = self.stream
             made.append(stage)
         return made
 
@@ -229,7 +234,7 @@ class Pipeline:
 
     def hidden_like(self, tokens: Tensor) -> Tensor:
         batch, seq = tokens.shape
-        return torch.empty(batch, seq // self.shrink, self.spec.model.hidden, device=self.device)
+        return torch.empty(batch, seq // self.shrink, self.spec.model.hidden, dtype=self.stream, device=self.device)
 
 
 def fsdp_units(modules: dict[int, nn.Module]) -> Iterator[FSDPModule]:

@@ -17,6 +17,10 @@ def refuse_impossible(spec: RunSpec, device: torch.device) -> None:
         refuse_async_tp(device.type)
     if layout.engine == "deepspeed":
         load_deepspeed(device.type)
+    if spec.precision.dtype == "fp8":
+        from .float8 import refuse_float8
+
+        refuse_float8(spec, device)
     if layout.recompute == "budget":
         stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
         within_budget(spec, max(len(stage.layers) for stage in stages))

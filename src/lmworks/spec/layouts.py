@@ -54,8 +54,9 @@ class Layout:
         kept = {k: self.sections.get(k, {}) for k in self.kept(given) if k != "parallel"}
         table = merge(self.start(given), kept)
         table["data"] = {**table["data"], "micro_batch": 1}
-        changed = {"reduce": "fp32", **({"dtype": dtype} if dtype else {})}
-        return RunSpec.from_dict(merge(table, {"precision": changed}))
+        if dtype:  # and everything kept in fp32
+            return RunSpec.from_dict({**table, "precision": {"dtype": dtype}})
+        return RunSpec.from_dict(merge(table, {"precision": {"reduce": "fp32"}}))
 
     def start(self, given: dict[str, Any] | None) -> dict[str, Any]:
         base = read()["base"]

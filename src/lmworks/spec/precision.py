@@ -11,6 +11,8 @@ from .schema import Section, opt
 if TYPE_CHECKING:
     from .run import RunSpec
 
+FP8_ALIGNED = 16  # numbers of 8 bits that tensor cores take at once
+
 
 @dataclass(frozen=True)
 class PrecisionSpec(Section):
@@ -30,7 +32,7 @@ class PrecisionSpec(Section):
         "bf16 weights without a master: how an updated weight is rounded",
         choices=("nearest", "stochastic"),
     )
-    states: str = opt("fp32", "what Adam's two moments are kept in", choices=("fp32", "bf16"))
+    states: str = opt("fp32", "what AdamW's two moments are kept in", choices=("fp32", "bf16"))
     reduce: str = opt("fp32", "what gradients are summed in across ranks", choices=("fp32", "bf16"))
     loss_scale: float = opt(65_536.0, "fp16: first loss scale; it halves on overflow", gt=0)
     loss_scale_window: int = opt(2000, "fp16: steps without overflow before the scale doubles", ge=1)
@@ -63,13 +65,30 @@ class PrecisionSpec(Section):
 
 
 def check_precision(run: RunSpec) -> None:
-    """What the optimizer and the engine must allow."""
-    precision = run.precision
-    if precision.states == "bf16" and run.optim.optimizer != "adamw":
-        raise SpecError(f"precision.states = 'bf16' needs optim.optimizer = 'adamw': '{run.optim.optimizer}' has none")
+    """What the layout must allow."""
+    precision, layout = run.precision, run.parallel
     kept = {"weights": precision.weights == "bf16", "states": precision.states == "bf16"}
     kept["dtype"] = precision.dtype == "fp8"
     for name, given in kept.items():
-        if given and run.parallel.engine == "deepspeed":
-            value = getattr(precision, name)
+        value = getattr(precision, name)
+        if given and layout.engine == "deepspeed":
             raise SpecError(f"precision.{name} = '{value}' needs parallel.engine = 'native': DeepSpeed has its own")
+        if given and layout.strategy == "fsdp1" and layout.dp > 1:
+            raise SpecError(f"precision.{name} = '{value}' does not combine with strategy = 'fsdp1'; use 'fsdp2'")
+    if precision.dtype == "fp8":
+        check_fp8(run)
+
+
+def check_fp8(run: RunSpec) -> None:
+    """What products of 8-bit operands take."""
+    model, layout = run.model, run.parallel
+    if layout.tp > 1:
+        raise SpecError(f"precision.dtype = 'fp8' does not combine with parallel.tp = {layout.tp}; use 'bf16'")
+    tokens = run.data.micro_batch * run.data.seq // layout.cp
+    if tokens % FP8_ALIGNED:
+        raise SpecError(
+            f"precision.dtype = 'fp8' needs the tokens of a micro-batch on a rank divisible by {FP8_ALIGNED}, not "
+            f"{run.data.micro_batch} × {run.data.seq} / cp = {tokens}"
+        )
+    if model.hidden % FP8_ALIGNED:
+        raise SpecError(f"precision.dtype = 'fp8' needs model.hidden = {model.hidden} divisible by {FP8_ALIGNED}")

@@ -8,7 +8,7 @@ step, and DDP's buckets take their final form in the second.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,7 +141,8 @@ class Reader:
             passing = sum(one.gradients for one in self.passing), sum(one.gradient_padding for one in self.passing)
             here = sizes(parameters(trainer), [], [])
             self.device = replace(here, gradients=passing[0], gradient_padding=passing[1])
-            self.host = sizes(leaves, with_gradients(leaves), states(trainer))
+            held = sizes(leaves, with_gradients(leaves), states(trainer))
+            self.host = replace(held, master=storage_bytes(masters(trainer)))
 
 
 def with_gradients(holders: Iterable[Tensor]) -> list[Tensor]:
@@ -155,19 +156,25 @@ def parameters(trainer: Trainer) -> list[Tensor]:
 
 
 def masters(trainer: Trainer) -> list[Tensor]:
-    """A second copy of the weights for the optimizer: DeepSpeed's alone."""
-    return trainer.engine.flats() if trainer.engine is not None else []
+    """What makes the weights fp32 numbers: the bits that bf16 lacks, or DeepSpeed's second copy."""
+    return trainer.engine.flats() if trainer.engine is not None else kept(trainer, lambda name: name == "low")
 
 
 def gradients(trainer: Trainer) -> list[Tensor]:
     """Of the weights, and of the leaves that the optimizer updates in their place."""
     weights = [p for part in trainer.laid.parts.values() for p in part.parameters()]
-    leaves = [shard.leaf for shard in trainer.laid.shards] if trainer.engine is None else masters(trainer)
+    leaves = [shard.leaf for shard in trainer.laid.shards] if trainer.engine is None else trainer.engine.flats()
     return with_gradients((*weights, *leaves))
 
 
 def states(trainer: Trainer) -> list[Tensor]:
-    return [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    return kept(trainer, lambda name: name != "low")
+
+
+def kept(trainer: Trainer, wanted: Callable[[str], bool]) -> list[Tensor]:
+    """What the optimizer keeps under such names."""
+    every = [pair for state in trainer.optimizer.state.values() for pair in state.items()]
+    return [value for name, value in every if isinstance(value, Tensor) and wanted(name)]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -24,11 +24,11 @@ def make_optimizer(
     matrices = [shard.leaf for shard in leaves if len(shard.shape) >= 2]
     others = [shard.leaf for shard in leaves if len(shard.shape) < 2]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    groups, adam = [group for group in groups if group["params"]], optim.optimizer == "adamw"
     # fused: one pass over the states, on a CPU too, and it takes `grad_scale` and `found_inf` (see figures.py)
-    if precision is not None and "bf16" in (precision.weights, precision.states):
+    if precision is not None and (precision.weights == "bf16" or (adam and precision.states == "bf16")):
         return NarrowOptimizer(groups, leaves, optim, precision, seed)
-    if optim.optimizer == "sgd":
+    if not adam:
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 

@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 from ...spec import Grid, RunSpec
 from ..pipelines.stages import Stage, stages_here
-from .shards import FP32
+from .shards import FP32, weight_bytes
 
 # In the passes of every micro-batch; in the last micro-batch's backward pass alone; once, when all passes are over.
 FORWARD, BACKWARD, LAST, STEP = "forward", "backward", "last backward", "step"
@@ -57,7 +57,12 @@ class Here:
     @property
     def width(self) -> int:
         """Bytes of a number in the compute precision."""
-        return FP32 if self.spec.precision.dtype == "fp32" else 2
+        return FP32 if self.spec.precision.compute == "fp32" else 2
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number of the residual stream."""
+        return weight_bytes(self.spec)
 
     def call(self, kind: str, what: str, group: str, count: int, size: int, when: str) -> Collective:
         """`count` calls with a message of `size` bytes each."""

@@ -29,6 +29,7 @@ from .shards import (
     strategy_of,
     unit_size,
     units,
+    weight_bytes,
 )
 from .weights import ROOT, Weight, held
 
@@ -109,7 +110,7 @@ def scattered(here: Here, stage: Stage, every: bool) -> Iterator[Collective]:
         numbers = ranks * sum(padded(weight, ranks) for weight in inside)
         size = reduce_bytes(here.spec) * numbers
         yield here.total("reduce-scatter", "gradients", axis, times * count, times * size, when)
-        yield here.total("all-gather", "new weights", axis, count, FP32 * numbers, STEP)
+        yield here.total("all-gather", "new weights", axis, count, weight_bytes(here.spec) * numbers, STEP)
 
 
 def sharded(here: Here, stage: Stage) -> Iterator[Collective]:
@@ -171,13 +172,13 @@ def fetched(here: Here, stage: Stage) -> int:
 
 def leftovers(here: Here) -> Iterator[Collective]:
     """Gradients that are parts of a sum still: of whole weights on tensor-parallel ranks, of tied embeddings."""
-    own = own_shapes(here.spec, here.rank)
+    own, each = own_shapes(here.spec, here.rank), weight_bytes(here.spec)
     partial = sum(math.prod(shape) for weight, shape in own if weight.partial)
-    yield here.call("all-reduce", "gradients of whole weights", "tp", int(partial > 0), FP32 * partial, STEP)
+    yield here.call("all-reduce", "gradients of whole weights", "tp", int(partial > 0), each * partial, STEP)
     layout, ends = here.spec.parallel, here.place["pp"] in (0, here.grid.pp - 1)
     if layout.pp > 1 and ends and here.spec.model.tie_embeddings and layout.schedule not in V_SHAPED:
         tied = sum(math.prod(shape) for weight, shape in own if weight.name == "embed.weight")
-        yield here.call("all-reduce", "gradients of the tied embedding", "ends", int(tied > 0), FP32 * tied, STEP)
+        yield here.call("all-reduce", "gradients of the tied embedding", "ends", int(tied > 0), each * tied, STEP)
 
 
 def figures(here: Here) -> Iterator[Collective]:

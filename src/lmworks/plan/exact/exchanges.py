@@ -5,7 +5,7 @@
     cp, ring          keys and values go around forward; backward again, and their gradients with them, in fp32
     cp, ulysses       queries, keys and values are traded for heads, results back; backward the same
     ep                how many tokens go where, tokens there, results back; backward tokens and results again
-    pp                hidden states to the next stage, their gradients back, in fp32
+    pp                hidden states to the next stage, their gradients back, as wide as the residual stream
 
 A block that is computed again exchanges again what its forward pass does, up to the last tensor that its backward pass
 needs: not what leaves the MLP, and under the policy `selective`, which keeps what attention found, not the ring's keys.
@@ -59,13 +59,13 @@ def forward_only(
 
 def tensor(here: Here, stage: Stage) -> Iterator[Collective]:
     layers, repeated, hidden = len(stage.layers), again(here, stage), here.tokens * here.spec.model.hidden
-    mlp = FP32 if here.spec.model.experts else here.width  # a router takes fp32, and its weights make the result fp32
+    mlp = here.stream if here.spec.model.experts else here.width  # a router takes the stream, and its result is as wide
     crossings = [  # what, entered (or left), how often, again, bytes of a number
         ("attention", True, layers, repeated, here.width),
         ("attention", False, layers, repeated, here.width),
         ("mlp", True, layers, repeated, mlp),
         ("mlp", False, layers, 0, mlp),
-        ("embedding", False, int(stage.first), 0, FP32),
+        ("embedding", False, int(stage.first), 0, here.stream),
         ("head", True, int(stage.last), 0, here.width),
     ]
     for what, entered, count, more, width in crossings:
@@ -143,7 +143,7 @@ def messages(here: Here) -> Iterator[Collective]:
     layout = here.spec.parallel
     if layout.pp == 1:
         return
-    size = FP32 * here.tokens * here.spec.model.hidden // (layout.tp if layout.sp else 1)
+    size = here.stream * here.tokens * here.spec.model.hidden // (layout.tp if layout.sp else 1)
     last = layout.pp * layout.virtual_stages - 1
     own = {stage.index for stage in here.stages}
     after = sum(

@@ -9,7 +9,9 @@
 ψ is what a pipeline, tensor and expert parallelism leave to a rank (`weights.held`), and n the ranks that share it:
 dp_shard × cp, for experts those that hold the same ones. How ψ/n is rounded stands in `shards.py`.
 
-The fp32 parameters are the master weights: only DeepSpeed holds a second copy of them.
+That is of fp32 weights, which are their own master: only DeepSpeed holds a second copy of them. With
+precision.weights = 'bf16' parameters and gradients have 2 bytes, and a master 2 more for what a rank updates; with
+precision.states = 'bf16' moments have 4.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from dataclasses import dataclass, replace
 
 from ...spec import Grid, RunSpec, SpecError
 from ..pipelines.stages import stages_here
-from .optimizers import optimizer_bytes
-from .shards import FP32, axis_of, chunk, flat, own_shapes, padded, strategy_of, units
+from .optimizers import optimizer_bytes, optimizer_of, steps_bytes
+from .shards import FP32, axis_of, chunk, flat, own_shapes, padded, strategy_of, units, weight_bytes
 from .weights import held, weights
 
 
@@ -30,7 +32,7 @@ class Resident:
 
     parameters: int = 0
     gradients: int = 0
-    master: int = 0  # fp32 copies of weights that are held in another format
+    master: int = 0  # fp32 copies of weights that are held in another format, or the bits that these lack
     optimizer: int = 0
     parameter_padding: int = 0  # allocated with the parameters, and no part of any
     gradient_padding: int = 0
@@ -51,7 +53,7 @@ def resident(spec: RunSpec, rank: int) -> Resident:
     if spec.parallel.offload == "full":
         return Resident()
     found = laid_out(spec, rank)
-    return found if spec.parallel.offload == "none" else replace(found, optimizer=0)
+    return found if spec.parallel.offload == "none" else replace(found, optimizer=0, master=0)
 
 
 def on_host(spec: RunSpec, rank: int) -> Resident:
@@ -60,8 +62,9 @@ def on_host(spec: RunSpec, rank: int) -> Resident:
         return Resident()
     if spec.parallel.offload == "full":
         return laid_out(spec, rank)
-    own = FP32 * sum(math.prod(shape) for _, shape in own_shapes(spec, rank))
-    return Resident(own, own, optimizer=states(spec, rank))
+    count = elements(spec, rank)
+    own = weight_bytes(spec) * count
+    return Resident(own, own, low_bytes(spec) * count, states(spec, rank))
 
 
 def laid_out(spec: RunSpec, rank: int) -> Resident:
@@ -69,19 +72,32 @@ def laid_out(spec: RunSpec, rank: int) -> Resident:
     kind, grid = strategy_of(spec), Grid.of(spec.parallel)
     stages = stages_here(spec, grid.coordinates(rank)["pp"])
     found = [weight for stage in stages for weight in held(spec, stage)]
-    whole = FP32 * sum(weight.size for weight in found)
-    own = FP32 * sum(math.prod(shape) for _, shape in own_shapes(spec, rank))
+    each, count = weight_bytes(spec), elements(spec, rank)
+    whole, own, master = each * sum(weight.size for weight in found), each * count, low_bytes(spec) * count
     if kind == "fsdp1":
-        allocated = FP32 * sum(flat(spec, unit).length for stage in stages for unit in units(spec, stage))
+        allocated = each * sum(flat(spec, unit).length for stage in stages for unit in units(spec, stage))
     elif kind == "fsdp2":
-        allocated = FP32 * sum(padded(weight, grid.size(axis_of(weight))) for weight in found)
+        allocated = each * sum(padded(weight, grid.size(axis_of(weight))) for weight in found)
     else:  # whole parameters; only ZeRO-2 lets go of gradients that another rank owns
-        return Resident(whole, own if kind == "zero2" else whole, optimizer=states(spec, rank))
-    return Resident(own, own, 0, states(spec, rank), allocated - own, allocated - own)
+        return Resident(whole, own if kind == "zero2" else whole, master, states(spec, rank))
+    return Resident(own, own, master, states(spec, rank), allocated - own, allocated - own)
+
+
+def elements(spec: RunSpec, rank: int) -> int:
+    """That a rank updates."""
+    return sum(math.prod(shape) for _, shape in own_shapes(spec, rank))
+
+
+def low_bytes(spec: RunSpec) -> int:
+    """With which a bf16 weight is an fp32 number."""
+    return 2 if spec.precision.weights == "bf16" and spec.precision.master else 0
 
 
 def states(spec: RunSpec, rank: int) -> int:
-    return optimizer_bytes(spec.optim.optimizer, [shape for _, shape in own_shapes(spec, rank)])
+    shapes = [shape for _, shape in own_shapes(spec, rank)]
+    if spec.optim.optimizer == "sgd" and spec.precision.weights == "bf16":
+        return steps_bytes(shapes)
+    return optimizer_bytes(optimizer_of(spec), shapes)
 
 
 def deepspeed_resident(spec: RunSpec) -> Resident:

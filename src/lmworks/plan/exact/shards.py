@@ -106,9 +106,14 @@ def unit_size(spec: RunSpec, unit: Unit) -> int:
     return ranks * sum(padded(weight, ranks) for weight in unit.weights)
 
 
+def weight_bytes(spec: RunSpec) -> int:
+    """Of a weight as it is kept, of its gradient, and of a number of the residual stream, which starts as a weight."""
+    return 2 if spec.precision.weights == "bf16" else FP32
+
+
 def compute_bytes(spec: RunSpec, block: int) -> int:
-    """Of a gathered weight: blocks run in the compute precision, all else stays fp32."""
-    return FP32 if block == ROOT or spec.precision.dtype == "fp32" else 2
+    """Of a gathered weight: blocks run in the compute precision, all else stays as it is kept."""
+    return weight_bytes(spec) if block == ROOT or spec.precision.compute == "fp32" else 2
 
 
 def reduce_bytes(spec: RunSpec) -> int:
@@ -143,11 +148,11 @@ def flat(spec: RunSpec, unit: Unit) -> Flat:
 
 
 def buckets(spec: RunSpec, found: list[Weight]) -> list[list[Weight]]:
-    """Weights that travel together, last ones first: a bucket is sent once it holds bucket_mb of fp32 gradients."""
+    """Weights that travel together, last ones first: a bucket is sent once it holds bucket_mb of gradients."""
     limit, made, here = spec.parallel.bucket_mb * 2**20, list[list[Weight]](), list[Weight]()
     for index, weight in enumerate(found[::-1]):
         here.append(weight)
-        if FP32 * sum(weight.size for weight in here) >= limit or index == len(found) - 1:
+        if weight_bytes(spec) * sum(weight.size for weight in here) >= limit or index == len(found) - 1:
             made.append(here)
             here = []
     return made
