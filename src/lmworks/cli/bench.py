@@ -1,6 +1,6 @@
 """`lmworks bench offline`: how fast the engine is here, each figure beside what the memory allows.
 
-`lmworks bench serve` is in bench_serve.py.
+`lmworks bench serve` is in bench_serve.py, `lmworks bench train` in bench_train.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..record.figures import binary_bytes, duration
-from . import bench_serve
+from . import bench_serve, bench_train
 from .generate import EngineOverrides, engine_options
 from .output import Json, print_json, print_table
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 LOADED = time.perf_counter()
-app = typer.Typer(no_args_is_help=True, help="Measure the engine on this machine, or any server.")
+app = typer.Typer(no_args_is_help=True, help="Measure training and the engine on this machine, or any server.")
 app.command("serve")(bench_serve.serve)
+app.command("train")(bench_train.train)
 
 Model = Annotated[str, typer.Option("--model", help="A preset (random weights), or a folder with a model.")]
 Requests = Annotated[int, typer.Option("--requests", min=1, help="Requests, all at once.")]
@@ -34,7 +35,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="An eighth of the requests 
 
 @app.callback()
 def bench() -> None:
-    """Measure the engine on this machine, or any server."""
+    """Measure training and the engine on this machine, or any server."""
 
 
 @app.command("offline")

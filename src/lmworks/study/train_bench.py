@@ -1,0 +1,193 @@
+"""How fast a spec trains here: the trainer's own steps on its own input, each figure beside its limit.
+
+Warm-up, then the median of some steps, from the end of one to the end of the next: what the host does between two is in
+it, and so is every wait of the device. Beside it stand the floor of the work (`roofline`) and what the planner says of
+the spec without having seen it run. Weights are drawn on the device: a CPU takes minutes for billions of them.
+Nothing is saved, evaluated or left on disk.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+import zlib
+from contextlib import ExitStack, closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from ..observe.measure import device_name, memory_bytes
+from ..observe.probe import cached_machine, probe
+from ..parallel.weights import Source
+from ..plan.devices.machine import Machine
+from ..plan.flops import StepFlops, step_flops
+from ..plan.memory.reserve import reserved
+from ..plan.predict import Prediction, predict
+from ..spec import RunSpec, SpecError, TrainingError
+from ..train import Trainer
+from ..train.device import find_gpu
+from ..train.feed import Feed
+from .roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
+
+WARM_UP = 3  # steps: the first compiles and makes optimizer states, the second and third may compile again
+TOLD = 25  # kernels of a profile
+
+
+def bench_train(spec: RunSpec, steps: int = 20, *, kernels: bool = False) -> dict[str, Any] | None:
+    """Every rank calls it, and the first gets the answer. `kernels`: also what a profiled step is made of."""
+    with tempfile.TemporaryDirectory(prefix="lmworks-bench-") as folder:
+        trainer = Trainer(spec, Path(folder) / "run", quiet=True)
+        device = trainer.device
+        ceilings = [measured_ceilings(device, spec.precision.dtype)] if trainer.lead else []
+        try:
+            measured = take_steps(trainer, steps, kernels)
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                f"the step does not fit into the {memory_bytes(device) / 2**30:.0f} GiB of {device_name(device)}; "
+                "lower data.micro_batch, or use parallel.recompute=selective or precision.weights=bf16"
+            ) from error
+    gpu = find_gpu(spec.cluster, device)
+    if gpu is not None:
+        ceilings.append(datasheet_ceilings(gpu))
+    return facts_of(trainer, measured, ceilings) if trainer.lead else None
+
+
+def take_steps(trainer: Trainer, steps: int, kernels: bool) -> dict[str, Any]:
+    """Build, warm up, and time."""
+    device = trainer.device
+    if not trainer.spec.checkpoint.init:
+        trainer.weights = drawn_on(device, trainer.spec.seed)
+    began = time.perf_counter()
+    trainer.build()
+    total = WARM_UP + steps + kernels
+    losses, ends = [], []
+    with closing(Feed(trainer.batches, trainer.spec.data.workers, device)) as trainer.feed:
+        for number in range(total):
+            with ExitStack() as stack:
+                if number == WARM_UP and device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)
+                recorded = stack.enter_context(recording(device)) if kernels and number == total - 1 else None
+                losses.append(one_step(trainer, total - number))
+            ends.append(time.perf_counter())
+    timed = ends[WARM_UP - 1 : WARM_UP + steps]
+    seconds = [after - before for before, after in pairwise(timed)]
+    found = {"warm_up_s": ends[WARM_UP - 1] - began, "seconds": seconds, "losses": losses}
+    found["allocated"] = trainer.memory.read()
+    found["reserved"] = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+    if recorded is not None:
+        found["kernels"] = table_of(recorded, device, statistics.median(seconds))
+    return found
+
+
+def one_step(trainer: Trainer, left: int) -> float:
+    """As the training loop takes it; returns the loss."""
+    assert trainer.feed is not None
+    values = trainer.train_step(trainer.feed.take(trainer.cursor, left))
+    trainer.step += 1
+    trainer.cursor += 1
+    return float(values["loss"])
+
+
+def drawn_on(device: torch.device, seed: int) -> Source:
+    """Initial weights of the usual size, made where they stay; alike on every rank that asks for the same ones."""
+    generator = torch.Generator(device)
+
+    def whole(name: str, shape: torch.Size) -> Tensor:
+        weight = torch.empty(shape, device=device)
+        if "norm" in name:
+            return weight.fill_(1.0)
+        return weight.normal_(0.0, 0.02, generator=generator.manual_seed(seed + zlib.crc32(name.encode())))
+
+    return whole
+
+
+# --- what is said of it ---------------------------------------------------------------------------------
+
+
+def facts_of(trainer: Trainer, measured: dict[str, Any], ceilings: list[Ceilings]) -> dict[str, Any]:
+    spec, device = trainer.spec, trainer.device
+    step_s = statistics.median(measured["seconds"])
+    flops = step_flops(spec)
+    facts: dict[str, Any] = {
+        "name": spec.name,
+        "device": device_name(device),
+        "ranks": spec.parallel.world,
+        "dtype": spec.precision.dtype,
+        "params": spec.model.params,
+        "tokens_per_step": flops.tokens,
+        "steps": len(measured["seconds"]),
+        "step_s": step_s,
+        "step_s_range": [min(measured["seconds"]), max(measured["seconds"])],
+        "warm_up_s": measured["warm_up_s"],
+        "tokens_per_s": flops.tokens / step_s,
+        "model_tflops": flops.model / step_s / spec.parallel.world / 1e12,
+        **use_of(trainer.peak_flops, flops, step_s, spec.parallel.world),
+        "memory": {
+            "allocated_bytes": measured["allocated"],
+            "reserved_bytes": measured["reserved"],
+            "device_bytes": memory_bytes(device),
+        },
+        "floors": {one.source: floor(spec, one, device.type).to_dict(flops.tokens, step_s) for one in ceilings},
+        "predicted": compared(spec, device, step_s, measured),
+        "losses": measured["losses"],
+    }
+    return facts | ({"kernels": measured["kernels"]} if "kernels" in measured else {})
+
+
+def use_of(peak: float | None, flops: StepFlops, step_s: float, world: int) -> dict[str, float | None]:
+    """MFU and HFU: what the model needs, and what is computed again too, of the datasheet's peak."""
+    shares = {"mfu": flops.model, "hfu": flops.hardware}
+    return {name: done / step_s / world / peak if peak else None for name, done in shares.items()}
+
+
+def compared(spec: RunSpec, device: torch.device, step_s: float, measured: dict[str, Any]) -> dict[str, Any]:
+    """The planner's word, and by how much it is off: +0.1 is 10 % too much."""
+    try:
+        said = foretold(spec, device)
+    except SpecError as error:  # no figure is better than one that is made up
+        return {"note": str(error)}
+    seconds, total = said.time.total if said.time else None, said.memory.total
+    facts = {"step_s": seconds, "step_error": seconds / step_s - 1 if seconds else None}
+    facts |= {"allocated_bytes": total, "allocated_error": total / measured["allocated"] - 1}
+    if measured["reserved"]:
+        foreseen = float(reserved(total))
+        facts |= {"reserved_bytes": foreseen, "reserved_error": foreseen / measured["reserved"] - 1}
+    by = said.machine.tag if said.machine else None
+    return facts | {"by": by, "parts": said.time.parts if said.time else None}
+
+
+def foretold(spec: RunSpec, device: torch.device) -> Prediction:
+    """On a GPU of the catalogue by the fitted model of its kind; else by the rates of this machine."""
+    gpu = find_gpu(spec.cluster, device)
+    if gpu is None:
+        machine = cached_machine(spec.cluster) or probe(device)
+        return predict(spec, machine)
+    named = spec.replace(cluster=spec.cluster.replace(gpu=gpu.name, device="cuda"))
+    return predict(named, Machine.of(gpu))
+
+
+# --- a profile ------------------------------------------------------------------------------------------
+
+
+def recording(device: torch.device) -> profile:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    return profile(activities=activities)
+
+
+def table_of(recorded: profile, device: torch.device, step_s: float) -> dict[str, Any]:
+    """The kernels (on a CPU: ops) of one step by their own time, and the share of a usual step that they fill."""
+    cuda = device.type == "cuda"
+    rows = [
+        {"name": one.key, "count": one.count, "seconds": took / 1e6}
+        for one in recorded.key_averages()
+        if (took := one.self_device_time_total if cuda else one.self_cpu_time_total) > 0
+        and (not cuda or one.device_type.name == "CUDA")
+    ]
+    rows.sort(key=lambda row: row["seconds"], reverse=True)
+    busy = sum(row["seconds"] for row in rows)
+    return {"busy_s": busy, "busy_share": busy / step_s, "rows": rows[:TOLD]}

@@ -1,0 +1,114 @@
+"""A step on a GPU: nothing in it makes the host wait but the reading of its figures, and the numbers are the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmworks.spec import RunSpec
+from lmworks.study.train_bench import bench_train
+from lmworks.train import Trainer
+from lmworks.train.feed import Feed
+from lmworks.train.health.watch import Health
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+FAMILIES = {
+    "llama": {},
+    "gpt2": {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True, "kv_heads": 4},
+}
+
+
+def make_run(**sections: dict[str, object]) -> RunSpec:
+    tables = {
+        "model": {"preset": "tiny", "context": 128, **sections.pop("model", {})},
+        "data": {"seq": 128, "micro_batch": 4, "global_batch": 8},
+        "optim": {"steps": 20},
+        "precision": {"dtype": "bf16"},
+        "cluster": {"device": "cuda"},
+    }
+    return RunSpec.from_dict({**tables, **sections})
+
+
+def built(spec: RunSpec, folder: Path) -> Trainer:
+    trainer = Trainer(spec, folder, quiet=True)
+    trainer.build()
+    return trainer
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever would make the host wait for the device raises an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kept", ["fp32", "bf16"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_nothing_waits_before_the_figures_are_read(family: str, kept: str, documents: bool, tmp_path: Path) -> None:
+    precision = {"dtype": "bf16", "weights": kept, "states": kept}
+    spec = make_run(model=FAMILIES[family], precision=precision)
+    spec = spec.replace(data=spec.data.replace(document_mask=documents))
+    trainer = built(spec, tmp_path / "run")
+    with closing(Feed(trainer.batches, 0, trainer.device)) as trainer.feed:
+        for _ in range(2):  # states, workspaces and compiled kernels come with the first steps
+            trainer.train_step(trainer.feed.take(trainer.cursor, 9))
+            trainer.step += 1
+            trainer.cursor += 1
+        with no_waiting():
+            batches = trainer.feed.take(trainer.cursor, 9)
+            gate = trainer.passes(batches, trainer.count_tokens(batches))
+            trainer.optimize(gate.divisor, gate.held)
+            trainer.meanwhile()
+        assert math.isfinite(trainer.read(gate).loss)
+
+
+def test_a_batch_comes_through_the_side_stream_whole(tmp_path: Path) -> None:
+    trainer = built(make_run(), tmp_path / "run")
+    with closing(Feed(trainer.batches, 0, trainer.device)) as feed:
+        for cursor in range(6):
+            here = feed.take(cursor, 6)
+            feed.prepare(cursor + 1)
+            for mine, theirs in zip(here, trainer.batches.at(cursor), strict=True):
+                assert mine.tokens.is_cuda
+                torch.testing.assert_close(mine.tokens.cpu(), theirs.tokens)
+                torch.testing.assert_close(mine.targets.cpu(), theirs.targets)
+
+
+def test_a_step_that_was_held_for_nothing_is_the_step_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = []
+    for name in ("launched", "held"):
+        trainer = built(make_run().replace(deterministic=True), tmp_path / name)
+        losses.append([trainer.train_step(trainer.batches.at(step))["loss"] for step in range(5)])
+        monkeypatch.setattr(Health, "limits", lambda _: (-1.0, -1.0))
+    torch.use_deterministic_algorithms(False)
+    assert losses[0] == losses[1]
+
+
+def test_segments_grow(tmp_path: Path) -> None:
+    built(make_run(), tmp_path / "run")
+    assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+
+
+def test_a_benchmark_stands_beside_both_floors() -> None:
+    facts = bench_train(make_run(), 3, kernels=True)
+    assert facts is not None
+    assert set(facts["floors"]) == {"measured", "datasheet"}
+    assert 0 < facts["mfu"] <= facts["hfu"] < 1
+    assert facts["floors"]["measured"]["reached"] < 1.05
+    assert abs(facts["predicted"]["allocated_error"]) < 0.2
+    assert facts["kernels"]["rows"]
