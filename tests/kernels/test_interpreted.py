@@ -11,12 +11,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 FILES = (
     "test_adamw_triton.py",
+    "test_cross_entropy_triton.py",
+    "test_float8_triton.py",
+    "test_flash_triton.py",
     "test_paged_triton.py",
     "test_sample_kernel.py",
     "test_small_linear.py",
@@ -24,11 +28,15 @@ FILES = (
 )
 
 
+RUNS: list[Any] = [(file, "not slow") for file in FILES]
+RUNS += [pytest.param("test_flash_triton.py", "slow", marks=pytest.mark.slow)]  # more shapes, and compilers
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, tests/gpu runs the kernels there")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the kernels are interpreted already")
-@pytest.mark.parametrize("file", FILES)
-def test_kernels_interpreted(file: str) -> None:
+@pytest.mark.parametrize(("file", "which"), RUNS)
+def test_kernels_interpreted(file: str, which: str) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [
         sys.executable,
@@ -38,6 +46,8 @@ def test_kernels_interpreted(file: str) -> None:
         "no:cacheprovider",
         "-p",
         "no:schemathesis",
+        "-m",
+        which,
         str(Path(__file__).with_name(file)),
     ]
     done = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lmworks.kernels import cross_entropy
 from lmworks.kernels.rms_norm import reference as rms_reference
 from lmworks.kernels.rms_norm import rms_norm
-from lmworks.model import GPT
+from lmworks.model import GPT, attention
 from lmworks.model.attention import alibi_slopes, dense
 from lmworks.model.gpt import MoE, default_positions
 from lmworks.model.rope import frequencies
@@ -144,13 +144,40 @@ def test_alibi_slopes_are_the_published_ones() -> None:
     assert alibi_slopes(12) == pytest.approx([*eight, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
 
 
-def test_auto_takes_flex_only_where_it_pays() -> None:
+def test_auto_takes_flex_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "fastest", lambda *_, **__: "torch")
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     windowed = tiny(sliding_window=5)
     assert dense(windowed, cpu).backend == "sdpa"
     assert dense(tiny(), cuda).backend == "sdpa"
     assert dense(windowed, cuda).backend == "flex"
     assert dense(windowed, cuda, offset=3).backend == "sdpa"
+
+
+def test_auto_takes_flash_attention_where_it_was_measured_to_be_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, dict[str, int]]] = []
+
+    def fastest(op: str, _device: torch.device, **shape: int) -> str:
+        seen.append((op, shape))
+        return "triton" if op == "sparse_attention" else "torch"
+
+    monkeypatch.setattr(attention, "fastest", fastest)
+    cuda, shape = torch.device("cuda"), {"seq": tiny().context, "head_dim": tiny().head_dim}
+    assert dense(tiny(sliding_window=5), cuda).backend == "flash"
+    assert dense(tiny(), cuda).backend == "sdpa"
+    assert seen == [("sparse_attention", shape), ("flash_attention", shape)]
+    assert dense(tiny(sliding_window=5), cuda, offset=3).backend == "sdpa"
+    assert dense(tiny(sliding_window=5, positions="alibi"), cuda).backend == "flex"
+    assert len(seen) == 2
+
+
+def test_flash_attention_says_what_it_cannot_do() -> None:
+    with pytest.raises(SpecError, match=r"run on a GPU, and these tensors are on cpu; use model.attention = 'sdpa'"):
+        GPT(tiny(attention="flash"))(TOKENS)
+    with pytest.raises(SpecError, match=r"cannot do model.positions = 'alibi'"):
+        tiny(attention="flash", positions="alibi")
+    with pytest.raises(SpecError, match=r"head_dim = 264 needs 'sdpa'"):
+        tiny(attention="flash", head_dim=264)
 
 
 # --- loss ---------------------------------------------------------------------------------------------

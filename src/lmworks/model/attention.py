@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.choose import fastest
+from ..kernels.flash_attention import Bounds, flash_attention
 from ..spec import ModelSpec, SpecError
 
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -78,7 +80,10 @@ def reference(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """PyTorch's fused attention. `mask` spells a pattern out (bool, or what to add); the plain one is just `causal`."""
+    """PyTorch's fused attention. `mask` spells a pattern out (bool, or what to add); the plain one is just `causal`.
+
+    Of its kernels PyTorch takes cuDNN's first on a Hopper GPU where cuDNN is newer than 9.15, as it is from 2.11 on.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
     if mask is not None and mask.is_floating_point():
@@ -150,6 +155,8 @@ class Dense:
             if self.mask is None:
                 self.mask = flex_block_mask(pattern, q.shape[0], queries, keys, q.device)
             return flex(q, k, v, pattern, self.mask)
+        if self.backend == "flash":
+            return flash_attention(q, k, v, window=pattern.window, documents=self.mask, implementation="triton")
         if pattern.plain:
             return sdpa(q, k, v, None, causal=queries > 1)
         if queries == 1 and not pattern.slopes and pattern.documents is None:
@@ -176,9 +183,22 @@ def dense(
     offset: int = 0,
     heads: slice = slice(None),
 ) -> Dense:
-    """The backend that the spec names. `auto` takes the fastest that handles the pattern on this device."""
-    backend = spec.attention
-    if backend == "auto":
-        sparse = documents is not None or spec.sliding_window > 0
-        backend = "flex" if sparse and not offset and device.type == "cuda" else "sdpa"
-    return Dense(backend, make_pattern(spec, documents, offset, heads))
+    """The backend that the spec names; `auto` takes the fastest that handles the pattern on this device."""
+    backend = spec.attention if spec.attention != "auto" else fastest_backend(spec, device, documents, offset)
+    # Flash attention's mask is where documents begin and end. It is made here and not by the first layer, which may be
+    # compiled or computed again.
+    bounds = Bounds.of(documents) if backend == "flash" and documents is not None else None
+    return Dense(backend, make_pattern(spec, documents, offset, heads), bounds)
+
+
+def fastest_backend(spec: ModelSpec, device: torch.device, documents: Tensor | None, offset: int) -> str:
+    """Ours where it was measured to be the fastest, else PyTorch's own: block-sparse where much is hidden."""
+    sparse = documents is not None or spec.sliding_window > 0
+    if device.type != "cuda" or offset:
+        return "sdpa"
+    if spec.positions != "alibi" and spec.head_dim <= 256:
+        op = "sparse_attention" if sparse else "flash_attention"
+        seq = spec.context if documents is None else documents.shape[1]
+        if fastest(op, device, seq=seq, head_dim=spec.head_dim) == "triton":
+            return "flash"
+    return "flex" if sparse else "sdpa"

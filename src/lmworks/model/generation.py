@@ -18,8 +18,8 @@ class KVCache:
     """Keys and values of every layer, as an attention backend: it appends, then attends over all it holds."""
 
     def __init__(self, spec: ModelSpec, capacity: int, device: torch.device) -> None:
-        # Prompts come in every length, and FlexAttention would be compiled for each.
-        self.spec = spec.replace(attention="sdpa") if spec.attention == "auto" else spec
+        # Prompts come in every length, and FlexAttention would be compiled for each; flash attention knows no cache.
+        self.spec = spec.replace(attention="sdpa") if spec.attention in ("auto", "flash") else spec
         self.capacity, self.device = capacity, device
         self.store: Tensor | None = None  # made by the first layer, in the precision that attention runs in
         self.length = 0

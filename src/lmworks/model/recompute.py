@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ..kernels.flash_attention import OPERATION as FLASH_ATTENTION
+
 aten = torch.ops.aten
 DEAR = {
     aten.mm.default,
@@ -29,6 +31,7 @@ DEAR = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
+    FLASH_ATTENTION,
 }
 
 

@@ -71,7 +71,7 @@ class ModelSpec(Section):
     balance_bias: float = opt(
         0.0, "step by which busy experts are made less likely, without a loss (DeepSeek-V3; 0: off)", ge=0
     )
-    attention: str = opt("auto", "attention backend", choices=("auto", "reference", "sdpa", "flex"))
+    attention: str = opt("auto", "attention backend", choices=("auto", "reference", "sdpa", "flex", "flash"))
     init_std: float = opt(
         0.02, "standard deviation of initial weights; residual outputs are scaled by 1/√(2·layers)", gt=0
     )
@@ -115,6 +115,7 @@ class ModelSpec(Section):
             self.derive("qkv_bias", True)
         self.check_moe()
         self.check_rope()
+        self.check_attention()
 
     def check_moe(self) -> None:
         if not self.experts:
@@ -139,6 +140,18 @@ class ModelSpec(Section):
         if not scaling.original_context:
             before = max(1, int(self.context / scaling.factor))
             self.derive("rope_scaling", scaling.with_derived("original_context", before))
+
+    def check_attention(self) -> None:
+        if self.attention != "flash":
+            return
+        if self.positions == "alibi":
+            raise SpecError(
+                "model.attention = 'flash' cannot do model.positions = 'alibi'; that needs attention = 'flex' or 'sdpa'"
+            )
+        if self.head_dim > 256:
+            raise SpecError(
+                f"model.attention = 'flash' takes heads of at most 256; model.head_dim = {self.head_dim} needs 'sdpa'"
+            )
 
     # --- parameter counts -------------------------------------------------------------------------
 
