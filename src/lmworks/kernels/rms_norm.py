@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from .choose import pick_alone
 
-IMPLEMENTATIONS = ("torch", "triton")
+IMPLEMENTATIONS = ("torch", "triton", "native")
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,6 +32,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, implementation: str | None =
     chosen = pick_alone("rms_norm", implementation, IMPLEMENTATIONS, x.device, **shape)
     if chosen == "triton":
         return TritonRMSNorm.apply(x, weight, eps)
+    if chosen == "native":
+        from . import native
+
+        return native.rms_norm(x, weight, eps)
     if x.device.type == "cpu":
         return RMSNorm.apply(x, weight, eps)
     # Under autocast heads come in bf16 beside fp32 weights; the fused kernel wants one precision.

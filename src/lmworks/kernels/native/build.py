@@ -1,0 +1,140 @@
+"""Sources to a library in the cache, once for everybody who shares it.
+
+A library is kept under a key of all that it was made from and for: sources, flags, PyTorch, compilers, processor. While
+one process builds, others wait; the system gives the lock back even after kill -9, which the lock of cpp_extension does
+not outlive: it is a file, and whoever finds it waits for ever. A build that was interrupted is done again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...spec import LMWorksError
+from ...spec.files import cache_root, write_whole
+
+CPP_FLAGS = ("-O3", "-march=native", "-fopenmp-simd")
+CUDA_FLAGS = ("-O3",)
+DONE = "done"  # beside a library that is whole
+
+
+@dataclass(frozen=True)
+class Build:
+    """What is built: the CUDA part of the sources only where there is a GPU and a compiler for it."""
+
+    name: str
+    sources: tuple[Path, ...]
+    compilers: tuple[str, ...]  # paths of what compiles them
+
+    @property
+    def cuda(self) -> bool:
+        return any(source.suffix == ".cu" for source in self.sources)
+
+    @property
+    def key(self) -> str:
+        digest = hashlib.blake2b(digest_size=10)
+        made_for = (torch.__version__, torch.version.cuda, CPP_FLAGS, CUDA_FLAGS, processor(), devices())
+        for part in (repr(made_for), *map(version_of, self.compilers)):
+            digest.update(part.encode() + b"\0")
+        for source in self.sources:
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+        return digest.hexdigest()
+
+    @property
+    def folder(self) -> Path:
+        return cache_root() / "native" / f"{self.name}-{self.key}"
+
+    @property
+    def library(self) -> Path:
+        return self.folder / f"{self.name}.so"
+
+
+def planned(name: str, sources: Sequence[Path]) -> Build:
+    """What can be built here of these sources; an error that says what is missing where nothing can."""
+    from torch.utils import cpp_extension
+
+    compiler = shutil.which(cpp_extension.get_cxx_compiler())
+    if compiler is None:
+        raise LMWorksError(
+            f"{name} is built from C++ on first use, and there is no compiler '{cpp_extension.get_cxx_compiler()}' "
+            "here: install one (Debian: apt install g++) or name it in CXX; the other implementations need none"
+        )
+    if shutil.which("ninja") is None:
+        raise LMWorksError(
+            f"{name} is built from C++ on first use, and PyTorch builds with ninja, which is not on the PATH: "
+            "pip install ninja; the other implementations need none"
+        )
+    nvcc = cuda_compiler()
+    if nvcc is None:
+        return Build(name, tuple(source for source in sources if source.suffix != ".cu"), (compiler,))
+    return Build(name, tuple(sources), (compiler, nvcc))
+
+
+def cuda_compiler() -> str | None:
+    """nvcc, where this PyTorch sees a GPU to compile for."""
+    from torch.utils import cpp_extension
+
+    if not torch.cuda.is_available() or cpp_extension.CUDA_HOME is None:
+        return None
+    return shutil.which("nvcc", path=os.path.join(cpp_extension.CUDA_HOME, "bin"))
+
+
+def load_library(build: Build) -> None:
+    """Into this process; built before that, if nobody has."""
+    build.folder.mkdir(parents=True, exist_ok=True)
+    with open(build.folder / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not (build.folder / DONE).exists():
+            compile_sources(build)
+            write_whole(build.folder / DONE, "\n".join(map(str, build.compilers)) + "\n")
+    torch.ops.load_library(build.library)
+
+
+def compile_sources(build: Build) -> None:
+    from torch.utils import cpp_extension
+
+    (build.folder / "lock").unlink(missing_ok=True)  # cpp_extension's, of a build that was killed: we hold our own
+    try:
+        cpp_extension.load(
+            build.name,
+            [str(source) for source in build.sources],
+            extra_cflags=list(CPP_FLAGS),
+            extra_cuda_cflags=list(CUDA_FLAGS),
+            build_directory=str(build.folder),
+            is_python_module=False,
+        )
+    except (RuntimeError, OSError) as error:
+        log = build.folder / "build.log"
+        log.write_text(str(error), encoding="utf-8")
+        said = [line.strip() for line in str(error).splitlines() if "error" in line.lower()]
+        reason = next((line for line in said if ": error" in line or ": fatal error" in line), (said or ["failed"])[-1])
+        raise LMWorksError(f"{build.name} could not be built ({reason}); all that was said is in {log}") from None
+
+
+def version_of(compiler: str) -> str:
+    """Its path and what it says of itself."""
+    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return f"{compiler}\n{said.stdout}"
+
+
+def processor() -> str:
+    """What -march=native compiles for: a cache may be shared by machines that differ in it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    kept = ("vendor_id", "cpu family", "model\t", "flags", "CPU implementer", "CPU part", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(kept)})) or platform.processor()
+
+
+def devices() -> tuple[tuple[int, int], ...]:
+    """Capabilities of the GPUs that a CUDA part is compiled for."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return tuple(sorted({torch.cuda.get_device_capability(index) for index in range(count)}))
