@@ -15,9 +15,10 @@ from lmworks.plan.memory.sheet import memory
 from lmworks.spec import Cluster, RunSpec, SpecError
 from lmworks.study.bars import Bars, as_svg, as_text
 from lmworks.study.data_parallel import STRATEGIES, Study, choose, study, with_layout
-from lmworks.study.data_parallel_report import as_markdown, open_folder, overview_table, write_reports
+from lmworks.study.data_parallel_report import as_markdown, overview_table, write_reports
 from lmworks.study.holdings import observe
 from lmworks.study.ranks import on_ranks
+from lmworks.study.sections import open_folder
 from tiny import make_spec, write_spec
 
 

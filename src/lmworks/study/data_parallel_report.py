@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
-from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import median
 
-from ..observe.page import page, table
 from ..plan.exact.weights import weights
 from ..record.figures import binary_bytes, short
-from ..spec import SpecError
-from ..spec.files import write_whole
-from .bars import Bars, as_svg, as_text
+from .bars import Bars
 from .data_parallel import Outcome, Study
+from .sections import Section, sections_as_markdown, sections_as_page, write_both
 
 TITLE = "DDP, FSDP and ZeRO on the same model"
 
 
-@dataclass(frozen=True)
-class Section:
-    title: str
-    text: str
-    columns: list[str]
-    rows: list[list[str]]
-    bars: Bars | None = None
-    numeric: int = 0  # how many of the last columns are figures
-
-
-def open_folder(folder: Path) -> None:
-    """Before the study: minutes of work need a place for their report."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise SpecError(f"--out {folder}: {error.strerror}") from None
-
-
 def write_reports(study: Study, folder: Path) -> tuple[Path, Path]:
-    open_folder(folder)
-    markdown, html = folder / "report.md", folder / "report.html"
-    try:
-        write_whole(markdown, as_markdown(study))
-        write_whole(html, as_page(study))
-    except OSError as error:
-        raise SpecError(f"--out {folder}: {error.strerror}") from None
-    return markdown, html
+    return write_both(folder, as_markdown(study), as_page(study))
 
 
 def sections(study: Study) -> list[Section]:
@@ -250,25 +218,12 @@ def deaths(study: Study) -> Section:
 
 
 def as_markdown(study: Study) -> str:
-    parts = [f"# {TITLE}", lead(study)]
-    parts += [f"{name}: {why}." for name, why in study.missing.items()]
-    for section in sections(study):
-        parts += [f"## {section.title}", section.text]
-        if section.bars:
-            parts.append(as_text(section.bars))
-        first = len(section.columns) - section.numeric
-        rule = ["---:" if index >= first else "---" for index in range(len(section.columns))]
-        lines = [section.columns, rule, *section.rows]
-        parts.append("\n".join(f"| {' | '.join(cell.replace('|', '¦') for cell in line)} |" for line in lines))
-    return "\n\n".join(parts) + "\n"
+    return sections_as_markdown(TITLE, [lead(study), *absent(study)], sections(study))
 
 
 def as_page(study: Study) -> str:
-    absent = "".join(f'<p class="note">{escape(f"{name}: {why}.")}</p>' for name, why in study.missing.items())
-    body = [f'<header><h1>{TITLE}</h1><p class="lead">{escape(lead(study))}</p></header>{absent}']
-    for section in sections(study):
-        body.append(f"<h2>{escape(section.title)}</h2><p>{escape(section.text)}</p>")
-        if section.bars:
-            body.append(f'<div class="card" style="max-width: 720px">{as_svg(section.bars)}</div><p></p>')
-        body.append(table(section.columns, section.rows, section.numeric))
-    return page(TITLE, "\n".join(body))
+    return sections_as_page(TITLE, lead(study), absent(study), sections(study))
+
+
+def absent(study: Study) -> list[str]:
+    return [f"{name}: {why}." for name, why in study.missing.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from ..spec import RunSpec
@@ -15,7 +16,7 @@ WARM_UP = 3  # rounds that are not counted: states and buckets are made in them
 
 
 def take_turns(rank: int, specs: dict[str, RunSpec], folder: Path, rounds: int) -> dict[str, list[float]]:
-    """For `on_ranks`: seconds of each strategy's step in every round, until the last rank has taken it."""
+    """For `on_ranks`, or one process: seconds of each spec's step in every round, until the last rank has taken it."""
     trainers = {}
     for name, spec in specs.items():
         trainers[name] = Trainer(spec, folder / name.replace(" ", "-"), quiet=True)
@@ -25,10 +26,17 @@ def take_turns(rank: int, specs: dict[str, RunSpec], folder: Path, rounds: int) 
     for index in range(WARM_UP + rounds):
         first = index % len(names)  # nobody always follows the same neighbour into a cold cache
         for name in names[first:] + names[:first]:
-            dist.barrier()
+            all_done(trainers[name].device)
             began = time.perf_counter()
             take_step(trainers[name])
-            dist.barrier()
+            all_done(trainers[name].device)
             if index >= WARM_UP:
                 seconds[name].append(time.perf_counter() - began)
     return seconds
+
+
+def all_done(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,16 @@
+"""One training of `lmworks study precision`: see `one`."""
+
+import sys
+from pathlib import Path
+
+from ...spec import LMWorksError
+from .one import train_one
+
+folder, name = sys.argv[1:]
+try:
+    train_one(Path(folder), name)
+except LMWorksError as error:
+    print(f"lmworks: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+except KeyboardInterrupt:
+    sys.exit(130)
