@@ -125,7 +125,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """Names whose bits differ (two NaN of the same bits are equal), or that only one side has."""
-    bits = {4: torch.int32, 8: torch.int64, 1: torch.uint8}
+    bits = {4: torch.int32, 8: torch.int64, 2: torch.int16, 1: torch.uint8}
     names = sorted(one.keys() ^ other.keys())
     for name in sorted(one.keys() & other.keys()):
         a, b = one[name], other[name]

@@ -25,6 +25,7 @@ from ..model import GPT
 from ..model.hf_config import family_of_spec
 from ..model.hf_write import SHARD_BYTES, write_hf
 from ..model.tensor_files import TORCH_DTYPES
+from ..parallel.precision import DTYPES
 from ..record.checkpoint.contents import saved_tensors
 from ..record.checkpoint.digest import read_all
 from ..record.checkpoint.manifest import Manifest
@@ -64,7 +65,8 @@ def export(
     spec = place.run.spec() if place.run else spec_of(folder, manifest)
     tokenizer = load_tokenizer(resolve(next(iter(spec.data.sources))))
     with torch.device("meta"):
-        parameters: dict[str, Tensor] = dict(GPT(spec.model).named_parameters())
+        dtype = DTYPES[spec.precision.weights]
+        parameters: dict[str, Tensor] = {name: weight.to(dtype) for name, weight in GPT(spec.model).named_parameters()}
     read = reader(folder, manifest, parameters)
     about = json.dumps({"run": str(Path(source).absolute()), "step": manifest.step}, indent=2)
     begin(out, about)

@@ -210,6 +210,11 @@ class StrictPlanner(DefaultLoadPlanner):
         sections = {path[0] for path in self.mappings.values()}
         lacking = [name for name in self.state_dict if name not in saved]
         surplus = [name for name in saved if name.split(".")[0] in sections and name not in here]
+        if any(name.endswith(".low") for name in (*lacking, *surplus)):
+            raise CheckpointError(
+                f"{self.folder} was saved with another precision.weights or precision.master than this run has; go on "
+                "with those, or begin a new run whose checkpoint.init is this one's folder"
+            )
         if lacking:
             raise CheckpointError(f"{self.folder} does not have {some(lacking)}, which this run has")
         if surplus:
