@@ -1,0 +1,96 @@
+"""Linear layers in fp8: which of them, with which numbers, and that training goes on under its names.
+
+Products are emulated here: the same roundings, in fp32 arithmetic.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmworks.model import GPT
+from lmworks.parallel.float8 import apply_float8, refuse_float8
+from lmworks.spec import ModelSpec, RunSpec, SpecError
+from tiny import curve, make_spec, saved, train
+
+pytest.importorskip("torchao")
+FP8 = "precision.dtype=fp8"
+CPU = torch.device("cpu")
+
+
+def converted(spec: RunSpec) -> tuple[GPT, set[str]]:
+    with torch.device("meta"):
+        part = GPT(spec.model)
+    apply_float8(part, spec, CPU)
+    return part, {name for name, module in part.named_modules() if type(module).__name__ == "Float8Linear"}
+
+
+def test_linear_layers_of_blocks_and_nothing_else(dataset: Path) -> None:
+    spec = make_spec(dataset, FP8, "model.experts=4", "model.shared_experts=1", "model.expert_ffn=32")
+    part, found = converted(spec)
+    attention = {f"blocks.0.attention.{name}" for name in ("q", "k", "v", "out")}
+    assert found == attention | {f"blocks.0.mlp.shared.{name}" for name in ("gate", "up", "down")}
+    with torch.device("meta"):
+        plain = GPT(spec.model)
+    assert [name for name, _ in part.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
+def test_widths_that_tensor_cores_do_not_take_stay_as_they_are(dataset: Path) -> None:
+    spec = make_spec(dataset, FP8, "model.ffn=40")
+    _, found = converted(spec)
+    assert found == {f"blocks.0.attention.{name}" for name in ("q", "k", "v", "out")}
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_a_product_is_that_of_fp8_numbers(scaling: str, dataset: Path) -> None:
+    """Against casts by hand: x and w to E4M3, each by the scale of its tensor or of its rows."""
+    spec = make_spec(dataset, FP8, f"precision.fp8_scaling={scaling}")
+    part, _ = converted(spec)
+    layer = part.blocks["0"].attention.q.to_empty(device="cpu")  # type: ignore[union-attr]
+    draw = torch.Generator().manual_seed(0)
+    x, w = torch.randn(16, 32, generator=draw), torch.randn(layer.weight.shape, generator=draw)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        largest = tensor.abs().amax(dim=1, keepdim=True) if scaling == "rowwise" else tensor.abs().max()
+        scale = 448 / largest
+        if scaling == "rowwise":
+            scale = 2 ** torch.floor(torch.log2(scale))  # torchao rounds them down to powers of two
+        return (tensor * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
+
+    exact, expected, found = x @ w.t(), cast(x) @ cast(w).t(), layer(x).detach()
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    assert (found - exact).abs().max() > 1e-2  # it was rounded
+
+
+def test_training_goes_on_under_the_same_names(dataset: Path, tmp_path: Path) -> None:
+    bf16 = ("precision.dtype=bf16", "precision.weights=bf16")
+    train(make_spec(dataset, *bf16), tmp_path / "bf16")
+    train(make_spec(dataset, *bf16, FP8, "precision.fp8_head=true"), tmp_path / "fp8")
+    one, other = (list(curve(tmp_path / name)) for name in ("bf16", "fp8"))
+    assert one != other
+    assert saved(tmp_path / "bf16").keys() == saved(tmp_path / "fp8").keys()
+    losses = [torch.tensor([step[1] for step in run]) for run in (one, other)]
+    assert losses[1][-1] < losses[1][0] - 0.5
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0)
+
+
+def test_what_cannot_run_is_refused(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for overrides, message in (
+        (["parallel.tp=2"], "does not combine with parallel.tp = 2"),
+        (["data.seq=31", "data.micro_batch=1"], "divisible by 16, not 1 × 31"),
+        (["parallel.dp=2", "parallel.strategy=fsdp1"], "does not combine with strategy = 'fsdp1'"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            make_spec(dataset, FP8, *overrides)
+    with pytest.raises(SpecError, match=r"model.hidden = 24 divisible by 16"):
+        RunSpec.from_dict(
+            {"model": ModelSpec.from_preset("tiny", hidden=24, heads=2).to_dict(), "precision": {"dtype": "fp8"}}
+        )
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(SpecError, match=r'pip install "lmworks\[fp8\]"'):
+        refuse_float8(make_spec(dataset, FP8), CPU)
