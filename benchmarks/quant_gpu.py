@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from common import write_result
 from torch import Tensor
 
-from lmworks.kernels import int4_triton, linear_triton, quantized
+from lmworks.kernels import float8_triton, int4_triton, linear_triton, quantized
 from lmworks.kernels.linear_triton import Tile
 
 PACE = 4.27e12  # bytes/s
@@ -80,7 +80,7 @@ def theirs(kind: str, tensors: tuple[Tensor, ...]) -> Linear | None:
     q, scale = tensors
 
     def scaled(x: Tensor) -> Tensor:
-        p, s = linear_triton.fp8_rows(x)
+        p, s = float8_triton.quantize_rows(x, quantized.FP8)
         return torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=torch.bfloat16)
 
     return scaled

@@ -45,7 +45,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantized_layers_compute_their_formula(scheme: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from lmworks.kernels import linear_triton
+    from lmworks.kernels import float8_triton
 
     new = rounded(SCHEMES[scheme], layer(*shape, dtype))
     weight = new.dequantized().double()
@@ -55,7 +55,7 @@ def test_quantized_layers_compute_their_formula(scheme: str, shape: tuple[int, i
         if scheme == "fp8":
             p, s = quantized.fp8_quantize(x)
             known = p.double() * s.double().unsqueeze(1)
-            assert torch.equal(linear_triton.fp8_rows(x)[0].float(), p.float())
+            assert torch.equal(float8_triton.quantize_rows(x, quantized.FP8)[0].float(), p.float())
         found = new(x)
         assert found.dtype == dtype
         # Rounding the result; in int4 with many rows of the widened weights too; fp8's tensor cores add in few bits.

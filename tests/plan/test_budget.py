@@ -23,7 +23,7 @@ LLAMA = ModelSpec.from_preset("llama3-8b")
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "ddp": ({"dp": 8}, {}, 0.001),
     "ddp, accumulation": ({"dp": 8}, {"global_batch": 32}, 0.001),
-    "zero-1": ({"dp": 8, "strategy": "zero", "zero": 1}, {}, 0.001),
+    "zero-1": ({"dp": 8, "strategy": "zero", "zero": 1}, {}, 0.005),
     "zero-2": ({"dp": 8, "strategy": "zero", "zero": 2}, {"global_batch": 32}, 0.03),
     "zero-3": ({"dp": 8, "strategy": "fsdp2"}, {}, 0.001),
     "zero-3, kept": ({"dp": 8, "strategy": "fsdp2", "reshard": False}, {}, 0.001),

@@ -2,8 +2,12 @@
 
 The logits of a batch are its largest tensor by far: tokens × vocab, several times over once softmax and its
 gradient are saved. Here the loss is a sum over tokens, so each chunk of tokens can be finished at once: its
-logits, its loss, and, with p = softmax(logits), the gradient of the logits, p − onehot(target), which is
-multiplied into the gradients of hidden states and weight and then thrown away. Backward only scales those two.
+logits, its loss, and, with p = softmax(logits), the gradient of the logits, p − onehot(target), which takes the place
+of the logits, is multiplied into the gradients of hidden states and weight and then thrown away. Backward only scales
+those two.
+
+On a GPU `cross_entropy_triton` turns logits into their gradient in one kernel: 2 bytes a logit at any time, read twice
+and written once. In plain torch the same is five passes over fp32, and up to 10 bytes a logit.
 
 Tensor cores want rows of 16 bytes: with GPT-2's 50,257 tokens the three products run at a third of their rate. Such a
 vocabulary is filled up with tokens of probability zero while the loss is computed.
@@ -19,11 +23,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import float8
+from .choose import pick
+
 IGNORE = -100  # a target that is not counted, as in torch's cross_entropy
 # Elements of one chunk of logits: small beside a batch, large enough that its products run at full rate.
 CHUNK_LOGITS = 2**21  # on a CPU: 8 MiB in fp32
 CHUNK_LOGITS_GPU = 2**27  # 512 MiB in fp32: at least a thousand tokens of a vocabulary of 128k
-ALIGNED, FILLED = 8, 64  # 2-byte numbers in 16 bytes; what a vocabulary that does not divide by it is filled up to
+# Bytes of one chunk that becomes its gradient in place. Every chunk adds to the head's gradient in fp32, 8 bytes a
+# weight: with hidden = 4096 and a vocabulary of 128k that is 1 ms at 4.3 TB/s beside 17 ms of products for the 4,096
+# tokens of 1 GiB, and would be 16 ms beside 68 in all with chunks of 256 MiB. By arithmetic, not measured yet.
+CHUNK_BYTES_IN_PLACE = 2**30
+# 2-byte numbers in 16 bytes, and 8-bit ones; what a vocabulary that does not divide by it is filled up to.
+ALIGNED, ALIGNED_FP8, FILLED = 8, 16, 64
+IMPLEMENTATIONS = ("torch", "triton")
+
+Chunk = Callable[[Tensor, Tensor, bool, str], Tensor]
+"""(logits, targets, graded, implementation) → a chunk's loss; where `graded`, its gradient takes the logits' place."""
 
 
 def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -32,26 +48,40 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: Callable[..., Tensor] | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: Chunk | None = None,
+    *,
+    fp8: bool = False,
+    implementation: str | None = None,
 ) -> Tensor:
     """As `reference`: hidden (tokens, width), weight (vocab, width), targets (tokens) → a float32 scalar.
 
-    `chunk` stands in for `chunk_loss` where a rank holds only some rows of the vocabulary.
+    `chunk` stands in for `chunk_loss` where a rank holds only some rows of the vocabulary. `fp8`: logits are a product
+    of e4m3 numbers. Their gradient stays as wide as hidden is: a row of it adds up to zero, and spans from the target's
+    −1 to a vocabulary of probabilities near 0, which 8 bits keep neither of.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
-    return LinearCrossEntropy.apply(hidden, weight, targets, chunk)
+    device = hidden.device
+    if torch.is_autocast_enabled(device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(device.type))
+    shape = {"tokens": hidden.shape[0], "vocab": weight.shape[0], "hidden": weight.shape[1]}
+    chosen = pick("linear_cross_entropy", implementation, IMPLEMENTATIONS, device, **shape)
+    return LinearCrossEntropy.apply(hidden, weight, targets, chunk, fp8, chosen)
 
 
-def chunk_rows(vocab: int, device_type: str) -> int:
-    """Tokens in one chunk."""
-    return max(1, (CHUNK_LOGITS if device_type == "cpu" else CHUNK_LOGITS_GPU) // vocab)
+def chunk_rows(tokens: int, vocab: int, device_type: str, itemsize: int, in_place: bool) -> int:
+    """Tokens in one chunk. Large ones are made alike: a short last one would not fill a GPU."""
+    if not in_place:
+        return max(1, (CHUNK_LOGITS if device_type == "cpu" else CHUNK_LOGITS_GPU) // vocab)
+    chunks = -(-tokens // max(1, CHUNK_BYTES_IN_PLACE // itemsize // vocab))
+    return max(1, -(-tokens // max(1, chunks)))
 
 
-def filled(vocab: int, hidden: Tensor) -> int:
+def filled(vocab: int, hidden: Tensor, fp8: bool = False) -> int:
     """Rows of the head's weight as the products see it."""
-    fits = vocab % ALIGNED == 0 or hidden.device.type == "cpu" or hidden.dtype == torch.float32
+    aligned = vocab % (ALIGNED_FP8 if fp8 else ALIGNED) == 0
+    fits = aligned or hidden.device.type == "cpu" or hidden.dtype == torch.float32
     return vocab if fits else -(-vocab // FILLED) * FILLED
 
 
@@ -68,79 +98,96 @@ def cast_rows(weight: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: Callable[..., Tensor] | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: Chunk | None,
+        fp8: bool,
+        implementation: str,
     ) -> Tensor:
         want_hidden, want_weight, *_ = ctx.needs_input_grad
-        vocab, width = weight.shape
-        seen = filled(vocab, hidden) if chunk is None else vocab
+        tokens, (vocab, width) = hidden.shape[0], weight.shape
+        seen = filled(vocab, hidden, fp8) if chunk is None else vocab
         chunk = chunk or partial(chunk_loss, vocab=vocab)
+        rows = chunk_rows(tokens, seen, hidden.device.type, hidden.itemsize, implementation == "triton")
         cast_weight = cast_rows(weight, seen, hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = weight.new_zeros(seen, width) if want_weight else None
+        # One product may round as the weight is kept; a sum of several is fp32 until it is scaled.
+        wide = weight.dtype if rows >= tokens else torch.promote_types(weight.dtype, torch.float32)
+        fused = implementation == "triton" and weight.device.type == "cuda"
+        grad_weight = OuterSum(weight.new_empty(seen, width, dtype=wide), fused) if want_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        rows = chunk_rows(seen, hidden.device.type)
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], rows):
+            head = float8.linear_of(cast_weight) if fp8 else partial(F.linear, weight=cast_weight)
+            for start in range(0, tokens, rows):
                 part = slice(start, start + rows)
-                into = None if grad_hidden is None else grad_hidden[part]
-                loss += chunk(hidden[part], cast_weight, targets[part], into, grad_weight)
-        if grad_weight is not None:
-            grad_weight.resize_(vocab, width)  # not a view: autograd adds a tied embedding's gradient to it in place
-        ctx.save_for_backward(grad_hidden, grad_weight)
+                states, into = hidden[part], None if grad_hidden is None else grad_hidden[part]
+                logits = head(states)
+                loss += chunk(logits, targets[part], want_hidden or want_weight, implementation)
+                if into is not None:
+                    torch.mm(logits, cast_weight, out=into)
+                if grad_weight is not None:
+                    grad_weight.add(logits, states)
+                del logits  # before the next chunk's are made
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.rows(vocab))
+        ctx.weight_dtype = weight.dtype
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * grad_loss).to(grad_hidden.dtype)
         if grad_weight is not None:
             # A pipeline's split backward pass comes twice, for inputs and for weights, and keeps the graph in between.
             again = torch._C._autograd._get_current_graph_task_keep_graph()
-            grad_weight = grad_weight * grad_loss if again else grad_weight.mul_(grad_loss)
-        return grad_hidden, grad_weight, None, None
+            in_place = grad_weight.dtype == ctx.weight_dtype and not again
+            into = grad_weight if in_place else torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+            grad_weight = torch.mul(grad_weight, grad_loss, out=into)
+        return grad_hidden, grad_weight, None, None, None, None
 
 
-def chunk_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    grad_hidden: Tensor | None,
-    grad_weight: Tensor | None,
-    vocab: int,
-) -> Tensor:
-    """Loss of one chunk; its gradients are written to grad_hidden and added to grad_weight where they are wanted.
+class OuterSum:
+    """Σ over chunks of gradᵀ · hidden. `fused`: a product of 2-byte numbers goes on with the fp32 sums of the last."""
 
-    Rows of the weight after the first `vocab` are no tokens. A function of its own, so that a chunk's logits are gone
-    before the next chunk's are made.
-    """
+    def __init__(self, total: Tensor, fused: bool) -> None:
+        self.total, self.fused = total, fused
+        self.empty = True  # not zeros: the first product is written, not added
+
+    def add(self, grad: Tensor, hidden: Tensor) -> None:
+        total, beta = self.total, 0 if self.empty else 1
+        if grad.dtype == total.dtype:
+            torch.addmm(total, grad.t(), hidden, beta=beta, out=total)
+        elif self.fused:
+            torch.addmm(total, grad.t(), hidden, out_dtype=torch.float32, beta=beta, out=total)
+        elif self.empty:
+            total.copy_(grad.t() @ hidden)
+        else:
+            total += grad.t() @ hidden
+        self.empty = False
+
+    def rows(self, count: int) -> Tensor:
+        """The first of them. Not a view: autograd adds a tied embedding's gradient to it in place."""
+        if self.empty:  # there were no tokens
+            self.total.zero_()
+        return self.total.resize_(count, self.total.shape[1])
+
+
+def chunk_loss(logits: Tensor, target: Tensor, graded: bool, implementation: str, vocab: int) -> Tensor:
+    """Columns of the logits after the first `vocab` are no tokens."""
+    if implementation == "triton":
+        from .cross_entropy_triton import loss_in_place
+
+        return loss_in_place(logits, target, graded, vocab)
     counted = (target != IGNORE).unsqueeze(1)  # (rows, 1)
     index = target.clamp(min=0).unsqueeze(1)
-    log_p = log_probabilities(hidden, weight, vocab)
-    loss = -(log_p.gather(1, index) * counted).sum()
-    if grad_hidden is None and grad_weight is None:
-        return loss
-    p = log_p.exp_()
-    p.scatter_add_(1, index, p.new_full(index.shape, -1.0))
-    # Rows that do not count become zero, and the gradient takes the precision of the products, in one pass.
-    grad = torch.mul(p, counted, out=p if p.dtype == hidden.dtype else torch.empty_like(p, dtype=hidden.dtype))
-    if grad_hidden is not None:
-        torch.mm(grad, weight, out=grad_hidden)
-    if grad_weight is not None:
-        accumulate_outer(grad_weight, grad, hidden)
-    return loss
-
-
-def log_probabilities(hidden: Tensor, weight: Tensor, vocab: int) -> Tensor:
-    """log softmax(hidden · weightᵀ), −∞ after the first `vocab`: (rows, rows of the weight) in fp32."""
-    logits = hidden @ weight.t()
     logits[:, vocab:] = float("-inf")
-    return F.log_softmax(logits, dim=-1, dtype=torch.float32)
-
-
-def accumulate_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total += gradᵀ · hidden, in total's precision."""
-    if grad.dtype == total.dtype:
-        total.addmm_(grad.t(), hidden)
-    else:
-        total += grad.t() @ hidden
+    log_p = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+    loss = -(log_p.gather(1, index) * counted).sum()
+    if graded:
+        p = log_p.exp_()
+        p.scatter_add_(1, index, p.new_full(index.shape, -1.0))
+        # Rows that do not count become zero, and the gradient takes the precision of the products, in one pass.
+        torch.mul(p, counted, out=logits)
+    return loss

@@ -102,18 +102,6 @@ def widen(q, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
     tl.store(out + place, wide.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def quantize_rows(x, out, scale, K, FLOOR: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of x (M, K) in e4m3 with its scale, one program a row."""
-    m = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    row = tl.load(x + m * K + k, mask=k < K, other=0.0).to(tl.float32)
-    # Divided as torch divides: `/` may be off by a bit here, and a value on the edge would go to another level.
-    s = tl.maximum(tl.div_rn(tl.max(tl.abs(row)), LARGEST), FLOOR)
-    tl.store(out + m * K + k, tl.clamp(tl.div_rn(row, s), -LARGEST, LARGEST).to(out.dtype.element_ty), mask=k < K)
-    tl.store(scale + m, s)
-
-
 # --- what is called -----------------------------------------------------------------------------------
 
 
@@ -212,16 +200,3 @@ def shared_out(out: Tensor, rows: int, channels: int, tile: Tile) -> tuple[tuple
 def tickets_of(device: torch.device) -> Tensor:
     """Zeros that programs of a tile count themselves with; each call leaves zeros. One stream at a time."""
     return torch.zeros(2**16, dtype=torch.int32, device=device)
-
-
-def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `quantized.fp8_quantize`, in one pass: x (rows, in)."""
-    from .quantized import FP8, FP8_MAX, TINY
-
-    x = x.contiguous()
-    out = torch.empty_like(x, dtype=FP8)
-    scale = torch.empty(x.shape[0], device=x.device)
-    block = power_of_two(x.shape[1])
-    warps = min(16, max(4, block // 1024))
-    quantize_rows[(x.shape[0],)](x, out, scale, x.shape[1], TINY, FP8_MAX, block, num_warps=warps)
-    return out, scale

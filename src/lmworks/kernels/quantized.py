@@ -24,13 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import float8
 from .fixed_linear import fixed_linear
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
+FP8, FP8_MAX = float8.E4M3, float8.LARGEST[float8.E4M3]
 GROUPS = (128, 64, 32, 16)  # of int4, largest first: the inputs that share a scale
+TINY = float8.TINY
 MANY = 256  # rows from which a widened weight and cuBLAS should be faster than widening tile by tile
-TINY = 1e-12  # a channel of zeros has this scale, not 0: its weights are 0 · TINY
 
 # --- formats ------------------------------------------------------------------------------------------
 
@@ -82,9 +82,7 @@ def int4_group_of(words: Tensor, scale: Tensor) -> int:
 
 def fp8_quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     """(n, k) → e4m3 (n, k) and one fp32 scale a row: the largest value of a row becomes the largest of e4m3."""
-    wide = rows.float()
-    scale = (wide.abs().amax(dim=1) / FP8_MAX).clamp(min=TINY)
-    return (wide / scale.unsqueeze(1)).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+    return float8.reference(rows, FP8, by_row=True)
 
 
 def int8_dequantize(q: Tensor, scale: Tensor) -> Tensor:
@@ -149,9 +147,9 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False) -> Tens
         return y.type_as(x).view(*x.shape[:-1], -1)
     if plain(x):
         return fp8_reference(x, q, scale)
-    from . import linear_triton
+    from . import float8_triton, linear_triton
 
-    p, s = linear_triton.fp8_rows(x.flatten(0, -2))
+    p, s = float8_triton.quantize_rows(x.flatten(0, -2), FP8)
     if rows_of(x) >= MANY and scaled_mm_takes(x, q):
         y = torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=x.dtype)
         return y.view(*x.shape[:-1], -1)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.cross_entropy import IGNORE, accumulate_outer
+from ..kernels.cross_entropy import IGNORE
 from ..model.gpt import Embedding
 from . import collectives
 from .mesh import Mesh
@@ -36,31 +36,42 @@ class VocabEmbedding(Embedding):
 
 
 class VocabLoss:
-    """`chunk_loss` of kernels.cross_entropy where `weight` holds this rank's range of the vocabulary."""
+    """`chunk_loss` of kernels.cross_entropy where the logits are those of this rank's range of the vocabulary."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.group, self.rank = mesh.group("tp"), mesh.rank("tp")
 
-    def __call__(
-        self, hidden: Tensor, weight: Tensor, target: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None
-    ) -> Tensor:
-        counted = (target != IGNORE).unsqueeze(1)  # (rows, 1)
-        index, here = (x.unsqueeze(1) for x in rows_of(target, self.rank * weight.shape[0], weight.shape[0]))
-        logits = (hidden @ weight.t()).float()  # (rows, vocab / tp)
-        own = torch.stack((logits.logsumexp(dim=1, keepdim=True), logits.gather(1, index) * here))
-        everyones = collectives.all_gather(own.unsqueeze(0), 0, self.group)  # (tp, 2, rows, 1)
-        normaliser, wanted = everyones[:, 0].logsumexp(dim=0), everyones[:, 1].sum(dim=0)
-        loss = ((normaliser - wanted) * counted).sum()
-        if grad_hidden is None and grad_weight is None:
-            return loss
-        p = logits.sub_(normaliser).exp_()
-        p.scatter_add_(1, index, -here.to(p.dtype))
-        grad = p.mul_(counted).to(hidden.dtype)
-        if grad_hidden is not None:
-            torch.mm(grad, weight, out=grad_hidden)
-        if grad_weight is not None:
-            accumulate_outer(grad_weight, grad, hidden)
+    def __call__(self, logits: Tensor, target: Tensor, graded: bool, implementation: str) -> Tensor:
+        """logits (rows, vocab / tp)"""
+        counted = target != IGNORE
+        index, here = rows_of(target, self.rank * logits.shape[1], logits.shape[1])
+        if implementation == "triton":
+            return self.in_place(logits, torch.where(here, index, -1), counted, graded)
+        index, here = index.unsqueeze(1), here.unsqueeze(1)
+        largest, wanted = logits.amax(dim=1, keepdim=True).float(), logits.gather(1, index).float() * here
+        p = logits.float().sub_(largest).exp_()  # in fp32 in the logits' own place
+        log_sum = p.sum(dim=1, keepdim=True).log() + largest
+        loss, normaliser = self.of_all(torch.cat((log_sum, wanted), dim=1).t(), counted)
+        if graded:
+            p *= (largest - normaliser.unsqueeze(1)).exp()
+            p.scatter_add_(1, index, -here.to(p.dtype))
+            torch.mul(p, counted.unsqueeze(1), out=logits)
         return loss
+
+    def in_place(self, logits: Tensor, index: Tensor, counted: Tensor, graded: bool) -> Tensor:
+        """The same by kernels; index is −1 where another rank has the target."""
+        from ..kernels.cross_entropy_triton import gradient_in_place, row_sums
+
+        loss, normaliser = self.of_all(row_sums(logits, index), counted)
+        if graded:
+            gradient_in_place(logits, index, normaliser.masked_fill(~counted, torch.inf))
+        return loss
+
+    def of_all(self, own: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """From (2, rows), a rank's log Σ exp z and z[target]: the loss, and log Σ exp z of all ranks (rows)."""
+        everyones = collectives.all_gather(own.unsqueeze(0), 0, self.group)  # (tp, 2, rows)
+        normaliser, wanted = everyones[:, 0].logsumexp(dim=0), everyones[:, 1].sum(dim=0)
+        return ((normaliser - wanted) * counted).sum(), normaliser
 
 
 def rows_of(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:

@@ -125,26 +125,31 @@ def block(load: Workload) -> list[Op]:
 def loss(load: Workload) -> list[Op]:
     """Final norm, head and cross-entropy in chunks: all three products and both gradients within the forward pass."""
     t, h, vocab = load.tokens, load.model.hidden, load.vocab
-    rows = load.chunk_rows
-    chunks = t / rows
-    seen = load.columns
+    rows, seen = load.chunk_rows, load.columns
+    chunks, head = t / rows, vocab * h
     products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks)]
-    logits = rows * seen
-    softmax = [stream(3 * logits, kind="exp", count=chunks), stream(2 * logits, kind="exp", count=chunks)]  # log p, exp
-    if load.cast:
-        # Softmax on a GPU reads fp16 itself. Which rows count, and back to 2 bytes, is one pass that is not vectorised.
-        # The head is cast once, and every chunk adds to its gradient.
-        wide = [] if load.dtype == "fp16" else [stream(1.5 * logits, kind="widen", count=chunks)]
-        back = "strided" if load.device == "cuda" else "stream"
-        softmax += [*wide, stream(1.5 * logits, kind=back, count=chunks), stream(1.5 * vocab * h)]
-        softmax += [stream(3 * vocab * h, count=chunks)]
-    else:
-        softmax.append(stream(2 * logits, count=chunks))  # which rows count
+    passes = [*softmax(load, rows * seen, chunks)]
+    if load.cast:  # the head is cast once, and every chunk adds to its gradient
+        passes.append(stream(1.5 * head))
+        passes.append(stream(2 * head, count=chunks) if load.in_place else stream(3 * head, count=chunks))
     return [
         norm("final norm", load, readers=0),
         Op("head", "loss", tuple(products), saved=0.0),
-        Op("cross-entropy", "loss", (*softmax, stream(vocab * h)), (stream(2 * vocab * h), stream(2 * t * h))),
+        Op("cross-entropy", "loss", (*passes, stream(head)), (stream(2 * head), stream(2 * t * h))),
     ]
+
+
+def softmax(load: Workload, logits: Any, chunks: Any) -> list[Kernel]:
+    """From a chunk of logits to their gradient."""
+    if load.in_place:  # a row is read twice and written once
+        return [Kernel("exp", bytes=3.0 * load.width * logits, count=chunks)]
+    found = [stream(3 * logits, kind="exp", count=chunks), stream(2 * logits, kind="exp", count=chunks)]  # log p, exp
+    if not load.cast:
+        return [*found, stream(2 * logits, count=chunks)]  # which rows count
+    # Softmax on a GPU reads fp16 itself. Which rows count, and back to 2 bytes, is one pass that is not vectorised.
+    wide = [] if load.dtype == "fp16" else [stream(1.5 * logits, kind="widen", count=chunks)]
+    back = "strided" if load.device == "cuda" else "stream"
+    return [*found, *wide, stream(1.5 * logits, kind=back, count=chunks)]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,10 @@ from .software import EAGER, Software, software_of
 
 # As in kernels/cross_entropy.py, which a test compares.
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
+CHUNK_BYTES_IN_PLACE = 2**30
 ALIGNED, FILLED = 8, 64
+# Whether gradients take the place of logits on a GPU, in one kernel: as kernels/measured.toml has it, see that test.
+IN_PLACE = False
 
 
 def device_of(spec: RunSpec) -> str:
@@ -148,8 +151,13 @@ class Workload:
 
     @property
     def chunk_rows(self) -> Any:
-        """Tokens whose logits are held at once."""
-        return np.minimum(self.tokens, np.maximum(1, CHUNK_LOGITS[self.device] // self.columns))
+        """Tokens whose logits are held at once; chunks that are large are made alike."""
+        rows = np.minimum(self.tokens, np.maximum(1, chunk_limit(self.device, self.width) // self.columns))
+        return -(-self.tokens // -(-self.tokens // rows)) if self.in_place else rows
+
+    @property
+    def in_place(self) -> bool:
+        return self.device == "cuda" and IN_PLACE
 
     @property
     def attention(self) -> str:
@@ -159,6 +167,11 @@ class Workload:
         """
         alibi = self.model.positions == "alibi" and not self.documents and self.device == "cpu"
         return "scores" if self.model.attention == "reference" or alibi else "fused"
+
+
+def chunk_limit(device: str, width: int) -> int:
+    """Logits that are held at once, of `width` bytes each as they come from the product."""
+    return CHUNK_BYTES_IN_PLACE // width if device == "cuda" and IN_PLACE else CHUNK_LOGITS[device]
 
 
 def stream(elements: Number, *, kind: str = "stream", count: Number = 1) -> Kernel:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ops import CHUNK_LOGITS, device_of
+from ..ops import chunk_limit, device_of
 from ..pipelines.stages import Stage
 from ..policies import policies
 from .calls import BACKWARD, FORWARD, Collective, Here
@@ -90,7 +90,7 @@ def crossing(here: Here, what: str, entered: bool, count: int, more: int, size: 
 def loss(here: Here) -> Collective:
     """Two fp32 numbers a token of every rank, one gather for each chunk of logits."""
     spec, tp = here.spec, here.spec.parallel.tp
-    rows = max(1, CHUNK_LOGITS[device_of(spec)] // (spec.model.vocab // tp))
+    rows = max(1, chunk_limit(device_of(spec), here.width) // (spec.model.vocab // tp))
     count = spec.accumulation * -(-here.tokens // rows)
     return here.total("all-gather", "loss", "tp", count, spec.accumulation * here.tokens * tp * 2 * FP32, FORWARD)
 

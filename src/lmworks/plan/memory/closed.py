@@ -13,7 +13,7 @@ import numpy as np
 from ..case import Case, Number
 from ..kept import again, kept, total
 from ..network import Network
-from .moments import logit_bytes
+from .moments import chunk_bytes
 from .share import Share
 
 # Bytes of one logit when the loss is highest. Plain code has log p, its gradient and that of the logits, in fp32, and
@@ -103,12 +103,10 @@ def chunked_loss(net: Network) -> tuple[Any, Any, Any]:
     """(hidden states, logits, weights) of kernels/cross_entropy.py, as `moments.Piece` has them row by row."""
     load, cut = net.load, np.greater(net.load.tp, 1)
     hidden, head = load.tokens * load.model.hidden, load.vocab * load.model.hidden
-    logits = load.chunk_rows * load.columns
     ends = total(net.loss) + 2 * load.width * hidden
     if not load.cast:
-        return ends, 8 * logits, 4 * head
-    chunk = np.maximum(logit_bytes(load) * logits, 6 * logits + 2 * head)
-    return ends + 4 * hidden * ~cut, chunk, 6 * head
+        return ends, chunk_bytes(load, head), 4 * head
+    return ends + 4 * hidden * ~cut, chunk_bytes(load, head), 6 * head
 
 
 def stored(case: Case, net: Network, part: Share) -> Number:

@@ -100,11 +100,7 @@ class Piece:
         if not self.stage.last:
             return [casts]
         logits = load.chunk_rows * load.columns
-        if load.cast:
-            # Then the gradient of the logits in 2 bytes beside log p, and the product added to the head's gradient.
-            chunk = max(logits * logit_bytes(load), logits * 6 + 2 * self.head)
-        else:
-            chunk = 8 * logits  # logits and log p
+        chunk = chunk_bytes(load, self.head)
         inputs = load.width * self.hidden + (2 * self.head if load.cast else 0)
         if load.cast and load.tp == 1:
             inputs += 4 * self.hidden
@@ -151,14 +147,20 @@ class Piece:
         return float(len(self.policies) * total(self.net.block, "dear"))
 
 
-def logit_bytes(load: Workload) -> Any:
-    """Of one logit under autocast when the loss is highest.
+def chunk_bytes(load: Workload, head: Any) -> Any:
+    """Of the loss when a chunk of logits is there.
 
-    2-byte logits, their fp32 copy and log p; where the vocabulary is cut, exp of a sum in the place of the last. On a
-    GPU softmax reads fp16 itself, but not bf16.
+    Of a logit: itself, its fp32 copy and log p; where the vocabulary is cut only the first two, in fp32 one; where its
+    gradient takes its place nothing else. On a GPU softmax reads fp16 itself, but not bf16. Then, where logits were
+    cast, there is the product that is added to the head's gradient.
     """
-    whole = 6 if load.dtype == "fp16" and load.device == "cuda" else 10
-    return np.where(np.greater(load.tp, 1), 8, whole)[()]
+    logits, cut = load.chunk_rows * load.columns, np.greater(load.tp, 1)
+    if load.in_place:
+        return load.width * logits
+    if not load.cast:
+        return np.where(cut, 4, 8)[()] * logits
+    each = np.where(cut, 6, 6 if load.dtype == "fp16" and load.device == "cuda" else 10)[()]
+    return np.maximum(each * logits, 2 * logits + 2 * head)
 
 
 def pieces(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[Piece]:

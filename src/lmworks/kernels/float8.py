@@ -1,0 +1,111 @@
+"""Numbers of 8 bits: x ≈ values · scale, with one scale for a tensor or one for each of its rows.
+
+    e4m3   3 bits of mantissa, up to 448: weights and activations
+    e5m2   2 bits, up to 57,344: gradients, which spread over more powers of two
+
+The largest value of a tensor (or row) becomes the largest of the format, and nothing above it becomes an infinity:
+what a rounded scale leaves outside is cut off. A scale that is a power of two costs up to one of the format's powers
+of two and makes quantisation exact but for the mantissa: numbers that fit keep their value through it.
+
+A product on tensor cores wants both operands with the summed dimension side by side: x (m, k) and the second as
+(n, k), which is what a weight is. For gradients the other way round is needed, hence `transposed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..spec import SpecError
+from .choose import pick
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+TINY = 1e-12  # a tensor of zeros has this scale, not 0: its values are 0 · TINY
+IMPLEMENTATIONS = ("torch", "triton")
+MANTISSA, EXPONENT = 2**23 - 1, 0xFF << 23  # bits of an fp32 number
+
+
+class Float8(NamedTuple):
+    values: Tensor  # (rows, columns), or (columns, rows) where they were asked for transposed
+    scale: Tensor  # fp32: () for a tensor, (rows) where each row has its own
+
+
+def quantize(
+    x: Tensor,
+    dtype: torch.dtype = E4M3,
+    *,
+    by_row: bool = False,
+    power_of_two: bool = False,
+    transposed: bool = False,
+    implementation: str | None = None,
+) -> Float8:
+    """x (rows, columns) in 8 bits. `transposed` goes with one scale for all: a row's would have to follow a column."""
+    if by_row and transposed:
+        raise SpecError("quantize: by_row and transposed exclude each other; quantize x.t() by row instead")
+    op = "quantize_rows" if by_row else "quantize"
+    chosen = pick(op, implementation, IMPLEMENTATIONS, x.device, rows=x.shape[0], columns=x.shape[1])
+    if chosen == "triton":
+        from . import float8_triton
+
+        if by_row:
+            return Float8(*float8_triton.quantize_rows(x, dtype, power_of_two))
+        return Float8(*float8_triton.quantize(x, dtype, power_of_two, transposed))
+    return reference(x, dtype, by_row=by_row, power_of_two=power_of_two, transposed=transposed)
+
+
+def reference(
+    x: Tensor, dtype: torch.dtype, *, by_row: bool = False, power_of_two: bool = False, transposed: bool = False
+) -> Float8:
+    largest = LARGEST[dtype]
+    amax = x.abs().amax(dim=1) if by_row else x.abs().amax()
+    scale = (amax.float() / largest).clamp(min=TINY)
+    if power_of_two:
+        scale = round_up(scale)
+    values = (x.float() / (scale.unsqueeze(1) if by_row else scale)).clamp(-largest, largest).to(dtype)
+    return Float8(values.t().contiguous() if transposed else values, scale)
+
+
+def round_up(scale: Tensor) -> Tensor:
+    """To the next power of two, by the bits: any mantissa carries into the exponent."""
+    return ((scale.view(torch.int32) + MANTISSA) & EXPONENT).view(torch.float32)
+
+
+def dequantize(x: Float8, dtype: torch.dtype = torch.float32, *, implementation: str | None = None) -> Tensor:
+    """values · scale."""
+    rows, columns = x.values.shape
+    chosen = pick("dequantize", implementation, IMPLEMENTATIONS, x.values.device, rows=rows, columns=columns)
+    if chosen == "triton":
+        from .float8_triton import dequantize as launch
+
+        return launch(x.values, x.scale, dtype)
+    return (x.values.float() * (x.scale.unsqueeze(1) if x.scale.dim() else x.scale)).to(dtype)
+
+
+# --- products -------------------------------------------------------------------------------------------
+
+
+def linear(x: Float8, weight: Float8, dtype: torch.dtype) -> Tensor:
+    """x (m, k) · weight (n, k)ᵀ, with one scale each."""
+    if x.values.device.type == "cpu":
+        return F.linear(dequantize(x), dequantize(weight)).to(dtype)
+    # Sums of a logit or a state are short enough for what Hopper keeps of them (use_fast_accum): no gradients here.
+    return torch._scaled_mm(x.values, weight.values.t(), x.scale, weight.scale, out_dtype=dtype, use_fast_accum=True)
+
+
+def linear_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """x ↦ x · weightᵀ in x's precision, as a product of e4m3 numbers; the weight (n, k) is quantized once.
+
+    On a GPU n and k divide by 16: `_scaled_mm` takes no others.
+    """
+    if weight.device.type == "cuda" and any(size % 16 for size in weight.shape):
+        raise SpecError(
+            f"a product in fp8 wants dimensions that divide by 16, and this weight has {weight.shape[0]} × "
+            f"{weight.shape[1]}; leave it in bf16 (for the head: precision.fp8_head = false)"
+        )
+    small = quantize(weight)
+    return lambda x: linear(quantize(x), small, x.dtype)

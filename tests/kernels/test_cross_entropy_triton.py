@@ -1,0 +1,181 @@
+"""The loss whose kernel turns logits into their gradient, against torch's cross-entropy and autograd.
+
+The kernels run where there is a GPU, or under Triton's interpreter: TRITON_INTERPRET=1, with triton on the path. The
+interpreter rounds to bf16 wrongly, so there half precision is fp16.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lmworks.kernels import cross_entropy
+from lmworks.kernels.cross_entropy import IGNORE, OuterSum, chunk_rows, linear_cross_entropy, reference
+
+GPU = torch.cuda.is_available()
+DEVICE, HALF = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+with_triton = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU, or triton and TRITON_INTERPRET=1")
+
+
+def drawn(tokens: int, vocab: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, width, generator=generator)
+    hidden[1] *= 40  # logits of a few hundred: exp would overflow
+    weight = torch.randn(vocab, width, generator=generator)
+    targets = torch.randint(0, vocab, (tokens,), generator=generator)
+    targets[::3] = IGNORE
+    targets[-1] = vocab - 1  # the last column, on whatever side of a step it lies
+    return hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), targets.to(DEVICE)
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@with_triton
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("vocab", "columns"), [(50, 50), (131, 192), (64, 64)])
+def test_logits_become_their_gradient(
+    vocab: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 64 columns: less than one, two and a part with columns that are no tokens, exactly one."""
+    from lmworks.kernels import cross_entropy_triton
+
+    monkeypatch.setattr(cross_entropy_triton, "BLOCK", 64)
+    logits = (torch.randn(7, columns, generator=torch.Generator().manual_seed(0)) * 9).to(DEVICE, dtype)
+    logits[:, vocab:] = 99  # must not count
+    logits[2, 3] = 500
+    _, _, targets = drawn(7, vocab, 1, dtype)
+    wanted = logits[:, :vocab].detach().double().requires_grad_()
+    loss = F.cross_entropy(wanted, targets, ignore_index=IGNORE, reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, wanted)
+    before = logits.clone()
+    alone = cross_entropy_triton.loss_in_place(logits, targets, False, vocab)
+    assert torch.equal(logits, before)
+    graded = cross_entropy_triton.loss_in_place(logits, targets, True, vocab)
+    assert float(alone) == float(graded) == pytest.approx(float(loss.detach()), rel=1e-6)
+    torch.testing.assert_close(logits[:, :vocab], gradient.to(dtype), rtol=2e-6 if dtype == torch.float32 else 1e-2,
+                               atol=1e-6)  # fmt: skip
+    assert not logits[:, vocab:].any()
+    assert not logits[targets == IGNORE].any()
+
+
+@with_triton
+def test_a_target_that_is_no_token_is_seen_in_the_loss() -> None:
+    from lmworks.kernels.cross_entropy_triton import loss_in_place
+
+    logits = torch.zeros(3, 64, device=DEVICE)
+    assert loss_in_place(logits, torch.tensor([1, 60, 2], device=DEVICE), False, 60).isnan()
+    assert loss_in_place(logits, torch.tensor([1, -1, 2], device=DEVICE), False, 60).isnan()
+
+
+@with_triton
+@pytest.mark.parametrize("rows", [4, 64], ids=["chunks", "one chunk"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_loss_and_gradients_are_those_of_torch(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight is kept in the precision of the products; its gradient is, too, however many chunks there are."""
+    tokens, vocab, width = 11, 70, 16
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES_IN_PLACE", rows * 128 * dtype.itemsize)
+    monkeypatch.setattr(cross_entropy, "filled", lambda vocab, hidden, fp8: 128)
+    hidden, weight, targets = drawn(tokens, vocab, width, dtype)
+    found, wanted = [], []
+    for results, loss_of, given in (
+        (found, lambda *args: linear_cross_entropy(*args, implementation="triton"), (hidden, weight)),
+        (wanted, reference, (hidden.double(), weight.double())),
+    ):
+        leaves = [leaf.detach().requires_grad_() for leaf in given]
+        loss = loss_of(*leaves, targets)
+        results += [loss.detach(), *torch.autograd.grad(0.5 * loss, leaves)]
+    assert [one.dtype for one in found] == [torch.float32, dtype, dtype]
+    bounds = (1e-6, 1e-5, 1e-5) if dtype == torch.float32 else (2e-3, 1e-2, 1e-2)
+    for ours, theirs, bound in zip(found, wanted, bounds, strict=True):
+        assert off(ours, theirs) < bound
+    with torch.no_grad():
+        assert float(linear_cross_entropy(hidden, weight, targets, implementation="triton")) == float(found[0])
+
+
+@with_triton
+def test_a_vocabulary_in_parts_gives_the_gradient_of_the_whole() -> None:
+    """As two ranks have it: each the sums of its own columns, and the gradient once the sum of all is known."""
+    from lmworks.kernels.cross_entropy_triton import gradient_in_place, row_sums
+
+    logits = (torch.randn(6, 100, generator=torch.Generator().manual_seed(0)) * 5).to(DEVICE)
+    targets = torch.tensor([3, 99, 50, 49, IGNORE, 7], device=DEVICE)
+    counted = targets != IGNORE
+    onehot = F.one_hot(targets.clamp(min=0), 100) * counted.unsqueeze(1)
+    halves = [half.contiguous() for half in logits.split(50, dim=1)]
+    index = [torch.where((targets >= s) & (targets < s + 50), targets - s, -1) for s in (0, 50)]
+    sums = [row_sums(half, where) for half, where in zip(halves, index, strict=True)]
+    whole = torch.stack([one[0] for one in sums]).logsumexp(dim=0)
+    torch.testing.assert_close(whole, logits.logsumexp(dim=1))
+    torch.testing.assert_close(sums[0][1] + sums[1][1], (logits * onehot).sum(dim=1))
+    for half, where in zip(halves, index, strict=True):
+        gradient_in_place(half, where, whole.masked_fill(~counted, torch.inf))
+    wanted = logits.softmax(dim=1) * counted.unsqueeze(1) - onehot
+    torch.testing.assert_close(torch.cat(halves, dim=1), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_large_chunks_are_few_and_alike() -> None:
+    assert chunk_rows(16_384, 128_256, "cuda", 2, in_place=True) == 4096
+    assert chunk_rows(16_384, 128_256, "cuda", 2, in_place=False) == 1046
+    assert chunk_rows(65_536, 50_304, "cuda", 2, in_place=True) == -(-65_536 // 7)
+    assert chunk_rows(10, 2**40, "cuda", 2, in_place=True) == 1
+    assert chunk_rows(0, 7, "cuda", 4, in_place=True) == 1
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
+def test_a_head_kept_in_bf16_adds_its_chunks_up_in_fp32(kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 chunks of one token each: a sum in bf16 would lose a part of each that comes late."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", 16)
+    generator = torch.Generator().manual_seed(0)
+    hidden = (torch.rand(64, 8, generator=generator) + 1).bfloat16()  # gradients of one sign: sums grow
+    weight = torch.zeros(16, 8, dtype=kept).requires_grad_()
+    targets = torch.zeros(64, dtype=torch.int64)
+    linear_cross_entropy(hidden, weight, targets).backward()
+    exact = weight.detach().double().requires_grad_()
+    F.cross_entropy(F.linear(hidden.double(), exact), targets, reduction="sum").backward()
+    assert weight.grad is not None and exact.grad is not None and weight.grad.dtype == kept
+    assert off(weight.grad, exact.grad) < 3e-3  # a sum in bf16: 2e-2
+
+
+def test_no_tokens_have_no_gradient() -> None:
+    hidden, weight = torch.zeros(0, 4).requires_grad_(), torch.ones(6, 4).requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64))
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_a_first_product_is_written_over_whatever_was_there() -> None:
+    total = OuterSum(torch.full((3, 2), torch.nan), fused=False)
+    grad, hidden = torch.randn(5, 3), torch.randn(5, 2)
+    total.add(grad, hidden)
+    total.add(grad, hidden)
+    torch.testing.assert_close(total.rows(2), 2 * (grad.t() @ hidden)[:2])
+
+
+def test_logits_in_fp8_are_near_and_their_gradient_is_not_rounded() -> None:
+    hidden, weight, targets = (x.cpu() for x in drawn(32, 48, 32, torch.float32))
+    hidden /= 4
+    results = []
+    for fp8 in (False, True):
+        leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+        loss = linear_cross_entropy(*leaves, targets, fp8=fp8)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    plain, small = results
+    assert 0 < off(small[0], plain[0]) < 0.02
+    for ours, theirs in zip(small[1:], plain[1:], strict=True):
+        assert 0 < off(ours, theirs) < 0.2
+    # The gradient of the hidden states is that of the rounded logits, times the weight as it is.
+    from lmworks.kernels.float8 import linear_of
+
+    p = linear_of(weight)(hidden).softmax(dim=1)
+    counted = (targets != IGNORE).unsqueeze(1)
+    exact = ((p - F.one_hot(targets.clamp(min=0), 48)) * counted) @ weight
+    torch.testing.assert_close(small[1], exact, rtol=1e-5, atol=1e-5)
