@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,12 +17,13 @@ from typer.testing import CliRunner
 
 from lmworks.cli.main import app
 from lmworks.plan.flops import step_flops
-from lmworks.spec import Gpu, TrainingError
+from lmworks.spec import Gpu, TrainingError, load_run
 from lmworks.study import roofline, train_bench
 from lmworks.study.roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
 from lmworks.study.train_bench import bench_train
 from tiny import built, make_spec, steps_of, write_spec
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FAST = 1e30  # no limit
 KNOWN = Ceilings("measured", {"fp32": 1e10, "bf16": 1e9}, 1e9)
 
@@ -119,6 +122,53 @@ def test_the_command_prints_tables_and_json(dataset: Path, tmp_path: Path, quick
     assert answer["steps"] == 1 and answer["ranks"] == 1
     bad = CliRunner().invoke(app, [*ask, "model.widht=7"])
     assert bad.exit_code != 0
+
+
+# --- the scripts that wait for a GPU --------------------------------------------------------------------
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module(name)
+
+
+def test_every_variant_of_the_table_is_a_legal_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = script("train_gpu", monkeypatch)
+    for name, row in table.ROWS.items():
+        for variant, changes in row.variants.items():
+            kept = [one for one in changes if not one.startswith(table.FIT)]
+            spec = table.run_spec(row, kept)
+            assert spec.parallel.compile == (variant != "eager"), f"{name} {variant}"
+    shape = table.run_spec(table.ROWS["1.5b"], []).model  # as the peer's: layers, dim, ffn, heads, vocab, untied
+    assert (shape.layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.vocab, shape.tie_embeddings) == (
+        16, 2048, 8192, 32, 8, 128256, False,
+    )  # fmt: skip
+
+
+def test_a_limit_on_memory_becomes_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = script("train_gpu", monkeypatch)
+    row = table.ROWS["8b"]
+    changes = table.overrides(row, "within 120 GiB")
+    assert 110 < table.expected(row, changes)["allocated_gib"] <= 120
+
+
+def test_paths_of_the_loss_are_legal_and_gaps_are_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = script("loss_gpu", monkeypatch)
+    for path in losses.PATHS.values():
+        load_run(losses.MODEL[0], [*losses.MODEL[1:], *path.overrides])
+    flat, above = [3.0] * 30, [3.0] * 10 + [3.5] * 20
+    found = losses.gap(above, flat)
+    assert found["last"] == found["most"] == pytest.approx(0.5)
+    assert found["mean"] == found["away"] > 0
+    assert losses.gap(flat, above)["mean"] == -found["mean"]
+
+
+@pytest.mark.slow
+def test_fast_paths_learn_what_the_plain_one_does() -> None:
+    command = [sys.executable, "loss_gpu.py", "--tiny", "--steps", "30", "--no-save"]
+    answer = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=300, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.count("within the noise") == 3 and "OUTSIDE" not in answer.stdout
 
 
 @pytest.mark.slow
