@@ -45,6 +45,7 @@ def draw(study: Study, path: Path) -> Path | None:
         gap.axhspan(-study.noise, study.noise, color="#7d8087", alpha=0.2, linewidth=0, label="noise of two seeds")
         gap.set_yscale("symlog", linthresh=study.noise or 1e-6)  # one that fails must not flatten the others
     scale.set_yscale("log", base=2)
+    scale.set_visible(bool(scale.lines))  # of fp16 alone
     titles = {
         loss: "training loss",
         gap: "its gap to fp32",

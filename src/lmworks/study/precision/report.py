@@ -48,7 +48,8 @@ def lead(study: Study) -> str:
 
 def sections(study: Study) -> list[Section]:
     found = [overview(study), curves(study), evaluations(study), gradients(study), formats(study), updates(study)]
-    return [*found, scales(study), norms(study), memory(study), ways(study)]
+    found += [scales(study), norms(study), memory(study), ways(study)]
+    return [section for section in found if section.rows or section.charts]
 
 
 # --- cells ----------------------------------------------------------------------------------------------
@@ -152,6 +153,8 @@ def gradients(study: Study) -> Section:
     columns = ["precision", "worst part", "flushed", "flushed in it", "not finite", "error"]
     rows = []
     for one in study.outcomes:
+        if one.name in (BASE.name, SEED.name):
+            continue
         parts = [(part, sums) for line in one.training.looked for part, sums in line.get("gradients", {}).items()]
         part, sums = max(parts, key=lambda each: each[1][1] / each[1][0], default=("–", None))
         found = one.figures
