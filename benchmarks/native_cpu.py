@@ -3,7 +3,7 @@
 Forward and backward together, on one thread. The three take turns in one process, so that all see the same machine; a
 figure is the median of ratios of neighbours, of the time that the processor gave to each: others may be at work on it.
 
-    python benchmarks/native_cpu.py            # builds the operator the first time; then half a minute
+    python benchmarks/native_cpu.py            # builds the operator the first time; then a minute
     python benchmarks/native_cpu.py --quick    # fewer turns, nothing written
 """
 

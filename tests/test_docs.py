@@ -37,6 +37,7 @@ PLAIN = (
     "reliability",
     "health",
     "runbooks/loss-spike",
+    "native-ops",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PLAIN)]
 BLOCKS = [

@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @functools.cache
 def load() -> build.Build:
-    """The operator in this process, built if need be (half a minute, once)."""
+    """The operator in this process, built if need be (up to a minute, once)."""
     made = build.planned(NAME, SOURCES)
     build.load_library(made)
     torch.library.register_fake(f"lmworks::{NAME}", shapes)
