@@ -30,6 +30,7 @@ PLAIN = (
     "quantization",
     "serving",
     "bench-serve",
+    "bench-train",
     "checkpoints",
     "goodput",
     "faults",
