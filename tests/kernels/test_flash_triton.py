@@ -148,6 +148,7 @@ def test_what_the_copy_engine_cannot_read_is_copied() -> None:
         torch.testing.assert_close(got.double(), right, rtol=0, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
 def test_tiles_of_other_documents_are_not_read() -> None:
     """Not even for a weight of zero: zero times NaN is NaN. The last tile of queries begins its walk at key 16."""
     case = Case(48, lengths=(20, 28), tiles=Tiles(16, 16, 4, 1, late=True))

@@ -65,7 +65,8 @@ def flash_attention(
     check(q, k, v, documents)
     if isinstance(documents, Tensor):
         documents = Bounds.of(documents)
-    chosen = pick("flash_attention", implementation, IMPLEMENTATIONS, q.device, seq=q.shape[1], head_dim=q.shape[3])
+    op = "sparse_attention" if window or documents is not None else "flash_attention"
+    chosen = pick(op, implementation, IMPLEMENTATIONS, q.device, seq=q.shape[1], head_dim=q.shape[3])
     if chosen == "torch":
         return with_sdpa(q, k, v, window, documents)
     if not runs_on(q.device):

@@ -48,45 +48,75 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     grad, q, k, v = fit(grad), fit(q), fit(k), fit(v)
+    width = width_of(q)
+    first, second = tiles or (choose_tiles("queries", width, q.dtype), choose_tiles("keys", width, q.dtype))
+    dq, delta = launch_queries(grad, q, k, v, out, lse, starts, window, scale, first)
+    return dq, *launch_keys(grad, q, k, v, lse, delta, ends, window, scale, second)
+
+
+def launch_queries(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor | None,
+    window: int,
+    scale: float,
+    tiles: Tiles,
+) -> tuple[Tensor, Tensor]:
+    """(dQ, D), the latter as lse."""
     batch, seq, heads, _ = q.shape
-    kv_heads, width = k.shape[2], width_of(q)
-    for_queries, for_keys = tiles or (choose_tiles(name, width, q.dtype) for name in ("queries", "keys"))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty_like(lse)
-    shape = {"HEADS": heads, "GROUP": heads // kv_heads, "WINDOW": window, "WIDTH": width}
-    rows, keys = for_queries.rows, for_queries.keys
-    queries_kernel[(triton.cdiv(seq, rows), batch * heads)](
-        describe(grad, rows),
-        describe(q, rows),
-        describe(k, keys),
-        describe(v, keys),
-        describe(out, rows),
-        describe(dq, rows),
+    dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
+    queries_kernel[(triton.cdiv(seq, tiles.rows), batch * heads)](
+        *(describe(x, tiles.rows) for x in (grad, q)),
+        *(describe(x, tiles.keys) for x in (k, v)),
+        *(describe(x, tiles.rows) for x in (out, dq)),
         lse,
         delta,
         starts,
         seq,
         scale,
-        **shape,
-        **for_queries.options(),
+        HEADS=heads,
+        GROUP=heads // k.shape[2],
+        WINDOW=window,
+        WIDTH=width_of(q),
+        **tiles.options(),
     )
-    rows, keys = for_keys.rows, for_keys.keys
-    keys_kernel[(triton.cdiv(seq, keys), batch * kv_heads)](
-        describe(grad, rows),
-        describe(q, rows),
-        describe(k, keys),
-        describe(v, keys),
-        describe(dk, keys),
-        describe(dv, keys),
+    return dq, delta
+
+
+def launch_keys(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    ends: Tensor | None,
+    window: int,
+    scale: float,
+    tiles: Tiles,
+) -> tuple[Tensor, Tensor]:
+    """(dK, dV)."""
+    batch, seq, heads, _ = q.shape
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    keys_kernel[(triton.cdiv(seq, tiles.keys), batch * k.shape[2])](
+        *(describe(x, tiles.rows) for x in (grad, q)),
+        *(describe(x, tiles.keys) for x in (k, v, dk, dv)),
         lse,
         delta,
         ends,
         seq,
         scale,
-        **shape,
-        **for_keys.options(),
+        HEADS=heads,
+        GROUP=heads // k.shape[2],
+        WINDOW=window,
+        WIDTH=width_of(q),
+        **tiles.options(),
     )
-    return dq, dk, dv
+    return dk, dv
 
 
 @triton.jit
@@ -213,8 +243,6 @@ def keys_kernel(
     batch, kv_head = tl.program_id(1) // (HEADS // GROUP), tl.program_id(1) % (HEADS // GROUP)
     if ends_ptr is not None:
         ends_ptr += batch.to(tl.int64) * seq
-    keys = first + tl.arange(0, KEYS)
-    high = last_queries(keys, ends_ptr, seq, WINDOW)
     # As in the forward pass: [begin, whole) across the diagonal, [whole, edge) without a mask, [edge, end) to where
     # windows and documents end. Queries beyond the sequence are zeros, and add nothing.
     end = last_queries(tl.minimum(first + KEYS, seq) - 1, ends_ptr, seq, WINDOW)
@@ -232,17 +260,17 @@ def keys_kernel(
     delta_ptr += batch.to(tl.int64) * HEADS * seq
     head = kv_head * GROUP
     dk, dv = walk_queries(
-        dk, dv, k, v, grad_desc, q_desc, lse_ptr, delta_ptr, batch, head, begin, whole, keys, high, seq, scale,
-        True, GROUP, ROWS, WIDTH,
+        dk, dv, k, v, grad_desc, q_desc, lse_ptr, delta_ptr, batch, head, begin, whole, first, ends_ptr, seq, scale,
+        True, GROUP, WINDOW, ROWS, KEYS, WIDTH,
     )  # fmt: skip
     dk, dv = walk_queries(
-        dk, dv, k, v, grad_desc, q_desc, lse_ptr, delta_ptr, batch, head, whole, edge, keys, high, seq, scale,
-        False, GROUP, ROWS, WIDTH,
+        dk, dv, k, v, grad_desc, q_desc, lse_ptr, delta_ptr, batch, head, whole, edge, first, ends_ptr, seq, scale,
+        False, GROUP, WINDOW, ROWS, KEYS, WIDTH,
     )  # fmt: skip
     if (WINDOW > 0) or (ends_ptr is not None):
         dk, dv = walk_queries(
-            dk, dv, k, v, grad_desc, q_desc, lse_ptr, delta_ptr, batch, head, edge, end, keys, high, seq, scale,
-            True, GROUP, ROWS, WIDTH,
+            dk, dv, k, v, grad_desc, q_desc, lse_ptr, delta_ptr, batch, head, edge, end, first, ends_ptr, seq, scale,
+            True, GROUP, WINDOW, ROWS, KEYS, WIDTH,
         )  # fmt: skip
     store_tile(dk_desc, batch, kv_head, first, dk * scale, KEYS, WIDTH)
     store_tile(dv_desc, batch, kv_head, first, dv, KEYS, WIDTH)
@@ -262,16 +290,21 @@ def walk_queries(
     head,
     begin,
     end,
-    keys,
-    high,
+    first,
+    ends_ptr,
     seq,
     scale,
     MASKED: tl.constexpr,
     GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Add to dk and dv what the queries begin … end of GROUP heads say, head after head in one loop."""
+    if MASKED:  # made here, not by the caller: registers are short, and the loop without a mask needs none of it
+        keys = first + tl.arange(0, KEYS)
+        high = last_queries(keys, ends_ptr, seq, WINDOW)
     steps = tl.cdiv(end - begin, ROWS)
     for step in tl.range(0, steps * GROUP):
         of = head + step // steps

@@ -42,9 +42,9 @@ PASSES = ("forward", "queries", "keys")  # the two of the backward pass: dQ; dK 
 # By pass and by width of a head (its dimension, filled up to a power of two), for 16-bit numbers.
 HALF: dict[str, dict[int, Tiles]] = {
     "forward": {
-        32: Tiles(128, 128, 8, 3),
-        64: Tiles(128, 128, 8, 3),
-        128: Tiles(128, 128, 8, 2),
+        32: Tiles(128, 128, 8, 3, late=True),
+        64: Tiles(128, 64, 8, 3, late=True),
+        128: Tiles(128, 128, 8, 2, late=True),
         256: Tiles(128, 64, 8, 2),
     },
     "queries": {
