@@ -27,6 +27,7 @@ class Tiles:
     elements: int = 2048  # rows are taken together up to so many; a longer one alone
     thread: int = 8  # elements of a tile in a thread: 16 bytes of bf16, one load
     most_warps: int = 16
+    stages: int = 1  # rows of a program of the backward pass that are on their way at once; more go by shared memory
     resident: int = 32  # warps of the backward pass on each multiprocessor: its registers hold no more of them
 
 
@@ -90,6 +91,7 @@ def backward(
         hidden,
         ROWS=rows,
         BLOCK=block,
+        STAGES=tiles.stages,
         num_warps=warps,
     )
     return grad_x, grad_delta, sums.sum(dim=0).to(weight.dtype)
@@ -140,12 +142,13 @@ def backward_kernel(
     hidden,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     there = column < hidden
     weight = tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)[None, :]
     added = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & there[None, :]
         at = row[:, None] * hidden + column[None, :]

@@ -4,25 +4,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from .triton_support import power_of_two, tl, triton
 
-MOST_HEADS = 16  # of one program
-THREAD = 8  # elements of each half in a thread: 16 bytes of bf16
+
+@dataclass(frozen=True)
+class Tiles:
+    """How heads are shared out. Not timed yet."""
+
+    heads: int = 16  # of one program, at most
+    thread: int = 8  # elements of each half of a head in a thread: 16 bytes of bf16
 
 
-def launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+TILES = Tiles()
+
+
+def launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, tiles: Tiles = TILES) -> tuple[Tensor, Tensor]:
     """As `rope.rotate` of both; with `back`, by the opposite angles."""
     if q.dim() == 3:
-        out_q, out_k = launch(q.unsqueeze(0), k.unsqueeze(0), cos, sin, back)
+        out_q, out_k = launch(q.unsqueeze(0), k.unsqueeze(0), cos, sin, back, tiles)
         return out_q.squeeze(0), out_k.squeeze(0)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     out_q, out_k = q.new_empty(q.shape), k.new_empty(k.shape)
     batch, seq, heads, head_dim = q.shape
     cos, sin = (x.contiguous().expand(batch, seq, 1, head_dim) for x in (cos, sin))  # one for all where they are alike
     kv_heads, width = k.shape[2], power_of_two(head_dim // 2)
-    part = min(MOST_HEADS, power_of_two(heads))
+    part = min(tiles.heads, power_of_two(heads))
     rope_kernel[(batch * seq, triton.cdiv(heads, part) + triton.cdiv(kv_heads, part))](
         q,
         k,
@@ -40,7 +50,7 @@ def launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[
         WIDTH=width,
         PART=part,
         BACK=back,
-        num_warps=max(1, min(8, part * width // (32 * THREAD))),
+        num_warps=max(1, min(8, part * width // (32 * tiles.thread))),
     )
     return out_q, out_k
 

@@ -4,29 +4,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from .triton_support import power_of_two, tl, triton
 
-BLOCK = 1024  # columns of a program, at most
-THREAD = 8  # columns of a thread: 16 bytes of bf16, one load of each tensor
+
+@dataclass(frozen=True)
+class Tiles:
+    """How columns are shared out. Not timed yet."""
+
+    block: int = 1024  # columns of a program, at most
+    thread: int = 8  # columns of a thread: 16 bytes of bf16, one load of each tensor
 
 
-def forward(gate: Tensor, up: Tensor) -> Tensor:
+TILES = Tiles()
+
+
+def forward(gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> Tensor:
     """As `swiglu.reference`. Rows may lie apart: gate and up as two halves of one tensor are read where they are."""
     out = torch.empty(gate.shape, dtype=torch.result_type(gate, up), device=gate.device)
     gate, up = as_rows(gate), as_rows(up)
-    grid, block, warps = shared_out(gate)
+    grid, block, warps = shared_out(gate, tiles)
     forward_kernel[grid](gate, up, out, gate.stride(0), up.stride(0), gate.shape[1], BLOCK=block, num_warps=warps)
     return out
 
 
-def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def backward(grad: Tensor, gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up."""
     grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     grad, gate, up = as_rows(grad), as_rows(gate), as_rows(up)
-    grid, block, warps = shared_out(gate)
+    grid, block, warps = shared_out(gate, tiles)
     backward_kernel[grid](
         grad,
         gate,
@@ -49,10 +59,10 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def shared_out(x: Tensor) -> tuple[tuple[int, int], int, int]:
+def shared_out(x: Tensor, tiles: Tiles) -> tuple[tuple[int, int], int, int]:
     """The grid, the columns of a program and its warps."""
-    block = min(BLOCK, power_of_two(x.shape[1]))
-    return (x.shape[0], triton.cdiv(x.shape[1], block)), block, max(1, block // (32 * THREAD))
+    block = min(tiles.block, power_of_two(x.shape[1]))
+    return (x.shape[0], triton.cdiv(x.shape[1], block)), block, max(1, block // (32 * tiles.thread))
 
 
 @triton.jit
