@@ -1,6 +1,7 @@
 """`lmworks bench offline`: how fast the engine is here, each figure beside what the memory allows.
 
-`lmworks bench serve` is in bench_serve.py, `lmworks bench train` in bench_train.py.
+`lmworks bench serve` is in bench_serve.py, `lmworks bench train` in bench_train.py, `lmworks bench kernels` in
+bench_kernels.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..record.figures import binary_bytes, duration
-from . import bench_serve, bench_train
+from . import bench_kernels, bench_serve, bench_train
 from .generate import EngineOverrides, engine_options
 from .output import Json, print_json, print_table
 
@@ -24,6 +25,7 @@ LOADED = time.perf_counter()
 app = typer.Typer(no_args_is_help=True, help="Measure training and the engine on this machine, or any server.")
 app.command("serve")(bench_serve.serve)
 app.command("train")(bench_train.train)
+app.command("kernels")(bench_kernels.kernels)
 
 Model = Annotated[str, typer.Option("--model", help="A preset (random weights), or a folder with a model.")]
 Requests = Annotated[int, typer.Option("--requests", min=1, help="Requests, all at once.")]
