@@ -99,14 +99,12 @@ def precision(
     from ..spec import load_run
     from ..study.precision.report import overview_table, write_reports
     from ..study.precision.study import study
-    from ..study.sections import open_folder
 
     changes = [*([spec] if "=" in spec else []), *(overrides or ())]
     if not spec or "=" in spec:
         spec, changes = SMALLER[0], [*SMALLER[1], *changes]
     names = [name.strip() for name in only.split(",") if name.strip()]
     loaded = load_run(spec, [*changes, f"optim.steps={steps}"])
-    open_folder(out)
     found = study(loaded, out, names, lambda line: typer.echo(f"  {line}", err=True))
     markdown, html = write_reports(found)
     if json:

@@ -17,6 +17,7 @@ from ...spec import RunSpec, SpecError, TrainingError, dump_toml
 from ...spec.errors import PREEMPTED
 from ...spec.files import write_whole
 from ...train.start import with_absolute_paths
+from ..sections import open_folder
 from .verdict import Figures, figures, noise_of, verdict
 from .watched import LOOKED
 from .ways import BASE, SEED, Way, choose, spec_of, spots
@@ -122,6 +123,7 @@ def study(spec: RunSpec, folder: Path, names: Iterable[str] = (), say: Callable[
     specs = {way: spec_of(spec, way) for way in ways}
     for way, one in specs.items():
         refuse_another(folder / way.name, one)
+    open_folder(folder)
     for number, (way, one) in enumerate(specs.items(), 1):
         head = f"{way.name} ({number} of {len(ways)})"
         if finished(folder, way.name):
