@@ -29,7 +29,8 @@ FILES = (
 
 
 RUNS: list[Any] = [(file, "not slow") for file in FILES]
-RUNS += [pytest.param("test_flash_triton.py", "slow", marks=pytest.mark.slow)]  # more shapes, and compilers
+LONG = ("test_flash_triton.py", "test_elementwise_triton.py")  # more shapes, and compilers; recompute
+RUNS += [pytest.param(file, "slow", marks=pytest.mark.slow) for file in LONG]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
