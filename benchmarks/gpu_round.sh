@@ -19,6 +19,11 @@ for part in "$@"; do
     train) within 600 python benchmarks/train_gpu.py ;;
     loss) within 300 python benchmarks/loss_gpu.py ;;
     parallel) within 120 torchrun --nproc-per-node 1 benchmarks/parallel_gpu.py --save ;;
+    checkpoint) within 90 python benchmarks/checkpoint_gpu.py --save ;;
+    flash) within 190 python benchmarks/flash_tune.py --save ;;
+    kernels) within 240 python -m lmworks bench kernels --record --out benchmarks/results/kernels_train.json ;;
+    train) within 540 python benchmarks/train_gpu.py ;;
+    losses) within 240 python benchmarks/loss_gpu.py ;;
     plan) within 200 python benchmarks/plan_check.py --device cuda --save ;;
     engine) for model in qwen3-0.6b llama3-8b; do within 200 python benchmarks/engine_gpu.py --model $model; done ;;
     quant) within 150 python benchmarks/quant_gpu.py ;;
