@@ -35,9 +35,11 @@ from lmworks.plan.memory.sheet import memory
 from lmworks.plan.predict import predict
 from lmworks.spec import LMWorksError, RunSpec, SpecError, load_run
 from lmworks.spec.hardware import catalogue
+from lmworks.study.roofline import Ceilings, floor
 
 GPU = "H200-SXM-141GB"
 RESULT = RESULTS / "train_gpu.json"
+BEST = Ceilings("measured", {"bf16": 763e12, "fp8": 1443e12}, 4.27e12)  # of such a card: 8192³, and a copy
 LIMIT_S = 150  # of one variant; compiling takes most of it
 COMPILE = "parallel.compile=true"
 BF16 = "precision.dtype=bf16"
@@ -177,13 +179,15 @@ def run_spec(row: Row, changes: list[str]) -> RunSpec:
 def expected(row: Row, changes: list[str]) -> dict[str, Any]:
     """The planner's word, before anything ran."""
     try:
-        said = predict(run_spec(row, changes), Machine.of(catalogue()[GPU]))
+        spec = run_spec(row, changes)
+        said = predict(spec, Machine.of(catalogue()[GPU]))
     except LMWorksError as error:
         return {"note": str(error)}
     allocated = said.memory.total / 2**30
     time_s = said.time.total if said.time else None
     rate = said.time.tokens_per_s if said.time else None
     return {
+        "floor_tokens_per_s": spec.tokens_per_step / floor(spec, BEST, "cuda").seconds,
         "step_s": time_s,
         "tokens_per_s": rate,
         "allocated_gib": allocated,
@@ -195,7 +199,7 @@ def words(said: dict[str, Any]) -> str:
     if "note" in said:
         return f"the planner does not say: {said['note']}"
     rate = f"{said['tokens_per_s']:,.0f} tokens/s" if said["tokens_per_s"] else "unknown speed"
-    return f"planned {rate}, {said['allocated_gib']:.1f} GiB"
+    return f"planned {rate} of at most {said['floor_tokens_per_s']:,.0f}, {said['allocated_gib']:.1f} GiB"
 
 
 def measure(row: Row, changes: list[str], limit_s: float) -> dict[str, Any]:

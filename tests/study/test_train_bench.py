@@ -48,6 +48,7 @@ def test_figures_are_of_the_trainers_own_steps(dataset: Path, tmp_path: Path, qu
     assert facts["mfu"] is None and facts["hfu"] is None  # of a peak that nobody knows
     reached = facts["floors"]["measured"]
     assert reached["reached"] == pytest.approx(floor(spec, KNOWN, "cpu").seconds / facts["step_s"])
+    assert reached["products_s"] == pytest.approx(step_flops(spec).model / KNOWN.flops["fp32"])
     assert facts["predicted"]["step_s"] == pytest.approx(floor(spec, KNOWN, "cpu").seconds)
     assert facts["kernels"]["rows"][0]["seconds"] > 0
     assert len(facts["losses"]) == train_bench.WARM_UP + 2 + 1
@@ -116,7 +117,14 @@ def test_the_command_prints_tables_and_json(dataset: Path, tmp_path: Path, quick
     ask = ["bench", "train", str(file), "--steps", "1"]
     told = CliRunner().invoke(app, [*ask, "--profile"])
     assert told.exit_code == 0, told.output
-    for words in ("tokens/s", "of the measured floor", "allocated, planned", "optimizer", "One step: kernels for"):
+    for words in (
+        "tokens/s",
+        "of the measured floor",
+        "of one product's pace",
+        "allocated, planned",
+        "optimizer",
+        "One step: kernels for",
+    ):
         assert words in told.output
     answer = json.loads(CliRunner().invoke(app, [*ask, "--json"]).stdout)
     assert answer["steps"] == 1 and answer["ranks"] == 1

@@ -56,12 +56,18 @@ def show(facts: dict[str, Any]) -> None:
         f"tokens/s ({short(facts['params'])} parameters, {facts['tokens_per_step']:,} tokens a step)"
     )
     low, high = facts["step_s_range"]
+    products = facts["floors"]["measured"]
     rows = [
         ["step", duration(facts["step_s"]), f"{duration(low)} to {duration(high)} in {facts['steps']} steps"],
         *(
             [f"of the {source} floor", f"{at['reached']:.1%}", floor_words(at)]
             for source, at in facts["floors"].items()
         ),
+        [
+            "of one product's pace",
+            f"{products['products_reached']:.1%}",
+            f"what the model needs takes {duration(products['products_s'])} there",
+        ],
         *([name.upper(), f"{facts[name]:.1%}", "of the datasheet's peak"] for name in ("mfu", "hfu") if facts[name]),
         ["model FLOPs", f"{facts['model_tflops']:.4g} TFLOP/s", "on each rank"],
         ["allocated", binary_bytes(memory["allocated_bytes"]), f"of {binary_bytes(memory['device_bytes'])}"],

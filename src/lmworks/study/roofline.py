@@ -2,7 +2,8 @@
 
 Products and attention run at the rate of one large product, passes over memory at the rate of one large copy, and
 nothing is ever launched late. What is computed again counts as nothing. So the floor is of the work as a spec asks for
-it, in the precision that it names; how far a step is from it says what kernels and waiting cost.
+it and as our kernels divide it; how far a step is from it says what these kernels and waiting cost. Better kernels have
+a lower floor. Below the time of the model's own products there is none.
 
 Rates are measured here (`measured_ceilings`), or a datasheet's (`datasheet_ceilings`): the second is the yardstick of
 MFU, the first is what anybody has got out of the card.
@@ -60,24 +61,27 @@ class Floor:
 
     source: str
     seconds: float
-    parts: dict[str, float]  # of it; products alone where several ranks share the work
+    products: float  # seconds of what the model needs at the rate of one large product: below this nobody gets
+    parts: dict[str, float]  # of `seconds`; products alone where several ranks share the work
     tflops: float  # of a product in the run's number format
     bandwidth_gbs: float
 
     def to_dict(self, tokens: int, step_s: float) -> dict[str, Any]:
         facts = {"step_s": self.seconds, "tokens_per_s": tokens / self.seconds, "reached": self.seconds / step_s}
+        facts |= {"products_s": self.products, "products_reached": self.products / step_s}
         return facts | {"matmul_tflops": self.tflops, "bandwidth_gbs": self.bandwidth_gbs, "parts": self.parts}
 
 
 def floor(spec: RunSpec, ceilings: Ceilings, device: str) -> Floor:
     dtype, world = spec.precision.dtype, spec.parallel.world
     rate = ceilings.flops[dtype]
+    products = step_flops(spec).model / rate / world
     if world > 1:  # messages may hide behind products, and then nothing but these is sure to take time
-        parts = {"products": step_flops(spec).model / rate / world}
+        parts = {"products": products}
     else:
         once = spec.replace(parallel=spec.parallel.replace(recompute="none", recompute_budget=0.0))
         parts = {part: s for part, s in step_time(once, ceilings.machine(device)).parts.items() if s > 0}
-    return Floor(ceilings.source, sum(parts.values()), parts, rate / 1e12, ceilings.bandwidth / 1e9)
+    return Floor(ceilings.source, sum(parts.values()), products, parts, rate / 1e12, ceilings.bandwidth / 1e9)
 
 
 def datasheet_ceilings(gpu: Gpu) -> Ceilings:
