@@ -69,6 +69,20 @@ def test_the_closed_form_is_the_sheet(parallel: dict[str, Any], data: dict[str, 
             assert float(getattr(said, name)) == pytest.approx(float(getattr(exact, name)), rel=0.002), name
 
 
+@pytest.mark.parametrize("name", ["one rank", "zero-1", "zero-3, selective", "tp", "pp"])
+def test_bf16_weights_too(name: str) -> None:
+    parallel, data, within = {"one rank": ({}, {}, 0.01), **LAYOUTS}[name]
+    spec = run(parallel, data)
+    spec = spec.replace(precision=spec.precision.replace(weights="bf16", states="bf16"))
+    for stage in {0, spec.parallel.pp - 1}:
+        said, exact = budget(Case.of(spec, H100), stage), budget_of(spec, stage)
+        assert float(said.allocated) == pytest.approx(float(exact.allocated), rel=within)
+        for kind in ("parameters", "gradients", "master", "optimizer"):
+            assert float(getattr(said, kind)) == pytest.approx(float(getattr(exact, kind)), rel=0.002), kind
+    plain = budget(Case.of(run(parallel, data), H100))
+    assert float(said.parameters) < 0.51 * float(plain.parameters)
+
+
 def test_experts_too() -> None:
     spec = run({"dp": 8, "ep": 8, "strategy": "fsdp2"}, {}, "mixtral-8x7b")
     said, exact = budget(Case.of(spec, H100)), budget_of(spec)

@@ -10,11 +10,15 @@ from tracker import Steps, make_run
 
 from lmworks.kernels import choose, cross_entropy
 from lmworks.plan import ops
+from lmworks.plan.case import Case
+from lmworks.plan.exact.residency import resident
+from lmworks.plan.exact.weights import weights
+from lmworks.plan.memory.budget import budget
 from lmworks.plan.memory.moments import END, pieces
 from lmworks.plan.memory.run_budget import sheet
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.ops import Workload
-from lmworks.spec import ModelSpec, RunSpec, load_run
+from lmworks.spec import ModelSpec, RunSpec, catalogue, load_run
 from lmworks.study.simulate import simulate
 
 DTYPES = ("bf16", "fp16")
@@ -57,6 +61,36 @@ def test_what_the_forward_pass_keeps_is_exact(shape: dict[str, Any], dtype: str,
         live = tracker.live
     assert torch.isfinite(loss)
     assert live == kept_bytes(spec)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "qwen3", "experts"])
+def test_what_bf16_weights_keep_is_exact(shape: str, recompute: str) -> None:
+    """Nothing is cast, and the residual stream has 2 bytes a number."""
+    spec = make_run(dtype="bf16", weights="bf16", recompute=recompute, **SHAPES[shape])
+    run = Steps(spec)
+    with run.track() as tracker:
+        loss = run.forward()
+        live = tracker.live
+    assert torch.isfinite(loss)
+    assert live == kept_bytes(spec)
+
+
+@pytest.mark.parametrize(("change", "each"), [({}, 14), ({"states": "bf16"}, 10), ({"master": False}, 12)], ids=str)
+def test_bytes_of_a_parameter(change: dict[str, Any], each: int) -> None:
+    """As docs/precision.md has them: weight, gradient, master and moments."""
+    run = make_run(dtype="bf16", weights="bf16")
+    run = run.replace(precision=run.precision.replace(**change))
+    held = resident(run, 0)
+    steps = 4 * len(weights(run.model))
+    assert held.total - steps == each * run.model.params
+    assert held.master == (2 if run.precision.master else 0) * run.model.params
+    rows = {row.name: row.bytes for row in memory(run).rows}
+    assert rows["parameters"] == 2 * run.model.params and rows.get("master weights", 0) == held.master
+    closed = budget(
+        Case.of(run.replace(cluster=run.cluster.replace(gpu="H200-SXM-141GB")), catalogue()["H200-SXM-141GB"])
+    )
+    assert closed.parameters + closed.gradients + closed.master + closed.optimizer == each * run.model.params
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lmworks.model import GPT
+from lmworks.parallel.precision import keep_in
 from lmworks.spec import RunSpec
 
 
@@ -47,6 +48,7 @@ class Steps:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self.model = GPT(spec.model)
+        keep_in(spec.precision, self.model)
         self.model.recompute = spec.parallel.recompute
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         shape = (spec.data.micro_batch, spec.data.seq)
@@ -71,8 +73,8 @@ class Steps:
 
 
 def make_run(
-    *, micro_batch: int = 2, seq: int = 32, dtype: str = "fp32", recompute: str = "none", accumulation: int = 1,
-    documents: bool = False, **model: Any,
+    *, micro_batch: int = 2, seq: int = 32, dtype: str = "fp32", weights: str = "fp32", recompute: str = "none",
+    accumulation: int = 1, documents: bool = False, **model: Any,
 ) -> RunSpec:  # fmt: skip
     shape = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 96, "context": max(32, seq), **model}
     data = {"seq": seq, "micro_batch": micro_batch, "global_batch": micro_batch * accumulation}
@@ -80,7 +82,7 @@ def make_run(
         {
             "model": shape,
             "data": {**data, "document_mask": documents},
-            "precision": {"dtype": dtype},
+            "precision": {"dtype": dtype, "weights": weights},
             "parallel": {"recompute": recompute},
         }
     )

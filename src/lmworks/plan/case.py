@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..spec import Cluster, Gpu, ModelSpec, RunSpec, SpecError
+from .exact.optimizers import optimizer_of
 from .software import Software, software_of
 
 Number = float | NDArray[Any]
@@ -75,7 +76,7 @@ class Case:
             recompute_every=layout.recompute_every,
             cp_method=layout.cp_method,
             dtype=spec.precision.dtype,
-            optimizer=spec.optim.optimizer,
+            optimizer=optimizer_of(spec),
             offload=layout.offload,
             cluster=spec.cluster,
         )

@@ -41,7 +41,7 @@ def product(name: str, load: Workload, inputs: Any, outputs: Any, part: str = "m
     t = load.tokens
     # The weight's gradient is added to the last one; a bias has a sum over tokens, and the same.
     sums = launched(load, 3 if load.model.bias else 1)
-    cast = passes(6.0 * inputs * outputs) if load.cast else ()
+    cast = passes(6.0 * inputs * outputs) if load.cast_weights else ()
     forward = (gemm(t, inputs, outputs), *cast)
     backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs), *cast, *sums)
     return Op(name, part, forward, backward, dear=load.width * t * (outputs if dear is None else dear))
@@ -125,7 +125,7 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
     wide = w * tokens * width * count
     gated = load.model.mlp == "swiglu"
     up, apart = (2 if gated else 1), (1 if load.software.fused else 2)
-    cast = passes(*[6.0 * h * width * count] * load.cast)
+    cast = passes(*[6.0 * h * width * count] * load.cast_weights)
     forward = (gemm(rows, h, up * width, count), *up * cast)
     sums = launched(load, 3 if load.model.bias else 1)
     backward = (gemm(rows, up * width, h, count), gemm(up * width, rows, h, count), *up * cast, *sums)

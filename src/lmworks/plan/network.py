@@ -23,16 +23,18 @@ from .ops import (
     rotary,
     stream,
 )
+from .software import Software
 
 
 def embedding(load: Workload) -> list[Op]:
     m, t, h, vocab = load.model, load.outside, load.model.hidden, load.vocab
     # Backward scatters into a dense gradient of the whole table; a tied head's gradient is added to it.
-    back = [stream(vocab * h), stream(3 * t * h)] + ([stream(3 * vocab * h)] if m.tie_embeddings else [])
-    ops = [Op("token embedding", "embedding", (stream(2 * t * h),), tuple(back), saved=4 * t * h)]
+    x, table = t * h * load.stream / 4, vocab * h * load.software.gradients / 4  # in units of 4 bytes
+    back = [stream(table), stream(3 * x)] + ([stream(3 * table)] if m.tie_embeddings else [])
+    ops = [Op("token embedding", "embedding", (stream(2 * x),), tuple(back), saved=4 * x)]
     if m.positions == "learned":  # the sum replaces the look-up as the stream's first tensor; positions are int64
         indices = 8 * load.seq * (load.batch if load.documents else 1)
-        ops.append(Op("position embedding", "embedding", (stream(3 * t * h),), (stream(2 * t * h),), saved=indices))
+        ops.append(Op("position embedding", "embedding", (stream(3 * x),), (stream(2 * x),), saved=indices))
     if m.positions == "rope":  # cos and sin of every position, twice a head's half; shared by all layers
         table = load.seq * (load.batch if load.documents else 1) * m.head_dim
         ops.append(Op("rotary tables", "embedding", (stream(2 * table, kind="exp", count=2),), saved=8 * table))
@@ -70,7 +72,7 @@ def experts(load: Workload) -> list[Op]:
     count = m.experts // load.ep  # of this rank, which gets as many slots as it gives away
     rows = np.maximum(1, slots // count)  # tokens of one expert
     # softmax, the chosen values (fp32) and indices (int64), their sum; per slot two permutations and its weight; counts
-    routing = t * (4 * m.experts + 12 * m.top_k + 4) + slots * 20 + 8 * m.experts
+    routing = t * (4 * m.experts + 12 * m.top_k + 4) + slots * (16 + load.stream) + 8 * m.experts
     if m.balance_loss:
         routing += 4 * load.batch * m.experts  # each sequence's shares
     route = Op(
@@ -86,7 +88,7 @@ def experts(load: Workload) -> list[Op]:
     forward = [gemm(rows, h, ffn, 2 * count), gemm(rows, ffn, h, count)]
     backward = [gemm(rows, ffn, h, 2 * count), gemm(rows, h, ffn, count)]
     backward += [gemm(ffn, rows, h, 2 * count), gemm(h, rows, ffn, count)]
-    if load.cast:
+    if load.cast_weights:
         forward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
         backward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
     products = Op("experts", "matmul", tuple(forward), tuple(backward), dear=slots * w * (2 * ffn + h))
@@ -129,8 +131,9 @@ def loss(load: Workload) -> list[Op]:
     chunks, head = t / rows, vocab * h
     products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks)]
     passes = [*softmax(load, rows * seen, chunks)]
-    if load.cast:  # the head is cast once, and every chunk adds to its gradient
+    if load.cast:  # the head, once
         passes.append(stream(1.5 * head))
+    if load.half:  # every chunk adds to its gradient
         passes.append(stream(2 * head, count=chunks) if load.in_place else stream(3 * head, count=chunks))
     return [
         norm("final norm", load, readers=0),
@@ -144,7 +147,7 @@ def softmax(load: Workload, logits: Any, chunks: Any) -> list[Kernel]:
     if load.in_place:  # a row is read twice and written once
         return [Kernel("exp", bytes=3.0 * load.width * logits, count=chunks)]
     found = [stream(3 * logits, kind="exp", count=chunks), stream(2 * logits, kind="exp", count=chunks)]  # log p, exp
-    if not load.cast:
+    if not load.half:
         return [*found, stream(2 * logits, count=chunks)]  # which rows count
     # Softmax on a GPU reads fp16 itself. Which rows count, and back to 2 bytes, is one pass that is not vectorised.
     wide = [] if load.dtype == "fp16" else [stream(1.5 * logits, kind="widen", count=chunks)]
@@ -164,14 +167,15 @@ class Network:
 
 def network(load: Workload) -> Network:
     """Of the code that runs it: our blocks op by op, or a list in which what can be one kernel is one."""
-    if load.software.fused or load.software.stream == 2:
+    if load.software.fused or (load.software.stream == 2 and not load.software.name.startswith("lmworks")):
         last = loss(load) if load.software.loss == "chunked" else fused.loss(load)
         return Network(load, tuple(fused.stem(load)), tuple(fused.block(load)), tuple(last))
     return Network(load, tuple(embedding(load)), tuple(block(load)), tuple(loss(load)))
 
 
-def optimizer(model: ModelSpec) -> list[Op]:
-    """Clipping reads the gradients, then scales them; fused AdamW reads p, g, m, v and writes p, m, v."""
-    clip = Op("clip", "optimizer", (stream(model.params), stream(2 * model.params)))
-    adamw = Op("adamw", "optimizer", (Kernel("optimizer", bytes=28.0 * model.params),))
-    return [clip, adamw]
+def optimizer(model: ModelSpec, software: Software, states: float) -> list[Op]:
+    """Clipping reads the gradients, then scales them; the update reads p, g and states, and writes p and states."""
+    numbers = model.params * software.gradients / 4  # in units of 4 bytes
+    clip = Op("clip", "optimizer", (stream(numbers), stream(2 * numbers)))
+    each = 2 * (software.weights + software.low + states) + software.gradients
+    return [clip, Op("update", "optimizer", (Kernel("optimizer", bytes=1.0 * each * model.params),))]

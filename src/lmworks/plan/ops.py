@@ -4,8 +4,9 @@ One list, read three times: `time` prices its kernels, `memory` sums what is kep
 products add up to `flops`. It follows `model/gpt.py` and `kernels/cross_entropy.py` line by line as PyTorch runs
 them eagerly; tests hold the kept bytes, the products and the traffic against what PyTorch really does.
 
-Widths are elements per token. Weights and the residual stream are fp32 (4 bytes); under autocast the matrix products,
-attention and activations are `width` = 2 bytes wide, and every input of a linear layer is cast by that layer.
+Widths are elements per token. Weights and the residual stream are fp32 (4 bytes) or, where weights are kept so, bf16;
+under autocast the matrix products, attention and activations are `width` = 2 bytes wide, and every input of a linear
+layer that has 4 is cast by that layer.
 
 The work is that of one rank: tensor parallelism leaves it its heads and its part of the MLP and of the vocabulary,
 sequence parallelism its positions between these, context parallelism its positions everywhere. Degrees and batch may be
@@ -146,8 +147,24 @@ class Workload:
         return 4 if self.dtype == "fp32" else 2
 
     @property
+    def half(self) -> bool:
+        """Products take and give numbers of 2 bytes."""
+        return self.width == 2
+
+    @property
     def cast(self) -> bool:
-        return self.width == 2 and self.software.cast
+        """And every layer casts its input to them, as autocast does."""
+        return self.half and self.software.cast
+
+    @property
+    def cast_weights(self) -> bool:
+        """And its weight; to 8 bits that is a part of the product, and not kept."""
+        return self.cast and self.dtype != "fp8"
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number of the residual stream."""
+        return self.software.stream
 
     @property
     def chunk_rows(self) -> Any:
@@ -190,7 +207,7 @@ def linear(name: str, load: Workload, inputs: Any, outputs: Any, bias: bool = Fa
     if bias:
         backward.append(Kernel("strided" if load.device == "cuda" else "stream", bytes=t * outputs * w))
     forward = [gemm(t, inputs, outputs)]
-    if load.cast:  # the weight is cast once a micro-batch, its gradient back
+    if load.cast_weights:  # once a micro-batch, and its gradient back
         forward.append(Kernel("stream", bytes=6.0 * inputs * outputs))
         backward.append(Kernel("widen", bytes=6.0 * inputs * outputs))
     return Op(name, "matmul", tuple(forward), tuple(backward), dear=t * outputs * w)
@@ -201,6 +218,7 @@ def normalise(load: Workload, x: Number) -> tuple[list[Kernel], list[Kernel]]:
 
     On a GPU the gradient of the weights is a kernel of its own, which reads both inputs again.
     """
+    x = x * load.stream / 4
     if load.device == "cuda":
         return [stream(2 * x)], [stream(3 * x), stream(2 * x)]
     if load.model.norm == "layer":
@@ -215,15 +233,17 @@ def norm(name: str, load: Workload, readers: int) -> Op:
     whoever made it.
     """
     t, x, whole = load.outside, load.outside * load.model.hidden, load.tokens * load.model.hidden
-    result = 2 * x * readers if load.cast else 4 * x * (readers > 0)
+    result = 2 * x * readers if load.cast else load.stream * x * (readers > 0)
     if np.any(load.tp > 1):  # one tensor enters the region, cast before it does
         result = np.where(load.tp > 1, load.width * whole * (readers > 0), result)
-    saved = t * (8 if load.model.norm == "layer" else 4) + result
+    figure = load.stream if load.device == "cpu" else 4  # 1/σ, or a mean; those of our RMSNorm are always fp32
+    saved = t * (2 * figure if load.model.norm == "layer" else 4) + result
     forward, backward = normalise(load, x)
     if load.cast:
         forward.append(stream(1.5 * x, count=readers))
         backward.append(stream(1.5 * x, kind="widen", count=readers))
-    backward.append(stream(3 * x, count=max(0, readers - 1)))  # gradients of the readers are added up
+    added = 3 * x * load.stream / 4  # gradients of the readers
+    backward.append(stream(added, count=max(0, readers - 1)))
     freed = 4 * x * ((load.model.norm == "rms" and load.device == "cpu") + load.cast)  # x², and what was cast
     return Op(name, "norms", tuple(forward), tuple(backward), saved, freed=freed)
 
@@ -231,8 +251,9 @@ def norm(name: str, load: Workload, readers: int) -> Op:
 def residual(name: str, load: Workload) -> Op:
     """x + f(x): the sum is kept, as the next norm needs it; backward adds the two gradients."""
     x = load.outside * load.model.hidden
-    back = [stream(3 * x)] + ([stream(1.5 * x)] if load.cast else [])
-    return Op(name, "residual", (stream(3 * x),), tuple(back), saved=4 * x, freed=load.width * x)
+    passed = stream(3 * x * load.stream / 4)
+    back = [passed] + ([stream(1.5 * x)] if load.cast else [])
+    return Op(name, "residual", (passed,), tuple(back), saved=load.stream * x, freed=load.width * x)
 
 
 def head_norm(name: str, load: Workload, heads: Any) -> Op:
@@ -249,9 +270,9 @@ def rotary(name: str, load: Workload, width: Any) -> Op:
     """
     x = load.tokens * width
     passes = [stream(2 * x, kind="strided", count=3), stream(3 * x)]
-    if load.cast:  # 2 bytes in and out, fp32 within
+    if load.half:  # 2 bytes in and out, fp32 within
         passes = [stream(1.5 * x, kind="strided", count=2), stream(x, kind="strided"), stream(3 * x), stream(1.5 * x)]
-    freed = (14 if load.cast else 12) * x + load.width * x * (not load.model.qk_norm)
+    freed = (14 if load.half else 12) * x + load.width * x * (not load.model.qk_norm)
     return Op(name, "rotary", tuple(passes), tuple(passes), freed=freed)
 
 
@@ -272,7 +293,7 @@ def attention(load: Workload) -> Op:
         backward = [Kernel("attention_backward", flops=2 * product, shape=shape), stream(3 * scores, count=2)]
         inner = w if m.attention == "reference" else 4  # SDPA's math path computes in fp32
         saved = 4 * scores + t * 3 * load.q_width * inner + result  # k and v repeated for every head
-        if load.cast and m.attention == "reference":
+        if load.half and m.attention == "reference":
             saved += 2 * scores
         dear = (scores + t * load.q_width) * inner
         return Op("attention", "attention", tuple(forward), tuple(backward), saved, dear)

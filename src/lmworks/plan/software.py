@@ -20,6 +20,7 @@ class Software:
     weights: int = 4
     gradients: int = 4
     master: int = 0  # an fp32 copy of weights that are held in fewer bytes
+    low: int = 0  # or the bits that make such a weight an fp32 number
     # Kernels of a block.
     stream: int = 4  # bytes of one number of the residual stream; products are as wide as the precision in use
     cast: bool = False  # weights are fp32 and every layer casts them, as autocast does
@@ -101,6 +102,8 @@ SOFTWARE = {
 
 def software_of(spec: RunSpec) -> Software:
     """Our own trainer, as this run uses it."""
-    own = COMPILED if spec.parallel.compile else EAGER
-    reduce = 2 if spec.precision.reduce == "bf16" else 4
-    return replace(own, cast=spec.precision.dtype != "fp32", reduce=reduce, async_tp=spec.parallel.async_tp)
+    own, kept = COMPILED if spec.parallel.compile else EAGER, spec.precision
+    own = replace(own, reduce=2 if kept.reduce == "bf16" else 4, async_tp=spec.parallel.async_tp)
+    if kept.weights == "bf16":  # and with them gradients and the residual stream; nothing is left to cast
+        return replace(own, weights=2, gradients=2, low=2 if kept.master else 0, stream=2, cast=False)
+    return replace(own, cast=kept.compute != "fp32")

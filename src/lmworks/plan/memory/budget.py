@@ -122,7 +122,7 @@ def held(case: Case, part: Share) -> dict[str, Number]:
     found = {
         "parameters": code.weights * (cut if case.zero == 3 else whole),
         "gradients": code.gradients * (cut if case.zero >= 2 else whole),
-        "master": code.master * (cut if case.zero >= 1 else whole),
+        "master": (code.master + code.low) * (cut if case.zero >= 1 else whole),
         "optimizer": states * (cut if case.zero >= 1 else whole),
     }
     host: Number = 0.0 * whole
@@ -131,6 +131,6 @@ def held(case: Case, part: Share) -> dict[str, Number]:
         found = dict.fromkeys(found, 0.0 * whole)
     elif case.offload == "optimizer":  # copies of what the rank updates, their gradients, and the states
         own = found["optimizer"] / states if states else cut
-        host = found["optimizer"] + found["master"] + 8 * own
+        host = found["optimizer"] + found["master"] + (code.weights + code.gradients) * own
         found |= {"optimizer": 0.0 * whole, "master": 0.0 * whole}
     return found | {"host": host}

@@ -13,7 +13,7 @@ import numpy as np
 from ..case import Case, Number
 from ..kept import again, kept, total
 from ..network import Network
-from .moments import chunk_bytes
+from .moments import chunk_bytes, head_gradient
 from .share import Share
 
 # Bytes of one logit when the loss is highest. Plain code has log p, its gradient and that of the logits, in fp32, and
@@ -104,9 +104,10 @@ def chunked_loss(net: Network) -> tuple[Any, Any, Any]:
     load, cut = net.load, np.greater(net.load.tp, 1)
     hidden, head = load.tokens * load.model.hidden, load.vocab * load.model.hidden
     ends = total(net.loss) + 2 * load.width * hidden
+    weights = head_gradient(load) * head
     if not load.cast:
-        return ends, chunk_bytes(load, head), 4 * head
-    return ends + 4 * hidden * ~cut, chunk_bytes(load, head), 6 * head
+        return ends, chunk_bytes(load, head), weights
+    return ends + 4 * hidden * ~cut, chunk_bytes(load, head), weights + 2 * head
 
 
 def stored(case: Case, net: Network, part: Share) -> Number:
@@ -115,7 +116,8 @@ def stored(case: Case, net: Network, part: Share) -> Number:
     received = case.software.stream * net.load.outside * case.model.hidden
     loss: Number = 0.0 * received
     if case.software.loss == "chunked":  # both its gradients wait for the backward pass; those of one are at_loss's
-        loss = part.last * (part.under_way - 1) * (net.load.width * net.load.tokens + 4 * net.load.vocab)
+        load = net.load
+        loss = part.last * (part.under_way - 1) * (load.width * load.tokens + head_gradient(load) * load.vocab)
     kept_here = blocks_keep(case, net, part) + np.where(part.first, stem, received * (not lmworks(case)))
     return part.under_way * kept_here + loss * case.model.hidden
 
@@ -159,7 +161,7 @@ def casts(case: Case, net: Network, part: Share, forward: bool) -> Number:
     They are kept with the activations of every micro-batch, or, of recomputed blocks, until the forward pass is over,
     and made again block by block.
     """
-    each = 2.0 * part.block * (net.load.cast and case.zero < 3)
+    each = 2.0 * part.block * (net.load.cast_weights and case.zero < 3)
     if case.recompute == "none":
         return part.under_way * part.layers * each
     return each * np.where(forward, part.layers, 1)
@@ -178,7 +180,7 @@ def standing(case: Case, part: Share, net: Network, gathered: float) -> Number:
     width = code.gather or w
     keep = (not case.reshard) | (np.greater(case.pp, 1) & (case.schedule not in ("gpipe", "1f1b") or not lmworks(case)))
     blocks = np.where(keep, part.layers, 0) + np.where(keep & (gathered > 1), 0, np.minimum(gathered, part.layers))
-    root = 4 * part.root if lmworks(case) else 0.0 * part.root  # ours keeps embedding and head gathered, in fp32
+    root = code.weights * part.root if lmworks(case) else 0.0 * part.root  # ours keeps embedding and head gathered
     return own + width * np.minimum(part.block, code.bucket) * blocks + root
 
 

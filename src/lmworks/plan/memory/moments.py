@@ -83,8 +83,9 @@ class Piece:
         ]
         if self.stage.last and not over:
             w = self.net.load.width
-            loss = w * self.hidden + 4 * self.head
-            found.append(row("loss: gradients", loss, f"{w} B × tokens × hidden + 4 B × vocab × hidden"))
+            g = head_gradient(self.net.load)
+            loss = w * self.hidden + g * self.head
+            found.append(row("loss: gradients", loss, f"{w} B × tokens × hidden + {g} B × vocab × hidden"))
         return found
 
     # --- comes and goes ---------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class Piece:
     def at_backward(self) -> list[Row]:
         """Inside the MLP of a block, beside what is kept: gradients, and what the block computes again."""
         load, m = self.net.load, self.net.load.model
-        w, slots = load.width, load.tokens * m.top_k
+        w, g, slots = load.width, load.software.gradients, load.tokens * m.top_k
         policy = self.policies[-1]
         once_more = again(self.net, policy) + self.casts * (policy != "none")
         stream = stream_bytes(self.net)
@@ -131,12 +132,12 @@ class Piece:
             whole = count * ffn * m.hidden
             # Experts run one after another: at first the gradient of every slot is there, at last all experts'
             # gradients, one of them joined already, and the rows' gradient, twice; what they kept is gone by then.
-            first = slots * w * m.hidden + beside * ffn * slots / count * w + 4 * ffn * m.hidden
-            last = 16 * whole + 2 * slots * w * m.hidden - slots * w * (4 * ffn + m.hidden)
+            first = slots * w * m.hidden + beside * ffn * slots / count * w + g * ffn * m.hidden
+            last = 4 * g * whole + 2 * slots * w * m.hidden - slots * w * (4 * ffn + m.hidden)
             size += max(first, last)
         else:
             ffn = m.ffn // load.tp
-            size += beside * ffn * load.tokens * w + 4 * ffn * m.hidden
+            size += beside * ffn * load.tokens * w + g * ffn * m.hidden
         return [
             row("recomputed block", once_more, "what one block saves, less what it kept"),
             row("backward temporaries", size, "gradients inside one MLP and of the residual stream"),
@@ -157,10 +158,15 @@ def chunk_bytes(load: Workload, head: Any) -> Any:
     logits, cut = load.chunk_rows * load.columns, np.greater(load.tp, 1)
     if load.in_place:
         return load.width * logits
-    if not load.cast:
+    if not load.half:
         return np.where(cut, 4, 8)[()] * logits
     each = np.where(cut, 6, 6 if load.dtype == "fp16" and load.device == "cuda" else 10)[()]
     return np.maximum(each * logits, 2 * logits + 2 * head)
+
+
+def head_gradient(load: Workload) -> Any:
+    """Bytes of a number of it: as its weight has, but fp32 where several chunks add up."""
+    return np.where(np.less(load.chunk_rows, load.tokens), 4, load.software.gradients)[()]
 
 
 def pieces(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[Piece]:
@@ -169,7 +175,7 @@ def pieces(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[Piece]
     found = []
     for stage in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
         matrices = sum(w.size for w in held(spec, stage) if w.unit != ROOT and len(w.shape) > 1)
-        casts = 2.0 * matrices / len(stage.layers) * (net.load.cast and not gathered)
+        casts = 2.0 * matrices / len(stage.layers) * (net.load.cast_weights and not gathered)
         found.append(Piece(stage, net, tuple(policies(spec, stage.layers)), casts))
     return found
 
@@ -190,10 +196,12 @@ def moments(spec: RunSpec, rank: int, device: str, gathered: bool) -> dict[str, 
 def at_end(spec: RunSpec, piece: Piece) -> list[Row]:
     """The embedding's gradient comes last, and is added to a tied head's."""
     copies = (spec.model.tie_embeddings * piece.stage.last + (spec.accumulation > 1)) * piece.stage.first
-    table = 4 * piece.net.load.vocab * spec.model.hidden
+    code = piece.net.load.software
+    table = code.gradients * piece.net.load.vocab * spec.model.hidden
+    how = f"{copies} × {code.gradients} B × vocab × hidden before it is added"
     return [
-        row("embedding gradient", copies * table, f"{copies} × 4 B × vocab × hidden before it is added"),
-        row("gradient of the stream", stream_bytes(piece.net), "4 B × tokens × hidden"),
+        row("embedding gradient", copies * table, how),
+        row("gradient of the stream", stream_bytes(piece.net), f"{code.stream} B × tokens × hidden"),
     ]
 
 

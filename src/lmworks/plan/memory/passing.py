@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ...spec import Grid, RunSpec
 from ..exact.residency import Resident
-from ..exact.shards import FP32, buckets, compute_bytes, reduce_bytes, strategy_of, unit_size, units
+from ..exact.shards import buckets, compute_bytes, reduce_bytes, strategy_of, unit_size, units, weight_bytes
 from ..exact.weights import ROOT, Weight, held
 from ..pipelines.stages import stages_here
 from .moments import END, LATER, LOSS, LOWEST, TOP, Row, row
@@ -38,6 +38,11 @@ class Holding:
     several: bool  # gradients of earlier micro-batches are there
     state: Resident
     copies: int  # of a message: gloo makes another
+
+    @property
+    def each(self) -> int:
+        """Bytes of a weight, and of its gradient."""
+        return weight_bytes(self.spec)
 
     @property
     def size(self) -> int:
@@ -89,7 +94,7 @@ def by_strategy(mine: Holding, rank: int) -> Sizes:
 
 
 HOW = {
-    "gradients": "4 B × weights whose gradients are held, whole or this rank's part",
+    "gradients": "of weights whose gradients are held, whole or this rank's part",
     "gathered": "weights of the root and of blocks at work, and copies of a gather",
     "flying": "gradients or weights on their way, and what comes of them",
 }
@@ -98,22 +103,22 @@ HOW = {
 def alone(mine: Holding) -> Sizes:
     tied = mine.spec.model.tie_embeddings  # the head's gradient waits for the embedding's
     table = sum(weight.size for weight in mine.weights if weight.name == "embed.weight") * tied * (mine.head > 0)
-    made = {moment: FP32 * (done + table * (moment in (TOP, LOWEST))) for moment, done in mine.done.items()}
-    return {moment: {"gradients": FP32 * mine.size if mine.several else size} for moment, size in made.items()}
+    made = {moment: mine.each * (done + table * (moment in (TOP, LOWEST))) for moment, done in mine.done.items()}
+    return {moment: {"gradients": mine.each * mine.size if mine.several else size} for moment, size in made.items()}
 
 
 def replicated(mine: Holding) -> Sizes:
-    return {moment: {"gradients": FP32 * mine.size * (2 if mine.several else 1)} for moment in mine.done}
+    return {moment: {"gradients": mine.each * mine.size * (2 if mine.several else 1)} for moment in mine.done}
 
 
 def bucketed(mine: Holding, kind: str) -> Sizes:
     """Under a pipeline gradients meet after the last micro-batch, all at once, and are whole until then."""
     second, ranks = kind == "zero2", 1 if kind == "zero0" else Grid.of(mine.spec.parallel).size("shard")
-    sizes = [FP32 * sum(weight.size for weight in bucket) for bucket in buckets(mine.spec, mine.weights)]
-    arriving, whole = (mine.copies + 1 / ranks if ranks > 1 else mine.copies), FP32 * mine.size
+    sizes = [mine.each * sum(weight.size for weight in bucket) for bucket in buckets(mine.spec, mine.weights)]
+    arriving, whole = (mine.copies + 1 / ranks if ranks > 1 else mine.copies), mine.each * mine.size
     found: Sizes = {}
     for moment, elements in mine.done.items():
-        made, complete = FP32 * elements, list[int]()
+        made, complete = mine.each * elements, list[int]()
         if mine.spec.parallel.pp > 1:
             found[moment] = {"gradients": whole if mine.several else made}
             continue
@@ -149,7 +154,7 @@ def sharded(mine: Holding, kind: str, rank: int) -> Sizes:
     block = sum(size for block, size, _ in parts if block != ROOT) / layers
     own = sum(size for block, _, size in parts if block != ROOT) / layers  # a rank's part of a block
     own_root = sum(size for block, _, size in parts if block == ROOT)
-    away = layout.offload == "full"  # a rank's own gradients go to the host
+    away, each = layout.offload == "full", mine.each  # a rank's own gradients go to the host
     gathered, message = compute_bytes(spec, 0) * block, mine.copies * reduce_bytes(spec) * block
     keep = not layout.reshard or (layout.pp > 1 and layout.schedule not in ("gpipe", "1f1b"))
     ahead = min(layout.prefetch, layers - 1)
@@ -160,18 +165,18 @@ def sharded(mine: Holding, kind: str, rank: int) -> Sizes:
     found: Sizes = {}
     for moment, weights_there in whole.items():
         past = {TOP: 0, LOWEST: layers - 1, END: layers}.get(moment, 0)
-        sums, flying = FP32 * past * own * (not away), message if past else 0.0
-        if mine.several:
-            sums, flying = FP32 * (root + layers * block), 0.0
+        sums, flying = each * past * own * (not away), message if past else 0.0
+        if mine.several:  # of bf16 weights FSDP2 adds up what it will send
+            sums, flying = max(each, reduce_bytes(spec)) * (root + layers * block), 0.0
         elif moment == END:
-            sums += FP32 * root
+            sums += each * root
         elif moment != LOSS:
-            sums += FP32 * mine.head
-        found[moment] = {"gradients": sums, "gathered": FP32 * root + weights_there, "flying": flying}
+            sums += each * mine.head
+        found[moment] = {"gradients": sums, "gathered": each * root + weights_there, "flying": flying}
     found[REDUCED] = {
-        "gradients": FP32 * (root + layers * own * (not away)),
-        "gathered": FP32 * root,
-        "flying": mine.copies * reduce_bytes(spec) * root + FP32 * own_root,
+        "gradients": each * (root + layers * own * (not away)),
+        "gathered": each * root,
+        "flying": mine.copies * reduce_bytes(spec) * root + each * own_root,
     }
     if mine.several:  # block after block is sent, the root last
         found[TOP]["flying"] = 0.0 if layout.pp > 1 else message

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ...spec import Grid, RunSpec
 from ...spec.layout import SPLIT_BACKWARD
 from ..exact.residency import Resident, on_host, resident
-from ..exact.shards import strategy_of
+from ..exact.shards import strategy_of, weight_bytes
 from ..kept import kept, total
 from ..network import Network, network
 from ..ops import Workload
@@ -26,6 +26,7 @@ from .moments import Row, moments, row
 from .passing import passing
 from .reserve import WORKSPACES
 
+MASTER = {4: "fp32 copies of what this rank updates", 2: "2 B for each weight updated, with which it is an fp32 number"}
 OVERHEAD = ("allocator holes", "cuBLAS workspaces")  # rows that are not tensors
 
 
@@ -77,14 +78,15 @@ def notes(spec: RunSpec) -> Iterable[str]:
 
 
 def static_rows(spec: RunSpec, net: Network, state: Resident, rank: int) -> list[Row]:
-    load, count = net.load, state.parameters // 4
+    load, each = net.load, weight_bytes(spec)
+    count = state.parameters // each
     ids = 3 if load.documents else 2
     tokens = spec.data.micro_batch * spec.data.seq * (spec.accumulation if spec.parallel.pp > 1 else 1)
-    states = 4 * state.optimizer / max(1, state.parameters)
+    states = state.optimizer / max(1, count)
     found = [
-        row("parameters", state.parameters, f"4 B × {count:,}"),
+        row("parameters", state.parameters, f"{each} B × {count:,}"),
         row("padding", state.parameter_padding, "allocated with the parameters, and no part of any"),
-        row("master weights", state.master, "fp32 copies of what this rank updates"),
+        row("master weights", state.master, MASTER[each]),
         row("optimizer states", state.optimizer, f"{spec.optim.optimizer}: {states:.3g} B for each weight held"),
         row("batch", 8 * ids * tokens, f"int64 tokens and targets: {8 * ids} B × {tokens:,} tokens"),
     ]
@@ -96,7 +98,7 @@ def pipeline_rows(spec: RunSpec, net: Network, rank: int) -> list[Row]:
     if spec.parallel.pp == 1:
         return []
     ends = sum((not s.first) + (not s.last) for s in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]))
-    size = 4 * net.load.outside * spec.model.hidden
+    size = weight_bytes(spec) * net.load.outside * spec.model.hidden
     return [row("pipeline buffers", ends * spec.accumulation * size, f"{ends} × {spec.accumulation} hidden states")]
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ...spec import RunSpec, SpecError
 from ..case import Number
 from ..devices.machine import Machine
+from ..exact.optimizers import STATES, optimizer_of
 from ..network import network, optimizer
 from ..ops import Workload
 from ..software import software_of
@@ -46,7 +47,8 @@ def step_time(spec: RunSpec, machine: Machine) -> StepTime:
     if not machine.covers(load.dtype):
         raise SpecError(f"precision.dtype = '{load.dtype}': the rate of {machine.name} for it is not known")
     work = Work.of(network(load), machine, load.dtype, spec.parallel.recompute)
-    update = Pass.of([(op.part, kernel) for op in optimizer(spec.model) for kernel in op.forward], machine, "fp32")
+    updates = optimizer(spec.model, load.software, STATES[optimizer_of(spec)])
+    update = Pass.of([(op.part, kernel) for op in updates for kernel in op.forward], machine, "fp32")
     parts: dict[str, float] = defaultdict(float)
     for done, times, _ in [*passes(spec, work, machine), (update, 1, 0.0)]:
         for (part, _), seconds in done.raw.items():
