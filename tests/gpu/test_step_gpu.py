@@ -112,3 +112,4 @@ def test_a_benchmark_stands_beside_both_floors() -> None:
     assert facts["floors"]["measured"]["reached"] < 1.05
     assert abs(facts["predicted"]["allocated_error"]) < 0.2
     assert facts["kernels"]["rows"]
+    assert 0 <= facts["host_waits"] < 1

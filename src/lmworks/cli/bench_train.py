@@ -72,6 +72,8 @@ def show(facts: dict[str, Any]) -> None:
         ["model FLOPs", f"{facts['model_tflops']:.4g} TFLOP/s", "on each rank"],
         ["allocated", binary_bytes(memory["allocated_bytes"]), f"of {binary_bytes(memory['device_bytes'])}"],
     ]
+    if facts["host_waits"] is not None:
+        rows.append(["host", f"{facts['host_waits']:.1%}", "of a step it waits for the device; near 0 it is too slow"])
     if memory["reserved_bytes"]:
         rows.append(["reserved", binary_bytes(memory["reserved_bytes"]), "by the allocator"])
     rows += [["warm-up", duration(facts["warm_up_s"]), "building the model and compiling too"], *foreseen(said)]

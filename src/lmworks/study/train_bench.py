@@ -65,7 +65,7 @@ def take_steps(trainer: Trainer, steps: int, kernels: bool) -> dict[str, Any]:
     began = time.perf_counter()
     trainer.build()
     total = WARM_UP + steps + kernels
-    losses, ends = [], []
+    losses, ends, waits = [], [], []
     with closing(Feed(trainer.batches, trainer.spec.data.workers, device)) as trainer.feed:
         for number in range(total):
             with ExitStack() as stack:
@@ -74,9 +74,11 @@ def take_steps(trainer: Trainer, steps: int, kernels: bool) -> dict[str, Any]:
                 recorded = stack.enter_context(recording(device)) if kernels and number == total - 1 else None
                 losses.append(one_step(trainer, total - number))
             ends.append(time.perf_counter())
+            waits.append(trainer.reader.waited)
     timed = ends[WARM_UP - 1 : WARM_UP + steps]
     seconds = [after - before for before, after in pairwise(timed)]
     found = {"warm_up_s": ends[WARM_UP - 1] - began, "seconds": seconds, "losses": losses}
+    found["waited"] = statistics.median(waits[WARM_UP : WARM_UP + steps])
     found["allocated"] = trainer.memory.read()
     found["reserved"] = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
     if recorded is not None:
@@ -124,6 +126,7 @@ def facts_of(trainer: Trainer, measured: dict[str, Any], ceilings: list[Ceilings
         "step_s": step_s,
         "step_s_range": [min(measured["seconds"]), max(measured["seconds"])],
         "warm_up_s": measured["warm_up_s"],
+        "host_waits": measured["waited"] / step_s if device.type == "cuda" else None,  # a share of the step
         "tokens_per_s": flops.tokens / step_s,
         "model_tflops": flops.model / step_s / spec.parallel.world / 1e12,
         **use_of(trainer.peak_flops, flops, step_s, spec.parallel.world),

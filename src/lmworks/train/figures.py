@@ -10,6 +10,7 @@ a rounding error. What it held back the host judges, and if there is nothing to 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,7 @@ class Reader:
 
     def __init__(self, device: torch.device) -> None:
         self.values: Tensor | None = None
+        self.waited = 0.0  # seconds, the last time: a host that never waits is what the device waits for
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def start(self, values: Tensor) -> None:
@@ -65,6 +67,8 @@ class Reader:
     def finish(self) -> list[float]:
         assert self.values is not None, "nothing was started"
         if self.copied is not None:
+            began = time.perf_counter()
             self.copied.synchronize()
+            self.waited = time.perf_counter() - began
         numbers: list[float] = self.values.tolist()
         return numbers
