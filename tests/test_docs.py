@@ -15,6 +15,7 @@ from lmworks.spec.layouts import choose
 
 ROOT = Path(__file__).parent.parent
 PLAIN = (
+    "precision",
     "checkpoint-commands",
     "parallelism",
     "simulate",
@@ -37,7 +38,10 @@ PLAIN = (
     "hangs",
     "reliability",
     "health",
+    "kernels",
     "runbooks/loss-spike",
+    "kernels-attention",
+    "study-precision",
     "native-ops",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PLAIN)]
