@@ -66,7 +66,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             if found_inf is None:
                 torch._foreach_add_(steps, 1)
             else:
-                torch._foreach_add_(steps, 1 - found_inf)
+                torch._foreach_add_(steps, [1 - found_inf] * len(steps))
             rule = self.rule(group)
             adamw([self.slot(leaf) for leaf in leaves], rule, grad_scale=scale, found_inf=found_inf)
 
