@@ -125,4 +125,4 @@ def test_a_model_of_these_kernels_under_autocast(recompute: str, monkeypatch: py
     model = GPT(spec).cuda()
     model.recompute = recompute
     mine = gradients(model, True)
-    assert (mine - exact).norm() < 1.2 * (plain - exact).norm()
+    assert (mine - exact).norm() < 1.3 * (plain - exact).norm()

@@ -112,6 +112,24 @@ def test_an_interrupted_build_is_done_again(plan: build.Build, monkeypatch: pyte
     assert calls == [False, False]
 
 
+def test_what_failed_can_be_tried_again(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same process: after a compiler was mended, and after a source was."""
+    built: list[str] = []
+
+    def build_library(*, name: str, build_directory: str, **_named: object) -> None:
+        built.append(name)
+        if len(built) == 1:
+            raise RuntimeError("Error building extension 'op': it was not there")
+
+    monkeypatch.setattr(cpp_extension, "_write_ninja_file_and_build_library", build_library)
+    with pytest.raises(LMWorksError, match="op could not be built"):
+        build.load_library(plan)
+    build.load_library(plan)
+    plan.sources[0].write_text("int f();")
+    build.load_library(plan)
+    assert built == ["op", "op", "op"]
+
+
 def test_what_the_compiler_said_is_kept(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_args: object, **_named: object) -> None:
         raise RuntimeError("Error building extension 'op':\nop.cpp:3:7: error: 'x' was not declared\nninja: stopped\n")

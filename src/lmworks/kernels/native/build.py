@@ -103,6 +103,8 @@ def compile_sources(build: Build) -> None:
     from torch.utils import cpp_extension
 
     (build.folder / "lock").unlink(missing_ok=True)  # cpp_extension's, of a build that was killed: we hold our own
+    # It would not build a second time in one process what failed the first time, and number what has changed since.
+    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(build.name, None)
     try:
         cpp_extension.load(
             build.name,
