@@ -26,6 +26,7 @@ DEAR = {
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
+    aten._scaled_mm.default,
     aten._scaled_mm.default,  # of float8 operands
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
