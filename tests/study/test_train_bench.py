@@ -156,8 +156,8 @@ def test_every_variant_of_the_table_is_a_legal_spec(monkeypatch: pytest.MonkeyPa
 def test_a_limit_on_memory_becomes_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     table = script("train_gpu", monkeypatch)
     row = table.ROWS["8b"]
-    changes = table.overrides(row, "within 120 GiB")
-    assert 110 < table.expected(row, changes)["allocated_gib"] <= 120
+    changes = table.overrides(row, "within 100 GiB")
+    assert 95 < table.expected(row, changes)["allocated_gib"] <= 100
 
 
 def test_paths_of_the_loss_are_legal_and_gaps_are_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
