@@ -62,6 +62,7 @@ def test_a_folder_that_is_taken_starts_no_ranks(tmp_path: Path, monkeypatch: pyt
     [
         (("parallel.recompute=budget", "parallel.recompute_budget=1e-9"), "parallel.recompute_budget = 1e-09 GiB"),
         (("parallel.engine=deepspeed", "parallel.strategy=zero", "parallel.zero=1"), "needs DeepSpeed"),
+        (("model.attention=flash", "cluster.device=cpu"), "'flash' needs a GPU, and this run is on cpu; use 'sdpa'"),
     ],
 )
 def test_what_this_machine_cannot_do_makes_no_folder(

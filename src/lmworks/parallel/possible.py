@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.flash_attention import runs_on
 from ..plan.pipelines.stages import split_layers
 from ..plan.policies import within_budget
-from ..spec import RunSpec
+from ..spec import RunSpec, SpecError
 from .deepspeed import load_deepspeed
 from .tensor import refuse_async_tp
 
 
 def refuse_impossible(spec: RunSpec, device: torch.device) -> None:
     layout = spec.parallel
+    if spec.model.attention == "flash" and not runs_on(device):
+        raise SpecError(
+            f"model.attention = 'flash' needs a GPU, and this run is on {device.type}; use 'sdpa' or 'auto'"
+        )
     if layout.async_tp:
         refuse_async_tp(device.type)
     if layout.engine == "deepspeed":
