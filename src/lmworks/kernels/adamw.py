@@ -78,10 +78,10 @@ def adamw(
 
 
 def corrections(slots: Sequence[Slot], rule: Rule) -> Tensor:
-    """Of each slot lr / (1 − β1ᵗ) and √(1 − β2ᵗ), (slots, 2) in fp32: the step t is known on the device alone."""
+    """Of each slot lr / (1 − β1ᵗ) and 1 / √(1 − β2ᵗ), (slots, 2) in fp32: the step t is known on the device alone."""
     steps = torch.stack([slot.step for slot in slots]).double()
     rates = rule.lr / (1 - rule.beta1**steps)
-    return torch.stack([rates, (1 - rule.beta2**steps).sqrt()], dim=1).float()
+    return torch.stack([rates, (1 - rule.beta2**steps).rsqrt()], dim=1).float()
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def reference(
     slot: Slot, rule: Rule, rate: Tensor, root: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> None:
     """One operation a line, each rounded to fp32, as the kernel does it: their results are the same to the last bit."""
-    grad = slot.grad.float() if grad_scale is None else slot.grad.float() / grad_scale
+    grad = slot.grad.float() if grad_scale is None else slot.grad.float() * (1 / grad_scale)
     wide = slot.weight.float() if slot.low is None else joined(slot.weight, slot.low)
     random = random_bits(slot)
     wide = wide * (1 - rule.lr * rule.weight_decay)
@@ -99,7 +99,7 @@ def reference(
         mean, square = slot.mean.float(), slot.square.float()
         mean = mean + (grad - mean) * (1 - rule.beta1)
         square = square * rule.beta2 + (grad * (1 - rule.beta2)) * grad
-        wide = wide - (rate * mean) / (exact_sqrt(square) / root + rule.eps)
+        wide = wide - (rate * mean) / (exact_sqrt(square) * root + rule.eps)
         keep(slot.mean, narrow(mean, slot.mean.dtype, random >> 16), found_inf)
         keep(slot.square, narrow(square, slot.square.dtype, noise.mix32(random.clone())), found_inf)
     if slot.low is None:

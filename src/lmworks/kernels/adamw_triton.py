@@ -138,7 +138,7 @@ def update(
         inside = inside & (tl.zeros_like(at) + tl.load(inf_ptr) < 0.5)
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if scale_ptr is not None:
-        grad = tl.div_rn(grad, tl.zeros_like(grad) + tl.load(scale_ptr))
+        grad = grad * tl.div_rn(1.0, tl.load(scale_ptr))
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
     if MASTER:
         low = tl.load(low_ptr + at, mask=inside, other=0).to(tl.int32)
@@ -152,7 +152,7 @@ def update(
         square = tl.load(square_ptr + at, mask=inside, other=0.0)
         new_mean = mean.to(tl.float32) + (grad - mean.to(tl.float32)) * into_mean
         new_square = square.to(tl.float32) * beta2 + (grad * into_square) * grad
-        root = tl.div_rn(tl.sqrt_rn(new_square), tl.zeros_like(grad) + tl.load(correction_ptr + 1))
+        root = tl.sqrt_rn(new_square) * tl.load(correction_ptr + 1)
         wide = wide - tl.div_rn(tl.load(correction_ptr) * new_mean, root + eps)
         if mean.dtype == tl.bfloat16:
             new_mean = cut(new_mean, random >> 16)
