@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import UNSHARD, _Action, _add_unshard_reshard
 
+from lmworks.plan import ops
 from lmworks.plan.exact.calls import Here
 from lmworks.plan.exact.collectives import collectives, fetched
 from lmworks.plan.exact.residency import resident
@@ -122,3 +123,20 @@ def test_stages_are_gathered_as_often_as_pytorch_does(schedule: str) -> None:
     ]
     assert [fetched(here, stage) for stage in here.stages] == counts
     assert max(counts) > 1
+
+
+def both_losses(_rank: int) -> tuple[list[str], list[int]]:
+    """Calls of a loss in place that were not planned, and the peaks of a loss in torch and of one in place."""
+    torch.set_num_threads(1)
+    spec = large({**LLAMA, "hidden": 256, "ffn": 512}, 1, 1, tp=2)
+    plain = simulate(spec, 0, exact=True).simulation
+    ops.IN_PLACE = True
+    found = simulate(spec, 0, exact=True).simulation
+    return differing(planned_calls(spec, 0), counted(found.collectives)), [plain.peak_bytes, found.peak_bytes]
+
+
+def test_a_loss_in_place_is_planned_as_it_is_simulated() -> None:
+    """Two ranks with half of 128k tokens, 8,192 positions: all logits at once at 2 bytes, or 2²⁷ at 6."""
+    ((unplanned, (in_torch, in_place)),) = on_ranks(1, both_losses, launched=False, timeout=120)
+    assert not unplanned
+    assert in_place - in_torch == pytest.approx(2 * 8192 * 64_128 - 6 * 2**27, rel=0.05)

@@ -91,18 +91,23 @@ def dequantize(x: Float8, dtype: torch.dtype = torch.float32, *, implementation:
 
 def linear(x: Float8, weight: Float8, dtype: torch.dtype) -> Tensor:
     """x (m, k) · weight (n, k)ᵀ, with one scale each."""
-    if x.values.device.type == "cpu":
-        return F.linear(dequantize(x), dequantize(weight)).to(dtype)
+    if not has_products(x.values.device):
+        return F.linear(dequantize(x, dtype), dequantize(weight, dtype))
     # Sums of a logit or a state are short enough for what Hopper keeps of them (use_fast_accum): no gradients here.
     return torch._scaled_mm(x.values, weight.values.t(), x.scale, weight.scale, out_dtype=dtype, use_fast_accum=True)
+
+
+def has_products(device: torch.device) -> bool:
+    """Whether its tensor cores multiply numbers of 8 bits: from Ada on. Elsewhere they are widened first."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def linear_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """x ↦ x · weightᵀ in x's precision, as a product of e4m3 numbers; the weight (n, k) is quantized once.
 
-    On a GPU n and k divide by 16: `_scaled_mm` takes no others.
+    n and k divide by 16 where tensor cores do it: `_scaled_mm` takes no others.
     """
-    if weight.device.type == "cuda" and any(size % 16 for size in weight.shape):
+    if has_products(weight.device) and any(size % 16 for size in weight.shape):
         raise SpecError(
             f"a product in fp8 wants dimensions that divide by 16, and this weight has {weight.shape[0]} × "
             f"{weight.shape[1]}; leave it in bf16 (for the head: precision.fp8_head = false)"

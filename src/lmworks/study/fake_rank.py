@@ -35,7 +35,6 @@ from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data import Batch
-from ..kernels import cross_entropy
 from ..model.moe import MoE, moe_layers, run_experts
 from ..parallel import ddp
 from ..parallel.apply import lay_out
@@ -52,6 +51,7 @@ from ..train.health.face import Passed
 from ..train.health.watch import Health
 from ..train.optim import make_optimizer
 from ..train.trainer import Trainer
+from .fake_loss import loss_of, replaced
 from .ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, Ledger, tensors_in
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
     try:
         with (
             warnings.catch_warnings(),
-            replaced(cross_entropy, "CHUNK_LOGITS", cross_entropy.CHUNK_LOGITS_GPU if gpu else None),
+            loss_of("cuda" if gpu else "cpu"),
             replaced(nn.Module, "to_empty", to_empty),
             replaced(ddp, "mean_in", send_in),
             replaced(ddp, "fill_in_order", partial(agreed, ddp.fill_in_order)),
@@ -99,16 +99,6 @@ def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
         _clear_sharding_prop_cache()  # DTensor would find this mesh again for the next one of its shape
         dist.destroy_process_group()
         sys.excepthook = hook
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, before if value is None else value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 whole_to_empty = nn.Module.to_empty
