@@ -67,8 +67,8 @@ def count(values: Tensor, form: Format, before: float) -> Tensor:
     flushed = (rounded == 0) & (values != 0)
     saturated = scaled.abs() >= form.limit
     error = (rounded / scale - values).double().square().sum()
-    sums = [flushed.sum(), saturated.sum(), error, values.double().square().sum()]
-    return torch.stack([torch.tensor(float(values.numel())), *(one.double().cpu() for one in sums)])
+    sums = values.numel(), flushed.sum(), saturated.sum(), error, values.double().square().sum()
+    return torch.tensor([float(one) for one in sums], dtype=torch.float64)
 
 
 def scale_of(values: Tensor, form: Format, before: float) -> Tensor:

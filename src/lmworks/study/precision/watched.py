@@ -162,5 +162,6 @@ def lost(own: Tensor, exact: Tensor, scale: float) -> Tensor:
     """LOST of one weight's gradient; `scale` is what the loss was multiplied by."""
     finite = own.isfinite()
     off = torch.where(finite, own.double() / scale - exact.double(), 0.0)
-    sums = [((own == 0) & (exact != 0)).sum(), (~finite).sum(), off.square().sum(), exact.double().square().sum()]
-    return torch.stack([torch.tensor(float(own.numel())), *(one.double().cpu() for one in sums)])
+    flushed = (own == 0) & (exact != 0)
+    sums = own.numel(), flushed.sum(), (~finite).sum(), off.square().sum(), exact.double().square().sum()
+    return torch.tensor([float(one) for one in sums], dtype=torch.float64)
