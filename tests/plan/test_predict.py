@@ -11,6 +11,7 @@ from tracker import make_run
 
 from lmworks.plan.devices.machine import Machine, Rate
 from lmworks.plan.ops import Kernel
+from lmworks.plan.policies import kept_bytes
 from lmworks.plan.predict import predict
 from lmworks.plan.step.one_device import step_time
 from lmworks.spec import RunSpec, SpecError, catalogue
@@ -107,3 +108,25 @@ def test_planning_loads_no_torch() -> None:
         "import sys, lmworks.plan.predict as p, lmworks.spec as s; p.predict(s.RunSpec()); exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_budget_takes_the_time_of_what_its_blocks_do() -> None:
+    machine = make_machine()
+
+    def seconds(**layout: object) -> float:
+        spec = make_run()
+        time = predict(spec.replace(parallel=spec.parallel.replace(**layout)), machine).time
+        assert time is not None
+        return time.total
+
+    none, full = seconds(recompute="none"), seconds(recompute="full")
+    assert seconds(recompute="budget", recompute_budget=1000.0) == pytest.approx(none)
+    spec = make_run()
+    each = kept_bytes(spec)
+    layers = spec.model.layers
+    assert layers >= 2
+    one_of_them = (each["full"] + (layers - 1) * each["selective"]) / 2**30 * 1.0001
+    mixed = seconds(recompute="budget", recompute_budget=one_of_them)
+    selective = seconds(recompute="selective")
+    assert mixed == pytest.approx((full + (layers - 1) * selective) / layers)
+    assert none < selective < mixed < full

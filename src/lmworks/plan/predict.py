@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from .devices.machine import Machine
 from .flops import StepFlops, step_flops
 from .memory.sheet import MemorySheet, memory
 from .ops import device_of
+from .policies import policies
 from .step.one_device import StepTime, step_time
 from .step.price import timeline
 
@@ -54,14 +56,33 @@ def time_of(spec: RunSpec, machine: Machine | None) -> StepTime | None:
     """By the fitted model of a GPU that is named, or by the rates of one machine that was measured.
 
     There is none without a machine, where its rate for this precision is unknown, for ranks that share a CPU, and for
-    a budget of activations, under which every block may do something else.
+    a pipeline with a budget of activations, whose stages may do different things.
     """
     gpu = spec.cluster.accelerator
-    if machine is None or not machine.covers(spec.precision.dtype) or spec.parallel.recompute == "budget":
+    if machine is None or not machine.covers(spec.precision.dtype):
         return None
+    if spec.parallel.recompute == "budget":
+        return within_budget(spec, machine)
     if gpu is not None and (machine.tag != "measured" or spec.parallel.world > 1):
         price = timeline(Case.of(spec, gpu))
         parts = {name: float(seconds) for name, seconds in price.parts.items()}
         low, high = price.interval
         return StepTime(parts, price.tags, spec.tokens_per_step, (float(low), float(high)), price.notes)
     return step_time(spec, machine) if spec.parallel.world == 1 else None
+
+
+def within_budget(spec: RunSpec, machine: Machine) -> StepTime | None:
+    """Blocks take what they would among their like: the mean of the policies, by the number of their blocks."""
+    if spec.parallel.pp > 1:
+        return None
+    parts: dict[str, float] = defaultdict(float)
+    tags: dict[str, str] = {}
+    for policy, blocks in Counter(policies(spec, range(spec.model.layers))).items():
+        alike = spec.replace(parallel=spec.parallel.replace(recompute=policy, recompute_budget=0.0))
+        time = time_of(alike, machine)
+        if time is None:
+            return None
+        tags |= time.tags
+        for part, seconds in time.parts.items():
+            parts[part] += seconds * blocks / spec.model.layers
+    return StepTime(dict(parts), tags, spec.tokens_per_step)
