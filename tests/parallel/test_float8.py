@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import torch
 from lmworks.model import GPT
 from lmworks.parallel.float8 import apply_float8, refuse_float8
 from lmworks.spec import ModelSpec, RunSpec, SpecError
+from lmworks.spec.layouts import Layout
+from lmworks.study.parity import parity
 from tiny import curve, make_spec, saved, train
 
 pytest.importorskip("torchao")
@@ -94,3 +97,18 @@ def test_what_cannot_run_is_refused(dataset: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(SpecError, match=r'pip install "lmworks\[fp8\]"'):
         refuse_float8(make_spec(dataset, FP8), CPU)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"dp": 2}, {"dp": 2, "strategy": "fsdp2"}, {"pp": 2}], ids=str)
+def test_ranks_are_no_further_from_fp32_than_one(parallel: dict[str, Any]) -> None:
+    """Bytes and messages are those of the planner, too. Not in the list of `lmworks parity`, which needs no torchao."""
+    sections = {
+        "model": {"preset": "tiny", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2},
+        "data": {"seq": 16, "global_batch": 4, "micro_batch": 1},
+        "precision": {"dtype": "fp8", "weights": "bf16"},
+        "parallel": parallel,
+    }
+    with parity(quick=True) as proof:
+        result = proof.prove(Layout("fp8", sections))
+    assert result.ok, result.failure

@@ -26,7 +26,7 @@ from .ranks import RankFailed, on_ranks
 from .trial import STEPS, Trial, run_trials
 
 RULES: dict[str, dict[str, Any]] = {"sgd": {}, "adamw": {"optimizer": "adamw", "lr": 1e-3}}
-HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # relative error of rounding
+HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}  # relative error of rounding
 
 
 @dataclass(frozen=True)
