@@ -24,6 +24,7 @@ from lmworks.kernels.paged_attention import LayerCache, Pages
 from lmworks.kernels.sample import Rows
 
 triton = pytest.importorskip("triton")
+TensorDescriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted here"),
@@ -31,8 +32,8 @@ pytestmark = [
 
 HOPPER, SHARED_BYTES = 90, 232_448
 TYPES = {
-    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8", torch.bool: "i1",
-    torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+    torch.int8: "i8", torch.bool: "i1", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -45,6 +46,9 @@ def described(kernel: Any, given: dict[str, Any]) -> Any:
         one = type(value) is int and value == 1 and not parameter.do_not_specialize
         if parameter.is_constexpr or value is None or one:
             signature[parameter.name], constants[place,] = "constexpr", value
+            continue
+        if isinstance(value, TensorDescriptor):
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
             continue
         aligned = isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
         if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
@@ -131,6 +135,35 @@ def rope(heads: int, kv_heads: int, head_dim: int) -> None:
     importlib.import_module("lmworks.kernels.rope_triton").launch(q, k, table, table, back=True)
 
 
+def flash(head_dim: int, *, group: int = 1, window: int = 0, packed: bool = False, dtype: torch.dtype = BF16) -> None:
+    """Forward and backward, 4 sequences of 1024 positions."""
+    q = torch.zeros(4, 1024, 8, head_dim, dtype=dtype)
+    k = torch.zeros(4, 1024, 8 // group, head_dim, dtype=dtype)
+    edges = torch.zeros(4, 1024, dtype=torch.int32) if packed else None
+    forward = importlib.import_module("lmworks.kernels.flash_forward_triton")
+    out, lse = forward.launch(q, k, k, edges, window, 0.1)
+    backward = importlib.import_module("lmworks.kernels.flash_backward_triton")
+    backward.launch(q, q, k, k, out, lse, edges, edges, window, 0.1)
+
+
+def loss(vocab: int) -> None:
+    """With a gradient, and cut over ranks; rows are filled up to 64 logits."""
+    module = importlib.import_module("lmworks.kernels.cross_entropy_triton")
+    logits, targets = torch.zeros(4, -(-vocab // 64) * 64, dtype=BF16), torch.zeros(4, dtype=torch.int64)
+    module.loss_in_place(logits, targets, True, vocab)
+    module.row_sums(logits, targets)
+    module.gradient_in_place(logits, targets, torch.zeros(4))
+
+
+def eight_bits() -> None:
+    module = importlib.import_module("lmworks.kernels.float8_triton")
+    x = torch.zeros(4096, 4096, dtype=BF16)
+    values, scales = module.quantize_rows(x, FP8, True)
+    module.dequantize(values, scales, BF16)
+    module.quantize(x, FP8)
+    module.quantize(x, torch.float8_e5m2, True, transposed=True)
+
+
 def adamw(size: int, low: bool, states: torch.dtype) -> None:
     module = importlib.import_module("lmworks.kernels.adamw")
     weight, states_like, scalar = torch.zeros(size, dtype=BF16), torch.zeros(size, dtype=states), torch.zeros(())
@@ -144,6 +177,7 @@ PASSES: dict[str, Callable[[], None]] = {  # over memory, with backward passes
     **{f"norm-{hidden}": lambda hidden=hidden: norm(hidden, BF16) for hidden in (64, 768, 4096, 8192)},
     "norm-fp32-stream": lambda: norm(4096, torch.float32),
     "swiglu": lambda: swiglu(14336),
+    "fp8": eight_bits,
     "rope": lambda: rope(32, 8, 128),
     "rope-64": lambda: rope(12, 12, 64),
 }
@@ -163,7 +197,18 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"{kind}-{rows}": lambda kind=kind, rows=rows: product(kind, rows)
        for kind in ("int8", "int4", "fp8") for rows in (1, 2, 64)},
     "sample": sample,
+    "flash-256": lambda: flash(256),
+    "flash-80-window": lambda: flash(80, window=300),
+    "flash-fp32": lambda: flash(128, group=4, packed=True, dtype=torch.float32),
 }  # fmt: skip
+
+
+def stack_bytes(kernel: Any, folder: Path) -> int:
+    """Of a thread: where registers are spilt to."""
+    (folder / "cubin").write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(folder / "cubin")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(map(int, re.findall(r" STACK:(\d+) ", told)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -181,11 +226,28 @@ def test_passes_over_memory_load_16_bytes_and_spill_no_registers(
 ) -> None:
     PASSES[case]()
     for kernel in compiled:
-        (tmp_path / "cubin").write_bytes(kernel.asm["cubin"])
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(tmp_path / "cubin")]
-        assert " STACK:0 " in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert stack_bytes(kernel, tmp_path) == 0
         loads = re.findall(r"ld\.global[.a-z0-9_:]*", kernel.asm["ptx"])
         assert sum(".v4" in load for load in loads) >= len(loads) - 1  # r of a row is one number
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("pattern", "spilt"), [({"group": 4}, 0), ({"window": 300}, 96), ({"packed": True}, 96)], ids=str
+)
+def test_flash_attention_keeps_to_registers_and_tensor_cores(
+    head_dim: int, pattern: dict[str, Any], spilt: int, compiled: list[Any], tmp_path: Path
+) -> None:
+    """The heads that are tuned for: no spilt register (or few, where a window or a document has an edge), products on
+    the tensor cores, tiles by the copy engine."""
+    flash(head_dim, **pattern)
+    assert len(compiled) == 3
+    for kernel in compiled:
+        assert kernel.metadata.shared <= SHARED_BYTES
+        assert stack_bytes(kernel, tmp_path) <= spilt
+        assert "wgmma.mma_async" in kernel.asm["ptx"]
+        assert "mma.sync" not in kernel.asm["ptx"]
+        assert "cp.async.bulk.tensor.4d" in kernel.asm["ptx"]
 
 
 def test_sums_of_fp8_leave_the_tensor_cores_every_step(compiled: list[Any]) -> None:
@@ -197,3 +259,13 @@ def test_sums_of_fp8_leave_the_tensor_cores_every_step(compiled: list[Any]) -> N
     [kernel] = compiled
     assert "wgmma" in kernel.asm["ptx"]
     assert kernel.asm["ptx"].count("add.f32") >= 8
+
+
+@pytest.mark.parametrize("vocab", [128_256, 50_257])
+def test_the_loss_moves_16_bytes_at_a_time(vocab: int, compiled: list[Any], tmp_path: Path) -> None:
+    """A row of any vocabulary: 16 logits of each of 512 threads, read in either pass and written in the second."""
+    loss(vocab)
+    for kernel, loads, stores in zip(compiled, (4, 2, 2), (4, 0, 2), strict=True):  # the first writes rows of zeros too
+        assert stack_bytes(kernel, tmp_path) == 0
+        assert kernel.asm["ptx"].count("ld.global.v4") == loads
+        assert kernel.asm["ptx"].count("st.global.v4") == stores

@@ -26,7 +26,6 @@ DEAR = {
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
-    aten._scaled_mm.default,
     aten._scaled_mm.default,  # of float8 operands
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -74,8 +73,16 @@ def dear() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
 
 
 def inside(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`forward` of a block under `selective`, to be compiled as a whole: the compiler then keeps what is dear."""
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=dear)
+    """`forward` of a block under `selective`, to be compiled as a whole: the compiler then keeps what is dear.
+
+    A function of our own around `checkpoint`: where that is the first thing a compiler meets, it compiles nothing.
+    """
+
+    def kept_inside(*args: Any) -> Tensor:
+        result: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=dear)
+        return result
+
+    return kept_inside
 
 
 def recomputed(block: Callable[..., Tensor], policy: str) -> Callable[..., Tensor]:
