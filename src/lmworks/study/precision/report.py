@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -86,11 +87,12 @@ def held(outcome: Outcome) -> float | None:
 
 def overview(study: Study) -> Section:
     columns, rows = overview_table(study)
-    return Section("In short", THRESHOLDS, columns, rows)
+    (columns, *rows) = ([line[0], line[-1], *line[1:-1]] for line in (columns, *rows))
+    return Section("In short", THRESHOLDS, columns, rows, numeric=len(columns) - 2)
 
 
 def overview_table(study: Study) -> tuple[list[str], list[list[str]]]:
-    """Also what the command prints."""
+    """What the command prints; its last column is the longest."""
     columns = ["precision", "held-out loss", "gap", "speed", "peak", "bytes/parameter", "verdict"]
     rows = []
     for one in study.outcomes:
@@ -102,23 +104,23 @@ def overview_table(study: Study) -> tuple[list[str], list[list[str]]]:
 
 def curves(study: Study) -> Section:
     text = (
-        "Training loss, smoothed over a fiftieth of the run; and the gap of it to fp32's, over the same batches except "
-        f"for {SEED.name}, whose order of data is another, so that its gap is mostly that of the batches."
+        "Training loss, smoothed over a fiftieth of the run; and in the second half the gap of it to fp32's, over the "
+        f"same batches ({SEED.name} has others, and is left out)."
     )
-    base = dict(smoothed(study[BASE.name], "loss"))
+    base, half = dict(smoothed(study[BASE.name], "loss")), study.spec.optim.steps / 2
     gaps = {
-        one.name: [(step, loss - base[step]) for step, loss in smoothed(one, "loss") if step in base]
+        one.name: [(step, loss - base[step]) for step, loss in smoothed(one, "loss") if step in base and step > half]
         for one in study.outcomes
-        if one.name != BASE.name
+        if one.name not in (BASE.name, SEED.name)
     }
-    scales = {one.name: one.training.curve("loss_scale") for one in study.outcomes}
+    scales = {one.name: [(x, math.log2(y)) for x, y in one.training.curve("loss_scale")] for one in study.outcomes}
     charts = {
         "Training loss": chart({one.name: smoothed(one, "loss") for one in study.outcomes}),
-        "Gap of the training loss to fp32": chart(gaps),
+        "Gap of the training loss to fp32, second half": chart(gaps),
         "Gradient norm, before clipping": chart({one.name: smoothed(one, "grad_norm") for one in study.outcomes}),
     }
     if any(scales.values()):
-        charts["Loss scale"] = chart(scales)
+        charts["Loss scale, log₂"] = chart(scales)
     return Section("Curves", text, [], [], charts=charts)
 
 
