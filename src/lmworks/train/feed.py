@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 import torch
 
@@ -21,7 +20,7 @@ class Feed:
         self.batches, self.workers, self.device = batches, workers, device
         self.stream: Iterator[list[Batch]] = iter(())
         self.next = self.stop = 0  # the cursor that the stream gives next, and the one it ends before
-        self.ready: tuple[int, list[Batch]] | None = None  # read ahead: the cursor, and its micro-batches
+        self.ready: tuple[int, list[Batch] | Exception] | None = None  # read ahead: the cursor, and what came of it
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def take(self, cursor: int, ahead: int) -> list[Batch]:
@@ -29,6 +28,8 @@ class Feed:
         if self.ready is None or self.ready[0] != cursor:
             self.ready = cursor, self.read(cursor, ahead)
         (_, batches), self.ready = self.ready, None
+        if isinstance(batches, Exception):
+            raise batches
         if self.side is not None:
             here = torch.cuda.current_stream(self.device)
             here.wait_stream(self.side)
@@ -39,11 +40,13 @@ class Feed:
     def prepare(self, cursor: int) -> None:
         """Read the batch of `cursor` before it is asked for, where the stream goes on to it.
 
-        What cannot be read is left to `take`, which tries again and fails where a failure to read belongs.
+        What cannot be read is told by `take`: the step under way is none the worse for it.
         """
         if cursor == self.next < self.stop:
-            with suppress(Exception):
+            try:
                 self.ready = cursor, self.read(cursor, 0)
+            except Exception as error:
+                self.ready = cursor, error
 
     def read(self, cursor: int, ahead: int) -> list[Batch]:
         if cursor != self.next or cursor >= self.stop:
