@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lmworks.kernels import cross_entropy
 from lmworks.kernels.cross_entropy import IGNORE, OuterSum, chunk_rows, linear_cross_entropy, reference
+from lmworks.parallel import collectives
+from lmworks.parallel.vocab import VocabLoss
 
 GPU = torch.cuda.is_available()
 DEVICE, HALF = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
@@ -119,6 +121,35 @@ def test_a_vocabulary_in_parts_gives_the_gradient_of_the_whole() -> None:
         gradient_in_place(half, where, whole.masked_fill(~counted, torch.inf))
     wanted = logits.softmax(dim=1) * counted.unsqueeze(1) - onehot
     torch.testing.assert_close(torch.cat(halves, dim=1), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=with_triton)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_ranks_that_share_a_vocabulary_find_the_loss_of_the_whole(
+    implementation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, one after the other: first each tells its own numbers, then it hears both."""
+    logits = (torch.randn(6, 100, generator=torch.Generator().manual_seed(0)) * 20).to(DEVICE, dtype)
+    _, _, targets = drawn(6, 100, 1, dtype)
+    wanted = logits.double().requires_grad_()
+    whole = F.cross_entropy(wanted, targets, ignore_index=IGNORE, reduction="sum")
+    (gradient,) = torch.autograd.grad(whole, wanted)
+    told: list[Tensor] = []
+
+    def exchange(own: Tensor, *_: object) -> Tensor:
+        told.append(own.clone())
+        return torch.cat(told[:2])
+
+    monkeypatch.setattr(collectives, "all_gather", exchange)
+    for graded, rank in ((False, 0), (False, 1), (True, 0), (True, 1)):
+        loss = object.__new__(VocabLoss)
+        loss.group, loss.rank = None, rank
+        half = logits[:, 50 * rank : 50 * (rank + 1)].contiguous()
+        found = loss(half, targets, graded, implementation)
+        if graded:
+            assert float(found) == pytest.approx(float(whole.detach()), rel=1e-5)
+            part = gradient[:, 50 * rank : 50 * (rank + 1)]
+            torch.testing.assert_close(half.double(), part, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_large_chunks_are_few_and_alike() -> None:

@@ -20,7 +20,7 @@ from lmworks.observe import kernel_bench, kernel_ops
 from lmworks.observe.kernel_bench import Roof, Row, backward_rows, bench_kernels, measure, record, winners
 from lmworks.observe.kernel_ops import BOTH, FORWARD, OPS, Case, Place, Work
 from lmworks.observe.measure import Clock
-from lmworks.spec import LMWorksError, ModelSpec, SpecError
+from lmworks.spec import ModelSpec, SpecError
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -106,7 +106,10 @@ def test_every_op_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernel_bench.PROBED, "cpu", (2**16, 64))
     monkeypatch.setattr(kernel_ops, "UPDATED", 2**10)
     stages: list[str] = []
-    facts = bench_kernels(CPU, ["tiny"], (), 1, 1, 16, lambda stage, _done, _all: stages.append(stage))
+    kept: list[dict[str, Any]] = []
+    facts = bench_kernels(CPU, ["tiny"], (), 1, 1, 16, lambda stage, _done, _all: stages.append(stage), kept.append)
+    assert [len({row["op"] for row in one["rows"]}) for one in kept] == [1, 2, 3, 4, 5, 6, 7, 11, 12]
+    assert kept[-1] == facts
     assert {row["op"] for row in facts["rows"]} >= {*OPS} - {"attention", "fp8"} | {"flash_attention", "quantize"}
     assert not [row for row in facts["rows"] if row["error"]]
     assert all(row["off"] < 1e-5 for row in facts["rows"] if row["off"] is not None)
@@ -170,8 +173,6 @@ def test_a_record_is_what_training_chooses_by(measured: Path) -> None:
     assert choose.fastest("rope", GPU, tokens=8) == "triton"  # was not measured this time, and stays
     assert choose.table()["NVIDIA A100"]["rope"] == {"tokens=8": "triton"}
     assert choose.table()["NVIDIA H200"]["measured"] == "2026-11-20, torch 2.11.0, triton 3.6.0"
-    with pytest.raises(LMWorksError, match="nothing was measured that there is a choice of"):
-        record({"device": "NVIDIA H200", "made": made, "winners": {}})
 
 
 # --- the command ----------------------------------------------------------------------------------------

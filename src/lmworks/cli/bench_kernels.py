@@ -26,7 +26,7 @@ def kernels(
     only: Only = None,
     batch: Batch = None,
     seq: Seq = None,
-    rounds: Rounds = 15,
+    rounds: Rounds = 11,
     device: Device = "auto",
     record: Record = False,
     out: Out = None,
@@ -35,7 +35,7 @@ def kernels(
     """Time every implementation of attention, norms, rope, SwiGLU, the loss, fp8 and AdamW, beside the floor of each.
 
     The floor is bytes over the rate of a copy or FLOPs over the rate of a product, whichever takes longer; both rates
-    are measured here first. Implementations take turns.
+    are measured here first. Implementations take turns. --out and --record are written after every op.
 
     \b
     Examples:
@@ -45,6 +45,7 @@ def kernels(
       lmworks bench kernels --device cpu --only rms_norm --model tiny
     """
     from ..data.progress import console_progress
+    from ..kernels import choose
     from ..observe import kernel_bench
     from ..observe.probe import pick
     from ..spec import Cluster
@@ -52,17 +53,21 @@ def kernels(
     place = pick(Cluster(device=device))
     if record:
         kernel_bench.refuse_record(place)
+
+    def keep(facts: dict[str, Any]) -> None:
+        if out is not None:
+            write_file(out, json_text.dumps(facts, indent=2, allow_nan=False) + "\n", "--out")
+        if record:
+            kernel_bench.record(facts)
+
     with console_progress() as progress:
-        facts = kernel_bench.bench_kernels(place, model or (), only or (), rounds, batch, seq, progress)
-    if out is not None:
-        write_file(out, json_text.dumps(facts, indent=2, allow_nan=False) + "\n", "--out")
-    written = kernel_bench.record(facts) if record else None
+        facts = kernel_bench.bench_kernels(place, model or (), only or (), rounds, batch, seq, progress, keep)
     if json:
         print_json(facts)
         return
     show(facts)
-    if written is not None:
-        typer.echo(f"training on {facts['device']} now uses what was fastest: {written}")
+    if record:
+        typer.echo(f"training on {facts['device']} now uses what was fastest: {choose.MEASURED}")
 
 
 def show(facts: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ What fails is a row that says so. Whose results are far from those of PyTorch is
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -38,7 +38,7 @@ MODELS = {"cpu": ("cpu-3m",), "cuda": tuple(SHAPES)}
 SMALL = (2, 128)  # of a model without a shape of its own on a CPU
 PROBED = {"cpu": (2**24, 512), "cuda": (2**30, 8192)}  # bytes that are copied; rows of a product
 HEADER = "# Which implementation was fastest, by device, op and shape; `lmworks bench kernels --record` writes it.\n\n"
-ROUNDS = 15
+ROUNDS = 11
 MARGIN = 0.03  # by which another must be faster than PyTorch to be chosen
 FAR = 0.05  # relative difference from PyTorch's results that rounding does not explain
 
@@ -85,7 +85,9 @@ def bench_kernels(
     batch: int | None = None,
     seq: int | None = None,
     progress: Progress = silent,
+    keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
+    """`keep` gets what is known after every op of every model: an end that comes too early loses one of them."""
     for op in only:
         if op not in OPS:
             raise SpecError(f"--only {op}: there is no such op{did_you_mean(op, OPS)}")
@@ -95,20 +97,35 @@ def bench_kernels(
     roof = probe(clock, dtype)
     rows: list[Row] = []
     wanted = [(op, place) for op in only or OPS for place in places]
-    for done, (op, place) in enumerate(wanted):
-        progress(f"{op} of {place.name}", done, len(wanted))
-        for case in OPS[op](place):
-            rows += measure(clock, case, place.name, roof, rounds)
-    return {
+    about_run = {
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
         "copy_bytes_s": digits(roof.copy),
         "product_flops": digits(roof.product),
         "rounds": rounds,
         "made": made(),
-        "rows": [row.to_dict() for row in (*rows, *backward_rows(rows, roof))],
-        "winners": winners(rows) if device.type == "cuda" else {},  # a CPU has no choice
     }
+    facts: dict[str, Any] = {**about_run, "rows": [], "winners": {}}
+    with any_number_of_shapes(device):
+        for done, (op, place) in enumerate(wanted):
+            progress(f"{op} of {place.name}", done, len(wanted))
+            for case in OPS[op](place):
+                rows += measure(clock, case, place.name, roof, rounds)
+            told = [row.to_dict() for row in (*rows, *backward_rows(rows, roof))]
+            # A CPU has no choice.
+            facts = {**about_run, "rows": told, "winners": winners(rows) if device.type == "cuda" else {}}
+            if keep is not None:
+                keep(facts)
+    return facts
+
+
+def any_number_of_shapes(device: torch.device) -> AbstractContextManager[Any]:
+    """The ninth shape of a function would else not be compiled but run as it is."""
+    if device.type == "cpu":  # where nothing is compiled, and the compiler takes seconds to import
+        return nullcontext()
+    import torch._dynamo
+
+    return torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000)
 
 
 def place_of(name: str, batch: int | None, seq: int | None, device: torch.device, dtype: torch.dtype) -> Place:
@@ -142,7 +159,6 @@ def typical(clock: Clock, work: Work) -> float:
 def measure(clock: Clock, case: Case, model: str, roof: Roof, rounds: int) -> Iterator[Row]:
     """A row for every implementation."""
     if clock.device.type == "cuda":
-        torch.compiler.reset()  # else the ninth shape of a function would not be compiled
         torch.cuda.empty_cache()
     about_case = partial(
         Row,
@@ -259,8 +275,6 @@ def refuse_record(device: torch.device) -> None:
 
 def record(facts: Mapping[str, Any]) -> Path:
     """Write the winners for this device to where `kernels.choose` reads them; other devices and ops stay."""
-    if not facts["winners"]:
-        raise LMWorksError("--record: nothing was measured that there is a choice of; leave out --only, or --record")
     kept = dict(choose.table())
     versions = ", ".join(f"{name} {facts['made'][name]}" for name in ("torch", "triton") if name in facts["made"])
     before = {op: points for op, points in kept.get(facts["device"], {}).items() if isinstance(points, Mapping)}

@@ -120,7 +120,7 @@ def attention(place: Place) -> Iterator[Case]:
     if place.device.type == "cuda":
         for name in ("cudnn", "flash", "efficient"):
             ways[name] = partial(with_backend, sdpa_kernel, SDPBackend.__members__[f"{name.upper()}_ATTENTION"])
-    longer = LONGER if place.device.type == "cuda" else ()
+    longer = LONGER if place.device.type == "cuda" and place.model.context >= min(LONGER) else ()
     for seq in sorted({place.seq, *longer}):
         yield from attention_cases("flash_attention", place, seq, keys_per_query(seq), ways, choices)
 
@@ -270,13 +270,15 @@ def eight_bits(place: Place) -> Iterator[Case]:
 def quantizing(place: Place, rows: int, columns: int, changes: dict[str, Any]) -> Mapping[str, Work]:
     x = place.drawn(rows, columns)
     ways = implementations(place, partial(float8.quantize, **changes), float8.IMPLEMENTATIONS)
-    return {name: partial(way, x) for name, way in with_compiled(place, ways).items()}
+    if not changes:
+        ways = with_compiled(place, ways)
+    return {name: partial(way, x) for name, way in ways.items()}
 
 
 def dequantizing(place: Place, rows: int, columns: int) -> Mapping[str, Work]:
     small = float8.quantize(place.drawn(rows, columns))
     ways = implementations(place, partial(float8.dequantize, dtype=place.dtype), float8.IMPLEMENTATIONS)
-    return {name: partial(way, small) for name, way in with_compiled(place, ways).items()}
+    return {name: partial(way, small) for name, way in ways.items()}
 
 
 def update(place: Place) -> Iterator[Case]:
@@ -306,13 +308,13 @@ def updating(place: Place, count: int, dtype: torch.dtype) -> Mapping[str, Work]
 
 # Each gives no case where a model does without it: GPT-2 has no SwiGLU.
 OPS: dict[str, Callable[[Place], Iterator[Case]]] = {
+    "linear_cross_entropy": loss,
     "attention": attention,
     "sparse_attention": sparse_attention,
     "rms_norm": norm,
     "add_rms_norm": residual_norm,
     "rope": rotation,
     "swiglu": gated,
-    "linear_cross_entropy": loss,
     "fp8": eight_bits,
     "adamw": update,
 }
