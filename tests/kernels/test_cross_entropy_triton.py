@@ -175,6 +175,22 @@ def test_a_head_kept_in_bf16_adds_its_chunks_up_in_fp32(kept: torch.dtype, monke
     assert off(weight.grad, exact.grad) < 3e-3  # a sum in bf16: 2e-2
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_makes_no_gradient(mode: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    graded: list[bool] = []
+
+    def chunk(_logits: Tensor, _target: Tensor, gradient: bool, *_: object, **__: object) -> Tensor:
+        graded.append(gradient)
+        return torch.ones(())
+
+    monkeypatch.setattr(cross_entropy, "chunk_loss", chunk)
+    monkeypatch.setattr(OuterSum, "add", lambda *_: pytest.fail("a gradient of the head"))
+    weight = torch.zeros(6, 4).requires_grad_()
+    with mode():
+        assert linear_cross_entropy(torch.zeros(5, 4), weight, torch.zeros(5, dtype=torch.int64)) == 1
+    assert graded == [False]
+
+
 def test_no_tokens_have_no_gradient() -> None:
     hidden, weight = torch.zeros(0, 4).requires_grad_(), torch.ones(6, 4).requires_grad_()
     loss = linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64))

@@ -65,6 +65,8 @@ def linear_cross_entropy(
     device = hidden.device
     if torch.is_autocast_enabled(device.type):
         hidden = hidden.to(torch.get_autocast_dtype(device.type))
+    if not torch.is_grad_enabled():  # which an autograd.Function is not told: it would make gradients all the same
+        hidden, weight = hidden.detach(), weight.detach()
     shape = {"tokens": hidden.shape[0], "vocab": weight.shape[0], "hidden": weight.shape[1]}
     chosen = pick("linear_cross_entropy", implementation, IMPLEMENTATIONS, device, **shape)
     return LinearCrossEntropy.apply(hidden, weight, targets, chunk, fp8, chosen)
