@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from lmworks.plan.case import Case
 from lmworks.plan.exact.shards import own_shapes
+from lmworks.plan.search.candidates import cases, question_of
 from lmworks.plan.step.bare import owned
 from lmworks.plan.step.comm import Weights
 from lmworks.plan.step.price import price
@@ -31,13 +33,22 @@ def seconds(*changes: str) -> float:
     "change",
     [
         "cluster.nic_gbs=5", "cluster.network=ethernet", "cluster.fabric=pcie", "parallel.cp_method=ulysses",
-        "optim.optimizer=sgd", "precision.reduce=bf16", "parallel.reshard=false", "parallel.recompute=full",
+        "optim.optimizer=sgd", "precision.reduce=bf16", "precision.weights=bf16",
+        "precision.states=bf16", "parallel.reshard=false", "parallel.recompute=full",
         "parallel.recompute=selective", "parallel.compile=true", "parallel.sp=false", "data.micro_batch=2",
         "data.global_batch=128", "data.seq=8192", "parallel.offload=optimizer", "model.ffn=16384",
     ],
 )  # fmt: skip
 def test_a_key_changes_the_price(change: str) -> None:
     assert seconds(change) != pytest.approx(seconds(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_search_hears_what_is_kept(dtype: str) -> None:
+    question = question_of(run("precision.weights=bf16", "precision.states=bf16"), "8xh100", dtype)
+    _, found = next(cases(question))
+    assert (found.software.weights, found.software.low, found.optimizer) == (2, 2, "adamw-bf16")
+    assert dtype == "bf16" or not any(np.any(case.tp > 1) for _, case in cases(question))
 
 
 def test_overlapped_tensor_parallelism_is_faster() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ..spec import RunSpec
+from ..spec import PrecisionSpec, RunSpec
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,13 @@ SOFTWARE = {
 
 def software_of(spec: RunSpec) -> Software:
     """Our own trainer, as this run uses it."""
-    own, kept = COMPILED if spec.parallel.compile else EAGER, spec.precision
-    own = replace(own, reduce=2 if kept.reduce == "bf16" else 4, async_tp=spec.parallel.async_tp)
+    own = COMPILED if spec.parallel.compile else EAGER
+    return replace(kept_in(own, spec.precision), async_tp=spec.parallel.async_tp)
+
+
+def kept_in(own: Software, kept: PrecisionSpec) -> Software:
+    """Our own trainer in these formats."""
+    own = replace(own, reduce=2 if kept.reduce == "bf16" else 4)
     if kept.weights == "bf16":  # and with them gradients and the residual stream; nothing is left to cast
         return replace(own, weights=2, gradients=2, low=2 if kept.master else 0, stream=2, cast=False)
     return replace(own, cast=kept.compute != "fp32")

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...spec import Cluster, Gpu, ModelSpec, RunSpec, SpecError
+from ...spec import Cluster, Gpu, ModelSpec, PrecisionSpec, RunSpec, SpecError
 from ...spec.layout import IN_ROUNDS, LOOPED, SPLIT_BACKWARD, V_SHAPED
 from ...spec.run import SCHEDULES
 from ..case import Case
 from ..memory.reserve import RISK, room
-from ..software import COMPILED, EAGER
+from ..software import COMPILED, EAGER, kept_in
 from ..wish import machines_of
 
 STRATEGIES = {0: "ddp", 1: "zero", 2: "zero", 3: "fsdp2"}
@@ -44,6 +44,11 @@ class Question:
     compile: bool = True
     risk: float = RISK  # of running out of memory, that is still taken
     pinned: Mapping[str, Any] = field(default_factory=dict)  # NUMBERS and WORDS that are not open
+    kept: PrecisionSpec = field(default_factory=PrecisionSpec)  # what weights and states are kept in
+
+    @property
+    def precision(self) -> PrecisionSpec:
+        return self.kept.replace(dtype=self.dtype)
 
     @property
     def world(self) -> int:
@@ -65,7 +70,7 @@ def question_of(base: RunSpec, cluster: str = "", dtype: str = "bf16", **more: A
         known = [name for name in ("bf16", "fp16", "fp32") if gpu.peak_flops(name)]
         raise SpecError(f"{gpu.name} has no known speed in {dtype}; it has one in {' and '.join(known) or 'nothing'}")
     batch = base.data.global_batch if base.data.given["global_batch"] else SEQUENCES * machines.gpus
-    return Question(base.model, machines, gpu, base.data.seq, batch, dtype, **more)
+    return Question(base.model, machines, gpu, base.data.seq, batch, dtype, **more, kept=base.precision)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ def numbers(question: Question) -> Columns:
     world, model, pinned = question.world, question.model, question.pinned
     rows: list[tuple[int, ...]] = []
     inside = [n for n in divisors(world) if n <= question.cluster.gpus_per_node or n == pinned.get("tp")]
+    if question.dtype == "fp8":  # which tensor parallelism does not combine with
+        inside = [1]
     along = [n for n in divisors(world) if n == 1 or question.seq // n >= LEAST_TOKENS or n == pinned.get("cp")]
     for tp, cp, pp in itertools.product(inside, along, divisors(world)):
         if world % (tp * cp * pp) or not cuts(model, question.seq, tp, cp, pp):
@@ -150,7 +157,7 @@ def legal(question: Question, kind: Words, columns: Columns) -> NDArray[np.bool_
 def cases(question: Question) -> Iterator[tuple[Words, Case]]:
     """All legal layouts, in cases of equal words; sequence parallelism goes with tensor parallelism."""
     columns = numbers(question)
-    software = COMPILED if question.compile else EAGER
+    software = kept_in(COMPILED if question.compile else EAGER, question.precision)
     for kind in words(question):
         allowed = legal(question, kind, columns)
         if not allowed.any():
@@ -169,6 +176,7 @@ def cases(question: Question) -> Iterator[tuple[Words, Case]]:
                 **vars(kind),
                 sp=True,  # of one rank it is nothing
                 dtype=question.dtype,
+                optimizer="adamw-bf16" if question.kept.states == "bf16" else "adamw",
                 cluster=question.cluster,
             ),
         )
