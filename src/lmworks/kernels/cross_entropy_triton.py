@@ -98,7 +98,7 @@ def gradient_kernel(logits, targets, log_sums, columns, vocab, stride, BLOCK: tl
 @triton.jit
 def sum_of(row, columns, vocab, BLOCK: tl.constexpr):
     """log₂ Σ exp of the first `vocab` of a row. Every lane adds up its own columns; only the maximum is shared."""
-    largest = float("-inf")
+    largest = tl.full((), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, columns, BLOCK):
         z = powers(row, first + tl.arange(0, BLOCK), columns, vocab)
