@@ -41,6 +41,10 @@ def recomputed(model: GPT, tokens: torch.Tensor, count: int) -> torch.Tensor:
     return tokens
 
 
+def test_a_model_that_trains_with_flash_attention_generates_without_a_gpu() -> None:
+    assert torch.equal(generate(lively(attention="flash"), PROMPT, 4), generate(lively(), PROMPT, 4))
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("shape", "backend"),
