@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks.kernels.flash_attention import Bounds, flash_attention
-from lmworks.kernels.flash_tiles import Tiles
+from lmworks.kernels.flash_tiles import PASSES, Tiles, choose_tiles
 from lmworks.model import GPT
 from lmworks.spec import ModelSpec
 
@@ -164,6 +164,16 @@ def test_bounds_of_documents() -> None:
     bounds = Bounds.of(torch.tensor([[0, 0, 3, 4, 4], [1, 1, 1, 1, 1]]))
     assert bounds.starts.tolist() == [[0, 0, 2, 3, 3], [0] * 5]
     assert bounds.ends.tolist() == [[2, 2, 3, 5, 5], [5] * 5]
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_every_head_has_its_tiles(name: str) -> None:
+    for head_dim in (1, 8, 16, 24, 64, 96, 128, 200, 256):
+        width = flash_forward_triton.width_of(torch.empty(1, 1, 1, head_dim))
+        assert width >= head_dim
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            tiles = choose_tiles(name, width, dtype)
+            assert min(tiles.rows, tiles.keys) >= 16 and tiles.warps in (4, 8)
 
 
 def small(**changes: object) -> ModelSpec:

@@ -65,5 +65,5 @@ FULL = Tiles(32, 32, 4, 1)
 
 
 def choose_tiles(name: str, width: int, dtype: torch.dtype) -> Tiles:
-    """Of the named pass."""
-    return FULL if dtype == torch.float32 else HALF[name][width]
+    """Of the named pass; narrow heads go with those of 32."""
+    return FULL if dtype == torch.float32 else HALF[name][max(width, min(HALF[name]))]
