@@ -10,11 +10,12 @@ import pytest
 from tracker import make_run
 
 from lmworks.plan.devices.machine import Machine, Rate
+from lmworks.plan.memory.reserve import reserved, room
 from lmworks.plan.ops import Kernel
-from lmworks.plan.policies import kept_bytes
+from lmworks.plan.policies import kept_bytes, policies
 from lmworks.plan.predict import predict
 from lmworks.plan.step.one_device import step_time
-from lmworks.spec import RunSpec, SpecError, catalogue
+from lmworks.spec import RunSpec, SpecError, catalogue, load_run
 
 KINDS = ("stream", "strided", "exp", "tanh", "optimizer")
 
@@ -130,3 +131,20 @@ def test_a_budget_takes_the_time_of_what_its_blocks_do() -> None:
     selective = seconds(recompute="selective")
     assert mixed == pytest.approx((full + (layers - 1) * selective) / layers)
     assert none < selective < mixed < full
+
+
+def test_without_a_figure_a_budget_fills_the_memory_of_the_gpu() -> None:
+    half = ("precision.dtype=bf16", "precision.weights=bf16", "precision.states=bf16", "precision.master=false")
+    base = ["data.micro_batch=2", "parallel.compile=true", "data.seq=8192", "parallel.recompute=budget", *half]
+    recomputed = {}
+    for name in ("H100-SXM-80GB", "H200-SXM-141GB"):
+        spec, gpu = load_run("llama3-8b", [*base, f"cluster.gpu={name}"]), catalogue()[name]
+        chosen = policies(spec, range(spec.model.layers))
+        recomputed[name] = sum(policy != "none" for policy in chosen)
+        assert 0.85 < float(reserved(predict(spec).memory.total)) / room(gpu) <= 1
+    assert recomputed["H200-SXM-141GB"] < recomputed["H100-SXM-80GB"]
+    least = load_run("llama3-8b", [*base, "cluster.gpu=H100-SXM-80GB", "precision.states=fp32"])
+    with pytest.raises(SpecError, match="with every block recomputed the run still takes"):
+        policies(least, range(32))
+    with pytest.raises(SpecError, match=r"name it with cluster\.gpu, or give the GiB"):
+        policies(load_run("tiny", ["parallel.recompute=budget"]), range(2))

@@ -45,7 +45,6 @@ ILLEGAL = {
     "full offload of ddp": (["parallel.offload=full", "parallel.dp=2"], "needs strategy = 'fsdp2'"),
     "a cluster that is not used": (["cluster.gpus_per_node=8"], "is 8 ranks, the layout has 1"),
     "async without compile": (["parallel.async_tp=true", "parallel.tp=2"], "needs parallel.compile = true"),
-    "a budget without figure": (["parallel.recompute=budget"], "needs parallel.recompute_budget"),
     "profile": (["log.profile=[5, 2]"], "must be [first step, last step]"),
 }
 

@@ -61,6 +61,7 @@ def test_a_folder_that_is_taken_starts_no_ranks(tmp_path: Path, monkeypatch: pyt
     ("overrides", "says"),
     [
         (("parallel.recompute=budget", "parallel.recompute_budget=1e-9"), "parallel.recompute_budget = 1e-09 GiB"),
+        (("parallel.recompute=budget",), "fills the memory of a GPU: name it with cluster.gpu"),
         (("parallel.engine=deepspeed", "parallel.strategy=zero", "parallel.zero=1"), "needs DeepSpeed"),
         (("model.attention=flash", "cluster.device=cpu"), "'flash' needs a GPU, and this run is on cpu; use 'sdpa'"),
     ],

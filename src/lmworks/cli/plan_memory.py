@@ -114,7 +114,8 @@ def layout_of(run: RunSpec, gpu: Gpu) -> str:
     if layout.recompute != "budget":
         return Case.of(run, gpu).text
     plain = run.replace(parallel=layout.replace(recompute="none", recompute_budget=0.0))
-    return f"{Case.of(plain, gpu).text}, recompute down to {layout.recompute_budget:g} GiB"
+    down = f"down to {layout.recompute_budget:g} GiB" if layout.recompute_budget else "as much as the memory asks for"
+    return f"{Case.of(plain, gpu).text}, recompute {down}"
 
 
 def print_budget(facts: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
 """Which blocks compute their activations again, and how: one policy for all, every k-th block, or as a budget asks.
 
-A budget is GiB of activations that a rank may keep. Blocks give them up one after another, first down to their matrix
+A budget is GiB of activations that a rank may keep; where none is given, what all else leaves free on its GPU, with the
+planner's own margin for what an allocator wastes. Blocks give them up one after another, first down to their matrix
 products (`selective`: little is computed twice), then down to their input (`full`), until what is kept fits. The
 bytes are the planner's, for the share of a sequence that this rank sees.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 from ..spec import RunSpec, SpecError
@@ -14,6 +16,8 @@ from .kept import kept
 from .network import network
 from .ops import Workload, device_of
 from .pipelines import bubble
+
+STEPS = 64  # in which a budget that is not given is looked for
 
 
 def policies(spec: RunSpec, layers: Iterable[int]) -> list[str]:
@@ -29,8 +33,9 @@ def policies(spec: RunSpec, layers: Iterable[int]) -> list[str]:
 def within_budget(spec: RunSpec, blocks: int) -> list[str]:
     """The cheapest policies whose kept bytes fit: none before selective before full, the fewest blocks changed."""
     each = kept_bytes(spec)
+    whole = spec.parallel.recompute_budget * 2**30 or left_free(spec, each)
     # A rank's budget is for all its stages, and each is asked about alone.
-    budget = spec.parallel.recompute_budget * 2**30 / in_flight(spec) / spec.parallel.virtual_stages
+    budget = whole / in_flight(spec) / spec.parallel.virtual_stages
     chosen = ["none"] * blocks
     for policy in ("selective", "full"):
         for block in range(blocks):
@@ -45,6 +50,37 @@ def within_budget(spec: RunSpec, blocks: int) -> list[str]:
             f"recomputed, {all_blocks} blocks still keep {least:.3g} GiB; lower data.micro_batch or raise the budget"
         )
     return chosen
+
+
+def left_free(spec: RunSpec, each: dict[str, float]) -> float:
+    """The most bytes of activations, in steps of a 64th of all, with which a run fits into its GPU."""
+    from .memory.reserve import reserved, room  # which ask here what blocks keep
+    from .memory.sheet import memory
+
+    gpu, layout = spec.cluster.accelerator, spec.parallel
+    if gpu is None:
+        raise SpecError(
+            "parallel.recompute = 'budget' without parallel.recompute_budget fills the memory of a GPU: name it with "
+            "cluster.gpu, or give the GiB of activations a rank may keep"
+        )
+    blocks = spec.model.layers / layout.pp * in_flight(spec)
+    least, most = 1.000001 * blocks * each["full"], 1.000001 * blocks * each["none"]
+
+    def bytes_of(step: int) -> float:
+        return least + (most - least) * step / STEPS
+
+    def planned(step: int) -> float:
+        budget = spec.replace(parallel=layout.replace(recompute_budget=bytes_of(step) / 2**30))
+        return float(reserved(memory(budget, "cuda").total))
+
+    fitting = bisect_right(range(STEPS + 1), room(gpu), key=planned)
+    if not fitting:
+        raise SpecError(
+            "parallel.recompute = 'budget': with every block recomputed the run still takes "
+            f"{planned(0) / 2**30:.3g} GiB of the {room(gpu) / 2**30:.3g} that {gpu.name} surely has; lower "
+            "data.micro_batch, or shard the model"
+        )
+    return bytes_of(fitting - 1)
 
 
 def kept_bytes(spec: RunSpec) -> dict[str, float]:

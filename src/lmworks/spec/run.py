@@ -110,7 +110,9 @@ class ParallelSpec(Section):
     static_graph: bool = opt(False, "DDP: every step uses the same parameters, which saves its search for unused ones")
     recompute: str = opt("none", "activations computed again in the backward pass", choices=RECOMPUTE)
     recompute_every: int = opt(1, "with recompute = 'full': every how many blocks", ge=1)
-    recompute_budget: float = opt(0.0, "with recompute = 'budget': GiB of activations a rank may keep", ge=0)
+    recompute_budget: float = opt(
+        0.0, "with recompute = 'budget': GiB of activations a rank may keep (0: what its GPU has left)", ge=0
+    )
     compile: bool = opt(False, "torch.compile each transformer block")
     async_tp: bool = opt(False, "with compile: overlap tensor-parallel products with their communication (CUDA)")
 
@@ -142,10 +144,6 @@ class ParallelSpec(Section):
         if not self.virtual_stages:
             several = self.pp > 1 and self.schedule in (*LOOPED, *V_SHAPED)
             self.derive("virtual_stages", 2 if several else 1)
-        if self.recompute == "budget" and not self.recompute_budget:
-            raise SpecError(
-                "parallel.recompute = 'budget' needs parallel.recompute_budget: GiB of activations a rank may keep"
-            )
         if self.virtual_stages > 1 and self.pp == 1:
             raise SpecError(f"parallel.virtual_stages = {self.virtual_stages} needs parallel.pp > 1")
 

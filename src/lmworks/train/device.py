@@ -12,7 +12,7 @@ import torch
 
 from ..model import GPT
 from ..parallel.alone import Alone
-from ..spec import Cluster, Gpu, ModelSpec, OptimSpec, TrainingError, recognise
+from ..spec import Cluster, Gpu, ModelSpec, OptimSpec, RunSpec, TrainingError, recognise
 from .optim import make_optimizer
 
 
@@ -47,6 +47,14 @@ def find_gpu(cluster: Cluster, device: torch.device) -> Gpu | None:
     if device.type != "cuda":
         return None
     return cluster.accelerator or recognise(torch.cuda.get_device_name(device), cluster.catalogue)
+
+
+def naming_gpu(spec: RunSpec, device: torch.device) -> RunSpec:
+    """With the GPU that is here by its name, where activations are to fill its memory."""
+    gpu = find_gpu(spec.cluster, device)
+    if gpu is None or spec.parallel.recompute != "budget" or spec.parallel.recompute_budget:
+        return spec
+    return spec.replace(cluster=spec.cluster.replace(gpu=gpu.name, device="cuda"))
 
 
 def make_deterministic() -> None:

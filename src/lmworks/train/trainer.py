@@ -28,7 +28,7 @@ from ..record import MetricsWriter, RunFolder, phase
 from ..record.checkpoint.digest import new_hash
 from ..record.checkpoint.remote import refuse_taken
 from ..spec import RunSpec, SpecError
-from .device import PeakMemory, find_gpu, make_deterministic, pick_device
+from .device import PeakMemory, find_gpu, make_deterministic, naming_gpu, pick_device
 from .evaluate import Evaluation, evaluate, held_out
 from .feed import Feed
 from .figures import Reader
@@ -77,6 +77,7 @@ class Trainer(Stepper):
         """Find the device and the other ranks, and lay the run over as many as there are."""
         self.spec = over_started(with_absolute_paths(spec))
         self.device = pick_device(spec.cluster)
+        self.spec = naming_gpu(self.spec, self.device)
         self.mesh = join(self.spec.parallel, self.device, self.spec.watch.timeout_s)
         self.lead = is_lead()
         self.quiet = quiet or not self.lead
