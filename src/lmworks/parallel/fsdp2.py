@@ -28,7 +28,7 @@ from .mesh import Mesh
 
 
 def compute_dtype(precision: PrecisionSpec) -> torch.dtype | None:
-    """What gathered weights are cast to; None: they stay fp32."""
+    """What gathered weights of blocks are cast to; None: they stay fp32."""
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision.compute]
 
 
@@ -45,10 +45,10 @@ class FSDP2:
         self.part, self.experts = part, experts
         layout = spec.parallel
         reduce = reduce_dtype(spec.precision)
-        # Inputs are not cast: the residual stream stays fp32, as it does under autocast on one rank.
+        # Inputs are not cast: the residual stream stays as it starts, as it does under autocast on one rank.
         low = MixedPrecisionPolicy(compute_dtype(spec.precision), reduce, cast_forward_inputs=False)
-        # Embedding, last norm and head stay fp32. The stream starts as an embedding, and the loss sums the head's
-        # gradient chunk by chunk: both would lose more to bf16 than a matrix product does.
+        # Embedding, last norm and head stay as they are kept. The stream starts as an embedding, and the loss sums the
+        # head's gradient chunk by chunk: where they are fp32, both would lose more to bf16 than a matrix product does.
         wide = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
         offload = CPUOffloadPolicy(mesh.device_type == "cuda") if layout.offload == "full" else OffloadPolicy()
         dense, sparse = data_mesh(mesh, "shard"), data_mesh(mesh, "edp") if experts else None
