@@ -43,7 +43,7 @@ def stepper(model: str, strategy: str) -> Any:
     mesh = None if strategy == "plain" else join(spec.parallel, device)
     with mock.patch.object(apply, "lonely", (lambda *_: False) if hooks else apply.lonely):
         laid = apply.lay_out(spec, mesh, device, on_device(device))
-    optimizer = make_optimizer(laid.shards, spec.optim)
+    optimizer = make_optimizer(laid.shards, spec.optim, spec.precision, spec.seed)
     tokens = torch.randint(0, spec.model.vocab, (spec.data.micro_batch, spec.data.seq), device=device)
     batch = Batch(tokens, tokens)
 

@@ -99,7 +99,7 @@ def train_steps(spec: RunSpec, device: torch.device, steps: int) -> tuple[int, l
     """What the trainer does in a step: (peak bytes, seconds of each step)."""
     peak = PeakMemory(device)
     laid = lay_out(spec, None, device, on_device(device) if device.type == "cuda" else source_of(spec))
-    optimizer = make_optimizer(laid.shards, spec.optim)
+    optimizer = make_optimizer(laid.shards, spec.optim, spec.precision, spec.seed)
     shape = (spec.data.micro_batch, spec.data.seq)
     tokens = torch.randint(0, spec.model.vocab, shape, device=device)
     seconds = []
