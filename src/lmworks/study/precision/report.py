@@ -71,7 +71,7 @@ def size(value: float | None) -> str:
 
 def speed(outcome: Outcome) -> str:
     if outcome.training.facts.get("emulated"):
-        return "imitated"
+        return "emulated"
     return cell(outcome.training.speed, "{:.2f}×")
 
 

@@ -53,7 +53,7 @@ class Training:
 
     @property
     def speed(self) -> float | None:
-        """To fp32's: the median over rounds in which both took a step. An imitated format has none."""
+        """To fp32's: the median over rounds in which both took a step. An emulated format has none."""
         seconds = self.facts.get("seconds") or {}
         if self.way == BASE:
             return 1.0
