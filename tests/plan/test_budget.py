@@ -23,7 +23,7 @@ LLAMA = ModelSpec.from_preset("llama3-8b")
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "ddp": ({"dp": 8}, {}, 0.001),
     "ddp, accumulation": ({"dp": 8}, {"global_batch": 32}, 0.001),
-    "zero-1": ({"dp": 8, "strategy": "zero", "zero": 1}, {}, 0.005),
+    "zero-1": ({"dp": 8, "strategy": "zero", "zero": 1}, {}, 0.01),
     "zero-2": ({"dp": 8, "strategy": "zero", "zero": 2}, {"global_batch": 32}, 0.03),
     "zero-3": ({"dp": 8, "strategy": "fsdp2"}, {}, 0.001),
     "zero-3, kept": ({"dp": 8, "strategy": "fsdp2", "reshard": False}, {}, 0.001),
@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "hsdp, full": ({"dp_shard": 8, "dp_replicate": 4, "strategy": "fsdp2", "recompute": "full"}, {}, 0.01),
     "zero-3, selective": ({"dp": 8, "strategy": "fsdp2", "recompute": "selective"}, {"micro_batch": 4}, 0.01),
     "every second block": (
-        {"dp": 8, "strategy": "fsdp2", "recompute": "full", "recompute_every": 2}, {"micro_batch": 4}, 0.03,
+        {"dp": 8, "strategy": "fsdp2", "recompute": "full", "recompute_every": 2}, {"micro_batch": 4}, 0.035,
     ),
     "tp": ({"tp": 8}, {}, 0.01),
     "tp, sp": ({"tp": 8, "sp": True, "recompute": "selective"}, {"micro_batch": 4}, 0.01),

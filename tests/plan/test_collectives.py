@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import UNSHARD, _Action, _add_unshard_reshard
 
-from lmworks.plan import ops
+from lmworks.plan import software
 from lmworks.plan.exact.calls import Here
 from lmworks.plan.exact.collectives import collectives, fetched
 from lmworks.plan.exact.residency import resident
@@ -130,7 +130,7 @@ def both_losses(_rank: int) -> tuple[list[str], list[int]]:
     torch.set_num_threads(1)
     spec = large({**LLAMA, "hidden": 256, "ffn": 512}, 1, 1, tp=2)
     plain = simulate(spec, 0, exact=True).simulation
-    ops.IN_PLACE = True
+    software.IN_PLACE = True
     found = simulate(spec, 0, exact=True).simulation
     return differing(planned_calls(spec, 0), counted(found.collectives)), [plain.peak_bytes, found.peak_bytes]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tracker import Steps, make_run
 
 from lmworks.kernels import choose, cross_entropy
-from lmworks.plan import ops
+from lmworks.plan import software
 from lmworks.plan.case import Case
 from lmworks.plan.exact.residency import resident
 from lmworks.plan.exact.weights import weights
@@ -18,6 +19,7 @@ from lmworks.plan.memory.moments import END, pieces
 from lmworks.plan.memory.run_budget import sheet
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.ops import Workload
+from lmworks.plan.software import EAGER
 from lmworks.spec import ModelSpec, RunSpec, catalogue, load_run
 from lmworks.study.simulate import simulate
 
@@ -159,22 +161,22 @@ def test_rows_sum_to_the_highest_moment() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "fp32"), ("cuda", "fp32"), ("cuda", "bf16")])
-def test_chunks_are_those_of_the_loss(in_place: bool, device: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "IN_PLACE", in_place)
-    load = Workload(ModelSpec.from_preset("llama3-8b"), 3, 8192, dtype, device)
+def test_chunks_are_those_of_the_loss(in_place: bool, device: str, dtype: str) -> None:
+    code = replace(EAGER, in_place=in_place)
+    load = Workload(ModelSpec.from_preset("llama3-8b"), 3, 8192, dtype, device, software=code)
     given = (load.tokens, load.columns, device, load.width, in_place and device == "cuda")
     assert load.chunk_rows == min(load.tokens, cross_entropy.chunk_rows(*given))
 
 
 def test_the_planners_gpu_loss_is_the_one_that_was_measured_to_be_faster() -> None:
     measured = [winner for device in choose.table() for _, winner in choose.points_of("linear_cross_entropy", device)]
-    assert ("triton" in measured) == ops.IN_PLACE
+    assert ("triton" in measured) == software.IN_PLACE
 
 
 def test_a_loss_in_place_holds_and_moves_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 2 bytes a logit: the chunk itself is all that comes and goes."""
     spec = load_run("llama3-8b", ["precision.dtype=bf16", "cluster.gpu=h200", "data.micro_batch=2", "data.seq=8192"])
-    monkeypatch.setattr(ops, "IN_PLACE", True)
+    monkeypatch.setattr(software, "IN_PLACE", True)
     (piece,) = pieces(spec, 0, "cuda", gathered=False)
     rows = {row.name: row.bytes for row in piece.at_loss()}
     assert rows["loss: chunk of logits"] == 2 * 4096 * 128_256

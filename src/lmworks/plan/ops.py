@@ -29,8 +29,6 @@ from .software import EAGER, Software, software_of
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 CHUNK_BYTES_IN_PLACE = 2**30
 ALIGNED, FILLED = 8, 64
-# Whether gradients take the place of logits on a GPU, in one kernel: as kernels/measured.toml has it, see that test.
-IN_PLACE = False
 
 
 def device_of(spec: RunSpec) -> str:
@@ -169,12 +167,13 @@ class Workload:
     @property
     def chunk_rows(self) -> Any:
         """Tokens whose logits are held at once; chunks that are large are made alike."""
-        rows = np.minimum(self.tokens, np.maximum(1, chunk_limit(self.device, self.width) // self.columns))
+        limit = chunk_limit(self.device, self.width, self.in_place)
+        rows = np.minimum(self.tokens, np.maximum(1, limit // self.columns))
         return -(-self.tokens // -(-self.tokens // rows)) if self.in_place else rows
 
     @property
     def in_place(self) -> bool:
-        return self.device == "cuda" and IN_PLACE
+        return self.device == "cuda" and self.software.in_place
 
     @property
     def attention(self) -> str:
@@ -186,9 +185,9 @@ class Workload:
         return "scores" if self.model.attention == "reference" or alibi else "fused"
 
 
-def chunk_limit(device: str, width: int) -> int:
+def chunk_limit(device: str, width: int, in_place: bool) -> int:
     """Logits that are held at once, of `width` bytes each as they come from the product."""
-    return CHUNK_BYTES_IN_PLACE // width if device == "cuda" and IN_PLACE else CHUNK_LOGITS[device]
+    return CHUNK_BYTES_IN_PLACE // width if device == "cuda" and in_place else CHUNK_LOGITS[device]
 
 
 def stream(elements: Number, *, kind: str = "stream", count: Number = 1) -> Kernel:

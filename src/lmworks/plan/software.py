@@ -29,6 +29,7 @@ class Software:
     flash: str = ""  # which flash attention, as rates.toml names them ("": what PyTorch takes on this GPU)
     dropout: bool = False  # its masks are kept
     loss: str = "chunked"  # logits never whole; "plain": whole, in fp32 as well; "fused": whole, once; or "compiled"
+    in_place: bool = False  # gradients take the place of logits on a GPU, in one kernel
     logit_bytes: int = 0  # of one logit when the loss is highest (0: as its kind has it, see closed.py)
     every_second: bool = False  # selective recompute keeps every second product, not all
     stand_in: int = 0  # bytes a weight of what autograd is handed where a product adds to the gradient itself
@@ -44,6 +45,10 @@ class Software:
     async_tp: bool = False  # tensor-parallel traffic runs behind the products it feeds
     again: float = 0.0  # share of a block's products that selective recompute computes again all the same
 
+
+# Whether our own loss does so now: as kernels/measured.toml has it, which a test compares. Runs that were measured
+# before keep what they had.
+IN_PLACE = False
 
 DEEPSPEED = 5e8  # its default reduce_bucket_size, in weights
 
@@ -103,7 +108,7 @@ SOFTWARE = {
 def software_of(spec: RunSpec) -> Software:
     """Our own trainer, as this run uses it."""
     own = COMPILED if spec.parallel.compile else EAGER
-    return replace(kept_in(own, spec.precision), async_tp=spec.parallel.async_tp)
+    return replace(kept_in(own, spec.precision), async_tp=spec.parallel.async_tp, in_place=IN_PLACE)
 
 
 def kept_in(own: Software, kept: PrecisionSpec) -> Software:

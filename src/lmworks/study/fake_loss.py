@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels import cross_entropy
 from ..kernels.cross_entropy import OuterSum
 from ..parallel.vocab import VocabLoss
-from ..plan import ops
+from ..plan import software
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def loss_of(device: str) -> Iterator[None]:
     """Of a "cuda" or a "cpu" device."""
     with ExitStack() as changed:
-        if device == "cuda" and ops.IN_PLACE:
+        if device == "cuda" and software.IN_PLACE:
             changed.enter_context(replaced(cross_entropy, "pick", lambda *_, **__: "triton"))
             changed.enter_context(replaced(cross_entropy, "chunk_loss", nothing))
             changed.enter_context(replaced(VocabLoss, "in_place", exchange))

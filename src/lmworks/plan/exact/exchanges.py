@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from ..ops import chunk_limit, device_of
 from ..pipelines.stages import Stage
 from ..policies import policies
+from ..software import software_of
 from .calls import BACKWARD, FORWARD, Collective, Here
 from .shards import FP32
 
@@ -90,7 +91,8 @@ def crossing(here: Here, what: str, entered: bool, count: int, more: int, size: 
 def loss(here: Here) -> Collective:
     """Two fp32 numbers a token of every rank, one gather for each chunk of logits."""
     spec, tp = here.spec, here.spec.parallel.tp
-    rows = max(1, chunk_limit(device_of(spec), here.width) // (spec.model.vocab // tp))
+    limit = chunk_limit(device_of(spec), here.width, software_of(spec).in_place)
+    rows = max(1, limit // (spec.model.vocab // tp))
     count = spec.accumulation * -(-here.tokens // rows)
     return here.total("all-gather", "loss", "tp", count, spec.accumulation * here.tokens * tp * 2 * FP32, FORWARD)
 
