@@ -82,6 +82,7 @@ def test_a_damaged_file_is_named(table: str, tmp_path: Path, monkeypatch: pytest
         choose.fastest("rms_norm", GPU, hidden=1)
 
 
+@pytest.mark.slow  # the compiler takes seconds to import
 def test_a_compiled_function_holds_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on("NVIDIA H200", TABLE, tmp_path, monkeypatch)
 

@@ -117,7 +117,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         # One product may round as the weight is kept; a sum of several is fp32 until it is scaled.
         wide = weight.dtype if rows >= tokens else torch.promote_types(weight.dtype, torch.float32)
-        fused = implementation == "triton" and weight.device.type == "cuda"
+        fused = implementation == "triton" and weight.device.type == "cuda" and wide == torch.float32
         grad_weight = OuterSum(weight.new_empty(seen, width, dtype=wide), fused) if want_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
