@@ -11,9 +11,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from layouts import Job, do, do_here, layout
 from lmworks.data import Batch
+from lmworks.model import GPT
+from lmworks.model.recompute import inside
 from lmworks.parallel.apply import lay_out
 from lmworks.parallel.weights import source_of
-from lmworks.spec import RunSpec
+from lmworks.spec import ModelSpec, RunSpec
 from lmworks.study.ranks import on_ranks
 from tiny import curve, saved
 
@@ -55,6 +57,23 @@ def test_selective_recompute_keeps_as_much_of_compiled_blocks(dataset: Path) -> 
         held[compiled] = kept_bytes(layout(dataset, *words, "precision.dtype=bf16"))
         assert (counters["stats"]["unique_graphs"] > before) == (compiled == "true")
     assert 0.9 * held["false"] < held["true"] <= 1.02 * held["false"]  # it does without a few small tensors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", [None, torch.tensor([[0] * 9 + [1] * 11])], ids=["plain", "documents"])
+def test_a_block_that_is_computed_again_is_one_graph(documents: torch.Tensor | None) -> None:
+    """The mask of documents is there before it: what is computed twice may not leave anything behind."""
+    spec = ModelSpec(vocab=32, hidden=32, layers=2, heads=2, context=20, ffn=32)
+    tokens, gradients = torch.arange(20).unsqueeze(0), []
+    for compiled in (False, True):
+        model = GPT(spec, seed=1)
+        for block in model.layers() if compiled else []:
+            block.forward = inside(block.forward)
+            block.compile(backend="aot_eager", fullgraph=True)
+        _, loss = model(tokens, tokens.roll(-1, 1), documents=documents)
+        loss.backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
 def kept_bytes(spec: RunSpec) -> int:

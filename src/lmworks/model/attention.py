@@ -141,31 +141,44 @@ def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_mask: Any) -> 
 
 @dataclass
 class Dense:
-    """Attention over keys that lie side by side. The mask is made by the first layer and shared by the rest."""
+    """Attention over keys that lie side by side. All layers share one mask."""
 
     backend: str
     pattern: Pattern
     mask: Any = field(default=None)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        pattern, queries, keys = self.pattern, q.shape[1], k.shape[1]
+        pattern, queries = self.pattern, q.shape[1]
+        self.prepare(q.shape[0], queries, k.shape[1], q.device)
         if self.backend == "reference":
             return reference(q, k, v, pattern)
         if self.backend == "flex":
-            if self.mask is None:
-                self.mask = flex_block_mask(pattern, q.shape[0], queries, keys, q.device)
             return flex(q, k, v, pattern, self.mask)
         if self.backend == "flash":
             return flash_attention(q, k, v, window=pattern.window, documents=self.mask, implementation="triton")
-        if pattern.plain:
-            return sdpa(q, k, v, None, causal=queries > 1)
-        if queries == 1 and not pattern.slopes and pattern.documents is None:
-            # Decoding: the newest position sees the last `window` keys (0: all of them), and that needs no mask.
+        if pattern.plain and queries > 1:  # a branch, not an argument: to a compiler `queries` may be any number
+            return sdpa(q, k, v, None, causal=True)
+        if self.mask is None:  # one query: the newest position sees the last `window` keys (0: all of them)
             return sdpa(q, k[:, -pattern.window :], v[:, -pattern.window :], None, causal=False)
-        if self.mask is None:
-            shape = (queries, keys, q.device)
-            self.mask = pattern.bias(*shape) if pattern.slopes else pattern.mask(*shape)
         return sdpa(q, k, v, self.mask, causal=False)
+
+    def prepare(self, batch: int, queries: int, keys: int, device: torch.device) -> None:
+        """Make the mask, where this backend needs one for the pattern and it is not there yet.
+
+        Better before the first layer than in it: a compiled block that is computed again may change nothing outside.
+        """
+        pattern = self.pattern
+        if self.mask is not None:
+            return
+        if self.backend == "flex":
+            self.mask = flex_block_mask(pattern, batch, queries, keys, device)
+        elif self.backend == "flash" and pattern.documents is not None:
+            self.mask = Bounds.of(pattern.documents)
+        elif self.backend == "sdpa" and not pattern.plain:
+            if pattern.slopes:
+                self.mask = pattern.bias(queries, keys, device)
+            elif queries > 1 or pattern.documents is not None:
+                self.mask = pattern.mask(queries, keys, device)
 
 
 def make_pattern(
@@ -182,23 +195,25 @@ def dense(
     documents: Tensor | None = None,
     offset: int = 0,
     heads: slice = slice(None),
+    seq: int = 0,  # positions that are to come, where that is known: the mask is then made at once
 ) -> Dense:
     """The backend that the spec names; `auto` takes the fastest that handles the pattern on this device."""
-    backend = spec.attention if spec.attention != "auto" else fastest_backend(spec, device, documents, offset)
-    # Flash attention's mask is where documents begin and end. It is made here and not by the first layer, which may be
-    # compiled or computed again.
-    bounds = Bounds.of(documents) if backend == "flash" and documents is not None else None
-    return Dense(backend, make_pattern(spec, documents, offset, heads), bounds)
+    backend = spec.attention
+    if backend == "auto":
+        backend = fastest_backend(spec, device, sparse=documents is not None or spec.sliding_window > 0,
+                                  offset=offset, seq=seq or spec.context)  # fmt: skip
+    made = Dense(backend, make_pattern(spec, documents, offset, heads))
+    if seq:
+        made.prepare(1 if documents is None else documents.shape[0], seq, seq, device)
+    return made
 
 
-def fastest_backend(spec: ModelSpec, device: torch.device, documents: Tensor | None, offset: int) -> str:
+def fastest_backend(spec: ModelSpec, device: torch.device, *, sparse: bool, offset: int, seq: int) -> str:
     """Ours where it was measured to be the fastest, else PyTorch's own: block-sparse where much is hidden."""
-    sparse = documents is not None or spec.sliding_window > 0
     if device.type != "cuda" or offset:
         return "sdpa"
     if spec.positions != "alibi" and spec.head_dim <= 256:
         op = "sparse_attention" if sparse else "flash_attention"
-        seq = spec.context if documents is None else documents.shape[1]
         if fastest(op, device, seq=seq, head_dim=spec.head_dim) == "triton":
             return "flash"
     return "flex" if sparse else "sdpa"

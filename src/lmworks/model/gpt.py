@@ -169,7 +169,7 @@ class GPT(nn.Module):
         if positions is None:
             positions = default_positions(tokens, documents)
         if attend is None:
-            attend = dense(self.spec, tokens.device, documents)
+            attend = dense(self.spec, tokens.device, documents, seq=tokens.shape[1])
         x = self.states(tokens, positions, attend)
         if self.norm is None:
             return x

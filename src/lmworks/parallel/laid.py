@@ -162,7 +162,7 @@ class Laid:
             attend = make_attend(model, self.spec.parallel, self.mesh, local, heads)
             own = {"tokens": local.tokens, "targets": local.targets, "positions": local.positions}
             return {**own, "attend": attend, **common}
-        attend = dense(model, self.device, batch.documents, heads=heads)
+        attend = dense(model, self.device, batch.documents, heads=heads, seq=batch.tokens.shape[1])
         positions = default_positions(batch.tokens, batch.documents)
         return {"tokens": batch.tokens, "targets": batch.targets, "positions": positions, "attend": attend, **common}
 
