@@ -91,7 +91,8 @@ def reference(
     """One operation a line, each rounded to fp32, as the kernel does it: their results are the same to the last bit."""
     grad = slot.grad.float() if grad_scale is None else slot.grad.float() * (1 / grad_scale)
     wide = slot.weight.float() if slot.low is None else joined(slot.weight, slot.low)
-    random = random_bits(slot)
+    by_chance = rule.stochastic or any(t is not None and t.dtype == torch.bfloat16 for t in (slot.mean, slot.square))
+    random = random_bits(slot) if by_chance else None
     wide = wide * (1 - rule.lr * rule.weight_decay)
     if slot.mean is None or slot.square is None:
         wide = wide - rule.lr * grad
@@ -100,8 +101,9 @@ def reference(
         mean = mean + (grad - mean) * (1 - rule.beta1)
         square = square * rule.beta2 + (grad * (1 - rule.beta2)) * grad
         wide = wide - (rate * mean) / (exact_sqrt(square) * root + rule.eps)
-        keep(slot.mean, narrow(mean, slot.mean.dtype, random >> 16), found_inf)
-        keep(slot.square, narrow(square, slot.square.dtype, noise.mix32(random.clone())), found_inf)
+        high, more = (None, None) if random is None else (random >> 16, noise.mix32(random.clone()))
+        keep(slot.mean, narrow(mean, slot.mean.dtype, high), found_inf)
+        keep(slot.square, narrow(square, slot.square.dtype, more), found_inf)
     if slot.low is None:
         rounded = narrow(wide, slot.weight.dtype, random if rule.stochastic else None)
     else:
