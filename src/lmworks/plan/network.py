@@ -174,8 +174,8 @@ def network(load: Workload) -> Network:
 
 
 def optimizer(model: ModelSpec, software: Software, states: float) -> list[Op]:
-    """Clipping reads the gradients, then scales them; the update reads p, g and states, and writes p and states."""
+    """Clipping passes over the gradients; the update reads p, g and states, and writes p and states."""
     numbers = model.params * software.gradients / 4  # in units of 4 bytes
-    clip = Op("clip", "optimizer", (stream(numbers), stream(2 * numbers)))
+    clip = Op("clip", "optimizer", (stream(software.clips * numbers),))
     each = 2 * (software.weights + software.low + states) + software.gradients
     return [clip, Op("update", "optimizer", (Kernel("optimizer", bytes=1.0 * each * model.params),))]

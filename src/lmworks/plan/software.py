@@ -21,6 +21,7 @@ class Software:
     gradients: int = 4
     master: int = 0  # an fp32 copy of weights that are held in fewer bytes
     low: int = 0  # or the bits that make such a weight an fp32 number
+    clips: int = 3  # passes over the gradients beside the update's: their norm, then read and written to scale them
     # Kernels of a block.
     stream: int = 4  # bytes of one number of the residual stream; products are as wide as the precision in use
     cast: bool = False  # weights are fp32 and every layer casts them, as autocast does
@@ -52,6 +53,7 @@ IN_PLACE = False
 
 DEEPSPEED = 5e8  # its default reduce_bucket_size, in weights
 
+# Clipped as when their times were measured; since then the update itself scales gradients.
 EAGER = Software("lmworks", cast=True, held_back=True)
 COMPILED = Software("lmworks-compile", cast=True, fused=True, held_back=True)
 
@@ -115,5 +117,5 @@ def kept_in(own: Software, kept: PrecisionSpec) -> Software:
     """Our own trainer in these formats."""
     own = replace(own, reduce=2 if kept.reduce == "bf16" else 4)
     if kept.weights == "bf16":  # and with them gradients and the residual stream; nothing is left to cast
-        return replace(own, weights=2, gradients=2, low=2 if kept.master else 0, stream=2, cast=False)
+        return replace(own, weights=2, gradients=2, low=2 if kept.master else 0, clips=1, stream=2, cast=False)
     return replace(own, cast=kept.compute != "fp32")

@@ -82,10 +82,10 @@ def owned(case: Case, weights: Weights) -> Number:
 
 
 def updates(case: Case, weights: Weights) -> list[Kernel]:
-    """Clipping reads gradients twice and writes them once; the update reads p, g and states and writes p and states."""
+    """Clipping passes over the gradients; the update reads p, g and states and writes p and states."""
     numbers, code = owned(case, weights), case.software
     gradients, both = (4, 12) if code.master else (code.gradients, 2 * (code.weights + code.low) + code.gradients)
-    clip = Kernel("stream", bytes=3.0 * gradients * numbers)
+    clip = Kernel("stream", bytes=1.0 * code.clips * gradients * numbers)
     if case.offload != "none":
         return [clip]
     return [clip, Kernel("optimizer", bytes=(both + 2 * STATES[case.optimizer]) * numbers)]
