@@ -18,11 +18,11 @@ SHAPE = ("model.layers=4", "optim.steps=1", "optim.warmup=0")
 FULL = ("parallel.recompute=full",)
 
 
-def policies(data: Path, *keys: str, layers: range = range(4)) -> list[str]:
+def policies(data: Path, *keys: str, layers: range = range(4), device: str = "cpu") -> list[str]:
     spec = layout(data, *SHAPE, *keys)
     with torch.device("meta"):
         part = GPT(spec.model, layers=layers)
-    choose_recompute(part, spec)
+    choose_recompute(part, spec, torch.device(device))
     return [block.recompute for block in part.layers()]
 
 
@@ -49,6 +49,18 @@ def test_a_budget_gives_up_as_little_as_it_must(dataset: Path) -> None:
     assert budget(dataset, all_selective * 1.001) == ["selective"] * 4
     assert budget(dataset, all_selective * 0.999) == ["full", "selective", "selective", "selective"]
     assert budget(dataset, each["full"] / each["none"] * 1.001) == ["full"] * 4
+
+
+def test_a_budget_is_counted_for_the_device_that_runs_it(dataset: Path) -> None:
+    """A spec that leaves the device open takes a GPU where there is one, and its kernels keep no mask of a window."""
+    window = "model.sliding_window=8"
+    specs = [layout(dataset, *SHAPE, window, f"cluster.device={name}") for name in ("cpu", "cuda")]
+    cpu, cuda = (kept_bytes(spec)["none"] for spec in specs)
+    assert cuda < cpu
+    gib = 4 * (cuda + cpu) / 2 / 2**30  # room for the one, and not for the other
+    keys = (window, "cluster.device=auto", "parallel.recompute=budget", f"parallel.recompute_budget={gib:.12f}")
+    assert policies(dataset, *keys, device="cuda") == ["none"] * 4
+    assert policies(dataset, *keys, device="cpu") != ["none"] * 4
 
 
 def test_a_budget_is_for_the_share_of_a_rank_and_for_all_micro_batches_it_holds_at_once(dataset: Path) -> None:

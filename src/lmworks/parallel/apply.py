@@ -58,7 +58,7 @@ def lay_out(
             from .float8 import apply_float8  # torchao takes a second to import
 
             apply_float8(part, spec, device)
-        choose_recompute(part, spec)
+        choose_recompute(part, spec, device)
         if spec.parallel.compile:
             compile_blocks(part, spec, mesh)
         if spec.parallel.engine == "native":

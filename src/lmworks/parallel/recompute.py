@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..model import GPT
 from ..plan.policies import policies
 from ..spec import RunSpec
 
 
-def choose_recompute(part: GPT, spec: RunSpec) -> None:
+def choose_recompute(part: GPT, spec: RunSpec, device: torch.device) -> None:
+    """`device` is where it runs, which a spec may leave open: what a budget holds depends on whose kernels run."""
+    here = spec.replace(cluster=spec.cluster.replace(device=device.type)) if spec.cluster.device == "auto" else spec
     blocks = part.layers()
-    for block, policy in zip(blocks, policies(spec, [block.attention.layer for block in blocks]), strict=True):
+    for block, policy in zip(blocks, policies(here, [block.attention.layer for block in blocks]), strict=True):
         block.recompute = policy
