@@ -111,6 +111,7 @@ def test_the_kernel_is_the_reference(case: str, monkeypatch: pytest.MonkeyPatch)
     from lmworks.kernels import adamw_triton
 
     monkeypatch.setattr(adamw_triton, "SMALL", 2000)
+    monkeypatch.setattr(adamw, "SPAN", 1000)
     weights, states, master, grads, stochastic = CASES[case]
     rule = replace(RULE, stochastic=stochastic)
     slots = [slot_of(size, weights, states, master, grads) for size in (5, 1030, 2049, 1)]

@@ -21,8 +21,8 @@ same bits for them: each is still rounded up as often as it should be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from . import noise
 
 HALF, LAST_16 = 0x8000, 0xFFFF
 QUIET = 0x7FC0  # bf16's NaN
+SPAN = 2**16  # elements that the reference takes at once: its dozen temporaries stay in a cache
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,16 @@ def adamw(
         launch(slots, corrections(slots, rule), rule, grad_scale, found_inf)
         return
     for slot, (rate, root) in zip(slots, corrections(slots, rule).unbind(), strict=True):
-        reference(slot, rule, rate, root, grad_scale, found_inf)
+        for first, part in spans(slot):
+            reference(part, rule, rate, root, grad_scale, found_inf, first)
+
+
+def spans(slot: Slot) -> Iterator[tuple[int, Slot]]:
+    """Parts of it with the place of their first element: what is in between needs no more memory than one of them."""
+    names = [name for name in ("weight", "grad", "mean", "square", "low") if getattr(slot, name) is not None]
+    for first in range(0, slot.weight.numel(), SPAN):
+        part = slice(first, first + SPAN)
+        yield first, replace(slot, **{name: getattr(slot, name).view(-1)[part] for name in names})
 
 
 def corrections(slots: Sequence[Slot], rule: Rule) -> Tensor:
@@ -86,13 +96,19 @@ def corrections(slots: Sequence[Slot], rule: Rule) -> Tensor:
 
 @torch.no_grad()
 def reference(
-    slot: Slot, rule: Rule, rate: Tensor, root: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+    slot: Slot,
+    rule: Rule,
+    rate: Tensor,
+    root: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    first: int = 0,  # the place of its first element in the weight
 ) -> None:
     """One operation a line, each rounded to fp32, as the kernel does it: their results are the same to the last bit."""
     grad = slot.grad.float() if grad_scale is None else slot.grad.float() * (1 / grad_scale)
     wide = slot.weight.float() if slot.low is None else joined(slot.weight, slot.low)
     by_chance = rule.stochastic or any(t is not None and t.dtype == torch.bfloat16 for t in (slot.mean, slot.square))
-    random = random_bits(slot) if by_chance else None
+    random = random_bits(slot, first) if by_chance else None
     wide = wide * (1 - rule.lr * rule.weight_decay)
     if slot.mean is None or slot.square is None:
         wide = wide - rule.lr * grad
@@ -121,9 +137,9 @@ def keep(here: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
     here.copy_(new if found_inf is None else torch.where(found_inf > 0, here, new))
 
 
-def random_bits(slot: Slot) -> Tensor:
+def random_bits(slot: Slot, first: int = 0) -> Tensor:
     """32 for each element, as int32. The low half rounds the weight, the high half the mean."""
-    ids = torch.arange(slot.weight.numel(), dtype=torch.int32, device=slot.weight.device)
+    ids = torch.arange(first, first + slot.weight.numel(), device=slot.weight.device).to(torch.int32)
     seed = torch.tensor([slot.seed], device=slot.weight.device)
     return noise.bits(seed, slot.step.to(torch.int64).view(1), ids).view(slot.weight.shape)
 

@@ -45,6 +45,7 @@ from ..parallel.traffic import Row, Traffic
 from ..parallel.weights import Source
 from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
+from ..train import adamw as narrow
 from ..train import step as training_step
 from ..train.figures import Gate, Reader
 from ..train.health.face import Passed
@@ -91,6 +92,7 @@ def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
             replaced(ddp, "mean_in", send_in),
             replaced(ddp, "fill_in_order", partial(agreed, ddp.fill_in_order)),
             replaced(training_step, "expert_load", lambda _part: 1.0),
+            replaced(narrow, "adamw", lambda *_slots, **_options: None),  # as a GPU's kernel: in place
             replaced(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
         ):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # FSDP1 compares them
