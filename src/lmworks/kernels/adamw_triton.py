@@ -15,17 +15,14 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from . import noise
 from .adamw import HALF, LAST_16, QUIET, Rule, Slot
+from .noise_triton import mix32, noise_bits
 from .triton_support import tl, triton
 
 # Not measured yet.
 TILE, WARPS = 1024, 4  # 8 elements a thread: 16 bytes of a bf16 weight
 SMALL = 2**16  # elements below which a tensor shares its launch
 
-GOLDEN = tl.constexpr(noise.GOLDEN)
-WIDE_1, WIDE_2 = (tl.constexpr(factor) for factor in noise.WIDE)
-NARROW_1, NARROW_2 = (tl.constexpr(factor) for factor in noise.NARROW)
 ROUND, LAST, NAN = tl.constexpr(HALF), tl.constexpr(LAST_16), tl.constexpr(QUIET)
 
 
@@ -87,28 +84,6 @@ def on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Without waiting for it."""
     made = torch.tensor(rows, dtype=torch.int64)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
-
-
-@triton.jit
-def mix64(x):
-    x = (x ^ (x >> 30)) * WIDE_1
-    x = (x ^ (x >> 27)) * WIDE_2
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def mix32(x):
-    x = (x ^ (x >> 16)) * NARROW_1
-    x = (x ^ (x >> 13)) * NARROW_2
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def noise_bits(seed, step, ids):
-    """As `noise.bits`."""
-    key = mix64(mix64(seed.to(tl.uint64)) + (step + 1).to(tl.uint64) * GOLDEN)
-    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    return mix32(mix32(ids.to(tl.uint32) ^ low) + high)
 
 
 @triton.jit

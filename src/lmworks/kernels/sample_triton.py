@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from . import noise
+from .noise_triton import noise_bits
 from .sample import Drawn, Rows
 from .triton_support import power_of_two, tl, triton
 
 SPAN = 4096  # columns of one program: 38 programs for a row of 151,936
 
-GOLDEN = tl.constexpr(noise.GOLDEN)
-WIDE_1, WIDE_2 = (tl.constexpr(factor) for factor in noise.WIDE)
-NARROW_1, NARROW_2 = (tl.constexpr(factor) for factor in noise.NARROW)
 SMALL = tl.constexpr(noise.SMALL)
 LAST = tl.constexpr(noise.LAST)
 LN_2 = tl.constexpr(math.log(2))
@@ -75,20 +73,6 @@ def launch(
 
 
 @triton.jit
-def mix64(x):
-    x = (x ^ (x >> 30)) * WIDE_1
-    x = (x ^ (x >> 27)) * WIDE_2
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def mix32(x):
-    x = (x ^ (x >> 16)) * NARROW_1
-    x = (x ^ (x >> 13)) * NARROW_2
-    return x ^ (x >> 16)
-
-
-@triton.jit
 def fast_log(x):
     """In one instruction instead of twenty: 22 bits are right, and noise is needed no better."""
     if INTERPRETED:
@@ -100,9 +84,7 @@ def fast_log(x):
 @triton.jit
 def gumbel(seed, place, ids):
     """As `noise.gumbel(noise.bits(…))`: seed and place are int64 scalars, ids (n) int32."""
-    key = mix64(mix64(seed.to(tl.uint64)) + (place + 1).to(tl.uint64) * GOLDEN)
-    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    random = mix32(mix32(ids.to(tl.uint32) ^ low) + high)
+    random = noise_bits(seed, place, ids)
     v = tl.minimum((random.to(tl.float32) + 0.5) * 2.3283064365386963e-10, LAST)  # 2⁻³²
     series = (((v * 0.25 + 1 / 3) * v + 0.5) * v + 1) * v
     return -fast_log(tl.where(v < SMALL, series, -fast_log(1 - v)))

@@ -1,0 +1,34 @@
+"""The bits of `noise` inside a kernel: equal to those that PyTorch computes, on every device."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from . import noise
+from .triton_support import tl, triton
+
+GOLDEN = tl.constexpr(noise.GOLDEN)
+WIDE_1, WIDE_2 = (tl.constexpr(factor) for factor in noise.WIDE)
+NARROW_1, NARROW_2 = (tl.constexpr(factor) for factor in noise.NARROW)
+
+
+@triton.jit
+def mix64(x):
+    x = (x ^ (x >> 30)) * WIDE_1
+    x = (x ^ (x >> 27)) * WIDE_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def mix32(x):
+    x = (x ^ (x >> 16)) * NARROW_1
+    x = (x ^ (x >> 13)) * NARROW_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def noise_bits(seed, place, ids):
+    """As `noise.bits`: seed and place are int64 scalars, ids (n) integers."""
+    key = mix64(mix64(seed.to(tl.uint64)) + (place + 1).to(tl.uint64) * GOLDEN)
+    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    return mix32(mix32(ids.to(tl.uint32) ^ low) + high)
