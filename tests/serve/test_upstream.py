@@ -53,11 +53,15 @@ def test_its_refusals_are_passed_on(before: Api) -> None:
 
 def test_a_client_that_leaves_is_not_computed_for_behind(before: Api, api: Api) -> None:
     wishes = {"max_tokens": 400, "extra_body": {"ignore_eos": True}, "stream": True}
-    stream = before.client().completions.create(model=MODEL, prompt="x", **wishes)  # type: ignore[call-overload]
-    assert next(stream.response.iter_raw())
-    assert not api.house.idle()
-    stream.close()
-    until(api.house.idle)
+    for _ in range(10):  # until one is left that is not over yet: on a busy machine an engine is quicker than we are
+        stream = before.client().completions.create(model=MODEL, prompt="x", **wishes)  # type: ignore[call-overload]
+        assert next(stream.response.iter_raw())
+        under_way = not api.house.idle()
+        stream.close()
+        until(api.house.idle)
+        if under_way:
+            break
+    assert under_way
     until(lambda: before.serving.upstreams[0].open == 0)
 
 

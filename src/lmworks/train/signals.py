@@ -79,17 +79,17 @@ class StopSignals:
             left = max(0.0, first + self.deadline_s - time.monotonic()) if terminated else None
             if not select.select([self.woken], [], [], left)[0]:
                 end(f"SIGTERM: the step and its save took longer than fault.deadline_s = {self.deadline_s:g}")
-            numbers = os.read(self.woken, 64)
-            if LEAVE in numbers:
-                return
-            if signal.SIGTERM in numbers:
-                if not self.in_steps:
-                    end("SIGTERM before the first step")
-                if first and time.monotonic() - first > ONE_REQUEST_S:
-                    end("a second SIGTERM")
-            if {signal.SIGINT, signal.SIGTERM} & set(numbers):
-                terminated = terminated or signal.SIGTERM in numbers
-                first = first or time.monotonic()
+            for number in os.read(self.woken, 64):  # several, where this thread came to it late
+                if number == LEAVE:
+                    return
+                if number == signal.SIGTERM:
+                    if not self.in_steps:
+                        end("SIGTERM before the first step")
+                    if first and time.monotonic() - first >= ONE_REQUEST_S:
+                        end("a second SIGTERM")
+                    terminated = True
+                if number in (signal.SIGINT, signal.SIGTERM):
+                    first = first or time.monotonic()
 
     def restore(self) -> None:
         for number, handler in self.before.items():
