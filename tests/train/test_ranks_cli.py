@@ -99,7 +99,9 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_under_another_layout(dataset
     began = time.monotonic()
     code, said = stop(process, lambda: os.kill(rank_process(process, 1), signal.SIGKILL))
     assert code == 137 and time.monotonic() - began < 20
-    assert said[-1] == "lmworks: error: rank 1 was ended by SIGKILL; the run can be resumed" and len(said) == 2
+    # The other rank may say so too, if it notices before it is ended.
+    assert said.pop() == "lmworks: error: rank 1 was ended by SIGKILL; the run can be resumed"
+    assert not said or (len(said) == 1 and said[0].startswith("lmworks: error: rank 1 is gone"))
     edit(run, "steps = 100000", f"steps = {step + 2}")
     edit(run, "dp_shard = 2", "dp_shard = 1")
     assert resume(run).step == step + 2
