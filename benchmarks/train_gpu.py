@@ -29,13 +29,13 @@ from typing import Any
 
 from common import RESULTS, commit, write_result
 
+from lmworks.observe.roofline import Ceilings, floor
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.memory.reserve import reserved
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.predict import predict
 from lmworks.spec import LMWorksError, RunSpec, SpecError, load_run
 from lmworks.spec.hardware import catalogue
-from lmworks.study.roofline import Ceilings, floor
 
 GPU = "H200-SXM-141GB"
 RESULT = RESULTS / "train_gpu.json"

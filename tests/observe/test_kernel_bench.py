@@ -20,6 +20,7 @@ from lmworks.observe import kernel_bench, kernel_ops
 from lmworks.observe.kernel_bench import Roof, Row, backward_rows, bench_kernels, measure, record, winners
 from lmworks.observe.kernel_ops import BOTH, FORWARD, OPS, Case, Place, Work
 from lmworks.observe.measure import Clock
+from lmworks.observe.roofline import Ceilings
 from lmworks.spec import ModelSpec, SpecError
 
 CPU = torch.device("cpu")
@@ -103,7 +104,7 @@ def test_a_case_that_cannot_be_made_is_one_row() -> None:
 
 
 def test_every_op_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernel_bench.PROBED, "cpu", (2**16, 64))
+    monkeypatch.setattr(kernel_bench, "measured_ceilings", lambda *_: Ceilings("measured", {"fp32": 1e10}, 1e9))
     monkeypatch.setattr(kernel_ops, "UPDATED", 2**10)
     stages: list[str] = []
     kept: list[dict[str, Any]] = []
@@ -179,7 +180,7 @@ def test_a_record_is_what_training_chooses_by(measured: Path) -> None:
 
 
 def test_the_command_prints_writes_and_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernel_bench.PROBED, "cpu", (2**16, 64))
+    monkeypatch.setattr(kernel_bench, "measured_ceilings", lambda *_: Ceilings("measured", {"fp32": 1e10}, 1e9))
     words = ["bench", "kernels", "--device", "cpu", "--model", "tiny", "--seq", "16", "--rounds", "1"]
     out = tmp_path / "kernels.json"
     done = CliRunner().invoke(app, [*words, "--only", "rms_norm", "--json", "--out", str(out)])

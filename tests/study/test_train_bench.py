@@ -16,10 +16,11 @@ import torch
 from typer.testing import CliRunner
 
 from lmworks.cli.main import app
+from lmworks.observe import roofline
+from lmworks.observe.roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
 from lmworks.plan.flops import step_flops
 from lmworks.spec import Gpu, TrainingError, load_run
-from lmworks.study import roofline, train_bench
-from lmworks.study.roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
+from lmworks.study import train_bench
 from lmworks.study.train_bench import bench_train
 from tiny import built, make_spec, steps_of, write_spec
 

@@ -30,13 +30,13 @@ from ..spec.errors import did_you_mean
 from ..spec.files import write_whole
 from .calibrate import about
 from .kernel_ops import BOTH, FORWARD, OPS, Case, Place, Work
-from .measure import Clock, device_name, digits
+from .measure import DTYPES, Clock, device_name, digits
+from .roofline import measured_ceilings
 
 # Sequences and their length by model: those of the training figures in docs/training.md.
 SHAPES = {"gpt2-small": (64, 1024), "llama3-1b": (4, 4096), "llama3-8b": (2, 8192)}
 MODELS = {"cpu": ("cpu-3m",), "cuda": tuple(SHAPES)}
 SMALL = (2, 128)  # of a model without a shape of its own on a CPU
-PROBED = {"cpu": (2**24, 512), "cuda": (2**30, 8192)}  # bytes that are copied; rows of a product
 HEADER = "# Which implementation was fastest, by device, op and shape; `lmworks bench kernels --record` writes it.\n\n"
 ROUNDS = 11
 MARGIN = 0.03  # by which another must be faster than PyTorch to be chosen
@@ -91,10 +91,12 @@ def bench_kernels(
     for op in only:
         if op not in OPS:
             raise SpecError(f"--only {op}: there is no such op{did_you_mean(op, OPS)}")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    name = "bf16" if device.type == "cuda" else "fp32"
+    dtype = DTYPES[name]
     clock = Clock(device, patience=1.0)
-    places = [place_of(name, batch, seq, device, dtype) for name in models or MODELS[device.type]]
-    roof = probe(clock, dtype)
+    places = [place_of(model, batch, seq, device, dtype) for model in models or MODELS[device.type]]
+    best = measured_ceilings(device, name)
+    roof = Roof(best.bandwidth, best.flops[name])
     rows: list[Row] = []
     wanted = [(op, place) for op in only or OPS for place in places]
     about_run = {
@@ -138,19 +140,6 @@ def made() -> dict[str, Any]:
     with suppress(metadata.PackageNotFoundError):
         return {**about(), "triton": metadata.version("triton")}
     return about()
-
-
-def probe(clock: Clock, dtype: torch.dtype) -> Roof:
-    size, rows = PROBED[clock.device.type]
-    here, there = (torch.zeros(size, dtype=torch.uint8, device=clock.device) for _ in range(2))
-    copied = 2 * size / typical(clock, partial(here.copy_, there))
-    a, b = (torch.randn(rows, rows, device=clock.device).to(dtype) for _ in range(2))
-    return Roof(copied, 2 * rows**3 / typical(clock, partial(torch.mm, a, b)))
-
-
-def typical(clock: Clock, work: Work) -> float:
-    clock.once(work)
-    return statistics.median(clock.once(work) for _ in range(7))
 
 
 # --- one case -------------------------------------------------------------------------------------------

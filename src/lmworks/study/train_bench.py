@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..observe.measure import device_name, memory_bytes
 from ..observe.probe import cached_machine, probe
+from ..observe.roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
 from ..parallel.weights import Source
 from ..plan.devices.machine import Machine
 from ..plan.flops import StepFlops, step_flops
@@ -32,7 +33,6 @@ from ..spec import RunSpec, SpecError, TrainingError
 from ..train import Trainer
 from ..train.device import find_gpu
 from ..train.feed import Feed
-from .roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
 
 WARM_UP = 3  # steps: the first compiles and makes optimizer states, the second and third may compile again
 TOLD = 25  # kernels of a profile

@@ -54,7 +54,7 @@ def naming_gpu(spec: RunSpec, device: torch.device) -> RunSpec:
     gpu = find_gpu(spec.cluster, device)
     if gpu is None or spec.parallel.recompute != "budget" or spec.parallel.recompute_budget:
         return spec
-    return spec.replace(cluster=spec.cluster.replace(gpu=gpu.name, device="cuda"))
+    return spec.replace(cluster=spec.cluster.replace(gpu=gpu.name))
 
 
 def make_deterministic() -> None:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from ..observe.measure import DTYPES, Clock
 from ..plan.devices.machine import Machine, Rate
 from ..plan.flops import step_flops
 from ..plan.step.one_device import step_time
 from ..spec import Gpu, RunSpec
+from .measure import DTYPES, Clock
 
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square product
 SLOW_SIDE = 256  # on a CPU, in formats that few of them have instructions for
