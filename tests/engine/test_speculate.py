@@ -34,7 +34,8 @@ COUNTS = [20, 30, 12, 25, 8, 20, 1, 16]
 
 def engine_for(model: GPT, vocab: int, source: str, draft: GPT | None = None, **spec: Any) -> Engine:
     device = spec.pop("device", "cpu")
-    given = EngineSpec(**{"dtype": "fp32", "block": 4, "max_seqs": 8, "guesses": 3, **spec})
+    wanted = {"speculate": source or "none", "draft": "in memory" if source == "draft" else ""}
+    given = EngineSpec(**{"dtype": "fp32", "block": 4, "max_seqs": 8, "guesses": 3, **wanted, **spec})
     runner = Runner(model, given, device, vocab, None if draft is None else Draft(draft))
     sources = {"ngram": NGram(), "draft": Ahead()}
     return Engine(runner, None, seed=0, speculator=Speculator(runner.spec, sources[source]) if source else None)

@@ -116,8 +116,8 @@ def test_resume_is_bitwise_in_deterministic_mode(dataset: Path, tmp_path: Path, 
     first.spec = spec.replace(optim=spec.optim.replace(steps=20))
     saved = first.save
 
-    def save_and_stop() -> float:
-        seconds = saved()
+    def save_and_stop(wait: bool = True) -> float:
+        seconds = saved(wait)
         if first.step == 10:
             raise KeyboardInterrupt
         return seconds

@@ -56,13 +56,13 @@ def test_answers_are_those_of_the_cpu(folder: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=24)
     with LLM(folder, dtype="fp32", device="cpu") as cpu:
         expected = [result.token_ids for result in cpu.generate(prompts, params)]
-    with LLM(folder, dtype="fp32", device="cuda", memory=0.2) as gpu:
+    with LLM(folder, dtype="fp32", device="cuda", blocks=4096) as gpu:
         found = [result.token_ids for result in gpu.generate(prompts, params)]
     assert sum(one == other for one, other in zip(found, expected, strict=True)) >= 11
 
 
 def test_the_bench_runs(folder: Path) -> None:
-    with LLM(folder, memory=0.2) as llm:
+    with LLM(folder, blocks=4096) as llm:
         facts = bench_offline(llm.native, Workload(32))
     assert facts["output_tokens_per_s"] > 0 and facts["bandwidth_gbs"] > 100
     assert all(0 < facts["floors_ms"][batch] < ms for batch, ms in facts["decode_ms"].items())

@@ -50,9 +50,13 @@ class Graphs(Generic[Result]):
         size = max(replace(frame, width=widest).size for frame in frames)
         self.buffer = torch.zeros(size, dtype=torch.int64, device=device)
         self.frames: set[Layout] = set()  # of mixed steps that came
+        self.stream = torch.cuda.Stream(device)
+        self.forget()
+
+    def forget(self) -> None:
+        """All recordings, and with the last of them their memory: a pool without graphs takes no new ones."""
         self.recorded: dict[tuple[Layout, Wants | None], tuple[torch.cuda.CUDAGraph, Result]] = {}
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
 
     def padded(self, sequences: int, each: int = 1) -> Layout:
         """The frame of a decoding step: so many sequences, of up to `each` tokens."""

@@ -113,7 +113,7 @@ class Runner:
         adapters.add(name, folder)
         self.adapters = adapters
         if self.graphs is not None:
-            self.graphs.recorded.clear()  # of layers without it
+            self.graphs.forget()  # recordings of layers without it
 
     def close(self) -> None:
         """Ends the other ranks."""

@@ -4,7 +4,7 @@ Rows of their own scale take one pass: a program holds a row. One scale for all 
 the last number was seen: `amax_kernel` leaves the largest of each of its programs, torch takes the largest of those,
 and `quantize_kernel` reads everything again.
 
-Divided as torch divides: `/` may be off by a bit here, and a value on the edge would go to another level.
+Values are divided as torch divides tensors: `/` may be off by a bit here, and take a value to another level.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
@@ -71,7 +71,7 @@ def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def scale_of(amax, FLOOR: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr):
-    scale = tl.maximum(tl.div_rn(amax, LARGEST), FLOOR)
+    scale = tl.maximum(amax * (1.0 / LARGEST), FLOOR)
     if POWER:  # the next power of two: any mantissa carries into the exponent
         scale = ((scale.to(tl.int32, bitcast=True) + MANTISSA) & EXPONENT).to(tl.float32, bitcast=True)
     return scale
