@@ -1,10 +1,11 @@
 """Tries tiles for flash attention on a GPU, beside PyTorch's own kernels, and names the best for `flash_tiles`.
 
-    python benchmarks/flash_tune.py [--save] [--seconds 150] [--flex] [--head-dim 64 128]
+    python benchmarks/flash_tune.py [--save] [--seconds 150] [--flex] [--head-dim 64 128] [--group 4]
 
-Causal attention in bf16 over a hidden size of 2048. Every candidate is checked against PyTorch's result and timed at
-8192 positions; the two best of each pass at 2048 and 32768 as well. A candidate that cannot be built, or is wrong, is
-named and left out. Nothing begins after --seconds; and if something hangs, the process ends itself half a minute later.
+Causal attention in bf16 over a hidden size of 2048, with --group heads of queries to a head of keys. Every candidate is
+checked against PyTorch's result and timed at 8192 positions; the two best of each pass at 2048 and 32768 as well. A
+candidate that cannot be built, or is wrong, is named and left out. Nothing begins after --seconds; and if something
+hangs, the process ends itself half a minute later.
 """
 
 from __future__ import annotations
@@ -36,64 +37,65 @@ CLOSE = 1e-2  # ‖difference‖ / ‖result‖
 WORK = {"forward": 2, "queries": 3, "keys": 4}  # products of a tile that a pass computes
 PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention 2": SDPBackend.FLASH_ATTENTION}
 
-# Those that compile for Hopper without spilling or serialising their products (Triton 3.9), the likeliest first.
+# Around what was fastest on an H200 before, which comes first.
 CANDIDATES: dict[str, dict[int, list[Tiles]]] = {
     "forward": {
         64: [
-            Tiles(128, 64, 8, 3, late=True),  # two programs on a multiprocessor
-            Tiles(128, 64, 8, 3),  # two
-            Tiles(128, 128, 8, 2, late=True),
-            Tiles(128, 128, 8, 3),
-            Tiles(128, 64, 4, 3),  # two
-            Tiles(128, 64, 4, 3, late=True),  # two
-            Tiles(256, 64, 8, 2),
-            Tiles(256, 64, 8, 2, late=True),
-            Tiles(128, 64, 8, 2, late=True),  # two
+            Tiles(128, 64, 4, 3),
+            Tiles(128, 64, 8, 3),
+            Tiles(64, 64, 4, 3),
+            Tiles(128, 64, 4, 2),
+            Tiles(128, 64, 4, 4),
+            Tiles(64, 128, 4, 3),
+            Tiles(128, 32, 4, 4),
         ],
         128: [
-            Tiles(128, 128, 8, 2, late=True),
-            Tiles(128, 64, 8, 2, late=True, registers=128),  # two
-            Tiles(128, 128, 8, 2),
-            Tiles(128, 64, 8, 3, late=True),
-            Tiles(128, 64, 8, 3),
             Tiles(128, 128, 8, 3),
-            Tiles(128, 64, 4, 3),
-            Tiles(128, 64, 8, 4),
+            Tiles(128, 64, 8, 3),
+            Tiles(64, 64, 4, 3),
+            Tiles(128, 64, 8, 2, registers=128),
+            Tiles(64, 128, 4, 2),
+            Tiles(128, 64, 4, 2),
         ],
     },
     "queries": {
         64: [
-            Tiles(128, 64, 8, 3),  # two
-            Tiles(128, 128, 8, 2),
-            Tiles(128, 64, 8, 2),  # two
-            Tiles(128, 64, 4, 2),  # two
-            Tiles(128, 128, 8, 3),
+            Tiles(128, 64, 8, 3),
+            Tiles(128, 64, 4, 3),
+            Tiles(64, 64, 4, 3),
+            Tiles(128, 64, 8, 4),
+            Tiles(64, 64, 4, 2),
+            Tiles(128, 32, 4, 3),
         ],
         128: [
-            Tiles(128, 64, 8, 2),
-            Tiles(128, 128, 8, 2),
-            Tiles(128, 32, 8, 3),  # two
             Tiles(128, 64, 8, 3),
-            Tiles(64, 64, 4, 2),  # two
+            Tiles(64, 64, 4, 3),
+            Tiles(64, 64, 4, 2),
+            Tiles(128, 64, 8, 4),
+            Tiles(64, 32, 4, 3),
         ],
     },
     "keys": {
         64: [
-            Tiles(64, 128, 8, 3),
-            Tiles(64, 128, 8, 2),
-            Tiles(32, 128, 4, 3),  # two
-            Tiles(64, 64, 4, 3),  # two
-            Tiles(32, 128, 8, 3),
+            Tiles(64, 64, 4, 3),
+            Tiles(32, 128, 4, 3),
+            Tiles(64, 64, 4, 2),
+            Tiles(64, 64, 4, 4),
+            Tiles(32, 64, 4, 3),
+            Tiles(32, 128, 4, 4),
+            Tiles(64, 128, 4, 2),
         ],
         128: [
-            Tiles(64, 128, 8, 2),
+            Tiles(64, 64, 4, 2),
+            Tiles(64, 64, 4, 3),
+            Tiles(32, 64, 4, 3),
             Tiles(64, 128, 8, 3),
-            Tiles(32, 128, 8, 3),
-            Tiles(32, 128, 8, 2),
-            Tiles(64, 64, 4, 2),  # two
+            Tiles(32, 64, 4, 2),
         ],
     },
 }
+
+Found = dict[str, dict[int, list[tuple[float, Tiles]]]]  # by pass and length: seconds, the least first
 
 
 def seconds_of(call: Callable[[], Any], spend: float = 0.02) -> float:
@@ -126,9 +128,10 @@ class Inputs:
     delta: Tensor
 
     @classmethod
-    def of(cls, head_dim: int, seq: int) -> Inputs:
-        shape = (max(1, TOKENS // seq), seq, HIDDEN // head_dim, head_dim)
-        q, k, v, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    def of(cls, head_dim: int, seq: int, group: int) -> Inputs:
+        batch, heads = max(1, TOKENS // seq), HIDDEN // head_dim
+        shapes = [(batch, seq, n, head_dim) for n in (heads, heads // group, heads // group, heads)]
+        q, k, v, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = sdpa(*leaves)
         dq, dk, dv = torch.autograd.grad(out, leaves, grad)
@@ -158,7 +161,9 @@ class Inputs:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+    shared = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared).transpose(1, 2)
 
 
 def off(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
@@ -176,13 +181,13 @@ def try_tiles(inputs: Inputs, name: str, tiles: Tiles) -> float | str:
         return f"{type(error).__name__}: {error}".splitlines()[0][:100]
 
 
-def try_all(head_dim: int, ends: float, say: Callable[..., None]) -> dict[str, dict[int, list[tuple[float, Tiles]]]]:
-    """By pass and length, the fastest first."""
-    found: dict[str, dict[int, list[tuple[float, Tiles]]]] = {name: {} for name in PASSES}
+def try_all(head_dim: int, group: int, ends: float, say: Callable[..., None]) -> Found:
+    """Time the candidates, the best two at all lengths."""
+    found: Found = {name: {} for name in PASSES}
     for seq in (MIDDLE, *OTHERS):
         if time.monotonic() > ends:
             break
-        inputs = Inputs.of(head_dim, seq)
+        inputs = Inputs.of(head_dim, seq, group)
         for name in PASSES:
             wanted = CANDIDATES[name][head_dim] if seq == MIDDLE else [tiles for _, tiles in found[name][MIDDLE][:2]]
             timed = []
@@ -198,9 +203,9 @@ def try_all(head_dim: int, ends: float, say: Callable[..., None]) -> dict[str, d
     return found
 
 
-def peers(head_dim: int, seq: int, with_flex: bool) -> dict[str, tuple[float, float]]:
+def peers(head_dim: int, seq: int, group: int, with_flex: bool) -> dict[str, tuple[float, float]]:
     """Seconds of PyTorch's kernels, forward and backward."""
-    inputs = Inputs.of(head_dim, seq)
+    inputs = Inputs.of(head_dim, seq, group)
     found = {}
     for name, backend in PEERS.items():
         with sdpa_kernel(backend):
@@ -224,7 +229,7 @@ def both_ways(inputs: Inputs, call: Callable[..., Tensor]) -> tuple[float, float
         return None
 
 
-def rows_of(head_dim: int, found: dict[str, dict[int, list[tuple[float, Tiles]]]], with_flex: bool) -> list[list[Any]]:
+def rows_of(head_dim: int, group: int, found: Found, with_flex: bool) -> list[list[Any]]:
     """Length by length: ours, and each peer, in TFLOP/s of 2 products forward and 5 backward."""
     rows: list[list[Any]] = []
     for seq in sorted(found["keys"]):
@@ -232,7 +237,7 @@ def rows_of(head_dim: int, found: dict[str, dict[int, list[tuple[float, Tiles]]]
         if len(best) < len(PASSES):
             continue
         flops = max(1, TOKENS // seq) * (HIDDEN // head_dim) * seq * (seq + 1) * head_dim
-        theirs = peers(head_dim, seq, with_flex and seq == MIDDLE)
+        theirs = peers(head_dim, seq, group, with_flex and seq == MIDDLE)
         ours = (best["forward"], best["queries"] + best["keys"])
         least = [min(took[part] for took in theirs.values()) for part in (0, 1)]
         for name, took in {"ours": ours, **theirs}.items():
@@ -249,10 +254,11 @@ COLUMNS = ["head", "seq", "kernel", "fwd ms", "bwd ms", "fwd TFLOP/s", "bwd TFLO
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/flash_tune.json")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/flash_tune.json (or …_group4)")
     parser.add_argument("--seconds", type=float, default=150, help="after which no candidate begins")
     parser.add_argument("--flex", action="store_true", help="time FlexAttention as well; it takes long to compile")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], choices=[64, 128])
+    parser.add_argument("--group", type=int, default=1, choices=[1, 2, 4, 8, 16], help="heads that share their keys")
     args = parser.parse_args()
     console = Console(width=170, highlight=False)
     watchdog = threading.Timer(args.seconds + 30, lambda: os._exit(1))
@@ -262,10 +268,10 @@ def main() -> None:
     for turn, head_dim in enumerate(args.head_dim, 1):
         # Two thirds of what is left for our candidates, the rest for the peers.
         left = args.seconds * turn / len(args.head_dim) - (time.monotonic() - began)
-        found = try_all(head_dim, time.monotonic() + left * 2 / 3, console.print)
+        found = try_all(head_dim, args.group, time.monotonic() + left * 2 / 3, console.print)
         chosen[head_dim] = {name: str(by[MIDDLE][0][1]) for name, by in found.items() if by.get(MIDDLE)}
-        rows += rows_of(head_dim, found, args.flex)
-    table = Table(title="causal, bf16, hidden 2048")
+        rows += rows_of(head_dim, args.group, found, args.flex)
+    table = Table(title=f"causal, bf16, hidden 2048, heads to a head of keys: {args.group}")
     for column in COLUMNS:
         table.add_column(column, justify="right")
     for row in rows:
@@ -275,8 +281,9 @@ def main() -> None:
         for name, tiles in passes.items():
             console.print(f"{name:8} {head_dim}: {tiles}")
     if args.save:
-        console.print(str(write_result("flash_tune", {"rows": [dict(zip(COLUMNS, row, strict=True)) for row in rows],
-                                                      "tiles": chosen})))  # fmt: skip
+        result = {"group": args.group, "rows": [dict(zip(COLUMNS, row, strict=True)) for row in rows], "tiles": chosen}
+        name = "flash_tune" if args.group == 1 else f"flash_tune_group{args.group}"
+        console.print(str(write_result(name, result)))
 
 
 if __name__ == "__main__":

@@ -55,10 +55,10 @@ class Case:
 
 CASES = {
     "heads that share keys": Case(37, heads=2, head_dim=24),
-    "wide tiles of keys, late": Case(40, tiles=Tiles(16, 32, 4, 1, late=True)),
+    "wide tiles of keys": Case(40, tiles=Tiles(16, 32, 4, 1)),
     "wide tiles of queries, window": Case(45, window=13, tiles=Tiles(32, 16, 4, 1)),
     "documents": Case(36, lengths=(1, 3, 20, 12)),
-    "documents, window, late": Case(40, 1, 1, 16, 11, (4, 31, 5), batch=2, tiles=Tiles(16, 16, 4, 1, late=True)),
+    "documents, window": Case(40, 1, 1, 16, 11, (4, 31, 5), batch=2),
 }
 
 
@@ -120,7 +120,7 @@ def test_random_shapes(seed: int) -> None:
             window=draw.choice((0, 0, draw.randint(1, seq))),
             lengths=tuple(b - a for a, b in itertools.pairwise(cuts)) if len(cuts) > 2 else (),
             batch=draw.choice((1, 2)),
-            tiles=Tiles(draw.choice((16, 32, 64)), draw.choice((16, 32, 64)), 4, 1, late=draw.random() < 0.5),
+            tiles=Tiles(draw.choice((16, 32, 64)), draw.choice((16, 32, 64)), 4, 1),
         ),
         torch.float32,
         2e-5,
@@ -151,7 +151,7 @@ def test_what_the_copy_engine_cannot_read_is_copied() -> None:
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
 def test_tiles_of_other_documents_are_not_read() -> None:
     """Not even for a weight of zero: zero times NaN is NaN. The last tile of queries begins its walk at key 16."""
-    case = Case(48, lengths=(20, 28), tiles=Tiles(16, 16, 4, 1, late=True))
+    case = Case(48, lengths=(20, 28))
     q, k, v, _ = case.inputs()
     k[:, :16] = v[:, :16] = torch.nan
     bounds = Bounds.of(case.documents())

@@ -85,7 +85,6 @@ def launch(
         GROUP=heads // k.shape[2],
         WINDOW=window,
         WIDTH=width,
-        LATE=tiles.late,
         **tiles.options(),
     )
     return out, lse
@@ -143,7 +142,6 @@ def forward_kernel(
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     WIDTH: tl.constexpr,
-    LATE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -160,26 +158,21 @@ def forward_kernel(
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), LOWEST, tl.float32)
-    p = tl.zeros((ROWS, KEYS), q.dtype)
     scale *= LOG2E
     kv_head = head // GROUP
     if (WINDOW > 0) or (starts_ptr is not None):
-        acc, total, top, p = walk(
-            acc, total, top, p, q, k_desc, v_desc, batch, kv_head, begin, begin, whole, queries, low, scale,
-            True, LATE, KEYS, WIDTH,
+        acc, total, top = walk(
+            acc, total, top, q, k_desc, v_desc, batch, kv_head, begin, whole, queries, low, scale,
+            True, KEYS, WIDTH,
         )  # fmt: skip
-    acc, total, top, p = walk(
-        acc, total, top, p, q, k_desc, v_desc, batch, kv_head, begin, whole, diagonal, queries, low, scale,
-        False, LATE, KEYS, WIDTH,
+    acc, total, top = walk(
+        acc, total, top, q, k_desc, v_desc, batch, kv_head, whole, diagonal, queries, low, scale,
+        False, KEYS, WIDTH,
     )  # fmt: skip
-    acc, total, top, p = walk(
-        acc, total, top, p, q, k_desc, v_desc, batch, kv_head, begin, diagonal, end, queries, low, scale,
-        True, LATE, KEYS, WIDTH,
+    acc, total, top = walk(
+        acc, total, top, q, k_desc, v_desc, batch, kv_head, diagonal, end, queries, low, scale,
+        True, KEYS, WIDTH,
     )  # fmt: skip
-    if LATE:
-        acc = tl.dot(
-            p, tile(v_desc, batch, kv_head, (end - 1) // KEYS * KEYS, KEYS, WIDTH), acc, input_precision="ieee"
-        )
     total = tl.where(queries < seq, total, 1.0)  # queries beyond the sequence may have seen nothing
     store_tile(out_desc, batch, head, first, acc / total[:, None], ROWS, WIDTH)
     place = tl.program_id(1).to(tl.int64) * seq + queries
@@ -191,20 +184,17 @@ def walk(
     acc,
     total,
     top,
-    p,  # LATE: weights of the tile before, whose values are not mixed in yet
     q,
     k_desc,
     v_desc,
     batch,
     head,
-    start_of_all,
     begin,
     end,
     queries,
     low,
     scale,
     MASKED: tl.constexpr,
-    LATE: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -212,10 +202,6 @@ def walk(
     for start in tl.range(begin, end, KEYS):
         k = tile(k_desc, batch, head, start, KEYS, WIDTH)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if LATE:
-            # The exponentials below do not wait for this product. Before the first tile there are zeros.
-            before = tl.where(start > start_of_all, start - KEYS, -KEYS)
-            acc = tl.dot(p, tile(v_desc, batch, head, before, KEYS, WIDTH), acc, input_precision="ieee")
         if MASKED:
             scores = tl.where(seen(queries, low, start + tl.arange(0, KEYS)), scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
@@ -223,10 +209,7 @@ def walk(
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
-        if LATE:
-            p = weights.to(p.dtype)
-        else:
-            v = tile(v_desc, batch, head, start, KEYS, WIDTH)
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        v = tile(v_desc, batch, head, start, KEYS, WIDTH)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         top = higher
-    return acc, total, top, p
+    return acc, total, top

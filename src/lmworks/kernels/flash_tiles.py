@@ -1,15 +1,16 @@
 """How flash attention is cut up for a GPU: every number of its kernels that is tuned, in one place.
 
-A program holds ROWS queries and walks over the keys KEYS at a time (the pass for dK and dV: the other way round). Two
-warp groups of 4 warps with 64 rows each feed Hopper's tensor cores; a third number says how many tiles of the walk are
+A program holds ROWS queries and walks over the keys KEYS at a time (the pass for dK and dV: the other way round).
+Groups of 4 warps feed Hopper's tensor cores 64 rows at a time; a fourth number says how many tiles of the walk are
 under way at once. What bounds each choice:
 
-    registers   a thread of 2 · 128 has 255: accumulators take rows · width / 256 of them, scores rows · keys / 256
-    shared      227 KiB of a multiprocessor: what the program holds, and `stages` of each tile that it walks over
-    L2          every program reads all that it walks over: fewer than 128 rows, and it is L2 that sets the pace
+    registers   a thread has 255: accumulators take rows · width / threads of them, scores rows · keys / threads
+    shared      227 KiB of a multiprocessor: what its programs hold, and `stages` of each tile that they walk over
+    L2          every program reads all that it walks over: the fewer rows it holds, the more is read
 
-`benchmarks/flash_tune.py` tries others. Those below were chosen by compiling for Hopper (no spills, shared memory
-fits); none was timed yet.
+`benchmarks/flash_tune.py` tries others. Those for heads of 64 and 128 were the fastest on an H200, at 8192 positions
+(benchmarks/results/flash_tune.json, Triton 3.6). Heads of 32 take those of 64, and 256 was chosen by compiling for
+Hopper: neither was timed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ class Tiles:
     keys: int  # keys in a tile
     warps: int
     stages: int  # tiles of the walk under way at once
-    late: bool = False  # forward: values are mixed a tile later, so that the next exponentials need not wait for it
     registers: int | None = None  # at most so many a thread, so that two programs fit on a multiprocessor
 
     def options(self) -> dict[str, Any]:
@@ -42,21 +42,21 @@ PASSES = ("forward", "queries", "keys")  # the two of the backward pass: dQ; dK 
 # By pass and by width of a head (its dimension, filled up to a power of two), for 16-bit numbers.
 HALF: dict[str, dict[int, Tiles]] = {
     "forward": {
-        32: Tiles(128, 128, 8, 3, late=True),
-        64: Tiles(128, 64, 8, 3, late=True),
-        128: Tiles(128, 128, 8, 2, late=True),
+        32: Tiles(128, 64, 4, 3),
+        64: Tiles(128, 64, 4, 3),
+        128: Tiles(128, 128, 8, 3),
         256: Tiles(128, 64, 8, 2),
     },
     "queries": {
         32: Tiles(128, 64, 8, 3),
         64: Tiles(128, 64, 8, 3),
-        128: Tiles(128, 64, 8, 2),
+        128: Tiles(128, 64, 8, 3),
         256: Tiles(64, 32, 8, 2),
     },
     "keys": {
-        32: Tiles(64, 128, 8, 3),
-        64: Tiles(64, 128, 8, 3),
-        128: Tiles(64, 128, 8, 2),
+        32: Tiles(64, 64, 4, 3),
+        64: Tiles(64, 64, 4, 3),
+        128: Tiles(64, 64, 4, 2),
         256: Tiles(32, 64, 8, 2),
     },
 }
