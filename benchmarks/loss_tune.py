@@ -1,9 +1,9 @@
 """How the loss in place and the kernels of fp8 should share out their work on this GPU, and how large chunks should be.
 
 Each constant is varied at the shapes of three models in bf16. What wins is then written into the constant by hand:
-`BLOCK` and `WARPS` of kernels/cross_entropy_triton.py, `CHUNK_BYTES_IN_PLACE` of kernels/cross_entropy.py (and of
-plan/ops.py), `PARTS`, `SPAN`, `TILE` and `TURNED_TILE` of kernels/float8_triton.py. Which implementation is the fastest
-is another question: `lmworks bench kernels`.
+`BLOCK`, `SHORT_BLOCK` and `WARPS` of kernels/cross_entropy_triton.py, `CHUNK_BYTES_IN_PLACE` of
+kernels/cross_entropy.py (and of plan/ops.py), `PARTS`, `SPAN`, `TILE` and `TURNED_TILE` of kernels/float8_triton.py.
+Which implementation is the fastest is another question: `lmworks bench kernels`.
 
     python benchmarks/loss_tune.py            # about two minutes on an H200
     python benchmarks/loss_tune.py --quick    # one model, nothing written
@@ -67,7 +67,7 @@ def loss_kernel(tokens: int, vocab: int, hidden: int) -> dict[str, float]:
     found = {}
     for block, warps in KERNEL:
         seconds = measured(lambda: cross_entropy_triton.loss_in_place(logits, targets, True, vocab),
-                           cross_entropy_triton, BLOCK=block, WARPS=warps)  # fmt: skip
+                           cross_entropy_triton, BLOCK=block, WARPS=warps, LONG_ROW=0)  # fmt: skip
         if seconds is not None:
             found[f"block {block}, {warps} warps"] = 6 * logits.numel() / seconds / COPY
     return found

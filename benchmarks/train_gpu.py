@@ -76,6 +76,7 @@ ROWS = {
         {
             "fp32 weights": (BF16,),
             "bf16 weights + master": HALF,
+            "no biases, as nanoGPT's benchmark": (*HALF, "model.bias=false"),
             "flash": (*HALF, "model.attention=flash"),
             "eager": (BF16, "parallel.compile=false"),
         },
@@ -204,8 +205,9 @@ def words(said: dict[str, Any]) -> str:
     return f"planned {rate} of at most {said['floor_tokens_per_s']:,.0f}, {said['allocated_gib']:.1f} GiB"
 
 
-def measure(row: Row, changes: list[str], limit_s: float) -> dict[str, Any]:
+def measure(row: Row, changes: list[str], limit_s: float, profile: bool) -> dict[str, Any]:
     arguments = [*row.spec, *changes, "cluster.device=cuda", "--steps", str(row.steps), "--json"]
+    arguments += ["--profile"] * profile
     return answer_of([sys.executable, "-m", "lmworks", "bench", "train", *arguments], limit_s)
 
 
@@ -224,12 +226,12 @@ def answer_of(command: list[str], limit_s: float) -> dict[str, Any]:
     return dict(json.loads(done.stdout[done.stdout.index("{") :]))
 
 
-def take(name: str, variant: str, table: Table) -> None:
+def take(name: str, variant: str, table: Table, profile: bool) -> None:
     row, began = ROWS[name], time.perf_counter()
     changes = overrides(row, variant)
     said = expected(row, changes)
     print(f"{row.work} [{variant}]: {words(said)}", flush=True)
-    facts = measure(row, changes, LIMIT_S)
+    facts = measure(row, changes, LIMIT_S, profile)
     took = time.perf_counter() - began
     peer = {"name": row.peer, "tokens_per_s": row.peer_tokens, "gib": row.peer_gib}
     aim = {"tokens_per_s": row.aim_tokens, "gib": row.aim_gib}
@@ -313,6 +315,7 @@ def main() -> None:
     parser.add_argument("--row", choices=ROWS)
     parser.add_argument("--variant")
     parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing that may end later")
+    parser.add_argument("--profile", action="store_true", help="keep the kernels of a step, too")
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--peer", action="store_true", help="run transformers' Llama alone; prints JSON")
     options = parser.parse_args()
@@ -333,7 +336,7 @@ def main() -> None:
         if number and time.perf_counter() + LIMIT_S / 2 > ends:
             print(f"no time left for {len(pairs) - number} variants, from {name} [{variant}] on")
             break
-        take_peer(table) if variant == PEER else take(name, variant, table)
+        take_peer(table) if variant == PEER else take(name, variant, table, options.profile)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..kernels import add_norm
 from ..kernels.cross_entropy import IGNORE, linear_cross_entropy
+from ..kernels.gelu import gelu
 from ..kernels.rms_norm import rms_norm
 from ..kernels.rope import rotate_both
 from ..kernels.swiglu import swiglu
@@ -91,7 +92,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(F.gelu(self.up(x), approximate="tanh"))
+            return self.down(gelu(self.up(x)))
         return self.down(swiglu(self.gate(x), self.up(x)))
 
 

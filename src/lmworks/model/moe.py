@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..spec import ModelSpec
+
+if TYPE_CHECKING:
+    from .gpt import GPT
 
 
 class Router(nn.Linear):
@@ -174,18 +177,19 @@ def run_experts(moe: MoE, rows: Tensor, sizes: list[int]) -> Tensor:
 # --- what the training loop calls ---------------------------------------------------------------------
 
 
-def moe_layers(model: nn.Module) -> list[MoE]:
-    return [module for module in model.modules() if isinstance(module, MoE)]
+def moe_layers(model: GPT) -> list[MoE]:
+    """Asked several times in every step: a dense model is not searched."""
+    return [module for module in model.modules() if isinstance(module, MoE)] if model.spec.experts else []
 
 
-def set_balance_scale(model: nn.Module, scale: float) -> None:
+def set_balance_scale(model: GPT, scale: float) -> None:
     """Before a backward pass: what the main loss (a sum over tokens) is multiplied by, 1 / global tokens and so on."""
     for moe in moe_layers(model):
         moe.balance_scale = scale
 
 
 @torch.no_grad()
-def update_balance(model: nn.Module, group: ProcessGroup | None = None) -> None:
+def update_balance(model: GPT, group: ProcessGroup | None = None) -> None:
     """After an optimizer step: add up the choices of all ranks in `group`, which see other tokens of the same layers,
     and make experts with more than the mean less likely by balance_bias, those with fewer more likely."""
     layers = moe_layers(model)
@@ -202,7 +206,7 @@ def update_balance(model: nn.Module, group: ProcessGroup | None = None) -> None:
             moe.choice_bias += moe.balance_rate * (load.float().mean() - load).sign()
 
 
-def expert_load(model: nn.Module) -> float:
+def expert_load(model: GPT) -> float:
     """Choices of the busiest expert over the mean, in the worst layer of the last step; 1 is even."""
     loads = [moe.load.float() for moe in moe_layers(model) if moe.load is not None]
     return max((float(load.max() / load.mean()) for load in loads if load.any()), default=1.0)

@@ -24,6 +24,7 @@ from ..plan.flops import keys_per_query
 from .sizes import Sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LAUNCHING = 2_000_000  # cycles that a GPU spends idly while the host launches: about a millisecond
 RUNS = 6  # the fewest of one point, the first of them to warm up
 LONG = 4  # an optimizer's pass takes so much longer than other points
 
@@ -33,7 +34,7 @@ class Clock:
 
     The median, as a training step gets what is usual, not what is best; a machine busy with other work betrays
     itself by `noise`. Before each run other memory is written: in training, too, an op finds its operands where the ops
-    in between have pushed them. On a GPU that also keeps it busy while the host launches what is measured.
+    in between have pushed them. A GPU is kept busy while the host launches what is measured: the time is the device's.
     """
 
     def __init__(self, device: torch.device, patience: float, progress: Progress = silent) -> None:
@@ -55,7 +56,7 @@ class Clock:
             start = time.perf_counter()
             work()
             return time.perf_counter() - start
-        self.others.add_(1)
+        torch.cuda._sleep(LAUNCHING)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         work()

@@ -28,6 +28,7 @@ from .software import EAGER, Software, software_of
 # As in kernels/cross_entropy.py, which a test compares.
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 CHUNK_BYTES_IN_PLACE = 2**30
+TALL = 256
 ALIGNED, FILLED = 8, 64
 
 
@@ -166,10 +167,13 @@ class Workload:
 
     @property
     def chunk_rows(self) -> Any:
-        """Tokens whose logits are held at once; chunks that are large are made alike."""
+        """Tokens whose logits are held at once; chunks that are large are made nearly alike."""
         limit = chunk_limit(self.device, self.width, self.in_place)
         rows = np.minimum(self.tokens, np.maximum(1, limit // self.columns))
-        return -(-self.tokens // -(-self.tokens // rows)) if self.in_place else rows
+        if not self.in_place:
+            return rows
+        alike = -(-self.tokens // -(-self.tokens // rows))
+        return np.where((alike < TALL) | (alike >= self.tokens), alike, -(-alike // TALL) * TALL)[()]
 
     @property
     def in_place(self) -> bool:

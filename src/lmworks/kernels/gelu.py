@@ -1,0 +1,24 @@
+"""GELU in its tanh form, as GPT-2 has it: x · (1 + tanh u) / 2 = x · σ(2u), u = √(2/π) · (x + 0.044715 x³).
+
+A compiled tanh has branches, and keeps a GPU busier than memory does; a sigmoid is one exponential.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TWICE = 2 * math.sqrt(2 / math.pi)
+
+
+def gelu(x: Tensor) -> Tensor:
+    return by_sigmoid(x) if torch.compiler.is_compiling() else F.gelu(x, approximate="tanh")
+
+
+def by_sigmoid(x: Tensor) -> Tensor:
+    """In fp32, as PyTorch's own."""
+    wide = x.float()
+    return (wide * torch.sigmoid(TWICE * (wide + 0.044715 * wide**3))).to(x.dtype)
