@@ -107,6 +107,7 @@ def spec(name: str) -> dict[str, Any]:
         with engine_of(name, speculate=speculate) as engine:
             Bench(engine).warm_up()
             for batch in (1, 8):
+                answer_greedily(engine, batch)  # whose kinds of steps are recorded by it
                 results[f"{speculate}, batch {batch}"] = answer_greedily(engine, batch)
     return results
 
@@ -139,14 +140,16 @@ import json, sys
 from lmworks.cli.bench import process_age
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.request import Request
-from lmworks.loading import load, make_engine
+from lmworks.engine.rehearsal import rehearsal
+from lmworks.loading import load, make_engine, pick_device, shape_of
 from lmworks.spec import EngineSpec
 import torch
 ages = {"imported": process_age()}
 spec = EngineSpec(context=2048)
-loaded = load(sys.argv[1], spec, None, 0)
-torch.cuda.synchronize()
-ages["weights there"] = process_age()
+with rehearsal(shape_of(sys.argv[1]), spec, pick_device(spec)):  # as loading.serve does it
+    loaded = load(sys.argv[1], spec, None, 0)
+    torch.cuda.synchronize()
+    ages["weights there"] = process_age()
 engine = make_engine(loaded, spec, 0)
 ages["engine ready"] = process_age()
 engine.add(Request([1, 2, 3], SamplingParams(max_tokens=1, ignore_eos=True)))

@@ -14,6 +14,7 @@ from .engine.draft import Ahead, Draft
 from .engine.engine import Engine
 from .engine.ngram import NGram
 from .engine.quantized_folder import is_quantized, load_quantized, of_bytes, quantized_vocab
+from .engine.rehearsal import rehearsal
 from .engine.runner import DTYPES, Runner
 from .engine.speculate import Speculator
 from .model import GPT
@@ -160,7 +161,8 @@ def hf_tokenizer(folder: Path) -> Tokenizer | None:
 def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> tuple[Loaded, Engine]:
     """A source and the engine that serves it; with engine.tp > 1, over as many processes."""
     if spec.tp == 1:
-        loaded = load(source, spec, step, seed)
+        with rehearsal(shape_of(source), spec, pick_device(spec)):
+            loaded = load(source, spec, step, seed)
         return loaded, make_engine(loaded, spec, seed)
     from .engine.ranks import Lead, check_widths  # not above: PyTorch's distributed parts take seconds to load
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,29 @@ def test_the_bench_runs(folder: Path) -> None:
         facts = bench_offline(llm.native, Workload(32))
     assert facts["output_tokens_per_s"] > 0 and facts["bandwidth_gbs"] > 100
     assert all(0 < facts["floors_ms"][batch] < ms for batch, ms in facts["decode_ms"].items())
+
+
+def test_a_rehearsal_leaves_no_kernel_to_compile(folder: Path, tmp_path: Path) -> None:
+    """In a process of its own with an empty cache: an engine that follows adds no kernel to it."""
+    script = """
+import sys
+import os
+import subprocess
+import sys
+from pathlib import Path
+from lmworks.engine.rehearsal import rehearsal
+from lmworks.loading import load, make_engine, pick_device, shape_of
+from lmworks.spec import EngineSpec
+spec = EngineSpec(blocks=512, context=512)
+kernels = lambda: {path.name for path in Path(sys.argv[2]).rglob("*.cubin")}
+with rehearsal(shape_of(sys.argv[1]), spec, pick_device(spec)):
+    loaded = load(sys.argv[1], spec, None, 0)
+before = kernels()
+make_engine(loaded, spec, 0)
+print(len(before), *sorted(kernels() - before))
+"""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", script, str(folder), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    count, *late = done.stdout.split()
+    assert int(count) > 3 and late == []

@@ -1,0 +1,75 @@
+"""Kernels are compiled while weights are read.
+
+Both take ten seconds where neither is in a cache, the one of a processor and the other of a disk. Kernels depend on
+the widths of a model, not on its depth or its weights: a network of one layer with nothing in it takes the steps that
+the engine will take, on a thread of its own, and what it compiled and loaded is there when the engine begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Thread
+
+import torch
+
+from ..model import GPT
+from ..spec import EngineSpec, ModelSpec
+from .batch import decoding_frame, unpack
+from .graphs import recorded_as, sizes_up_to
+from .runner import DTYPES, Runner, filled
+from .sampler import Wants
+from .warmup import largest_step
+
+
+@contextmanager
+def rehearsal(shape: ModelSpec | None, spec: EngineSpec, device: torch.device) -> Iterator[None]:
+    """While the block runs, and done when it is left. `shape`: None where only the weights tell it."""
+    if shape is None or not pays(shape, spec, device):
+        yield
+        return
+    thread = Thread(target=tried, args=(shape, spec, device), name="rehearsal", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        torch.cuda.empty_cache()
+
+
+def pays(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> bool:
+    """A CPU compiles nothing; experts and ranks take other steps; and weights that fill a GPU leave no room for it."""
+    if device.type == "cpu" or shape.experts or spec.tp > 1:
+        return False
+    return torch.cuda.mem_get_info(device)[0] > 2 * shape.params * DTYPES[filled(spec, shape, device).dtype].itemsize
+
+
+def tried(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
+    """What fails here fails in the engine as well, and there it is told."""
+    with suppress(Exception):
+        rehearse(shape, spec, device)
+
+
+@torch.no_grad()
+def rehearse(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
+    """The largest step, and a decoding step of every size that graphs are made for."""
+    runner = one_layer(shape, spec, device)
+    step = largest_step(runner)
+    for chunk in step.chunks:
+        runner.admit(chunk.sequence)
+    runner.launch(step).read()
+    for size in sizes_up_to(runner.spec.max_seqs):
+        buffer, layout = runner.packer.nobody(decoding_frame(size))
+        runner.work(unpack(buffer.to(device), layout), recorded_as(Wants()))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def one_layer(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> Runner:
+    with torch.device("meta"):
+        model = GPT(shape.replace(layers=1))
+    model.to(DTYPES[filled(spec, shape, device).dtype]).to_empty(device=device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.zero_()
+    plain = spec.replace(blocks=1, graphs=False, speculate="none", draft="")
+    return Runner(model.eval(), plain, device, shape.vocab)
