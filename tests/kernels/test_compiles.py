@@ -263,7 +263,7 @@ def test_sums_of_fp8_leave_the_tensor_cores_every_step(compiled: list[Any]) -> N
 
 @pytest.mark.parametrize(("vocab", "each"), [(128_256, 4), (50_257, 2)])
 def test_the_loss_moves_16_bytes_at_a_time(vocab: int, each: int, compiled: list[Any], tmp_path: Path) -> None:
-    """A row of any vocabulary: 32 or 16 logits of each of 256 threads, read in either pass and written in the second."""
+    """A row of any vocabulary: 32 or 16 logits of each of 256 threads, read in both passes and written in one."""
     loss(vocab)
     for kernel, loads, stores in zip(compiled, (2, 1, 1), (2, 0, 1), strict=True):  # the first writes rows of zeros too
         assert stack_bytes(kernel, tmp_path) == 0

@@ -6,8 +6,10 @@ The kernels run on a GPU, or on a CPU through Triton's interpreter (`test_interp
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -29,8 +31,8 @@ runs_kernels = pytest.mark.skipif(not RUNNABLE, reason="needs a GPU, or triton a
 # --- noise ---
 
 
-def words(seeds: list[int], places: list[int], ids: int) -> np.ndarray:
-    random = noise.bits(torch.tensor(seeds), torch.tensor(places), torch.arange(ids))
+def words(seeds: list[int], places: list[int], ids: int, bits: Callable[..., Tensor] = noise.bits) -> np.ndarray:
+    random = bits(torch.tensor(seeds), torch.tensor(places), torch.arange(ids))
     return random.numpy().view(np.uint32)
 
 
@@ -56,22 +58,34 @@ def test_bits_are_as_python_computes_them() -> None:
             assert found == mixed((half + (key >> 32)) % 2**32, (16, 13, 16), noise.NARROW, 32)
 
 
+@pytest.mark.parametrize("bits", [noise.bits, noise.quick_bits])
 @pytest.mark.parametrize("varied", ["ids", "places", "seeds"])
-def test_bits_are_uniform_and_independent(varied: str) -> None:
+def test_bits_are_uniform_and_independent(varied: str, bits: Callable[..., Tensor]) -> None:
     """Along each of the three, every byte is uniform, and unrelated to that of the next."""
     count = 40_000
     if varied == "ids":
-        random = words([7], [3], count)[0]
+        random = words([7], [3], count, bits)[0]
     elif varied == "places":
-        random = words([7] * count, list(range(count)), 6)[:, 5]
+        random = words([7] * count, list(range(count)), 6, bits)[:, 5]
     else:
-        random = words(list(range(count)), [3] * count, 6)[:, 5]
+        random = words(list(range(count)), [3] * count, 6, bits)[:, 5]
     for shift in (0, 8, 16, 24):
         byte = (random >> shift) & 255
         assert uniform(byte, 256) > 1e-4
         assert independent(byte[:-1] // 16, byte[1:] // 16, 16) > 1e-4
     flipped = np.unpackbits((random[:-1] ^ random[1:]).view(np.uint8)).mean()
     assert abs(flipped - 0.5) < 0.002
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 1000])
+def test_the_three_halves_are_unrelated(place: int) -> None:
+    """A weight, its mean and its square are rounded by them: each is uniform, and says nothing of the others."""
+    random = noise.quick_bits(torch.tensor([7]), torch.tensor([place]), torch.arange(40_000))[0]
+    halves = [(half & 0xFFFF).numpy() for half in (random, random >> 16, noise.third_half(random))]
+    for half in halves:
+        assert uniform(half >> 8, 256) > 1e-4 and uniform(half & 255, 256) > 1e-4
+    for one, other in itertools.combinations(halves, 2):
+        assert independent(one >> 12, other >> 12, 16) > 1e-4
 
 
 def test_no_two_tokens_of_a_place_share_their_noise() -> None:

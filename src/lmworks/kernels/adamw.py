@@ -117,7 +117,7 @@ def reference(
         mean = mean + (grad - mean) * (1 - rule.beta1)
         square = square * rule.beta2 + (grad * (1 - rule.beta2)) * grad
         wide = wide - (rate * mean) / (exact_sqrt(square) * root + rule.eps)
-        high, more = (None, None) if random is None else (random >> 16, noise.mix32(random.clone()))
+        high, more = (None, None) if random is None else (random >> 16, noise.third_half(random))
         keep(slot.mean, narrow(mean, slot.mean.dtype, high), found_inf)
         keep(slot.square, narrow(square, slot.square.dtype, more), found_inf)
     if slot.low is None:
@@ -141,7 +141,7 @@ def random_bits(slot: Slot, first: int = 0) -> Tensor:
     """32 for each element, as int32. The low half rounds the weight, the high half the mean."""
     ids = torch.arange(first, first + slot.weight.numel(), device=slot.weight.device).to(torch.int32)
     seed = torch.tensor([slot.seed], device=slot.weight.device)
-    return noise.bits(seed, slot.step.to(torch.int64).view(1), ids).view(slot.weight.shape)
+    return noise.quick_bits(seed, slot.step.to(torch.int64).view(1), ids).view(slot.weight.shape)
 
 
 # --- formats ------------------------------------------------------------------------------------------

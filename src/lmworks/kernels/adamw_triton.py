@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .adamw import HALF, LAST_16, QUIET, Rule, Slot
-from .noise_triton import mix32, noise_bits
+from .noise_triton import quick_bits, third_half
 from .triton_support import tl, triton
 
 # Measured on an H200 (benchmarks/adamw_tune.py).
@@ -120,7 +120,7 @@ def update(
         wide = ((weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)
     else:
         wide = weight.to(tl.float32)
-    random = noise_bits(seed, tl.load(step_ptr).to(tl.int64), at)
+    random = quick_bits(seed, tl.load(step_ptr).to(tl.int64), at)
     wide = wide * decay
     if MOMENTS:
         mean = tl.load(mean_ptr + at, mask=inside, other=0.0)
@@ -131,7 +131,7 @@ def update(
         wide = wide - tl.div_rn(tl.load(correction_ptr) * new_mean, root + eps)
         if mean.dtype == tl.bfloat16:
             new_mean = cut(new_mean, random >> 16)
-            new_square = cut(new_square, mix32(random))
+            new_square = cut(new_square, third_half(random))
         tl.store(mean_ptr + at, new_mean.to(mean.dtype), mask=inside)
         tl.store(square_ptr + at, new_square.to(square.dtype), mask=inside)
     else:

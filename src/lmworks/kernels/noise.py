@@ -43,9 +43,28 @@ def mix32(x: Tensor) -> Tensor:
 
 def bits(seeds: Tensor, places: Tensor, ids: Tensor) -> Tensor:
     """32 random bits as int32 (rows, ids), for seeds and places (rows) int64 and ids (ids)."""
-    key = mix64(mix64(seeds) + (places + 1) * signed(GOLDEN, 64)).unsqueeze(1)  # (rows, 1)
-    low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
+    low, high = keys(seeds, places)
     return mix32(mix32(ids.to(torch.int32) ^ low).add_(high))
+
+
+def quick_bits(seeds: Tensor, places: Tensor, ids: Tensor) -> Tensor:
+    """As `bits`, with half the work: mixed once, by a factor out of the key. For rounding, not for drawing."""
+    low, high = keys(seeds, places)
+    x = ids.to(torch.int32) ^ low
+    x = x.bitwise_xor_(shifted(x, 16)) * (high | 1)
+    x = x.bitwise_xor_(shifted(x, 13)).mul_(signed(NARROW[1], 32))
+    return x.bitwise_xor_(shifted(x, 16))
+
+
+def keys(seeds: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Two halves of 32 bits, (rows, 1) each."""
+    key = mix64(mix64(seeds) + (places + 1) * signed(GOLDEN, 64)).unsqueeze(1)
+    return key.to(torch.int32), (key >> 32).to(torch.int32)
+
+
+def third_half(random: Tensor) -> Tensor:
+    """16 more bits of 32 random ones."""
+    return shifted(random * signed(NARROW[0], 32), 16)
 
 
 def uniform(random: Tensor) -> Tensor:
