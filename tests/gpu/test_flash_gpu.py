@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmworks.kernels.flash_attention import flash_attention
 from lmworks.model import GPT
-from lmworks.model.recompute import inside
+from lmworks.model.recompute import PARTLY, inside
 from lmworks.spec import ModelSpec
 
 pytestmark = [
@@ -142,8 +142,8 @@ def gradients_of(spec: ModelSpec, *, compiled: bool = False, recompute: str = "n
     for block in model.layers():
         block.recompute = recompute
         if compiled:
-            if recompute == "selective":  # as parallel.apply does it
-                block.forward = inside(block.forward)
+            if recompute in PARTLY:  # as parallel.apply does it
+                block.forward = inside(block.forward, recompute)
                 block.recompute = "none"
             block.compile()
     tokens = torch.randint(0, 256, (2, 512), generator=torch.Generator().manual_seed(0)).cuda()
@@ -155,7 +155,7 @@ def gradients_of(spec: ModelSpec, *, compiled: bool = False, recompute: str = "n
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "mlp", "full"])
 def test_a_model_trains_with_it(recompute: str, compiled: bool) -> None:
     def spec(attention: str) -> ModelSpec:
         return ModelSpec(vocab=256, hidden=256, layers=2, heads=4, kv_heads=2, context=512, attention=attention)

@@ -434,21 +434,21 @@ def held_bytes(model: GPT) -> int:
 @pytest.mark.parametrize("shape", ["gqa", "window", "alibi", "learned", "moe-shared", "qk-norm"])
 def test_recompute_changes_no_gradient(shape: str) -> None:
     grads = {}
-    for policy in ("none", "selective", "full"):
+    for policy in ("none", "selective", "mlp", "full"):
         model = lively(tiny(**SHAPES[shape]))
         model.recompute = policy
         model(TOKENS, TARGETS, documents=DOCUMENTS)[1].backward()
         grads[policy] = {name: p.grad for name, p in model.named_parameters()}
     for name, expected in grads["none"].items():
-        assert torch.equal(grads["full"][name], expected), name
-        assert torch.equal(grads["selective"][name], expected), name
+        for policy in ("selective", "mlp", "full"):
+            assert torch.equal(grads[policy][name], expected), (policy, name)
 
 
 def test_recompute_keeps_less() -> None:
     """Bytes that one more block keeps after the forward pass, in units of its input, with an MLP 4 units wide."""
     unit = TOKENS.numel() * 32 * 4
     held = {}
-    for policy in ("none", "selective", "full"):
+    for policy in ("none", "selective", "mlp", "full"):
         depths = []
         for layers in (1, 2):
             model = lively(tiny(layers=layers, ffn=128))
@@ -456,8 +456,8 @@ def test_recompute_keeps_less() -> None:
             depths.append(held_bytes(model))
         held[policy] = round((depths[1] - depths[0]) / unit, 1)
     # none: inputs and results of two norms, q and k (turned), v, attention; four of the MLP, 4 each; row sums.
-    # selective: its input, and the results of q, k, v, attention, out, gate, up and down.
-    assert held == {"none": 24.2, "selective": 15.1, "full": 1.0}
+    # selective: its input, and the results of q, k, v, attention, out, gate, up and down; mlp: of the first five.
+    assert held == {"none": 24.2, "selective": 15.1, "mlp": 6.1, "full": 1.0}
 
 
 # --- as a program -------------------------------------------------------------------------------------

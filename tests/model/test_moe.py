@@ -129,7 +129,7 @@ def balance_formula(model: GPT, tokens: Tensor, targets: Tensor, coefficient: fl
     return loss
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "mlp"])
 def test_balance_loss_has_the_gradient_of_its_formula(recompute: str) -> None:
     tokens, targets = batch()
     plain, model = make(), make(balance_loss=0.5)
@@ -173,7 +173,7 @@ def test_micro_batches_add_up_to_their_batch() -> None:
 # --- balance bias -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "mlp"])
 def test_every_trained_token_is_counted_once(recompute: str) -> None:
     tokens, targets = batch()
     model = make(balance_bias=0.01)
@@ -213,7 +213,7 @@ def test_the_bias_evens_out_the_load_with_recompute_as_without() -> None:
     """Every token wants expert 0 at first; weights stand still, so nothing but the bias can mend it."""
     tokens, targets = batch(rows=8)
     biases = []
-    for recompute in ("none", "full", "selective"):
+    for recompute in ("none", "full", "selective", "mlp"):
         model = make(layers=1, balance_bias=0.02)
         model.recompute = recompute
         for moe in moe_layers(model):

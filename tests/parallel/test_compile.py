@@ -15,6 +15,7 @@ from lmworks.model import GPT
 from lmworks.model.recompute import inside
 from lmworks.parallel.apply import lay_out
 from lmworks.parallel.weights import source_of
+from lmworks.plan.policies import kept_bytes as plan_bytes
 from lmworks.spec import ModelSpec, RunSpec
 from lmworks.study.ranks import on_ranks
 from tiny import curve, saved
@@ -48,11 +49,12 @@ def test_compiled_blocks_train_as_eager_ones(dataset: Path, tmp_path: Path, name
 
 
 @pytest.mark.slow
-def test_selective_recompute_keeps_as_much_of_compiled_blocks(dataset: Path) -> None:
+@pytest.mark.parametrize("policy", ["selective", "mlp"])
+def test_recompute_keeps_as_much_of_compiled_blocks(dataset: Path, policy: str) -> None:
     """A compiled block calls its products where no watcher sees them; they are kept all the same."""
     held = {}
     for compiled in ("false", "true"):
-        words = ("parallel.recompute=selective", f"parallel.compile={compiled}")
+        words = (f"parallel.recompute={policy}", f"parallel.compile={compiled}")
         before = counters["stats"]["unique_graphs"]
         held[compiled] = kept_bytes(layout(dataset, *words, "precision.dtype=bf16"))
         assert (counters["stats"]["unique_graphs"] > before) == (compiled == "true")
@@ -60,20 +62,33 @@ def test_selective_recompute_keeps_as_much_of_compiled_blocks(dataset: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("policy", ["selective", "mlp"])
 @pytest.mark.parametrize("documents", [None, torch.tensor([[0] * 9 + [1] * 11])], ids=["plain", "documents"])
-def test_a_block_that_is_computed_again_is_one_graph(documents: torch.Tensor | None) -> None:
+def test_a_block_that_is_computed_again_is_one_graph(documents: torch.Tensor | None, policy: str) -> None:
     """The mask of documents is there before it: what is computed twice may not leave anything behind."""
     spec = ModelSpec(vocab=32, hidden=32, layers=2, heads=2, context=20, ffn=32)
     tokens, gradients = torch.arange(20).unsqueeze(0), []
     for compiled in (False, True):
         model = GPT(spec, seed=1)
         for block in model.layers() if compiled else []:
-            block.forward = inside(block.forward)
+            block.forward = inside(block.forward, policy)
             block.compile(backend="aot_eager", fullgraph=True)
         _, loss = model(tokens, tokens.roll(-1, 1), documents=documents)
         loss.backward()
         gradients.append([weight.grad for weight in model.parameters()])
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_blocks_of_one_policy_share_a_graph(dataset: Path) -> None:
+    """A budget mixes policies; the compiler gives up after eight graphs of one function."""
+    each = plan_bytes(spec := layout(dataset, "model.layers=12", "parallel.compile=true"))
+    gib = (6 * each["mlp"] + 6 * each["none"]) / 2**30 * 1.0001
+    spec = spec.replace(parallel=spec.parallel.replace(recompute="budget", recompute_budget=gib))
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    assert kept_bytes(spec) == pytest.approx(gib * 2**30, rel=0.2)
+    assert counters["stats"]["unique_graphs"] == before + 2
 
 
 def kept_bytes(spec: RunSpec) -> int:

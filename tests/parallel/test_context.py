@@ -186,7 +186,7 @@ def whole_network(rank: int, cp: int, method: str, network: str, documents: bool
     [
         (2, "ring", "rope", False, "selective"),
         (4, "ring", "grouped", True, "full"),
-        (4, "ring", "learned", True, "selective"),
+        (4, "ring", "learned", True, "mlp"),
         (2, "ring", "window", False, "none"),
         (2, "ulysses", "rope", True, "selective"),
         (4, "ulysses", "grouped", False, "full"),
@@ -218,11 +218,11 @@ def traffic(rank: int, cp: int, method: str, recompute: str) -> tuple[int, int, 
     return sent, back, len(backward.calls)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "mlp", "full"])
 def test_ring_sends_what_the_formula_says(recompute: str) -> None:
     cp, spec = 4, make_spec(kv_heads=2)
     once = 2 * (cp - 1) * SEQ * BATCH * spec.kv_dim // cp * spec.layers  # numbers that travel when keys go around
-    again = once * 4 if recompute == "full" else 0  # selective keeps what the ring found
+    again = once * 4 if recompute == "full" else 0  # the others keep what the ring found
     for sent, back, _ in on_ranks(cp, traffic, cp, "ring", recompute):
         assert sent == once * 4
         assert back == once * (4 + 4) + again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lmworks.spec import SpecError
 from tiny import differences, saved
 
 SHAPE = ("model.layers=4", "optim.steps=1", "optim.warmup=0")
+WIDE = ("model.hidden=4096", "model.ffn=14336", "data.seq=4096", "model.context=4096")  # as models that need a budget
 FULL = ("parallel.recompute=full",)
 
 
@@ -38,17 +40,16 @@ def test_every_kth_block_of_the_whole_model_wherever_it_stands(dataset: Path) ->
     assert policies(dataset, *FULL, "parallel.recompute_every=3") == ["full", "none", "none", "full"]
     assert policies(dataset, *FULL, "parallel.recompute_every=2", layers=range(1, 4)) == ["none", "full", "none"]
     assert policies(dataset, "parallel.recompute=selective") == ["selective"] * 4
+    assert policies(dataset, "parallel.recompute=mlp") == ["mlp"] * 4
 
 
 def test_a_budget_gives_up_as_little_as_it_must(dataset: Path) -> None:
-    each = kept_bytes(layout(dataset, *SHAPE))
-    assert each["none"] > each["selective"] > each["full"]
-    assert budget(dataset, 1.001) == ["none"] * 4
-    assert budget(dataset, 0.999) == ["selective", "none", "none", "none"]
-    all_selective = each["selective"] / each["none"]
-    assert budget(dataset, all_selective * 1.001) == ["selective"] * 4
-    assert budget(dataset, all_selective * 0.999) == ["full", "selective", "selective", "selective"]
-    assert budget(dataset, each["full"] / each["none"] * 1.001) == ["full"] * 4
+    each, rungs = kept_bytes(layout(dataset, *SHAPE, *WIDE)), ("none", "selective", "mlp", "full")
+    for here, further in itertools.pairwise(rungs):
+        share = each[here] / each["none"]
+        assert budget(dataset, share * 1.001, *WIDE) == [here] * 4
+        assert budget(dataset, share * 0.999, *WIDE) == [further, here, here, here]
+    assert budget(dataset, each["full"] / each["none"] * 1.001, *WIDE) == ["full"] * 4
 
 
 def test_a_budget_is_counted_for_the_device_that_runs_it(dataset: Path) -> None:
@@ -84,9 +85,11 @@ def test_no_number_changes_under_any_layout(dataset: Path, tmp_path: Path) -> No
         "fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2"),
         "pp": ("parallel.pp=2", "parallel.schedule=zbv"),
     }
-    gib = 4 * kept_bytes(layout(dataset, *SHAPE))["selective"] / 2**30
+    each = kept_bytes(layout(dataset, *SHAPE))
+    gib = 2 * (each["none"] + each["mlp"]) / 2**30
     ways = {
         "none": (),
+        "mlp": ("parallel.recompute=mlp",),
         "every-2": (*FULL, "parallel.recompute_every=2"),
         "budget": ("parallel.recompute=budget", f"parallel.recompute_budget={gib:.12f}"),
     }

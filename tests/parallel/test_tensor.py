@@ -148,7 +148,7 @@ def test_loss_and_every_gradient_are_those_of_one_rank(model: str) -> None:
 
 
 def test_recompute_changes_nothing() -> None:
-    layouts = [{"tp": 2, "sp": True, "recompute": policy} for policy in ("full", "selective")]
+    layouts = [{"tp": 2, "sp": True, "recompute": policy} for policy in ("full", "selective", "mlp")]
     assert_exact(on_ranks(2, compare, MODELS["gpt-2"] | {"qk_norm": True}, layouts))
 
 

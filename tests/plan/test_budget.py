@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "zero-3, accumulation": ({"dp": 8, "strategy": "fsdp2"}, {"global_batch": 32}, 0.001),
     "hsdp, full": ({"dp_shard": 8, "dp_replicate": 4, "strategy": "fsdp2", "recompute": "full"}, {}, 0.01),
     "zero-3, selective": ({"dp": 8, "strategy": "fsdp2", "recompute": "selective"}, {"micro_batch": 4}, 0.01),
+    "zero-3, mlp": ({"dp": 8, "strategy": "fsdp2", "recompute": "mlp"}, {"micro_batch": 4}, 0.01),
     "every second block": (
         {"dp": 8, "strategy": "fsdp2", "recompute": "full", "recompute_every": 2}, {"micro_batch": 4}, 0.035,
     ),
@@ -168,7 +169,7 @@ def test_offload_moves_bytes_to_the_host() -> None:
 
 
 def test_recompute_keeps_less() -> None:
-    sizes = [float(budget(llama(recompute=kind)).activations) for kind in ("none", "selective", "full")]
+    sizes = [float(budget(llama(recompute=kind)).activations) for kind in ("none", "selective", "mlp", "full")]
     assert sizes == sorted(sizes, reverse=True)
 
 

@@ -60,6 +60,16 @@ def test_recompute_runs_the_blocks_forward_again() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_recompute_of_the_mlp_runs_its_products_again(shape: dict[str, Any]) -> None:
+    """As they are counted without recompute, and what is said to come on top."""
+    model = make_run(**shape).model
+    once, twice = (hardware_flops_per_token(model, 32, policy) for policy in ("none", "mlp"))
+    runs = [make_run(attention="reference", recompute=policy, **shape) for policy in ("none", "mlp")]
+    plain, again = (counted(spec) for spec in runs)
+    assert again - plain == pytest.approx(runs[0].tokens_per_step * (twice - once), rel=1e-9)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_the_op_list_adds_up_to_the_closed_form(shape: dict[str, Any]) -> None:
     spec = make_run(**shape)
     net = network(Workload.of(spec, "cpu"))

@@ -35,8 +35,8 @@ def seconds(*changes: str) -> float:
         "cluster.nic_gbs=5", "cluster.network=ethernet", "cluster.fabric=pcie", "parallel.cp_method=ulysses",
         "optim.optimizer=sgd", "precision.reduce=bf16", "precision.weights=bf16",
         "precision.states=bf16", "parallel.reshard=false", "parallel.recompute=full",
-        "parallel.recompute=selective", "parallel.compile=true", "parallel.sp=false", "data.micro_batch=2",
-        "data.global_batch=128", "data.seq=8192", "parallel.offload=optimizer", "model.ffn=16384",
+        "parallel.recompute=selective", "parallel.recompute=mlp", "parallel.compile=true", "parallel.sp=false",
+        "data.micro_batch=2", "data.global_batch=128", "data.seq=8192", "parallel.offload=optimizer", "model.ffn=16384",
     ],
 )  # fmt: skip
 def test_a_key_changes_the_price(change: str) -> None:

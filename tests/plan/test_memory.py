@@ -52,7 +52,7 @@ def kept_bytes(spec: RunSpec) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "full", "mlp", "selective"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_what_the_forward_pass_keeps_is_exact(shape: dict[str, Any], dtype: str, recompute: str) -> None:
@@ -65,7 +65,7 @@ def test_what_the_forward_pass_keeps_is_exact(shape: dict[str, Any], dtype: str,
     assert live == kept_bytes(spec)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "mlp", "selective"])
 @pytest.mark.parametrize("shape", ["llama", "gpt2", "qwen3", "experts"])
 def test_what_bf16_weights_keep_is_exact(shape: str, recompute: str) -> None:
     """Nothing is cast, and the residual stream has 2 bytes a number."""
@@ -95,7 +95,7 @@ def test_bytes_of_a_parameter(change: dict[str, Any], each: int) -> None:
     assert closed.parameters + closed.gradients + closed.master + closed.optimizer == each * run.model.params
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "full", "mlp", "selective"])
 @pytest.mark.parametrize("vocab", [64, 2048], ids=["small vocabulary", "large vocabulary"])
 @pytest.mark.parametrize("shape", [SHAPES["llama"], SHAPES["gpt2"], SHAPES["qwen3"]], ids=["llama", "gpt2", "qwen3"])
 def test_peak_of_a_step(shape: dict[str, Any], vocab: int, recompute: str) -> None:
@@ -212,6 +212,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # parallel, 
     "fsdp2": ({"dp": 4, "strategy": "fsdp2"}, 1, {}),
     "fsdp2, selective": ({"dp": 4, "strategy": "fsdp2", "recompute": "selective"}, 1, {}),
     "tp": ({"tp": 4, "recompute": "full"}, 1, {}),
+    "tp, mlp": ({"tp": 4, "recompute": "mlp"}, 1, {}),
     "tp, sp": ({"tp": 4, "sp": True}, 1, {}),
     "ulysses": ({"cp": 2, "cp_method": "ulysses"}, 1, {}),
     "gpipe": ({"pp": 2, "schedule": "gpipe"}, 2, {}),

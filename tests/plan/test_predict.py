@@ -59,10 +59,11 @@ def test_time_follows_the_work() -> None:
     once, thrice = (step_time(make_run(accumulation=n), machine).parts for n in (1, 3))
     assert thrice["matmul"] == pytest.approx(3 * once["matmul"])
     assert thrice["optimizer"] == once["optimizer"]
-    none, full, selective = (
-        step_time(make_run(recompute=name), machine).parts for name in ("none", "full", "selective")
+    none, full, mlp, selective = (
+        step_time(make_run(recompute=name), machine).parts for name in ("none", "full", "mlp", "selective")
     )
-    assert full["matmul"] > selective["matmul"] == none["matmul"]
+    assert full["matmul"] > mlp["matmul"] > selective["matmul"] == none["matmul"]
+    assert full["attention"] > mlp["attention"] == none["attention"]
     assert selective["norms"] > none["norms"]
 
 
@@ -126,11 +127,11 @@ def test_a_budget_takes_the_time_of_what_its_blocks_do() -> None:
     each = kept_bytes(spec)
     layers = spec.model.layers
     assert layers >= 2
-    one_of_them = (each["full"] + (layers - 1) * each["selective"]) / 2**30 * 1.0001
+    one_of_them = (each["full"] + (layers - 1) * each["mlp"]) / 2**30 * 1.0001
     mixed = seconds(recompute="budget", recompute_budget=one_of_them)
-    selective = seconds(recompute="selective")
-    assert mixed == pytest.approx((full + (layers - 1) * selective) / layers)
-    assert none < selective < mixed < full
+    mlp = seconds(recompute="mlp")
+    assert mixed == pytest.approx((full + (layers - 1) * mlp) / layers)
+    assert none < mlp < mixed < full
 
 
 def test_without_a_figure_a_budget_fills_the_memory_of_the_gpu() -> None:

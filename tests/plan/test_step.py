@@ -112,8 +112,9 @@ def test_zero_3_gathers_every_block_twice_and_shows_what_exceeds_the_work() -> N
 
 
 def test_recompute_costs_what_it_computes_again() -> None:
-    none, selective, full = (price(make(recompute=kind), PLAIN).parts for kind in ("none", "selective", "full"))
-    assert none["recompute"] == 0 < selective["recompute"] < full["recompute"]
+    kinds = ("none", "selective", "mlp", "full")
+    none, selective, mlp, full = (price(make(recompute=kind), PLAIN).parts for kind in kinds)
+    assert none["recompute"] == 0 < selective["recompute"] < mlp["recompute"] < full["recompute"]
     # PyTorch stops before a block's last product, Megatron does not.
     whole = price(make("megatron", recompute="full"), PLAIN).parts
     assert whole["recompute"] > full["recompute"]

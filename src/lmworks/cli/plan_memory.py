@@ -37,7 +37,7 @@ def memory(
     seq: Seq = None,
     micro_batch: MicroBatch = None,
     global_batch: GlobalBatch = None,
-    recompute: Annotated[str | None, typer.Option("--recompute", help="none, selective or full.")] = None,
+    recompute: Annotated[str | None, typer.Option("--recompute", help="none, selective, mlp or full.")] = None,
     dtype: Dtype = None,
     optimizer: Annotated[
         str | None, typer.Option("--optimizer", help="Price another one: adamw8bit, adafactor, muon, sgd.")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..kernels.adamw import split
 from ..model import GPT
-from ..model.recompute import inside
+from ..model.recompute import PARTLY, inside
 from ..plan.pipelines.stages import Stage, stages_here
 from ..spec import RunSpec
 from .alone import Alone
@@ -79,8 +79,8 @@ def compile_blocks(part: GPT, spec: RunSpec, mesh: Mesh | None) -> None:
         enable_async_tp(mesh)
     alone = mesh is None or mesh.size("tp") * mesh.size("cp") * mesh.size("ep") == 1
     for block in part.layers():
-        if block.recompute == "selective" and alone:  # a block that talks to other ranks is not one graph
-            block.forward = inside(block.forward)  # type: ignore[method-assign]
+        if block.recompute in PARTLY and alone:  # a block that talks to other ranks is not one graph
+            block.forward = inside(block.forward, block.recompute)  # type: ignore[method-assign]
             block.recompute = "none"
         block.compile()
 

@@ -38,7 +38,8 @@ class Case:
     reshard: bool = True  # zero = 3: gathered parameters are let go between forward and backward pass
     sp: bool = False
     schedule: str = "1f1b"
-    recompute: str = "none"  # "full", "selective" (products and attention are kept), or "attention" (its inside only)
+    # "full", "selective" (products and attention are kept), "mlp" (attention and its), or "attention" (its inside only)
+    recompute: str = "none"
     recompute_every: Number = 1
     cp_method: str = "ring"  # or "ulysses"
     dtype: str = "bf16"
@@ -52,7 +53,7 @@ class Case:
         """A run of our own trainer on GPUs of this kind."""
         layout = spec.parallel
         if layout.recompute == "budget":
-            raise SpecError("parallel.recompute = 'budget' has no closed form; plan with none, selective or full")
+            raise SpecError("parallel.recompute = 'budget' has no closed form; plan with none, selective, mlp or full")
         if layout.strategy == "zero" or layout.engine == "deepspeed":
             zero = layout.zero
         else:

@@ -38,12 +38,17 @@ def hardware_flops_per_token(model: ModelSpec, seq: int, recompute: str = "none"
     """Model FLOPs and what is computed again.
 
     Flash attention computes q·kᵀ again in its backward pass: half its forward FLOPs. `full` recompute runs every
-    block forward a second time, the head excepted; `selective` keeps every product, so it adds none.
+    block forward a second time, the head excepted; `selective` keeps every product, so it adds none; `mlp` runs those
+    of the MLP again, but for the last, or experts whole.
     """
     attention = attention_flops_per_token(model, seq)
     again = attention / 2
     if recompute == "full":
         again += 2 * (model.matmul_params - model.vocab * model.hidden) + attention
+    if recompute == "mlp":
+        last = model.hidden * (model.shared_experts * model.expert_ffn if model.experts else model.ffn)
+        once = model.vocab * model.hidden + model.layers * (model.attention_matrix + last)
+        again += 2 * (model.matmul_params - once)
     return model_flops_per_token(model, seq) + again
 
 

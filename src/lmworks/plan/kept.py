@@ -28,11 +28,13 @@ def kept(net: Network, recompute: str) -> tuple[Any, Any, str]:
     stem = stem + total(net.stem, "dear")
     if recompute == "full":
         return stem, stream_bytes(net), "the block's input"
-    return (
-        stem,
-        stream_bytes(net) + total(net.block, "dear"),
-        "the block's input, results of products and of attention",
-    )
+    of = "products and of attention" if recompute == "selective" else "attention and its products"
+    return stem, stream_bytes(net) + dear(net, recompute), f"the block's input, results of {of}"
+
+
+def dear(net: Network, recompute: str) -> Any:
+    """Results that a block keeps beside its input: of all products, or under `mlp` of those before its MLP."""
+    return total(net.halves[0] if recompute == "mlp" else net.block, "dear")
 
 
 def again(net: Network, recompute: str) -> Any:
@@ -44,6 +46,8 @@ def again(net: Network, recompute: str) -> Any:
         return total(net.block, "inside")
     if recompute == "full":
         return saved - stream_bytes(net)
+    if recompute == "mlp":
+        return saved - stream_bytes(net) - dear(net, recompute)
     # Taken over from what was kept, all but the last product, which nothing asks for.
     last = net.load.width * net.load.tokens * net.load.model.hidden * (not net.load.software.fused)
-    return saved - stream_bytes(net) - total(net.block, "dear") + last
+    return saved - stream_bytes(net) - dear(net, recompute) + last

@@ -164,6 +164,12 @@ class Network:
     block: tuple[Op, ...]
     loss: tuple[Op, ...]
 
+    @property
+    def halves(self) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+        """Of a block: attention, and the MLP or the experts with the norm before them."""
+        middle = [op.name for op in self.block].index("mlp norm")
+        return self.block[:middle], self.block[middle:]
+
 
 def network(load: Workload) -> Network:
     """Of the code that runs it: our blocks op by op, or a list in which what can be one kernel is one."""

@@ -1,9 +1,11 @@
 """Which blocks compute their activations again, and how: one policy for all, every k-th block, or as a budget asks.
 
 A budget is GiB of activations that a rank may keep; where none is given, what all else leaves free on its GPU, with the
-planner's own margin for what an allocator wastes. Blocks give them up one after another, first down to their matrix
-products (`selective`: little is computed twice), then down to their input (`full`), until what is kept fits. The
-bytes are the planner's, for the share of a sequence that this rank sees.
+planner's own margin for what an allocator wastes. Blocks give them up one after another, where they are cheapest first:
+down to their matrix products (`selective`: little is computed twice), to those of attention (`mlp`), to their input
+(`full`), until what is kept fits. A rung whose bytes cost more time than those of the next is left out. The bytes are
+the planner's, for the share of a sequence that this rank sees; the time is an H100's, so that nobody's machine changes
+what a run keeps.
 """
 
 from __future__ import annotations
@@ -11,17 +13,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from ..spec import RunSpec, SpecError
+from ..spec import RunSpec, SpecError, catalogue
+from .devices.machine import Machine
 from .kept import kept
 from .network import network
 from .ops import Workload, device_of
 from .pipelines import bubble
+from .step.work import Pass, repeated
 
+RUNGS = ("none", "selective", "mlp", "full")  # by what a block keeps, the most first
+YARDSTICK = "H100-SXM-80GB"
 STEPS = 64  # in which a budget that is not given is looked for
 
 
 def policies(spec: RunSpec, layers: Iterable[int]) -> list[str]:
-    """none, selective or full, of each of a stage's layers."""
+    """none, selective, mlp or full, of each of a stage's layers."""
     layout, chosen = spec.parallel, list(layers)
     if layout.recompute == "full":
         return ["none" if layer % layout.recompute_every else "full" for layer in chosen]
@@ -31,13 +37,13 @@ def policies(spec: RunSpec, layers: Iterable[int]) -> list[str]:
 
 
 def within_budget(spec: RunSpec, blocks: int) -> list[str]:
-    """The cheapest policies whose kept bytes fit: none before selective before full, the fewest blocks changed."""
+    """The cheapest policies whose kept bytes fit: no block a rung further before all others are there."""
     each = kept_bytes(spec)
     whole = spec.parallel.recompute_budget * 2**30 or left_free(spec, each)
     # A rank's budget is for all its stages, and each is asked about alone.
     budget = whole / in_flight(spec) / spec.parallel.virtual_stages
     chosen = ["none"] * blocks
-    for policy in ("selective", "full"):
+    for policy in ladder(spec, each):
         for block in range(blocks):
             if sum(each[one] for one in chosen) <= budget:
                 return chosen
@@ -86,7 +92,28 @@ def left_free(spec: RunSpec, each: dict[str, float]) -> float:
 def kept_bytes(spec: RunSpec) -> dict[str, float]:
     """Bytes that one block keeps of a micro-batch on this rank, by policy."""
     net = network(Workload.of(spec, device_of(spec)))
-    return {policy: kept(net, policy)[1] for policy in ("none", "selective", "full")}
+    return {policy: kept(net, policy)[1] for policy in RUNGS}
+
+
+def ladder(spec: RunSpec, each: dict[str, float]) -> list[str]:
+    """Policies from none on, each with less time for a byte that it frees than any further one: a convex hull."""
+    seconds, here, found = seconds_again(spec), "none", []
+    while here != RUNGS[-1]:
+        costs = {
+            rung: (seconds[rung] - seconds[here]) / (each[here] - each[rung])
+            for rung in RUNGS[RUNGS.index(here) + 1 :]
+            if each[rung] < each[here]  # ranks that share a block's products may keep more of them than they gave up
+        }
+        here = min(costs, key=lambda rung: costs[rung])
+        found.append(here)
+    return found
+
+
+def seconds_again(spec: RunSpec) -> dict[str, float]:
+    """What one block computes again of a micro-batch, on the yardstick, by policy."""
+    net, machine = network(Workload.of(spec, device_of(spec))), Machine.of(catalogue()[YARDSTICK])
+    done = {policy: Pass.of(repeated(net, policy), machine, spec.precision.dtype) for policy in RUNGS}
+    return {policy: float(sum(kernels.raw.values())) for policy, kernels in done.items()}
 
 
 def in_flight(spec: RunSpec) -> float:

@@ -16,7 +16,7 @@ from .precision import PrecisionSpec, check_precision
 from .schema import Section, opt
 from .watch import WatchSpec
 
-RECOMPUTE = ("none", "full", "selective", "budget")
+RECOMPUTE = ("none", "selective", "mlp", "full", "budget")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
 
 

@@ -24,11 +24,12 @@ class Span(NamedTuple):
 def durations(recompute: str = "none") -> dict[str, float]:
     """Of each kind of work in forward passes of one stage: F = I = W, and a whole backward pass B is both its halves.
 
-    With recompute the backward pass is never split (all of it is in I), and `full` runs the stage forward once more.
+    With recompute the backward pass is never split (all of it is in I), and `full` runs the stage forward once more,
+    `mlp` about half of it.
     """
     if recompute == "none":
         return {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    whole = 3.0 if recompute == "full" else 2.0
+    whole = {"full": 3.0, "mlp": 2.5}.get(recompute, 2.0)
     return {"F": 1.0, "B": whole, "I": whole, "W": 0.0}
 
 

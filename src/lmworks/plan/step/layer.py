@@ -16,8 +16,8 @@ from .work import Pass, stops_early
 
 CALL = 3  # launches that a collective costs its host: streams are made to wait for each other before it and after
 # What PyTorch's checkpoint costs the host of one eager block of ours, in launches: hooks for each tensor that is saved,
-# and for `selective` a Python function at every op, forward and again. Measured with batches too small to fill a GPU.
-CHECKPOINT = {"full": 48, "selective": 145}
+# and where some are kept a Python function at every op, twice. Measured with batches too small to fill a GPU.
+CHECKPOINT = {"full": 48, "selective": 145, "mlp": 145}
 
 
 @dataclass(frozen=True)

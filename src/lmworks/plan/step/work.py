@@ -105,15 +105,18 @@ def repeated(net: Network, recompute: str) -> list[Named]:
     """What a block's backward pass computes again.
 
     `full`: all of it, but for the last product where PyTorch stops at the last tensor that is asked for; `selective`:
-    all but attention and the products that are kept; `attention`: its inside alone.
+    all but attention and the products that are kept; `mlp`: as `selective`, and the MLP's products but for the last;
+    `attention`: its inside alone.
     """
     software = net.load.software
     if recompute == "full":
         return kernels([op for op in net.block if not (stops_early(software) and op.name == "down")], "forward")
     if recompute == "attention":
         return kernels([op for op in net.block if op.name == "attention"], "forward")
-    if recompute != "selective":
+    if recompute not in ("selective", "mlp"):
         return []
     cheap = kernels([op for op in net.block if op.part not in ("matmul", "attention")], "forward")
+    if recompute == "mlp":
+        return cheap + kernels([op for op in net.halves[1] if op.part == "matmul" and op.name != "down"], "forward")
     products = kernels([op for op in net.block if op.part == "matmul"], "forward")
     return cheap + [(part, replace(kernel, count=kernel.count * software.again)) for part, kernel in products]

@@ -1,0 +1,69 @@
+"""What a budget of activations makes of the blocks, against every other choice that fits."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from lmworks.plan.policies import RUNGS, kept_bytes, ladder, policies, seconds_again
+from lmworks.spec import RunSpec, load_run
+
+HALF = ("precision.dtype=bf16", "precision.weights=bf16", "precision.states=bf16", "precision.master=false")
+
+
+def llama(seq: int, *changes: str) -> RunSpec:
+    """16,384 tokens of Llama 3 8B on a GPU."""
+    tokens = (f"data.seq={seq}", f"data.micro_batch={16384 // seq}")
+    return load_run("llama3-8b", [*HALF, *tokens, "cluster.device=cuda", *changes])
+
+
+def with_budget(spec: RunSpec, size: float) -> RunSpec:
+    return spec.replace(parallel=spec.parallel.replace(recompute="budget", recompute_budget=size / 2**30))
+
+
+def test_what_a_block_keeps_in_units_of_its_input() -> None:
+    """Compiled: input 1, q, k, v 1.5, attention 1, its product 1, gate and up 3.5 each; a number a head beside."""
+    spec = llama(8192, "parallel.compile=true")
+    unit = 16384 * 4096 * 2
+    assert {policy: round(size / unit, 1) for policy, size in kept_bytes(spec).items()} == {
+        "none": 17.0, "selective": 11.5, "mlp": 4.5, "full": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seq", [8192, 512])
+def test_a_budget_is_kept_and_none_that_fits_is_faster(seq: int) -> None:
+    """But for what the last block that gave something up could have spared: the choice is greedy."""
+    spec = llama(seq)
+    each, seconds, blocks = kept_bytes(spec), seconds_again(spec), 8
+    mixtures = [
+        Counter(dict(zip(RUNGS, (*counts, blocks - sum(counts)), strict=True)))
+        for counts in itertools.product(range(blocks + 1), repeat=len(RUNGS) - 1)
+        if sum(counts) <= blocks
+    ]
+    one = max(seconds[further] - seconds[here] for here, further in itertools.pairwise(["none", *ladder(spec, each)]))
+    seen = set()
+    for share in range(7, 101, 3):
+        budget = share / 100 * blocks * each["none"]
+        chosen = Counter(policies(with_budget(spec, budget), range(blocks)))
+        assert sum(each[policy] * count for policy, count in chosen.items()) <= budget
+        fitting = [mix for mix in mixtures if sum(each[policy] * count for policy, count in mix.items()) <= budget]
+        best = min(sum(seconds[policy] * count for policy, count in mix.items()) for mix in fitting)
+        assert sum(seconds[policy] * count for policy, count in chosen.items()) < best + one
+        seen |= set(chosen)
+    assert seen == set(RUNGS) if seq == 8192 else seen == set(RUNGS) - {"mlp"}
+
+
+def test_attention_is_computed_again_last_where_it_is_dear_for_its_bytes() -> None:
+    """Its FLOPs grow with the sequence, and its bytes do not."""
+    assert ladder(llama(8192), kept_bytes(llama(8192))) == ["selective", "mlp", "full"]
+    assert ladder(llama(512), kept_bytes(llama(512))) == ["selective", "full"]
+
+
+def test_the_choice_is_the_same_whoever_asks() -> None:
+    """A trainer need not know by name the GPU that a plan was made for."""
+    budget = 0.4 * 32 * kept_bytes(llama(8192))["none"]
+    named = (with_budget(llama(8192, *gpu), budget) for gpu in ((), ("cluster.gpu=a100",), ("cluster.gpu=B200-SXM",)))
+    first, *others = (policies(spec, range(32)) for spec in named)
+    assert Counter(first).keys() == {"mlp", "selective"} and others == [first, first]
