@@ -1,7 +1,7 @@
 """Linear layers of a decoding step on one GPU: bf16, int8, int4 and fp8 beside what torch has, and beside memory.
 
-    python benchmarks/quant_gpu.py              every kind and shape; writes benchmarks/results/quant_gpu.json
-    python benchmarks/quant_gpu.py tune KIND    the ways to cut a product, the best for each shape and number of rows
+    python benchmarks/quant_gpu.py                      every kind and shape; writes benchmarks/results/quant_gpu.json
+    python benchmarks/quant_gpu.py tune KIND [ROWS …]   the ways to cut a product, the best for each shape and rows
 
 Weights are taken in turn from copies that together are larger than the L2 cache, in one CUDA graph, as a step does it.
 A floor is the bytes of a weight over PACE, the highest rate that a copy reaches on an H200.
@@ -180,9 +180,8 @@ def prepare(kind: str, rows: int, tile: Tile) -> None:
         ours(kind, tensors)(x)
 
 
-def tune(kind: str) -> None:
-    counts = (1, 8, 16, 64) if kind == "int4" else (8, 16, 64)
-    cases = [(kind, max(2, rows), tile) for rows in counts[-3:] for tile in tiles(kind, rows)]
+def tune(kind: str, counts: tuple[int, ...]) -> None:
+    cases = list(dict.fromkeys((kind, max(2, rows), tile) for rows in counts for tile in tiles(kind, rows)))
     with ProcessPoolExecutor(14, get_context("spawn")) as pool:
         list(pool.map(prepare, *zip(*cases, strict=True)))
     for name, (channels, inputs) in TUNED.items():
@@ -205,4 +204,7 @@ def tune(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    tune(sys.argv[2]) if sys.argv[1:2] == ["tune"] else compare()
+    if sys.argv[1:2] == ["tune"]:
+        tune(sys.argv[2], tuple(map(int, sys.argv[3:])) or ((1, 8, 16, 64) if sys.argv[2] == "int4" else (8, 16, 64)))
+    else:
+        compare()
