@@ -146,7 +146,7 @@ def test_metrics_know_the_peak_of_a_recognised_gpu(dataset: Path, tmp_path: Path
     assert line["memory_bytes"] > 4 * 4 * trainer.spec.model.params
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "mlp", "full"])
 def test_predicted_memory_is_what_is_allocated(dataset: Path, tmp_path: Path, recompute: str) -> None:
     """GPT-2 small, bf16, 8 × 512: allocated bytes at the peak within 10% of the sheet."""
     changes = ["precision.dtype=bf16", "data.micro_batch=8", "data.global_batch=8", "data.seq=512", "optim.steps=3"]
