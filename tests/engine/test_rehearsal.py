@@ -14,7 +14,7 @@ from lmworks.loading import serve
 from lmworks.spec import EngineSpec, ModelSpec
 
 CPU = torch.device("cpu")
-SPEC = EngineSpec(device="cpu", max_seqs=20, max_batch_tokens=64, context=64, speculate="ngram")
+SPEC = EngineSpec(device="cpu", max_seqs=20, max_batch_tokens=64, context=64, speculate="ngram", rehearse=True)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "gpt2-small"])

@@ -82,7 +82,7 @@ from pathlib import Path
 from lmworks.engine.rehearsal import rehearsal
 from lmworks.loading import load, make_engine, pick_device, shape_of
 from lmworks.spec import EngineSpec
-spec = EngineSpec(blocks=512, context=512)
+spec = EngineSpec(blocks=512, rehearse=True)
 kernels = lambda: {path.name for path in Path(sys.argv[2]).rglob("*.cubin")}
 with rehearsal(shape_of(sys.argv[1]), spec, pick_device(spec)):
     loaded = load(sys.argv[1], spec, None, 0)

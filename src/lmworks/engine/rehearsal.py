@@ -39,7 +39,7 @@ def rehearsal(shape: ModelSpec | None, spec: EngineSpec, device: torch.device) -
 
 def pays(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> bool:
     """A CPU compiles nothing; experts and ranks take other steps; and weights that fill a GPU leave no room for it."""
-    if device.type == "cpu" or shape.experts or spec.tp > 1:
+    if not spec.rehearse or device.type == "cpu" or shape.experts or spec.tp > 1:
         return False
     return torch.cuda.mem_get_info(device)[0] > 2 * shape.params * DTYPES[filled(spec, shape, device).dtype].itemsize
 
