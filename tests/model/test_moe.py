@@ -188,25 +188,27 @@ def test_every_trained_token_is_counted_once(recompute: str) -> None:
 
 
 def test_counts_are_those_of_the_choices() -> None:
-    moe = layer()
+    model = make(layers=1)
+    (moe,) = moe_layers(model)
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     moe(x).sum().backward()
     chosen = moe.router(x).topk(2).indices
     assert moe.visits is not None
     assert moe.visits.tolist() == [int((chosen == e).sum()) for e in range(5)]
-    update_balance(moe)
+    update_balance(model)
     busiest = max((chosen == e).sum() for e in range(5)).item()
-    assert expert_load(moe) == pytest.approx(busiest / (2 * 9 * 2 / 5))
+    assert expert_load(model) == pytest.approx(busiest / (2 * 9 * 2 / 5))
 
 
 def test_the_bias_moves_by_its_step_against_the_load() -> None:
-    moe = layer(balance_bias=0.25)
+    model = make(layers=1, balance_bias=0.25)
+    (moe,) = moe_layers(model)
     moe.visits = torch.tensor([10, 4, 6, 0, 5])
-    update_balance(moe)
+    update_balance(model)
     assert moe.choice_bias is not None
     assert moe.choice_bias.tolist() == [-0.25, 0.25, -0.25, 0.25, 0.0]
     assert moe.visits is None
-    assert expert_load(moe) == 2.0
+    assert expert_load(model) == 2.0
 
 
 def test_the_bias_evens_out_the_load_with_recompute_as_without() -> None:
