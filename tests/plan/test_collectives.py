@@ -129,6 +129,7 @@ def both_losses(_rank: int) -> tuple[list[str], list[int]]:
     """Calls of a loss in place that were not planned, and the peaks of a loss in torch and of one in place."""
     torch.set_num_threads(1)
     spec = large({**LLAMA, "hidden": 256, "ffn": 512}, 1, 1, tp=2)
+    software.IN_PLACE = False
     plain = simulate(spec, 0, exact=True).simulation
     software.IN_PLACE = True
     found = simulate(spec, 0, exact=True).simulation
