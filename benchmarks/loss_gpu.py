@@ -39,7 +39,7 @@ PLAIN = ("precision.dtype=bf16", "model.attention=reference")
 MODEL = (
     "tiny", "model.layers=8", "model.hidden=512", "model.heads=8", "model.kv_heads=4", "model.head_dim=64",
     "model.ffn=1536", "model.vocab=8192", "model.context=512", "data.path=stdlib:bytes", "data.seq=512",
-    "data.micro_batch=32", "optim.lr=1e-3", "optim.warmup=20", "log.eval_every=0",
+    "data.micro_batch=32", "optim.lr=3e-4", "optim.warmup=50", "log.eval_every=0",
 )  # fmt: skip
 TINY = (
     "tiny", "model.layers=1", "data.path=stdlib:bytes", "data.seq=64", "data.micro_batch=4", "optim.lr=3e-3",
