@@ -47,12 +47,6 @@ def test_widths_that_tensor_cores_do_not_take_stay_as_they_are(dataset: Path) ->
     assert found == {f"blocks.0.attention.{name}" for name in ("q", "k", "v", "out")}
 
 
-def test_keys_and_values_of_grouped_queries_stay_as_they_are(dataset: Path) -> None:
-    spec = make_spec(dataset, FP8, "model.hidden=64", "model.heads=4", "model.kv_heads=1", "model.head_dim=16")
-    _, found = converted(spec)
-    assert {name for name in found if "attention" in name} == {f"blocks.0.attention.{name}" for name in ("q", "out")}
-
-
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_a_product_is_that_of_fp8_numbers(scaling: str, dataset: Path) -> None:
     """Against casts by hand: x and w to E4M3, each by the scale of its tensor or of its rows."""
