@@ -78,6 +78,13 @@ def times(n, at, inside, onto):
     return tl.dot(n.to(part.dtype), part, onto)
 
 
+@triton.jit
+def scales_of(scales, step, end):
+    """Of both groups of a step, where there is such a step."""
+    there = tl.zeros_like(scales.to(tl.int64)) + step < end
+    return tl.load(scales + 2 * step, mask=there), tl.load(scales + 2 * step + 1, mask=there)
+
+
 @triton.jit(do_not_specialize=["M", "split"])
 def few_rows_int4(x, w, scale, out, parts, tickets, M, N, K, split, GROUP: tl.constexpr, BM: tl.constexpr,
                   BN: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
@@ -91,23 +98,27 @@ def few_rows_int4(x, w, scale, out, parts, tickets, M, N, K, split, GROUP: tl.co
     steps = K // (2 * GROUP)
     each = tl.cdiv(steps, split)
     start = tl.program_id(2) * each
+    end = tl.minimum(start + each, steps)
     sums = tl.zeros((BN, BM), tl.float32)
-    for step in range(start, tl.minimum(start + each, steps)):
+    scales = scale + row * (K // GROUP)
+    s0, s1 = scales_of(scales, start, end)
+    for step in range(start, end):
         words = tl.load(w + row[:, None] * (K // 8) + (step * W + i)[None, :])
         at = x + m[None, :].to(tl.int64) * K + (step * 2 * GROUP + i)[:, None]
-        s = scale + row * (K // GROUP) + 2 * step
+        next0, next1 = scales_of(scales, step + 1, end)  # on their way during the products: nothing waits for them
         n0, n1, n2, n3, n4, n5, n6, n7 = nibbles(words)
         none = tl.zeros((BN, BM), tl.float32)
         first = times(n0, at, inside, none)
         first = times(n1, at + W, inside, first)
         first = times(n2, at + 2 * W, inside, first)
         first = times(n3, at + 3 * W, inside, first)
-        sums += first * tl.load(s).to(tl.float32)[:, None]
+        sums += first * s0.to(tl.float32)[:, None]
         second = times(n4, at + 4 * W, inside, none)
         second = times(n5, at + 5 * W, inside, second)
         second = times(n6, at + 6 * W, inside, second)
         second = times(n7, at + 7 * W, inside, second)
-        sums += second * tl.load(s + 1).to(tl.float32)[:, None]
+        sums += second * s1.to(tl.float32)[:, None]
+        s0, s1 = next0, next1
     store(sums, out, parts, tickets, m, n, M, N, split, SHARED)
 
 
