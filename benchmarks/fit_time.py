@@ -103,23 +103,26 @@ class Table:
     """Rows of one source, those with the same model and words together, so that they are priced in one go."""
 
     rows: list[Measured]
-    groups: list[tuple[NDArray[np.int64], Bare]]
+    groups: list[tuple[NDArray[np.int64], Array, Bare]]  # places of rows, and by what share the cases count for them
 
     @classmethod
     def of(cls, rows: Iterable[Measured]) -> Table:
         rows = [row for row in rows if row.step_s and not row.suspect and not row.inferred]
-        places: dict[str, list[int]] = {}
+        alike: dict[str, list[tuple[int, float, Case]]] = {}
         for place, row in enumerate(rows):
-            words = {name: value for name, value in vars(row.case).items() if name not in NUMBERS}
-            places.setdefault(repr(words), []).append(place)
-        return cls(
-            rows, [(np.array(found), Bare.of(stacked([rows[i].case for i in found]))) for found in places.values()]
-        )
+            for share, case in row.shares:
+                words = {name: value for name, value in vars(case).items() if name not in NUMBERS}
+                alike.setdefault(repr(words), []).append((place, share, case))
+        groups = []
+        for found in alike.values():
+            places, shares, cases = zip(*found, strict=True)
+            groups.append((np.array(places), np.array(shares), Bare.of(stacked(list(cases)))))
+        return cls(rows, groups)
 
     def seconds(self, given: Constants) -> Array:
         result = np.zeros(len(self.rows))
-        for places, bare in self.groups:
-            result[places] = weigh(bare, given).seconds
+        for places, shares, bare in self.groups:
+            np.add.at(result, places, shares * weigh(bare, given).seconds)
         return result
 
     @property

@@ -14,31 +14,39 @@ one, stands beside.
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch._dynamo
-from common import write_result
+from common import RESULTS, write_result
 from torch import Tensor
 
 from lmworks.data import Batch
+from lmworks.kernels.choose import nearest
 from lmworks.observe.probe import probe
 from lmworks.parallel.apply import lay_out
+from lmworks.parallel.norms import squared_norm
 from lmworks.parallel.weights import Source, source_of
+from lmworks.plan import software
 from lmworks.plan.case import Case
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.devices.profile import Profile
 from lmworks.plan.memory.reserve import reserved
 from lmworks.plan.memory.sheet import memory
+from lmworks.plan.policies import policies
+from lmworks.plan.software import as_it_ran, software_of
 from lmworks.plan.step.constants import USUAL_LAUNCH
 from lmworks.plan.step.one_device import step_time
 from lmworks.plan.step.price import price
@@ -49,6 +57,8 @@ from lmworks.train.device import PeakMemory
 from lmworks.train.optim import make_optimizer
 
 OWN_GPU = "H200-SXM-141GB"  # whose runs are a source
+OWN_RUNS = PUBLISHED / "lmworks_h200.csv"
+BEFORE = {"loss": "torch", "clips": 3}  # what cases were run with that do not say it
 TAKEN_LAUNCH = 12e-6  # seconds of a bare op on its host, where no probe was kept: a profile shows 8 to 23 µs
 BF16, COMPILE = "precision.dtype=bf16", "parallel.compile=true"
 CASES: dict[str, list[list[str]]] = {
@@ -106,7 +116,8 @@ def train_steps(spec: RunSpec, device: torch.device, steps: int) -> tuple[int, l
     for _ in range(steps):
         began = time.perf_counter()
         laid.forward_backward([Batch(tokens, tokens)] * spec.accumulation, 1 / spec.tokens_per_step)
-        torch.nn.utils.clip_grad_norm_([shard.leaf for shard in laid.shards], 1.0, foreach=True)
+        norm = squared_norm(laid.shards, laid.replicas).sqrt()
+        optimizer.grad_scale = norm.clamp(min=1.0)  # type: ignore[attr-defined]  # as the trainer clips
         optimizer.step()
         laid.clear()
         if device.type == "cuda":
@@ -117,26 +128,48 @@ def train_steps(spec: RunSpec, device: torch.device, steps: int) -> tuple[int, l
 
 def measure(case: list[str], device: str, steps: int) -> dict[str, Any]:
     before = torch.cuda.memory_allocated() if device == "cuda" else 0  # cuBLAS's workspaces, from the second case on
-    measured, seconds = train_steps(spec_of(case, device), torch.device(device), steps)
+    spec = spec_of(case, device)
+    measured, seconds = train_steps(spec, torch.device(device), steps)
     found: dict[str, Any] = {"case": " ".join(case), "memory": measured, "memory_before": before}
+    found |= {"loss": loss_of(spec, torch.cuda.get_device_name() if device == "cuda" else device)}
+    found |= {"clips": software_of(spec).clips}
     if device == "cuda":
         found["reserved"] = torch.cuda.max_memory_reserved()
     return found | {"step": statistics.median(seconds[3:]), "step_best": min(seconds)}
 
 
+def loss_of(spec: RunSpec, name: str) -> str:
+    """Whose loss a device of this name runs, "torch" or "triton"."""
+    shape = {"hidden": spec.model.hidden, "tokens": spec.data.micro_batch * spec.data.seq, "vocab": spec.model.vocab}
+    return nearest("linear_cross_entropy", name, tuple(sorted(shape.items())))
+
+
+@contextmanager
+def planned_with(loss: str) -> Iterator[None]:
+    """The planner as when our trainer had this loss: runs that were measured before are priced as they ran."""
+    now = software.IN_PLACE
+    software.IN_PLACE = loss == "triton"
+    try:
+        yield
+    finally:
+        software.IN_PLACE = now
+
+
 def predict(measured: dict[str, Any], device: str, machine: Machine | None, gpu: str) -> dict[str, Any]:
     """What the planner says of the case; `machine` is what was measured of this one, `gpu` its name."""
-    spec = spec_of(measured["case"].split(), device)
-    sheet = memory(spec, device)
+    spec, ran = spec_of(measured["case"].split(), device), BEFORE | measured
+    with planned_with(ran["loss"]):
+        sheet = memory(spec, device)
+        predicted = step_time(spec, machine) if machine is not None else None
     found = {key: value for key, value in measured.items() if key not in ("step_predicted", "parts")}
     found |= {"memory_predicted": sheet.total, "memory_moment": sheet.moment}
-    if machine is not None:
-        predicted = step_time(spec, machine)
+    if predicted is not None:
         found |= {"step_predicted": predicted.total, "parts": predicted.parts}
     kind = recognise(gpu) if device == "cuda" else None
     if kind is not None:  # what is said of it without it
         host = (machine.launch_s if machine else TAKEN_LAUNCH) / USUAL_LAUNCH
-        modelled = price(Case.of(spec, kind).replace(host=host))
+        case = Case.of(spec, kind).replace(host=host)
+        modelled = price(case.replace(software=as_it_ran(case.software, ran["loss"], ran["clips"])))
         found |= {"reserved_predicted": float(reserved(sheet.total)), "step_modelled": float(modelled.seconds)}
         found |= {"parts_modelled": {part: float(s) for part, s in modelled.parts.items() if np.any(s)}}
         found |= {"interval": [float(end) for end in modelled.interval]}
@@ -221,22 +254,49 @@ def repeat(path: Path, device: str) -> None:
     kind = recognise(kept["machine"]["gpu"] or "")
     if device == "cuda" and kind is not None and kind.name == OWN_GPU:
         launch_s = kept["probe"]["machine"]["launch_s"] if "probe" in kept else TAKEN_LAUNCH
-        publish(kept["cases"], kind.name, 1e6 * launch_s, f"torch {kept['machine']['torch']}")
+        cases = [case_line(case, launch_s, f"torch {kept['machine']['torch']}") for case in kept["cases"]]
+        publish([*filter(None, cases), *train_lines(RESULTS / "train_gpu.json")])
 
 
-def publish(cases: list[dict[str, Any]], gpu: str, launch_us: float, torch_version: str) -> None:
-    """The measurements as a source of `lmworks plan validate` and of fit_time.py; `launch_us` tells of the host.
+COLUMNS = ("run", "gpu", "launch_us", "loss", "clips", "blocks", "step_s", "allocated_bytes", "note")
 
-    What a case lists as outdated was measured before the code changed, and is left out.
+
+def publish(lines: Iterable[dict[str, Any]]) -> None:
+    """The measurements as a source of `lmworks plan validate` and of fit_time.py; `launch_us` tells of the host."""
+    text = [",".join(COLUMNS), *(",".join(str(line[name]) for name in COLUMNS) for line in lines)]
+    OWN_RUNS.write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+def case_line(case: dict[str, Any], launch_s: float, note: str) -> dict[str, Any] | None:
+    """What a case lists as outdated was measured before the code changed, and is left out."""
+    old, ran = case.get("outdated", ()), BEFORE | case
+    if len(old) == 2:
+        return None
+    step, held = "" if "step" in old else f"{case['step']:.6f}", "" if "memory" in old else case["memory"]
+    found = {"run": case["case"], "gpu": OWN_GPU, "launch_us": f"{1e6 * launch_s:.2f}", "note": note}
+    return found | {"loss": ran["loss"], "clips": ran["clips"], "blocks": "", "step_s": step, "allocated_bytes": held}
+
+
+def train_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole runs of the trainer, as train_gpu.py keeps them.
+
+    One that is published already stays as it was written: what a budget asks of the blocks, or which loss is faster,
+    may be another today.
     """
-    lines = ["run,gpu,launch_us,step_s,allocated_bytes,note"]
-    for case in cases:
-        old = case.get("outdated", ())
-        if len(old) == 2:
+    with OWN_RUNS.open(encoding="utf-8", newline="") as lines:
+        written = {(line["run"], line["step_s"]): line for line in csv.DictReader(lines)}
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    for row in kept["rows"]:
+        if "spec" not in row or "step_s" not in row:  # a peer's, or one that failed
             continue
-        step, memory = "" if "step" in old else f"{case['step']:.6f}", "" if "memory" in old else case["memory"]
-        lines.append(f"{case['case']},{gpu},{launch_us:.2f},{step},{memory},{torch_version}")
-    (PUBLISHED / "lmworks_h200.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        spec = load_run(row["spec"][0], [*row["spec"][1:], f"cluster.gpu={OWN_GPU}"])
+        chosen = Counter(policies(spec, range(spec.model.layers))) if spec.parallel.recompute == "budget" else {}
+        blocks = " ".join(f"{policy}={count}" for policy, count in chosen.items() if policy != "none")
+        found = {"run": " ".join(row["spec"]), "gpu": OWN_GPU, "launch_us": f"{1e6 * TAKEN_LAUNCH:.2f}"}
+        found |= {"loss": loss_of(spec, row["device"]), "clips": software_of(spec).clips, "blocks": blocks}
+        found |= {"step_s": f"{row['step_s']:.6f}", "allocated_bytes": row["memory"]["allocated_bytes"]}
+        found |= {"note": f"torch {kept['machine']['torch']} lmworks bench train"}
+        yield written.get((found["run"], found["step_s"]), found)
 
 
 if __name__ == "__main__":

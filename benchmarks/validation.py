@@ -8,21 +8,21 @@ Without --data the bulk sets keep the figures that are there.
 from __future__ import annotations
 
 import argparse
-import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lmworks.cli.plan_validate import COLUMNS, PART_COLUMNS, cells, part_cells
 from lmworks.plan.tables.components import components
-from lmworks.plan.tables.replay import THRESHOLDS, reached, replay
+from lmworks.plan.tables.replay import THRESHOLDS, memory, reached, replay, seconds
+from lmworks.plan.tables.sources import SOURCES, Measured
+from lmworks.plan.tables.validate import mean_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "validation.md"
 BEGIN, END = "<!-- table: benchmarks/validation.py -->\n", "<!-- end of table -->"
 PARTS, PARTS_END = "<!-- parts: benchmarks/validation.py -->\n", "<!-- end of parts -->"
 OWN, OWN_END = "<!-- own: benchmarks/validation.py -->\n", "<!-- end of own -->"
-OWN_RUNS = Path(__file__).parent / "results" / "plan_check_cuda.json"
+SECTIONS = ("data.", "parallel.", "precision.", "model.")
 OWN_COLUMNS = ("run", "allocated, GB", "error, %", "step, ms", "error, %")
 
 
@@ -36,17 +36,15 @@ def fill(page: str, begin: str, end: str, text: str) -> str:
     return before + begin + text + end + rest.split(end)[1]
 
 
-def own_cells(case: dict[str, Any]) -> list[str]:
-    """One of our own runs beside its prediction; what was measured before the code changed has no error."""
-    old = case.get("outdated", ())
-    errors = [
-        "–" if figure in old else f"{100 * (case[predicted] / case[figure] - 1):+.1f}"
-        for figure, predicted in (("memory", "memory_predicted"), ("step", "step_modelled"))
-    ]
-    return [
-        case["case"].replace("data.", "").replace("parallel.", "").replace("precision.", ""),
-        f"{case['memory'] / 1e9:.2f}", errors[0], f"{1e3 * case['step']:.1f}", errors[1],
-    ]  # fmt: skip
+def own_cells(run: Measured) -> list[str]:
+    """One of our own runs beside its prediction; blocks that recompute in several ways have no closed form."""
+    held, error = "–", "–"
+    if run.allocated:
+        held = f"{run.allocated / 1e9:.2f}"
+        error = error if run.mixed else f"{100 * (memory(run.case)['allocated'] / run.allocated - 1):+.1f}"
+    took = run.step_s or 0.0
+    name = " ".join(word.split(".", 1)[1] if word.startswith(SECTIONS) else word for word in run.label.split())
+    return [name, held, error, f"{1e3 * took:.1f}", f"{100 * (mean_of(run, seconds) / took - 1):+.1f}"]
 
 
 def main() -> None:
@@ -61,8 +59,8 @@ def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     parts = markdown(PART_COLUMNS, [part_cells(part) for part in components()])
     page = fill(page, PARTS, PARTS_END, "\n".join(parts) + "\n")
-    runs = json.loads(OWN_RUNS.read_text(encoding="utf-8"))["cases"]
-    page = fill(page, OWN, OWN_END, "\n".join(markdown(OWN_COLUMNS, [own_cells(run) for run in runs])) + "\n")
+    runs = [own_cells(run) for run in SOURCES["lmworks"].rows() or []]
+    page = fill(page, OWN, OWN_END, "\n".join(markdown(OWN_COLUMNS, runs)) + "\n")
     inside = page[page.index(BEGIN) + len(BEGIN) : page.index(END)]
     bulk = [row for row in inside.splitlines() if any(row.startswith(f"| {name} ") for name in report.missing)]
     rows = [*markdown(COLUMNS, [cells(line) for line in report.lines]), *bulk]

@@ -20,6 +20,7 @@ from lmworks.plan.memory.run_budget import sheet
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.ops import Workload
 from lmworks.plan.software import EAGER
+from lmworks.plan.tables.sources import SOURCES
 from lmworks.spec import ModelSpec, RunSpec, catalogue, load_run
 from lmworks.study.simulate import simulate
 
@@ -190,8 +191,10 @@ def test_more_is_resident_than_tensors() -> None:
     assert memory(spec, "cuda").total - memory(spec, "cuda").tensors == 64 * 2**20  # cuBLAS's workspaces
 
 
-def test_the_loss_of_an_odd_vocabulary_and_of_fp16() -> None:
-    """gpt2-small, 16 × 1024 on an H200, as measured: 9.539 GB in bf16 and 9.081 in fp16 (`plan_check_cuda.json`)."""
+def test_the_loss_of_an_odd_vocabulary_and_of_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt2-small, 16 × 1024 on an H200, as measured with PyTorch's loss: 9.539 GB in bf16 and 9.081 in fp16
+    (`plan_check_cuda.json`)."""
+    monkeypatch.setattr(software, "IN_PLACE", False)
     words = ["data.seq=1024", "data.micro_batch=16", "cluster.device=cuda"]
     found = {dtype: memory(load_run("gpt2-small", [*words, f"precision.dtype={dtype}"]), "cuda") for dtype in DTYPES}
     (chunk,) = (row for row in found["bf16"].rows if row.name == "loss: chunk of logits")
@@ -199,6 +202,15 @@ def test_the_loss_of_an_odd_vocabulary_and_of_fp16() -> None:
     assert abs(found["bf16"].total / 9.539e9 - 1) < 0.01
     held = 2 * 50304 * 768  # by the loss that was measured: a product, beside the chunk, for the head's gradient
     assert abs((found["fp16"].total + held) / 9.081e9 - 1) < 0.01
+
+
+def test_what_whole_runs_of_the_trainer_allocated() -> None:
+    """On an H200 with the loss in place, bf16 weights and compiled blocks; one of them in 8 bits."""
+    runs = [run for run in SOURCES["lmworks"].rows() or [] if run.group == "bf16 weights" and not run.mixed]
+    assert len(runs) == 5
+    for run in runs:
+        preset, *words = run.label.split()
+        assert memory(load_run(preset, words), "cuda").total == pytest.approx(run.allocated, rel=5e-4), run.label
 
 
 # --- layouts: against a rank that is laid out and stepped on tensors without numbers ------------------------

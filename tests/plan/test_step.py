@@ -13,7 +13,7 @@ from lmworks.plan.case import Case
 from lmworks.plan.devices.links import Fabric
 from lmworks.plan.flops import model_flops_per_token
 from lmworks.plan.pipelines.orders import stages_of
-from lmworks.plan.software import SOFTWARE
+from lmworks.plan.software import EAGER, SOFTWARE
 from lmworks.plan.step.bare import Bare
 from lmworks.plan.step.constants import Constants, constants, family
 from lmworks.plan.step.pipeline import Cut, stages
@@ -268,7 +268,7 @@ def test_fitted_constants_are_plausible() -> None:
 
 def test_what_has_no_factor_of_its_own_takes_that_of_its_kind() -> None:
     given = constants()
-    known, other = given.factors(H100, world=8), given.factors(catalogue()["MI300X"], world=8)
+    known, other = (given.factors(gpu, EAGER, world=8) for gpu in (H100, catalogue()["MI300X"]))
     assert (known["gemm"], other["gemm"]) == (given.products["H100"], given.products["*"])
     assert other["attention"] == given.attention["*"]
     blind = constants("simumax")  # the only runs on B200: products as on H100

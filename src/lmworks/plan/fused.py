@@ -33,7 +33,14 @@ def launched(load: Workload, count: int) -> tuple[Kernel, ...]:
     return () if load.software.fused else (Kernel("stream", count=count),)
 
 
-def product(name: str, load: Workload, inputs: Any, outputs: Any, part: str = "matmul", dear: Any = None) -> Op:
+def summed(load: Workload, numbers: Any, bias: bool) -> tuple[Kernel, ...]:
+    """The gradient of a bias, where a pass of its own adds up that of the product."""
+    return passes(load.width * numbers) if load.software.sums and bias else ()
+
+
+def product(
+    name: str, load: Workload, inputs: Any, outputs: Any, part: str = "matmul", dear: Any = None, bias: bool = False
+) -> Op:
     """Weights arrive in the compute precision, or are cast with the layer where the code does so (autocast).
 
     `dear` are the outputs that selective recompute keeps, where that is not all of them.
@@ -43,7 +50,7 @@ def product(name: str, load: Workload, inputs: Any, outputs: Any, part: str = "m
     sums = launched(load, 3 if load.model.bias else 1)
     cast = passes(6.0 * inputs * outputs) if load.cast_weights else ()
     forward = (gemm(t, inputs, outputs), *cast)
-    backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs), *cast, *sums)
+    backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs), *cast, *sums, *summed(load, t * outputs, bias))
     return Op(name, part, forward, backward, dear=load.width * t * (outputs if dear is None else dear))
 
 
@@ -58,8 +65,9 @@ def norm(name: str, load: Workload) -> Op:
     x = load.outside * load.model.hidden
     s, w = load.software.stream, load.width
     statistics = load.outside * (8 if load.model.norm == "layer" else 4)
+    result = 0 if load.made_again else w * x
     sums = launched(load, 4 if load.model.norm == "layer" else 2)  # each of its weights: a sum, added to the last
-    return Op(name, "norms", passes((s + w) * x), (*passes((2 * s + w) * x), *sums), saved=w * x + statistics)
+    return Op(name, "norms", passes((s + w) * x), (*passes((2 * s + w) * x), *sums), saved=result + statistics)
 
 
 def residual(name: str, load: Workload, inner: bool = False) -> Op:
@@ -79,7 +87,8 @@ def attention(load: Workload) -> list[Op]:
     m, t, w = load.model, load.tokens, load.width
     result, both = w * t * load.q_width, w * t * (load.q_width + load.kv_width)
     wide = load.q_width + 2 * load.kv_width
-    ops = [product("query, key, value", load, m.hidden, wide, dear=wide - load.kv_width * load.software.every_second)]
+    dear = wide - load.kv_width * load.software.every_second
+    ops = [product("query, key, value", load, m.hidden, wide, dear=dear, bias=m.qkv_bias)]
     if m.positions == "rope":
         turns = 1 if load.software.fused else 3  # two halves, their product with tables in fp32, and back
         ops.append(Op("rotary", "rotary", passes(2 * turns * both), passes(2 * turns * both)))
@@ -123,23 +132,24 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
     h, w = load.model.hidden, load.width
     rows = tokens if rows is None else rows
     wide = w * tokens * width * count
-    gated = load.model.mlp == "swiglu"
+    gated, bias = load.model.mlp == "swiglu", load.model.bias
     up, apart = (2 if gated else 1), (1 if load.software.fused else 2)
     cast = passes(*[6.0 * h * width * count] * load.cast_weights)
     forward = (gemm(rows, h, up * width, count), *up * cast)
-    sums = launched(load, 3 if load.model.bias else 1)
+    sums = launched(load, 3 if bias else 1)
     backward = (gemm(rows, up * width, h, count), gemm(up * width, rows, h, count), *up * cast, *sums)
     act = passes((up + 1) * wide * apart), passes((2 * up + 1) * wide * apart)
     last = (
         (gemm(rows, width, h, count), *cast),
         (gemm(rows, h, width, count), gemm(h, rows, width, count), *cast, *sums),
     )
-    second = load.software.every_second
+    more = summed(load, up * tokens * width * count, bias), summed(load, tokens * h * count, bias)
+    dear = wide if load.software.every_second else up * wide
     return [
-        Op("up", "matmul", forward, backward, dear=wide if second else up * wide),
-        Op(load.model.mlp, "activation", *act, saved=(up + 1) * wide),
+        Op("up", "matmul", forward, backward + more[0], dear=dear),
+        Op(load.model.mlp, "activation", *act, saved=(up + (not load.made_again)) * wide),
         # Nothing in the backward pass asks for the last product: a compiler does not keep it.
-        Op("down", "matmul", *last, dear=w * tokens * h * count * (not load.software.fused)),
+        Op("down", "matmul", last[0], last[1] + more[1], dear=w * tokens * h * count * (not load.software.fused)),
     ]
 
 
@@ -166,7 +176,8 @@ def experts(load: Workload) -> list[Op]:
 
 def block(load: Workload) -> list[Op]:
     m = load.model
-    out = product("attention out", load, load.q_width, m.hidden, dear=0 if load.software.every_second else None)
+    dear = 0 if load.software.every_second else None
+    out = product("attention out", load, load.q_width, m.hidden, dear=dear, bias=m.bias)
     first = [norm("attention norm", load), *attention(load), out, residual("attention residual", load, inner=True)]
     second = experts(load) if m.experts else mlp(load, m.ffn // load.tp, load.tokens)
     return [*first, norm("mlp norm", load), *second, residual("mlp residual", load)]

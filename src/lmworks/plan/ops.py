@@ -161,6 +161,14 @@ class Workload:
         return self.cast and self.dtype != "fp8"
 
     @property
+    def made_again(self) -> bool:
+        """What norms and activations give to a product in 8 bits is not kept, where a compiler has the whole block.
+
+        It is cast once more for the weight's gradient, and made once more in the same pass.
+        """
+        return self.dtype == "fp8" and self.software.name == "lmworks-compile"
+
+    @property
     def stream(self) -> int:
         """Bytes of a number of the residual stream."""
         return self.software.stream
@@ -241,6 +249,8 @@ def norm(name: str, load: Workload, readers: int) -> Op:
         result = np.where(load.tp > 1, load.width * whole * (readers > 0), result)
     figure = load.stream if load.device == "cpu" else 4  # 1/σ, or a mean; those of our RMSNorm are always fp32
     saved = t * (2 * figure if load.model.norm == "layer" else 4) + result
+    if load.model.norm == "layer" and load.device == "cuda" and load.stream == 2 and not readers:
+        saved += 6 * x  # before the loss nothing fuses it: autocast has its input and its result in fp32
     forward, backward = normalise(load, x)
     if load.cast:
         forward.append(stream(1.5 * x, count=readers))

@@ -49,13 +49,13 @@ class Constants:
     spread: float = 0.1
     unseen: float = 0.2
 
-    def factors(self, gpu: Gpu, flash: str = "", world: Number = 1) -> dict[str, Any]:
+    def factors(self, gpu: Gpu, software: Software, world: Number = 1) -> dict[str, Any]:
         """By kind of kernel."""
-        kind = family(gpu)
+        kind, flash = family(gpu), software.flash
         capped = (WATTS[kind] / gpu.tdp_w) ** self.power if gpu.tdp_w and kind in WATTS else 1.0
         attention = self.attention.get(f"{kind}-{flash}", factor(self.attention, kind)) * capped
         passes = dict.fromkeys(("stream", "strided", "widen", "exp", "tanh", "optimizer"), self.memory)
-        products = factor(self.products, kind) * capped * np.where(world == 1, self.alone, 1.0)
+        products = factor(self.products, kind) * capped * np.where(world == 1, self.alone * software.dense, 1.0)
         return {
             "gemm": products,
             "attention": attention,

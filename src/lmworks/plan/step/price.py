@@ -51,7 +51,7 @@ class Step:
     @classmethod
     def of(cls, bare: Bare, given: Constants) -> Self:
         case = bare.case
-        weigher = Weigher(bare, given, given.factors(case.gpu, case.software.flash, case.world))
+        weigher = Weigher(bare, given, given.factors(case.gpu, case.software, case.world))
         one = weigher.micro_batch()
         return cls(weigher, one, Cut.of(bare.case), weigher.wire(bare.wires.send))
 

@@ -97,8 +97,11 @@ def narrow(found: Iterable[Named], width: float) -> list[Named]:
 
 
 def stops_early(software: Software) -> bool:
-    """Whether a block that runs again stops at the last tensor that is asked for, short of its last product."""
-    return not software.name.startswith(REENTRANT)
+    """Whether a block that runs again stops at the last tensor that is asked for, short of its last product.
+
+    Our compiled block cannot: it is one graph, and a profile of an 8B step has every product of it again.
+    """
+    return not software.name.startswith((*REENTRANT, "lmworks-compile"))
 
 
 def repeated(net: Network, recompute: str) -> list[Named]:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...spec import SpecError, catalogue, load_run
+from ...spec import RunSpec, SpecError, catalogue, load_run
 from ...spec.errors import did_you_mean
 from ..case import Case
+from ..software import as_it_ran
 from ..step.constants import USUAL_LAUNCH
 from .columns import read
 from .rows import Job, job
@@ -39,10 +40,17 @@ class Measured:
     share_of: Case | None = None
     suspect: str = ""  # why the figure may be wrong
     inferred: bool = False  # shape, layout or length are not in the table
+    # Where blocks recompute in several ways: their shares, and the case in which all do so. Memory has no closed form.
+    mixed: tuple[tuple[float, Case], ...] = ()
 
     @property
     def case(self) -> Case:
         return self.job.case
+
+    @property
+    def shares(self) -> tuple[tuple[float, Case], ...]:
+        """Cases whose times, weighed so, add up to that of the step."""
+        return self.mixed or ((1.0, self.case),)
 
     @property
     def label(self) -> str:
@@ -204,13 +212,41 @@ def vtrain(raw: Raw, cells: dict[str, str]) -> Measured:
 
 
 def own(raw: Raw, cells: dict[str, str]) -> Measured:
-    """Our trainer on one H200, as `benchmarks/plan_check.py` ran it; `run` is a spec as the command line takes it."""
+    """Our trainer on one H200, as `benchmarks/plan_check.py` writes it down.
+
+    `run` is a spec as the command line takes it, `loss` and `clips` say which code it ran on, and `blocks` how many
+    recomputed in which way where a budget asked for it.
+    """
     preset, *words = raw["run"].split()
     spec = load_run(preset, words)
-    case = Case.of(spec, catalogue()[cells["gpu"]]).replace(host=float(raw["launch_us"]) * 1e-6 / USUAL_LAUNCH)
-    found = Job(case, raw["run"])
-    group = "compiled" if spec.parallel.compile else "eager"
-    return Measured("lmworks", found, group, figure(raw, "step_s"), allocated=figure(raw, "allocated_bytes"))
+    host = float(raw["launch_us"]) * 1e-6 / USUAL_LAUNCH
+    mixed = []
+    for policy, count in blocks_of(raw["blocks"], spec).items():
+        alike = spec.replace(parallel=spec.parallel.replace(recompute=policy, recompute_budget=0.0))
+        case = Case.of(alike, catalogue()[cells["gpu"]])
+        ran = as_it_ran(case.software, raw["loss"], int(raw["clips"]))
+        mixed.append((count / spec.model.layers, case.replace(host=host, software=ran)))
+    if spec.precision.weights == "bf16":
+        group = "bf16 weights"
+    else:
+        group = "compiled" if spec.parallel.compile else "eager"
+    return Measured(
+        "lmworks",
+        Job(mixed[0][1], raw["run"]),
+        group,
+        figure(raw, "step_s"),
+        allocated=figure(raw, "allocated_bytes"),
+        mixed=tuple(mixed) if len(mixed) > 1 else (),
+    )
+
+
+def blocks_of(text: str, spec: RunSpec) -> dict[str, int]:
+    """ "selective=6": so many of the blocks, and the others keep everything; nothing: as the spec has it for all."""
+    if not text:
+        return {spec.parallel.recompute: spec.model.layers}
+    named = {policy: int(count) for policy, count in (word.split("=") for word in text.split())}
+    rest = spec.model.layers - sum(named.values())
+    return {**named, **({"none": rest} if rest else {})}
 
 
 SOURCES = {

@@ -132,15 +132,19 @@ def covered(rows: Sequence[Measured], price: Seconds) -> tuple[list[tuple[Measur
         if row.step_s is None:
             continue
         try:
-            priced.append((row, price(row.case)))
+            priced.append((row, mean_of(row, price)))
         except SpecError as error:
             why.append(f"{row.label}: {error}")
     return priced, why
 
 
+def mean_of(row: Measured, price: Seconds) -> float:
+    return sum(share * price(case) for share, case in row.shares)
+
+
 def time_lines(source: Source, priced: Sequence[tuple[Measured, float]], blind: Seconds) -> list[Line]:
     """All rows whose layout the table gives, then every part; rows that rest on inference are a part of their own."""
-    unseen = {id(row): blind(row.case) for row, _ in priced}
+    unseen = {id(row): mean_of(row, blind) for row, _ in priced}
     stated = [pair for pair in priced if not pair[0].inferred]
     groups = {row.group: [pair for pair in priced if pair[0].group == row.group] for row, _ in priced}
     sets = {"": stated, **(groups if len(groups) > 1 else {})}
@@ -213,7 +217,7 @@ def memory_lines(source: Source, rows: Sequence[Measured], memory: Bytes) -> lis
     """Bytes of tensors and a paper's formulas have no fitted constant; what an allocator reserves has one."""
     lines = []
     for figure in ("allocated", "reserved", "activations", "states"):
-        known = [row for row in rows if getattr(row, figure) is not None]
+        known = [row for row in rows if getattr(row, figure) is not None and not row.mixed]
         if not known:
             continue
         labels = [row.label for row in known]

@@ -1,0 +1,149 @@
+"""Runs of our own trainer are priced as they ran, and what profiles of them showed is in the prices."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmworks.plan import fused
+from lmworks.plan.case import Case
+from lmworks.plan.network import network
+from lmworks.plan.ops import Workload
+from lmworks.plan.policies import policies
+from lmworks.plan.software import COMPILED, DENSE, EAGER, SOFTWARE, as_it_ran, kept_in, software_of
+from lmworks.plan.step.constants import Constants
+from lmworks.plan.step.work import repeated
+from lmworks.plan.tables.replay import seconds
+from lmworks.plan.tables.sources import SOURCES, Measured, blocks_of
+from lmworks.plan.tables.validate import mean_of
+from lmworks.spec import ModelSpec, PrecisionSpec, catalogue, load_run
+
+H200 = catalogue()["H200-SXM-141GB"]
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@cache
+def runs() -> tuple[Measured, ...]:
+    found = SOURCES["lmworks"].rows()
+    assert found
+    return tuple(found)
+
+
+@cache
+def whole() -> tuple[Measured, ...]:
+    return tuple(run for run in runs() if run.group == "bf16 weights")
+
+
+def test_a_run_keeps_the_loss_and_the_clipping_that_it_had() -> None:
+    """Those of before with PyTorch's loss and three passes to clip, whole runs of the trainer as it is."""
+    before = [run for run in runs() if run.group != "bf16 weights"]
+    assert (len(before), len(whole())) == (19, 7)
+    assert {(run.case.software.in_place, run.case.software.clips) for run in before} == {(False, 3)}
+    for run in whole():
+        preset, *words = run.label.split()
+        assert run.case.software == software_of(load_run(preset, words))
+    now = software_of(load_run("llama3-1b", ["precision.dtype=bf16"]))
+    assert (now.in_place, now.clips) == (True, 2)
+    assert as_it_ran(now, "torch", 3) == replace(EAGER, clips=3)
+
+
+def test_blocks_that_recompute_in_several_ways_are_the_mean_of_them() -> None:
+    found = {run.label.split()[0]: run for run in whole() if run.mixed}
+    ways = {name: {case.recompute: share for share, case in run.mixed} for name, run in found.items()}
+    assert ways == {"llama3-1b": {"selective": 6 / 16, "none": 10 / 16}, "llama3-8b": {"full": 0.5, "selective": 0.5}}
+    run = found["llama3-8b"]
+    full, selective = (seconds(case) for _, case in run.mixed)
+    assert selective < full and mean_of(run, seconds) == pytest.approx((full + selective) / 2)
+    spec = load_run("llama3-8b", ["parallel.recompute=selective"])
+    assert blocks_of("", spec) == {"selective": 32}
+    assert blocks_of("full=30", spec) == {"full": 30, "none": 2}
+
+
+def test_whole_runs_of_the_trainer_are_told_within_a_few_per_cent() -> None:
+    off = [abs(mean_of(run, seconds) / (run.step_s or 0) - 1) for run in whole()]
+    assert np.mean(off) < 0.04 and max(off) < 0.08
+
+
+def test_a_compiled_block_runs_again_as_a_whole() -> None:
+    """One graph: nothing stops it before its last product, as PyTorch stops an eager block."""
+    model = ModelSpec.from_preset("llama3-8b")
+    products = {}
+    for code in (EAGER, COMPILED):
+        net = network(Workload(model, 2, 8192, "bf16", "cuda", software=code))
+        products[code.name] = sum(kernel.flops for _, kernel in repeated(net, "full") if kernel.kind == "gemm")
+    once = 2.0 * 16_384 * model.hidden * (2 * model.q_dim + 2 * model.kv_dim + 3 * model.ffn)
+    assert products["lmworks-compile"] == once
+    assert products["lmworks"] == once - 2.0 * 16_384 * model.hidden * model.ffn
+
+
+def test_the_gradient_of_a_bias_is_a_pass_where_a_compiler_makes_it() -> None:
+    """GPT-2's block: q, k, v, out and down are as wide as the stream, up four times as wide."""
+
+    def moved(code: str, bias: bool) -> float:
+        software = COMPILED if code == "lmworks" else SOFTWARE[code]
+        model = ModelSpec.from_preset("gpt2-small", bias=bias)
+        load = Workload(model, 64, 1024, "bf16", "cuda", software=software)
+        return float(sum(kernel.bytes for op in fused.block(load) for kernel in op.backward))
+
+    assert moved("lmworks", True) - moved("lmworks", False) == 2 * 65_536 * 768 * (5 + 4)
+    assert moved("megatron", True) == moved("megatron", False)
+
+
+def test_products_of_a_gpu_alone_take_longer_where_little_is_between_them() -> None:
+    """As profiles of compiled steps with bf16 weights have it; among others the factor of the GPU says it."""
+    half = PrecisionSpec(dtype="bf16", weights="bf16")
+    wide, narrow = kept_in(COMPILED, PrecisionSpec(dtype="bf16")), kept_in(COMPILED, half)
+    assert (wide.dense, narrow.dense, kept_in(EAGER, half).dense) == (1.0, DENSE, 1.0)
+    given = Constants(alone=0.9)
+    one, many = (given.factors(H200, narrow, world) for world in (1, 8))
+    assert (one["gemm"], many["gemm"]) == (pytest.approx(0.9 * DENSE), 1.0)
+    assert {**one, "gemm": 0.9} == given.factors(H200, wide)
+
+
+def test_products_in_8_bits_keep_no_more_than_they_are_made_of() -> None:
+    """Of a compiled block: results of norms and of the activation are made again, which is 23 GB of an 8B run."""
+    model = ModelSpec.from_preset("llama3-8b")
+
+    def kept(dtype: str, software: str = "") -> float:
+        code = SOFTWARE[software] if software else COMPILED
+        load = Workload(model, 2, 8192, dtype, "cuda", software=replace(code, stream=2, cast=False))
+        return float(sum(op.saved for op in fused.block(load)))
+
+    assert kept("bf16") - kept("fp8") == 2 * 16_384 * (2 * model.hidden + model.ffn)
+    assert kept("bf16", "torchtitan-2025") == kept("fp8", "torchtitan-2025")
+
+
+def test_a_case_of_ours_is_that_of_its_spec() -> None:
+    """What a reader changes are host and code alone."""
+    run = whole()[0]
+    preset, *words = run.label.split()
+    assert run.case == Case.of(load_run(preset, words), H200).replace(host=2.0)
+
+
+def test_a_run_that_is_published_stays_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a budget fell then, also where the same budget falls otherwise today; a new measurement is of today."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import plan_check
+
+    run = next(run for run in whole() if run.label.startswith("llama3-8b") and run.mixed)
+    row = {"spec": run.label.split(), "device": "NVIDIA H200", "memory": {"allocated_bytes": 1}}
+    rows = [
+        {**row, "step_s": run.step_s},
+        {**row, "step_s": 1.5},
+        {"row": "1b", "step_s": 1.0},
+        {**row, "failed": "no"},
+    ]
+    path = tmp_path / "train_gpu.json"
+    path.write_text(json.dumps({"machine": {"gpu": "NVIDIA H200", "torch": "2.11"}, "rows": rows}), encoding="utf-8")
+    written, new = plan_check.train_lines(path)
+    assert (written["blocks"], float(written["allocated_bytes"])) == ("full=16 selective=16", run.allocated)
+    preset, *words = run.label.split()
+    today = policies(load_run(preset, words), range(32))
+    assert blocks_of(new["blocks"], load_run(preset, words)) == Counter(today)
+    assert (new["loss"], new["clips"], new["allocated_bytes"]) == ("triton", 1, 1)
