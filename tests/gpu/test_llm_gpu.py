@@ -75,9 +75,6 @@ def test_a_rehearsal_leaves_no_kernel_to_compile(folder: Path, tmp_path: Path) -
     """In a process of its own with an empty cache: an engine that follows adds no kernel to it."""
     script = """
 import sys
-import os
-import subprocess
-import sys
 from pathlib import Path
 from lmworks.engine.rehearsal import rehearsal
 from lmworks.loading import load, make_engine, pick_device, shape_of
