@@ -183,6 +183,7 @@ PASSES: dict[str, Callable[[], None]] = {  # over memory, with backward passes
 }
 CASES: dict[str, Callable[[], None]] = {
     **PASSES,
+    "norm-fp32-stream-16384": lambda: norm(16_384, torch.float32),
     "adamw": lambda: adamw(2**16, True, torch.float32),
     "adamw-stochastic": lambda: adamw(2**16, False, BF16),
     "adamw-small": lambda: adamw(100, True, BF16),

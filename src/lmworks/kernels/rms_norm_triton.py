@@ -27,12 +27,12 @@ class Tiles:
     elements: int = 2048  # rows are taken together up to so many; a longer one alone
     thread: int = 8  # elements of a tile in a thread: 16 bytes of bf16, one load
     most_warps: int = 16
-    stages: int = 2  # rows of a program of the backward pass that are on their way at once; more go by shared memory
+    stages: int = 3  # rows of a program of the backward pass that are on their way at once; more go by shared memory
     resident: int = 32  # warps of the backward pass on each multiprocessor: its registers hold no more of them
 
 
 TILES = Tiles()
-FEW = 4  # rows of a program up to which `stages` pays; heads, of which it has sixteen, lose by it
+SHARED_BYTES = 200 * 2**10  # of a multiprocessor, for rows on their way
 
 
 def tile(hidden: int, tiles: Tiles) -> tuple[int, int, int]:
@@ -78,6 +78,7 @@ def backward(
     rows, block, warps = tile(hidden, tiles)
     resident = max(1, tiles.resident // warps) * multiprocessors(total.device)
     programs = min(triton.cdiv(r.numel(), rows), resident)
+    read = sum(tensor.itemsize for tensor in (grad, grad_total, total) if tensor is not None)  # bytes of a number
     sums = torch.empty(programs, hidden, dtype=torch.float32, device=total.device)
     backward_kernel[(programs,)](
         grad,
@@ -92,7 +93,7 @@ def backward(
         hidden,
         ROWS=rows,
         BLOCK=block,
-        STAGES=tiles.stages if rows <= FEW else 1,
+        STAGES=max(1, min(tiles.stages, SHARED_BYTES // (rows * block * read))),
         num_warps=warps,
     )
     return grad_x, grad_delta, sums.sum(dim=0).to(weight.dtype)
