@@ -58,6 +58,7 @@ from lmworks.train.optim import make_optimizer
 
 OWN_GPU = "H200-SXM-141GB"  # whose runs are a source
 OWN_RUNS = PUBLISHED / "lmworks_h200.csv"
+WHOLE = "lmworks bench train"  # runs of the trainer, not of bare steps
 BEFORE = {"loss": "torch", "clips": 3}  # what cases were run with that do not say it
 TAKEN_LAUNCH = 12e-6  # seconds of a bare op on its host, where no probe was kept: a profile shows 8 to 23 µs
 BF16, COMPILE = "precision.dtype=bf16", "parallel.compile=true"
@@ -278,13 +279,15 @@ def case_line(case: dict[str, Any], launch_s: float, note: str) -> dict[str, Any
 
 
 def train_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole runs of the trainer, as train_gpu.py keeps them.
+    """Whole runs of the trainer, as train_gpu.py keeps them, after those that are published already.
 
-    One that is published already stays as it was written: what a budget asks of the blocks, or which loss is faster,
-    may be another today.
+    These stay as they were written, also where they were measured again since: what a budget asked of the blocks, or
+    which loss was faster, may be another today.
     """
     with OWN_RUNS.open(encoding="utf-8", newline="") as lines:
-        written = {(line["run"], line["step_s"]): line for line in csv.DictReader(lines)}
+        written = [line for line in csv.DictReader(lines) if line["note"].endswith(WHOLE)]
+    yield from written
+    known = {(line["run"], line["step_s"]) for line in written}
     kept = json.loads(path.read_text(encoding="utf-8"))
     for row in kept["rows"]:
         if "spec" not in row or "step_s" not in row:  # a peer's, or one that failed
@@ -295,8 +298,8 @@ def train_lines(path: Path) -> Iterator[dict[str, Any]]:
         found = {"run": " ".join(row["spec"]), "gpu": OWN_GPU, "launch_us": f"{1e6 * TAKEN_LAUNCH:.2f}"}
         found |= {"loss": loss_of(spec, row["device"]), "clips": software_of(spec).clips, "blocks": blocks}
         found |= {"step_s": f"{row['step_s']:.6f}", "allocated_bytes": row["memory"]["allocated_bytes"]}
-        found |= {"note": f"torch {kept['machine']['torch']} lmworks bench train"}
-        yield written.get((found["run"], found["step_s"]), found)
+        if (found["run"], found["step_s"]) not in known:
+            yield found | {"note": f"torch {kept['machine']['torch']} {WHOLE}"}
 
 
 if __name__ == "__main__":

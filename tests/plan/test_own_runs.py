@@ -43,7 +43,7 @@ def whole() -> tuple[Measured, ...]:
 def test_a_run_keeps_the_loss_and_the_clipping_that_it_had() -> None:
     """Those of before with PyTorch's loss and three passes to clip, whole runs of the trainer as it is."""
     before = [run for run in runs() if run.group != "bf16 weights"]
-    assert (len(before), len(whole())) == (19, 7)
+    assert (len(before), len(whole())) == (19, 9)
     assert {(run.case.software.in_place, run.case.software.clips) for run in before} == {(False, 3)}
     for run in whole():
         preset, *words = run.label.split()
@@ -54,12 +54,12 @@ def test_a_run_keeps_the_loss_and_the_clipping_that_it_had() -> None:
 
 
 def test_blocks_that_recompute_in_several_ways_are_the_mean_of_them() -> None:
-    found = {run.label.split()[0]: run for run in whole() if run.mixed}
-    ways = {name: {case.recompute: share for share, case in run.mixed} for name, run in found.items()}
-    assert ways == {"llama3-1b": {"selective": 6 / 16, "none": 10 / 16}, "llama3-8b": {"full": 0.5, "selective": 0.5}}
-    run = found["llama3-8b"]
-    full, selective = (seconds(case) for _, case in run.mixed)
-    assert selective < full and mean_of(run, seconds) == pytest.approx((full + selective) / 2)
+    small, before, large = (run for run in whole() if run.mixed)
+    ways = [{case.recompute: share for share, case in run.mixed} for run in (small, before, large)]
+    assert ways[0] == {"selective": 6 / 16, "none": 10 / 16}
+    assert ways[1:] == [{"full": 0.5, "selective": 0.5}, {"mlp": 23 / 32, "selective": 9 / 32}]
+    full, selective = (seconds(case) for _, case in before.mixed)
+    assert selective < full and mean_of(before, seconds) == pytest.approx((full + selective) / 2)
     spec = load_run("llama3-8b", ["parallel.recompute=selective"])
     assert blocks_of("", spec) == {"selective": 32}
     assert blocks_of("full=30", spec) == {"full": 30, "none": 2}
@@ -141,8 +141,9 @@ def test_a_run_that_is_published_stays_as_it_was_written(tmp_path: Path, monkeyp
     ]
     path = tmp_path / "train_gpu.json"
     path.write_text(json.dumps({"machine": {"gpu": "NVIDIA H200", "torch": "2.11"}, "rows": rows}), encoding="utf-8")
-    written, new = plan_check.train_lines(path)
-    assert (written["blocks"], float(written["allocated_bytes"])) == ("full=16 selective=16", run.allocated)
+    *written, new = plan_check.train_lines(path)
+    assert [line["run"] for line in written] == [run.label for run in whole()]
+    assert {line["blocks"] for line in written if line["run"] == run.label} == {"full=16 selective=16"}
     preset, *words = run.label.split()
     today = policies(load_run(preset, words), range(32))
     assert blocks_of(new["blocks"], load_run(preset, words)) == Counter(today)

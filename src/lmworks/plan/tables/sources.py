@@ -235,7 +235,7 @@ def own(raw: Raw, cells: dict[str, str]) -> Measured:
         Job(mixed[0][1], raw["run"]),
         group,
         figure(raw, "step_s"),
-        allocated=figure(raw, "allocated_bytes"),
+        allocated=None if spec.precision.fp8_head else figure(raw, "allocated_bytes"),  # not planned
         mixed=tuple(mixed) if len(mixed) > 1 else (),
     )
 
