@@ -89,8 +89,8 @@ def scales_of(scales, step, end):
 def few_rows_int4(x, w, scale, out, parts, tickets, M, N, K, split, GROUP: tl.constexpr, BM: tl.constexpr,
                   BN: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
     """x (M, K), w (N, K / 8) words, scale (N, K / GROUP) → out (M, N); a step is a pair of groups."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
     row = tl.where(n < N, n, 0).to(tl.int64)
     inside = (m < M)[None, :]
     W: tl.constexpr = GROUP // 4

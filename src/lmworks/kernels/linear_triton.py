@@ -42,9 +42,12 @@ def one_row(x, w, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "split"])
 def few_rows(x, w, scale, row_scale, out, parts, tickets, M, N, K, split, KIND: tl.constexpr, BM: tl.constexpr,
              BN: tl.constexpr, BK: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
-    """x (M, K), w (N, K) → out (M, N), in steps of BK weights."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    """x (M, K), w (N, K) → out (M, N), in steps of BK weights.
+
+    Tiles of rows come first: those that read the same weights run at the same time, and find them in the L2 cache.
+    """
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
     row = tl.where(n < N, n, 0).to(tl.int64)
     column = tl.where(m < M, m, 0).to(tl.int64)
     k = tl.arange(0, BK)
@@ -185,7 +188,7 @@ def split_of(tiles: int, steps: int) -> int:
 
 def shared_out(out: Tensor, rows: int, channels: int, tile: Tile) -> tuple[tuple[int, int, int], Tensor, Tensor]:
     """The grid, and room for the parts and tickets of tiles that several programs share."""
-    grid = (triton.cdiv(channels, tile.channels), triton.cdiv(rows, tile.rows), tile.split)
+    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(channels, tile.channels), tile.split)
     if tile.split == 1:
         return grid, out, out
     return grid, torch.empty(tile.split, rows, channels, device=out.device), tickets_of(out.device)
