@@ -72,10 +72,14 @@ class Bench:
         return made
 
     def warm_up(self) -> float:
-        """Every batch size once, so that what is compiled or recorded on first use is not measured as speed."""
-        began = time.perf_counter()
-        most = self.engine.spec.max_seqs if self.runner.device.type == "cuda" else 1
-        self.run(self.requests([(8, 3 + place // 4) for place in range(most)]))
+        """Every batch size once, so that what is compiled or recorded on first use is not measured as speed; and long
+        prompts that fill two steps, in the second of which the first decode."""
+        began, spec = time.perf_counter(), self.engine.spec
+        gpu = self.runner.device.type == "cuda"
+        self.run(self.requests([(8, 3 + place // 4) for place in range(spec.max_seqs if gpu else 1)]))
+        if gpu:
+            long = min(spec.context // 2, spec.max_batch_tokens)
+            self.run(self.requests([(long, 4)] * (2 * spec.max_batch_tokens // long)))
         return time.perf_counter() - began
 
     def step_time(self, batch: int, prompt: int = 0) -> StepTime:
