@@ -15,10 +15,10 @@ from lmworks.plan.flops import (
     hardware_flops_per_token,
     keys_per_query,
     model_flops_per_token,
-    step_flops,
 )
 from lmworks.plan.network import network
 from lmworks.plan.ops import Workload
+from lmworks.plan.step_flops import step_flops
 from lmworks.spec import ModelSpec, RunSpec
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -77,6 +77,20 @@ def test_the_op_list_adds_up_to_the_closed_form(shape: dict[str, Any]) -> None:
     flops = sum(kernel.flops * kernel.count for op in ops for kernel in (*op.forward, *op.backward))
     tokens, seq = spec.tokens_per_step, spec.data.seq
     assert flops == pytest.approx(tokens * hardware_flops_per_token(spec.model, seq), rel=1e-9)
+
+
+def test_a_step_counts_the_blocks_that_run_again() -> None:
+    """Every second block; all of them under a budget that only their inputs fit into; none where all fits."""
+    plain = make_run(layers=4)
+
+    def done(**layout: Any) -> float:
+        return step_flops(plain.replace(parallel=plain.parallel.replace(**layout))).hardware
+
+    none, full = done(recompute="none"), done(recompute="full")
+    assert done(recompute="full", recompute_every=2) == pytest.approx((none + full) / 2)
+    assert done(recompute="budget", recompute_budget=100.0) == none
+    inputs = 4 * plain.data.micro_batch * plain.data.seq * plain.model.hidden * 4 / 2**30
+    assert done(recompute="budget", recompute_budget=1.01 * inputs) == pytest.approx(full)
 
 
 def test_keys_per_query() -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from lmworks.cli.main import app
 from lmworks.observe import roofline
 from lmworks.observe.roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
-from lmworks.plan.flops import step_flops
+from lmworks.plan.step_flops import step_flops
 from lmworks.spec import Gpu, TrainingError, load_run
 from lmworks.study import train_bench
 from lmworks.study.train_bench import bench_train

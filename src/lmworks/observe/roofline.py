@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ..plan.devices.machine import Machine, Rate
-from ..plan.flops import step_flops
 from ..plan.step.one_device import step_time
+from ..plan.step_flops import step_flops
 from ..spec import Gpu, RunSpec
 from .measure import DTYPES, Clock
 

@@ -8,9 +8,7 @@ computed again. Norms, activations, softmax and the optimizer are bound by memor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..spec import ModelSpec, RunSpec
+from ..spec import ModelSpec
 
 
 def keys_per_query(seq: int, window: int = 0) -> float:
@@ -50,21 +48,3 @@ def hardware_flops_per_token(model: ModelSpec, seq: int, recompute: str = "none"
         once = model.vocab * model.hidden + model.layers * (model.attention_matrix + last)
         again += 2 * (model.matmul_params - once)
     return model_flops_per_token(model, seq) + again
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """One optimizer step, all ranks together."""
-
-    tokens: int
-    model: float
-    hardware: float
-
-
-def step_flops(spec: RunSpec) -> StepFlops:
-    tokens, seq = spec.tokens_per_step, spec.data.seq
-    return StepFlops(
-        tokens=tokens,
-        model=tokens * model_flops_per_token(spec.model, seq),
-        hardware=tokens * hardware_flops_per_token(spec.model, seq, spec.parallel.recompute),
-    )

@@ -9,12 +9,12 @@ from typing import Any
 from ..spec import RunSpec
 from .case import Case
 from .devices.machine import Machine
-from .flops import StepFlops, step_flops
 from .memory.sheet import MemorySheet, memory
 from .ops import device_of
 from .policies import policies
 from .step.one_device import StepTime, step_time
 from .step.price import timeline
+from .step_flops import StepFlops, step_flops
 
 
 @dataclass(frozen=True)

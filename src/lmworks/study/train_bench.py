@@ -26,9 +26,9 @@ from ..observe.probe import cached_machine, probe
 from ..observe.roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
 from ..parallel.weights import Source
 from ..plan.devices.machine import Machine
-from ..plan.flops import StepFlops, step_flops
 from ..plan.memory.reserve import reserved
 from ..plan.predict import Prediction, predict
+from ..plan.step_flops import StepFlops, step_flops
 from ..spec import RunSpec, SpecError, TrainingError
 from ..train import Trainer
 from ..train.device import find_gpu
