@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import time
 
 import pytest
 import torch
@@ -38,7 +38,10 @@ def test_every_size_is_taken_once_and_the_largest_step(preset: str, monkeypatch:
     assert sizes == [1, 2, 4, 8, 16, 20]
 
 
-def test_a_failure_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_is_told_and_left_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
@@ -46,9 +49,24 @@ def test_a_failure_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
     with rehearsal.rehearsal(ModelSpec.from_preset("tiny"), SPEC, CPU):
         pass
+    assert "nothing was compiled ahead: RuntimeError: no memory" in caplog.text
 
 
-def test_a_cpu_rehearses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rehearsal, "rehearse", lambda *_: pytest.fail("rehearsed"))
+def test_a_load_that_fails_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
+    monkeypatch.setattr(rehearsal, "tried", lambda *_: time.sleep(5))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="no weights"), rehearsal.rehearsal(ModelSpec.from_preset("tiny"), SPEC, CPU):
+        raise ValueError("no weights")
+    assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize("paid", [False, True])
+def test_a_cpu_rehearses_nothing(paid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *given: done.append(given))
+    if paid:  # what would be done on a GPU
+        monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
     _, engine = serve("tiny", SPEC, None, 0)
     assert engine.runner.model.spec.layers > 1
+    assert len(done) == paid

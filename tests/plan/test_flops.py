@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from lmworks.plan.flops import (
 )
 from lmworks.plan.network import network
 from lmworks.plan.ops import Workload
+from lmworks.plan.software import COMPILED, EAGER, Software
+from lmworks.plan.step.work import repeated
 from lmworks.plan.step_flops import step_flops
 from lmworks.spec import ModelSpec, RunSpec
 
@@ -69,6 +72,18 @@ def test_recompute_of_the_mlp_runs_its_products_again(shape: dict[str, Any]) -> 
     assert again - plain == pytest.approx(runs[0].tokens_per_step * (twice - once), rel=1e-9)
 
 
+@pytest.mark.parametrize("software", [EAGER, COMPILED], ids=lambda one: one.name)
+@pytest.mark.parametrize("shape", [*SHAPES.values(), {"experts": 4, "top_k": 2}], ids=[*SHAPES, "no shared expert"])
+def test_what_the_mlp_repeats_is_priced_as_it_is_counted(shape: dict[str, Any], software: Software) -> None:
+    """The same FLOPs by the list of ops, eager and fused, as by the closed form; fused experts pay for padding too."""
+    spec = make_run(seq=512, **shape)
+    again = repeated(network(replace(Workload.of(spec, "cuda"), software=software)), "mlp")
+    flops = sum(kernel.flops * kernel.count for _, kernel in again)
+    once, twice = (hardware_flops_per_token(spec.model, 512, policy) for policy in ("none", "mlp"))
+    ratio = flops * spec.model.layers / (spec.tokens_per_step * (twice - once))
+    assert 0.999 < ratio < (1.2 if spec.model.experts and software.fused else 1.001)
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_the_op_list_adds_up_to_the_closed_form(shape: dict[str, Any]) -> None:
     spec = make_run(**shape)
@@ -88,6 +103,9 @@ def test_a_step_counts_the_blocks_that_run_again() -> None:
 
     none, full = done(recompute="none"), done(recompute="full")
     assert done(recompute="full", recompute_every=2) == pytest.approx((none + full) / 2)
+    two = plain.replace(data=plain.data.replace(global_batch=2 * plain.data.micro_batch))
+    stages = two.parallel.replace(pp=2, recompute="full", recompute_every=4)
+    assert step_flops(two.replace(parallel=stages)).hardware == pytest.approx(2 * (3 * none + full) / 4)
     assert done(recompute="budget", recompute_budget=100.0) == none
     inputs = 4 * plain.data.micro_batch * plain.data.seq * plain.model.hidden * 4 / 2**30
     assert done(recompute="budget", recompute_budget=1.01 * inputs) == pytest.approx(full)

@@ -7,8 +7,9 @@ the engine will take, on a thread of its own, and what it compiled and loaded is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import Thread
 
 import torch
@@ -21,6 +22,8 @@ from .runner import DTYPES, Runner, filled
 from .sampler import Wants
 from .warmup import largest_step
 
+log = logging.getLogger(__name__)
+
 
 @contextmanager
 def rehearsal(shape: ModelSpec | None, spec: EngineSpec, device: torch.device) -> Iterator[None]:
@@ -30,11 +33,9 @@ def rehearsal(shape: ModelSpec | None, spec: EngineSpec, device: torch.device) -
         return
     thread = Thread(target=tried, args=(shape, spec, device), name="rehearsal", daemon=True)
     thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-        torch.cuda.empty_cache()
+    yield  # where it fails, nobody waits for the thread
+    thread.join()
+    torch.cuda.empty_cache()
 
 
 def pays(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> bool:
@@ -45,9 +46,11 @@ def pays(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> bool:
 
 
 def tried(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
-    """What fails here fails in the engine as well, and there it is told."""
-    with suppress(Exception):
+    """The engine does without it: it then compiles when it begins, and what is really wrong is told there."""
+    try:
         rehearse(shape, spec, device)
+    except Exception as error:
+        log.warning("engine.rehearse: nothing was compiled ahead: %s: %s", type(error).__name__, error)
 
 
 @torch.no_grad()

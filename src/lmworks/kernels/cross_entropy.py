@@ -154,7 +154,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor, implementation: str) -> Tensor:
-    """x · factor in out's precision. Where that is another than x's, PyTorch's kernel runs at a third of its pace."""
+    """x · factor in out's precision. Where that is another than x's, PyTorch's kernel loads one number at a time."""
     if implementation == "torch" or out.dtype == x.dtype:
         return torch.mul(x, factor, out=out)
     from .cross_entropy_triton import scale_into

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .triton_support import multiprocessors, power_of_two, tl, triton
+from .triton_support import multiprocessors, power_of_two, shared_bytes, tl, triton
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tiles:
 
 
 TILES = Tiles()
-SHARED_BYTES = 200 * 2**10  # of a multiprocessor, for rows on their way
+SPARE = 2**13  # bytes of shared memory for what else a program exchanges
 
 
 def tile(hidden: int, tiles: Tiles) -> tuple[int, int, int]:
@@ -93,7 +93,7 @@ def backward(
         hidden,
         ROWS=rows,
         BLOCK=block,
-        STAGES=max(1, min(tiles.stages, SHARED_BYTES // (rows * block * read))),
+        STAGES=max(1, min(tiles.stages, shared_bytes(total.device) // (rows * block * read + SPARE))),
         num_warps=warps,
     )
     return grad_x, grad_delta, sums.sum(dim=0).to(weight.dtype)

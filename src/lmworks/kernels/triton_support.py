@@ -25,6 +25,14 @@ def power_of_two(n: int) -> int:
 
 
 @functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """That a program may have on a GPU; without one, a Hopper's."""
+    if device.type != "cuda":
+        return 232_448
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; the interpreter takes one program after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

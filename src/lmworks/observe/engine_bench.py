@@ -78,8 +78,8 @@ class Bench:
         gpu = self.runner.device.type == "cuda"
         self.run(self.requests([(8, 3 + place // 4) for place in range(spec.max_seqs if gpu else 1)]))
         if gpu:
-            long = min(spec.context // 2, spec.max_batch_tokens)
-            self.run(self.requests([(long, 4)] * (2 * spec.max_batch_tokens // long)))
+            long = min(spec.context, spec.max_batch_tokens, self.runner.blocks * spec.block) // 2
+            self.run(self.requests([(long, 4)] * (2 * spec.max_batch_tokens // long + 1)))
         return time.perf_counter() - began
 
     def step_time(self, batch: int, prompt: int = 0) -> StepTime:

@@ -20,9 +20,9 @@ class StepFlops:
 
 
 def step_flops(spec: RunSpec) -> StepFlops:
-    """Blocks may have different policies; those of the first stage stand for all."""
-    model, tokens, seq = spec.model, spec.tokens_per_step, spec.data.seq
-    stages = spec.parallel.pp * spec.parallel.virtual_stages
+    """Blocks may have different policies. A budget is a stage's: the first stands for all."""
+    model, tokens, seq, layout = spec.model, spec.tokens_per_step, spec.data.seq, spec.parallel
+    stages = layout.pp * layout.virtual_stages if layout.recompute == "budget" else 1
     each = policies(spec, range(max(1, model.layers // stages)))
     hardware = statistics.fmean(hardware_flops_per_token(model, seq, policy) for policy in each)
     return StepFlops(tokens, tokens * model_flops_per_token(model, seq), tokens * hardware)

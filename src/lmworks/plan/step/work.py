@@ -120,6 +120,8 @@ def repeated(net: Network, recompute: str) -> list[Named]:
         return []
     cheap = kernels([op for op in net.block if op.part not in ("matmul", "attention")], "forward")
     if recompute == "mlp":
-        return cheap + kernels([op for op in net.halves[1] if op.part == "matmul" and op.name != "down"], "forward")
+        wide, model = [op for op in net.halves[1] if op.part == "matmul"], net.load.model
+        # The gates of experts ask for their results; nobody asks for the last product of an MLP.
+        return cheap + kernels(wide if model.experts and not model.shared_experts else wide[:-1], "forward")
     products = kernels([op for op in net.block if op.part == "matmul"], "forward")
     return cheap + [(part, replace(kernel, count=kernel.count * software.again)) for part, kernel in products]
