@@ -235,7 +235,7 @@ def own(raw: Raw, cells: dict[str, str]) -> Measured:
         Job(mixed[0][1], raw["run"]),
         group,
         figure(raw, "step_s"),
-        allocated=None if spec.precision.fp8_head else figure(raw, "allocated_bytes"),  # not planned
+        allocated=None if spec.precision.fp8_head else figure(raw, "allocated_bytes"),  # it kept others in bf16
         mixed=tuple(mixed) if len(mixed) > 1 else (),
     )
 
