@@ -20,7 +20,7 @@ from .batch import decoding_frame, unpack
 from .graphs import recorded_as, sizes_up_to
 from .runner import DTYPES, Runner, filled
 from .sampler import Wants
-from .warmup import largest_step
+from .warmup import take_largest_step
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +57,7 @@ def tried(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
 def rehearse(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
     """The largest step, and a decoding step of every size that graphs are made for."""
     runner = one_layer(shape, spec, device)
-    step = largest_step(runner)
-    for chunk in step.chunks:
-        runner.admit(chunk.sequence)
-    runner.launch(step).read()
+    take_largest_step(runner)
     for size in sizes_up_to(runner.spec.max_seqs):
         buffer, layout = runner.packer.nobody(decoding_frame(size))
         runner.work(unpack(buffer.to(device), layout), recorded_as(Wants()))

@@ -32,14 +32,18 @@ def largest_step(runner: Runner) -> Step:
     return Step(chunks)
 
 
-def room_on_gpu(runner: Runner) -> int:
-    """Bytes that are left for the cache when the largest step runs; it also loads the kernels that it needs."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(runner.device)
+def take_largest_step(runner: Runner) -> None:
     step = largest_step(runner)
     for chunk in step.chunks:
         runner.admit(chunk.sequence)
     runner.launch(step).read()
+
+
+def room_on_gpu(runner: Runner) -> int:
+    """Bytes that are left for the cache when the largest step runs; it also loads the kernels that it needs."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    take_largest_step(runner)
     peak = torch.cuda.max_memory_allocated(runner.device)
     torch.cuda.empty_cache()
     return free_on_gpu(runner.device, runner.spec.memory, peak)

@@ -48,8 +48,8 @@ def bits(seeds: Tensor, places: Tensor, ids: Tensor) -> Tensor:
 
 
 def quick_bits(seeds: Tensor, places: Tensor, ids: Tensor) -> Tensor:
-    """As `bits`, with half the work: mixed once, by a factor out of the key. For rounding, not for drawing: under some
-    keys a number and that a row further are related (a correlation of up to 0.02); the next step has another key."""
+    """As `bits`, with half the work: mixed once, by a factor out of the key. For rounding, not for drawing: some keys
+    are weak, and a number may then be related to one far from it; the next step has another key."""
     low, high = keys(seeds, places)
     x = ids.to(torch.int32) ^ low
     x = x.bitwise_xor_(shifted(x, 16)) * (high | 1)

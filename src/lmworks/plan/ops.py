@@ -166,7 +166,7 @@ class Workload:
 
         It is cast once more for the weight's gradient, and made once more in the same pass.
         """
-        return self.dtype == "fp8" and self.software.name == "lmworks-compile"
+        return self.dtype == "fp8" and self.software.graph
 
     @property
     def stream(self) -> int:
@@ -175,13 +175,8 @@ class Workload:
 
     @property
     def chunk_rows(self) -> Any:
-        """Tokens whose logits are held at once; chunks that are large are made nearly alike."""
-        limit = chunk_limit(self.device, self.width, self.in_place)
-        rows = np.minimum(self.tokens, np.maximum(1, limit // self.columns))
-        if not self.in_place:
-            return rows
-        alike = -(-self.tokens // -(-self.tokens // rows))
-        return np.where((alike < TALL) | (alike >= self.tokens), alike, -(-alike // TALL) * TALL)[()]
+        """Tokens whose logits are held at once."""
+        return chunk_rows(self.tokens, self.columns, self.device, self.width, self.in_place)
 
     @property
     def in_place(self) -> bool:
@@ -197,9 +192,15 @@ class Workload:
         return "scores" if self.model.attention == "reference" or alibi else "fused"
 
 
-def chunk_limit(device: str, width: int, in_place: bool) -> int:
-    """Logits that are held at once, of `width` bytes each as they come from the product."""
-    return CHUNK_BYTES_IN_PLACE // width if device == "cuda" and in_place else CHUNK_LOGITS[device]
+def chunk_rows(tokens: Number, columns: Number, device: str, width: int, in_place: bool) -> Any:
+    """Tokens in one chunk of logits, of `width` bytes each; chunks that are large are made nearly alike."""
+    in_place = in_place and device == "cuda"
+    limit = CHUNK_BYTES_IN_PLACE // width if in_place else CHUNK_LOGITS[device]
+    rows = np.minimum(tokens, np.maximum(1, limit // columns))
+    if not in_place:
+        return rows
+    alike = -(-tokens // -(-tokens // rows))
+    return np.where((alike < TALL) | (alike >= tokens), alike, -(-alike // TALL) * TALL)[()]
 
 
 def stream(elements: Number, *, kind: str = "stream", count: Number = 1) -> Kernel:

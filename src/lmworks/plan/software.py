@@ -28,6 +28,8 @@ class Software:
     stream: int = 4  # bytes of one number of the residual stream; products are as wide as the precision in use
     cast: bool = False  # weights are fp32 and every layer casts them, as autocast does
     fused: bool = False  # norms, rotary embedding, activation and residual sums are one pass each
+    # A block is one graph to its compiler: it runs again as a whole, and what products in 8 bits take is not kept.
+    graph: bool = False
     sums: bool = False  # the gradient of a bias is a pass of its own, where norms and the like are fused
     attention: str = "flash"  # or "scores": every score is held, as before flash attention
     flash: str = ""  # which flash attention, as rates.toml names them ("": what PyTorch takes on this GPU)
@@ -65,7 +67,7 @@ DENSE = 1.12
 DEEPSPEED = 5e8  # its default reduce_bucket_size, in weights
 
 EAGER = Software("lmworks", clips=2, cast=True, held_back=True)
-COMPILED = Software("lmworks-compile", clips=2, cast=True, fused=True, sums=True, held_back=True)
+COMPILED = Software("lmworks-compile", clips=2, cast=True, fused=True, graph=True, sums=True, held_back=True)
 
 SOFTWARE = {
     software.name: software

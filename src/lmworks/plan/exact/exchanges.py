@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ops import chunk_limit, device_of
+from ..ops import chunk_rows, device_of
 from ..pipelines.stages import Stage
 from ..policies import policies
 from ..software import software_of
@@ -91,8 +91,8 @@ def crossing(here: Here, what: str, entered: bool, count: int, more: int, size: 
 def loss(here: Here) -> Collective:
     """Two fp32 numbers a token of every rank, one gather for each chunk of logits."""
     spec, tp = here.spec, here.spec.parallel.tp
-    limit = chunk_limit(device_of(spec), here.width, software_of(spec).in_place)
-    rows = max(1, limit // (spec.model.vocab // tp))
+    in_place = software_of(spec).in_place
+    rows = int(chunk_rows(here.tokens, spec.model.vocab // tp, device_of(spec), here.width, in_place))
     count = spec.accumulation * -(-here.tokens // rows)
     return here.total("all-gather", "loss", "tp", count, spec.accumulation * here.tokens * tp * 2 * FP32, FORWARD)
 

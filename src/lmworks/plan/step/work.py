@@ -101,7 +101,7 @@ def stops_early(software: Software) -> bool:
 
     Our compiled block cannot: it is one graph, and a profile of an 8B step has every product of it again.
     """
-    return not software.name.startswith((*REENTRANT, "lmworks-compile"))
+    return not (software.graph or software.name.startswith(REENTRANT))
 
 
 def repeated(net: Network, recompute: str) -> list[Named]:
