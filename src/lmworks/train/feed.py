@@ -20,16 +20,27 @@ class Feed:
         self.batches, self.workers, self.device = batches, workers, device
         self.stream: Iterator[list[Batch]] = iter(())
         self.next = self.stop = 0  # the cursor that the stream gives next, and the one it ends before
-        self.ready: tuple[int, list[Batch] | Exception] | None = None  # read ahead: the cursor, and what came of it
+        self.ready: dict[int, list[Batch] | Exception] = {}  # read ahead: by cursor, what came of it
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def take(self, cursor: int, ahead: int) -> list[Batch]:
         """The batch of `cursor`. `ahead`: how many the caller expects to take from there on."""
-        if self.ready is None or self.ready[0] != cursor:
-            self.ready = cursor, self.read(cursor, ahead)
-        (_, batches), self.ready = self.ready, None
+        if cursor not in self.ready:
+            self.ready[cursor] = self.read(cursor, ahead)
+        batches = self.ready[cursor]
+        self.ready = {later: found for later, found in self.ready.items() if later > cursor}
         if isinstance(batches, Exception):
             raise batches
+        return self.handed(batches)
+
+    def coming(self, cursor: int) -> list[Batch] | None:
+        """The same batch that `take` will give; None where the stream does not go on to it, or it cannot be read."""
+        self.prepare(cursor)
+        batches = self.ready.get(cursor)
+        return None if batches is None or isinstance(batches, Exception) else self.handed(batches)
+
+    def handed(self, batches: list[Batch]) -> list[Batch]:
+        """Whatever is launched from here on finds them on the device."""
         if self.side is not None:
             here = torch.cuda.current_stream(self.device)
             here.wait_stream(self.side)
@@ -44,9 +55,9 @@ class Feed:
         """
         if cursor == self.next < self.stop:
             try:
-                self.ready = cursor, self.read(cursor, 0)
+                self.ready[cursor] = self.read(cursor, 0)
             except Exception as error:
-                self.ready = cursor, error
+                self.ready[cursor] = error
 
     def read(self, cursor: int, ahead: int) -> list[Batch]:
         if cursor != self.next or cursor >= self.stop:
@@ -63,7 +74,7 @@ class Feed:
 
     def close(self) -> None:
         """End the processes that read ahead: they hold what this one held when they began, the run's lock too."""
-        self.stream, self.ready = iter(()), None
+        self.stream, self.ready = iter(()), {}
 
 
 def record(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:

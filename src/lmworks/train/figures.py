@@ -1,11 +1,12 @@
 """The figures of a step, and a gate for its update: made on the device, and read by the host while the device goes on.
 
     backward → sums over the ranks → is it within health's limits? → the optimizer, which does nothing if it is not
-                                   ↘ pinned memory → the host reads, judges, launches the next forward pass
+                                   ↘ pinned memory → the host reads, judges, launches the next update
 
-The host is never waited for: the optimizer was launched before the host has seen a figure. Nor is a step taken that the
-host would refuse: the limits are known before the step, the device compares with them, and is stricter than the host by
-a rounding error. What it held back the host judges, and if there is nothing to it, has the update made after all.
+The host is never waited for: the optimizer, and the passes after it (ahead.py), were launched before the host has seen
+a figure. Nor is a step taken that the host would refuse: the limits are known by then, the device compares with them,
+and is stricter than the host by a rounding error. What it held back the host judges, and if there is nothing to it, has
+the update made after all.
 """
 
 from __future__ import annotations

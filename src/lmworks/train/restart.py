@@ -76,6 +76,10 @@ class Detours:
     cursors: dict[int, str]
     step: int = 0  # whose next batch is to be passed by; 0: none
 
+    def due(self, step: int, cursor: int) -> bool:
+        """Whether `around` has something to say."""
+        return cursor in self.cursors or step == self.step
+
     def around(self, step: int, cursor: int) -> str:
         """Why the batch at `cursor` is not to be used for `step`; empty where it is."""
         if cursor in self.cursors:

@@ -1,6 +1,8 @@
 """One optimizer step: the forward and backward passes of a global batch, one exchange of figures, the update.
 
-The update is launched before the host has read the figures (figures.py), so that a GPU never waits for its host.
+The update is launched before the host has read the figures (figures.py), and so are the passes of the next step
+(ahead.py): a GPU never waits for its host (but where documents are masked on several ranks, whose tokens are counted
+before a step).
 `Stepper` is what a step needs and nothing of the loop around it: the trainer is one, and so is a simulated rank.
 """
 
@@ -9,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,13 +27,13 @@ from ..parallel.norms import squared_norm
 from ..parallel.precision import LossScale
 from ..record import MetricsWriter, RunFolder, phase
 from ..spec import RunSpec
+from .ahead import Failed, Started, look_ahead, regain, started
 from .device import PeakMemory
 from .figures import Gate, Reader, make_gate
 from .health.face import Passed, face, tell
 from .health.stats import BlockStats
 from .health.watch import Health
 from .optim import learning_rate
-from .rng import rng_state
 from .signals import StopSignals
 from .watch import Watchdog
 
@@ -59,6 +60,7 @@ class Stepper:
     stop_asked: int  # the signal that any rank was sent
     attempt = 0  # at this run, counted from 0
     watchdog: Watchdog | None = None  # where there are others to wait for
+    ahead: Started | Failed | None = None  # passes of the next step, under way
 
     @property
     def model(self) -> GPT:
@@ -71,33 +73,33 @@ class Stepper:
             self.folder.event(kind, self.step if step is None else step, **fields)
 
     def train_step(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """One optimizer step over the micro-batches of a global batch."""
+        """One optimizer step over the micro-batches of a global batch; passes of `following` are left under way."""
         began = time.perf_counter()
-        # The loss is a mean over the tokens of the global batch, so every micro-batch on every rank is divided by that
-        # count, not by its own: uneven ones then weigh as their tokens do.
-        tokens = self.count_tokens(batches)
         if self.engine is not None:
-            return self.engine_step(self.engine, batches, tokens, began)
-        drawn = rng_state() if self.spec.health.rerun else None
-        stats = BlockStats(self.laid) if self.is_due(self.spec.health.stats_every) else None
-        with stats or nullcontext():
-            gate = self.passes(batches, tokens)
+            return self.engine_step(self.engine, batches, self.count_tokens(batches), began)
+        now = started(self, batches)
         launching = time.perf_counter()
-        early = stats is None  # statistics compare with the weights from before, of a step that is surely taken
+        gate = self.gate(now.sums, now.tokens)
+        early = now.stats is None  # statistics compare with the weights from before, of a step that is surely taken
         if early:
             self.optimize(gate.divisor, gate.held)
         launched = time.perf_counter() - launching
+        reading = time.perf_counter()
+        then = self.following() if early else None
+        data = time.perf_counter() - reading
+        if then is not None:
+            look_ahead(self, then)
         self.meanwhile()
         passed = self.read(gate)
         taken = early and not passed.held
-        if not taken and (troubles := self.health.judge(passed.loss, passed.norm, self.loss_scale.scale > 1)):
-            passed = face(self, troubles, passed, lambda: self.read(self.passes(batches, tokens)), drawn)
+        if not taken:
+            passed = self.held(now, passed)
         computed = time.perf_counter()
         lr = self.rate()  # which an answer to trouble may have lowered
-        self.update(passed, stats, taken)
-        values = {"loss": passed.loss, "lr": lr, "grad_norm": passed.norm, "tokens": tokens}
+        self.update(passed, now.stats, taken)
+        values = {"loss": passed.loss, "lr": lr, "grad_norm": passed.norm, "tokens": now.tokens, "data_s": data}
         values |= {"memory_bytes": passed.memory}
-        values["forward_backward_s"] = computed - began - launched
+        values["forward_backward_s"] = computed - began - launched - data
         values["optimizer_s"] = time.perf_counter() - computed + launched
         if self.loss_scale.enabled:
             values |= {"loss_scale": passed.scale, "overflows": self.health.memory.overflows}
@@ -107,6 +109,21 @@ class Stepper:
             values["expert_load"] = max(expert_load(part) for part in self.laid.parts.values())
         return values
 
+    def following(self) -> Sequence[Batch] | None:
+        """What the step after this one trains on, where its passes need not wait for this one's figures."""
+        return None
+
+    def held(self, now: Started, passed: Passed) -> Passed:
+        """The device has held the update back: the passes to make it with all the same, or NotTaken, or an error."""
+
+        def again() -> Passed:
+            return self.read(self.gate(self.passes(now.batches, now.tokens), now.tokens))
+
+        if self.ahead is not None:
+            passed = regain(self, now, passed, again)
+        troubles = self.health.judge(passed.loss, passed.norm, self.loss_scale.scale > 1)
+        return face(self, troubles, passed, again, now.drawn) if troubles else passed
+
     def is_due(self, every: int) -> bool:
         """Whether the step being taken is one of every so many."""
         return every > 0 and (self.step + 1) % every == 0
@@ -114,15 +131,17 @@ class Stepper:
     def meanwhile(self) -> None:
         """What the host can do while the device computes; the trainer reads the next batch."""
 
-    def passes(self, batches: Sequence[Batch], tokens: int) -> Gate:
-        """Forward and backward of all micro-batches; what the ranks have to know of each other's is on its way here."""
-        scale = self.loss_scale.scale
-        loss_sum = self.laid.forward_backward(batches, scale / max(1, tokens))
+    def passes(self, batches: Sequence[Batch], tokens: int) -> Tensor:
+        """Forward and backward of all micro-batches, and what the ranks have to know of each other's."""
+        loss_sum = self.laid.forward_backward(batches, self.loss_scale.scale / max(1, tokens))
         phase.enter("reduce")
         self.laid.finish()
-        sums = self.sum_over_ranks(loss_sum, squared_norm(self.laid.shards, self.laid.replicas))
-        home = self.laid.shards[0].leaf.device
-        gate, figures = make_gate(sums, tokens, scale, self.spec.optim.clip, self.health.limits(), home)
+        return self.sum_over_ranks(loss_sum, squared_norm(self.laid.shards, self.laid.replicas))
+
+    def gate(self, sums: Tensor, tokens: int) -> Gate:
+        """Have the device compare with health's limits; the figures are on their way to the host then."""
+        clip, home = self.spec.optim.clip, self.laid.shards[0].leaf.device
+        gate, figures = make_gate(sums, tokens, self.loss_scale.scale, clip, self.health.limits(), home)
         self.reader.start(torch.cat([figures, sums[2:]]))
         return gate
 
@@ -137,7 +156,7 @@ class Stepper:
 
     def optimize(self, divisor: Tensor | None, held: Tensor | None = None) -> None:
         """Launch the update of the weights; it does nothing where `held` is 1."""
-        phase.enter("optimizer")
+        phase.enter("optimizer", self.step + 1)
         rate = self.rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -155,11 +174,13 @@ class Stepper:
         if not overflow:
             if not taken:
                 self.optimize(passed.divisor)
-            self.laid.after_step()
+            if self.ahead is None:
+                self.laid.after_step()
         if stats is not None:
             self.write_stats(stats)
         self.loss_scale.update(passed.norm)
-        self.laid.clear()
+        if self.ahead is None:  # else the gradients are those of the next step
+            self.laid.clear()
         self.health.accept(passed.loss, passed.norm)
         if overflow:
             self.event("overflow", self.step + 1, loss_scale=passed.scale, next_scale=self.loss_scale.scale)

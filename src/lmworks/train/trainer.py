@@ -8,11 +8,12 @@ checkpoint, so a run that was killed and resumed ends bitwise where the run that
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any, Self, cast
 
-from ..data import Batches, console_progress
+from ..data import Batch, Batches, console_progress
 from ..data.progress import silent
 from ..parallel.apply import lay_out
 from ..parallel.data import DataParallel
@@ -28,6 +29,7 @@ from ..record import MetricsWriter, RunFolder, phase
 from ..record.checkpoint.digest import new_hash
 from ..record.checkpoint.remote import refuse_taken
 from ..spec import RunSpec, SpecError
+from .ahead import drop, may_look_ahead, stands_alone
 from .device import PeakMemory, find_gpu, make_deterministic, naming_gpu, pick_device
 from .evaluate import Evaluation, evaluate, held_out
 from .feed import Feed
@@ -102,6 +104,7 @@ class Trainer(Stepper):
             )
         self.weights = together(lambda: source_of(spec))
         self.step = self.cursor = 0
+        self.detours = Detours({})
         gpu = find_gpu(spec.cluster, self.device)
         self.peak_flops = gpu.peak_flops(spec.precision.dtype) if gpu else None
 
@@ -191,20 +194,23 @@ class Trainer(Stepper):
     def steps(self, feed: Feed) -> Evaluation:
         spec = self.spec
         evaluation = None
-        save_s = 0.0
+        save_s = ended = 0.0
         while self.step < spec.optim.steps:
             self.saving.poll()
-            began = time.perf_counter()
+            began = time.perf_counter() if self.ahead is None else ended  # since then the device is at it
             try:
                 values = self.next_step(feed)
                 last = self.step == spec.optim.steps
                 saved = last or self.stop_asked or (spec.checkpoint.every and self.step % spec.checkpoint.every == 0)
+                if self.stop_asked:
+                    drop(self)
                 if spec.health.hash_every and (saved or self.step % spec.health.hash_every == 0):
                     check_replicas(self)
             except NotTaken as refused:
                 move_on(self, refused, time.perf_counter() - began)
                 continue
-            values |= {"step_s": time.perf_counter() - began, "checkpoint_s": save_s}
+            ended = time.perf_counter()
+            values |= {"step_s": ended - began, "checkpoint_s": save_s}
             evaluation = None
             if last or (spec.log.eval_every and self.step % spec.log.eval_every == 0):
                 evaluation = self.evaluate()
@@ -229,12 +235,26 @@ class Trainer(Stepper):
             values = self.train_step(batches)
         self.step += 1
         self.cursor += 1
-        return values | {"data_s": waited}
+        return values | {"data_s": waited + values.get("data_s", 0.0)}
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether passes are launched before the step before them is settled; a CPU would gain nothing by it."""
+        return self.device.type == "cuda" and may_look_ahead(self.spec)
+
+    def following(self) -> Sequence[Batch] | None:
+        if self.feed is None or not self.looks_ahead:
+            return None
+        step, cursor = self.step + 1, self.cursor + 1  # as they are when this step is over
+        if stands_alone(self.spec, step) or self.detours.due(step + 1, cursor):
+            return None
+        phase.enter("data", step + 1)
+        return self.feed.coming(cursor)
 
     def meanwhile(self) -> None:
         """Read the next batch while a GPU computes this one; a CPU would only do the one before the other."""
         if self.device.type == "cuda" and self.feed is not None:
-            self.feed.prepare(self.cursor + 1)
+            self.feed.prepare(self.cursor + (1 if self.ahead is None else 2))
 
     def pass_by(self) -> None:
         """Move on past batches that are not to be trained on."""

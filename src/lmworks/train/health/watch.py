@@ -79,7 +79,7 @@ class Health:
 
     def limits(self) -> tuple[float, float]:
         """The largest loss and norm of the next step in which `judge` surely finds nothing; an infinite one allows
-        all that is finite. Known before the step is computed, so the device can compare by itself.
+        all that is finite. Known when its update is launched, so the device can compare by itself.
         """
         loss, norm = (
             limit(self.spec.z, before) if len(before) >= self.spec.warmup else math.inf
