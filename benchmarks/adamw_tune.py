@@ -1,6 +1,6 @@
 """How the update of bf16 weights should share out its work on this GPU, and what a whole model's costs.
 
-`TILE`, `WARPS` and `SMALL` of kernels/adamw_triton.py are varied; what wins is then written there by hand.
+`TILE`, `WARPS`, `TURNS` and `SMALL` of kernels/adamw_triton.py are varied; what wins is then written there by hand.
 
     python benchmarks/adamw_tune.py            # about a minute on an H200
     python benchmarks/adamw_tune.py --quick    # one format and one model, nothing written
@@ -33,7 +33,9 @@ FORMATS = {
         14,
     ),
 }
-TILES = [(tile, warps) for tile in (512, 1024, 2048, 4096) for warps in (2, 4, 8) if 4 <= tile // (32 * warps) <= 32]
+TILES = [
+    (tile, tile // (32 * each), turns) for each in (4, 8, 16) for tile in (512, 1024, 2048) for turns in (1, 4, 16)
+]
 THRESHOLDS = [0, 2**12, 2**14, 2**16, 2**18, 2**20]
 MODELS = ("gpt2-small", "llama3-1b")
 
@@ -61,10 +63,12 @@ def tiles(name: str) -> dict[str, float]:
     slot, rule = large(precision)
     scale, found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     found = {}
-    for adamw_triton.TILE, adamw_triton.WARPS in TILES:
+    before = adamw_triton.TILE, adamw_triton.WARPS, adamw_triton.TURNS
+    for adamw_triton.TILE, adamw_triton.WARPS, adamw_triton.TURNS in TILES:
         seconds = timed(lambda: adamw([slot], rule, grad_scale=scale, found_inf=found_inf))
-        found[f"tile {adamw_triton.TILE}, {adamw_triton.WARPS} warps"] = moved * COUNT / seconds / COPY
-    adamw_triton.TILE, adamw_triton.WARPS = 1024, 4
+        way = f"tile {adamw_triton.TILE}, {adamw_triton.WARPS} warps, {adamw_triton.TURNS} turns"
+        found[way] = moved * COUNT / seconds / COPY
+    adamw_triton.TILE, adamw_triton.WARPS, adamw_triton.TURNS = before
     return found
 
 

@@ -1,8 +1,8 @@
 """How the loss in place and the kernels of fp8 should share out their work on this GPU, and how large chunks should be.
 
 Each constant is varied at the shapes of three models in bf16. What wins is then written into the constant by hand:
-`BLOCK`, `SHORT_BLOCK` and `WARPS` of kernels/cross_entropy_triton.py, `CHUNK_BYTES_IN_PLACE` of
-kernels/cross_entropy.py (and of plan/ops.py), `PARTS`, `SPAN`, `TILE` and `TURNED_TILE` of kernels/float8_triton.py.
+`WARPS` and `HELD` of kernels/cross_entropy_once_triton.py, `CHUNK_BYTES_IN_PLACE` of kernels/cross_entropy.py (and of
+plan/ops.py), `PARTS`, `SPAN`, `TILE` and `TURNED_TILE` of kernels/float8_triton.py.
 Which implementation is the fastest is another question: `lmworks bench kernels`.
 
     python benchmarks/loss_tune.py            # about two minutes on an H200
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from common import write_result
 
-from lmworks.kernels import cross_entropy, cross_entropy_triton, float8, float8_triton
+from lmworks.kernels import cross_entropy, cross_entropy_once_triton, cross_entropy_triton, float8, float8_triton
 
 COPY, PRODUCT = 4.27e12, 763e12  # bytes/s and FLOP/s of an H200
 SHAPES = {"llama3-8b": (16_384, 128_256, 4096), "llama3-1b": (16_384, 128_256, 2048), "gpt2": (65_536, 50_257, 768)}
-KERNEL = [(block, warps) for block in (2048, 4096, 8192, 16_384, 32_768) for warps in (4, 8, 16, 32)]
+KERNEL = [*((16, held) for held in (6, 8, 10, 12, 13, 14)), *((32, held) for held in (4, 5, 6, 7))]
 CHUNKS = [2**shift for shift in (27, 28, 29, 30, 31, 32)]
 PASSES = [(132, 4096), (528, 4096), (1056, 4096), (1056, 8192), (2112, 4096)]
 TILES = [(1, 4096), (2, 2048), (4, 1024), (8, 512), (16, 256), (32, 128)]
@@ -56,7 +56,7 @@ def measured(work: Callable[[], object], module: ModuleType, **values: Any) -> f
 
 
 def loss_kernel(tokens: int, vocab: int, hidden: int) -> dict[str, float]:
-    """Share of a copy's pace: a row is read twice and written once, so 1 means that no read was saved by a cache.
+    """Share of a copy's pace: a row is read once and written once.
 
     Run after run the rows hold gradients of gradients: as many bytes, and as finite.
     """
@@ -65,11 +65,11 @@ def loss_kernel(tokens: int, vocab: int, hidden: int) -> dict[str, float]:
     logits = torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")
     targets = torch.randint(0, vocab, (rows,), device="cuda")
     found = {}
-    for block, warps in KERNEL:
+    for warps, held in KERNEL:
         seconds = measured(lambda: cross_entropy_triton.loss_in_place(logits, targets, True, vocab),
-                           cross_entropy_triton, BLOCK=block, WARPS=warps, LONG_ROW=0)  # fmt: skip
+                           cross_entropy_once_triton, WARPS=warps, HELD=held)  # fmt: skip
         if seconds is not None:
-            found[f"block {block}, {warps} warps"] = 6 * logits.numel() / seconds / COPY
+            found[f"{warps} warps, {held} blocks held"] = 4 * logits.numel() / seconds / COPY
     return found
 
 

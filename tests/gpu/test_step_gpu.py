@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from lmworks.spec import RunSpec
-from lmworks.study.train_bench import bench_train
+from lmworks.study.train_bench import bench_train, one_step
 from lmworks.train import Trainer
+from lmworks.train.ahead import look_ahead, started
 from lmworks.train.feed import Feed
 from lmworks.train.health.watch import Health
 
@@ -67,12 +69,35 @@ def test_nothing_waits_before_the_figures_are_read(family: str, kept: str, docum
             trainer.train_step(trainer.feed.take(trainer.cursor, 9))
             trainer.step += 1
             trainer.cursor += 1
+        assert trainer.ahead is not None
         with no_waiting():
-            batches = trainer.feed.take(trainer.cursor, 9)
-            gate = trainer.passes(batches, trainer.count_tokens(batches))
+            now = started(trainer, trainer.feed.take(trainer.cursor, 9))
+            gate = trainer.gate(now.sums, now.tokens)
             trainer.optimize(gate.divisor, gate.held)
+            batches = trainer.following()
+            assert batches is not None
+            look_ahead(trainer, batches)
             trainer.meanwhile()
         assert math.isfinite(trainer.read(gate).loss)
+
+
+def test_looking_ahead_changes_neither_losses_nor_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for name in ("first", "plain", "ahead"):  # the first one's libraries take memory that they keep
+        monkeypatch.setattr(Trainer, "looks_ahead", name == "ahead")
+        before = torch.cuda.memory_allocated()
+        trainer = built(make_run().replace(deterministic=True), tmp_path / name)
+        with closing(Feed(trainer.batches, 0, trainer.device)) as trainer.feed:
+            losses = [one_step(trainer, left) for left in (9, 8, 7)]
+            assert (trainer.ahead is not None) == (name == "ahead")
+            torch.cuda.reset_peak_memory_stats()
+            losses += [one_step(trainer, left) for left in (6, 5, 4, 3, 2, 1)]
+        found[name] = losses, torch.cuda.max_memory_allocated() - before
+        del trainer
+        gc.collect()
+    torch.use_deterministic_algorithms(False)
+    assert found["ahead"][0] == found["plain"][0]
+    assert found["ahead"][1] <= found["plain"][1] * 1.01  # a batch or two
 
 
 def test_a_batch_comes_through_the_side_stream_whole(tmp_path: Path) -> None:
@@ -93,7 +118,8 @@ def test_a_step_that_was_held_for_nothing_is_the_step_that_was_not(
     losses = []
     for name in ("launched", "held"):
         trainer = built(make_run().replace(deterministic=True), tmp_path / name)
-        losses.append([trainer.train_step(trainer.batches.at(step))["loss"] for step in range(5)])
+        with closing(Feed(trainer.batches, 0, trainer.device)) as trainer.feed:
+            losses.append([one_step(trainer, left) for left in (5, 4, 3, 2, 1)])
         monkeypatch.setattr(Health, "limits", lambda _: (-1.0, -1.0))
     torch.use_deterministic_algorithms(False)
     assert losses[0] == losses[1]

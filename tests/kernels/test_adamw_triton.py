@@ -107,10 +107,13 @@ CASES = {
 @runs_kernels
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_is_the_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three small tensors in one launch and one of its own, none a multiple of a tile; scaled gradients."""
+    """Three small tensors in one launch and one of its own, whose two programs take two and three tiles; none is a
+    multiple of a tile; scaled gradients."""
     from lmworks.kernels import adamw_triton
 
     monkeypatch.setattr(adamw_triton, "SMALL", 2000)
+    monkeypatch.setattr(adamw_triton, "PROGRAMS", 1)
+    monkeypatch.setattr(adamw_triton, "multiprocessors", lambda _: 1)
     monkeypatch.setattr(adamw, "SPAN", 1000)
     weights, states, master, grads, stochastic = CASES[case]
     rule = replace(RULE, stochastic=stochastic)

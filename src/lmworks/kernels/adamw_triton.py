@@ -1,8 +1,10 @@
 """`adamw.reference` in one pass over memory: with a split master and fp32 moments 26 bytes a weight.
 
-A large tensor is a launch of its own. Small ones (norms, biases, rows of a shard) share one: their addresses are a
-table, a program takes a tile of one of them. Products and sums are not fused and roots and quotients are rounded as
-IEEE 754 says: memory is the limit, and the result is the reference's to the last bit.
+A large tensor is a launch of its own, and a program takes several of its tiles: what these share (keys of random bits,
+rates) is a hundred instructions, and whether there is an update at all a wait for memory. Small ones (norms, biases,
+rows of a shard) share a launch: their addresses are a table, a program takes a tile of one of them. Products and sums
+are not fused and roots and quotients are rounded as IEEE 754 says: memory is the limit, and the result is the
+reference's to the last bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
@@ -16,12 +18,13 @@ import torch
 from torch import Tensor
 
 from .adamw import HALF, LAST_16, QUIET, Rule, Slot
-from .noise_triton import quick_bits, third_half
-from .triton_support import tl, triton
+from .noise_triton import keys, quick_bits, third_half
+from .triton_support import multiprocessors, tl, triton
 
 # Measured on an H200 (benchmarks/adamw_tune.py).
 TILE, WARPS = 512, 2  # 8 elements a thread: 16 bytes of a bf16 weight
 SMALL = 2**16  # elements below which a tensor shares its launch
+TURNS, PROGRAMS = 4, 16  # tiles of a program at most, and programs that a multiprocessor has before; not timed yet
 
 ROUND, LAST, NAN = tl.constexpr(HALF), tl.constexpr(LAST_16), tl.constexpr(QUIET)
 
@@ -49,7 +52,9 @@ def tensors(slot: Slot) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, T
 
 def alone(slot: Slot, correction: Tensor, rule: Rule, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     numel = slot.weight.numel()
-    adamw_kernel[(triton.cdiv(numel, TILE),)](
+    tiles = triton.cdiv(numel, TILE)
+    turns = max(1, min(TURNS, tiles // (PROGRAMS * multiprocessors(slot.weight.device))))
+    adamw_kernel[(triton.cdiv(tiles, turns),)](
         *tensors(slot), slot.step, slot.seed, correction, grad_scale, found_inf, numel, *numbers(rule),
         MOMENTS=slot.mean is not None, MASTER=slot.low is not None, STOCHASTIC=rule.stochastic,
         TILE=TILE, num_warps=WARPS, enable_fp_fusion=False,
@@ -101,34 +106,42 @@ def high_half(wide):
 
 
 @triton.jit
+def shared(step_ptr, seed, correction_ptr, scale_ptr, inf_ptr, numel):
+    """Of all tiles of a tensor: the keys of its random bits, both corrections, what gradients are multiplied by, and
+    how many elements are updated: none where the step is held back."""
+    low, high = keys(seed, tl.load(step_ptr).to(tl.int64))
+    inverse = 1.0
+    if scale_ptr is not None:
+        inverse = tl.div_rn(1.0, tl.load(scale_ptr))
+    if inf_ptr is not None:
+        numel = tl.where(tl.load(inf_ptr) < 0.5, numel, 0)
+    return low, high, tl.load(correction_ptr), tl.load(correction_ptr + 1), inverse, numel
+
+
+@triton.jit
 def update(
-    weight_ptr, grad_ptr, mean_ptr, square_ptr, low_ptr, step_ptr, seed, correction_ptr, scale_ptr, inf_ptr,
+    weight_ptr, grad_ptr, mean_ptr, square_ptr, low_ptr, low_key, high_key, rate, root, inverse,
     first, numel, lr, decay, into_mean, beta2, into_square, eps,
     MOMENTS: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of one tensor, from its element `first`."""
     at = first + tl.arange(0, TILE)
     inside = at < numel
-    if inf_ptr is not None:
-        inside = inside & (tl.zeros_like(at) + tl.load(inf_ptr) < 0.5)
-    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if scale_ptr is not None:
-        grad = grad * tl.div_rn(1.0, tl.load(scale_ptr))
+    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32) * inverse
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
     if MASTER:
         low = tl.load(low_ptr + at, mask=inside, other=0).to(tl.int32)
         wide = ((weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)
     else:
         wide = weight.to(tl.float32)
-    random = quick_bits(seed, tl.load(step_ptr).to(tl.int64), at)
+    random = quick_bits(low_key, high_key, at)
     wide = wide * decay
     if MOMENTS:
         mean = tl.load(mean_ptr + at, mask=inside, other=0.0)
         square = tl.load(square_ptr + at, mask=inside, other=0.0)
         new_mean = mean.to(tl.float32) + (grad - mean.to(tl.float32)) * into_mean
         new_square = square.to(tl.float32) * beta2 + (grad * into_square) * grad
-        root = tl.sqrt_rn(new_square) * tl.load(correction_ptr + 1)
-        wide = wide - tl.div_rn(tl.load(correction_ptr) * new_mean, root + eps)
+        wide = wide - tl.div_rn(rate * new_mean, tl.sqrt_rn(new_square) * root + eps)
         if mean.dtype == tl.bfloat16:
             new_mean = cut(new_mean, random >> 16)
             new_square = cut(new_square, third_half(random))
@@ -153,11 +166,13 @@ def adamw_kernel(
     numel, lr, decay, into_mean, beta2, into_square, eps,
     MOMENTS: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * TILE
-    update(
-        weight_ptr, grad_ptr, mean_ptr, square_ptr, low_ptr, step_ptr, seed, correction_ptr, scale_ptr, inf_ptr,
-        first, numel, lr, decay, into_mean, beta2, into_square, eps, MOMENTS, MASTER, STOCHASTIC, TILE,
-    )  # fmt: skip
+    low, high, rate, root, inverse, numel = shared(step_ptr, seed, correction_ptr, scale_ptr, inf_ptr, numel)
+    step = tl.num_programs(0).to(tl.int64) * TILE
+    for first in range(tl.program_id(0).to(tl.int64) * TILE, numel, step):
+        update(
+            weight_ptr, grad_ptr, mean_ptr, square_ptr, low_ptr, low, high, rate, root, inverse,
+            first, numel, lr, decay, into_mean, beta2, into_square, eps, MOMENTS, MASTER, STOCHASTIC, TILE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -178,8 +193,10 @@ def table_kernel(
     if MASTER:
         low_ptr = tl.load(row + 4).to(low_like.dtype)
     step_ptr = tl.load(row + 5).to(step_like.dtype)
+    low, high, rate, root, inverse, numel = shared(
+        step_ptr, tl.load(row + 6), corrections + 2 * tl.load(row + 8), scale_ptr, inf_ptr, tl.load(row + 7)
+    )
     update(
-        weight_ptr, grad_ptr, mean_ptr, square_ptr, low_ptr, step_ptr, tl.load(row + 6),
-        corrections + 2 * tl.load(row + 8), scale_ptr, inf_ptr, first, tl.load(row + 7),
-        lr, decay, into_mean, beta2, into_square, eps, MOMENTS, MASTER, STOCHASTIC, TILE,
+        weight_ptr, grad_ptr, mean_ptr, square_ptr, low_ptr, low, high, rate, root, inverse,
+        first, numel, lr, decay, into_mean, beta2, into_square, eps, MOMENTS, MASTER, STOCHASTIC, TILE,
     )  # fmt: skip

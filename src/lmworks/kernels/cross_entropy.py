@@ -30,11 +30,13 @@ IGNORE = -100  # a target that is not counted, as in torch's cross_entropy
 # Elements of one chunk of logits: small beside a batch, large enough that its products run at full rate.
 CHUNK_LOGITS = 2**21  # on a CPU: 8 MiB in fp32
 CHUNK_LOGITS_GPU = 2**27  # 512 MiB in fp32: at least a thousand tokens of a vocabulary of 128k
-# Bytes of one chunk that becomes its gradient in place. Every chunk adds to the head's gradient in fp32, 8 bytes a
-# weight: with hidden = 4096 and a vocabulary of 128k that is 1 ms at 4.3 TB/s beside 17 ms of products for the 4,096
-# tokens of 1 GiB. Measured on an H200 (benchmarks/loss_tune.py): 0.5 GiB takes 7 % longer, 2 GiB 3 % less with 4096 and
-# 5 % more with 2048.
-CHUNK_BYTES_IN_PLACE = 2**30
+# Bytes of one chunk that becomes its gradient in place. Every chunk adds to the head's gradient, of a 2-byte weight 4
+# bytes read and written: with hidden = 4096 and a vocabulary of 128k 0.5 ms at 4.3 TB/s beside 9 ms of products for the
+# 2,048 tokens of 0.5 GiB. On an H200 34.8 ms with hidden = 2048,
+# where 1 GiB and sums in fp32 took 36.1; other sizes were not timed with such sums (benchmarks/loss_tune.py).
+CHUNK_BYTES_IN_PLACE = 2**29
+# Chunks whose products a sum of 2-byte numbers takes: see `sum_dtype`.
+FEW = 16
 TALL = 256  # tokens of a large chunk divide by it: products are cut into tiles of up to so many rows
 # 2-byte numbers in 16 bytes, and 8-bit ones; what a vocabulary that does not divide by it is filled up to.
 ALIGNED, ALIGNED_FP8, FILLED = 8, 16, 64
@@ -83,6 +85,18 @@ def chunk_rows(tokens: int, vocab: int, device_type: str, itemsize: int, in_plac
     return rows if rows < TALL or chunks == 1 else -(-rows // TALL) * TALL
 
 
+def sum_dtype(hidden: Tensor, weight: Tensor, chunks: int, in_place: bool) -> torch.dtype:
+    """What the head's gradient is summed in: fp32, or, over few chunks, as the weight is kept.
+
+    A 2-byte gradient leaves rounded in any case. A product adds to it in fp32 and rounds once, so n chunks round n
+    times, each time a sum that is still smaller: √((n + 1)/2) times the error of one rounding where chunks point
+    anywhere, 2.1 for 8 and 2.9 for 16, and less where they agree. Beside it is the error of 2-byte logits, which is as
+    large as one rounding. Not in plain torch, whose chunks are many and small.
+    """
+    few = FEW if in_place and hidden.dtype == weight.dtype else 1
+    return weight.dtype if chunks <= few else torch.promote_types(weight.dtype, torch.float32)
+
+
 def filled(vocab: int, hidden: Tensor, fp8: bool = False) -> int:
     """Rows of the head's weight as the products see it."""
     aligned = vocab % (ALIGNED_FP8 if fp8 else ALIGNED) == 0
@@ -118,8 +132,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         rows = chunk_rows(tokens, seen, hidden.device.type, hidden.itemsize, implementation == "triton")
         cast_weight = cast_rows(weight, seen, hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        # One product may round as the weight is kept; a sum of several is fp32 until it is scaled.
-        wide = weight.dtype if rows >= tokens else torch.promote_types(weight.dtype, torch.float32)
+        wide = sum_dtype(hidden, weight, -(-tokens // rows), implementation == "triton")
         fused = implementation == "triton" and weight.device.type == "cuda" and wide == torch.float32
         grad_weight = OuterSum(weight.new_empty(seen, width, dtype=wide), fused) if want_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -163,7 +176,10 @@ def scale(x: Tensor, factor: Tensor, out: Tensor, implementation: str) -> Tensor
 
 
 class OuterSum:
-    """Σ over chunks of gradᵀ · hidden. `fused`: a product of 2-byte numbers goes on with the fp32 sums of the last."""
+    """Σ over chunks of gradᵀ · hidden. A product goes on with the sums of the last, where it can.
+
+    `fused`: those of 2-byte numbers can with sums in fp32.
+    """
 
     def __init__(self, total: Tensor, fused: bool) -> None:
         self.total, self.fused = total, fused

@@ -1,4 +1,5 @@
-"""Logits become their gradient where they lie: a program reads a row twice and writes it once.
+"""Logits become their gradient where they lie: a program reads a row twice and writes it once (long rows in bf16: see
+`cross_entropy_once_triton`).
 
     first pass    m = max z, s = Σ exp(z − m)            loss = m + log s − z[target]
     second pass   z ← exp(z − m − log s) − [target]
@@ -14,25 +15,23 @@ Where a vocabulary is cut over ranks, m + log s of all ranks is needed in betwee
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from .cross_entropy_once_triton import LN_2, LOG2_E, UNCOUNTED, fits, losses_once
 from .triton_support import power_of_two, tl, triton
 
-# Measured on an H200 (benchmarks/loss_tune.py): 97 % of a copy's pace with 8192 for a vocabulary of 128k and 93 % with
+# Measured on an H200, reads counted twice: 97 % of a copy's pace with 8192 for a vocabulary of 128k and 93 % with
 # 4096, 88 and 100 % for one of 50k. With 8192, 16 warps or more are 7 points slower.
 BLOCK, SHORT_BLOCK, WARPS = 8192, 4096, 8
 LONG_ROW = 2**16  # columns from which a block is the longer one
 SCALED = 4096  # elements of a program that scales
 
-LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
-UNCOUNTED = tl.constexpr(-100)  # cross_entropy.IGNORE
-
 
 def loss_in_place(logits: Tensor, targets: Tensor, graded: bool, vocab: int) -> Tensor:
     """As `cross_entropy.chunk_loss`. A target that is no token makes the loss NaN."""
+    if graded and fits(logits, vocab):
+        return losses_once(logits, targets.contiguous(), vocab).sum()
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     launch(loss_kernel, logits, targets.contiguous(), losses, vocab=vocab, GRADED=graded)
     return losses.sum()

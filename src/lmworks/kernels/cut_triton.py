@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .cut import Cuts
-from .triton_support import power_of_two, tl, triton
+from .triton_support import early, power_of_two, tl, triton, wait
 
 TILE = 4096
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -37,6 +37,7 @@ def launch(scores: Tensor, cuts: Cuts) -> Tensor:
         TILE=min(TILE, power_of_two(valid)),
         LOW=LOW_BITS[scores.dtype],
         num_warps=8,
+        **early(scores.device),
     )
     return least
 
@@ -110,7 +111,9 @@ def cut_kernel(
     min_ps_stride,
     TILE: tl.constexpr,
     LOW: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait(EARLY)
     at = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + at)
     temperature = tl.load(temperatures + slot * temperatures_stride)

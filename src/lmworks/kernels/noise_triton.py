@@ -34,9 +34,8 @@ def noise_bits(seed, place, ids):
 
 
 @triton.jit
-def quick_bits(seed, place, ids):
-    """As `noise.quick_bits`."""
-    low, high = keys(seed, place)
+def quick_bits(low, high, ids):
+    """As `noise.quick_bits`, of the `keys` of seed and place."""
     x = ids.to(tl.uint32) ^ low
     x = (x ^ (x >> 16)) * (high | 1)
     x = (x ^ (x >> 13)) * NARROW_2

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..kernels.squares import sum_squares
 from .data import Shard
 
 
@@ -24,6 +25,5 @@ def squared_norm(shards: list[Shard], replicas: Callable[[Shard], int]) -> Tenso
             by_count.setdefault(replicas(shard), []).append(shard.leaf.grad)
     total = torch.zeros((), device=shards[0].leaf.device if shards else None)
     for count, gradients in by_count.items():
-        norms = torch._foreach_norm(gradients, dtype=torch.float32)
-        total += torch.stack(norms).square().sum() / count
+        total += sum_squares(gradients) / count
     return total
