@@ -90,9 +90,10 @@ def found(case: Case, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Ten
 
 def compare(case: Case) -> None:
     given = case.inputs()
+    least = 1e-3 * given[-1].double().norm()  # who sees one key has gradients of zero, and fp32 sums nearly so
     for name, want, got in zip(("out", "dq", "dk", "dv"), expected(case, *given), found(case, *given), strict=True):
         assert got.dtype == case.dtype
-        off = ((got.double() - want).norm() / want.norm().clamp(min=1e-6)).item()
+        off = ((got.double() - want).norm() / want.norm().clamp(min=least)).item()
         assert off < CLOSE[case.dtype], f"{name} is off by {off:.2g}"
 
 

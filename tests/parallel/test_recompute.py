@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layouts import Job, do, layout
-from lmworks.model import GPT
+from lmworks.model import GPT, offload
 from lmworks.parallel.recompute import choose_recompute
 from lmworks.plan.policies import kept_bytes
 from lmworks.spec import SpecError
@@ -95,5 +95,29 @@ def test_no_number_changes_under_any_layout(dataset: Path, tmp_path: Path) -> No
     }
     jobs = {(name, way): (*SHAPE, *layouts[name], *ways[way]) for name in layouts for way in ways}
     do([Job(tmp_path / "-".join(case), layout(dataset, *keys)) for case, keys in jobs.items()])
+    for name, way in jobs:
+        assert differences(saved(tmp_path / f"{name}-none"), saved(tmp_path / f"{name}-{way}")) == []
+
+
+def test_nor_by_waiting_in_host_memory(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two micro-batches a step, and after two steps."""
+    monkeypatch.setattr(offload, "SMALLEST", 256)  # forked ranks have it too
+    keys = ("model.layers=5", "optim.steps=2", "optim.warmup=0", "checkpoint.every=0")
+    layouts = {
+        "fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2"),
+        "tp": ("parallel.tp=2", "parallel.sp=true", "data.global_batch=1"),
+    }
+    each = kept_bytes(layout(dataset, *keys, *layouts["fsdp2"]))
+    gib = 5 * (each["none"] + each["full"]) / 2 / 2**30
+    away = f"parallel.offload_activations={3 * 8192 / 2**30:.12f}"
+    both = (away, "parallel.recompute=budget", f"parallel.recompute_budget={gib:.12f}")
+    assert len({*policies(dataset, *keys, *layouts["fsdp2"], *both, layers=range(5))}) > 1
+    ways = {"none": (), "away": (away,), "both": both}
+    jobs = {
+        (name, way): (*keys, *layouts[name], *ways[way])
+        for name, chosen in (("fsdp2", ("none", "away", "both")), ("tp", ("none", "away")))
+        for way in chosen
+    }
+    do([Job(tmp_path / "-".join(case), layout(dataset, *words)) for case, words in jobs.items()])
     for name, way in jobs:
         assert differences(saved(tmp_path / f"{name}-none"), saved(tmp_path / f"{name}-{way}")) == []

@@ -23,7 +23,7 @@ LLAMA = ModelSpec.from_preset("llama3-8b")
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "ddp": ({"dp": 8}, {}, 0.001),
     "ddp, accumulation": ({"dp": 8}, {"global_batch": 32}, 0.001),
-    "zero-1": ({"dp": 8, "strategy": "zero", "zero": 1}, {}, 0.01),
+    "zero-1": ({"dp": 8, "strategy": "zero", "zero": 1}, {}, 0.005),
     "zero-2": ({"dp": 8, "strategy": "zero", "zero": 2}, {"global_batch": 32}, 0.03),
     "zero-3": ({"dp": 8, "strategy": "fsdp2"}, {}, 0.001),
     "zero-3, kept": ({"dp": 8, "strategy": "fsdp2", "reshard": False}, {}, 0.001),
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "zero-3, selective": ({"dp": 8, "strategy": "fsdp2", "recompute": "selective"}, {"micro_batch": 4}, 0.01),
     "zero-3, mlp": ({"dp": 8, "strategy": "fsdp2", "recompute": "mlp"}, {"micro_batch": 4}, 0.01),
     "every second block": (
-        {"dp": 8, "strategy": "fsdp2", "recompute": "full", "recompute_every": 2}, {"micro_batch": 4}, 0.035,
+        {"dp": 8, "strategy": "fsdp2", "recompute": "full", "recompute_every": 2}, {"micro_batch": 4}, 0.001,
     ),
     "tp": ({"tp": 8}, {}, 0.01),
     "tp, sp": ({"tp": 8, "sp": True, "recompute": "selective"}, {"micro_batch": 4}, 0.01),
@@ -46,6 +46,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
         {"dp": 8, "strategy": "zero", "zero": 1, "tp": 2, "sp": True, "pp": 4}, {"global_batch": 128}, 0.01,
     ),
     "offload": ({"dp": 8, "strategy": "fsdp2", "offload": "full"}, {}, 0.001),
+    "offload of activations": (
+        {"dp": 8, "strategy": "fsdp2", "offload_activations": 6.0}, {"micro_batch": 4}, 0.001,
+    ),
+    "offload of inputs": (
+        {"dp": 8, "strategy": "fsdp2", "recompute": "selective", "offload_activations": 9.0}, {"micro_batch": 4}, 0.01,
+    ),
 }  # fmt: skip
 
 

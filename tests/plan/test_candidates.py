@@ -40,6 +40,14 @@ def test_every_candidate_is_a_legal_run_of_the_whole_cluster(model: ModelSpec) -
         assert spec.accumulation == row["accumulation"]
 
 
+def test_what_was_not_priced_is_in_no_layout_that_is_found() -> None:
+    asked = question(pp=2)
+    kind, case = next(cases(asked))
+    row = {name: int(value[0]) for name, value in vars(case).items() if isinstance(value, np.ndarray)}
+    base = RunSpec.from_dict({"model": SMALL.to_dict(), "data": {"seq": 128}, "parallel": {"offload_activations": 1.0}})
+    assert run_of(asked, row | vars(kind), base).parallel.offload_activations == 0
+
+
 def test_what_is_left_out_is_refused_by_the_spec() -> None:
     """The masks against `spec.layout`, on degrees of which many do not fit."""
     asked = question(batch=24, recompute="none")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from tracker import Steps, make_run
 
 from lmworks.plan.flops import (
     attention_flops_per_token,
@@ -23,6 +22,7 @@ from lmworks.plan.software import COMPILED, EAGER, Software
 from lmworks.plan.step.work import repeated
 from lmworks.plan.step_flops import step_flops
 from lmworks.spec import ModelSpec, RunSpec
+from tracker import Steps, make_run
 
 SHAPES: dict[str, dict[str, Any]] = {
     "dense": {},

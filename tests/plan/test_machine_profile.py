@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tracker import make_run
 
 from lmworks.plan.case import Case
 from lmworks.plan.devices.links import Fabric
@@ -20,6 +19,7 @@ from lmworks.plan.search.candidates import question_of
 from lmworks.plan.software import EAGER
 from lmworks.plan.step.price import price
 from lmworks.spec import Cluster, ModelSpec, RunSpec, SpecError, catalogue, dump_toml, parse_cluster
+from tracker import make_run
 
 PASSES = ("stream", "strided", "exp", "tanh", "optimizer")
 LINKS = {

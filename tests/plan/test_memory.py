@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from tracker import Steps, make_run
 
 from lmworks.kernels import choose, cross_entropy
-from lmworks.plan import software
+from lmworks.model import offload
+from lmworks.parallel.recompute import offload_activations
+from lmworks.plan import ops, software
 from lmworks.plan.case import Case
 from lmworks.plan.exact.residency import resident
 from lmworks.plan.exact.weights import weights
 from lmworks.plan.memory.budget import budget
-from lmworks.plan.memory.moments import END, pieces
+from lmworks.plan.memory.moments import END, LOSS, LOWEST, TOP, pieces
 from lmworks.plan.memory.run_budget import sheet
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.ops import Workload
@@ -23,8 +24,10 @@ from lmworks.plan.software import EAGER
 from lmworks.plan.tables.sources import SOURCES
 from lmworks.spec import ModelSpec, RunSpec, catalogue, load_run
 from lmworks.study.simulate import simulate
+from tracker import Steps, make_run
 
 DTYPES = ("bf16", "fp16")
+BF16 = "precision.dtype=bf16"
 GPT2: dict[str, Any] = {
     "norm": "layer", "mlp": "gelu", "bias": True, "positions": "learned", "tie_embeddings": True,
 }  # fmt: skip
@@ -77,6 +80,41 @@ def test_what_bf16_weights_keep_is_exact(shape: str, recompute: str) -> None:
         live = tracker.live
     assert torch.isfinite(loss)
     assert live == kept_bytes(spec)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_stays_on_the_device_is_exact(monkeypatch: pytest.MonkeyPatch, dtype: str, recompute: str) -> None:
+    """Of five blocks three send activations to the host: 8 KiB each, all that is asked for."""
+    monkeypatch.setattr(offload, "SMALLEST", 1024)
+    spec = make_run(dtype=dtype, recompute=recompute, layers=5)
+    spec = spec.replace(parallel=spec.parallel.replace(offload_activations=3 * 8192 / 2**30))
+    run = Steps(spec)
+    offload_activations(run.model, spec)
+    run.step()
+    assert run.model.offload is not None
+    slabs = [slab for free in run.model.offload.free.values() for slab in free]
+    with run.track() as tracker:
+        for slab in slabs:
+            tracker.sizes |= {piece.untyped_storage()._cdata: 0 for piece in slab.pieces}
+        loss = run.forward()
+        live = tracker.live
+    assert torch.isfinite(loss)
+    assert live == kept_bytes(spec)
+    assert memory(spec).host == sum(piece.numel() for slab in slabs for piece in slab.pieces) == 3 * 8192
+
+
+def test_activations_on_the_host_leave_the_device() -> None:
+    """At both moments at which most is there; where they are back, at the lowest blocks, it is not less."""
+    spec = load_run("llama3-8b", [BF16, "precision.weights=bf16", "parallel.compile=true", "data.seq=8192"])
+    here, away = (
+        memory(spec.replace(parallel=spec.parallel.replace(offload_activations=gib)), "cuda") for gib in (0.0, 15.0)
+    )
+    assert away.host - here.host == pytest.approx(15 * 2**30, rel=1e-5)
+    for moment in (LOSS, TOP):
+        assert here.moments[moment] - away.moments[moment] == pytest.approx(15 * 2**30, rel=1e-5)
+    assert away.moments[LOWEST] > here.moments[LOWEST]
 
 
 @pytest.mark.parametrize(("change", "each"), [({}, 14), ({"states": "bf16"}, 10), ({"master": False}, 12)], ids=str)
@@ -169,6 +207,17 @@ def test_chunks_are_those_of_the_loss(in_place: bool, device: str, dtype: str) -
     assert load.chunk_rows == min(load.tokens, cross_entropy.chunk_rows(*given))
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_the_heads_gradient_is_summed_as_the_loss_does_it(batch: int, in_place: bool) -> None:
+    """In place 4, 8 and 20 chunks: as the weight is kept up to 16, in fp32 beyond."""
+    code = replace(EAGER, in_place=in_place, weights=2, gradients=2, cast=False)
+    load = Workload(ModelSpec.from_preset("llama3-8b"), batch, 8192, "bf16", "cuda", software=code)
+    half = torch.empty(0, dtype=torch.bfloat16)
+    summed = cross_entropy.sum_dtype(half, half, -(-load.tokens // load.chunk_rows), in_place)
+    assert load.head_gradient == summed.itemsize
+
+
 def test_the_planners_gpu_loss_is_the_one_that_was_measured_to_be_faster() -> None:
     measured = [winner for device in choose.table() for _, winner in choose.points_of("linear_cross_entropy", device)]
     assert ("triton" in measured) == software.IN_PLACE
@@ -180,7 +229,7 @@ def test_a_loss_in_place_holds_and_moves_less(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(software, "IN_PLACE", True)
     (piece,) = pieces(spec, 0, "cuda", gathered=False)
     rows = {row.name: row.bytes for row in piece.at_loss()}
-    assert rows["loss: chunk of logits"] == 2 * 4096 * 128_256
+    assert rows["loss: chunk of logits"] == 2 * 2048 * 128_256
     passes = [kernel.bytes * kernel.count for kernel in piece.net.loss[-1].forward if kernel.kind == "exp"]
     assert sum(passes) == 6 * 16_384 * 128_256
 
@@ -204,8 +253,13 @@ def test_the_loss_of_an_odd_vocabulary_and_of_fp16(monkeypatch: pytest.MonkeyPat
     assert abs((found["fp16"].total + held) / 9.081e9 - 1) < 0.01
 
 
-def test_what_whole_runs_of_the_trainer_allocated() -> None:
-    """On an H200 with the loss in place, bf16 weights and compiled blocks; one of them in 8 bits."""
+def test_what_whole_runs_of_the_trainer_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 with the loss in place, bf16 weights and compiled blocks; one of them in 8 bits.
+
+    They ran with chunks of 1 GiB, whose gradients of the head were summed in fp32.
+    """
+    monkeypatch.setattr(ops, "CHUNK_BYTES_IN_PLACE", 2**30)
+    monkeypatch.setattr(ops, "FEW", 1)
     found = [run for run in SOURCES["lmworks"].rows() or [] if run.group == "bf16 weights"]
     runs = [run for run in found if run.allocated and not run.mixed]
     assert len(runs) == 5

@@ -16,7 +16,7 @@ from lmworks.plan.case import Case
 from lmworks.plan.network import network
 from lmworks.plan.ops import Workload
 from lmworks.plan.policies import policies
-from lmworks.plan.software import COMPILED, DENSE, EAGER, SOFTWARE, as_it_ran, kept_in, software_of
+from lmworks.plan.software import COMPILED, DENSE, EAGER, SOFTWARE, WIDE_SUMS, as_it_ran, kept_in, software_of
 from lmworks.plan.step.constants import Constants
 from lmworks.plan.step.work import repeated
 from lmworks.plan.tables.replay import seconds
@@ -47,9 +47,10 @@ def test_a_run_keeps_the_loss_and_the_clipping_that_it_had() -> None:
     assert {(run.case.software.in_place, run.case.software.clips) for run in before} == {(False, 3)}
     for run in whole():
         preset, *words = run.label.split()
-        assert run.case.software == software_of(load_run(preset, words))
+        assert run.case.software == replace(software_of(load_run(preset, words)), wide_sums=True)
     now = software_of(load_run("llama3-1b", ["precision.dtype=bf16"]))
     assert (now.in_place, now.clips) == (True, 2)
+    assert as_it_ran(now, "triton", 2) == now
     assert as_it_ran(now, "torch", 3) == replace(EAGER, clips=3)
 
 
@@ -123,7 +124,8 @@ def test_a_case_of_ours_is_that_of_its_spec() -> None:
     """What a reader changes are host and code alone."""
     run = whole()[0]
     preset, *words = run.label.split()
-    assert run.case == Case.of(load_run(preset, words), H200).replace(host=2.0)
+    case = Case.of(load_run(preset, words), H200)
+    assert run.case == case.replace(host=2.0, software=as_it_ran(case.software, WIDE_SUMS, case.software.clips))
 
 
 def test_a_run_that_is_published_stays_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from lmworks.plan.offloaded import sent
 from lmworks.plan.policies import RUNGS, kept_bytes, ladder, policies, seconds_again
 from lmworks.spec import RunSpec, load_run
 
@@ -67,3 +68,25 @@ def test_the_choice_is_the_same_whoever_asks() -> None:
     named = (with_budget(llama(8192, *gpu), budget) for gpu in ((), ("cluster.gpu=a100",), ("cluster.gpu=B200-SXM",)))
     first, *others = (policies(spec, range(32)) for spec in named)
     assert Counter(first).keys() == {"mlp", "selective"} and others == [first, first]
+
+
+def test_what_waits_in_host_memory_is_no_part_of_a_budget() -> None:
+    """Compiled: 20 GiB on the host, dealt to 30 blocks, keep as many from computing their MLP again."""
+    spec = llama(8192, "parallel.compile=true")
+    each, budget = kept_bytes(spec), 26.2 * 2**30
+    assert Counter(policies(with_budget(spec, budget), range(32))) == {"mlp": 23, "selective": 9}
+    away = spec.replace(parallel=spec.parallel.replace(offload_activations=20.0))
+    chosen = policies(with_budget(away, budget), range(32))
+    assert Counter(chosen) == {"selective": 32}
+    assert budget - each["selective"] < sum(each[one] for one in chosen) - 20 * 2**30 <= budget
+    # An eager block's checkpoint holds all but its input: 30 inputs of 1/8 GiB are all that can go.
+    eager = llama(8192, "parallel.offload_activations=20")
+    assert sum(sent(eager, ["selective"] * 32, kept_bytes(eager))) == 30 * 2**27
+    assert sum(sent(eager, ["none"] * 32, kept_bytes(eager))) == pytest.approx(20 * 2**30, rel=1e-5)
+
+
+def test_blocks_that_send_nothing_compute_again_first() -> None:
+    """Recomputing one that sends all that it keeps would free nothing."""
+    spec = llama(8192, "parallel.offload_activations=95")
+    chosen = policies(with_budget(spec, 5 * 2**30), range(32))
+    assert chosen == ["none"] * 31 + ["full"]

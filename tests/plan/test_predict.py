@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from tracker import make_run
 
 from lmworks.plan.devices.machine import Machine, Rate
 from lmworks.plan.memory.reserve import reserved, room
@@ -16,6 +15,7 @@ from lmworks.plan.policies import kept_bytes, policies
 from lmworks.plan.predict import predict
 from lmworks.plan.step.one_device import step_time
 from lmworks.spec import RunSpec, SpecError, catalogue, load_run
+from tracker import make_run
 
 KINDS = ("stream", "strided", "exp", "tanh", "optimizer")
 
@@ -65,6 +65,15 @@ def test_time_follows_the_work() -> None:
     assert full["matmul"] > mlp["matmul"] > selective["matmul"] == none["matmul"]
     assert full["attention"] > mlp["attention"] == none["attention"]
     assert selective["norms"] > none["norms"]
+
+
+def test_a_gpu_hides_copies_to_the_host_behind_work_and_a_cpu_does_not() -> None:
+    spec = make_run(layers=4)
+    away = spec.replace(parallel=spec.parallel.replace(offload_activations=2 * 8192 / 2**30))
+    assert step_time(spec, make_machine()).parts.get("offload", 0.0) == 0.0
+    assert step_time(away, make_machine()).parts["offload"] > 0.0
+    named = away.replace(cluster=away.cluster.replace(gpu="H200-SXM-141GB", device="cuda"))
+    assert step_time(named, make_machine(device="cuda")).parts["offload"] == 0.0
 
 
 def test_a_gpu_hides_launches_behind_work_and_a_cpu_does_not() -> None:

@@ -43,6 +43,18 @@ ILLEGAL = {
         "works without parallel.tp = 2",
     ),
     "full offload of ddp": (["parallel.offload=full", "parallel.dp=2"], "needs strategy = 'fsdp2'"),
+    "activations of several micro-batches on the host": (
+        ["parallel.offload_activations=1", "parallel.pp=2", "model.layers=4"],
+        "works without parallel.pp = 2",
+    ),
+    "activations of deepspeed on the host": (
+        ["parallel.offload_activations=1", "parallel.engine=deepspeed", "parallel.strategy=zero", "parallel.zero=2"],
+        "parallel.offload_activations = 1 works with parallel.engine = 'native'",
+    ),
+    "activations of two blocks on the host": (
+        ["parallel.offload_activations=1", "model.layers=2"],
+        "needs more than model.layers = 2",
+    ),
     "a cluster that is not used": (["cluster.gpus_per_node=8"], "is 8 ranks, the layout has 1"),
     "async without compile": (["parallel.async_tp=true", "parallel.tp=2"], "needs parallel.compile = true"),
     "profile": (["log.profile=[5, 2]"], "must be [first step, last step]"),

@@ -272,6 +272,10 @@ def test_the_command_prints_what_it_found() -> None:
         (["tiny", "parallel.dp=4", "--world", "4", "--rank", "-1"], "--rank -1 is not one of"),
         (["tiny", "--exact", "--layers-per-stage", "2"], "--exact simulates every layer"),
         (["tiny", "parallel.dp=2", "parallel.offload=optimizer"], "parallel.offload = 'optimizer' cannot be simulated"),
+        (
+            ["tiny", "model.layers=3", "parallel.offload_activations=1"],
+            "parallel.offload_activations = 1 cannot be simulated",
+        ),
     ],
 )
 def test_bad_usage_is_one_line(arguments: list[str], message: str) -> None:

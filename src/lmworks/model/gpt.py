@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import TYPE_CHECKING, Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,9 @@ from . import rope
 from .attention import Attend, dense
 from .moe import MoE
 from .recompute import recomputed
+
+if TYPE_CHECKING:
+    from .offload import Offload  # which loads the compiler: seconds, and an engine does without it
 
 Rope = tuple[Tensor, Tensor] | None
 
@@ -142,9 +146,11 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.first, self.last = spec, first, last
-        self.cross_entropy = linear_cross_entropy  # (hidden, head weight, targets) → sum of the loss
+        # (hidden, head weight, targets) → sum of the loss
+        self.cross_entropy: Callable[..., Tensor] = linear_cross_entropy
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear  # (hidden, head weight) → logits
         self.turns: Callable[[ModelSpec, Tensor], tuple[Tensor, Tensor]] = rope.tables  # rotation at some positions
+        self.offload: Offload | None = None  # where what blocks keep waits in host memory
         self.embed = Embedding(spec.vocab, spec.hidden) if first or (last and spec.tie_embeddings) else None
         self.positions = Embedding(spec.context, spec.hidden) if first and spec.positions == "learned" else None
         # Names that say which layer it is, so that a part of the network has the names of the whole.
@@ -194,8 +200,9 @@ class GPT(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         turn = self.turns(self.spec, positions) if self.spec.positions == "rope" else None
-        for block in self.layers():
-            x = recomputed(block, block.recompute)(x, turn, attend)
+        for index, block in enumerate(self.layers()):
+            with nullcontext() if self.offload is None else self.offload.around(index, x, turn or ()):
+                x = recomputed(block, block.recompute)(x, turn, attend)
         return x
 
     def logits(self, states: Tensor) -> Tensor:

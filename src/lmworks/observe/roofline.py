@@ -79,7 +79,8 @@ def floor(spec: RunSpec, ceilings: Ceilings, device: str) -> Floor:
     if world > 1:  # messages may hide behind products, and then nothing but these is sure to take time
         parts = {"products": products}
     else:
-        once = spec.replace(parallel=spec.parallel.replace(recompute="none", recompute_budget=0.0))
+        here = {"recompute": "none", "recompute_budget": 0.0, "offload_activations": 0.0}
+        once = spec.replace(parallel=spec.parallel.replace(**here))
         parts = {part: s for part, s in step_time(once, ceilings.machine(device)).parts.items() if s > 0}
     return Floor(ceilings.source, sum(parts.values()), products, parts, rate / 1e12, ceilings.bandwidth / 1e9)
 

@@ -27,7 +27,7 @@ from .laid import Laid
 from .mesh import Mesh
 from .offload import HostOptimizer
 from .precision import keep_in, run_in
-from .recompute import choose_recompute
+from .recompute import choose_recompute, offload_activations
 from .splits import Splits
 from .tensor import apply_tensor_parallel, enable_async_tp
 from .weights import Source
@@ -59,6 +59,7 @@ def lay_out(
 
             apply_float8(part, spec, device)
         choose_recompute(part, spec, device)
+        offload_activations(part, spec)
         if spec.parallel.compile:
             compile_blocks(part, spec, mesh)
         if spec.parallel.engine == "native":

@@ -1,10 +1,15 @@
-"""Tell every block what it computes again in the backward pass; which policy each gets is the planner's arithmetic."""
+"""Tell every block what it computes again in the backward pass, and what it keeps in host memory until then.
+
+Which policy each gets, and how many bytes it sends, is the planner's arithmetic.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from ..model import GPT
+from ..model.offload import Offload
+from ..plan.offloaded import shares
 from ..plan.policies import policies
 from ..spec import RunSpec
 
@@ -15,3 +20,9 @@ def choose_recompute(part: GPT, spec: RunSpec, device: torch.device) -> None:
     blocks = part.layers()
     for block, policy in zip(blocks, policies(here, [block.attention.layer for block in blocks]), strict=True):
         block.recompute = policy
+
+
+def offload_activations(part: GPT, spec: RunSpec) -> None:
+    if spec.parallel.offload_activations:
+        blocks = part.layers()
+        part.offload = Offload(shares(spec, len(blocks)), blocks[0].parameters())

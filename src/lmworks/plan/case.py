@@ -45,6 +45,7 @@ class Case:
     dtype: str = "bf16"
     optimizer: str = "adamw"
     offload: str = "none"
+    offload_activations: float = 0.0  # GiB of a rank's that wait in host memory
     cluster: Cluster = Cluster(gpus_per_node=8)  # how many GPUs a machine has, and what joins them
     host: Number = 1.0  # how much longer its host takes to launch a kernel than usual ones
 
@@ -79,6 +80,7 @@ class Case:
             dtype=spec.precision.dtype,
             optimizer=optimizer_of(spec),
             offload=layout.offload,
+            offload_activations=layout.offload_activations,
             cluster=spec.cluster,
         )
 
@@ -134,4 +136,6 @@ class Case:
             words.append(f"recompute {self.recompute}")
         if self.offload != "none":
             words.append(f"offload {self.offload}")
+        if self.offload_activations:
+            words.append(f"{self.offload_activations:g} GiB of activations on the host")
         return ", ".join([*words, f"micro-batch {int(self.micro_batch)}"])

@@ -134,11 +134,13 @@ def loss(load: Workload) -> list[Op]:
     if load.cast:  # the head, once
         passes.append(stream(1.5 * head))
     if load.half:  # every chunk adds to its gradient
-        passes.append(stream(2 * head, count=chunks) if load.in_place else stream(3 * head, count=chunks))
+        added = load.head_gradient / 2 if load.in_place else 3
+        passes.append(stream(added * head, count=chunks))
+    scaled = (load.head_gradient + load.software.gradients) / 4
     return [
         norm("final norm", load, readers=0),
         Op("head", "loss", tuple(products), saved=0.0),
-        Op("cross-entropy", "loss", (*passes, stream(head)), (stream(2 * head), stream(2 * t * h))),
+        Op("cross-entropy", "loss", (*passes, stream(head)), (stream(scaled * head), stream(2 * t * h))),
     ]
 
 

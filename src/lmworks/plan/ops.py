@@ -27,8 +27,8 @@ from .software import EAGER, Software, software_of
 
 # As in kernels/cross_entropy.py, which a test compares.
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
-CHUNK_BYTES_IN_PLACE = 2**30
-TALL = 256
+CHUNK_BYTES_IN_PLACE = 2**29
+TALL, FEW = 256, 16
 ALIGNED, FILLED = 8, 64
 
 
@@ -176,7 +176,15 @@ class Workload:
     @property
     def chunk_rows(self) -> Any:
         """Tokens whose logits are held at once."""
-        return chunk_rows(self.tokens, self.columns, self.device, self.width, self.in_place)
+        width = self.width // (2 if self.software.wide_sums else 1)  # twice as many rows
+        return chunk_rows(self.tokens, self.columns, self.device, width, self.in_place)
+
+    @property
+    def head_gradient(self) -> Any:
+        """Bytes of a number of the head's gradient while it is summed: fp32 over many chunks, else as it is kept."""
+        few = FEW if self.in_place and not self.software.wide_sums else 1
+        many = np.greater(self.tokens, few * self.chunk_rows)
+        return np.where(many, 4, self.software.gradients)[()]
 
     @property
     def in_place(self) -> bool:

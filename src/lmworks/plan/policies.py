@@ -17,6 +17,7 @@ from ..spec import RunSpec, SpecError, catalogue
 from .devices.machine import Machine
 from .kept import kept
 from .network import network
+from .offloaded import sent
 from .ops import Workload, device_of
 from .pipelines import bubble
 from .step.work import Pass, repeated
@@ -43,19 +44,27 @@ def within_budget(spec: RunSpec, blocks: int) -> list[str]:
     # A rank's budget is for all its stages, and each is asked about alone.
     budget = whole / in_flight(spec) / spec.parallel.virtual_stages
     chosen = ["none"] * blocks
-    for policy in ladder(spec, each):
-        for block in range(blocks):
-            if sum(each[one] for one in chosen) <= budget:
+    alike = {rung: stays(spec, [rung] * blocks, each) / blocks for rung in RUNGS}
+    # Where activations wait in host memory the last blocks are those that send none.
+    order = range(blocks - 1, -1, -1) if spec.parallel.offload_activations else range(blocks)
+    for policy in ladder(spec, alike):
+        for block in order:
+            if stays(spec, chosen, each) <= budget:
                 return chosen
             chosen[block] = policy
-    if sum(each[one] for one in chosen) > budget:
+    if stays(spec, chosen, each) > budget:
         all_blocks = blocks * spec.parallel.virtual_stages
-        least = all_blocks * each["full"] * in_flight(spec) / 2**30
+        least = stays(spec, ["full"] * blocks, each) * spec.parallel.virtual_stages * in_flight(spec) / 2**30
         raise SpecError(
             f"parallel.recompute_budget = {spec.parallel.recompute_budget:g} GiB is too little: with every block "
             f"recomputed, {all_blocks} blocks still keep {least:.3g} GiB; lower data.micro_batch or raise the budget"
         )
     return chosen
+
+
+def stays(spec: RunSpec, chosen: list[str], each: dict[str, float]) -> float:
+    """Bytes that blocks keep on the device: what waits in host memory is no part of a budget."""
+    return sum(each[policy] for policy in chosen) - sum(sent(spec, chosen, each))
 
 
 def left_free(spec: RunSpec, each: dict[str, float]) -> float:
@@ -69,8 +78,8 @@ def left_free(spec: RunSpec, each: dict[str, float]) -> float:
             "parallel.recompute = 'budget' without parallel.recompute_budget fills the memory of a GPU: name it with "
             "cluster.gpu, or give the GiB of activations a rank may keep"
         )
-    blocks = spec.model.layers / layout.pp * in_flight(spec)
-    least, most = 1.000001 * blocks * each["full"], 1.000001 * blocks * each["none"]
+    all_alike = (stays(spec, [rung] * spec.model.layers, each) for rung in (RUNGS[-1], RUNGS[0]))
+    least, most = (1.000001 * in_flight(spec) * size / layout.pp for size in all_alike)
 
     def bytes_of(step: int) -> float:
         return least + (most - least) * step / STEPS

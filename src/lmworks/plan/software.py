@@ -36,6 +36,7 @@ class Software:
     dropout: bool = False  # its masks are kept
     loss: str = "chunked"  # logits never whole; "plain": whole, in fp32 as well; "fused": whole, once; or "compiled"
     in_place: bool = False  # gradients take the place of logits on a GPU, in one kernel
+    wide_sums: bool = False  # and that of the head is summed in fp32 over chunks twice as large, as ours once was
     logit_bytes: int = 0  # of one logit when the loss is highest (0: as its kind has it, see closed.py)
     every_second: bool = False  # selective recompute keeps every second product, not all
     stand_in: int = 0  # bytes a weight of what autograd is handed where a product adds to the gradient itself
@@ -57,6 +58,8 @@ class Software:
 # Whether our own loss does so now: as kernels/measured.toml has it, which a test compares. Runs that were measured
 # before keep what they had, see `as_it_ran`.
 IN_PLACE = True
+
+WIDE_SUMS = "triton, fp32 sums"  # how runs of 15 November 2026 name the loss that they had
 
 # Compiled, with bf16 weights, our steps have little between two products that would let the GPU cool. In profiles of
 # seven of them on one H200 (15 November 2026, benchmarks/results/train_gpu.json) all products together took 1.07 times
@@ -136,5 +139,6 @@ def kept_in(own: Software, kept: PrecisionSpec) -> Software:
 
 
 def as_it_ran(own: Software, loss: str, clips: int) -> Software:
-    """Our own trainer as it was when a run was measured: whose loss it had, "torch" or "triton", and how it clipped."""
-    return replace(own, in_place=loss == "triton", clips=clips)
+    """Our own trainer as it was when a run was measured: how it clipped, and whose loss it had: "torch", "triton" or
+    `WIDE_SUMS`."""
+    return replace(own, in_place=loss != "torch", wide_sums=loss == WIDE_SUMS, clips=clips)

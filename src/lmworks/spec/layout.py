@@ -15,6 +15,7 @@ LOOPED = ("interleaved", "looped-bfs", "interleaved-zero-bubble")  # several sta
 V_SHAPED = ("zbv", "dualpipev")  # two stages a rank: r on the way down, 2P−1−r on the way up
 SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv", "dualpipev")  # gradients of inputs first, of weights later
 IN_ROUNDS = ("interleaved", "interleaved-zero-bubble")  # of at least pp micro-batches, every round of the same size
+STAY = 2  # the last blocks of a network, whose activations never wait in host memory
 DEGREES = ("pp", "tp", "cp", "dp")
 
 
@@ -29,7 +30,7 @@ def check_layout(run: RunSpec) -> None:
 
 def problems(run: RunSpec) -> list[str]:
     """Everything that keeps the layout from running, as sentences that name the key; empty: it runs."""
-    return [*machines(run), *tensor(run), *context(run), *pipeline(run), *expert(run), *data(run)]
+    return [*machines(run), *tensor(run), *context(run), *pipeline(run), *expert(run), *data(run), *host(run)]
 
 
 def machines(run: RunSpec) -> list[str]:
@@ -177,6 +178,25 @@ def deepspeed(run: RunSpec) -> list[str]:
         power = 2.0 ** round(math.log2(precision.loss_scale))
         found.append(
             f"precision.loss_scale = {precision.loss_scale:g} must be a power of two for DeepSpeed, e.g. {power:g}"
+        )
+    return found
+
+
+def host(run: RunSpec) -> list[str]:
+    """Where activations cannot wait in host memory."""
+    layout = run.parallel
+    key = f"parallel.offload_activations = {layout.offload_activations:g}"
+    if not layout.offload_activations:
+        return []
+    found = []
+    if layout.pp > 1:
+        found.append(f"{key} works without parallel.pp = {layout.pp}, which holds several micro-batches at once")
+    if layout.engine == "deepspeed":
+        found.append(f"{key} works with parallel.engine = 'native', not 'deepspeed'")
+    if run.model.layers <= STAY:
+        found.append(
+            f"{key} needs more than model.layers = {run.model.layers}: the last {STAY} blocks keep what is asked for "
+            "first"
         )
     return found
 

@@ -113,6 +113,9 @@ class ParallelSpec(Section):
     recompute_budget: float = opt(
         0.0, "with recompute = 'budget': GiB of activations a rank may keep (0: what its GPU has left)", ge=0
     )
+    offload_activations: float = opt(
+        0.0, "GiB of a rank's kept activations that wait in host memory for the backward pass", ge=0
+    )
     compile: bool = opt(False, "torch.compile each transformer block")
     async_tp: bool = opt(False, "with compile: overlap tensor-parallel products with their communication (CUDA)")
 

@@ -82,6 +82,11 @@ def refuse(spec: RunSpec, rank: int) -> None:
         raise SpecError(
             f"parallel.offload = {layout.offload!r} cannot be simulated: host and device would be one; use 'none'"
         )
+    if layout.offload_activations:
+        raise SpecError(
+            f"parallel.offload_activations = {layout.offload_activations:g} cannot be simulated: host and device would "
+            "be one; use 0"
+        )
     if layout.compile:
         raise SpecError("parallel.compile = true cannot be simulated: what lives is the compiler's choice; use false")
     if 0 < spec.model.capacity < 1:

@@ -26,6 +26,7 @@ from ...spec.errors import did_you_mean
 from ..case import Case, Number
 from ..exact.optimizers import STATES
 from ..network import Network, network
+from ..offloaded import sent_by_all
 from ..ops import Workload
 from .closed import at_end, at_loss, at_top, blocks_keep
 from .reserve import WORKSPACES, reserved
@@ -98,7 +99,8 @@ def at_rank(case: Case, net: Network, rank: Number) -> Budget:
 
     there = pick("gradients")
     return Budget(
-        **{name: state[name] for name in ("parameters", "gradients", "master", "optimizer", "host")},
+        **{name: state[name] for name in ("parameters", "gradients", "master", "optimizer")},
+        host=state["host"] + sent_by_all(case, net),
         activations=pick("activations") + batch_bytes(case),
         logits=pick("logits"),
         buffers=pick("buffers") + np.maximum(0.0, there - state["gradients"]) + WORKSPACES,

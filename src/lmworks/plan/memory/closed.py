@@ -13,7 +13,8 @@ import numpy as np
 from ..case import Case, Number
 from ..kept import again, kept, total
 from ..network import Network
-from .moments import chunk_bytes, head_gradient
+from ..offloaded import sent_by_all
+from .moments import chunk_bytes
 from .share import Share
 
 # Bytes of one logit when the loss is highest. Plain code has log p, its gradient and that of the logits, in fp32, and
@@ -77,12 +78,20 @@ def at_top(case: Case, net: Network, part: Share, state: dict[str, Number], late
     stream = s * load.outside * m.hidden * (2 if load.cast else 1) + w * load.tokens * m.hidden * (load.tp > 1)
     return Moment(
         gradients=gradients_there(case, part, state, part.head, later),
-        activations=stored(case, net, part) + again(net, case.recompute) + inside + stream,
+        activations=stored(case, net, part) + top_again(case, net) + inside + stream,
         logits=0.0 * load.tokens,
         buffers=standing(case, part, net, gathered=2.0)
         + casts(case, net, part, forward=False)
         + travelling(case, part),
     )
+
+
+def top_again(case: Case, net: Network) -> Number:
+    """What the top block computes again: nothing where every k-th does and it is none of them. (Of a pipeline's stages
+    it is not known which they are.)
+    """
+    spared = np.greater((case.model.layers - 1) % case.recompute_every, 0) & np.equal(case.pp, 1)
+    return again(net, case.recompute) * ~spared
 
 
 def at_end(case: Case, net: Network, part: Share, state: dict[str, Number]) -> Moment:
@@ -104,7 +113,7 @@ def chunked_loss(net: Network) -> tuple[Any, Any, Any]:
     load, cut = net.load, np.greater(net.load.tp, 1)
     hidden, head = load.tokens * load.model.hidden, load.vocab * load.model.hidden
     ends = total(net.loss) + 2 * load.width * hidden
-    weights = head_gradient(load) * head
+    weights = load.head_gradient * head
     if not load.cast:
         return ends, chunk_bytes(load, head), weights
     return ends + 4 * hidden * ~cut, chunk_bytes(load, head), weights + 2 * head
@@ -117,9 +126,9 @@ def stored(case: Case, net: Network, part: Share) -> Number:
     loss: Number = 0.0 * received
     if case.software.loss == "chunked":  # both its gradients wait for the backward pass; those of one are at_loss's
         load = net.load
-        loss = part.last * (part.under_way - 1) * (load.width * load.tokens + head_gradient(load) * load.vocab)
+        loss = part.last * (part.under_way - 1) * (load.width * load.tokens + load.head_gradient * load.vocab)
     kept_here = blocks_keep(case, net, part) + np.where(part.first, stem, received * (not lmworks(case)))
-    return part.under_way * kept_here + loss * case.model.hidden
+    return part.under_way * kept_here + loss * case.model.hidden - sent_by_all(case, net)
 
 
 def blocks_keep(case: Case, net: Network, part: Share) -> Number:
@@ -185,8 +194,14 @@ def standing(case: Case, part: Share, net: Network, gathered: float) -> Number:
 
 
 def travelling(case: Case, part: Share) -> Number:
-    """A block's gradients as they are made and as they are sent, where they are not held back."""
-    if case.zero < 3 or lmworks(case):  # our top block's are sent when it is done
+    """A block's gradients as they are made and as they are sent, where they are not held back; of ours the head's, and
+    a rank's part of them: the top block's are sent when it is done, and under a pipeline all of them at the end.
+    """
+    if lmworks(case) and case.zero in (1, 2):
+        ranks = case.dp_shard * case.cp
+        arriving = np.where(np.greater(ranks, 1) & np.equal(case.pp, 1), 1 + 1 / ranks, 0)
+        return arriving * case.software.gradients * part.head
+    if case.zero < 3 or lmworks(case):
         return 0.0 * part.block
     return (case.software.reduce + 2) * np.minimum(part.block, case.software.bucket)
 

@@ -22,10 +22,11 @@ from ...spec import Grid, RunSpec
 from ..exact.weights import ROOT, held
 from ..kept import again, kept, stream_bytes, total
 from ..network import Network, network
+from ..offloaded import sent
 from ..ops import Workload
 from ..pipelines.orders import actions
 from ..pipelines.stages import Stage, stages_here
-from ..policies import policies
+from ..policies import RUNGS, policies
 
 LOSS, TOP, LOWEST, END = "loss", "backward, top block", "backward, lowest block", "backward, last gradient"
 # Of a pipeline rank that has made gradients of an earlier micro-batch.
@@ -51,6 +52,7 @@ class Piece:
     net: Network
     policies: tuple[str, ...]  # of each of its blocks
     casts: float  # bytes of one block's matrices in the precision of products, where each micro-batch casts them
+    sent: tuple[float, ...]  # bytes of each block that wait in host memory
 
     @property
     def head(self) -> Any:
@@ -67,13 +69,16 @@ class Piece:
     def keeps(self, left: int | None = None) -> list[Row]:
         """Of one micro-batch; in its backward pass of the lowest `left` blocks: the loss and the last sum are gone.
 
-        What a later stage received lies in a buffer of the pipeline.
+        What a later stage received lies in a buffer of the pipeline. What waits in host memory is there only while all
+        blocks are left: the lowest have it back.
         """
         over = left is not None
         groups = Counter(self.policies[:left])
         each = {policy: kept(self.net, policy) for policy in groups}
-        blocks = sum(count * each[policy][1] for policy, count in groups.items()) - stream_bytes(self.net) * over
+        away = sum(self.sent) if left in (None, len(self.policies)) else 0.0
+        blocks = sum(count * each[policy][1] for policy, count in groups.items()) - stream_bytes(self.net) * over - away
         how = "; ".join(f"{n} × {each[policy][1]:,.0f} B: {each[policy][2]}" for policy, n in groups.items())
+        how += f", less {away:,.0f} B in host memory" * bool(away)
         stem = max(kept(self.net, policy)[0] for policy in self.policies) if self.stage.first else 0.0
         outside = stem + total(self.net.loss) * (self.stage.last and not over)
         found = [
@@ -83,7 +88,7 @@ class Piece:
         ]
         if self.stage.last and not over:
             w = self.net.load.width
-            g = head_gradient(self.net.load)
+            g = self.net.load.head_gradient
             loss = w * self.hidden + g * self.head
             found.append(row("loss: gradients", loss, f"{w} B × tokens × hidden + {g} B × vocab × hidden"))
         return found
@@ -164,11 +169,6 @@ def chunk_bytes(load: Workload, head: Any) -> Any:
     return np.maximum(each * logits, 2 * logits + 2 * head)
 
 
-def head_gradient(load: Workload) -> Any:
-    """Bytes of a number of it: as its weight has, but fp32 where several chunks add up."""
-    return np.where(np.less(load.chunk_rows, load.tokens), 4, load.software.gradients)[()]
-
-
 def pieces(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[Piece]:
     """`gathered`: weights come in the precision of products, and nothing is cast."""
     net = network(Workload.of(spec, device))
@@ -176,7 +176,9 @@ def pieces(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[Piece]
     for stage in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
         matrices = sum(w.size for w in held(spec, stage) if w.unit != ROOT and len(w.shape) > 1)
         casts = 2.0 * matrices / len(stage.layers) * (net.load.cast_weights and not gathered)
-        found.append(Piece(stage, net, tuple(policies(spec, stage.layers)), casts))
+        chosen = tuple(policies(spec, stage.layers))
+        each = {rung: kept(net, rung)[1] for rung in RUNGS}
+        found.append(Piece(stage, net, chosen, casts, tuple(sent(spec, chosen, each))))
     return found
 
 
@@ -188,7 +190,8 @@ def moments(spec: RunSpec, rank: int, device: str, gathered: bool) -> dict[str, 
     return {
         LOSS: [*piece.keeps(), *piece.at_loss()],
         TOP: [*piece.keeps(len(piece.policies)), *piece.at_backward()],
-        LOWEST: [*piece.keeps(1), *piece.at_backward()],
+        # Where some waited, the lowest block has its own back while the one above works.
+        LOWEST: [*piece.keeps(2 if any(piece.sent) else 1), *piece.at_backward()],
         END: at_end(spec, piece),
     }
 

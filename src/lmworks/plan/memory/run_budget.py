@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...spec import Grid, RunSpec
-from ..exact.residency import on_host, resident
+from ..exact.residency import resident
 from .budget import Budget
 from .sheet import MemorySheet, memory
 
@@ -25,9 +25,10 @@ def budget_of(spec: RunSpec, stage: int | None = None) -> Budget:
     if stage is None:
         return max((budget_of(spec, rank) for rank in range(spec.parallel.pp)), key=lambda one: float(one.allocated))
     rank = Grid.of(spec.parallel).rank(pp=stage)
-    rows = sheet(spec, stage).rows
+    found = sheet(spec, stage)
+    rows = found.rows
     there = sum(row.bytes for row in rows if row.name == "gradients")
-    state, host = resident(spec, rank), on_host(spec, rank)
+    state = resident(spec, rank)
     return Budget(
         parameters=state.parameters,
         gradients=state.gradients,
@@ -38,5 +39,5 @@ def budget_of(spec: RunSpec, stage: int | None = None) -> Budget:
         buffers=sum(row.bytes for row in rows if row.name in BUFFERS) + max(0, there - state.gradients),
         absent=max(0, state.gradients - there),
         left=0,
-        host=host.total,
+        host=found.host,
     )

@@ -22,7 +22,7 @@ from ..network import Network, network
 from ..ops import Workload
 from ..pipelines.stages import stages_here
 from ..policies import policies
-from .moments import Row, moments, row
+from .moments import Row, moments, pieces, row
 from .passing import passing
 from .reserve import WORKSPACES
 
@@ -38,7 +38,7 @@ class MemorySheet:
     rows: tuple[Row, ...]
     moments: dict[str, int]
     notes: tuple[str, ...] = ()
-    host: int = 0  # bytes in host memory, where states or weights are offloaded
+    host: int = 0  # bytes in host memory, where states, weights or activations are offloaded
 
     @property
     def total(self) -> int:
@@ -54,8 +54,12 @@ def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -
     """`copies` of a message on its way: 2 on a CPU, where gloo makes one more."""
     net = network(Workload.of(spec, device))
     state = resident(spec, rank)
+    gathered = strategy_of(spec).startswith("fsdp")
+    away = sum(sum(piece.sent) for piece in pieces(spec, rank, device, gathered))
     static = [*static_rows(spec, net, state, rank), *overhead_rows(spec, net, rank)]
-    work = moments(spec, rank, device, gathered=strategy_of(spec).startswith("fsdp"))
+    if device == "cpu":
+        static.append(row("activations on the host", away, "which is the device"))
+    work = moments(spec, rank, device, gathered)
     beside = passing(spec, rank, state, copies or (2 if device == "cpu" else 1))
     sheets = {
         moment: tuple(one for one in (*static, *rows, *work.get(moment, [])) if one.bytes)
@@ -63,7 +67,7 @@ def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -
     }
     sums = {moment: sum(one.bytes for one in rows) for moment, rows in sheets.items()}
     moment = max(sums, key=lambda name: sums[name])
-    return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), on_host(spec, rank).total)
+    return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), on_host(spec, rank).total + round(away))
 
 
 def notes(spec: RunSpec) -> Iterable[str]:

@@ -188,6 +188,7 @@ def run_of(question: Question, layout: Mapping[str, Any], base: RunSpec) -> RunS
     zero = layout["zero"]
     parallel = {"dp": 0, "strategy": STRATEGIES[zero], "zero": zero if zero in (1, 2) else 0, "sp": layout["tp"] > 1}
     parallel |= {"virtual_stages": layout["virtual"], "compile": question.compile}
+    parallel["offload_activations"] = 0.0  # no layout was priced with it
     parallel |= {axis: layout[axis] for axis in axes}
     sizes = {"micro_batch": layout["micro_batch"], "global_batch": question.global_batch, "seq": question.seq}
     data = base.to_dict()

@@ -14,7 +14,9 @@ from ..devices.machine import Machine
 from ..devices.profile import profile_for
 from ..exact.optimizers import STATES
 from ..memory.share import cut_over
-from ..ops import Kernel
+from ..network import network
+from ..offloaded import sent_by_all
+from ..ops import Kernel, Workload
 from .comm import Exchanges, Weights
 from .work import Pass, Work
 
@@ -30,6 +32,7 @@ class Bare:
     copies: tuple[Pass, Pass]  # of a block's weights and gradients, forward and backward
     optimizer: Pass
     offload: Number  # seconds of a step on the way to the host and back, and in its update
+    away: Number  # seconds that a block's activations take to the host, in the mean of all blocks, and as many back
 
     @classmethod
     def of(cls, case: Case) -> Self:
@@ -41,7 +44,8 @@ class Bare:
             Pass.of([("copies", Kernel("stream", bytes=back))], machine, "fp32"),
         )
         offload = offloaded(case, owned(case, weights))
-        return cls(case, Work.of_case(case, machine), Exchanges.of(case), copies, optimizer, offload)
+        away = sent_by_all(case, network(Workload.of_case(case))) / case.model.layers / link(case.gpu)
+        return cls(case, Work.of_case(case, machine), Exchanges.of(case), copies, optimizer, offload, away)
 
 
 @functools.cache
@@ -95,6 +99,10 @@ def offloaded(case: Case, numbers: Number) -> Number:
     """Gradients to the host, its update, new weights back; `full`: weights come for every pass. Nothing hides it."""
     if case.offload == "none":
         return 0.0
-    link = LINK * 1e9 * (case.gpu.host_gbs or 16.0)
     passes = 2 * case.accumulation if case.offload == "full" else 1
-    return numbers * ((4.0 + 4.0 * passes) / link + 28.0 / HOST)
+    return numbers * ((4.0 + 4.0 * passes) / link(case.gpu) + 28.0 / HOST)
+
+
+def link(gpu: Gpu) -> float:
+    """Bytes/s between a GPU and its host."""
+    return LINK * 1e9 * (gpu.host_gbs or 16.0)

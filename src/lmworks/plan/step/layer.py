@@ -76,6 +76,7 @@ class Way:
     expert: Number = 0.0
     data: Traffic = field(default_factory=Traffic)
     launches: Number = 0.0
+    away: Traffic = field(default_factory=Traffic)  # activations to host memory, or back
     host: Number = 0.0  # by which launching takes longer than all this
 
     @property
@@ -84,7 +85,7 @@ class Way:
 
     @property
     def busy(self) -> Number:
-        exchanged = self.tensor.exposed + self.context.exposed + self.expert + self.data.exposed
+        exchanged = self.tensor.exposed + self.context.exposed + self.expert + self.data.exposed + self.away.exposed
         return self.work + self.again + exchanged
 
     @property
@@ -182,11 +183,16 @@ class Weigher:
         tensor = [self.tensor(self.wire(wire), way) for wire, way in zip(wires.tensor, work.block, strict=True)]
         ring = [self.context(self.wire(wire), way) for wire, way in zip(wires.context, work.block, strict=True)]
         expert = self.wire(wires.expert)
-        data = self.data(ahead.seconds(self.factors), back.seconds(self.factors) + again)
+        passes = ahead.seconds(self.factors), back.seconds(self.factors) + again
+        data = self.data(*passes)
+        # An engine of its own copies: products beside it were measured to take as long as alone.
+        away = [hide(self.bare.away, seconds, 0.0) for seconds in passes]
         calls = CALL * self.calls()
         kept = hooks(case.software, case.recompute, case.recompute_every)
         launches = ahead.launches + calls + kept
-        forward = Way(self.parts(ahead, self.bare.copies[0]), 0.0, tensor[0], ring[0], expert, data[0], launches)
+        forward = Way(
+            self.parts(ahead, self.bare.copies[0]), 0.0, tensor[0], ring[0], expert, data[0], launches, away[0]
+        )
         backward = Way(
             self.parts(back, self.bare.copies[1]),
             again,
@@ -195,6 +201,7 @@ class Weigher:
             (1 + repeats) * expert,
             data[1],
             back.launches + work.again.launches / case.recompute_every + kept + calls * (1 + repeats),
+            away[1],
         )
         return Both(self.launched(forward), self.launched(backward))
 

@@ -16,8 +16,11 @@ from ..case import Number
 from ..devices.machine import Machine
 from ..exact.optimizers import STATES, optimizer_of
 from ..network import network, optimizer
-from ..ops import Workload
+from ..offloaded import sent
+from ..ops import Kernel, Workload
+from ..policies import kept_bytes
 from ..software import software_of
+from .bare import link
 from .constants import USUAL_LAUNCH, constants
 from .layer import behind, hooks
 from .work import Pass, Work
@@ -53,8 +56,10 @@ def step_time(spec: RunSpec, machine: Machine) -> StepTime:
     for done, times, _ in [*passes(spec, work, machine), (update, 1, 0.0)]:
         for (part, _), seconds in done.raw.items():
             parts[part] += times * float(seconds)
+    if spec.parallel.offload_activations:
+        parts["offload"] = copies(spec, work, machine)
     tags = {part: machine.tag if part == "matmul" or machine.tag == "measured" else "modelled" for part in parts}
-    tags["norms"] = tags["residual"] = tags["embedding"] = "modelled"
+    tags["offload"] = tags["norms"] = tags["residual"] = tags["embedding"] = "modelled"
 
     if machine.device == "cuda":
         parts["launches"] = waits(spec, work, update, machine)
@@ -64,6 +69,22 @@ def step_time(spec: RunSpec, machine: Machine) -> StepTime:
         )
     tags["launches"] = "modelled"
     return StepTime(dict(parts), tags, spec.tokens_per_step)
+
+
+def copies(spec: RunSpec, work: Work, machine: Machine) -> float:
+    """Seconds of a step for activations on their way to the host and back.
+
+    On a GPU what exceeds the passes beside them, where its link is known; a CPU has nothing to copy them beside.
+    """
+    layers, gpu = spec.model.layers, spec.cluster.accelerator
+    each = sum(sent(spec, [spec.parallel.recompute] * layers, kept_bytes(spec))) / layers
+    if machine.device == "cuda":
+        taken = each / link(gpu) if gpu else 0.0
+        ahead, back = (float(sum(way.raw.values())) for way in work.block)
+        shown = max(0.0, taken - ahead) + max(0.0, taken - back)
+    else:
+        shown = 2 * float(sum(Pass.of([("offload", Kernel("stream", bytes=2 * each))], machine, "fp32").raw.values()))
+    return shown * layers * spec.accumulation
 
 
 def waits(spec: RunSpec, work: Work, update: Pass, machine: Machine) -> float:

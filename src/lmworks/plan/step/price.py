@@ -100,9 +100,9 @@ def priced(step: Step, quick: Number, whole: Number) -> Price:
     parts["dp"] = parts["dp"] + tail.exposed
     hidden["dp"] = hidden["dp"] + tail.hidden
     parts["optimizer"] = weigher.bare.optimizer.seconds(weigher.factors)
-    parts["offload"] = weigher.bare.offload
+    parts["offload"] = parts["offload"] + weigher.bare.offload
     beside = parts["host"] + given.beside(case.software) * case.host
-    alone = weigher.waits(phases(rank, one), parts["optimizer"] + parts["offload"])
+    alone = weigher.waits(phases(rank, one), parts["optimizer"] + weigher.bare.offload)
     parts["host"] = np.where(np.equal(case.world, 1), alone, beside)[()]
     return finish(case, given, parts, hidden)
 
@@ -126,7 +126,7 @@ def add(parts: dict[str, Number], hidden: dict[str, Number], count: Number, way:
     costs = {**way.parts, "recompute": way.again, "ep": way.expert, "host": way.host}
     for name, seconds in costs.items():
         parts[name] = parts[name] + count * seconds
-    for name, traffic in {"tp": way.tensor, "cp": way.context, "dp": way.data}.items():
+    for name, traffic in {"tp": way.tensor, "cp": way.context, "dp": way.data, "offload": way.away}.items():
         parts[name] = parts[name] + count * traffic.exposed
         hidden[name] = hidden[name] + count * traffic.hidden
 
