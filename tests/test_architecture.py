@@ -19,7 +19,7 @@ FLOORS = [
     {"plan", "record", "launch", "kernels", "data", "model"},
     {"parallel", "engine"},
     {"train", "serve", "observe"},
-    {"align", "tune", "scaling", "evals", "study", "llm", "loading"},  # the last two: files, the offline API
+    {"align", "tune", "scaling", "evals", "study", "llm", "loading", "ahead"},  # from "llm" on: files
     {"cli", "ui", "learn"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -19,8 +19,8 @@ from .engine.runner import DTYPES, Runner
 from .engine.speculate import Speculator
 from .model import GPT
 from .model.gpt import initial_weight
-from .model.hf import HFWeights, load_hf, read_json
-from .model.hf_config import spec_of_config
+from .model.hf import HFWeights, described, load_hf, read_json
+from .model.room import make_room
 from .spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 from .spec.errors import did_you_mean
 from .spec.presets import PRESETS
@@ -70,7 +70,7 @@ def load_share(source: str | Path, spec: EngineSpec, step: int | None, seed: int
             raise SpecError(f"{folder} is no run folder: it has no steps to choose from")
         if is_quantized(folder):
             raise SpecError(f"{folder}: quantized weights are not cut over ranks; use engine.tp = 1")
-        model = spec_of_config(read_json(folder / "config.json"))
+        model = described(folder)[1]
         return Loaded(ranks.lay_out(model, dtype, HFWeights(folder, model).whole), hf_tokenizer(folder), hf_eos(folder))
     whole = load(source, spec.replace(device="cpu"), step, seed)
     parameters, buffers = dict(whole.model.named_parameters()), dict(whole.model.named_buffers())
@@ -123,8 +123,8 @@ def pick_dtype(spec: EngineSpec, device: torch.device) -> torch.dtype:
 def random_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
     """On a CPU the weights that training begins with; on a GPU drawn there, in a fraction of the time."""
     with torch.device("meta"):
-        model = GPT(spec).to(dtype)
-    model.to_empty(device=device)
+        model = GPT(spec)
+    make_room(model, device, dtype)
     if device.type == "cpu":
         model.init_weights(seed)
         return model.eval()
@@ -189,7 +189,7 @@ def shape_of(source: str | Path) -> ModelSpec | None:
     if is_preset(source):
         return ModelSpec.from_preset(str(source))
     if is_hf(folder):
-        return None if is_quantized(folder) else spec_of_config(read_json(folder / "config.json"))
+        return None if is_quantized(folder) else described(folder)[1]
     refuse_nothing(folder)
     return None
 

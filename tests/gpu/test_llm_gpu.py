@@ -14,6 +14,7 @@ from lmworks import LLM, SamplingParams
 from lmworks.loading import random_model
 from lmworks.model import GPT
 from lmworks.model.hf import load_hf
+from lmworks.model.tensor_files import save_tensors, spans
 from lmworks.model.upload import Lane
 from lmworks.observe.engine_bench import bench_offline
 from lmworks.observe.workload import Workload
@@ -30,11 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_tensor_arrives_whole_in_pieces() -> None:
-    lane = Lane(CUDA, piece=4096)
-    for seed in range(4):  # pieces follow one another faster than they leave
-        host = torch.randn(777, 333, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(lane.upload(host).cpu(), host)
+def test_a_tensor_arrives_whole_in_pieces(tmp_path: Path) -> None:
+    lane = Lane(CUDA, piece=4096)  # pieces follow one another faster than they leave
+    hosts = {str(seed): torch.randn(777, 333, generator=torch.Generator().manual_seed(seed)) for seed in range(4)}
+    save_tensors(hosts, tmp_path / "some")
+    with (tmp_path / "some").open("rb") as file:
+        for name, span in spans(tmp_path / "some").items():
+            assert torch.equal(lane.fetch(file.fileno(), span).cpu(), hosts[name])
 
 
 def test_weights_are_those_of_the_files(folder: Path) -> None:
@@ -79,7 +82,7 @@ from pathlib import Path
 from lmworks.engine.rehearsal import rehearsal
 from lmworks.loading import load, make_engine, pick_device, shape_of
 from lmworks.spec import EngineSpec
-spec = EngineSpec(blocks=512, rehearse=True)
+spec = EngineSpec(blocks=512)
 kernels = lambda: {path.name for path in Path(sys.argv[2]).rglob("*.cubin")}
 with rehearsal(shape_of(sys.argv[1]), spec, pick_device(spec)):
     loaded = load(sys.argv[1], spec, None, 0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..ahead import read_ahead
 from ..spec.errors import SpecError
 from .output import Json, print_json
 
@@ -101,6 +102,7 @@ def generate(
 
 def open_llm(model: str, overrides: Sequence[str] | None, step: int | None, engine: str, seed: int = 0) -> LLM:
     """The model with its engine, from what was typed."""
+    read_ahead(model)
     from ..llm import LLM
 
     return LLM(model, engine=engine, step=step, seed=seed, **engine_options(overrides))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..ahead import read_ahead
 from ..spec.errors import LMWorksError, SpecError, did_you_mean
 from ..spec.presets import PRESETS
 from .generate import engine_options
@@ -166,6 +167,7 @@ def adapter_of(given: str) -> tuple[str, str]:
 
 def made(source: str, options: dict[str, Any], step: int | None, seed: int, adapters: dict[str, str]) -> Served:
     """In the engine's own process."""
+    read_ahead(source)
     from ..loading import is_hf, is_preset
     from ..loading import serve as load_engine
     from ..serve.channel import Served

@@ -1,8 +1,9 @@
 """Kernels are compiled while weights are read.
 
-Both take ten seconds where neither is in a cache, the one of a processor and the other of a disk. Kernels depend on
-the widths of a model, not on its depth or its weights: a network of one layer with nothing in it takes the steps that
-the engine will take, on a thread of its own, and what it compiled and loaded is there when the engine begins.
+Both take seconds where neither is in a cache, the one of processors and the other of a disk. Kernels depend on the
+widths of a model, not on its depth or its weights: networks of one layer with nothing in them take the steps that the
+engine will take, on threads of their own, and what they compiled and loaded is there when the engine begins. Side by
+side: a compiler lets go of the interpreter for most of its time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from threading import Thread
 import torch
 
 from ..model import GPT
+from ..model.room import make_room
 from ..spec import EngineSpec, ModelSpec
 from .batch import decoding_frame, unpack
 from .graphs import recorded_as, sizes_up_to
@@ -24,6 +26,8 @@ from .warmup import take_largest_step
 
 log = logging.getLogger(__name__)
 
+Scene = list[int]  # decoding steps of so many sequences; without any, the largest step
+
 
 @contextmanager
 def rehearsal(shape: ModelSpec | None, spec: EngineSpec, device: torch.device) -> Iterator[None]:
@@ -31,34 +35,45 @@ def rehearsal(shape: ModelSpec | None, spec: EngineSpec, device: torch.device) -
     if shape is None or not pays(shape, spec, device):
         yield
         return
-    thread = Thread(target=tried, args=(shape, spec, device), name="rehearsal", daemon=True)
-    thread.start()
-    yield  # where it fails, nobody waits for the thread
-    thread.join()
+    threads = [
+        Thread(target=tried, args=(scene, shape, spec, device), name="rehearsal", daemon=True)
+        for scene in scenes(filled(spec, shape, device).max_seqs)
+    ]
+    for thread in threads:
+        thread.start()
+    yield  # where it fails, nobody waits for the threads
+    for thread in threads:
+        thread.join()
     torch.cuda.empty_cache()
 
 
 def pays(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> bool:
     """A CPU compiles nothing; experts and ranks take other steps; and weights that fill a GPU leave no room for it."""
-    if not spec.rehearse or device.type == "cpu" or shape.experts or spec.tp > 1:
+    if device.type == "cpu" or shape.experts or spec.tp > 1:
         return False
     return torch.cuda.mem_get_info(device)[0] > 2 * shape.params * DTYPES[filled(spec, shape, device).dtype].itemsize
 
 
-def tried(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
+def scenes(max_seqs: int) -> list[Scene]:
+    """The first sizes have most of the kernels that others do not have."""
+    sizes = sizes_up_to(max_seqs)
+    return [[], *(scene for scene in (sizes[:1], sizes[1:3], sizes[3:]) if scene)]
+
+
+def tried(scene: Scene, shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
     """The engine does without it: it then compiles when it begins, and what is really wrong is told there."""
     try:
-        rehearse(shape, spec, device)
+        play(scene, shape, spec, device)
     except Exception as error:
-        log.warning("engine.rehearse: nothing was compiled ahead: %s: %s", type(error).__name__, error)
+        log.warning("kernels were not compiled ahead: %s: %s", type(error).__name__, error)
 
 
 @torch.no_grad()
-def rehearse(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
-    """The largest step, and a decoding step of every size that graphs are made for."""
+def play(scene: Scene, shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
     runner = one_layer(shape, spec, device)
-    take_largest_step(runner)
-    for size in sizes_up_to(runner.spec.max_seqs):
+    if not scene:
+        take_largest_step(runner)
+    for size in scene:
         buffer, layout = runner.packer.nobody(decoding_frame(size))
         runner.work(unpack(buffer.to(device), layout), recorded_as(Wants()))
     if device.type == "cuda":
@@ -68,7 +83,7 @@ def rehearse(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
 def one_layer(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> Runner:
     with torch.device("meta"):
         model = GPT(shape.replace(layers=1))
-    model.to(DTYPES[filled(spec, shape, device).dtype]).to_empty(device=device)
+    make_room(model, device, DTYPES[filled(spec, shape, device).dtype])
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.zero_()
     plain = spec.replace(blocks=1, graphs=False, speculate="none", draft="")

@@ -20,7 +20,9 @@ from torch import Tensor
 from ..spec import CheckpointError, ModelSpec, SpecError
 from .hf_config import family_of_config, spec_of_config
 from .hf_layout import Stored, layout
-from .upload import Lane, in_lanes
+from .room import make_room
+from .tensor_files import Span, spans
+from .upload import STAGED, Lane, in_lanes
 
 if TYPE_CHECKING:
     from .gpt import GPT
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="GPT")
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-STAGED = ("cuda",)  # devices that weights reach through page-locked buffers
 # Tensors that some checkpoints hold and no network needs: causal masks and rotary frequencies, kept as buffers once.
 BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 
@@ -71,6 +72,20 @@ class Checkpoint:
         self.check(name, shape)
         return self.open[self.file_of[name]].get_tensor(name)
 
+    def open_files(self, files: ExitStack) -> None:
+        """For `where`: to be read by whoever knows better than to map them into memory."""
+        self.spans: dict[Path, dict[str, Span]] = {path: spans(path) for path in self.open}
+        self.files = {path: files.enter_context(path.open("rb")).fileno() for path in self.open}
+
+    def where(self, name: str, shape: tuple[int, ...]) -> tuple[int, Span]:
+        """An open file, and where the tensor lies in it."""
+        self.check(name, shape)
+        path = self.file_of[name]
+        if name not in self.spans[path]:
+            kind = self.open[path].get_slice(name).get_dtype()
+            raise CheckpointError(f"{path}: tensor '{name}' is of type {kind}, which no weight of this network has")
+        return self.files[path], self.spans[path][name]
+
 
 def weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).exists():
@@ -96,6 +111,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def described(folder: Path) -> tuple[str, ModelSpec]:
+    """What config.json says that the weights are of."""
+    config = read_json(folder / CONFIG)
+    try:
+        return family_of_config(config), spec_of_config(config)
+    except SpecError as error:
+        raise SpecError(f"{folder / CONFIG}: {error}") from None
+
+
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
@@ -105,26 +129,23 @@ def load_hf(
     cls: type[Model], folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Model:
     """The model of a Hugging Face folder, in `dtype` whatever the precision of its files, straight on `device`."""
-    config = read_json(folder / CONFIG)
-    try:
-        family, spec = family_of_config(config), spec_of_config(config)
-    except SpecError as error:
-        raise SpecError(f"{folder / CONFIG}: {error}") from None
+    family, spec = described(folder)
     with torch.device("meta"):
-        model = cls(spec).to(dtype)
+        model = cls(spec)
     device = torch.device(device)
     with ExitStack() as files:
         checkpoint = Checkpoint(folder, files)
         plan = {checkpoint.find(stored.name): stored for stored in layout(spec, family, checkpoint.file_of)}
         refuse_surplus(checkpoint, plan)
-        model.to_empty(device=device)
+        make_room(model, device, dtype)
         parameters: dict[str, Tensor] = dict(model.named_parameters())
 
         def read(item: tuple[str, Stored], lane: Lane) -> None:
             name, stored = item
-            stored.scatter(lane.upload(checkpoint.read(name, stored.shape(parameters))), parameters)
+            stored.scatter(lane.fetch(*checkpoint.where(name, stored.shape(parameters))), parameters)
 
         if device.type in STAGED:
+            checkpoint.open_files(files)
             in_lanes(plan.items(), read, device)
             torch.cuda.empty_cache()  # tensors as they were stored
         else:
@@ -138,11 +159,7 @@ class HFWeights:
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
-        config = read_json(folder / CONFIG)
-        try:
-            family, there = family_of_config(config), spec_of_config(config)
-        except SpecError as error:
-            raise SpecError(f"{folder / CONFIG}: {error}") from None
+        family, there = described(folder)
         for key in SHAPE_KEYS if spec.experts else (*SHAPE_KEYS, "ffn"):
             if getattr(there, key) != getattr(spec, key):
                 raise SpecError(

@@ -1,4 +1,4 @@
-"""The safetensors format, written a tensor at a time: the library's own writer takes all tensors of a file at once.
+"""The safetensors format, where the library does not do it: written a tensor at a time, and where tensors lie.
 
 A file is the length of its header in 8 bytes, the header in JSON, and the tensors' bytes in the header's order.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,27 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def raw(tensor: Tensor) -> memoryview:
     """Its bytes, where they lie."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a tensor lies in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+
+def spans(path: Path) -> dict[str, Span]:
+    """Of a file that `safe_open` has found to be whole; less those of types that no network here has."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        table: dict[str, Any] = json.loads(file.read(size))
+    table.pop("__metadata__", None)
+    return {
+        name: Span(TORCH_DTYPES[one["dtype"]], tuple(one["shape"]), 8 + size + start, end - start)
+        for name, one in table.items()
+        if one["dtype"] in TORCH_DTYPES
+        for start, end in [one["data_offsets"]]
+    }

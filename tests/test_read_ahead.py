@@ -1,0 +1,54 @@
+"""Weights on their way into memory before anyone asks for them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmworks import ahead
+
+
+def test_every_byte_of_the_weights_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[Path, int]] = []
+    monkeypatch.setattr(ahead, "PIECE", 10)
+    monkeypatch.setattr(ahead, "skim", lambda pieces: read.extend(pieces))
+    for name, size in (("a.safetensors", 25), ("b.safetensors", 10), ("consolidated.safetensors", 99)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    index = {"weight_map": {"embed": "a.safetensors", "head": "b.safetensors", "norm": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for thread in ahead.read_ahead(tmp_path):
+        thread.join()
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    assert sorted(read) == [(a, 0), (a, 10), (a, 20), (b, 0)]
+
+
+def test_a_file_that_is_gone_is_left_to_who_needs_it(tmp_path: Path) -> None:
+    ahead.skim([(tmp_path / "gone.safetensors", 0)])
+
+
+def test_what_does_not_fit_into_memory_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    monkeypatch.setattr(ahead, "available_bytes", lambda: 2 * ahead.PIECE)
+    assert ahead.read_ahead(tmp_path)
+    monkeypatch.setattr(ahead, "available_bytes", lambda: 2 * ahead.PIECE - 1)
+    assert not ahead.read_ahead(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
+def test_a_damaged_index_is_left_to_who_needs_it(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert not ahead.read_ahead(tmp_path)
+
+
+def test_a_preset_has_nothing_to_read() -> None:
+    assert not ahead.read_ahead("llama3-8b")
+
+
+def test_it_is_there_before_torch_is() -> None:
+    code = "import sys, lmworks.ahead, lmworks.cli.generate, lmworks.cli.serve; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
