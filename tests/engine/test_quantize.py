@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmworks import GPT, ModelSpec
 from lmworks.data import TokenData
-from lmworks.engine.calibrate_quant import Seen, Walk, calibrated, gptq, quantize_blocks
+from lmworks.engine.calibrate_quant import Seen, Walk, calibrated, gptq, quantize_layers
 from lmworks.engine.drift import DriftMonitor, Inputs
 from lmworks.engine.quantize import Calibration, QuantizationRefused, quantize
 from lmworks.engine.quantized_folder import (
@@ -27,7 +27,7 @@ from lmworks.engine.quantized_model import (
     SCHEMES,
     QuantLinear,
     apply_quantization,
-    block_linears,
+    linears,
     merge,
     quantized_layers,
     rounded,
@@ -74,17 +74,22 @@ def test_a_quantized_network_is_the_network_of_its_dequantized_weights(scheme: s
     model = small(shape)
     plain = copy.deepcopy(model)
     apply_quantization(model, scheme)
-    for name, layer in block_linears(plain):
+    for name, layer in linears(plain):
         new = model.get_submodule(name)
         assert isinstance(new, QuantLinear)
-        assert 0 < off(new.dequantized(), layer.weight) < {"int8": 0.01, "int4": 0.2, "fp8": 0.05}[scheme]
+        kind = "int8" if name == "head" and scheme == "int4" else scheme
+        assert new.scheme.name == kind
+        assert 0 < off(new.dequantized(), layer.weight) < {"int8": 0.01, "int4": 0.2, "fp8": 0.05}[kind]
         layer.weight.copy_(new.dequantized())
         if scheme == "fp8":
             layer.register_forward_pre_hook(lambda _layer, inputs: fp8_and_back(inputs[0]))
+    if plain.head is not None:
+        plain.project = lambda states, _weight: plain.head(states)  # with the hook of fp8
     tokens = some_tokens(model)
     assert off(model(tokens), plain(tokens)) < 1e-5
     kept = {name: parameter for name, parameter in model.named_parameters() if "bias" not in name}
-    assert all("embed" in name or "norm" in name or "head" in name or "positions" in name for name in kept)
+    assert all("embed" in name or "norm" in name or "positions" in name for name in kept)
+    assert (model.head is None) == model.spec.tie_embeddings
     assert not differences(kept, {name: dict(plain.named_parameters())[name] for name in kept})
 
 
@@ -107,6 +112,27 @@ def test_layers_merge_along_their_outputs(scheme: str, shape: str) -> None:
     assert merge([attention.q, small().layers()[0].attention.k]) is None
     other = "fp8" if scheme == "int8" else "int8"
     assert merge([attention.q, apply_quantization(small(shape), other).layers()[1].attention.k]) is None
+
+
+def test_a_copy_has_a_head_of_its_own() -> None:
+    model = apply_quantization(small(), "int4")
+    copied, tokens = copy.deepcopy(model), some_tokens(model)
+    wanted = model(tokens)
+    assert isinstance(model.head, QuantLinear)
+    model.head.scale.zero_()
+    assert not model(tokens).any()
+    assert torch.equal(copied(tokens), wanted)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_loss_without_logits_is_the_one_with_them(scheme: str) -> None:
+    """The weight of a head means nothing without its scales."""
+    model = apply_quantization(small(), scheme)
+    tokens, targets = some_tokens(model), some_tokens(model).roll(1)
+    _, wanted = model(tokens, targets)
+    logits, found = model(tokens, targets, keep_logits=False)
+    assert logits is None
+    assert float(found) == pytest.approx(float(wanted), rel=1e-5)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -188,13 +214,17 @@ def test_layers_are_measured_on_inputs_that_they_were_not_fitted_to() -> None:
 def test_later_blocks_see_what_quantized_ones_give() -> None:
     model = small()
     batches = [some_tokens(model), some_tokens(model, rows=3)]
-    reports = {layer.name: layer for layer in quantize_blocks(model, SCHEMES["int4"], batches, 128)}
-    inputs: list[Tensor] = []
-    model.layers()[1].attention.q.register_forward_pre_hook(lambda _layer, given: inputs.append(given[0].flatten()))
-    for tokens in batches:
-        model(tokens)
-    assert reports["blocks.1.attention.q"].amax == pytest.approx(float(torch.cat(inputs).abs().max()), rel=1e-5)
+    reports = {layer.name: layer for layer in quantize_layers(model, SCHEMES["int4"], batches, 128)}
+    for name in ("blocks.1.attention.q", "head"):
+        inputs: list[Tensor] = []
+        layer = model.get_submodule(name)
+        layer.register_forward_pre_hook(lambda _layer, given, seen=inputs: seen.append(given[0].flatten()))
+        for tokens in batches:
+            model(tokens)
+        assert reports[name].amax == pytest.approx(float(torch.cat(inputs).abs().max()), rel=1e-5)
+        assert reports[name].rms == pytest.approx(float(torch.cat(inputs).square().mean().sqrt()), rel=1e-5)
     assert reports["blocks.1.mlp.up"].group == 32
+    assert reports["head"].group == 0
 
 
 # --- a trained network through the pipeline ---------------------------------------------------------------
@@ -224,7 +254,7 @@ def test_the_report_says_what_was_lost_and_won(scheme: str, trained: GPT, text: 
         assert loss == pytest.approx(float(wanted), rel=1e-5)
     assert report.passed
     assert math.exp(report.loss_after - report.loss_before) - 1 == pytest.approx(report.increase)
-    assert [layer.name for layer in report.layers] == [name for name, _ in block_linears(trained)]
+    assert [layer.name for layer in report.layers] == [name for name, _ in linears(trained)]
     assert report.bytes_after == served_bytes(model) < report.bytes_before == 2 * trained.spec.params
     errors = [layer.error for layer in report.layers]
     plain = [layer.rounded_error for layer in report.layers]
@@ -235,13 +265,12 @@ def test_the_report_says_what_was_lost_and_won(scheme: str, trained: GPT, text: 
         assert errors == plain
 
 
-def test_a_broken_scale_is_refused_and_its_layer_named(trained: GPT, text: Calibration) -> None:
-    broken = "blocks.0.mlp.up"
-
+@pytest.mark.parametrize("broken", ["blocks.0.mlp.up", "head"])
+def test_a_broken_scale_is_refused_and_its_layer_named(broken: str, trained: GPT, text: Calibration) -> None:
     def damaged(name: str, layer: Linear, seen: Seen) -> QuantLinear:
         new = rounded(SCHEMES["int8"], layer)
         if name == broken:
-            new.scale[3:12] *= 40
+            new.scale[30:120] *= 40
         return new
 
     with pytest.raises(QuantizationRefused, match=rf"nothing was written. The worst layers: {broken}") as refused:
@@ -292,11 +321,12 @@ def test_a_folder_comes_back_bit_for_bit(folder: tuple[GPT, Path]) -> None:
     ]
     assert not differences(*states)
     assert [v.dtype for v in back.state_dict().values()] == [v.dtype for v in model.state_dict().values()]
-    assert [layer.label for layer in quantized_layers(back)] == [name for name, _ in block_linears(GPT(model.spec))]
+    assert [layer.label for layer in quantized_layers(back)] == [name for name, _ in linears(GPT(model.spec))]
     tokens = some_tokens(model)
     assert torch.equal(back(tokens), model(tokens))
     half = load_quantized(out, dtype=torch.bfloat16)
-    assert half.head_weight.dtype == torch.bfloat16
+    assert half.embed is not None and half.embed.weight.dtype == torch.bfloat16
+    assert half.head_weight.dtype == model.head_weight.dtype
     assert off(half(tokens).float(), model(tokens)) < 0.1
     tokenizer = hf_tokenizer(out)
     assert tokenizer is not None
@@ -336,8 +366,12 @@ def test_damaged_mixed_and_foreign_folders_are_refused(folder: tuple[GPT, Path],
     refused(r"tensor 'blocks.0.attention.q.weight' is torch.int32|missing or too many|belongs there")
     (out / "quantization.json").write_text(json.dumps({**about, "groups": {}}))
     refused("no group that fits")
-    (out / "quantization.json").write_text(json.dumps({**about, "version": 99}))
-    refused("version 99")
+    for version, said in (
+        (1, "an earlier version wrote it.* quantize it again"),
+        (99, "version 99, .* quantize the model"),
+    ):
+        (out / "quantization.json").write_text(json.dumps({**about, "version": version}))
+        refused(said)
     (out / "quantization.json").unlink()
     assert not is_quantized(out)
     refused("not a folder that `lmworks quantize` wrote")

@@ -24,6 +24,7 @@ from lmworks.kernels.paged_attention import LayerCache, Pages
 from lmworks.kernels.sample import Rows
 
 triton = pytest.importorskip("triton")
+triton_support = pytest.importorskip("lmworks.kernels.triton_support")
 TensorDescriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
 pytestmark = [
     pytest.mark.slow,
@@ -32,8 +33,9 @@ pytestmark = [
 
 HOPPER, SHARED_BYTES = 90, 232_448
 TYPES = {
-    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
-    torch.int8: "i8", torch.bool: "i1", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5", torch.int8: "i8", torch.bool: "i1", torch.int16: "i16", torch.int32: "i32",
+    torch.int64: "i64",
 }  # fmt: skip
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -70,6 +72,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(triton.compile(described(kernel, given), target=target, options=options))
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", launch)
+    monkeypatch.setattr(triton_support, "launches_early", lambda _device: True)
     return found
 
 
@@ -95,17 +98,22 @@ def store(held: torch.dtype) -> None:
     module.launch(qkv, 32, 8, norm, norm, 1e-6, turn, LayerCache(pool, pool, scales, scales), slots)
 
 
-def product(kind: str, rows: int) -> None:
+def product(kind: str, rows: int, gate: bool = False) -> None:
     few = importlib.import_module("lmworks.kernels.linear_triton")
     x, channels, inputs = torch.zeros(rows, 1024, dtype=BF16), 4096, 1024
     if kind == "int4":
         words, scale = torch.zeros(channels, inputs // 8, dtype=torch.int32), torch.zeros(channels, 8, dtype=BF16)
-        importlib.import_module("lmworks.kernels.int4_triton").int4_linear(x, words, scale)
+        importlib.import_module("lmworks.kernels.int4_triton").int4_linear(x, words, scale, gate)
     elif kind == "int8":
-        few.int8_linear(x, torch.zeros(channels, inputs, dtype=torch.int8), torch.zeros(channels))
-    else:
+        few.int8_linear(x, torch.zeros(channels, inputs, dtype=torch.int8), torch.zeros(channels), gate)
+    elif kind == "fp8":
         weight = torch.zeros(channels, inputs, dtype=FP8)
-        few.fp8_linear(x.to(FP8), torch.zeros(rows), weight, torch.zeros(channels), BF16)
+        few.fp8_linear(x.to(FP8), torch.zeros(rows), weight, torch.zeros(channels), BF16, gate)
+    elif kind == "fixed":
+        weight = torch.zeros(channels, inputs, dtype=BF16)
+        importlib.import_module("lmworks.kernels.fixed_linear_triton").fixed_rows(x, weight, None)
+    else:
+        few.linear(x, torch.zeros(channels, inputs, dtype=BF16), gate)
 
 
 def sample() -> None:
@@ -147,10 +155,10 @@ def flash(head_dim: int, *, group: int = 1, window: int = 0, packed: bool = Fals
 
 
 def loss(vocab: int) -> None:
-    """With a gradient, and cut over ranks; rows are filled up to 64 logits."""
+    """With a gradient (bf16 has a kernel of its own), and cut over ranks; rows are filled up to 64 logits."""
     module = importlib.import_module("lmworks.kernels.cross_entropy_triton")
     logits, targets = torch.zeros(4, -(-vocab // 64) * 64, dtype=BF16), torch.zeros(4, dtype=torch.int64)
-    module.loss_in_place(logits, targets, True, vocab)
+    module.loss_in_place(logits.half(), targets, True, vocab)
     module.row_sums(logits, targets)
     module.gradient_in_place(logits, targets, torch.zeros(4))
 
@@ -162,6 +170,11 @@ def eight_bits() -> None:
     module.dequantize(values, scales, BF16)
     module.quantize(x, FP8)
     module.quantize(x, torch.float8_e5m2, True, transposed=True)
+
+
+def squares(dtype: torch.dtype) -> None:
+    tensors = [torch.zeros(size, dtype=dtype) for size in (2**20, 2**18 + 3)]
+    importlib.import_module("lmworks.kernels.squares_triton").partial_sums(tensors, aligned=True)
 
 
 def adamw(size: int, low: bool, states: torch.dtype) -> None:
@@ -196,7 +209,10 @@ CASES: dict[str, Callable[[], None]] = {
     "store-fp8": lambda: store(FP8),
     "store-int8": lambda: store(torch.int8),
     **{f"{kind}-{rows}": lambda kind=kind, rows=rows: product(kind, rows)
-       for kind in ("int8", "int4", "fp8") for rows in (1, 2, 64)},
+       for kind in ("bf16", "int8", "int4", "fp8") for rows in (1, 2, 64)},
+    **{f"{kind}-gate-{rows}": lambda kind=kind, rows=rows: product(kind, rows, gate=True)
+       for kind in ("bf16", "int8", "int4", "fp8") for rows in (1, 2)},
+    "fixed-1": lambda: product("fixed", 1),
     "sample": sample,
     "flash-256": lambda: flash(256),
     "flash-80-window": lambda: flash(80, window=300),
@@ -219,6 +235,24 @@ def test_kernels_compile_for_a_gpu(case: str, compiled: list[Any]) -> None:
     for kernel in compiled:
         assert kernel.metadata.shared <= SHARED_BYTES
         assert kernel.asm["cubin"]
+
+
+MOVES = r"\s(ld|st|atom|red)\.(?!param)|\scp\.async\."
+DECODING = ("norm-4096", "bf16-gate-1", "bf16-2", "int8-1", "fixed-1", "store-fp8", "decode", "swiglu",
+            "sample")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DECODING)
+def test_kernels_that_are_launched_early_move_nothing_before_they_waited(case: str, compiled: list[Any]) -> None:
+    CASES[case]()
+    kernels = [kernel for kernel in compiled if kernel.metadata.launch_pdl]
+    assert kernels
+    for kernel in kernels:
+        before, waited, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
+        assert waited
+        assert "griddepcontrol.launch_dependents" in after
+        assert not re.search(MOVES, before)
+        assert re.search(MOVES, after)
 
 
 @pytest.mark.parametrize("case", PASSES)
@@ -270,3 +304,26 @@ def test_the_loss_moves_16_bytes_at_a_time(vocab: int, each: int, compiled: list
         assert stack_bytes(kernel, tmp_path) == 0
         assert kernel.asm["ptx"].count("ld.global.v4") == loads * each
         assert kernel.asm["ptx"].count("st.global.v4") == stores * each
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(BF16, 4), (torch.float32, 8)])
+def test_a_norm_loads_16_bytes_at_a_time(dtype: torch.dtype, wide: int, compiled: list[Any], tmp_path: Path) -> None:
+    """But for the last block of a tensor, whose end no compiler knows."""
+    squares(dtype)
+    [kernel] = compiled
+    assert stack_bytes(kernel, tmp_path) == 0
+    assert len(re.findall(r"ld\.global\S*\.v4\.", kernel.asm["ptx"])) == wide
+
+
+@pytest.mark.parametrize(("vocab", "again", "held"), [(128_256, 19, 13), (50_257, 0, 13), (32_000, 0, 8)])
+def test_a_row_of_the_loss_stays_in_registers(
+    vocab: int, again: int, held: int, compiled: list[Any], tmp_path: Path
+) -> None:
+    """Blocks of 512 threads × 16 bytes: those held are loaded before the loop and in it, the others twice in it."""
+    module = importlib.import_module("lmworks.kernels.cross_entropy_triton")
+    logits, targets = torch.zeros(4, -(-vocab // 64) * 64, dtype=BF16), torch.zeros(4, dtype=torch.int64)
+    module.loss_in_place(logits, targets, True, vocab)
+    [kernel] = compiled
+    assert stack_bytes(kernel, tmp_path) <= 32  # none with Triton 3.6
+    assert len(re.findall(r"ld\.global\S*\.v4\.", kernel.asm["ptx"])) == 2 * (again + held)
+    assert len(re.findall(r"st\.global\S*\.v4\.", kernel.asm["ptx"])) == again + held

@@ -24,6 +24,7 @@ FILES = (
     "test_paged_triton.py",
     "test_sample_kernel.py",
     "test_small_linear.py",
+    "test_squares_triton.py",
 )
 
 

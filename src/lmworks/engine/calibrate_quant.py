@@ -10,7 +10,8 @@ columns that are still to come, in the proportions that H says undo it best. Wit
 A group's scale is chosen when its turn comes, of the weights as they are by then: the one of a few fractions of the
 largest weight with the least error, each column weighed by H_jj.
 
-Blocks are taken in order, each seeing what the quantized ones before it give, with one block's H in memory.
+Blocks are taken in order, each seeing what the quantized ones before it give, with one block's H in memory; then the
+head, which is never int4.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from ..kernels import quantized
 from ..model.attention import dense
 from ..model.gpt import GPT, Block, Linear, default_positions
-from .quantized_model import QuantLinear, Scheme, group_of, rounded
+from .quantized_model import HEAD, QuantLinear, Scheme, group_of, replace, rounded, scheme_of
 
 DAMPING = 0.01  # added to H's diagonal, as a part of its mean: columns that were never seen together
 COLUMNS = 128  # rounded before their errors reach the columns far behind, in one product
@@ -73,21 +74,21 @@ class LayerReport:
     rounded_error: float  # with plain rounding
     amax: float  # largest input
     rms: float  # root of the inputs' mean square
-    group: int  # int4: inputs that share a scale
+    group: int  # int4: inputs that share a scale; else 0
 
 
 Make = Callable[[str, Linear, Seen], QuantLinear]
 
 
 @torch.no_grad()
-def quantize_blocks(
+def quantize_layers(
     model: GPT, scheme: Scheme, batches: list[Tensor], group: int, make: Make | None = None
 ) -> Iterator[LayerReport]:
-    """Quantize the blocks in place, one after the other, on token batches (rows, seq), two at least.
+    """Quantize a network in place, block after block, on token batches (rows, seq), two at least.
 
     `make` stands in for what makes a layer: tests plant damage with it.
     """
-    chosen = make or (lambda name, layer, seen: calibrated(scheme, layer, seen, group))
+    chosen = make or (lambda name, layer, seen: calibrated(scheme_of(scheme, name), layer, seen, group))
     states = [embedded(model, tokens) for tokens in batches]
     for number, block in model.blocks.items():
         assert isinstance(block, Block)
@@ -97,11 +98,21 @@ def quantize_blocks(
         for name, layer in linears.items():
             full = f"blocks.{number}.{name}"
             new = chosen(full, layer, seen[name])
-            new.label = full
             yield report(full, scheme, layer, new, seen.pop(name), group)
-            parent, _, child = name.rpartition(".")
-            setattr(block.get_submodule(parent), child, new)
+            replace(model, full, new)
         states = [walk.through(x) for x in states]
+    if model.head is not None and model.norm is not None:
+        normed = Seen()
+        for i, x in enumerate(states):
+            normed.take(model.norm(x), i < fitted_of(states), moments=False)
+        new = chosen(HEAD, model.head, normed)
+        yield report(HEAD, scheme_of(scheme, HEAD), model.head, new, normed, group)
+        replace(model, HEAD, new)
+
+
+def fitted_of(states: list[Tensor]) -> int:
+    """Batches to fit to; the last quarter is what is measured on."""
+    return len(states) - max(1, len(states) // 4)
 
 
 def embedded(model: GPT, tokens: Tensor) -> Tensor:
@@ -124,9 +135,9 @@ class Walk:
         return result
 
     def watch(self, states: list[Tensor], linears: dict[str, Linear], moments: bool) -> dict[str, Seen]:
-        """What comes into each of the block's linears; the last quarter of the states is not for fitting to."""
+        """What comes into each of the block's linears."""
         seen = {name: Seen() for name in linears}
-        fitted = len(states) - max(1, len(states) // 4)
+        fitted = fitted_of(states)
 
         def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             return lambda _module, inputs: seen[name].take(inputs[0], number < fitted, moments)

@@ -1,7 +1,7 @@
 """The trainer's network made quick for inference, in place: fewer and larger products, fewer passes over memory.
 
     attention   q, k, v are one product; normalising, rotating and storing them is one kernel (`engine.paged`)
-    MLP         gate and up are one product; silu(gate) · up is one kernel
+    MLP         gate and up are one product, which also does silu(gate) · up where the rows are few
     block       adding to the residual stream and the next norm are one kernel. Between blocks travels a pair, the
                 stream and what the last part has yet to add to it
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..kernels.add_norm import add_rms_norm
 from ..kernels.fixed_linear import fixed_linear
-from ..kernels.small_linear import small_linear
+from ..kernels.small_linear import gated_linear, small_linear
 from ..kernels.swiglu import swiglu_packed
 from ..model import rope
 from ..model.gpt import GPT, MLP, Attention, Block, Linear, RMSNorm, Rope
@@ -49,6 +49,14 @@ class Applied:
             return self.product(x, layer.weight, layer.bias)
         return layer(x)
 
+    def gated(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """silu(gate) · up of a layer that gives both side by side."""
+        if type(layer) is Linear and not self.invariant:
+            return gated_linear(x, layer.weight, layer.bias)
+        if type(layer) is quantized_model.QuantLinear:
+            return layer(x, gate=True)
+        return swiglu_packed(self(layer, x))
+
     def project(self, states: Tensor, weight: Tensor) -> Tensor:
         return self.product(states, weight, None)
 
@@ -73,14 +81,18 @@ class FusedAttention(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """model.gpt.MLP with one product on the way in."""
+    """model.gpt.MLP with one product on the way in, which does SwiGLU too where `act` is None."""
 
-    def __init__(self, into: nn.Module, act: Callable[[Tensor], Tensor], down: nn.Module, apply: Applied) -> None:
+    def __init__(
+        self, into: nn.Module, act: Callable[[Tensor], Tensor] | None, down: nn.Module, apply: Applied
+    ) -> None:
         super().__init__()
         self.into, self.act, self.down, self.apply_linear = into, act, down, apply
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.apply_linear(self.down, self.act(self.apply_linear(self.into, x)))
+        apply = self.apply_linear
+        inner = apply.gated(self.into, x) if self.act is None else self.act(apply(self.into, x))
+        return apply(self.down, inner)
 
 
 class Unfused(nn.Module):
@@ -153,7 +165,8 @@ def fuse(model: GPT, context: int, invariant: bool = False) -> None:
             torch.cuda.empty_cache()  # merged weights are larger than the pieces that were let go, and fit none of them
     assert model.norm is not None
     model.norm = fuser.norm(model.norm)
-    model.project = fuser.apply.project
+    if not isinstance(model.head, quantized_model.QuantLinear):
+        model.project = fuser.apply.project
     if model.spec.positions == "rope":
         model.turns = Turns(model.spec, context, model.device)
 
@@ -180,11 +193,15 @@ class Fuser:
     def mlp(self, was: nn.Module) -> nn.Module:
         if not isinstance(was, MLP):
             return ByRows(Unfused(was)) if self.apply.invariant else Unfused(was)
-        act = swiglu_packed if was.gate is not None else functools.partial(F.gelu, approximate="tanh")
         into = was.up if was.gate is None else merged([was.gate, was.up])
         if into is None:
             return Unfused(was)
-        return FusedMLP(into, ByRows(act) if self.by_rows else act, was.down, self.apply)
+        act: Callable[[Tensor], Tensor] | None = None
+        if was.gate is None:
+            act = functools.partial(F.gelu, approximate="tanh")
+        if self.by_rows:
+            act = ByRows(act or swiglu_packed)
+        return FusedMLP(into, act, was.down, self.apply)
 
 
 def refuse_unknown(block: Block) -> None:

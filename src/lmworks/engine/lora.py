@@ -82,7 +82,7 @@ class Adapters:
 
     @torch.no_grad()
     def stack(self, places: list[Place]) -> None:
-        weight = self.model.head_weight  # whose device and precision those of all layers are
+        weight = next(self.model.parameters())  # whose device and precision those of all layers are
         width = sum(adapter.rank for adapter in self.held.values())
         columns = torch.zeros(1 + len(self.held), width)
         self.indices: dict[str | None, int] = {None: 0}

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..kernels.quantized import GROUPS
 from ..model.gpt import GPT
 from ..spec import DataError, LMWorksError
-from .calibrate_quant import LayerReport, Make, loss_on, quantize_blocks
+from .calibrate_quant import LayerReport, Make, loss_on, quantize_layers
 from .quantized_model import refuse_experts, scheme_named, served_bytes
 
 LIMITS = {"int8": 0.02, "int4": 0.05, "fp8": 0.02}  # how much perplexity may rise, as a part of what it was
@@ -134,7 +134,7 @@ def quantize(
     model.eval().requires_grad_(False)
     loss_before, bytes_before = loss_on(model, calibration.measure), served_bytes(model)
     layers: list[LayerReport] = []
-    for layer in quantize_blocks(model, chosen, [batch[:, :-1] for batch in calibration.fit], group, make):
+    for layer in quantize_layers(model, chosen, [batch[:, :-1] for batch in calibration.fit], group, make):
         layers.append(layer)
         if progress is not None:
             progress(layer)

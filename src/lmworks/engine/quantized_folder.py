@@ -24,14 +24,16 @@ from torch import Tensor
 
 from ..model.gpt import GPT
 from ..model.hf import one_line, read_json
-from ..model.tensor_files import save_tensors
+from ..model.room import make_room
+from ..model.tensor_files import Span, save_tensors, spans
+from ..model.upload import STAGED, Lane, in_lanes
 from ..spec import CheckpointError, ModelSpec, SpecError
 from ..spec.files import write_whole
 from .quantize import Report
 from .quantized_model import SCHEMES, empty_like_quantized
 
 CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "quantization.json"
-VERSION = 1
+VERSION = 2
 PIECE = 1 << 26  # bytes that one thread hashes at a time
 
 
@@ -80,7 +82,7 @@ def save_quantized(
         write_whole(draft / CONFIG, json.dumps(config, indent=2) + "\n")
         for file in files:
             shutil.copyfile(file, draft / file.name)
-        groups = {layer.name: layer.group for layer in report.layers} if report.scheme == "int4" else {}
+        groups = {layer.name: layer.group for layer in report.layers if layer.group}
         about = {
             "version": VERSION,
             "scheme": report.scheme,
@@ -139,7 +141,7 @@ def load_quantized(
         raise CheckpointError(f"{folder}: {CONFIG} and {ABOUT} describe no network ({one_line(error)})") from None
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    model.to_empty(device=device)
+    make_room(model, torch.device(device))
     fill(model, folder / WEIGHTS)
     return model.eval().requires_grad_(False)
 
@@ -148,6 +150,10 @@ def read_about(folder: Path) -> dict[str, Any]:
     if not is_quantized(folder):
         raise CheckpointError(f"{folder}: no {ABOUT} is there; it is not a folder that `lmworks quantize` wrote")
     about = read_json(folder / ABOUT)
+    if about.get("version") == 1:
+        raise CheckpointError(
+            f"{folder / ABOUT}: an earlier version wrote it, with a head as it was; quantize it again"
+        )
     if about.get("version") != VERSION or about.get("scheme") not in SCHEMES:
         raise CheckpointError(
             f"{folder / ABOUT}: version {about.get('version')!r}, scheme {about.get('scheme')!r} is not known here; "
@@ -173,19 +179,29 @@ def fill(model: GPT, path: Path) -> None:
     state: dict[str, Tensor] = model.state_dict()
     try:
         with safe_open(path, framework="pt") as file:
+            table: dict[str, Span] = spans(path)
             names = set(file.keys())
             if names != state.keys():
                 odd = sorted(names ^ state.keys())
                 raise CheckpointError(f"{path}: {len(odd)} tensors are missing or too many, the first is '{odd[0]}'")
             for name, tensor in state.items():
-                stored = file.get_tensor(name)
+                stored = table[name]
                 whole = not tensor.is_floating_point() or tensor.dtype.itemsize == 1
                 if stored.shape != tensor.shape or (whole and stored.dtype != tensor.dtype):
                     raise CheckpointError(
-                        f"{path}: tensor '{name}' is {stored.dtype} {tuple(stored.shape)}, "
+                        f"{path}: tensor '{name}' is {stored.dtype} {stored.shape}, "
                         f"but {tensor.dtype} {tuple(tensor.shape)} belongs there"
                     )
-                tensor.copy_(stored)
+            if model.device.type not in STAGED:
+                for name, tensor in state.items():
+                    tensor.copy_(file.get_tensor(name))
+                return
+        with path.open("rb") as raw:
+
+            def read(item: tuple[str, Tensor], lane: Lane) -> None:
+                item[1].copy_(lane.fetch(raw.fileno(), table[item[0]]))
+
+            in_lanes(state.items(), read, model.device)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
 

@@ -1,8 +1,9 @@
-"""A network whose block's matrices are int8, int4 or fp8 (formats: `kernels.quantized`).
+"""A network whose matrices are int8, int4 or fp8 (formats: `kernels.quantized`).
 
-Quantised are the linear layers of every block: q, k, v, out, gate, up, down. Embeddings, norms, biases and the head
-stay as they are: they are small, or decide between tokens that are almost alike. Experts are no linear layers of the
-network (a mixture holds all of a layer's in one tensor): such a network is refused.
+Quantised are the linear layers of every block (q, k, v, out, gate, up, down) and the head, which decides between tokens
+that are almost alike: it has eight bits a weight in int4, too. Embeddings, norms and biases stay as they are, and with
+the embedding a head that is tied to it. Experts are no linear layers of the network (a mixture holds all of a layer's
+in one tensor): such a network is refused.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import quantized
+from ..kernels.cross_entropy import IGNORE
+from ..kernels.swiglu import swiglu_packed
 from ..model.gpt import GPT, Linear
 from ..model.moe import moe_layers
 from ..spec import SpecError
 from ..spec.errors import did_you_mean
 
-Linears = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+Linears = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
+HEAD = "head"
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Scheme:
 
     name: str
     about: str
-    linear: Linears  # (x, weight, scale, fixed) → x · (weight · scale)ᵀ
+    linear: Linears  # (x, weight, scale, fixed, gate) → x · (weight · scale)ᵀ, or gated by its first half
     dequantize: Callable[[Tensor, Tensor], Tensor]  # (weight, scale) → (out, in) fp32
     stored: torch.dtype
     scales: torch.dtype
@@ -51,6 +56,11 @@ def scheme_named(name: str) -> Scheme:
     return SCHEMES[name]
 
 
+def scheme_of(scheme: Scheme, layer: str) -> Scheme:
+    """The one of a layer, by its name in the network."""
+    return SCHEMES["int8"] if scheme.name == "int4" and layer == HEAD else scheme
+
+
 class QuantLinear(nn.Module):
     """In the place of a linear layer. Its first dimension is the output's, so layers merge end to end."""
 
@@ -66,9 +76,21 @@ class QuantLinear(nn.Module):
         self.register_buffer("scale", scale)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.scheme.linear(x, self.weight, self.scale, self.fixed)
-        return y if self.bias is None else y + self.bias
+    def forward(self, x: Tensor, gate: bool = False) -> Tensor:
+        """`gate`: silu(first half) · second half of what it gives else."""
+        if self.bias is None:
+            return self.scheme.linear(x, self.weight, self.scale, self.fixed, gate)
+        y = self.scheme.linear(x, self.weight, self.scale, self.fixed, False) + self.bias
+        return swiglu_packed(y) if gate else y
+
+    def project(self, states: Tensor, _weight: Tensor) -> Tensor:
+        """As the head of a network."""
+        logits: Tensor = self(states)
+        return logits
+
+    def cross_entropy(self, states: Tensor, _weight: Tensor, targets: Tensor) -> Tensor:
+        """As the loss of a network whose head it is, which else takes the weight as it lies there, without scales."""
+        return F.cross_entropy(self(states).float(), targets, ignore_index=IGNORE, reduction="sum")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """A move takes everything along; a cast (`model.bfloat16()`) leaves the format as it is."""
@@ -137,11 +159,11 @@ def alike(a: QuantLinear, b: QuantLinear) -> bool:
 
 
 def apply_quantization(model: GPT, scheme: str, group: int = quantized.GROUPS[0]) -> GPT:
-    """Round the matrices of all blocks, in place and one at a time. Calibrated rounding: `engine.quantize`."""
+    """Round all matrices, in place and one at a time. Calibrated rounding: `engine.quantize`."""
     chosen = scheme_named(scheme)
     refuse_experts(model)
-    for name, layer in list(block_linears(model)):
-        replace(model, name, rounded(chosen, layer, group))
+    for name, layer in list(linears(model)):
+        replace(model, name, rounded(scheme_of(chosen, name), layer, group))
     return model
 
 
@@ -150,10 +172,10 @@ def refuse_experts(model: GPT) -> None:
         raise SpecError("a network with experts cannot be quantized yet: experts are kept in their own precision")
 
 
-def block_linears(model: GPT) -> Iterator[tuple[str, Linear]]:
+def linears(model: GPT) -> Iterator[tuple[str, Linear]]:
     """The layers that a scheme applies to, by name."""
     for name, module in model.named_modules():
-        if name.startswith("blocks.") and isinstance(module, Linear):
+        if (name.startswith("blocks.") or name == HEAD) and isinstance(module, Linear):
             yield name, module
 
 
@@ -165,6 +187,8 @@ def replace(model: GPT, name: str, layer: QuantLinear) -> None:
     layer.label = name
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
+    if name == HEAD:
+        model.project, model.cross_entropy = layer.project, layer.cross_entropy
 
 
 def set_fixed(model: nn.Module, fixed: bool = True) -> None:
@@ -181,8 +205,8 @@ def served_bytes(model: nn.Module) -> int:
 
 def empty_like_quantized(model: GPT, scheme: str, groups: dict[str, int]) -> None:
     """Layers of the right shape without values, for a folder to be read into; `groups` by layer, in int4."""
-    chosen = scheme_named(scheme)
-    for name, layer in list(block_linears(model)):
+    for name, layer in list(linears(model)):
+        chosen = scheme_of(scheme_named(scheme), name)
         out, inputs = layer.weight.shape
         weight: tuple[int, ...] = (out, inputs)
         scale: tuple[int, ...] = (out,)

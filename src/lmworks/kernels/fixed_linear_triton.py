@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linear_triton import tickets_of
-from .triton_support import tl, triton
+from .triton_support import early, tickets_of, tl, triton, wait
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,9 @@ def finish(total, bias, out, place, n, inside, N, HAS_BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "stretches"])
 def fixed(x, w, bias, out, parts, tickets, M, N, K, stretches, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-          SHARED: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+          SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """x (M, K), w (N, K) → out (M, N)."""
+    wait(EARLY)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     row = tl.where(m < M, m, 0).to(tl.int64)
@@ -96,6 +96,7 @@ def fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     fixed[grid](
         x.contiguous(), weight, out if bias is None else bias, out, parts, tickets, rows, channels, inputs, stretches,
         cut.rows, cut.channels, cut.inputs, shared, bias is not None, num_warps=4, num_stages=cut.stages,
+        **early(x.device),
     )  # fmt: skip
     return out
 

@@ -8,27 +8,31 @@ programs share a tile, each with a stretch of K ("split-K"), and the last one to
 the result does not depend on who was last.
 
 Formats are those of `quantized`. Scales are applied to fp32 sums, never to weights, so q itself is what is multiplied.
+
+`gated`: the first half of the channels are gates of the second, and silu(gate) · up is what is written: SwiGLU's way in
+without a kernel of its own.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .triton_support import power_of_two, tl, triton
+from .swiglu_triton import gated
+from .triton_support import early, power_of_two, tickets_of, tl, triton, wait
 
 
 @triton.jit
-def one_row(x, w, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
+def one_row(x, w, out, N, K, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
+            EARLY: tl.constexpr):  # fmt: skip
     """x (K), w (N, K) → out (N); a program does BN channels, BK weights of each at a time."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = n < N
-    row = tl.where(inside, n, 0).to(tl.int64)
+    n = channels_of(tl.program_id(0), N, BN, GATED)
+    row = tl.where(n < N, n, 0).to(tl.int64)
+    wait(EARLY)
     k = tl.arange(0, BK)
     sums = tl.zeros((BN, BK), tl.float32)
     for first in range(0, K, BK):
@@ -36,24 +40,26 @@ def one_row(x, w, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
         tile = tl.load(w + row[:, None] * K + (first + k)[None, :], mask=there[None, :], other=0.0)
         part = tl.load(x + first + k, mask=there, other=0.0).to(tl.float32)
         sums += tile.to(tl.float32) * part[None, :]
-    tl.store(out + n, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=inside)
+    write(tl.sum(sums, axis=1)[:, None], out, tl.arange(0, 1), n, 1, N, GATED)
 
 
 @triton.jit(do_not_specialize=["M", "split"])
 def few_rows(x, w, scale, row_scale, out, parts, tickets, M, N, K, split, KIND: tl.constexpr, BM: tl.constexpr,
-             BN: tl.constexpr, BK: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
+             BN: tl.constexpr, BK: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+             EARLY: tl.constexpr):  # fmt: skip
     """x (M, K), w (N, K) → out (M, N), in steps of BK weights.
 
     Tiles of rows come first: those that read the same weights run at the same time, and find them in the L2 cache.
     """
     m = tl.program_id(0) * BM + tl.arange(0, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    n = channels_of(tl.program_id(1), N, BN, GATED)
     row = tl.where(n < N, n, 0).to(tl.int64)
     column = tl.where(m < M, m, 0).to(tl.int64)
     k = tl.arange(0, BK)
     steps = tl.cdiv(K, BK)
     each = tl.cdiv(steps, split)
     first = tl.program_id(2) * each
+    wait(EARLY)
     sums = tl.zeros((BN, BM), tl.float32)
     for step in range(first, tl.minimum(first + each, steps)):
         there = step * BK + k < K
@@ -68,15 +74,42 @@ def few_rows(x, w, scale, row_scale, out, parts, tickets, M, N, K, split, KIND: 
         sums *= tl.load(scale + row)[:, None]
     if KIND == "fp8":
         sums *= tl.load(row_scale + column)[None, :]
-    store(sums, out, parts, tickets, m, n, M, N, split, SHARED)
+    store(sums, out, parts, tickets, m, n, M, N, split, SHARED, GATED)
 
 
 @triton.jit
-def store(sums, out, parts, tickets, m, n, M, N, split, SHARED: tl.constexpr):
-    """A tile (BN, BM) of out (M, N). `SHARED`: of `split` programs with a part of it each, the last adds them up."""
-    place = m[None, :].to(tl.int64) * N + n[:, None]
-    inside = (n < N)[:, None] & (m < M)[None, :]
+def channels_of(tile, N, BN: tl.constexpr, GATED: tl.constexpr):
+    """Of a program; N and more where there are none. `GATED`: BN / 2 gates, then what each of them is for."""
+    i = tl.arange(0, BN)
+    if GATED:
+        gate = tile * (BN // 2) + i % (BN // 2)
+        return tl.where(gate < N // 2, gate + i // (BN // 2) * (N // 2), N)
+    else:
+        return tile * BN + i
+
+
+@triton.jit
+def write(total, out, m, n, M, N, GATED: tl.constexpr):
+    """A tile (BN, BM) to out (M, N), or gated to (M, N / 2)."""
+    kind: tl.constexpr = out.dtype.element_ty
+    if GATED:
+        half: tl.constexpr = total.shape[0] // 2
+        gate, up = tl.split(tl.permute(tl.reshape(total, (2, half, total.shape[1])), (1, 2, 0)))
+        column = tl.min(tl.reshape(n, (2, half)), 0)
+        width = N // 2
+        total = gated(gate.to(kind), up.to(kind))
+    else:
+        column, width = n, N
+    inside = (column < width)[:, None] & (m < M)[None, :]
+    tl.store(out + m[None, :].to(tl.int64) * width + column[:, None], total.to(kind), mask=inside)
+
+
+@triton.jit
+def store(sums, out, parts, tickets, m, n, M, N, split, SHARED: tl.constexpr, GATED: tl.constexpr):
+    """A tile (BN, BM) of the result. `SHARED`: of `split` programs with a part of it each, the last adds them up."""
     if SHARED:
+        place = m[None, :].to(tl.int64) * N + n[:, None]
+        inside = (n < N)[:, None] & (m < M)[None, :]
         size = M.to(tl.int64) * N
         tl.store(parts + tl.program_id(2) * size + place, sums, mask=inside)
         ticket = tickets + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -85,10 +118,10 @@ def store(sums, out, parts, tickets, m, n, M, N, split, SHARED: tl.constexpr):
             total = tl.zeros_like(sums)
             for other in range(split):
                 total += tl.load(parts + other * size + place, mask=inside, other=0.0)
-            tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+            write(total, out, m, n, M, N, GATED)
             tl.store(ticket, 0)  # as the next call expects it
     else:
-        tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
+        write(sums, out, m, n, M, N, GATED)
 
 
 @triton.jit
@@ -120,13 +153,13 @@ class Tile:
 PROGRAMS = 256  # about two for each of the 132 multiprocessors of a Hopper GPU: what split-K aims at
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, gate: bool = False) -> Tensor:
     """x (…, in) · weight (out, in)ᵀ in half precision."""
-    return launch("wide", x, weight, None, None, x.dtype)
+    return launch("wide", x, weight, None, None, x.dtype, gate)
 
 
-def int8_linear(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
-    return launch("int8", x, q, scale, None, x.dtype)
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor, gate: bool = False) -> Tensor:
+    return launch("int8", x, q, scale, None, x.dtype, gate)
 
 
 def int8_widen(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,28 +169,31 @@ def int8_widen(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def fp8_linear(p: Tensor, s: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def fp8_linear(p: Tensor, s: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype, gate: bool = False) -> Tensor:
     """p (…, in) and q in e4m3, s one scale a row of p."""
-    return launch("fp8", p, q, scale, s, dtype)
+    return launch("fp8", p, q, scale, s, dtype, gate)
 
 
 def launch(
-    kind: str, x: Tensor, weight: Tensor, scale: Tensor | None, row_scale: Tensor | None, dtype: torch.dtype
+    kind: str, x: Tensor, weight: Tensor, scale: Tensor | None, row_scale: Tensor | None, dtype: torch.dtype, gate: bool
 ) -> Tensor:
     inputs, channels = x.shape[-1], weight.shape[0]
     rows = x.numel() // inputs
     x = x.contiguous()
-    out = torch.empty(*x.shape[:-1], channels, dtype=dtype, device=x.device)
+    out = torch.empty(*x.shape[:-1], channels // (1 + gate), dtype=dtype, device=x.device)
     if rows == 1 and kind == "wide":
         lines, width = one_row_tile(channels, inputs)
-        one_row[(triton.cdiv(channels, lines),)](x, weight, out, channels, inputs, lines, width, num_warps=4)
+        one_row[(tiles_of(channels, lines, gate),)](
+            x, weight, out, channels, inputs, lines, width, gate, **early(x.device), num_warps=4
+        )
         return out
     scales = (out if scale is None else scale, out if row_scale is None else row_scale)  # unused ones are never read
     tile = few_rows_tile(kind, rows, channels, inputs)
-    grid, parts, tickets = shared_out(out, rows, channels, tile)
+    grid, parts, tickets = shared_out(out, rows, channels, tile, gate)
     few_rows[grid](
         x, weight, *scales, out, parts, tickets, rows, channels, inputs, tile.split, kind, tile.rows, tile.channels,
-        tile.inputs, tile.split > 1, num_warps=tile.warps, num_stages=tile.stages,
+        tile.inputs, tile.split > 1, gate, **early(x.device), num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     return out
 
@@ -178,23 +214,23 @@ def few_rows_tile(kind: str, rows: int, channels: int, inputs: int) -> Tile:
     return Tile(most, lines, 128, split_of(tiles, triton.cdiv(inputs, 128)), stages=5 if lines == 32 else 3, warps=4)
 
 
-def split_of(tiles: int, steps: int) -> int:
+def split_of(tiles: int, steps: int, programs: int = PROGRAMS) -> int:
     """Programs that share a tile: enough to fill the GPU, each with four steps at least."""
     split = 1
-    while tiles * split < PROGRAMS and steps >= 8 * split:
+    while tiles * split < programs and steps >= 8 * split:
         split *= 2
     return split
 
 
-def shared_out(out: Tensor, rows: int, channels: int, tile: Tile) -> tuple[tuple[int, int, int], Tensor, Tensor]:
+def tiles_of(channels: int, lines: int, gate: bool) -> int:
+    return triton.cdiv(channels // (1 + gate), lines // (1 + gate))
+
+
+def shared_out(
+    out: Tensor, rows: int, channels: int, tile: Tile, gate: bool
+) -> tuple[tuple[int, int, int], Tensor, Tensor]:
     """The grid, and room for the parts and tickets of tiles that several programs share."""
-    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(channels, tile.channels), tile.split)
+    grid = (triton.cdiv(rows, tile.rows), tiles_of(channels, tile.channels, gate), tile.split)
     if tile.split == 1:
         return grid, out, out
     return grid, torch.empty(tile.split, rows, channels, device=out.device), tickets_of(out.device)
-
-
-@functools.cache
-def tickets_of(device: torch.device) -> Tensor:
-    """Zeros that programs of a tile count themselves with; each call leaves zeros. One stream at a time."""
-    return torch.zeros(2**16, dtype=torch.int32, device=device)

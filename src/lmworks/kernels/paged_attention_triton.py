@@ -5,9 +5,9 @@ head 0, query 0 head 1, …), so that a key is read once for the whole group. It
 running maximum and sum of FlashAttention (Dao et al. 2022); a tile spans several blocks, whose numbers it gathers.
 
 While decoding there are few queries and many keys: those of a sequence are shared out among several programs, each of
-which leaves its part of the result and its log-sum-exp for a second kernel to merge (flash-decoding). How many keys a
-program takes is computed on the device from the sequence's length, so a CUDA graph holds for all lengths; a program
-that has nothing to do ends at once.
+which leaves its part of the result and its log-sum-exp, and the last to finish merges them in order (flash-decoding).
+How many keys a program takes is computed on the device from the sequence's length, so a CUDA graph holds for all
+lengths: a program that has nothing to do ends at once, and one that has all keys of a short sequence merges nothing.
 
 `invariant`: tiles and the order of the walk are the same for every shape of batch, and nothing is split. What a row
 meets beyond its own keys changes nothing (p = 0, and the running values times 1), so its result is the same bit for
@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from .paged_attention import LARGEST, LayerCache, Pages
-from .triton_support import multiprocessors, power_of_two, tl, triton
+from .triton_support import early, multiprocessors, power_of_two, tickets_of, tl, triton, wait
 
 MOST_SPLITS = 64
 AT_ONCE = 3  # programs that a multiprocessor holds: keys of few sequences are split to fill it once, none comes after
 PROGRAMS_EACH = 8  # programs that it gets where there are many sequences: enough to even out unequal lengths
+LEAST = 4  # tiles of a program whose sequence has more: to walk over them takes less time than to merge parts
 SHORT = 256  # queries; shorter prompts lose more by wide tiles that are not full than they gain
 TILE_BYTES = 2**14  # of keys in one step of the walk: with three of them under way, the memory is never idle
 
@@ -43,6 +44,7 @@ class Config:
     warps: int
     stages: int  # tiles under way at once
     splits: int = 1  # programs among which the keys of a sequence are shared out
+    least: int = LEAST  # tiles of one of them
 
 
 def choose(q: Tensor, cache: LayerCache, pages: Pages, invariant: bool) -> Config:
@@ -57,7 +59,9 @@ def choose(q: Tensor, cache: LayerCache, pages: Pages, invariant: bool) -> Confi
         return Config(max(few, group), min(tile, 64), warps, stages)
     rows = max(16, power_of_two(pages.longest_query * group))
     if rows <= few:
-        return Config(rows, tile, warps, stages, choose_splits(pages.lengths.shape[0] * kv_heads, q.device))
+        tiles = triton.cdiv(pages.tables.shape[1] * cache.size, tile)
+        splits = choose_splits(pages.lengths.shape[0] * kv_heads, triton.cdiv(tiles, LEAST), q.device)
+        return Config(rows, tile, warps, stages, splits)
     if exact or width > 128:
         return Config(max(few, group), tile, warps, 2)
     if pages.longest_query <= SHORT or width <= 64:
@@ -65,11 +69,11 @@ def choose(q: Tensor, cache: LayerCache, pages: Pages, invariant: bool) -> Confi
     return Config(max(128, group), tile, 8, 3)
 
 
-def choose_splits(walks: int, device: torch.device) -> int:
-    """Among how many programs each of `walks` (sequences × key heads) is shared out."""
+def choose_splits(walks: int, most: int, device: torch.device) -> int:
+    """Among how many programs, `most` of them, each of `walks` (sequences × key heads) is shared out."""
     at_once = multiprocessors(device) * AT_ONCE // max(walks, 1)
     splits = at_once if at_once > 1 else math.ceil(multiprocessors(device) * PROGRAMS_EACH / walks)
-    return max(1, min(splits, MOST_SPLITS))
+    return max(1, min(splits, most, MOST_SPLITS))
 
 
 def launch(
@@ -93,22 +97,16 @@ def launch(
     out = torch.zeros_like(q) if tokens != seqs * pages.longest_query else torch.empty_like(q)
     parts = q.new_empty((tokens, heads, config.splits, head_dim), dtype=torch.float32) if split else out
     lse = q.new_empty((tokens, heads, config.splits), dtype=torch.float32) if split else out
-    shape = {
-        "HEADS": heads,
-        "HEAD_DIM": head_dim,
-        "WIDTH": max(power_of_two(head_dim), 16),
-        "QUERIES": queries,
-        "TILE": config.tile,
-        "WINDOW": window,
-    }
     attend_kernel[(config.splits if split else triton.cdiv(pages.longest_query, queries), kv_heads, seqs)](
         q,
         cache.keys,
         cache.values,
         cache.key_scales,
         cache.value_scales,
+        out,
         parts,
         lse,
+        tickets_of(q.device) if split else out,
         pages.tables,
         pages.lengths,
         pages.starts,
@@ -119,28 +117,22 @@ def launch(
         cache.keys.stride(1),
         0 if cache.key_scales is None else cache.key_scales.stride(0),
         config.splits,
+        config.least,
         LARGEST=1.0 if cache.value_scales is None else LARGEST[cache.values.dtype],
+        HEADS=heads,
         GROUP=group,
-        ROWS=config.rows,
+        HEAD_DIM=head_dim,
+        WIDTH=max(power_of_two(head_dim), 16),
         SIZE=cache.size,
+        ROWS=config.rows,
+        QUERIES=queries,
+        TILE=config.tile,
+        WINDOW=window,
         SPLIT=split,
-        **shape,
+        **early(q.device),
         num_warps=config.warps,
         num_stages=config.stages,
     )
-    if split:
-        merge_kernel[(pages.longest_query * heads, seqs)](
-            parts,
-            lse,
-            out,
-            pages.lengths,
-            pages.starts,
-            config.splits,
-            MOST=max(8, power_of_two(config.splits)),
-            ONE_EACH=pages.longest_query == 1 and tokens == seqs,
-            **shape,
-            num_warps=4,
-        )
     return out
 
 
@@ -164,7 +156,7 @@ def key_tiles(
 
 # Compiled once for all numbers of splits, widths of tables and places of a batch: none ever waits for a compiler.
 @triton.jit(
-    do_not_specialize=["splits", "table_stride"],
+    do_not_specialize=["splits", "least", "table_stride"],
     do_not_specialize_on_alignment=["tables_ptr", "lengths_ptr", "starts_ptr"],
 )
 def attend_kernel(
@@ -173,8 +165,10 @@ def attend_kernel(
     v_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    out_ptr,  # the result; split: its parts, (tokens, heads, splits, head_dim)
+    out_ptr,
+    parts_ptr,  # split: (tokens, heads, splits, head_dim)
     lse_ptr,  # split: (tokens, heads, splits)
+    tickets_ptr,  # split: (seqs, kv_heads)
     tables_ptr,
     lengths_ptr,
     starts_ptr,
@@ -185,6 +179,7 @@ def attend_kernel(
     head_stride,
     scale_stride,
     splits,
+    least,
     LARGEST: tl.constexpr,  # number of a quantised cache; 1: it is not
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -196,7 +191,9 @@ def attend_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait(EARLY)
     kv_head, seq = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + seq)
     queries = tl.load(starts_ptr + seq + 1) - start
@@ -205,7 +202,8 @@ def attend_kernel(
     first = 0 if SPLIT else (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     low, high = key_tiles(length, queries, first, QUERIES, TILE, WINDOW)
     if SPLIT:
-        each = tl.cdiv(high - low, splits)
+        each = tl.maximum(tl.cdiv(high - low, splits), least)
+        sharing = tl.cdiv(high - low, each)
         low += tl.program_id(0) * each
         if (first >= queries) | ((low >= high) & (tl.program_id(0) > 0)):
             return
@@ -274,48 +272,42 @@ def attend_kernel(
         j += TILE
         block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
     acc = acc / tl.where(total > 0, total * LARGEST, 1.0)[:, None]
+    at = place[:, None].to(tl.int64) * HEAD_DIM + d[None, :]
     if SPLIT:
-        place = place * splits + tl.program_id(0)
-        tl.store(lse_ptr + place, top + tl.log2(total), mask=live)
-    tl.store(out_ptr + place[:, None].to(tl.int64) * HEAD_DIM + d[None, :], acc, mask=inside)
+        if sharing > 1:
+            part = place.to(tl.int64) * splits + tl.program_id(0)
+            tl.store(lse_ptr + part, top + tl.log2(total), mask=live)
+            tl.store(parts_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=inside)
+            ticket = tickets_ptr + seq * tl.num_programs(1) + kv_head
+            tl.debug_barrier()  # all threads have written before one of them says so
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == sharing - 1:
+                part = place.to(tl.int64) * splits
+                tl.store(out_ptr + at, merged(parts_ptr, lse_ptr, part, live, sharing, HEAD_DIM, WIDTH), mask=inside)
+                tl.store(ticket, 0)  # as the next launch expects it
+        else:
+            tl.store(out_ptr + at, acc, mask=inside)
+    else:
+        tl.store(out_ptr + at, acc, mask=inside)
 
 
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lengths_ptr", "starts_ptr"])
-def merge_kernel(
-    parts_ptr,  # (tokens, heads, splits, head_dim)
-    lse_ptr,  # (tokens, heads, splits)
-    out_ptr,  # (tokens, heads, head_dim)
-    lengths_ptr,
-    starts_ptr,
-    splits,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MOST: tl.constexpr,  # splits, at most
-    ONE_EACH: tl.constexpr,  # sequence i has one query, and that is query i
-):
-    """Parts weighted by e^lse, for one query and head."""
-    query, head, seq = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
-    start, queries = seq, 1
-    if not ONE_EACH:
-        start = tl.load(starts_ptr + seq)
-        queries = tl.load(starts_ptr + seq + 1) - start
-        if query >= queries:
-            return
-    # All is read at once, also what nobody wrote: which parts there are is known only when the length has come.
-    split, d = tl.arange(0, MOST), tl.arange(0, WIDTH)
-    place = (start + query).to(tl.int64) * HEADS + head
-    offsets = place * splits + split
-    lse = tl.load(lse_ptr + offsets, mask=split < splits, other=float("-inf"))
-    inside = (split < splits)[:, None] & (d < HEAD_DIM)[None, :]
-    parts = tl.load(parts_ptr + offsets[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
-    low, high = key_tiles(tl.load(lengths_ptr + seq), queries, 0, QUERIES, TILE, WINDOW)
-    there = (split == 0) | (split * tl.cdiv(high - low, splits) < high - low)
-    lse = tl.where(there, lse, float("-inf"))
-    weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
-    total = tl.sum(weight, 0)
-    out = tl.sum(tl.where(there[:, None], parts, 0.0) * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + place * HEAD_DIM + d, out, mask=d < HEAD_DIM)
+@triton.jit
+def merged(parts_ptr, lse_ptr, first, live, sharing, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows whose parts lie from `first` (rows) on, weighted by e^lse: (rows, WIDTH)."""
+    d = tl.arange(0, WIDTH)
+    at_once: tl.constexpr = max(1, 64 // live.shape[0])  # parts whose loads are under way together, in registers
+    acc = tl.zeros((live.shape[0], WIDTH), tl.float32)
+    total = tl.zeros((live.shape[0],), tl.float32)
+    top = tl.full((live.shape[0],), -1e30, tl.float32)
+    for begin in range(0, sharing, at_once):
+        for i in tl.static_range(at_once):
+            part = first + begin + i
+            there = live & (part < first + sharing)
+            lse = tl.load(lse_ptr + part, mask=there, other=float("-inf"))
+            inside = there[:, None] & (d < HEAD_DIM)[None, :]
+            mixture = tl.load(parts_ptr + part[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+            higher = tl.maximum(top, lse)
+            fade, weight = tl.exp2(top - higher), tl.exp2(lse - higher)
+            acc = acc * fade[:, None] + mixture * weight[:, None]
+            total = total * fade + weight
+            top = higher
+    return acc / tl.where(total > 0, total, 1.0)[:, None]

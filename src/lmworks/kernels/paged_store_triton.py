@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .paged_attention import LARGEST, LayerCache
 from .paged_store import TINY
-from .triton_support import power_of_two, tl, triton
+from .triton_support import early, power_of_two, tl, triton, wait
 
 MOST_HEADS = 8  # of one program
 
@@ -64,6 +64,7 @@ def launch(
         TINY=TINY,
         INTEGER=cache.keys.dtype == torch.int8,
         num_warps=max(1, min(4, part * width // 256)),
+        **early(qkv.device),
     )
     return q
 
@@ -150,7 +151,9 @@ def place_kernel(
     LARGEST: tl.constexpr,
     TINY: tl.constexpr,
     INTEGER: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait(EARLY)
     parts = (HEADS + 2 * KV_HEADS) // PART
     token, first = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts * PART
     part, d = tl.arange(0, PART), tl.arange(0, WIDTH)

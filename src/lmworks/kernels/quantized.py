@@ -26,6 +26,7 @@ from torch import Tensor
 
 from . import float8
 from .fixed_linear import fixed_linear
+from .swiglu import swiglu_packed
 
 FP8, FP8_MAX = float8.E4M3, float8.LARGEST[float8.E4M3]
 GROUPS = (128, 64, 32, 16)  # of int4, largest first: the inputs that share a scale
@@ -114,46 +115,54 @@ def fp8_reference(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     return F.linear(fp8_dequantize(p, s), fp8_dequantize(q, scale)).type_as(x).view(*x.shape[:-1], -1)
 
 
-def int8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False) -> Tensor:
-    """x · (q · scale)ᵀ: q (out, in) int8, scale (out). `fixed`: no row depends on how many there are."""
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: bool = False) -> Tensor:
+    """x · (q · scale)ᵀ: q (out, in) int8, scale (out). `fixed`: no row depends on how many there are. `gate`: of the
+    result, silu(first half) · second half."""
     if fixed:  # an int8 is exact in bf16
-        return (fixed_linear(x, q.to(x.dtype)).float() * scale).type_as(x)
-    if plain(x):
-        return int8_reference(x, q, scale)
-    from . import linear_triton
+        y = (fixed_linear(x, q.to(x.dtype)).float() * scale).type_as(x)
+    elif plain(x):
+        y = int8_reference(x, q, scale)
+    else:
+        from . import linear_triton
 
-    if rows_of(x) >= MANY:
-        return F.linear(x, linear_triton.int8_widen(q, scale, x.dtype))
-    return linear_triton.int8_linear(x, q, scale)
+        if rows_of(x) < MANY:
+            return linear_triton.int8_linear(x, q, scale, gate)
+        y = F.linear(x, linear_triton.int8_widen(q, scale, x.dtype))
+    return swiglu_packed(y) if gate else y
 
 
-def int4_linear(x: Tensor, words: Tensor, scale: Tensor, fixed: bool = False) -> Tensor:
+def int4_linear(x: Tensor, words: Tensor, scale: Tensor, fixed: bool = False, gate: bool = False) -> Tensor:
     """x · (q · scale)ᵀ: words (out, in / 8) int32, scale (out, in / group) bf16."""
-    if fixed or plain(x):
-        weight = int4_dequantize(words, scale)
-        return fixed_linear(x, weight.to(x.dtype)) if fixed else F.linear(x.float(), weight).type_as(x)
-    from . import int4_triton
+    if fixed:
+        y = fixed_linear(x, int4_dequantize(words, scale).to(x.dtype))
+    elif plain(x):
+        y = int4_reference(x, words, scale)
+    else:
+        from . import int4_triton
 
-    if rows_of(x) >= MANY or int4_group_of(words, scale) < int4_triton.LEAST_GROUP:
-        return F.linear(x, int4_triton.int4_widen(words, scale, x.dtype))
-    return int4_triton.int4_linear(x, words, scale)
+        if rows_of(x) < MANY and int4_group_of(words, scale) >= int4_triton.LEAST_GROUP:
+            return int4_triton.int4_linear(x, words, scale, gate)
+        y = F.linear(x, int4_triton.int4_widen(words, scale, x.dtype))
+    return swiglu_packed(y) if gate else y
 
 
-def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False) -> Tensor:
+def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: bool = False) -> Tensor:
     """(p · s) · (q · scale)ᵀ with p, s made from the rows of x: q (out, in) e4m3, scale (out)."""
     if fixed:
         p, s = fp8_quantize(x.flatten(0, -2))
         y = fixed_linear(p.to(x.dtype), q.to(x.dtype)).float() * s.unsqueeze(1) * scale
-        return y.type_as(x).view(*x.shape[:-1], -1)
-    if plain(x):
-        return fp8_reference(x, q, scale)
-    from . import float8_triton, linear_triton
+        y = y.type_as(x).view(*x.shape[:-1], -1)
+    elif plain(x):
+        y = fp8_reference(x, q, scale)
+    else:
+        from . import float8_triton, linear_triton
 
-    p, s = float8_triton.quantize_rows(x.flatten(0, -2), FP8)
-    if rows_of(x) >= MANY and scaled_mm_takes(x, q):
+        p, s = float8_triton.quantize_rows(x.flatten(0, -2), FP8)
+        if rows_of(x) < MANY or not scaled_mm_takes(x, q):
+            return linear_triton.fp8_linear(p.view(x.shape), s, q, scale, x.dtype, gate)
         y = torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=x.dtype)
-        return y.view(*x.shape[:-1], -1)
-    return linear_triton.fp8_linear(p.view(x.shape), s, q, scale, x.dtype)
+        y = y.view(*x.shape[:-1], -1)
+    return swiglu_packed(y) if gate else y
 
 
 def scaled_mm_takes(x: Tensor, q: Tensor) -> bool:

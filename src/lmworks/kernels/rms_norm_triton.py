@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .triton_support import multiprocessors, power_of_two, shared_bytes, tl, triton
+from .triton_support import MANY, early, multiprocessors, power_of_two, shared_bytes, tl, triton, wait
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,11 @@ def forward(
     normed = torch.empty_like(total)
     r = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     rows, block, warps = tile(hidden, tiles)
-    forward_kernel[(triton.cdiv(r.numel(), rows),)](
-        x, delta, weight, total, normed, r, r.numel(), hidden, eps, ROWS=rows, BLOCK=block, num_warps=warps
-    )
+    programs = triton.cdiv(r.numel(), rows)
+    forward_kernel[(programs,)](
+        x, delta, weight, total, normed, r, r.numel(), hidden, eps, ROWS=rows, BLOCK=block,
+        **early(x.device, programs <= MANY), num_warps=warps,
+    )  # fmt: skip
     return total, normed, r
 
 
@@ -112,7 +114,9 @@ def forward_kernel(
     eps,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < hidden)[None, :]

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import noise
 from .noise_triton import noise_bits
 from .sample import Drawn, Rows
-from .triton_support import power_of_two, tl, triton
+from .triton_support import early, power_of_two, tl, triton, wait
 
 SPAN = 4096  # columns of one program: 38 programs for a row of 151,936
 
@@ -64,10 +64,11 @@ def launch(
         LOGPROBS=logprobs,
         SPAN=SPAN,
         num_warps=4,
+        **early(logits.device),
     )
     row_kernel[(count,)](
         logits, *floats, *ints, tokens, bad, found, logits.stride(0), spans,
-        SPANS=power_of_two(spans), LOGPROBS=logprobs, num_warps=1,
+        SPANS=power_of_two(spans), LOGPROBS=logprobs, num_warps=1, **early(logits.device),
     )  # fmt: skip
     return Drawn(tokens, bad, found)
 
@@ -118,7 +119,9 @@ def span_kernel(
     MASKED: tl.constexpr,
     LOGPROBS: tl.constexpr,
     SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait(EARLY)
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = span * SPAN + tl.arange(0, SPAN)
     inside = ids < vocab
@@ -165,7 +168,9 @@ def row_kernel(
     spans,
     SPANS: tl.constexpr,
     LOGPROBS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     span = tl.arange(0, SPANS)
     inside = span < spans

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .swiglu import swiglu_packed
+
 FEW = 16  # rows up to which streaming is faster than cuBLAS
 
 
@@ -26,6 +28,15 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
     y = linear(x, weight)
     return y if bias is None else y + bias
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) · up, of a product that gives both side by side: (…, out / 2)."""
+    if bias is not None or not streams(x, weight):
+        return swiglu_packed(small_linear(x, weight, bias))
+    from .linear_triton import linear
+
+    return linear(x, weight, gate=True)
 
 
 def streams(x: Tensor, weight: Tensor) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .triton_support import power_of_two, tl, triton
+from .triton_support import MANY, early, power_of_two, tl, triton, wait
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,10 @@ def forward(gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> Tensor:
     out = torch.empty(gate.shape, dtype=torch.result_type(gate, up), device=gate.device)
     gate, up = as_rows(gate), as_rows(up)
     grid, block, warps = shared_out(gate, tiles)
-    forward_kernel[grid](gate, up, out, gate.stride(0), up.stride(0), gate.shape[1], BLOCK=block, num_warps=warps)
+    forward_kernel[grid](
+        gate, up, out, gate.stride(0), up.stride(0), gate.shape[1], BLOCK=block,
+        **early(gate.device, grid[0] * grid[1] <= MANY), num_warps=warps,
+    )  # fmt: skip
     return out
 
 
@@ -66,17 +69,23 @@ def shared_out(x: Tensor, tiles: Tiles) -> tuple[tuple[int, int], int, int]:
 
 
 @triton.jit
-def forward_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, columns, BLOCK: tl.constexpr):
+def gated(gate, up):
+    """silu(gate) · up in fp32; silu is rounded before, as where the two are separate operations."""
+    wide = gate.to(tl.float32)
+    silu = wide / (1 + tl.exp(-wide))
+    return silu.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+
+
+@triton.jit
+def forward_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, columns, BLOCK: tl.constexpr,
+                   EARLY: tl.constexpr):  # fmt: skip
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    silu = wide / (1 + tl.exp(-wide))
-    # Rounded before the product, as where the two are separate operations.
-    out = silu.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
-    tl.store(out_ptr + row * columns + column, out, mask=inside)
+    tl.store(out_ptr + row * columns + column, gated(gate, up), mask=inside)
 
 
 @triton.jit
