@@ -137,6 +137,8 @@ def answer_greedily(engine: Engine, batch: int, tokens: int = 256) -> dict[str, 
 
 FIRST_TOKEN = """
 import json, sys
+from lmworks.ahead import read_ahead
+read_ahead(sys.argv[1])  # as the commands do it
 from lmworks.cli.bench import process_age
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.request import Request
@@ -145,7 +147,7 @@ from lmworks.loading import load, make_engine, pick_device, shape_of
 from lmworks.spec import EngineSpec
 import torch
 ages = {"imported": process_age()}
-spec = EngineSpec(context=2048, rehearse=sys.argv[2] == "rehearsed")
+spec = EngineSpec(context=2048)
 with rehearsal(shape_of(sys.argv[1]), spec, pick_device(spec)):  # as loading.serve does it
     loaded = load(sys.argv[1], spec, None, 0)
     torch.cuda.synchronize()
@@ -160,10 +162,7 @@ print(json.dumps(ages), flush=True)
 
 
 def startup(name: str) -> dict[str, Any]:
-    """Seconds from the start of a process. Cold: no compiled kernels, no weights in the page cache. Warm: once more.
-
-    And both with `engine.rehearse`: kernels are compiled while weights are read.
-    """
+    """Seconds from the start of a process. Cold: no compiled kernels, no weights in the page cache; warm: both."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("LMWORKS_BENCH_DISK")) as folder:
         weights = Path(folder) / "model"
         random_model(ModelSpec.from_preset(name), torch.device("cuda"), torch.bfloat16, seed=0).save_hf(weights)
@@ -171,14 +170,12 @@ def startup(name: str) -> dict[str, Any]:
         torch.cuda.empty_cache()
         size = sum(file.stat().st_size for file in weights.iterdir())
         times: dict[str, Any] = {}
-        for case in ("cold", "warm", "cold, rehearsed", "warm, rehearsed"):
-            temperature, _, rehearsed = case.partition(", ")
-            if temperature == "cold":
+        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        for case in ("cold", "cold weights", "warm"):
+            if case.startswith("cold"):
                 forget(weights)
-            place = f"{folder}/caches-{rehearsed}"
-            caches = {"TRITON_CACHE_DIR": f"{place}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{place}/inductor"}
             child = subprocess.run(
-                [sys.executable, "-c", FIRST_TOKEN, str(weights), rehearsed],
+                [sys.executable, "-X", "faulthandler", "-c", FIRST_TOKEN, str(weights)],
                 env={**os.environ, **caches},
                 capture_output=True,
                 text=True,

@@ -1,6 +1,6 @@
 """Does what makes training fast change what is learnt? The first 200 losses of every fast path against the plain one.
 
-    python benchmarks/loss_gpu.py                                   all paths, about 3 minutes on one H200
+    python benchmarks/loss_gpu.py                                   all paths, each in a process, some side by side
     python benchmarks/loss_gpu.py --paths compile,"fp8 rowwise"     some of them
     python benchmarks/loss_gpu.py --tiny --steps 40                 on a CPU, the paths that exist there
 
@@ -13,10 +13,13 @@ does. fp8 is not expected to stay within it, and its gap is stated. results/loss
 from __future__ import annotations
 
 import argparse
-import gc
+import json
+import subprocess
+import sys
 import tempfile
 import time
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -24,17 +27,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo
 from common import write_result
 
 from lmworks.kernels import choose
-from lmworks.spec import LMWorksError, RunSpec, load_run
+from lmworks.spec import RunSpec, load_run
 from lmworks.study.train_bench import one_step
 from lmworks.train import Trainer
 from lmworks.train.feed import Feed
 
 WINDOW = 20  # steps
-SEEDS = 4  # of plain runs
+SEEDS = {f"plain, seed {seed}": seed for seed in range(4)}
+SIDE_BY_SIDE = 8  # processes: most of their time they compile
 PLAIN = ("precision.dtype=bf16", "model.attention=reference")
 MODEL = (
     "tiny", "model.layers=8", "model.hidden=512", "model.heads=8", "model.kv_heads=4", "model.head_dim=64",
@@ -99,40 +102,55 @@ def gap(one: list[float], other: list[float]) -> dict[str, float]:
     }
 
 
-def run(name: str, arguments: list[str], steps: int) -> tuple[dict[str, Any], list[float] | None]:
+def run(name: str, arguments: list[str], steps: int) -> dict[str, Any]:
+    """One path, in this process."""
     began = time.perf_counter()
-    try:
-        spec = load_run(arguments[0], [*arguments[1:], f"optim.steps={steps}"])
+    spec = load_run(arguments[0], [*arguments[1:], f"optim.steps={steps}"])
+    plain = mock.patch.object(choose, "fastest", lambda *_, **__: choose.TORCH) if name in SEEDS else nullcontext()
+    with plain:
         losses = losses_of(spec, steps)
-    except (LMWorksError, RuntimeError) as error:  # one path that fails must not cost the others
-        return {"path": name, "failed": str(error).splitlines()[0][:500]}, None
-    finally:
-        torch._dynamo.reset()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    return {"path": name, "seconds": time.perf_counter() - began, "losses": losses}, losses
+    return {"path": name, "seconds": time.perf_counter() - began, "losses": losses}
 
 
-def compare(base: list[str], chosen: list[str], steps: int, file: str | None) -> None:
-    with mock.patch.object(choose, "fastest", lambda *_, **__: choose.TORCH):
-        plain = [run(f"plain, seed {seed}", [*base, *PLAIN, f"seed={seed}"], steps) for seed in range(SEEDS)]
-    results = [result for result, _ in plain]
-    curves = [losses for _, losses in plain if losses is not None]
-    if len(curves) < SEEDS:
-        raise SystemExit(f"the plain path failed: {[result.get('failed') for result in results]}")
-    first, noise = curves[0], max((gap(*pair) for pair in combinations(curves, 2)), key=lambda one: one["away"])
-    print(f"plain: {first[0]:.4f} → {smoothed(first)[-1]:.4f}, {WINDOW} steps smoothed; another seed is up to ", end="")
-    print(f"{noise['away']:.4f} away, at most {noise['most']:.4f}", flush=True)
-    for name in chosen:
-        result, losses = run(name, [*base, *PATHS[name].overrides, "seed=0"], steps)
-        if losses is not None:
-            result["gap"] = gap(losses, first)
-            result["within_noise"] = result["gap"]["away"] <= noise["away"]
-        results.append(result)
-        print(line(result), flush=True)
-        if file:
-            write_result(file, {"steps": steps, "window": WINDOW, "model": base, "noise": noise, "paths": results})
+def run_apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One path, in a process of its own: one that fails must not cost the others."""
+    command = [sys.executable, __file__, "--one", name, "--steps", str(options.steps), *["--tiny"] * options.tiny]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"path": name, "failed": (done.stderr.strip().splitlines() or ["no word"])[-1][:500]}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def arguments_of(name: str, tiny: bool) -> list[str]:
+    base = list(TINY if tiny else MODEL)
+    return [*base, *(PLAIN if name in SEEDS else PATHS[name].overrides), f"seed={SEEDS.get(name, 0)}"]
+
+
+def compare(chosen: list[str], options: argparse.Namespace, file: str | None) -> None:
+    with ThreadPoolExecutor(1 if options.tiny else SIDE_BY_SIDE) as pool:
+        running = {name: pool.submit(run_apart, name, options) for name in (*SEEDS, *chosen)}
+        plain = [running[name].result() for name in SEEDS]
+        if failed := [result["failed"] for result in plain if "failed" in result]:
+            raise SystemExit(f"the plain path failed: {failed}")
+        first, *others = [result["losses"] for result in plain]
+        noise = max((gap(*pair) for pair in combinations([first, *others], 2)), key=lambda one: one["away"])
+        print(
+            f"plain: {first[0]:.4f} → {smoothed(first)[-1]:.4f}, {WINDOW} steps smoothed; another seed is up to ",
+            end="",
+        )
+        print(f"{noise['away']:.4f} away, at most {noise['most']:.4f}", flush=True)
+        results = plain
+        for name in chosen:
+            result = running[name].result()
+            if "losses" in result:
+                result["gap"] = gap(result["losses"], first)
+                result["within_noise"] = result["gap"]["away"] <= noise["away"]
+            results.append(result)
+            print(line(result), flush=True)
+            if file:
+                model = list(TINY if options.tiny else MODEL)
+                facts = {"steps": options.steps, "window": WINDOW, "model": model, "noise": noise}
+                write_result(file, {**facts, "paths": results})
 
 
 def main() -> None:
@@ -141,7 +159,11 @@ def main() -> None:
     parser.add_argument("--paths", help="their names, with commas between them")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU, and the paths that exist there")
     parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--one", help="a single path in this process; prints JSON")
     options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run(options.one, arguments_of(options.one, options.tiny), options.steps)))
+        return
     every = [name for name, path in PATHS.items() if path.cpu or not options.tiny]
     chosen = [name.strip() for name in options.paths.split(",")] if options.paths else every
     unknown = [name for name in chosen if name not in PATHS]
@@ -150,7 +172,7 @@ def main() -> None:
     if options.steps < WINDOW:
         parser.error(f"--steps {options.steps} is less than the {WINDOW} that losses are smoothed over")
     file = None if options.no_save else "loss_cpu" if options.tiny else "loss_gpu"
-    compare(list(TINY if options.tiny else MODEL), chosen, options.steps, file)
+    compare(chosen, options, file)
 
 
 def line(result: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import torch
 from lmworks import LLM
 from lmworks.engine.cache import CacheShape
 from lmworks.engine.params import SamplingParams
+from lmworks.engine.quantized_model import empty_like_quantized
 from lmworks.engine.request import Request
 from lmworks.model import GPT
 from lmworks.observe.engine_bench import Bench, bench_offline, fitting, quantile
@@ -37,6 +38,18 @@ def test_the_floors_that_are_known() -> None:
     assert llama.weight_bytes(1) == pytest.approx(15.01e9, rel=1e-3) == llama.weight_bytes(64)
     assert 1e3 * llama.seconds(1, 0) == pytest.approx(3.52, abs=0.01)
     assert 1e3 * qwen.seconds(1, 0) == pytest.approx(0.28, abs=0.005)
+
+
+def test_quantized_weights_are_read_as_they_are_stored() -> None:
+    """8B: a byte for each number of blocks and head, an fp32 scale a channel, norms in bf16."""
+    floor = floor_of("llama3-8b")
+    spec = floor.model.spec
+    with torch.device("meta"):
+        empty_like_quantized(floor.model, "int8", {})
+    channels = spec.layers * (spec.q_dim + 2 * spec.kv_dim + 2 * spec.hidden + 2 * spec.ffn) + spec.vocab
+    norms = spec.norm_params + 2 * spec.layers * spec.hidden
+    numbers = spec.params - spec.vocab * spec.hidden - norms
+    assert floor.weight_bytes(1) == numbers + 4 * channels + 2 * norms == pytest.approx(7.51e9, rel=1e-3)
 
 
 def test_the_cache_is_read_by_every_sequence_up_to_its_window() -> None:

@@ -73,6 +73,8 @@ def test_the_floor_is_flops_where_memory_is_fast_and_bytes_where_products_are(da
     once = spec.replace(parallel=spec.parallel.replace(recompute="none"))
     work = floor(spec, Ceilings("measured", {"fp32": 1e9}, FAST), "cpu")
     assert work.seconds * 1e9 == pytest.approx(step_flops(once).hardware, rel=1e-6)  # nothing computed again
+    away = make_spec(dataset, "model.layers=3", "parallel.offload_activations=1")  # nor sent to the host
+    assert "offload" not in floor(away, KNOWN, "cpu").parts
     moved = floor(spec, Ceilings("measured", {"fp32": FAST}, 1e9), "cpu")
     optimizer = moved.parts["optimizer"] * 1e9  # reads weight, gradient, two moments; writes all but the gradient
     assert optimizer >= 28 * spec.model.params

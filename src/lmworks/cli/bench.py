@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..ahead import read_ahead
 from ..record.figures import binary_bytes, duration
 from . import bench_kernels, bench_serve, bench_train
 from .generate import EngineOverrides, engine_options
@@ -74,6 +75,7 @@ def offline(
 
 def started(model: str, overrides: list[str] | None, seed: int) -> tuple[LLM, float]:
     """The model after its first token, and the seconds from the start of this process to it."""
+    read_ahead(model)
     from ..engine.params import SamplingParams
     from ..llm import LLM
 

@@ -1,8 +1,9 @@
 """How fast a spec trains here: the trainer's own steps on its own input, each figure beside its limit.
 
-Warm-up, then the median of some steps, from the end of one to the end of the next: what the host does between two is in
-it, and so is every wait of the device. Beside it stand the floor of the work (`roofline`) and what the planner says of
-the spec without having seen it run. Weights are drawn on the device: a CPU takes minutes for billions of them.
+Warm-up, then the mean of some steps, from the end of one to the end of the next: what the host does between two is in
+it, and so is every wait of the device. Not the median: a host that runs ahead of its GPU sees steps end by fits and
+starts, and only their sum tells the time. Beside it stand the floor of the work (`roofline`) and what the planner says
+of the spec without having seen it run. Weights are drawn on the device: a CPU takes minutes for billions of them.
 Nothing is saved, evaluated or left on disk.
 """
 
@@ -31,6 +32,7 @@ from ..plan.predict import Prediction, predict
 from ..plan.step_flops import StepFlops, step_flops
 from ..spec import RunSpec, SpecError, TrainingError
 from ..train import Trainer
+from ..train.ahead import drop
 from ..train.device import find_gpu
 from ..train.feed import Feed
 
@@ -71,7 +73,10 @@ def take_steps(trainer: Trainer, steps: int, kernels: bool) -> dict[str, Any]:
             with ExitStack() as stack:
                 if number == WARM_UP and device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
-                recorded = stack.enter_context(recording(device)) if kernels and number == total - 1 else None
+                recorded = None
+                if kernels and number == total - 1:
+                    drop(trainer)  # all of the step is to be recorded, and nothing else
+                    recorded = stack.enter_context(recording(device))
                 losses.append(one_step(trainer, total - number))
             ends.append(time.perf_counter())
             waits.append(trainer.reader.waited)
@@ -82,12 +87,12 @@ def take_steps(trainer: Trainer, steps: int, kernels: bool) -> dict[str, Any]:
     found["allocated"] = trainer.memory.read()
     found["reserved"] = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
     if recorded is not None:
-        found["kernels"] = table_of(recorded, device, statistics.median(seconds))
+        found["kernels"] = table_of(recorded, device, statistics.mean(seconds))
     return found
 
 
 def one_step(trainer: Trainer, left: int) -> float:
-    """As the training loop takes it; returns the loss."""
+    """As the training loop takes it, which leaves the passes of the next one under way; returns the loss."""
     assert trainer.feed is not None
     values = trainer.train_step(trainer.feed.take(trainer.cursor, left))
     trainer.step += 1
@@ -113,7 +118,7 @@ def drawn_on(device: torch.device, seed: int) -> Source:
 
 def facts_of(trainer: Trainer, measured: dict[str, Any], ceilings: list[Ceilings]) -> dict[str, Any]:
     spec, device = trainer.spec, trainer.device
-    step_s = statistics.median(measured["seconds"])
+    step_s = statistics.mean(measured["seconds"])
     flops = step_flops(spec)
     facts: dict[str, Any] = {
         "name": spec.name,
@@ -178,6 +183,8 @@ def foretold(spec: RunSpec, device: torch.device) -> Prediction:
 
 
 def recording(device: torch.device) -> profile:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # what was launched before does not belong to it
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     return profile(activities=activities)
 

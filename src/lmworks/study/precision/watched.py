@@ -45,6 +45,10 @@ class Watched(Trainer):
         self.seen = watch.found if watch else {}
         return values
 
+    def following(self) -> Sequence[Batch] | None:
+        """Gradients are looked at between this step and the next: there must be none under way."""
+        return None if self.step + 1 in self.spots else super().following()
+
     def report(self, values: dict[str, Any]) -> None:
         super().report(values)
         if self.step in self.spots:
