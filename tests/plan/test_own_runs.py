@@ -47,7 +47,7 @@ def test_a_run_keeps_the_loss_and_the_clipping_that_it_had() -> None:
     assert {(run.case.software.in_place, run.case.software.clips) for run in before} == {(False, 3)}
     for run in whole():
         preset, *words = run.label.split()
-        assert run.case.software == replace(software_of(load_run(preset, words)), wide_sums=True)
+        assert run.case.software == replace(software_of(load_run(preset, words)), wide_ends=True)
     now = software_of(load_run("llama3-1b", ["precision.dtype=bf16"]))
     assert (now.in_place, now.clips) == (True, 2)
     assert as_it_ran(now, "triton", 2) == now

@@ -176,13 +176,13 @@ class Workload:
     @property
     def chunk_rows(self) -> Any:
         """Tokens whose logits are held at once."""
-        width = self.width // (2 if self.software.wide_sums else 1)  # twice as many rows
+        width = self.width // (2 if self.software.wide_ends else 1)  # twice as many rows
         return chunk_rows(self.tokens, self.columns, self.device, width, self.in_place)
 
     @property
     def head_gradient(self) -> Any:
         """Bytes of a number of the head's gradient while it is summed: fp32 over many chunks, else as it is kept."""
-        few = FEW if self.in_place and not self.software.wide_sums else 1
+        few = FEW if self.in_place and not self.software.wide_ends else 1
         many = np.greater(self.tokens, few * self.chunk_rows)
         return np.where(many, 4, self.software.gradients)[()]
 
@@ -258,8 +258,8 @@ def norm(name: str, load: Workload, readers: int) -> Op:
         result = np.where(load.tp > 1, load.width * whole * (readers > 0), result)
     figure = load.stream if load.device == "cpu" else 4  # 1/σ, or a mean; those of our RMSNorm are always fp32
     saved = t * (2 * figure if load.model.norm == "layer" else 4) + result
-    if load.model.norm == "layer" and load.device == "cuda" and load.stream == 2 and not readers:
-        saved += 6 * x  # before the loss nothing fuses it: autocast has its input and its result in fp32
+    if load.model.norm == "layer" and load.software.wide_ends and load.stream == 2 and not readers:
+        saved += 6 * x  # before the loss nothing fuses it: autocast had its input and its result in fp32
     forward, backward = normalise(load, x)
     if load.cast:
         forward.append(stream(1.5 * x, count=readers))

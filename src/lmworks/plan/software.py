@@ -36,7 +36,7 @@ class Software:
     dropout: bool = False  # its masks are kept
     loss: str = "chunked"  # logits never whole; "plain": whole, in fp32 as well; "fused": whole, once; or "compiled"
     in_place: bool = False  # gradients take the place of logits on a GPU, in one kernel
-    wide_sums: bool = False  # and that of the head is summed in fp32 over chunks twice as large, as ours once was
+    wide_ends: bool = False  # the last LayerNorm and the head's gradient in fp32, over chunks twice as large: ours once
     logit_bytes: int = 0  # of one logit when the loss is highest (0: as its kind has it, see closed.py)
     every_second: bool = False  # selective recompute keeps every second product, not all
     stand_in: int = 0  # bytes a weight of what autograd is handed where a product adds to the gradient itself
@@ -141,4 +141,4 @@ def kept_in(own: Software, kept: PrecisionSpec) -> Software:
 def as_it_ran(own: Software, loss: str, clips: int) -> Software:
     """Our own trainer as it was when a run was measured: how it clipped, and whose loss it had: "torch", "triton" or
     `WIDE_SUMS`."""
-    return replace(own, in_place=loss != "torch", wide_sums=loss == WIDE_SUMS, clips=clips)
+    return replace(own, in_place=loss != "torch", wide_ends=loss == WIDE_SUMS, clips=clips)
