@@ -5,9 +5,10 @@ The floor is the bytes that a step must read over the bandwidth of a device copy
 
     python benchmarks/engine_gpu.py                                          # everything
     python benchmarks/engine_gpu.py --only throughput,quant --model llama3-8b
+    python benchmarks/engine_gpu.py --only quant --case int4,fp8
     python benchmarks/engine_gpu.py --table
 
-Results are kept in benchmarks/results/engine_gpu.json after each part; parts that are not run keep what they had.
+Results are kept in benchmarks/results/engine_gpu.json after each case; those that are not run keep what they had.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, write_result
+from common import RESULTS, commit, write_result
 
 from lmworks.engine.engine import Engine
 from lmworks.engine.params import SamplingParams
@@ -45,6 +46,8 @@ VLLM = {
 SCHEMES = ("int8", "int4", "fp8")
 CONTEXT = 2048  # the longest request of the workload
 PATIENCE_S = 120  # with one start-up
+
+Case = tuple[str, dict[str, Any]]
 
 
 @contextmanager
@@ -80,36 +83,33 @@ def measured(engine: Engine, work: Workload | None = None) -> dict[str, Any]:
     }
 
 
-def throughput(name: str) -> dict[str, Any]:
+def throughput(name: str, _wanted: list[str]) -> Iterator[Case]:
     with engine_of(name) as engine:
-        return {"bf16": measured(engine, Workload())}
+        yield "bf16", measured(engine, Workload())
 
 
-def steps(name: str) -> dict[str, Any]:
+def steps(name: str, _wanted: list[str]) -> Iterator[Case]:
     with engine_of(name) as engine:
-        return {"bf16": measured(engine)}
+        yield "bf16", measured(engine)
 
 
-def quant(name: str) -> dict[str, Any]:
-    cases: dict[str, dict[str, Any]] = {scheme: {"scheme": scheme} for scheme in SCHEMES}
-    cases["kv fp8"] = {"kv_dtype": "fp8"}
-    results = {}
-    for case, options in cases.items():
-        with engine_of(name, **options) as engine:
-            results[case] = measured(engine, Workload())
-    return results
+QUANT: dict[str, dict[str, Any]] = {**{scheme: {"scheme": scheme} for scheme in SCHEMES}, "kv fp8": {"kv_dtype": "fp8"}}
 
 
-def spec(name: str) -> dict[str, Any]:
+def quant(name: str, wanted: list[str]) -> Iterator[Case]:
+    for case in wanted or QUANT:
+        with engine_of(name, **QUANT[case]) as engine:
+            yield case, measured(engine, Workload())
+
+
+def spec(name: str, _wanted: list[str]) -> Iterator[Case]:
     """Greedy answers that repeat themselves, as those of random weights do: the best that n-grams can hope for."""
-    results: dict[str, Any] = {}
     for speculate in ("none", "ngram"):
         with engine_of(name, speculate=speculate) as engine:
             Bench(engine).warm_up()
             for batch in (1, 8):
                 answer_greedily(engine, batch)  # whose kinds of steps are recorded by it
-                results[f"{speculate}, batch {batch}"] = answer_greedily(engine, batch)
-    return results
+                yield f"{speculate}, batch {batch}", answer_greedily(engine, batch)
 
 
 def answer_greedily(engine: Engine, batch: int, tokens: int = 256) -> dict[str, float]:
@@ -161,7 +161,7 @@ print(json.dumps(ages), flush=True)
 """
 
 
-def startup(name: str) -> dict[str, Any]:
+def startup(name: str, _wanted: list[str]) -> Iterator[Case]:
     """Seconds from the start of a process. Cold: no compiled kernels, no weights in the page cache; warm: both."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("LMWORKS_BENCH_DISK")) as folder:
         weights = Path(folder) / "model"
@@ -169,7 +169,6 @@ def startup(name: str) -> dict[str, Any]:
         gc.collect()
         torch.cuda.empty_cache()
         size = sum(file.stat().st_size for file in weights.iterdir())
-        times: dict[str, Any] = {}
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
         for case in ("cold", "cold weights", "warm"):
             if case.startswith("cold"):
@@ -184,8 +183,7 @@ def startup(name: str) -> dict[str, Any]:
             )
             if child.returncode:
                 raise RuntimeError(f"start-up of {name} failed:\n{child.stderr[-2000:]}")
-            times[case] = json.loads(child.stdout.splitlines()[-1])
-        return {case: {"weights_gb": size / 1e9, **ages} for case, ages in times.items()}
+            yield case, {"weights_gb": size / 1e9, **json.loads(child.stdout.splitlines()[-1])}
 
 
 def forget(folder: Path) -> None:
@@ -205,7 +203,8 @@ USUAL = ("throughput", "startup", "quant", "spec")  # throughput measures the st
 def say(name: str, case: str, facts: dict[str, Any]) -> None:
     """One case in a line or two, beside vLLM's bf16."""
     if "decode_ms" not in facts:
-        print(f"{name} {case}: " + json.dumps({key: round(value, 3) for key, value in facts.items()}), flush=True)
+        told = {key: round(value, 3) for key, value in facts.items() if not isinstance(value, str)}
+        print(f"{name} {case}: {json.dumps(told)}", flush=True)
         return
     peer = VLLM[name]
     if "output_tokens_per_s" in facts:
@@ -263,6 +262,7 @@ def markdown(models: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(USUAL), help=f"parts, with commas between them: {', '.join(PARTS)}")
+    parser.add_argument("--case", default="", help=f"of quant: some of {', '.join(QUANT)}")
     parser.add_argument("--model", default=",".join(VLLM), help="models, with commas between them")
     parser.add_argument("--table", action="store_true", help="print what was kept as the tables of docs/engine.md")
     chosen = parser.parse_args()
@@ -271,21 +271,22 @@ def main() -> None:
     if chosen.table:
         print(markdown(models))
         return
+    wanted = [case for case in chosen.case.split(",") if case]
+    if unknown := [case for case in wanted if case not in QUANT]:
+        parser.error(f"--case: there is no {', '.join(unknown)}; use some of {', '.join(QUANT)}")
     for name in chosen.model.split(","):
         kept = models.setdefault(name, {})
         kept["vllm, quoted"] = VLLM[name]
         for part in chosen.only.split(","):
             began = time.perf_counter()
             try:
-                cases = PARTS[part](name)
+                for case, facts in PARTS[part](name, wanted):
+                    say(name, case, facts)
+                    kept.setdefault(part, {})[case] = {**facts, "commit": commit()}
+                    write_result(NAME, {"models": models})
             except (RuntimeError, LMWorksError, subprocess.TimeoutExpired) as error:  # the other parts are worth having
                 print(f"{name} {part} failed: {error}", flush=True)
-                continue
-            for case, facts in cases.items():
-                say(name, case, facts)
             print(f"  [{part} took {time.perf_counter() - began:.0f} s]", flush=True)
-            kept[part] = cases
-            write_result(NAME, {"models": models})
     print(path)
 
 

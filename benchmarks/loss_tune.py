@@ -6,19 +6,21 @@ plan/ops.py), `PARTS`, `SPAN`, `TILE` and `TURNED_TILE` of kernels/float8_triton
 Which implementation is the fastest is another question: `lmworks bench kernels`.
 
     python benchmarks/loss_tune.py            # about two minutes on an H200
+    python benchmarks/loss_tune.py --only chunk
     python benchmarks/loss_tune.py --quick    # one model, nothing written
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
-from common import write_result
+from common import RESULTS, commit, write_result
 
 from lmworks.kernels import cross_entropy, cross_entropy_once_triton, cross_entropy_triton, float8, float8_triton
 
@@ -105,17 +107,24 @@ def eight_bits(_tokens: int, _vocab: int, hidden: int) -> dict[str, float]:
     return found
 
 
+QUESTIONS = {"loss kernel": loss_kernel, "chunk": chunk_sizes, "fp8": eight_bits}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one model, nothing written")
-    quick = parser.parse_args().quick
-    results = []
+    parser.add_argument("--only", choices=list(QUESTIONS), help="one question; the others keep their answers")
+    chosen = parser.parse_args()
+    quick, asked = chosen.quick, [chosen.only] if chosen.only else list(QUESTIONS)
+    file = RESULTS / "loss_tune.json"
+    kept = json.loads(file.read_text(encoding="utf-8"))["found"] if file.exists() else []
+    results = [one for one in kept if one["what"] not in asked]
     for model, shape in list(SHAPES.items())[: 1 if quick else None]:
-        for name, tune in (("loss kernel", loss_kernel), ("chunk", chunk_sizes), ("fp8", eight_bits)):
-            shares = tune(*shape)
+        for name in asked:
+            shares = QUESTIONS[name](*shape)
             for way, share in sorted(shares.items(), key=lambda one: -one[1])[:4]:
                 print(f"{model}, {name}: {share:.0%} of the floor's pace with {way}")
-            results.append({"model": model, "what": name, "of_floor": shares})
+            results.append({"model": model, "what": name, "of_floor": shares, "commit": commit()})
             torch.cuda.empty_cache()
     if not quick:
         facts = {"copy_bytes_s": COPY, "product_flops": PRODUCT, "found": results}

@@ -74,9 +74,9 @@ ROWS = {
         "GPT-2 124M, 64 × 1024",
         ("gpt2-small", "model.vocab=50304", "data.micro_batch=64", "data.seq=1024", COMPILE),
         {
-            "fp32 weights": (BF16,),
-            "bf16 weights + master": HALF,
             "no biases, as nanoGPT's benchmark": (*HALF, "model.bias=false"),
+            "bf16 weights + master": HALF,
+            "fp32 weights": (BF16,),
             "flash": (*HALF, "model.attention=flash"),
             "eager": (BF16, "parallel.compile=false"),
         },
@@ -131,9 +131,9 @@ ROWS = {
         "Llama 3 8B, 2 × 8192, fp8, memory free",
         ("llama3-8b", "data.micro_batch=2", "data.seq=8192", COMPILE),
         {
+            "tensorwise, fp8 head": (*EIGHT, "precision.fp8_head=true"),
             "tensorwise": EIGHT,
             "tensorwise, within 100 GiB": (*EIGHT, *within(100)),
-            "tensorwise, fp8 head": (*EIGHT, "precision.fp8_head=true"),
             "rowwise": (*EIGHT, "precision.fp8_scaling=rowwise"),
         },
         "torchtitan + compile + float8", 14_255, 80.5, 15_500, steps=8,
