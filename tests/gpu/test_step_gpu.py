@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmworks.model.gpt import LayerNorm
 from lmworks.spec import RunSpec
 from lmworks.study.train_bench import bench_train, one_step
 from lmworks.train import Trainer
@@ -123,6 +124,21 @@ def test_a_step_that_was_held_for_nothing_is_the_step_that_was_not(
         monkeypatch.setattr(Health, "limits", lambda _: (-1.0, -1.0))
     torch.use_deterministic_algorithms(False)
     assert losses[0] == losses[1]
+
+
+def test_layer_norm_stays_narrow_under_autocast() -> None:
+    """Which would have its input and its result in fp32 otherwise: four times the bytes before the loss."""
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    norm = LayerNorm(256, device="cuda", dtype=torch.bfloat16)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = norm(x)
+    assert out.dtype == torch.bfloat16
+    (grad,) = torch.autograd.grad(out, x, out.detach())
+    wide = x.detach().float().requires_grad_()
+    expected = torch.nn.functional.layer_norm(wide, (256,))
+    (wanted,) = torch.autograd.grad(expected, wide, out.detach().float())
+    torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(grad.float(), wanted, rtol=2**-6, atol=2**-6)
 
 
 def test_segments_grow(tmp_path: Path) -> None:

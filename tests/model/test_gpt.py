@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,7 +20,7 @@ from lmworks.kernels.rms_norm import reference as rms_reference
 from lmworks.kernels.rms_norm import rms_norm
 from lmworks.model import GPT, attention
 from lmworks.model.attention import alibi_slopes, dense
-from lmworks.model.gpt import MoE, default_positions
+from lmworks.model.gpt import LayerNorm, MoE, default_positions
 from lmworks.model.rope import frequencies
 from lmworks.spec import ModelSpec, SpecError
 
@@ -264,6 +265,27 @@ def test_rms_norm_equals_its_reference() -> None:
 def test_rms_norm_saves_its_input_and_one_number_a_row() -> None:
     x, weight = torch.randn(64, 32, requires_grad=True), torch.ones(32, requires_grad=True)
     assert saved_bytes(lambda: rms_norm(x, weight, 1e-5)) == 4 * (x.numel() + 64 + 32)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+def test_layer_norm_is_pytorchs_and_as_narrow_as_its_input(bias: bool, dtype: torch.dtype, tolerance: float) -> None:
+    """Weights may be wider than what they scale; both ways, and wherever autocast stands."""
+    norm, plain = LayerNorm(24, bias=bias), nn.LayerNorm(24, bias=bias)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    plain.load_state_dict(norm.state_dict())
+    x = (3 * torch.randn(2, 5, 24, generator=generator)).to(dtype).requires_grad_()
+    g = torch.randn(x.shape, generator=generator)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = norm(x)
+    assert out.dtype == dtype
+    expected = plain(x.float())
+    grads = torch.autograd.grad(out, (x, *norm.parameters()), g.to(dtype))
+    wanted = torch.autograd.grad(expected, (x, *plain.parameters()), g.to(dtype).float())
+    for ours, theirs in zip((out, *grads), (expected, *wanted), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2 * tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("shared", [0, 2])
