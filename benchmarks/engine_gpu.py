@@ -173,6 +173,7 @@ def startup(name: str, _wanted: list[str]) -> Iterator[Case]:
         for case in ("cold", "cold weights", "warm"):
             if case.startswith("cold"):
                 forget(weights)
+            began = time.time()
             child = subprocess.run(
                 [sys.executable, "-X", "faulthandler", "-c", FIRST_TOKEN, str(weights)],
                 env={**os.environ, **caches},
@@ -183,7 +184,15 @@ def startup(name: str, _wanted: list[str]) -> Iterator[Case]:
             )
             if child.returncode:
                 raise RuntimeError(f"start-up of {name} failed:\n{child.stderr[-2000:]}")
-            yield case, {"weights_gb": size / 1e9, **json.loads(child.stdout.splitlines()[-1])}
+            ages = json.loads(child.stdout.splitlines()[-1])
+            yield case, {"weights_gb": size / 1e9, **ages, **compiled(Path(folder) / "triton", began)}
+
+
+def compiled(cache: Path, began: float) -> dict[str, float]:
+    """Kernels of ours that were compiled since then, and how long after it the last of them was done."""
+    times = [file.stat().st_mtime - began for file in cache.rglob("*.cubin")]
+    new = [seconds for seconds in times if seconds > 0]
+    return {"kernels compiled": len(new), "last of them": max(new, default=0.0)}
 
 
 def forget(folder: Path) -> None:
