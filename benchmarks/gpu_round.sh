@@ -26,7 +26,8 @@ for part in "$@"; do
     tune)
       within 190 python benchmarks/flash_tune.py --save
       within 150 python benchmarks/loss_tune.py
-      within 150 python benchmarks/elementwise_gpu.py ;;
+      within 150 python benchmarks/elementwise_gpu.py
+      within 240 python benchmarks/compile_options.py ;;
     kernels) within 240 python -m lmworks bench kernels --record --out benchmarks/results/kernels_train.json ;;
     train) within 600 python benchmarks/train_gpu.py --profile ;;
     plan) within 200 python benchmarks/plan_check.py --device cuda --save ;;
