@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 import lmworks
 from lmworks import LLM, SamplingParams, loading
-from lmworks.engine.request import Answer, Result
+from lmworks.engine.request import Answer, Request, Result
 from lmworks.model import GPT, generate
-from lmworks.spec import EngineSpec, LMWorksError, ModelSpec, SpecError
+from lmworks.spec import CheckpointError, EngineSpec, LMWorksError, ModelSpec, SpecError
 from tiny import make_spec, train
 
 transformers = pytest.importorskip("transformers")
@@ -187,11 +191,22 @@ def test_the_package_exports_both_names() -> None:
         ("tiny", {"device": "tpu0"}, "engine.device"),
         ("tiny", {"device": "meta"}, "engine.device"),
         ("tiny", {"context": 4096}, "more than the model's context of 128"),
+        ("tiny", {"speculate": "draft", "draft": "tini"}, "engine.draft: tini is neither a folder nor a preset"),
     ],
 )
 def test_what_cannot_be_opened_is_named(source: str | Path, options: dict[str, object], said: str) -> None:
     with pytest.raises(LMWorksError, match=said):
         LLM(source, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("eos", ["two", 2.0, [1, None], True])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_end_of_text_that_is_no_token_is_named(eos: Any, file: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "hf")
+    described = json.loads((folder / "config.json").read_text()) if file == "config.json" else {}
+    (tmp_path / "hf" / file).write_text(json.dumps({**described, "eos_token_id": eos}))
+    with pytest.raises(CheckpointError, match=rf"{file}: eos_token_id = .*: a token id, or a list, is expected"):
+        LLM(tmp_path / "hf")
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +296,17 @@ def test_a_stream_adds_up_to_its_result_while_others_are_served(llm: LLM) -> Non
     assert pieces[-1].result is not None and pieces[-1].result.token_ids == whole.token_ids
 
 
+def test_threads_share_an_engine(preset: LLM) -> None:
+    """Each has its own results, and their requests run in the same steps."""
+    prompts = [[thread, place] for thread in range(4) for place in range(3)]
+    expected = ids_of(preset.generate(prompts, GREEDY))
+    before = preset.native.metrics.steps
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda thread: preset.generate(prompts[3 * thread : 3 * thread + 3], GREEDY), range(4)))
+    assert [ids for results in found for ids in ids_of(results)] == expected
+    assert preset.native.metrics.steps - before < 4 * 12
+
+
 def test_a_closed_one_says_so() -> None:
     with LLM("tiny") as llm:
         llm.generate([[1]], GREEDY)
@@ -294,6 +320,15 @@ def test_a_closed_one_says_so() -> None:
     for use in uses:
         with pytest.raises(LMWorksError, match="was closed"):
             use()
+
+
+def test_a_stream_that_is_open_when_its_model_is_closed_ends() -> None:
+    with LLM("tiny") as llm:
+        pieces, others = (llm.stream([1, 2], SamplingParams(max_tokens=50)) for _ in range(2))
+        next(pieces), next(others)
+    with pytest.raises(LMWorksError, match="was closed"):
+        next(pieces)
+    others.close()
 
 
 def test_a_refusal_has_as_many_answers_as_were_asked_for(preset: LLM) -> None:
@@ -320,8 +355,6 @@ def test_an_interrupt_takes_requests_back_and_leaves_the_engine_sound(
         nonlocal steps
         steps += 1
         if steps == 4:
-            import signal
-
             signal.raise_signal(signal.SIGINT)  # as Ctrl-C in the middle of a step
         return take()
 
@@ -330,6 +363,32 @@ def test_an_interrupt_takes_requests_back_and_leaves_the_engine_sound(
         preset.generate([[1, 2], [3, 4]], SamplingParams(max_tokens=50))
     monkeypatch.undo()
     assert not engine.requests and engine.failure is None
+    assert len(preset.generate([[1, 2]], GREEDY)[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_an_interrupt_while_requests_are_taken_in_takes_them_back(
+    how: str, preset: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shape that is asked for may take a second to compile: time enough for Ctrl-C."""
+    engine, added = preset.native, 0
+    take_in = engine.add
+
+    def interrupted(request: Request) -> None:
+        nonlocal added
+        added += 1
+        if added == (2 if how == "generate" else 1):
+            signal.raise_signal(signal.SIGINT)
+        take_in(request)
+
+    monkeypatch.setattr(engine, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        if how == "generate":
+            preset.generate([[1, 2], [3, 4], [5, 6]], SamplingParams(max_tokens=50))
+        else:
+            next(preset.stream([1, 2], SamplingParams(max_tokens=50)))
+    monkeypatch.undo()
+    assert not engine.requests and engine.failure is None and engine.scheduler.pool.used == 0
     assert len(preset.generate([[1, 2]], GREEDY)[0].token_ids) == 12
 
 

@@ -16,7 +16,7 @@ from .data import Tokenizer
 from .data.tokenizer import FileTokenizer
 from .engine.chat import Chat
 from .engine.engine import Engine
-from .engine.offline import Offline
+from .engine.offline import CLOSED, Offline
 from .engine.params import SamplingParams
 from .engine.quantized_folder import is_quantized
 from .engine.request import Answer, Piece, Result
@@ -146,7 +146,7 @@ class LLM:
 
     def refuse_closed(self) -> None:
         if self.closed:
-            raise LMWorksError("this LLM was closed: make another one")
+            raise LMWorksError(CLOSED)
 
     def __enter__(self) -> Self:
         return self

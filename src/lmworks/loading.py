@@ -21,7 +21,7 @@ from .model import GPT
 from .model.gpt import initial_weight
 from .model.hf import HFWeights, described, load_hf, read_json
 from .model.room import make_room
-from .spec import EngineSpec, LMWorksError, ModelSpec, SpecError
+from .spec import CheckpointError, EngineSpec, LMWorksError, ModelSpec, SpecError
 from .spec.errors import did_you_mean
 from .spec.presets import PRESETS
 
@@ -143,8 +143,12 @@ def hf_eos(folder: Path) -> tuple[int, ...]:
     """Tokens at which `transformers` would stop."""
     for name in ("generation_config.json", "config.json"):
         found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (int(found),)
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(token) is int for token in ids):
+            raise CheckpointError(f"{folder / name}: eos_token_id = {found!r:.60}: a token id, or a list, is expected")
+        return tuple(ids)
     return ()
 
 
@@ -196,9 +200,16 @@ def shape_of(source: str | Path) -> ModelSpec | None:
 
 def make_engine(loaded: Loaded, spec: EngineSpec, seed: int, ranks: Ranks | None = None) -> Engine:
     """Takes the model over; with a draft, that one too."""
-    draft = Draft(load(spec.draft, spec, None, seed).model) if spec.speculate == "draft" else None
+    draft = load_draft(spec, seed) if spec.speculate == "draft" else None
     runner = make_runner(loaded, spec, draft, ranks)
     return Engine(runner, loaded.tokenizer, loaded.eos, seed, speculator(runner.spec))
+
+
+def load_draft(spec: EngineSpec, seed: int) -> Draft:
+    try:
+        return Draft(load(spec.draft, spec, None, seed).model)
+    except LMWorksError as error:
+        raise SpecError(f"engine.draft: {error}") from None
 
 
 def make_runner(loaded: Loaded, spec: EngineSpec, draft: Draft | None, ranks: Ranks | None) -> Runner:

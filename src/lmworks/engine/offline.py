@@ -7,22 +7,27 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
+from ..spec import LMWorksError
 from .engine import Engine
 from .params import SamplingParams
 from .request import Piece, Request, Result
 
 Advance = Callable[[Sequence[Result]], None]
 
+CLOSED = "this LLM was closed: make another one"
+
 
 class Offline:
-    """Steps the engine whenever somebody waits for a piece. A stream may be open while other prompts are generated."""
+    """Steps the engine whenever somebody waits for a piece. Many may wait at once: streams that are open, threads."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.closed = False
+        self.lock = threading.RLock()
         self.boxes: dict[int, list[Piece]] = {}  # of every request that is waited for
 
     @property
@@ -39,9 +44,8 @@ class Offline:
                 self.add(request, box)
             with progress_bar(len(requests), progress) as advance:
                 while len(results) < len(requests):
-                    self.step()
-                    done = {piece.request.id: piece.result for piece in box if piece.result is not None}
-                    box.clear()
+                    pieces = self.step(box)
+                    done = {piece.request.id: piece.result for piece in pieces if piece.result is not None}
                     advance(list(done.values()))
                     results |= done
         finally:
@@ -53,46 +57,60 @@ class Offline:
         """Pieces as they come; the last one carries the result. Closing it before that cancels the request."""
         request = Request(prompt, params, stream=True)
         box: list[Piece] = []
-        self.add(request, box)
         finished = False
         try:
+            self.add(request, box)
             while not finished:
-                self.step()
-                pieces = box.copy()
-                box.clear()
-                for piece in pieces:
+                for piece in self.step(box):
                     finished = piece.result is not None
                     yield piece
         finally:
             self.leave(request, finished)
 
     def add(self, request: Request, box: list[Piece]) -> None:
-        self.boxes[request.id] = box
-        self.engine.add(request)
+        with self.alone():
+            self.boxes[request.id] = box
+            self.engine.add(request)
 
-    def step(self) -> None:
-        with after_interrupts():
-            pieces = self.engine.step()
-        for piece in pieces:
-            if piece.request.id in self.boxes:
-                self.boxes[piece.request.id].append(piece)
+    def step(self, box: list[Piece]) -> list[Piece]:
+        """What has come for one who waits; another thread may have taken the step that brought it."""
+        with self.alone():
+            if not box:
+                for piece in self.engine.step():
+                    if piece.request.id in self.boxes:
+                        self.boxes[piece.request.id].append(piece)
+            mine = box.copy()
+            box.clear()
+        return mine
 
     def leave(self, request: Request, finished: bool) -> None:
-        del self.boxes[request.id]
-        if not finished:
-            self.engine.cancel(request.id)
+        """Of a request that may not have been added yet, or whose engine may be gone."""
+        with suppress(LMWorksError), self.alone():  # closed: nothing is left to take back
+            self.boxes.pop(request.id, None)
+            if not finished:
+                self.engine.cancel(request.id)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """With the engine: no other thread, and no Ctrl-C, before it is done."""
+        with self.lock, after_interrupts():
+            if self.closed:
+                raise LMWorksError(CLOSED)
+            yield
 
     def close(self) -> None:
-        """Lets go of the engine, and gives weights and cache back to the device."""
-        self.engine.close()
-        del self.engine
+        """Lets go of the engine, and gives weights and cache back to the device. Streams that are open end there."""
+        with self.lock:
+            self.closed = True
+            self.engine.close()
+            del self.engine
         gc.collect()  # graphs and what they record hold each other
         torch.cuda.empty_cache()
 
 
 @contextmanager
 def after_interrupts() -> Iterator[None]:
-    """Ctrl-C in the middle of a step would leave the engine's books half written: it is raised behind it."""
+    """Ctrl-C in the middle of this would leave the engine's books half written: it is raised behind it."""
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not usual or threading.current_thread() is not threading.main_thread():
         yield
