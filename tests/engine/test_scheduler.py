@@ -284,6 +284,17 @@ def test_nobody_is_preempted_for_a_guess() -> None:
     assert sorted(shape(step, first, second)) == [(0, 3, 1, 1), (1, 3, 1, 1)]
 
 
+def test_a_guess_takes_no_block_that_another_token_needs() -> None:
+    """One block is free: the first could guess into it, but the second's next token has to go there."""
+    scheduler = make(blocks=5, block=2)
+    first, second = add(scheduler, 3, answer=5), add(scheduler, 4, answer=4)
+    run(scheduler)
+    first.sequences[0].guesses = [1, 2, 3]
+    step = scheduler.schedule()
+    assert scheduler.preemptions == 0
+    assert sorted(shape(step, first, second)) == [(0, 3, 1, 1), (1, 4, 1, 1)]
+
+
 def test_whatever_ends_leaves_nothing_behind() -> None:
     scheduler = make(seqs=2)
     requests = [add(scheduler, 5, n=2), add(scheduler, 5)]

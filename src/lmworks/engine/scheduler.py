@@ -126,10 +126,13 @@ class Scheduler:
         """Chunks of those that run, and what is left of the budget."""
         left = self.spec.max_batch_tokens
         chunks: list[Chunk] = []
+        guessing = any(sequence.guesses for sequence in self.running)
+        owed = sum(map(self.lacks_a_block, self.running)) if guessing else 0  # blocks for tokens, not for guesses
         for sequence in list(self.running):
             start = sequence.computed
             if left and sequence.state is State.RUNNING and len(sequence.tokens) == start + 1 < sequence.limit:
-                count = 1 + self.use_guesses(sequence, left - 1)
+                owed -= guessing and self.lacks_a_block(sequence)
+                count = 1 + self.use_guesses(sequence, left - 1, owed)
                 if self.grow(sequence, start + count):
                     chunks.append(Chunk(sequence, start, count, count))
                     left -= count
@@ -198,14 +201,18 @@ class Scheduler:
     def room(self, blocks: int) -> bool:
         return self.pool.available >= blocks + (self.spare if self.running else 0)
 
-    def use_guesses(self, sequence: Sequence, left: int) -> int:
-        """Keeps as many guesses as the step has room for; nobody is preempted for a guess."""
+    def use_guesses(self, sequence: Sequence, left: int, owed: int) -> int:
+        """Keeps as many guesses as the step has room for. Blocks that are owed to tokens stay: nobody is preempted."""
         if not sequence.guesses:
             return 0
-        room = (len(sequence.blocks) + self.pool.available) * self.pool.size - len(sequence.tokens)
+        room = (len(sequence.blocks) + self.pool.available - owed) * self.pool.size - len(sequence.tokens)
         most = min(left, room, sequence.limit - len(sequence.tokens) - 1)
         sequence.guesses = sequence.guesses[: max(most, 0)]
         return len(sequence.guesses)
+
+    def lacks_a_block(self, sequence: Sequence) -> bool:
+        """Whether the token that it computes next needs another one."""
+        return sequence.computed >= len(sequence.blocks) * self.pool.size
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Gives it blocks for so many tokens; false if it had to give up its own."""
