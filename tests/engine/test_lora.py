@@ -201,6 +201,18 @@ def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
     torn = Made(config, {"model.layers.0.self_attn.q_proj": (torch.ones(4, 48), torch.ones(64, 3))})
     with pytest.raises(CheckpointError, match="do not fit together"):
         engine.add_adapter("torn", torn.save(tmp_path / "torn"))
+    flat = Made(config, {"model.layers.0.self_attn.q_proj": (torch.ones(4), torch.ones(64, 4))})
+    with pytest.raises(CheckpointError, match="do not fit together"):
+        engine.add_adapter("flat", flat.save(tmp_path / "flat"))
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("value", [{"(": 4}, ["q_proj"], 4])
+def test_patterns_that_are_none_are_named(key: str, value: Any, tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, key: value}
+    made = Made(config, {"model.layers.0.self_attn.q_proj": (torch.ones(4, 48), torch.ones(64, 4))})
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: rank_pattern or alpha_pattern cannot be read"):
+        make_engine("llama").add_adapter("mine", made.save(tmp_path / "mine"))
 
 
 def test_damaged_and_missing_files(tmp_path: Path) -> None:
@@ -221,6 +233,8 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
     engine = engine_with("llama", two_adapters("llama"), tmp_path)
     with pytest.raises(SpecError, match="an adapter named 'first' is already there"):
         engine.add_adapter("first", tmp_path / "second")
+    with pytest.raises(SpecError, match="an adapter needs a name"):  # without one its cached prefixes were the model's
+        engine.add_adapter("", tmp_path / "second")
 
 
 def test_experts_take_adapters_on_attention_only(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ class Adapters:
         self.held: dict[str, Adapter] = {}
 
     def add(self, name: str, folder: Path) -> None:
+        if not name:
+            raise SpecError("an adapter needs a name, by which requests ask for it")
         if name in self.held:
             raise SpecError(f"an adapter named {name!r} is already there; give this one another name")
         adapter = read_adapter(name, folder, self.model.spec)

@@ -103,17 +103,21 @@ def read_pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     if not found:
         raise CheckpointError(f"{path}: it holds no LoRA matrices")
     for module, both in found.items():
-        if both.keys() != {"A", "B"} or both["A"].shape[0] != both["B"].shape[1]:
+        whole = both.keys() == {"A", "B"} and all(matrix.dim() == 2 for matrix in both.values())
+        if not whole or both["A"].shape[0] != both["B"].shape[1]:
             raise CheckpointError(f"{path}: the two matrices of '{module}' do not fit together")
     return {module: (both["A"], both["B"]) for module, both in found.items()}
 
 
 def scale_of(config: dict[str, Any], module: str, rank: int, folder: Path) -> float:
     """alpha / rank or alpha / √rank; both may have exceptions by the name's ending."""
-    told = by_pattern(config.get("rank_pattern"), module, config.get("r"))
+    try:
+        told = by_pattern(config.get("rank_pattern"), module, config.get("r"))
+        alpha = by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    except (re.error, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{folder / CONFIG}: rank_pattern or alpha_pattern cannot be read ({error})") from None
     if told != rank:
         raise CheckpointError(f"{folder}: '{module}' has rank {rank}, but {CONFIG} says {told}")
-    alpha = by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     if not isinstance(alpha, int | float):
         raise CheckpointError(f"{folder / CONFIG}: lora_alpha = {alpha!r}: a number is expected")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
