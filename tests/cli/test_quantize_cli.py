@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,30 @@ def test_a_folder_with_other_things_is_refused_before_any_work(tmp_path: Path) -
     (tmp_path / "mine.txt").write_text("mine")
     code, _, error = call("no-such-run", "--scheme", "int8", "--out", tmp_path)
     assert (code, "not empty" in error) == (2, True)
+
+
+def test_a_place_where_nothing_can_be_written_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    code, _, error = call("no-such-run", "--scheme", "int8", "--out", tmp_path / "file" / "q")
+    assert code == 2 and f"nothing can be written into {tmp_path / 'file'}" in error
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as it is for others than root
+    code, _, error = call("no-such-run", "--scheme", "int8", "--out", tmp_path / "new" / "q")
+    assert code == 2 and f"nothing can be written into {tmp_path};" in error
+
+
+def test_the_folder_one_stands_in_and_a_link_to_one(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", tmp_path / "link"):
+        code, _, error = call(run, "--scheme", "int8", "--out", out, "--tokens", 3000)
+        assert code == 0, error
+    assert (tmp_path / "link").is_symlink()
+    for name in ("here", "there"):
+        assert load_quantized(tmp_path / name).spec == load_trained(run).model.spec
 
 
 @pytest.mark.parametrize(

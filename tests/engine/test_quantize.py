@@ -37,7 +37,7 @@ from lmworks.engine.quantized_model import (
 from lmworks.kernels.quantized import int4_round
 from lmworks.loading import hf_tokenizer
 from lmworks.model.gpt import Linear
-from lmworks.spec import CheckpointError, DataError, SpecError
+from lmworks.spec import CheckpointError, DataError, LMWorksError, SpecError
 from tiny import differences, flip_a_bit, make_spec, train
 
 SHAPES = {
@@ -287,6 +287,14 @@ def test_a_broken_scale_is_refused_and_its_layer_named(broken: str, trained: GPT
     with pytest.raises(QuantizationRefused, match=broken) as refused:
         quantize(copy.deepcopy(trained), "int8", text, limit=math.inf, make=not_finite)
     json.dumps(refused.value.report.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_model_that_gives_no_numbers_is_refused_before_any_work(scheme: str, trained: GPT, text: Calibration) -> None:
+    model = copy.deepcopy(trained)
+    model.layers()[0].mlp.up.weight.data[0, 0] = math.nan
+    with pytest.raises(LMWorksError, match=r"the loss of the model as it is, on .*, is nan"):
+        quantize(model, scheme, text, progress=lambda layer: pytest.fail("it began"))
 
 
 def test_calibration_text_is_checked() -> None:

@@ -133,6 +133,11 @@ def quantize(
     refuse_experts(model)
     model.eval().requires_grad_(False)
     loss_before, bytes_before = loss_on(model, calibration.measure), served_bytes(model)
+    if not math.isfinite(loss_before):
+        raise LMWorksError(
+            f"the loss of the model as it is, on {calibration.source}, is {loss_before}: there is nothing to keep; "
+            "are its weights damaged?"
+        )
     layers: list[LayerReport] = []
     for layer in quantize_layers(model, chosen, [batch[:, :-1] for batch in calibration.fit], group, make):
         layers.append(layer)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,11 +46,14 @@ def is_quantized(folder: str | Path) -> bool:
 
 
 def refuse_others(out: Path) -> None:
-    """Before any work: a folder with other things in it is nobody's to overwrite."""
+    """Before any work: a folder with other things in it is nobody's to overwrite, and one must be possible there."""
     if out.exists() and not out.is_dir():
         raise SpecError(f"{out} is a file; name a folder for the quantized model")
     if out.is_dir() and any(out.iterdir()) and not is_quantized(out):
         raise SpecError(f"{out} is not empty and holds no quantized model; name another folder")
+    above = next(folder for folder in out.resolve().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise SpecError(f"{out}: nothing can be written into {above}; name another folder")
 
 
 def save_quantized(
@@ -68,7 +72,8 @@ def save_quantized(
     Everything is written beside and renamed at the end: a killed job leaves the old folder or none.
     """
     refuse_others(out)
-    draft = out.with_name(f".{out.name}.part")
+    place = out.resolve()  # of "." and of a link: what they stand for
+    draft = place.with_name(f".{place.name}.part")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
@@ -93,9 +98,9 @@ def save_quantized(
             "report": report.to_dict(),
         }
         write_whole(draft / ABOUT, json.dumps(about, indent=2, allow_nan=False) + "\n")
-        if out.is_dir():
-            shutil.rmtree(out)
-        draft.replace(out)
+        if place.is_dir():
+            shutil.rmtree(place)
+        draft.replace(place)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(f"{out}: cannot be written ({one_line(error)})") from None
