@@ -16,6 +16,7 @@ from lmworks import LLM, SamplingParams
 from lmworks.cli.chat import Talk
 from lmworks.cli.main import main
 from lmworks.engine.chat import plain
+from lmworks.spec import SpecError
 from tiny import make_spec, train
 
 
@@ -94,6 +95,26 @@ def test_a_message_that_cannot_fit_is_refused_and_the_next_is_answered(
     talked, prompts = talk(llm, ["x" * 300, "def"], monkeypatch)
     assert "the prompt has" in capsys.readouterr().err
     assert prompts[1] == "User: def\nAssistant:" and len(talked.messages) == 2
+
+
+def test_a_message_that_the_template_refuses_ends_no_talk(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def picky(messages: Any, tools: Any = ()) -> str:
+        if messages[-1]["content"] == "bad":
+            raise SpecError("the chat template of this model refuses these messages: no")
+        return plain(messages)
+
+    monkeypatch.setattr("lmworks.engine.chat.plain", picky)
+    talked, prompts = talk(llm, ["bad", "def"], monkeypatch)
+    assert "refuses these messages: no" in capsys.readouterr().err
+    assert prompts == ["User: def\nAssistant:"] and len(talked.messages) == 2
+
+
+def test_what_is_no_text_is_said_to_be_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    with pytest.raises(SpecError, match="not valid UTF-8"):
+        Talk(llm, PARAMS, "").run()
 
 
 def test_an_interrupt_stops_the_answer_not_the_talk(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -111,6 +112,20 @@ def test_a_bad_template_is_named(folder: Path, template: str, said: str) -> None
     tokenizer = load_tokenizer(folder)
     with pytest.raises(SpecError, match=said):
         Chat.of(folder, tokenizer, tokenizer.encode).prompt(TALK, 100)
+
+
+def test_a_template_that_is_no_text_is_named(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecError, match=r"chat_template\.jinja: cannot be read as text"):
+        Chat.of(folder, tokenizer, tokenizer.encode)
+
+
+@pytest.mark.parametrize("template", [["{{ a }}"], [{"template": "x"}], [{"name": "default"}], 5])
+def test_a_config_without_a_usable_template_is_a_dialogue(folder: Path, template: Any) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = load_tokenizer(folder)
+    assert Chat.of(folder, tokenizer, tokenizer.encode).render is plain
 
 
 def test_what_to_install_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,23 +74,36 @@ class Talk:
 
     def read(self) -> str | None:
         """The next line; None at the end. Ctrl-C at the prompt leaves, as Ctrl-D does."""
-        if self.live:
-            try:
+        try:
+            if self.live:
                 return input("> ").strip()
-            except (EOFError, KeyboardInterrupt):
-                typer.echo("")
-                return None
-        line = sys.stdin.readline()
-        return line.strip() if line else None
+            line = sys.stdin.readline()
+            return line.strip() if line else None
+        except UnicodeDecodeError:
+            raise SpecError("what was said is not valid UTF-8") from None
+        except (EOFError, KeyboardInterrupt):
+            if not self.live:
+                raise
+            typer.echo("")
+            return None
 
     def reply(self, line: str) -> None:
+        """A message that cannot be answered is told so, and forgotten: the next one may be."""
         asked: list[Message] = [*self.messages, {"role": "user", "content": line}]
-        room = self.llm.context - self.params.max_tokens
-        ids, kept = self.chat.prompt(asked, room)
-        if len(kept) < len(asked):
-            typer.echo(
-                f"(the context of {self.llm.context} tokens is full: the oldest messages are forgotten)", err=True
-            )
+        try:
+            ids, kept = self.chat.prompt(asked, self.llm.context - self.params.max_tokens)
+            if len(kept) < len(asked):
+                full = f"the context of {self.llm.context} tokens is full: the oldest messages are forgotten"
+                typer.echo(f"({full})", err=True)
+            said = self.answer(ids)
+        except SpecError as error:
+            typer.echo(f"({error})", err=True)
+            return
+        typer.echo("")
+        self.messages = [*kept, {"role": "assistant", "content": said}]
+
+    def answer(self, ids: list[int]) -> str:
+        """Written as it comes; what was said until Ctrl-C is said."""
         said = ""
         pieces = self.llm.stream(ids, self.params)
         try:
@@ -101,10 +114,6 @@ class Talk:
                 typer.echo(piece.text, nl=False)
         except KeyboardInterrupt:
             typer.echo(" (stopped)", nl=False)
-        except SpecError as error:  # this message cannot be answered; the next one may
-            typer.echo(f"({error})", err=True)
-            return
         finally:
             pieces.close()
-        typer.echo("")
-        self.messages = [*kept, {"role": "assistant", "content": said.strip()}]
+        return said.strip()

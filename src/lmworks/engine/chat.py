@@ -87,11 +87,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """In a file of its own, or in the tokenizer's config, where several may have names."""
-    if (folder / TEMPLATE).is_file():
-        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    path = folder / TEMPLATE
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise SpecError(f"{path}: cannot be read as text ({error})") from None
     found = config.get("chat_template")
     if isinstance(found, list):
-        found = {one["name"]: one["template"] for one in found}.get("default")
+        named = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]
+        found = named[0].get("template") if named else None
     return found if isinstance(found, str) else None
 
 
