@@ -100,6 +100,19 @@ def test_a_text_file_has_one_prompt_a_line(lmworks: Run, run_dir: Path, tmp_path
     assert [one["prompt"] for one in json.loads(lmworks(*arguments, "--json")[1])] == ["if", "def", "for x"]
 
 
+def test_lines_end_with_line_feeds_and_nothing_else(lmworks: Run, run_dir: Path, tmp_path: Path) -> None:
+    """JSON allows U+2028 and U+0085 as they are in a text; a form feed is common in old sources."""
+    prompts = ["a\u2028b", "c\x85d", "e"]
+    (tmp_path / "p.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + "\r\n".join(json.dumps(one, ensure_ascii=False) for one in prompts).encode()
+    )
+    (tmp_path / "p.txt").write_text("f\x0cg\nh\n")
+    arguments = ("--max-tokens", "2", "--json")
+    for file, expected in (("p.jsonl", prompts), ("p.txt", ["f\x0cg", "h"])):
+        code, out, err = lmworks("generate", run_dir, "--prompts", tmp_path / file, *arguments)
+        assert (code, err) == (0, "") and [one["prompt"] for one in json.loads(out)] == expected
+
+
 def test_several_answers_differ_and_repeat_with_the_seed(lmworks: Run, run_dir: Path) -> None:
     arguments = ("generate", run_dir, "--prompt", "x", "--n", "3", "--temperature", "1.5", "--max-tokens", "12")
     shown = json.loads(lmworks(*arguments, "--json")[1])

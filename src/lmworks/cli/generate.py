@@ -130,7 +130,8 @@ def refuse_broken_text(texts: Sequence[str]) -> None:
 
 def read_prompts(path: Path, usual: SamplingParams) -> list[Wish]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a JSON text may hold U+2028 and others that it takes for ends of lines.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise SpecError(f"--prompts {path}: {getattr(error, 'strerror', None) or 'not valid UTF-8'}") from None
     if path.suffix != ".jsonl":
