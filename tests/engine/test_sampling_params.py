@@ -41,6 +41,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {3: 1e300}}, "logit_bias of token 3 is 1e.300: it must be finite"),
     ({"ignore_eos": "false"}, "ignore_eos = 'false': true or false"),
     ({"adapter": ["a"]}, r"adapter = \['a'\]: the name of an adapter"),
+    ({"regex": b"a"}, "regex = b'a': it must be text"),
+    ({"json_schema": [1]}, r"json_schema = \[1\]: it must be an object"),
     ({"regex": "a", "choice": ["a"]}, "regex and choice cannot be asked for together"),
 ]
 

@@ -71,6 +71,10 @@ class SamplingParams:
             raise SpecError(f"adapter = {self.adapter!r:.60}: the name of an adapter is expected")
         if "" in self.stop:
             raise SpecError("stop holds an empty string: every text would end at once")
+        if not isinstance(self.regex, str | None):
+            raise SpecError(f"regex = {self.regex!r:.60}: it must be text")
+        if not isinstance(self.json_schema, Mapping | str | None):
+            raise SpecError(f"json_schema = {self.json_schema!r:.60}: it must be an object, or the text of one")
         shapes = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
         if len(shapes) > 1:
             raise SpecError(f"{' and '.join(shapes)} cannot be asked for together: an answer has one shape")
