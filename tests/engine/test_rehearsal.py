@@ -37,7 +37,7 @@ def test_every_size_is_taken_once_and_the_largest_step(preset: str, monkeypatch:
     with rehearsal.rehearsal(ModelSpec.from_preset(preset), SPEC, CPU):
         pass
     assert launched == [(20, 60, 1)]
-    assert sorted(sizes) == [1, 2, 4, 8, 16, 20]  # by threads side by side
+    assert sizes == [1, 2, 4, 8, 16, 20]
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -47,7 +47,7 @@ def test_a_failure_is_told_and_left_to_the_engine(
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(rehearsal, "play", fail)
+    monkeypatch.setattr(rehearsal, "rehearse", fail)
     monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
     with rehearsal.rehearsal(ModelSpec.from_preset("tiny"), SPEC, CPU):
         pass
@@ -66,7 +66,7 @@ def test_a_load_that_fails_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("paid", [False, True])
 def test_a_cpu_rehearses_nothing(paid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
-    monkeypatch.setattr(rehearsal, "play", lambda *given: done.append(given))
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *given: done.append(given))
     if paid:  # what would be done on a GPU
         monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
     _, engine = serve("tiny", SPEC, None, 0)

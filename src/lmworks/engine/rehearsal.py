@@ -1,9 +1,8 @@
 """Kernels are compiled while weights are read.
 
 Both take seconds where neither is in a cache, the one of processors and the other of a disk. Kernels depend on the
-widths of a model, not on its depth or its weights: networks of one layer with nothing in them take the steps that the
-engine will take, on threads of their own, and what they compiled and loaded is there when the engine begins. Side by
-side: a compiler lets go of the interpreter for most of its time.
+widths of a model, not on its depth or its weights: a network of one layer with nothing in it takes the steps that the
+engine will take, on a thread of its own, and what was compiled and loaded for them is there when the engine begins.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from .warmup import take_largest_step
 
 log = logging.getLogger(__name__)
 
-Scene = list[int]  # decoding steps of so many sequences; without any, the largest step
-
 
 @contextmanager
 def rehearsal(shape: ModelSpec | None, spec: EngineSpec, device: torch.device) -> Iterator[None]:
@@ -35,15 +32,10 @@ def rehearsal(shape: ModelSpec | None, spec: EngineSpec, device: torch.device) -
     if shape is None or not pays(shape, spec, device):
         yield
         return
-    threads = [
-        Thread(target=tried, args=(scene, shape, spec, device), name="rehearsal", daemon=True)
-        for scene in scenes(filled(spec, shape, device).max_seqs)
-    ]
-    for thread in threads:
-        thread.start()
-    yield  # where it fails, nobody waits for the threads
-    for thread in threads:
-        thread.join()
+    thread = Thread(target=tried, args=(shape, spec, device), name="rehearsal", daemon=True)
+    thread.start()
+    yield  # where it fails, nobody waits for the thread
+    thread.join()
     torch.cuda.empty_cache()
 
 
@@ -54,30 +46,34 @@ def pays(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> bool:
     return torch.cuda.mem_get_info(device)[0] > 2 * shape.params * DTYPES[filled(spec, shape, device).dtype].itemsize
 
 
-def scenes(max_seqs: int) -> list[Scene]:
-    """The first sizes have most of the kernels that others do not have."""
-    sizes = sizes_up_to(max_seqs)
-    return [[], *(scene for scene in (sizes[:1], sizes[1:3], sizes[3:]) if scene)]
-
-
-def tried(scene: Scene, shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
+def tried(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
     """The engine does without it: it then compiles when it begins, and what is really wrong is told there."""
     try:
-        play(scene, shape, spec, device)
+        rehearse(shape, spec, device)
     except Exception as error:
         log.warning("kernels were not compiled ahead: %s: %s", type(error).__name__, error)
 
 
 @torch.no_grad()
-def play(scene: Scene, shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
+def rehearse(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
+    """Twice on a GPU: only to find what there is to compile, and as it will be."""
     runner = one_layer(shape, spec, device)
-    if not scene:
-        take_largest_step(runner)
-    for size in scene:
-        buffer, layout = runner.packer.nobody(decoding_frame(size))
-        runner.work(unpack(buffer.to(device), layout), recorded_as(Wants()))
+    if device.type == "cuda":
+        from ..kernels.compiling import compiled_apart
+
+        with compiled_apart():
+            take_steps(runner)
+    take_steps(runner)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def take_steps(runner: Runner) -> None:
+    """The largest, and decoding steps of all sizes that graphs are recorded of. None reads what another has picked."""
+    take_largest_step(runner)
+    for size in sizes_up_to(runner.spec.max_seqs):
+        buffer, layout = runner.packer.nobody(decoding_frame(size))
+        runner.work(unpack(buffer.to(runner.device), layout), recorded_as(Wants()))
 
 
 def one_layer(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> Runner:

@@ -1,0 +1,96 @@
+"""Launches that only compile: through Triton's own compiler, for a GPU that is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# A driver whose kernels do nothing but say that they were launched, and with what loaded.
+SCRIPT = """
+import json, threading
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from lmworks.kernels.compiling import compiled_apart
+
+built, launched = [], []
+
+class Launcher:
+    def __init__(self, src, metadata):
+        self.name = src.fn.__name__
+        built.append([self.name, threading.current_thread().name])
+    def __call__(self, x, y, z, stream, function, *rest):
+        launched.append([self.name, function])
+
+class Utils:
+    def load_binary(self, name, kernel, shared, device):
+        return 1, f"loaded {name}", 32, 0, 1024
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232_448}
+
+class Driver:
+    launcher_cls, utils = Launcher, Utils()
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+triton.runtime.driver.set_active(Driver())
+
+@triton.jit
+def twice(n, TILE: tl.constexpr):
+    tl.device_assert(n + tl.sum(tl.arange(0, TILE)) > 0)
+
+@triton.jit
+def wrong(n, TILE: tl.constexpr):
+    tl.dot(n, TILE)
+
+def other():
+    twice[(1,)](7, TILE=64)
+
+run = triton.runtime.jit.JITFunction.run
+with compiled_apart():
+    for _ in range(3):
+        twice[(1,)](7, TILE=16)
+        twice[(1,)](7, TILE=32)
+    inside = list(launched)
+    thread = threading.Thread(target=other, name="other")
+    thread.start()
+    thread.join()
+    beside = list(launched)
+made = list(built)
+twice[(1,)](7, TILE=16)
+twice[(1,)](7, TILE=32)
+try:
+    with compiled_apart():
+        wrong[(1,)](7, TILE=16)
+    failed = ""
+except Exception as error:
+    failed = type(error).__name__
+told = {"inside": inside, "beside": beside, "made": made, "built": built, "launched": launched, "failed": failed}
+print(json.dumps({**told, "restored": triton.runtime.jit.JITFunction.run is run}))
+"""
+
+
+def test_launches_only_compile_and_side_by_side(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"  # kernels are read from their file
+    script.write_text(SCRIPT, encoding="utf-8")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["inside"] == []
+    assert told["beside"] == [["twice", "loaded twice"]]  # another thread launches as ever
+    assert sorted(told["made"]) == [["twice", "compiles"]] * 2 + [["twice", "other"]]  # each once, and ready to launch
+    assert told["built"] == told["made"]  # so that nothing is left to do at the launch
+    assert told["launched"] == [["twice", "loaded twice"]] * 3
+    assert told["failed"] == "CompilationError"
+    assert told["restored"]
