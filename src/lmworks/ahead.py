@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from threading import Thread
 
+from .plan.memory.host import available_bytes
+
 THREADS = 4
 PIECE = 8 * 2**20  # bytes asked for at once
 
@@ -22,7 +24,7 @@ def read_ahead(source: str | Path) -> list[Thread]:
         pieces = [(file, start) for file in files for start in range(0, file.stat().st_size, PIECE)]
     except (OSError, ValueError, LookupError, AttributeError, TypeError):  # an index of another kind
         return []
-    if not pieces or 2 * PIECE * len(pieces) > available_bytes():
+    if not pieces or 2 * PIECE * len(pieces) > (available_bytes() or 0):
         return []
     threads = [Thread(target=skim, args=(pieces[first::THREADS],), daemon=True) for first in range(THREADS)]
     for thread in threads:
@@ -49,12 +51,3 @@ def skim(pieces: list[tuple[Path, int]]) -> None:
                 os.preadv(handle.fileno(), [room], start)
         except OSError:
             return
-
-
-def available_bytes() -> int:
-    """Memory that is free, or that the page cache would give up; 0 where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 0)
