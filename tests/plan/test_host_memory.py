@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from lmworks.model import GPT
+from lmworks.parallel.recompute import offload_activations
 from lmworks.plan.memory import host
-from lmworks.spec import RunSpec, load_run
+from lmworks.spec import RunSpec, SpecError, load_run
 
 GIB = 2**30
 
@@ -86,3 +89,65 @@ def test_ranks_that_share_a_machine() -> None:
     assert ranks() == 1
     assert ranks("parallel.dp=4") == 4  # all of them, where no cluster is described
     assert ranks("parallel.dp=4", "cluster.nodes=2", "cluster.gpus_per_node=2") == 2
+
+
+# --- before anything is pinned --------------------------------------------------------------------------
+
+MIB = 2**20
+RUN = ("model.layers=4", "data.micro_batch=24", "data.seq=256", "parallel.offload_activations=1")
+
+
+def lay(*words: str) -> GPT:
+    """cpu-10m with 4 blocks, of which two may send: 6,144 tokens × 256 × 4 B = 6 MiB is what a block takes in."""
+    spec = load_run("cpu-10m", [*RUN, *words])
+    part = GPT(spec.model)
+    part.recompute = spec.parallel.recompute
+    offload_activations(part, spec, torch.device("cpu"))
+    return part
+
+
+def give(machine: Path, size: int) -> None:
+    write(machine / "proc", {"meminfo": f"MemAvailable:  {size // 1024} kB\n"})
+
+
+def test_as_much_as_will_wait_must_be_free(machine: Path) -> None:
+    give(machine, 12 * MIB)
+    assert lay("parallel.recompute=full").offload is not None
+    give(machine, 12 * MIB - 1024)
+    with pytest.raises(SpecError) as refused:
+        lay("parallel.recompute=full")
+    assert str(refused.value) == (
+        "parallel.offload_activations = 1 needs 0.0117 GiB of host memory, and 0.0117 GiB are free; nothing worth the "
+        "way would fit, and parallel.recompute = 'selective', 'mlp' or 'full' spares memory without it"
+    )
+
+
+def test_a_block_that_keeps_all_sends_more(machine: Path) -> None:
+    give(machine, 12 * MIB)
+    with pytest.raises(SpecError, match=r"needs 0\.1\d+ GiB of host memory, and 0\.0117 GiB are free"):
+        lay()
+
+
+def test_ranks_of_one_machine_share_its_memory(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As whoever started them says, and as the spec does where nobody did."""
+    give(machine, 24 * MIB)
+    assert lay("parallel.recompute=full", "parallel.dp=2").offload is not None
+    with pytest.raises(SpecError, match="for each of the 4 ranks on this machine"):
+        lay("parallel.recompute=full", "parallel.dp=4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert lay("parallel.recompute=full", "parallel.dp=4").offload is not None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(SpecError, match="for each of the 3 ranks on this machine"):
+        lay("parallel.recompute=full", "parallel.dp=4")
+
+
+def test_what_would_fit_is_said(machine: Path) -> None:
+    give(machine, 5 * GIB // 4)
+    with pytest.raises(SpecError, match=r"4\.01 GiB in all, and 1\.25 GiB are free; 0\.6 would fit"):
+        lay("data.micro_batch=256", "parallel.dp=2", "parallel.offload_activations=3")
+    assert lay("data.micro_batch=256", "parallel.dp=2", "parallel.offload_activations=0.6").offload is not None
+
+
+def test_where_nobody_knows_it_is_tried(machine: Path) -> None:
+    (machine / "proc" / "meminfo").unlink()
+    assert lay().offload is not None

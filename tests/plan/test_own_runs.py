@@ -13,6 +13,7 @@ import pytest
 
 from lmworks.plan import fused
 from lmworks.plan.case import Case
+from lmworks.plan.kept import total
 from lmworks.plan.network import network
 from lmworks.plan.ops import Workload
 from lmworks.plan.policies import policies
@@ -114,7 +115,7 @@ def test_products_in_8_bits_keep_no_more_than_they_are_made_of() -> None:
     def kept(dtype: str, software: str = "") -> float:
         code = SOFTWARE[software] if software else COMPILED
         load = Workload(model, 2, 8192, dtype, "cuda", software=replace(code, stream=2, cast=False))
-        return float(sum(op.saved for op in fused.block(load)))
+        return float(total(fused.block(load)))
 
     assert kept("bf16") - kept("fp8") == 2 * 16_384 * (2 * model.hidden + model.ffn)
     assert kept("bf16", "torchtitan-2025") == kept("fp8", "torchtitan-2025")

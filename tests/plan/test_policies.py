@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from lmworks.plan.offloaded import sent
-from lmworks.plan.policies import RUNGS, kept_bytes, ladder, policies, seconds_again
+from lmworks.plan.policies import RUNGS, kept_bytes, ladder, policies, seconds_again, waiting_bytes
 from lmworks.spec import RunSpec, load_run
 
 HALF = ("precision.dtype=bf16", "precision.weights=bf16", "precision.states=bf16", "precision.master=false")
@@ -81,8 +81,8 @@ def test_what_waits_in_host_memory_is_no_part_of_a_budget() -> None:
     assert budget - each["selective"] < sum(each[one] for one in chosen) - 20 * 2**30 <= budget
     # An eager block's checkpoint holds all but its input: 30 inputs of 1/8 GiB are all that can go.
     eager = llama(8192, "parallel.offload_activations=20")
-    assert sum(sent(eager, ["selective"] * 32, kept_bytes(eager))) == 30 * 2**27
-    assert sum(sent(eager, ["none"] * 32, kept_bytes(eager))) == pytest.approx(20 * 2**30, rel=1e-5)
+    assert sum(sent(eager, ["selective"] * 32, waiting_bytes(eager))) == 30 * 2**27
+    assert sum(sent(eager, ["none"] * 32, waiting_bytes(eager))) == pytest.approx(20 * 2**30, rel=1e-5)
 
 
 def test_blocks_that_send_nothing_compute_again_first() -> None:

@@ -68,8 +68,8 @@ def test_time_follows_the_work() -> None:
 
 
 def test_a_gpu_hides_copies_to_the_host_behind_work_and_a_cpu_does_not() -> None:
-    spec = make_run(layers=4)
-    away = spec.replace(parallel=spec.parallel.replace(offload_activations=2 * 8192 / 2**30))
+    spec = make_run(layers=4, micro_batch=64, seq=512)
+    away = spec.replace(parallel=spec.parallel.replace(offload_activations=4 / 1024))
     assert step_time(spec, make_machine()).parts.get("offload", 0.0) == 0.0
     assert step_time(away, make_machine()).parts["offload"] > 0.0
     named = away.replace(cluster=away.cluster.replace(gpu="H200-SXM-141GB", device="cuda"))

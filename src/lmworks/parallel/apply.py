@@ -59,7 +59,7 @@ def lay_out(
 
             apply_float8(part, spec, device)
         choose_recompute(part, spec, device)
-        offload_activations(part, spec)
+        offload_activations(part, spec, device)
         if spec.parallel.compile:
             compile_blocks(part, spec, mesh)
         if spec.parallel.engine == "native":

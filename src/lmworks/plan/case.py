@@ -45,7 +45,7 @@ class Case:
     dtype: str = "bf16"
     optimizer: str = "adamw"
     offload: str = "none"
-    offload_activations: float = 0.0  # GiB of a rank's that wait in host memory
+    offload_activations: Number = 0.0  # GiB of a rank's that wait in host memory
     cluster: Cluster = Cluster(gpus_per_node=8)  # how many GPUs a machine has, and what joins them
     host: Number = 1.0  # how much longer its host takes to launch a kernel than usual ones
 

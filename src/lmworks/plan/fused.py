@@ -7,6 +7,7 @@ the stream before each norm, the input of every product, q, k, v and attention's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,17 @@ def summed(load: Workload, numbers: Any, bias: bool) -> tuple[Kernel, ...]:
 
 
 def product(
-    name: str, load: Workload, inputs: Any, outputs: Any, part: str = "matmul", dear: Any = None, bias: bool = False
+    name: str,
+    load: Workload,
+    inputs: Any,
+    outputs: Any,
+    part: str = "matmul",
+    dear: Sequence[Any] | None = None,
+    bias: bool = False,
 ) -> Op:
     """Weights arrive in the compute precision, or are cast with the layer where the code does so (autocast).
 
-    `dear` are the outputs that selective recompute keeps, where that is not all of them.
+    `dear` are the widths of the outputs that selective recompute keeps, where that is not all of them in one tensor.
     """
     t = load.tokens
     # The weight's gradient is added to the last one; a bias has a sum over tokens, and the same.
@@ -51,23 +58,24 @@ def product(
     cast = passes(6.0 * inputs * outputs) if load.cast_weights else ()
     forward = (gemm(t, inputs, outputs), *cast)
     backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs), *cast, *sums, *summed(load, t * outputs, bias))
-    return Op(name, part, forward, backward, dear=load.width * t * (outputs if dear is None else dear))
+    kept = tuple(load.width * t * width for width in ((outputs,) if dear is None else dear))
+    return Op(name, part, forward, backward, dear=kept)
 
 
 def stem(load: Workload) -> list[Op]:
     x, table = load.outside * load.model.hidden * load.software.stream, load.vocab * load.model.hidden
     mask = load.outside * load.model.hidden * load.software.dropout
-    return [Op("embedding", "embedding", passes(2 * x + mask), passes(4 * table, 2 * x), saved=x + mask)]
+    return [Op("embedding", "embedding", passes(2 * x + mask), passes(4 * table, 2 * x), saved=(x, mask))]
 
 
 def norm(name: str, load: Workload) -> Op:
     """Its result is kept as the next product's input; its own input is kept by whoever made it."""
     x = load.outside * load.model.hidden
     s, w = load.software.stream, load.width
-    statistics = load.outside * (8 if load.model.norm == "layer" else 4)
-    result = 0 if load.made_again else w * x
+    statistics = [4 * load.outside] * (2 if load.model.norm == "layer" else 1)
+    results = [] if load.made_again else [w * x]
     sums = launched(load, 4 if load.model.norm == "layer" else 2)  # each of its weights: a sum, added to the last
-    return Op(name, "norms", passes((s + w) * x), (*passes((2 * s + w) * x), *sums), saved=result + statistics)
+    return Op(name, "norms", passes((s + w) * x), (*passes((2 * s + w) * x), *sums), saved=(*results, *statistics))
 
 
 def residual(name: str, load: Workload, inner: bool = False) -> Op:
@@ -79,23 +87,24 @@ def residual(name: str, load: Workload, inner: bool = False) -> Op:
     mask = x * load.software.dropout
     kept = min(s, load.width) if inner and load.software.fused else s
     return Op(
-        name, "residual", passes((2 * s + load.width) * x + mask), passes(2 * s * x + mask), saved=kept * x + mask
+        name, "residual", passes((2 * s + load.width) * x + mask), passes(2 * s * x + mask), saved=(kept * x, mask)
     )
 
 
 def attention(load: Workload) -> list[Op]:
     m, t, w = load.model, load.tokens, load.width
     result, both = w * t * load.q_width, w * t * (load.q_width + load.kv_width)
-    wide = load.q_width + 2 * load.kv_width
-    dear = wide - load.kv_width * load.software.every_second
-    ops = [product("query, key, value", load, m.hidden, wide, dear=dear, bias=m.qkv_bias)]
+    wide = [load.q_width, load.kv_width, load.kv_width]
+    held = [w * t * width for width in wide]
+    dear = wide[:-1] if load.software.every_second else wide
+    ops = [product("query, key, value", load, m.hidden, sum(wide), dear=dear, bias=m.qkv_bias)]
     if m.positions == "rope":
         turns = 1 if load.software.fused else 3  # two halves, their product with tables in fp32, and back
         ops.append(Op("rotary", "rotary", passes(2 * turns * both), passes(2 * turns * both)))
     if m.qk_norm:
-        ops.append(Op("head norms", "norms", passes(2 * both), passes(3 * both), saved=both))
+        ops.append(Op("head norms", "norms", passes(2 * both), passes(3 * both), saved=tuple(held[:2])))
     # Where keys travel between ranks, q and k are held as they came and as they were turned.
-    inputs = both + w * t * load.kv_width + both * (load.cp > 1)
+    inputs = [*held, *(size * np.greater(load.cp, 1) for size in held[:2])]
     if load.software.attention == "scores":
         return [*ops, scores(load, inputs, result)]
     shape = (load.seq, m.head_dim)
@@ -105,13 +114,11 @@ def attention(load: Workload) -> list[Op]:
         Kernel("attention_backward", flops=2.5 * flops, shape=shape),
     )
     statistics = 4 * t * load.heads
-    ops.append(
-        Op("attention", "attention", kernels[:1], kernels[1:], inputs + result + statistics, result + statistics)
-    )
-    return ops
+    saved = (*inputs, result, statistics)
+    return [*ops, Op("attention", "attention", kernels[:1], kernels[1:], saved, (result, statistics))]
 
 
-def scores(load: Workload, inputs: Any, result: Any) -> Op:
+def scores(load: Workload, inputs: Sequence[Any], result: Any) -> Op:
     """Before flash attention: q·kᵀ whole, scaled, masked and turned into weights in one pass, dropout in another."""
     m, w, drop = load.model, load.width, load.software.dropout
     each = load.batch * load.heads
@@ -123,15 +130,16 @@ def scores(load: Workload, inputs: Any, result: Any) -> Op:
     )
     forward = (up, down, *passes(2 * w * count), *passes(*[(2 * w + 1) * count] * drop), *launched(load, 1))
     backward = (up, up, down, down, *passes(3 * w * count), *passes(*[(2 * w + 1) * count] * drop), *launched(load, 3))
-    saved = inputs + seen * count + result
-    return Op("attention", "attention", forward, backward, saved, dear=w * count + result, inside=seen * count)
+    saved = (*inputs, seen * count, result)
+    return Op("attention", "attention", forward, backward, saved, dear=(w * count, result), inside=seen * count)
 
 
 def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = None) -> list[Op]:
     """`count` of them, each over so many tokens: one, or this rank's experts. Their products pay for `rows`."""
     h, w = load.model.hidden, load.width
     rows = tokens if rows is None else rows
-    wide = w * tokens * width * count
+    each = w * tokens * width
+    wide = each * count
     gated, bias = load.model.mlp == "swiglu", load.model.bias
     up, apart = (2 if gated else 1), (1 if load.software.fused else 2)
     cast = passes(*[6.0 * h * width * count] * load.cast_weights)
@@ -144,12 +152,20 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
         (gemm(rows, h, width, count), gemm(h, rows, width, count), *cast, *sums),
     )
     more = summed(load, up * tokens * width * count, bias), summed(load, tokens * h * count, bias)
-    dear = wide if load.software.every_second else up * wide
+    dear = (each,) * (1 if load.software.every_second else up)
+    saved = (each,) * (up + (not load.made_again))
     return [
-        Op("up", "matmul", forward, backward + more[0], dear=dear),
-        Op(load.model.mlp, "activation", *act, saved=(up + (not load.made_again)) * wide),
+        Op("up", "matmul", forward, backward + more[0], dear=dear, copies=count),
+        Op(load.model.mlp, "activation", *act, saved=saved, copies=count),
         # Nothing in the backward pass asks for the last product: a compiler does not keep it.
-        Op("down", "matmul", last[0], last[1] + more[1], dear=w * tokens * h * count * (not load.software.fused)),
+        Op(
+            "down",
+            "matmul",
+            last[0],
+            last[1] + more[1],
+            dear=() if load.software.fused else (w * tokens * h,),
+            copies=count,
+        ),
     ]
 
 
@@ -166,7 +182,7 @@ def experts(load: Workload) -> list[Op]:
     route = product("router", load, m.hidden, m.experts)
     scores = Op("routing", "experts", *(tuple(ROUTING * passes(8 * t * m.experts)),) * 2)
     sorts = passes(*[2 * moved * np.where(load.ep > 1, 2, 1)] * 2)
-    move = Op("dispatch", "experts", sorts, sorts, saved=moved)
+    move = Op("dispatch", "experts", sorts, sorts, saved=(moved,))
     rows = padded(each * fullest(slots, load.ep))
     ops = [route, scores, move, *mlp(load, m.expert_ffn // load.tp, each, mine, rows)]
     if m.shared_experts:
@@ -176,7 +192,7 @@ def experts(load: Workload) -> list[Op]:
 
 def block(load: Workload) -> list[Op]:
     m = load.model
-    dear = 0 if load.software.every_second else None
+    dear = () if load.software.every_second else None
     out = product("attention out", load, load.q_width, m.hidden, dear=dear, bias=m.bias)
     first = [norm("attention norm", load), *attention(load), out, residual("attention residual", load, inner=True)]
     second = experts(load) if m.experts else mlp(load, m.ffn // load.tp, load.tokens)
@@ -192,5 +208,5 @@ def loss(load: Workload) -> list[Op]:
         ((w + 4) * logits, 12 * logits) if plain else (w * logits, w * logits),
         (12 * logits, (w + 4) * logits) if plain else (w * logits,),
     )
-    softmax = Op("cross-entropy", "loss", passes(*there), passes(*back), saved=(w + 4 if plain else w) * logits)
+    softmax = Op("cross-entropy", "loss", passes(*there), passes(*back), saved=(w * logits, 4 * plain * logits))
     return [norm("final norm", load), product("head", load, load.model.hidden, load.vocab, "loss"), softmax]

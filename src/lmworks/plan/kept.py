@@ -10,6 +10,9 @@ from .ops import Op
 
 
 def total(ops: Iterable[Op], field: str = "saved") -> Any:
+    """Bytes of one kind, of all ops."""
+    if field in ("saved", "dear"):
+        return sum(op.copies * sum(getattr(op, field)) + op.indices * (field == "saved") for op in ops)
     return sum(getattr(op, field) for op in ops)
 
 
@@ -33,8 +36,13 @@ def kept(net: Network, recompute: str) -> tuple[Any, Any, str]:
 
 
 def dear(net: Network, recompute: str) -> Any:
-    """Results that a block keeps beside its input: of all products, or under `mlp` of those before its MLP."""
-    return total(net.halves[0] if recompute == "mlp" else net.block, "dear")
+    """Results that a block keeps beside its input."""
+    return total(keepers(net, recompute), "dear")
+
+
+def keepers(net: Network, recompute: str) -> tuple[Op, ...]:
+    """Ops whose results they are: all products and attention, or under `mlp` those before the MLP."""
+    return net.halves[0] if recompute == "mlp" else net.block
 
 
 def again(net: Network, recompute: str) -> Any:

@@ -31,13 +31,13 @@ def embedding(load: Workload) -> list[Op]:
     # Backward scatters into a dense gradient of the whole table; a tied head's gradient is added to it.
     x, table = t * h * load.stream / 4, vocab * h * load.software.gradients / 4  # in units of 4 bytes
     back = [stream(table), stream(3 * x)] + ([stream(3 * table)] if m.tie_embeddings else [])
-    ops = [Op("token embedding", "embedding", (stream(2 * x),), tuple(back), saved=4 * x)]
+    ops = [Op("token embedding", "embedding", (stream(2 * x),), tuple(back), saved=(4 * x,))]
     if m.positions == "learned":  # the sum replaces the look-up as the stream's first tensor; positions are int64
         indices = 8 * load.seq * (load.batch if load.documents else 1)
-        ops.append(Op("position embedding", "embedding", (stream(3 * x),), (stream(2 * x),), saved=indices))
+        ops.append(Op("position embedding", "embedding", (stream(3 * x),), (stream(2 * x),), indices=indices))
     if m.positions == "rope":  # cos and sin of every position, twice a head's half; shared by all layers
         table = load.seq * (load.batch if load.documents else 1) * m.head_dim
-        ops.append(Op("rotary tables", "embedding", (stream(2 * table, kind="exp", count=2),), saved=8 * table))
+        ops.append(Op("rotary tables", "embedding", (stream(2 * table, kind="exp", count=2),), saved=(4 * table,) * 2))
     return ops + mask(load)
 
 
@@ -51,10 +51,11 @@ def mask(load: Workload) -> list[Op]:
     if m.attention == "reference" or load.device == "cuda":  # made anew in every layer, or block-sparse and small
         return []
     if m.positions == "alibi":  # one fp32 bias a head
-        kept = 4 * m.heads * size if load.attention == "fused" else 0
-        return [Op("mask", "attention", (stream(4 * m.heads * size),), saved=kept, dear=4 * m.heads * size - kept)]
+        bias = 4 * m.heads * size
+        kept = bias if load.attention == "fused" and not load.half else 0
+        return [Op("mask", "attention", (stream(bias),), saved=(kept,), dear=(bias - kept,))]
     if m.sliding_window or load.documents:
-        return [Op("mask", "attention", (stream(size),), dear=size)]
+        return [Op("mask", "attention", (stream(size),), dear=(size,))]
     return []
 
 
@@ -71,12 +72,17 @@ def experts(load: Workload) -> list[Op]:
     ffn, slots = m.expert_ffn // load.tp, load.tokens * m.top_k
     count = m.experts // load.ep  # of this rank, which gets as many slots as it gives away
     rows = np.maximum(1, slots // count)  # tokens of one expert
-    # softmax, the chosen values (fp32) and indices (int64), their sum; per slot two permutations and its weight; counts
-    routing = t * (4 * m.experts + 12 * m.top_k + 4) + slots * (16 + load.stream) + 8 * m.experts
+    # softmax, the chosen values, their sum (fp32), a weight per slot, each sequence's shares
+    scores = [4 * t * m.experts, 4 * slots, 4 * t, load.stream * slots]
     if m.balance_loss:
-        routing += 4 * load.batch * m.experts  # each sequence's shares
+        scores.append(4 * load.batch * m.experts)
     route = Op(
-        "routing", "experts", (stream(2 * t * m.experts, kind="exp"),), (stream(3 * t * m.experts),), saved=routing
+        "routing",
+        "experts",
+        (stream(2 * t * m.experts, kind="exp"),),
+        (stream(3 * t * m.experts),),
+        saved=tuple(scores),
+        indices=24 * slots + 8 * m.experts,  # of the chosen, two permutations; counts
     )
     x = slots * h * w / 4  # rows that move, in units of 4 bytes
     # Rows grouped by expert and their results in place are kept; results are joined, moved, weighted and added up.
@@ -84,14 +90,15 @@ def experts(load: Workload) -> list[Op]:
     # The other way; the weights' gradient reads the results, gradients of gate's and up's input are added.
     back = [stream(2 * x, count=3), stream(x + slots * h, count=2), stream(x + t * h), stream(3 * x)]
     join = [stream(2 * count * ffn * h, count=3)]  # gradients of single experts into one tensor
-    dispatch = Op("dispatch", "experts", tuple(move), (*back, *join), saved=8 * x)
+    dispatch = Op("dispatch", "experts", tuple(move), (*back, *join), saved=(4 * x, 4 * x))
     forward = [gemm(rows, h, ffn, 2 * count), gemm(rows, ffn, h, count)]
     backward = [gemm(rows, ffn, h, 2 * count), gemm(rows, h, ffn, count)]
     backward += [gemm(ffn, rows, h, 2 * count), gemm(h, rows, ffn, count)]
     if load.cast_weights:
         forward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
         backward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
-    products = Op("experts", "matmul", tuple(forward), tuple(backward), dear=slots * w * (2 * ffn + h))
+    dear = [slots / count * w * width for width in (ffn, ffn, h)]
+    products = Op("experts", "matmul", tuple(forward), tuple(backward), dear=tuple(dear), copies=count)
     ops = [
         linear("router", load, h, m.experts),
         route,
@@ -139,7 +146,7 @@ def loss(load: Workload) -> list[Op]:
     scaled = (load.head_gradient + load.software.gradients) / 4
     return [
         norm("final norm", load, readers=0),
-        Op("head", "loss", tuple(products), saved=0.0),
+        Op("head", "loss", tuple(products)),
         Op("cross-entropy", "loss", (*passes, stream(head)), (stream(scaled * head), stream(2 * t * h))),
     ]
 

@@ -62,8 +62,10 @@ class Op:
     part: str  # the line of the step-time sheet it belongs to
     forward: tuple[Kernel, ...] = ()
     backward: tuple[Kernel, ...] = ()
-    saved: Number = 0.0  # bytes kept for the backward pass
-    dear: Number = 0.0  # bytes kept under selective recompute: results of products and of attention
+    saved: tuple[Number, ...] = ()  # bytes of each tensor kept for the backward pass
+    dear: tuple[Number, ...] = ()  # and of those kept under selective recompute: results of products and of attention
+    indices: Number = 0.0  # bytes kept beside `saved` that are whole numbers
+    copies: Number = 1  # of all these tensors: one for each expert
     inside: Number = 0.0  # bytes of `saved` that recompute of attention's inside gives up
     freed: Number = 0.0  # bytes that the forward pass makes and frees again, its input included where nobody keeps it
 
@@ -230,7 +232,7 @@ def linear(name: str, load: Workload, inputs: Any, outputs: Any, bias: bool = Fa
     if load.cast_weights:  # once a micro-batch, and its gradient back
         forward.append(Kernel("stream", bytes=6.0 * inputs * outputs))
         backward.append(Kernel("widen", bytes=6.0 * inputs * outputs))
-    return Op(name, "matmul", tuple(forward), tuple(backward), dear=t * outputs * w)
+    return Op(name, "matmul", tuple(forward), tuple(backward), dear=(t * outputs * w,))
 
 
 def normalise(load: Workload, x: Number) -> tuple[list[Kernel], list[Kernel]]:
@@ -253,13 +255,14 @@ def norm(name: str, load: Workload, readers: int) -> Op:
     whoever made it.
     """
     t, x, whole = load.outside, load.outside * load.model.hidden, load.tokens * load.model.hidden
-    result = 2 * x * readers if load.cast else load.stream * x * (readers > 0)
+    results = [2 * x] * readers if load.cast else [load.stream * x] * (readers > 0)
     if np.any(load.tp > 1):  # one tensor enters the region, cast before it does
-        result = np.where(load.tp > 1, load.width * whole * (readers > 0), result)
+        entering = [load.width * whole, *[0] * len(results[1:])]
+        results = [np.where(load.tp > 1, one, many) for one, many in zip(entering, results, strict=False)]
     figure = load.stream if load.device == "cpu" else 4  # 1/σ, or a mean; those of our RMSNorm are always fp32
-    saved = t * (2 * figure if load.model.norm == "layer" else 4) + result
+    saved = [*results, *([t * figure] * 2 if load.model.norm == "layer" else [4 * t])]
     if load.model.norm == "layer" and load.software.wide_ends and load.stream == 2 and not readers:
-        saved += 6 * x  # before the loss nothing fuses it: autocast had its input and its result in fp32
+        saved.append(6 * x)  # before the loss nothing fuses it: autocast had its input and its result in fp32
     forward, backward = normalise(load, x)
     if load.cast:
         forward.append(stream(1.5 * x, count=readers))
@@ -267,7 +270,7 @@ def norm(name: str, load: Workload, readers: int) -> Op:
     added = 3 * x * load.stream / 4  # gradients of the readers
     backward.append(stream(added, count=max(0, readers - 1)))
     freed = 4 * x * ((load.model.norm == "rms" and load.device == "cpu") + load.cast)  # x², and what was cast
-    return Op(name, "norms", tuple(forward), tuple(backward), saved, freed=freed)
+    return Op(name, "norms", tuple(forward), tuple(backward), tuple(saved), freed=freed)
 
 
 def residual(name: str, load: Workload) -> Op:
@@ -275,14 +278,14 @@ def residual(name: str, load: Workload) -> Op:
     x = load.outside * load.model.hidden
     passed = stream(3 * x * load.stream / 4)
     back = [passed] + ([stream(1.5 * x)] if load.cast else [])
-    return Op(name, "residual", (passed,), tuple(back), saved=load.stream * x, freed=load.width * x)
+    return Op(name, "residual", (passed,), tuple(back), saved=(load.stream * x,), freed=load.width * x)
 
 
 def head_norm(name: str, load: Workload, heads: Any) -> Op:
     """RMSNorm over each head. Kept: its input, and 1/σ of every head."""
     x = load.tokens * heads * load.model.head_dim
     forward, backward = normalise(load, x)
-    return Op(name, "norms", tuple(forward), tuple(backward), saved=load.width * x + 4 * load.tokens * heads)
+    return Op(name, "norms", tuple(forward), tuple(backward), saved=(load.width * x, 4 * load.tokens * heads))
 
 
 def rotary(name: str, load: Workload, width: Any) -> Op:
@@ -302,9 +305,8 @@ def attention(load: Workload) -> Op:
     """softmax(q·kᵀ)·v. Fused: keeps q, k, v, the result and a log-sum-exp per head and token."""
     m, t, w = load.model, load.tokens, load.width
     result = t * load.q_width * w
-    inputs = t * (load.q_width + 2 * load.kv_width) * w
+    inputs = [t * width * w for width in (load.q_width, load.kv_width, load.kv_width)]
     flops = 4.0 * t * load.q_width * keys_per_query(load.seq, m.sliding_window)
-    masked = bool(m.sliding_window or m.positions == "alibi" or load.documents)
     shape = (load.seq, m.head_dim)
     forward, backward = [], []
     if load.attention == "scores":
@@ -314,21 +316,25 @@ def attention(load: Workload) -> Op:
         forward += [stream(2 * scores, count=2), stream(2 * scores, kind="exp")]
         backward = [Kernel("attention_backward", flops=2 * product, shape=shape), stream(3 * scores, count=2)]
         inner = w if m.attention == "reference" else 4  # SDPA's math path computes in fp32
-        saved = 4 * scores + t * 3 * load.q_width * inner + result  # k and v repeated for every head
+        saved = [4 * scores, *[t * load.q_width * inner] * 3, result]  # k and v repeated for every head
         if load.half and m.attention == "reference":
-            saved += 2 * scores
-        dear = (scores + t * load.q_width) * inner
-        return Op("attention", "attention", tuple(forward), tuple(backward), saved, dear)
+            saved.append(2 * scores)
+        dear = scores * inner, t * load.q_width * inner
+        return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), dear)
     forward = [Kernel("attention", flops=flops, shape=shape)]
     backward = [Kernel("attention_backward", flops=2.5 * flops, shape=shape)]  # 5 products against 2: scores again
     # Over several ranks the result is kept as it was put together, and as the next product reads it.
-    saved = inputs + result + 4 * t * load.heads + result * np.greater(load.cp, 1)
-    if masked and load.device == "cpu" and m.positions != "alibi":
+    sums = 4 * t * load.heads
+    saved = [*inputs, result, sums, result * np.greater(load.cp, 1)]
+    mask = load.seq**2 * (load.batch if load.documents else 1)
+    if load.device == "cpu" and m.positions == "alibi" and load.half:  # every layer casts its own
+        saved.append(load.heads * mask * w)
+    elif load.device == "cpu" and m.positions != "alibi" and (m.sliding_window or load.documents):
         # SDPA turns the Boolean mask into a float one in every layer: (seq, seq), one a sequence with documents.
-        mask = load.seq**2 * (load.batch if load.documents else 1)
-        saved += mask * w
+        saved.append(mask * w)
         forward.append(stream(1.25 * mask))
-    return Op("attention", "attention", tuple(forward), tuple(backward), saved, dear=result + 4 * t * load.heads)
+    dear = result, sums
+    return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), dear)
 
 
 def activation(load: Workload, width: Any, tokens: Any, count: Any = 1) -> Op:
@@ -341,4 +347,5 @@ def activation(load: Workload, width: Any, tokens: Any, count: Any = 1) -> Op:
         forward = [stream(2 * x, kind="exp", count=count), stream(3 * x, count=count)]
         backward = [stream(3 * x, count=2 * count), stream(3 * x, kind="exp", count=count)]
         tensors = 3
-    return Op(load.model.mlp, "activation", tuple(forward), tuple(backward), saved=4 * x * count * (tensors + 1))
+    saved = (4 * x,) * (tensors + 1)
+    return Op(load.model.mlp, "activation", tuple(forward), tuple(backward), saved, copies=count)

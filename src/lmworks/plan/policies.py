@@ -17,7 +17,7 @@ from ..spec import RunSpec, SpecError, catalogue
 from .devices.machine import Machine
 from .kept import kept
 from .network import network
-from .offloaded import sent
+from .offloaded import may_wait, sent
 from .ops import Workload, device_of
 from .pipelines import bubble
 from .step.work import Pass, repeated
@@ -39,22 +39,22 @@ def policies(spec: RunSpec, layers: Iterable[int]) -> list[str]:
 
 def within_budget(spec: RunSpec, blocks: int) -> list[str]:
     """The cheapest policies whose kept bytes fit: no block a rung further before all others are there."""
-    each = kept_bytes(spec)
-    whole = spec.parallel.recompute_budget * 2**30 or left_free(spec, each)
+    each, most = kept_bytes(spec), waiting_bytes(spec)
+    whole = spec.parallel.recompute_budget * 2**30 or left_free(spec, each, most)
     # A rank's budget is for all its stages, and each is asked about alone.
     budget = whole / in_flight(spec) / spec.parallel.virtual_stages
     chosen = ["none"] * blocks
-    alike = {rung: stays(spec, [rung] * blocks, each) / blocks for rung in RUNGS}
+    alike = {rung: stays(spec, [rung] * blocks, each, most) / blocks for rung in RUNGS}
     # Where activations wait in host memory the last blocks are those that send none.
     order = range(blocks - 1, -1, -1) if spec.parallel.offload_activations else range(blocks)
     for policy in ladder(spec, alike):
         for block in order:
-            if stays(spec, chosen, each) <= budget:
+            if stays(spec, chosen, each, most) <= budget:
                 return chosen
             chosen[block] = policy
-    if stays(spec, chosen, each) > budget:
+    if stays(spec, chosen, each, most) > budget:
         all_blocks = blocks * spec.parallel.virtual_stages
-        least = stays(spec, ["full"] * blocks, each) * spec.parallel.virtual_stages * in_flight(spec) / 2**30
+        least = stays(spec, ["full"] * blocks, each, most) * spec.parallel.virtual_stages * in_flight(spec) / 2**30
         raise SpecError(
             f"parallel.recompute_budget = {spec.parallel.recompute_budget:g} GiB is too little: with every block "
             f"recomputed, {all_blocks} blocks still keep {least:.3g} GiB; lower data.micro_batch or raise the budget"
@@ -62,12 +62,12 @@ def within_budget(spec: RunSpec, blocks: int) -> list[str]:
     return chosen
 
 
-def stays(spec: RunSpec, chosen: list[str], each: dict[str, float]) -> float:
+def stays(spec: RunSpec, chosen: list[str], each: dict[str, float], most: dict[str, float]) -> float:
     """Bytes that blocks keep on the device: what waits in host memory is no part of a budget."""
-    return sum(each[policy] for policy in chosen) - sum(sent(spec, chosen, each))
+    return sum(each[policy] for policy in chosen) - sum(sent(spec, chosen, most))
 
 
-def left_free(spec: RunSpec, each: dict[str, float]) -> float:
+def left_free(spec: RunSpec, each: dict[str, float], most: dict[str, float]) -> float:
     """The most bytes of activations, in steps of a 64th of all, with which a run fits into its GPU."""
     from .memory.reserve import reserved, room  # which ask here what blocks keep
     from .memory.sheet import memory
@@ -78,11 +78,11 @@ def left_free(spec: RunSpec, each: dict[str, float]) -> float:
             "parallel.recompute = 'budget' without parallel.recompute_budget fills the memory of a GPU: name it with "
             "cluster.gpu, or give the GiB of activations a rank may keep"
         )
-    all_alike = (stays(spec, [rung] * spec.model.layers, each) for rung in (RUNGS[-1], RUNGS[0]))
-    least, most = (1.000001 * in_flight(spec) * size / layout.pp for size in all_alike)
+    all_alike = (stays(spec, [rung] * spec.model.layers, each, most) for rung in (RUNGS[-1], RUNGS[0]))
+    low, high = (1.000001 * in_flight(spec) * size / layout.pp for size in all_alike)
 
     def bytes_of(step: int) -> float:
-        return least + (most - least) * step / STEPS
+        return low + (high - low) * step / STEPS
 
     def planned(step: int) -> float:
         budget = spec.replace(parallel=layout.replace(recompute_budget=bytes_of(step) / 2**30))
@@ -102,6 +102,12 @@ def kept_bytes(spec: RunSpec) -> dict[str, float]:
     """Bytes that one block keeps of a micro-batch on this rank, by policy."""
     net = network(Workload.of(spec, device_of(spec)))
     return {policy: kept(net, policy)[1] for policy in RUNGS}
+
+
+def waiting_bytes(spec: RunSpec) -> dict[str, float]:
+    """Of those, what could wait in host memory."""
+    net = network(Workload.of(spec, device_of(spec)))
+    return {policy: float(may_wait(net, policy)) for policy in RUNGS}
 
 
 def ladder(spec: RunSpec, each: dict[str, float]) -> list[str]:

@@ -26,9 +26,9 @@ from ...spec.errors import did_you_mean
 from ..case import Case, Number
 from ..exact.optimizers import STATES
 from ..network import Network, network
-from ..offloaded import sent_by_all
+from ..offloaded import pinned_by_all
 from ..ops import Workload
-from .closed import at_end, at_loss, at_top, blocks_keep
+from .closed import at_end, at_loss, at_lowest, at_top, blocks_keep
 from .reserve import WORKSPACES, reserved
 from .share import Share, cut_over, share_of
 
@@ -90,6 +90,8 @@ def at_rank(case: Case, net: Network, rank: Number) -> Budget:
     moments = [at_end(case, net, part, state)]
     for share, later in ((part, False), (rest, True)):
         moments += [at_loss(case, net, share, state, later), at_top(case, net, share, state, later)]
+        if np.any(case.offload_activations):
+            moments.append(at_lowest(case, net, share, state, later))
     totals = np.stack(np.broadcast_arrays(*[moment.total for moment in moments]))
     highest = totals.argmax(axis=0)
 
@@ -100,7 +102,7 @@ def at_rank(case: Case, net: Network, rank: Number) -> Budget:
     there = pick("gradients")
     return Budget(
         **{name: state[name] for name in ("parameters", "gradients", "master", "optimizer")},
-        host=state["host"] + sent_by_all(case, net),
+        host=state["host"] + pinned_by_all(case, net),
         activations=pick("activations") + batch_bytes(case),
         logits=pick("logits"),
         buffers=pick("buffers") + np.maximum(0.0, there - state["gradients"]) + WORKSPACES,

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..case import Case, Number
-from ..kept import again, kept, total
+from ..kept import again, kept, stream_bytes, total
 from ..network import Network
 from ..offloaded import sent_by_all
 from .moments import chunk_bytes
-from .share import Share
+from .share import Share, cut_over
 
 # Bytes of one logit when the loss is highest. Plain code has log p, its gradient and that of the logits, in fp32, and
 # over a vocabulary that is cut one more; compiled code the logits as they came and in fp32; a fused loss writes
@@ -69,21 +69,43 @@ def at_loss(case: Case, net: Network, part: Share, state: dict[str, Number], lat
 
 def at_top(case: Case, net: Network, part: Share, state: dict[str, Number], later: bool) -> Moment:
     """Inside the MLP of the top block: what it computes again, and gradients beside what it keeps."""
-    load, m = net.load, case.model
-    s, w = case.software.stream, load.width
-    slots, width = (load.tokens * m.top_k, m.expert_ffn) if m.experts else (load.tokens, m.ffn)
-    inside = (2 if m.mlp == "swiglu" else 1) * w * slots * width // load.tp
-    if m.experts:
-        inside = inside + 2 * w * slots * m.hidden
-    stream = s * load.outside * m.hidden * (2 if load.cast else 1) + w * load.tokens * m.hidden * (load.tp > 1)
     return Moment(
         gradients=gradients_there(case, part, state, part.head, later),
-        activations=stored(case, net, part) + top_again(case, net) + inside + stream,
-        logits=0.0 * load.tokens,
+        activations=stored(case, net, part) + top_again(case, net) + inside_mlp(case, net),
+        logits=0.0 * net.load.tokens,
         buffers=standing(case, part, net, gathered=2.0)
         + casts(case, net, part, forward=False)
         + travelling(case, part),
     )
+
+
+def at_lowest(case: Case, net: Network, part: Share, state: dict[str, Number], later: bool) -> Moment:
+    """Inside the MLP of the second lowest block, where both have back what waited in host memory: most gradients are
+    there by then, as data parallelism leaves them, and one block's are on their way.
+    """
+    code = case.software
+    over, over_experts = cut_over(case) if case.zero >= 2 else (1, 1)
+    done = part.head + (part.layers - 1) * (part.dense / over + part.experts / over_experts)
+    stem, each, _ = kept(net, case.recompute)
+    two = stem + 2 * each - stream_bytes(net)
+    cast = 2.0 * part.block * (net.load.cast_weights and case.zero < 3) * (2 if case.recompute == "none" else 1)
+    first = np.equal(case.accumulation, 1) | (not later)
+    return Moment(
+        gradients=gradients_there(case, part, state, done, later),
+        activations=two + again(net, case.recompute) + inside_mlp(case, net),
+        logits=0.0 * net.load.tokens,
+        buffers=standing(case, part, net, gathered=1.0) + cast + code.reduce * part.block * (case.zero == 3) * first,
+    )
+
+
+def inside_mlp(case: Case, net: Network) -> Number:
+    """Gradients inside one MLP and of the residual stream."""
+    load, m = net.load, case.model
+    slots, width = (load.tokens * m.top_k, m.expert_ffn) if m.experts else (load.tokens, m.ffn)
+    inside = (2 if m.mlp == "swiglu" else 1) * load.width * slots * width // load.tp
+    if m.experts:
+        inside = inside + 2 * load.width * slots * m.hidden
+    return inside + stream_bytes(net) * (2 if load.cast else 1) + load.width * load.tokens * m.hidden * (load.tp > 1)
 
 
 def top_again(case: Case, net: Network) -> Number:

@@ -22,7 +22,7 @@ from ...spec import Grid, RunSpec
 from ..exact.weights import ROOT, held
 from ..kept import again, kept, stream_bytes, total
 from ..network import Network, network
-from ..offloaded import sent
+from ..offloaded import may_wait, sent
 from ..ops import Workload
 from ..pipelines.orders import actions
 from ..pipelines.stages import Stage, stages_here
@@ -177,8 +177,8 @@ def pieces(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[Piece]
         matrices = sum(w.size for w in held(spec, stage) if w.unit != ROOT and len(w.shape) > 1)
         casts = 2.0 * matrices / len(stage.layers) * (net.load.cast_weights and not gathered)
         chosen = tuple(policies(spec, stage.layers))
-        each = {rung: kept(net, rung)[1] for rung in RUNGS}
-        found.append(Piece(stage, net, chosen, casts, tuple(sent(spec, chosen, each))))
+        most = {rung: float(may_wait(net, rung)) for rung in RUNGS}
+        found.append(Piece(stage, net, chosen, casts, tuple(sent(spec, chosen, most))))
     return found
 
 

@@ -19,6 +19,7 @@ from ..exact.residency import Resident, on_host, resident
 from ..exact.shards import strategy_of, weight_bytes
 from ..kept import kept, total
 from ..network import Network, network
+from ..offloaded import pinned
 from ..ops import Workload
 from ..pipelines.stages import stages_here
 from ..policies import policies
@@ -55,7 +56,7 @@ def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -
     net = network(Workload.of(spec, device))
     state = resident(spec, rank)
     gathered = strategy_of(spec).startswith("fsdp")
-    away = sum(sum(piece.sent) for piece in pieces(spec, rank, device, gathered))
+    away = pinned(size for piece in pieces(spec, rank, device, gathered) for size in piece.sent)
     static = [*static_rows(spec, net, state, rank), *overhead_rows(spec, net, rank)]
     if device == "cpu":
         static.append(row("activations on the host", away, "which is the device"))
@@ -67,7 +68,7 @@ def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -
     }
     sums = {moment: sum(one.bytes for one in rows) for moment, rows in sheets.items()}
     moment = max(sums, key=lambda name: sums[name])
-    return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), on_host(spec, rank).total + round(away))
+    return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), on_host(spec, rank).total + away)
 
 
 def notes(spec: RunSpec) -> Iterable[str]:

@@ -16,9 +16,9 @@ from ..case import Number
 from ..devices.machine import Machine
 from ..exact.optimizers import STATES, optimizer_of
 from ..network import network, optimizer
-from ..offloaded import sent
+from ..offloaded import may_wait, sent
 from ..ops import Kernel, Workload
-from ..policies import kept_bytes
+from ..policies import RUNGS, policies
 from ..software import software_of
 from .bare import link
 from .constants import USUAL_LAUNCH, constants
@@ -77,7 +77,9 @@ def copies(spec: RunSpec, work: Work, machine: Machine) -> float:
     On a GPU what exceeds the passes beside them, where its link is known; a CPU has nothing to copy them beside.
     """
     layers, gpu = spec.model.layers, spec.cluster.accelerator
-    each = sum(sent(spec, [spec.parallel.recompute] * layers, kept_bytes(spec))) / layers
+    net = network(Workload.of(spec, machine.device))
+    most = {rung: float(may_wait(net, rung)) for rung in RUNGS}
+    each = sum(sent(spec, policies(spec, range(layers)), most)) / layers
     if machine.device == "cuda":
         taken = each / link(gpu) if gpu else 0.0
         ahead, back = (float(sum(way.raw.values())) for way in work.block)
