@@ -27,7 +27,7 @@ from lmworks.kernels import cross_entropy, cross_entropy_once_triton, cross_entr
 COPY, PRODUCT = 4.27e12, 763e12  # bytes/s and FLOP/s of an H200
 SHAPES = {"llama3-8b": (16_384, 128_256, 4096), "llama3-1b": (16_384, 128_256, 2048), "gpt2": (65_536, 50_257, 768)}
 KERNEL = [*((16, held) for held in (6, 8, 10, 12, 13, 14)), *((32, held) for held in (4, 5, 6, 7))]
-CHUNKS = [2**shift for shift in (27, 28, 29, 30, 31, 32)]
+CHUNKS = [mib << 20 for mib in (128, 256, 512, 544, 640, 768, 1024, 1088, 1280, 1536, 2048, 4096)]
 PASSES = [(132, 4096), (528, 4096), (1056, 4096), (1056, 8192), (2112, 4096)]
 TILES = [(1, 4096), (2, 2048), (4, 1024), (8, 512), (16, 256), (32, 128)]
 TURNED = [(32, 32), (64, 64), (128, 64), (64, 128), (128, 128)]
