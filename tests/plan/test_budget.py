@@ -52,6 +52,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "offload of inputs": (
         {"dp": 8, "strategy": "fsdp2", "recompute": "selective", "offload_activations": 9.0}, {"micro_batch": 4}, 0.01,
     ),
+    "offload of all activations": (  # the highest moment is then at the lowest blocks, which have theirs back
+        {"compile": True, "offload_activations": 99.0}, {"micro_batch": 4}, 0.01,
+    ),
+    "offload of what is kept beside the MLP": (
+        {"compile": True, "recompute": "mlp", "offload_activations": 5.0}, {"micro_batch": 4}, 0.001,
+    ),
+    "offload of every second block": (
+        {"dp": 8, "strategy": "fsdp2", "recompute": "full", "recompute_every": 2, "offload_activations": 30.0},
+        {"micro_batch": 4},
+        0.01,
+    ),
 }  # fmt: skip
 
 
@@ -76,7 +87,7 @@ def test_the_closed_form_is_the_sheet(parallel: dict[str, Any], data: dict[str, 
             assert float(getattr(said, name)) == pytest.approx(float(getattr(exact, name)), rel=0.002), name
 
 
-@pytest.mark.parametrize("name", ["one rank", "zero-1", "zero-3, selective", "tp", "pp"])
+@pytest.mark.parametrize("name", ["one rank", "zero-1", "zero-3, selective", "zero-3, accumulation", "tp", "pp"])
 def test_bf16_weights_too(name: str) -> None:
     parallel, data, within = {"one rank": ({}, {}, 0.01), **LAYOUTS}[name]
     spec = run(parallel, data)

@@ -75,7 +75,7 @@ def at_top(case: Case, net: Network, part: Share, state: dict[str, Number], late
         logits=0.0 * net.load.tokens,
         buffers=standing(case, part, net, gathered=2.0)
         + casts(case, net, part, forward=False)
-        + travelling(case, part),
+        + travelling(case, part, later),
     )
 
 
@@ -176,7 +176,9 @@ def gradients_there(case: Case, part: Share, state: dict[str, Number], done: Num
     whole = case.software.gradients * (part.root + part.layers * part.block)
     piped = np.greater(case.pp, 1)
     several = np.greater(case.accumulation, 1) & later
-    held_back = whole if case.software.held_back and case.zero == 3 else state["gradients"]
+    held_back = state["gradients"]
+    if case.software.held_back and case.zero == 3:  # of bf16 weights as they will be sent
+        held_back = whole * max(1, case.software.reduce / case.software.gradients)
     if case.zero >= 2:  # PyTorch's pipelines let gradients meet at the end
         held_back = np.where(piped, whole, held_back)
     found = np.where(several, held_back, case.software.gradients * done)
@@ -215,15 +217,19 @@ def standing(case: Case, part: Share, net: Network, gathered: float) -> Number:
     return own + width * np.minimum(part.block, code.bucket) * blocks + root
 
 
-def travelling(case: Case, part: Share) -> Number:
+def travelling(case: Case, part: Share, later: bool) -> Number:
     """A block's gradients as they are made and as they are sent, where they are not held back; of ours the head's, and
-    a rank's part of them: the top block's are sent when it is done, and under a pipeline all of them at the end.
+    a rank's part of them: the top block's are sent when it is done, and under a pipeline all of them at the end. Those
+    that were held back are sent block by block.
     """
+    alone = np.equal(case.pp, 1)
     if lmworks(case) and case.zero in (1, 2):
         ranks = case.dp_shard * case.cp
-        arriving = np.where(np.greater(ranks, 1) & np.equal(case.pp, 1), 1 + 1 / ranks, 0)
+        arriving = np.where(np.greater(ranks, 1) & alone, 1 + 1 / ranks, 0)
         return arriving * case.software.gradients * part.head
-    if case.zero < 3 or lmworks(case):
+    if case.zero == 3 and lmworks(case):
+        return case.software.reduce * part.block * (np.greater(case.accumulation, 1) & later & alone)
+    if case.zero < 3:
         return 0.0 * part.block
     return (case.software.reduce + 2) * np.minimum(part.block, case.software.bucket)
 
