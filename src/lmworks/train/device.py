@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import sys
@@ -86,6 +87,7 @@ class PeakMemory:
         return self.highest - self.base
 
 
+@functools.cache  # once in a process
 def warm_runtime() -> None:
     """Every kind of kernel that a step calls, once."""
     model = GPT(ModelSpec.from_preset("tiny"))
