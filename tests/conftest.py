@@ -17,6 +17,9 @@ import pytest
 # and two processes with a thread a core each wait for one another more than they compute.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["LMWORKS_CACHE"] = tempfile.mkdtemp(prefix="lmworks-test-cache-")
+# A process that may not leave its bytecode behind compiles all of LMWorks again, and so does every one that it starts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts its background jobs so, and commands inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
