@@ -249,6 +249,7 @@ REFUSED_CONFIGS = {
     "act": ({"hidden_act": "relu"}, "hidden_act = 'relu'.*'silu'"),
     "bias": ({"attention_bias": True}, "attention_bias and mlp_bias must be equal"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; known: default"),
+    "scaling": ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn': an object is expected"),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     "yarn": ({"rope_scaling": {**YARN, "attention_factor": 2.0}}, "attention_factor 2 is not supported.*= 1.138"),
     "truncate": ({"rope_scaling": {**YARN, "truncate": False}}, "truncate"),
@@ -323,6 +324,11 @@ def lose_a_shard(folder: Path) -> None:
     next(folder.glob("model-00002-of-*.safetensors")).unlink()
 
 
+def break_the_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}')
+
+
 BREAKS = {
     "no config": (lambda f: (f / "config.json").unlink(), r"config\.json: no such file"),
     "bad config": (lambda f: (f / "config.json").write_text("{"), r"config\.json: cannot be read as JSON"),
@@ -334,9 +340,17 @@ BREAKS = {
         lambda f: edit_weights(f, **{"model.norm.weight": torch.ones(7)}),
         r"tensor 'model\.norm\.weight' has shape \(7,\), but config\.json asks for \(48,\)",
     ),
+    "integers": (
+        lambda f: edit_weights(f, **{"model.norm.weight": torch.ones(48, dtype=torch.int8)}),
+        r"tensor 'model\.norm\.weight' is of type I8, which no weight of this network has",
+    ),
     "surplus": (
         lambda f: edit_weights(f, **{"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}),
         r"1 tensors belong to nothing .* 'model\.layers\.0\.self_attn\.q_proj\.bias'",
+    ),
+    "index": (
+        break_the_index,
+        r"model\.safetensors\.index\.json: its weight_map does not say which file",
     ),
     "shard": (lose_a_shard, r"model-00002-of-\d+\.safetensors: .* names this file, but it is not there"),
 }  # fmt: skip

@@ -64,9 +64,12 @@ class Checkpoint:
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         where = self.file_of[name]
-        stored = tuple(self.open[where].get_slice(name).get_shape())
+        found = self.open[where].get_slice(name)
+        stored, kind = tuple(found.get_shape()), found.get_dtype()
         if stored != shape:
             raise CheckpointError(f"{where}: tensor '{name}' has shape {stored}, but config.json asks for {shape}")
+        if not kind.startswith(("F", "BF")):  # integers mean nothing without scales, which no weight here has
+            raise CheckpointError(f"{where}: tensor '{name}' is of type {kind}, which no weight of this network has")
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.check(name, shape)
@@ -92,8 +95,10 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
         raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX} is there (other formats are not read)")
-    index = read_json(folder / INDEX)
-    files = sorted(set((index.get("weight_map") or {}).values()))
+    table = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise CheckpointError(f"{folder / INDEX}: its weight_map does not say which file holds each tensor")
+    files = sorted(set(table.values()))
     if missing := [name for name in files if not (folder / name).exists()]:
         raise CheckpointError(f"{folder / missing[0]}: {INDEX} names this file, but it is not there")
     return [folder / name for name in files]

@@ -155,6 +155,9 @@ def rope_spec(name: str, config: Config) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     if bias != bool(config.get("mlp_bias")):
         raise SpecError("attention_bias and mlp_bias must be equal: biases are on every projection or on none")
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key), dict | None):
+            raise SpecError(f"{key} = {config[key]!r:.60}: an object is expected")
     rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     return ModelSpec(
         layers=need(config, "num_hidden_layers"),
