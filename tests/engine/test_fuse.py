@@ -15,7 +15,7 @@ from lmworks.engine.params import SamplingParams
 from lmworks.engine.quantized_model import apply_quantization
 from lmworks.model import GPT, generate, rope
 from lmworks.model.gpt import Linear
-from lmworks.spec import ModelSpec, SpecError
+from lmworks.spec import LMWorksError, ModelSpec, SpecError
 
 
 def bytes_of(model: GPT) -> int:
@@ -101,6 +101,11 @@ def test_rotations_that_are_looked_up(scaling: dict[str, object]) -> None:
         Turns(spec, 128, torch.device("cpu"))(spec, positions), rope.tables(spec, positions), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_context_too_long_to_look_up_is_named() -> None:
+    with pytest.raises(LMWorksError, match=r"rotations of 1,000,000,000,000,000 positions .* engine\.context"):
+        Turns(ModelSpec.from_preset("tiny"), 10**15, torch.device("cpu"))
 
 
 def test_the_trainers_copy_is_not_touched() -> None:

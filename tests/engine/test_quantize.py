@@ -374,6 +374,11 @@ def test_damaged_mixed_and_foreign_folders_are_refused(folder: tuple[GPT, Path],
     refused(r"tensor 'blocks.0.attention.q.weight' is torch.int32|missing or too many|belongs there")
     (out / "quantization.json").write_text(json.dumps({**about, "groups": {}}))
     refused("no group that fits")
+    for wrong in ({"groups": dict.fromkeys(about["groups"], 0)}, {"groups": {"head": "x"}}, {"vocab": None}):
+        (out / "quantization.json").write_text(json.dumps({**about, **wrong}))
+        refused("groups or vocab are no whole numbers")
+    (out / "quantization.json").write_text(json.dumps({**about, "scheme": ["int4"]}))
+    refused("scheme .* is not known here")
     for version, said in (
         (1, "an earlier version wrote it.* quantize it again"),
         (99, "version 99, .* quantize the model"),

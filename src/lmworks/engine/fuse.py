@@ -25,7 +25,7 @@ from ..kernels.small_linear import gated_linear, small_linear
 from ..kernels.swiglu import swiglu_packed
 from ..model import rope
 from ..model.gpt import GPT, MLP, Attention, Block, Linear, RMSNorm, Rope
-from ..spec import ModelSpec, SpecError
+from ..spec import LMWorksError, ModelSpec, SpecError
 from . import quantized_model
 from .paged import Paged
 
@@ -232,7 +232,13 @@ class Turns:
     """`rope.tables`, computed once for all positions and looked up."""
 
     def __init__(self, spec: ModelSpec, context: int, device: torch.device) -> None:
-        self.cos, self.sin = rope.tables(spec, torch.arange(context, device=device))  # (context, 1, head_dim)
+        try:
+            self.cos, self.sin = rope.tables(spec, torch.arange(context, device=device))  # (context, 1, head_dim)
+        except RuntimeError:  # no room; PyTorch says it in many ways
+            raise LMWorksError(
+                f"the rotations of {context:,} positions do not fit the device; say with engine.context how long "
+                "sequences may be"
+            ) from None
 
     def __call__(self, _spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
         """For positions (tokens): (cos, cos) and (−sin, sin), each (tokens, 1, head_dim)."""

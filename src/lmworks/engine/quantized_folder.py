@@ -159,13 +159,16 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder / ABOUT}: an earlier version wrote it, with a head as it was; quantize it again"
         )
-    if about.get("version") != VERSION or about.get("scheme") not in SCHEMES:
+    if about.get("version") != VERSION or about.get("scheme") not in list(SCHEMES):
         raise CheckpointError(
             f"{folder / ABOUT}: version {about.get('version')!r}, scheme {about.get('scheme')!r} is not known here; "
             "quantize the model again"
         )
-    if not isinstance(about.get("digests"), dict) or not isinstance(about.get("groups"), dict):
+    groups, vocab = about.get("groups"), about.get("vocab", 0)
+    if not isinstance(about.get("digests"), dict) or not isinstance(groups, dict):
         raise CheckpointError(f"{folder / ABOUT}: digests or groups are missing; quantize the model again")
+    if not all(type(size) is int and size > 0 for size in groups.values()) or type(vocab) is not int or vocab < 0:
+        raise CheckpointError(f"{folder / ABOUT}: groups or vocab are no whole numbers; quantize the model again")
     return about
 
 
@@ -218,4 +221,5 @@ def of_bytes(folder: Path) -> bool:
 
 def quantized_vocab(folder: Path) -> int:
     """Ids that may be picked; 0: all of the model's."""
-    return int(read_about(folder).get("vocab", 0))
+    vocab: int = read_about(folder).get("vocab", 0)
+    return vocab
