@@ -6,11 +6,11 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from forked import Forked
 from typed import lmworks
 
 FILES = {
@@ -113,16 +113,12 @@ def test_train(folder: Path, capsys: pytest.CaptureFixture[str], case: str) -> N
     assert not (folder / "run").exists()
 
 
-def command(folder: Path, *arguments: str, prepare: Callable[[], None] | None = None) -> tuple[int, str]:
-    """The installed command, as a user runs it."""
-    line = [sys.executable, "-m", "lmworks", *arguments]
-    result = subprocess.run(line, cwd=folder, preexec_fn=prepare, capture_output=True, text=True, timeout=120)
-    return result.returncode, result.stderr
-
-
 def test_train_in_a_process_of_its_own(folder: Path) -> None:
+    """The installed command, as a user runs it."""
     arguments, parts = WRONG["batches"]
-    check(*command(folder, "train", *arguments, "--run-dir", "run"), parts)
+    line = [sys.executable, "-m", "lmworks", "train", *arguments, "--run-dir", "run"]
+    result = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120)
+    check(result.returncode, result.stderr, parts)
     assert not (folder / "run").exists()
 
 
@@ -157,8 +153,9 @@ def test_a_full_disk_during_a_save(folder: Path, capsys: pytest.CaptureFixture[s
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 
-    code, stderr = command(folder, "train", "good.toml", "--run-dir", "run", prepare=limit_files)
-    assert code == 1 and stderr.count("\n") == 1, stderr
+    limited = Forked("train", "good.toml", "--run-dir", "run", first=limit_files)
+    _, stderr = limited.communicate()
+    assert limited.returncode == 1 and stderr.count("\n") == 1, stderr
     assert stderr.startswith("lmworks: error: cannot save run/checkpoints/step-000002: File too large"), stderr
     assert list((folder / "run" / "checkpoints").iterdir()) == []
     code, _, stderr = lmworks(capsys, "resume", "run")

@@ -7,7 +7,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from forked import Forked
 from lmworks.data import prepare
 from lmworks.model import Sampling, generate
 from lmworks.record import RunFolder
@@ -35,7 +35,6 @@ from tiny import (
     resume,
     saved,
     shard,
-    start,
     train,
     write_documents,
     write_spec,
@@ -220,7 +219,7 @@ def long(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_until(condition: Callable[[], bool], process: Forked, seconds: float = 120) -> None:
     """Poll; a process that ends first has its output shown."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -233,7 +232,7 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def working(run_dir: Path, process: subprocess.Popen[str], steps: int = 1) -> None:
+def working(run_dir: Path, process: Forked, steps: int = 1) -> None:
     """Wait until this process has recorded `steps` steps of its own."""
     metrics = run_dir / "metrics.jsonl"
     before = lines(metrics)
@@ -250,7 +249,7 @@ def test_killed_ten_times_at_random_moments_it_ends_bitwise_as_if_never_killed(
     draw = random.Random(7)
     torn = 0
     for kill in range(10):
-        process = start("resume", run_dir) if kill else start("train", spec, "--run-dir", run_dir)
+        process = Forked("resume", run_dir) if kill else Forked("train", spec, "--run-dir", run_dir)
         working(run_dir, process, steps=draw.randint(1, 8))
         if kill % 2:  # every second time a save is under way, or has ended just now
             unfinished = f".step-*.tmp-{process.pid}-*"
@@ -276,7 +275,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_and_the_way_to_g
     """The signal goes to the whole group, as from a terminal or a batch system: read-ahead workers get it too."""
     run_dir = tmp_path / "run"
     spec = make_spec(dataset, *LONG, "data.workers=2")
-    process = start("train", write_spec(spec, tmp_path / "spec.toml"), "--run-dir", run_dir)
+    process = Forked("train", write_spec(spec, tmp_path / "spec.toml"), "--run-dir", run_dir)
     working(run_dir, process, steps=2)
     os.killpg(process.pid, number)
     _, err = process.communicate(timeout=60)
@@ -295,7 +294,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_and_the_way_to_g
 def test_a_second_ctrl_c_ends_it_at_once_and_harms_nothing(dataset: Path, tmp_path: Path, long: Path) -> None:
     run_dir = tmp_path / "run"
     spec = make_spec(dataset, *LONG, "checkpoint.every=5")
-    process = start("train", write_spec(spec, tmp_path / "spec.toml"), "--run-dir", run_dir)
+    process = Forked("train", write_spec(spec, tmp_path / "spec.toml"), "--run-dir", run_dir)
     working(run_dir, process, steps=8)
     process.send_signal(signal.SIGINT)
     time.sleep(0.03)  # it is in the save that follows the step, or past it
@@ -321,7 +320,7 @@ def test_a_full_disk_during_a_save_is_one_clear_line_and_costs_nothing_but_the_s
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
 
-    process = start("resume", run_dir, preexec_fn=small_disk)
+    process = Forked("resume", run_dir, first=small_disk)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     (line,) = err.splitlines()
