@@ -6,41 +6,47 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import typed
 
-def lmworks(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lmworks", "data", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+Run = Callable[..., tuple[int, str, str]]
 
 
-def test_prepare_then_inspect(corpus: Path, tmp_path: Path) -> None:
-    made = lmworks("prepare", corpus, "--out", tmp_path / "out", "--tokenizer", "bpe:300", "--json")
-    assert made.returncode == 0, made.stderr
-    result = json.loads(made.stdout)
+@pytest.fixture
+def lmworks(capsys: pytest.CaptureFixture[str]) -> Run:
+    """`lmworks data …`: exit code, stdout, stderr."""
+    return lambda *arguments: typed.lmworks(capsys, "data", *map(str, arguments))
+
+
+def test_prepare_then_inspect(lmworks: Run, corpus: Path, tmp_path: Path) -> None:
+    code, out, err = lmworks("prepare", corpus, "--out", tmp_path / "out", "--tokenizer", "bpe:300", "--json")
+    assert code == 0, err
+    result = json.loads(out)
     assert (result["up_to_date"], result["vocab_size"]) == (False, 300)
     assert sum(split["documents"] for split in result["splits"].values()) == 60
-    assert "tokenize: 1 of 1" in made.stderr  # no terminal: plain lines, and not on standard output
+    assert "tokenize: 1 of 1" in err  # no terminal: plain lines, and not on standard output
 
-    again = lmworks("prepare", corpus, "--out", tmp_path / "out", "--tokenizer", "bpe:300")
-    assert again.returncode == 0
-    assert "is up to date, nothing to do" in again.stdout
+    code, out, _ = lmworks("prepare", corpus, "--out", tmp_path / "out", "--tokenizer", "bpe:300")
+    assert code == 0
+    assert "is up to date, nothing to do" in out
 
-    seen = lmworks("inspect", tmp_path / "out", "--json", "--samples", "1")
-    figures = json.loads(seen.stdout)
+    _, out, _ = lmworks("inspect", tmp_path / "out", "--json", "--samples", "1")
+    figures = json.loads(out)
     assert figures["splits"]["train"]["tokens"] == result["splits"]["train"]["tokens"]
     assert len(figures["samples"]) == 1
-    shown = lmworks("inspect", tmp_path / "out").stdout
+    _, shown, _ = lmworks("inspect", tmp_path / "out")
     assert "every shard matches its checksum" in shown
     assert "document " in shown
 
 
-def test_a_separator_may_be_escaped(tmp_path: Path) -> None:
+def test_a_separator_may_be_escaped(lmworks: Run, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("one\n\ntwo\n\nthree")
-    made = lmworks("prepare", tmp_path / "t.txt", "--separator", r"\n\n", "--out", tmp_path / "out", "--json")
-    assert sum(split["documents"] for split in json.loads(made.stdout)["splits"].values()) == 3
+    _, out, _ = lmworks("prepare", tmp_path / "t.txt", "--separator", r"\n\n", "--out", tmp_path / "out", "--json")
+    assert sum(split["documents"] for split in json.loads(out)["splits"].values()) == 3
 
 
 @pytest.mark.parametrize(
@@ -55,17 +61,17 @@ def test_a_separator_may_be_escaped(tmp_path: Path) -> None:
         (["inspect", "stdlib:word"], 2, "stdlib:word"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], code: int, culprit: str) -> None:
+def test_bad_input_is_one_line(lmworks: Run, tmp_path: Path, arguments: list[str], code: int, culprit: str) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
-    run = lmworks(*[argument.replace("{}", str(tmp_path)) for argument in arguments])
-    assert run.returncode == code
-    errors = [line for line in run.stderr.splitlines() if not line.startswith("tokenize:")]
-    assert len(errors) == 1, run.stderr
+    found, _, err = lmworks(*[argument.replace("{}", str(tmp_path)) for argument in arguments])
+    assert found == code
+    errors = [line for line in err.splitlines() if not line.startswith("tokenize:")]
+    assert len(errors) == 1, err
     assert errors[0].startswith("lmworks: error: ")
     assert culprit in errors[0]
 
 
-def test_ctrl_c_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
+def test_ctrl_c_says_how_to_go_on(lmworks: Run, corpus: Path, tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, lmworks.data.assemble as a\n"
         "a.ShardWriter.write = lambda self, raw: os.kill(os.getpid(), signal.SIGINT)\n"
@@ -86,14 +92,14 @@ def test_ctrl_c_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
     assert run.returncode == 130, run.stderr
     assert run.stderr.splitlines()[-1] == "lmworks: interrupted; run the same command again to go on where it was"
     assert "Traceback" not in run.stderr
-    assert lmworks(*arguments[1:]).returncode == 0
+    assert lmworks(*arguments[1:])[0] == 0
 
 
-def test_wrong_usage_is_exit_code_2() -> None:
+def test_wrong_usage_is_exit_code_2(lmworks: Run) -> None:
     for arguments in (["prepare", "stdlib"], ["inspect"], ["prepare", "stdlib", "--out", "x", "--workers", "many"]):
-        run = lmworks(*arguments)
-        assert run.returncode == 2
-        assert "Traceback" not in run.stderr
+        code, _, err = lmworks(*arguments)
+        assert code == 2
+        assert "Traceback" not in err
 
 
 def test_preparing_needs_no_torch() -> None:
