@@ -22,6 +22,7 @@ from lmworks.plan.step_flops import step_flops
 from lmworks.spec import Gpu, TrainingError, load_run
 from lmworks.study import train_bench
 from lmworks.study.train_bench import bench_train
+from lmworks.train.health.watch import Health, Trouble
 from tiny import built, make_spec, steps_of, write_spec
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -113,6 +114,37 @@ def test_what_does_not_fit_is_said_in_one_line(dataset: Path, quick: Path, monke
     with pytest.raises(TrainingError, match=r"does not fit into the \d+ GiB.*lower data.micro_batch"):
         bench_train(make_spec(dataset))
     assert not list(quick.glob("lmworks*"))
+
+
+def test_a_spike_is_a_step_like_any_other(dataset: Path, quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the spec would do about it: there is no checkpoint to go back to."""
+    monkeypatch.setattr(Health, "limits", lambda _: (-1.0, -1.0))
+    monkeypatch.setattr(Health, "judge", spiking)
+    for action in ("skip", "rewind", "stop"):
+        facts = bench_train(make_spec(dataset, f"health.spike_loss={action}", "checkpoint.every=4"), 1)
+        assert facts is not None and len(facts["losses"]) == train_bench.WARM_UP + 1
+
+
+def spiking(health: Health, *_: object) -> list[Trouble]:
+    return [Trouble("spike_loss", health.spec.spike_loss, "a spike")]
+
+
+@pytest.mark.parametrize("action", ["skip", "rewind", "stop"])
+def test_what_does_not_train_is_said_in_one_line(
+    action: str, dataset: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_bench, "drawn_on", lambda *_: lambda _name, shape: torch.full(shape, torch.nan))
+    with pytest.raises(TrainingError, match=r"^step 1: loss nan.*no speed: lower optim\.lr") as said:
+        bench_train(make_spec(dataset, f"health.nonfinite={action}", "checkpoint.every=4"), 1)
+    assert "lmworks-bench" not in str(said.value)  # that folder is gone
+
+
+def test_deepspeed_stays_with_what_it_can() -> None:
+    given = load_run(
+        "tiny", ["parallel.engine=deepspeed", "parallel.strategy=zero", "parallel.zero=1", "health.spike_grad=stop"]
+    )
+    kept = train_bench.in_good_health(given).health
+    assert (kept.nonfinite, kept.spike_grad) == ("stop", "log")
 
 
 def test_the_command_prints_tables_and_json(dataset: Path, tmp_path: Path, quick: Path) -> None:

@@ -4,7 +4,8 @@ Warm-up, then the mean of some steps, from the end of one to the end of the next
 it, and so is every wait of the device. Not the median: a host that runs ahead of its GPU sees steps end by fits and
 starts, and only their sum tells the time. Beside it stand the floor of the work (`roofline`) and what the planner says
 of the spec without having seen it run. Weights are drawn on the device: a CPU takes minutes for billions of them.
-Nothing is saved, evaluated or left on disk.
+Nothing is saved, evaluated or left on disk. A spike is taken as any other step; where a loss is not finite there is no
+speed to tell.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..observe.measure import device_name, memory_bytes
 from ..observe.probe import cached_machine, probe
 from ..observe.roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
 from ..parallel.weights import Source
+from ..parallel.world import known
 from ..plan.devices.machine import Machine
 from ..plan.memory.reserve import reserved
 from ..plan.predict import Prediction, predict
@@ -35,6 +37,7 @@ from ..train import Trainer
 from ..train.ahead import drop
 from ..train.device import find_gpu
 from ..train.feed import Feed
+from ..train.health.watch import NotTaken
 
 WARM_UP = 3  # steps: the first compiles and makes optimizer states, the second and third may compile again
 TOLD = 60  # kernels of a profile
@@ -42,6 +45,7 @@ TOLD = 60  # kernels of a profile
 
 def bench_train(spec: RunSpec, steps: int = 20, *, kernels: bool = False) -> dict[str, Any] | None:
     """Every rank calls it, and the first gets the answer. `kernels`: also what a profiled step is made of."""
+    spec = in_good_health(spec)
     with tempfile.TemporaryDirectory(prefix="lmworks-bench-") as folder:
         trainer = Trainer(spec, Path(folder) / "run", quiet=True)
         device = trainer.device
@@ -53,10 +57,25 @@ def bench_train(spec: RunSpec, steps: int = 20, *, kernels: bool = False) -> dic
                 f"the step does not fit into the {memory_bytes(device) / 2**30:.0f} GiB of {device_name(device)}; "
                 "lower data.micro_batch, or use parallel.recompute=selective or precision.weights=bf16"
             ) from error
+        except NotTaken as refused:
+            raise known(
+                TrainingError(
+                    f"step {trainer.step + 1}: {refused.trouble.what}{refused.trouble.where}; what does not train has "
+                    "no speed: lower optim.lr, or use a wider precision.dtype"
+                )
+            ) from None
     gpu = find_gpu(spec.cluster, device)
     if gpu is not None:
         ceilings.append(datasheet_ceilings(gpu))
     return facts_of(trainer, measured, ceilings) if trainer.lead else None
+
+
+def in_good_health(spec: RunSpec) -> RunSpec:
+    """Spikes are logged, and a step that is not finite is told here: there is no run to go back in or to resume."""
+    actions = {"spike_loss": "log", "spike_grad": "log"}
+    if spec.parallel.engine == "native":  # DeepSpeed knows no other than to stop
+        actions["nonfinite"] = "skip"
+    return spec.replace(health=spec.health.replace(**actions))
 
 
 def take_steps(trainer: Trainer, steps: int, kernels: bool) -> dict[str, Any]:
