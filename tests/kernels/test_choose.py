@@ -63,6 +63,12 @@ def test_a_shape_goes_with_the_nearest_that_was_measured(
     assert choose.fastest("rms_norm", torch.device("cpu"), **shape) == "torch"
 
 
+def test_nothing_at_all_is_pytorchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may hold no rows of any weight whose gradients are summed together."""
+    on("NVIDIA H200", TABLE, tmp_path, monkeypatch)
+    assert choose.fastest("rms_norm", GPU, tokens=0, hidden=8192) == "torch"
+
+
 def test_somebody_may_ask_for_one_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on("NVIDIA H100", TABLE, tmp_path, monkeypatch)
     known = ("torch", "triton")

@@ -35,8 +35,8 @@ Shape = tuple[tuple[str, int], ...]  # names and sizes, by name
 
 
 def fastest(op: str, device: torch.device, **shape: int) -> str:
-    """ "torch", "triton" or another implementation of `op`."""
-    if device.type != "cuda":
+    """ "torch", "triton" or another implementation of `op`; of nothing at all it is PyTorch's."""
+    if device.type != "cuda" or 0 in shape.values():
         return TORCH
     return nearest(op, device_name(device), tuple(sorted(shape.items())))
 
@@ -58,7 +58,7 @@ def pick(op: str, wanted: str | None, known: Collection[str], device: torch.devi
 
 def pick_alone(op: str, wanted: str | None, known: Collection[str], device: torch.device, **shape: int) -> str:
     """As `pick`, for an op that a compiler fuses with its neighbours: inside torch.compile it is PyTorch's formula."""
-    if wanted is None and (torch.compiler.is_compiling() or 0 in shape.values()):
+    if wanted is None and torch.compiler.is_compiling():
         return TORCH
     return pick(op, wanted, known, device, **shape)
 
