@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lmworks.kernels import adamw
 from lmworks.kernels.adamw import Rule, Slot
+from lmworks.spec import SpecError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -101,6 +102,8 @@ CASES = {
     "fp32-weights": (FP32, BF16, False, FP32, False),
     "master-fp32-grads": (BF16, FP32, True, FP32, False),
     "sgd": (BF16, None, True, BF16, False),
+    "nothing to draw: a master": (BF16, FP32, True, BF16, True),
+    "nothing to draw: fp32 weights": (FP32, BF16, False, FP32, True),
 }
 
 
@@ -138,6 +141,11 @@ def test_the_kernel_leaves_alone_what_overflowed(monkeypatch: pytest.MonkeyPatch
             after = copied(slot)
             adamw.adamw([after], RULE, found_inf=torch.tensor(found_inf, device=DEVICE), implementation="triton")
             assert equal(slot, after) == same
+
+
+def test_an_implementation_that_is_not_there() -> None:
+    with pytest.raises(SpecError, match=r"adamw has no implementation 'tritn'; did you mean 'triton'\?"):
+        adamw.adamw([slot_of(5, BF16, BF16, True, BF16)], RULE, implementation="tritn")
 
 
 def test_the_reference_leaves_alone_what_overflowed() -> None:

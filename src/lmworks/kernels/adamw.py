@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 from . import noise
+from .choose import TORCH, pick
 
+IMPLEMENTATIONS = ("torch", "triton")
 HALF, LAST_16 = 0x8000, 0xFFFF
 QUIET = 0x7FC0  # bf16's NaN
 SPAN = 2**16  # elements that the reference takes at once: its dozen temporaries stay in a cache
@@ -68,8 +70,9 @@ def adamw(
     """Update all slots in place, without waiting for the device. A GPU's kernel reads and writes each byte once."""
     if not slots:
         return
-    chosen = implementation or ("triton" if slots[0].weight.is_cuda else "torch")
-    if chosen == "triton":
+    device = slots[0].weight.device
+    usual = "triton" if device.type == "cuda" else TORCH  # not measured first: PyTorch has none for 16 bits
+    if pick("adamw", implementation or usual, IMPLEMENTATIONS, device) == "triton":
         from .adamw_triton import launch
 
         launch(slots, corrections(slots, rule), rule, grad_scale, found_inf)

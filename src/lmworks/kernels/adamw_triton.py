@@ -152,9 +152,9 @@ def update(
     if MASTER:
         new_low = tl.where(wide != wide, 0, wide.to(tl.int32, bitcast=True) - (high_half(wide) << 16))
         tl.store(low_ptr + at, new_low.to(tl.int16), mask=inside)
-    if STOCHASTIC:
-        wide = cut(wide, random)
     if weight.dtype == tl.bfloat16:
+        if STOCHASTIC and not MASTER:
+            wide = cut(wide, random)
         tl.store(weight_ptr + at, high_half(wide).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
     else:
         tl.store(weight_ptr + at, wide, mask=inside)
