@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
@@ -12,6 +13,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import typer
+import typer.testing
 
 # Before torch is imported, and inherited by every process a test starts. Tiny matrices gain nothing from threads,
 # and two processes with a thread a core each wait for one another more than they compute.
@@ -25,10 +28,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts its back
 
 
 def pytest_collection_finish() -> None:
-    """Import here, once, what PyTorch imports on first use: a forked rank that has to spends most of its time on it."""
+    """Do here, once, what PyTorch and Typer do on first use: a forked rank that had to would do little else."""
     if "lmworks.study.ranks" in sys.modules:
         for name in ("numpy.ma", "torch._dynamo"):
             importlib.import_module(name)
+    if "lmworks.cli.main" in sys.modules:
+        typer.main.get_command = functools.cache(typer.main.get_command)  # else a tenth of a second at every call
+        typer.testing.CliRunner().invoke(sys.modules["lmworks.cli.main"].app, ["models", "--json"])
     gc.freeze()  # else each forked rank copies the pages of all that was imported when it looks for garbage
 
 
