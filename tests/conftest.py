@@ -33,7 +33,8 @@ def pytest_collection_finish() -> None:
         for name in ("numpy.ma", "torch._dynamo"):
             importlib.import_module(name)
     if "lmworks.cli.main" in sys.modules:
-        typer.main.get_command = functools.cache(typer.main.get_command)  # else a tenth of a second at every call
+        # Else a tenth of a second at every call.
+        typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
         typer.testing.CliRunner().invoke(sys.modules["lmworks.cli.main"].app, ["models", "--json"])
     gc.freeze()  # else each forked rank copies the pages of all that was imported when it looks for garbage
 
