@@ -226,7 +226,7 @@ class Stepper:
         counted = sum(batch.count() for batch in batches)
         if self.mesh is None:
             return counted
-        total = torch.tensor(counted, device=self.device)
+        total = torch.tensor(counted)  # between hosts, who know it: a GPU would be waited for
         dist.all_reduce(total, group=self.mesh.group("dp"))
         return int(total)
 
