@@ -150,6 +150,12 @@ def test_step_times_are_of_full_batches_alone(llm: LLM) -> None:
         bench.step_time(16, prompt=60)  # 64 blocks
 
 
+def test_a_request_that_is_refused_is_no_measurement() -> None:
+    """A pool that holds some of the requests and not others would make a rate of the rest."""
+    with LLM("tiny", blocks=6) as small, pytest.raises(SpecError, match=r"not served: .* the pool has 6: .*blocks"):
+        Bench(small.native).throughput(Workload(requests=8, input=(1, 60), output=(1, 60)))
+
+
 def test_helpers() -> None:
     assert fitting(10, 5, 100) == (10, 5) and fitting(90, 30, 100) == (75, 25)
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0 and quantile([], 0.5) == 0.0 and quantile([1.0, 9.0], 0.99) == 9.0

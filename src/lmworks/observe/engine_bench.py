@@ -57,7 +57,9 @@ class Bench:
         with watched(self.engine) as trace:
             for request in requests:
                 self.engine.add(request)
-            self.engine.run()
+            results = [piece.result for piece in self.engine.run()]
+        if wrong := next((result.error for result in results if result is not None and result.error), None):
+            raise SpecError(f"one of the requests to measure with was not served: {wrong}")
         return trace
 
     def requests(self, lengths: Sequence[tuple[int, int]]) -> list[Request]:
@@ -76,7 +78,8 @@ class Bench:
         prompts that fill two steps, in the second of which the first decode."""
         began, spec = time.perf_counter(), self.engine.spec
         gpu = self.runner.device.type == "cuda"
-        self.run(self.requests([(8, 3 + place // 4) for place in range(spec.max_seqs if gpu else 1)]))
+        short = max(1, min(8, spec.context // 2))
+        self.run(self.requests([(short, 3 + place // 4) for place in range(spec.max_seqs if gpu else 1)]))
         if gpu:
             long = min(spec.context, spec.max_batch_tokens, self.runner.blocks * spec.block) // 2
             self.run(self.requests([(long, 4)] * (2 * spec.max_batch_tokens // long + 1)))
@@ -95,7 +98,11 @@ class Bench:
             if len(step.chunks) == batch == step.decoding
         ]
         if not full:
-            raise SpecError(f"{batch} sequences never ran at once: the pool has only {self.runner.blocks} blocks")
+            raise SpecError(
+                f"{batch} sequences of {prompt + steps} tokens never ran at once: the pool has only "
+                f"{self.runner.blocks} blocks of {self.engine.spec.block} tokens; raise engine.blocks, or lower "
+                "engine.max_seqs"
+            )
         counted = full[SETTLE[kind] :] or full
         context = prompt + steps - len(counted) / 2
         slowest = quantile(counted, 0.99)
