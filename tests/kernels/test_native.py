@@ -84,6 +84,7 @@ def test_one_builds_and_the_others_wait(plan: build.Build, monkeypatch: pytest.M
     def slowly(_plan: build.Build) -> None:
         time.sleep(0.05)
         built.append(1)
+        plan.library.touch()
 
     monkeypatch.setattr(build, "compile_sources", slowly)
     threads = [threading.Thread(target=build.load_library, args=(plan,)) for _ in range(4)]
@@ -110,6 +111,39 @@ def test_an_interrupted_build_is_done_again(plan: build.Build, monkeypatch: pyte
         build.load_library(plan)
     build.load_library(plan)
     assert calls == [False, False]
+
+
+def test_a_library_that_is_gone_is_built_again(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+
+    def compiled(_plan: build.Build) -> None:
+        built.append(1)
+        plan.library.touch()
+
+    monkeypatch.setattr(build, "compile_sources", compiled)
+    for _ in range(2):
+        build.load_library(plan)
+    assert built == [1]
+    plan.library.unlink()
+    build.load_library(plan)
+    assert built == [1, 1]
+
+
+def test_a_damaged_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path))
+    damaged = build.Build("op", (), ())
+    monkeypatch.setattr(build, "compile_sources", lambda _plan: damaged.library.write_text("no library"))
+    with pytest.raises(LMWorksError, match=r"op\.so cannot be loaded .*remove its folder, and it is built again"):
+        build.load_library(damaged)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(
+        LMWorksError, match=r"cannot be written \(Not a directory\); name another folder in LMWORKS_CACHE"
+    ):
+        build.load_library(build.Build("op", (), ()))
 
 
 def test_what_failed_can_be_tried_again(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:

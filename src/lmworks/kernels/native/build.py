@@ -90,13 +90,25 @@ def cuda_compiler() -> str | None:
 
 def load_library(build: Build) -> None:
     """Into this process; built before that, if nobody has."""
-    build.folder.mkdir(parents=True, exist_ok=True)
-    with open(build.folder / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if not (build.folder / DONE).exists():
+    try:
+        build.folder.mkdir(parents=True, exist_ok=True)
+        (build.folder / ".lock").touch()
+    except OSError as error:
+        raise LMWorksError(
+            f"{build.name} is built from C++ on first use, and {build.folder} cannot be written "
+            f"({error.strerror}); name another folder in LMWORKS_CACHE"
+        ) from None
+    with open(build.folder / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not ((build.folder / DONE).exists() and build.library.exists()):
             compile_sources(build)
             write_whole(build.folder / DONE, "\n".join(map(str, build.compilers)) + "\n")
-    torch.ops.load_library(build.library)
+    try:
+        torch.ops.load_library(build.library)
+    except OSError as error:
+        raise LMWorksError(
+            f"{build.library} cannot be loaded ({error.__cause__ or error}); remove its folder, and it is built again"
+        ) from None
 
 
 def compile_sources(build: Build) -> None:
