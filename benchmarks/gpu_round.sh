@@ -17,7 +17,7 @@ for part in "$@"; do
   case $part in
     checks)
       export TORCHINDUCTOR_COMPILE_THREADS=2
-      within 240 python benchmarks/loss_gpu.py &
+      within 240 python benchmarks/loss_gpu.py --seeds 0,1 &
       for file in tests/gpu/test_*.py; do test_file "$file" & done; wait
       unset TORCHINDUCTOR_COMPILE_THREADS
       tail -n 12 /tmp/gpu-test_*.txt ;;

@@ -2,12 +2,14 @@
 
     python benchmarks/loss_gpu.py                                   all paths, each in a process, some side by side
     python benchmarks/loss_gpu.py --paths compile,"fp8 rowwise"     some of them
+    python benchmarks/loss_gpu.py --seeds 0,1,2                     each path with more than one seed
     python benchmarks/loss_gpu.py --tiny --steps 40                 on a CPU, the paths that exist there
 
 The plain path: eager, attention and loss as PyTorch has them, bf16 autocast over fp32 weights. Every path trains
-the same model from the same weights on the same batches. The gap is that of losses smoothed over a window of steps; the
-yardstick is the widest gap between any two of four plain runs that differ in nothing but the seed, which is what chance
-does. fp8 is not expected to stay within it, and its gap is stated. results/loss_gpu.json is written after each path.
+the same model from the same weights on the same batches as the plain run of its seed. The gap is that of losses
+smoothed over a window of steps; the yardstick is the widest gap between any two of four plain runs that differ in
+nothing but the seed, which is what chance does. fp8 is not expected to stay within it, and its gap is stated.
+results/loss_gpu.json is written after each path.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from lmworks.train import Trainer
 from lmworks.train.feed import Feed
 
 WINDOW = 20  # steps
-SEEDS = {f"plain, seed {seed}": seed for seed in range(4)}
+PLAIN_RUN = "plain"
+SEEDS = range(4)
 SIDE_BY_SIDE = 8  # processes: most of their time they compile
 PLAIN = ("precision.dtype=bf16", "model.attention=reference")
 MODEL = (
@@ -102,48 +105,46 @@ def gap(one: list[float], other: list[float]) -> dict[str, float]:
     }
 
 
-def run(name: str, arguments: list[str], steps: int) -> dict[str, Any]:
+def run(name: str, seed: int, steps: int, tiny: bool) -> dict[str, Any]:
     """One path, in this process."""
     began = time.perf_counter()
-    spec = load_run(arguments[0], [*arguments[1:], f"optim.steps={steps}"])
-    plain = mock.patch.object(choose, "fastest", lambda *_, **__: choose.TORCH) if name in SEEDS else nullcontext()
+    base, overrides = TINY if tiny else MODEL, PLAIN if name == PLAIN_RUN else PATHS[name].overrides
+    spec = load_run(base[0], [*base[1:], *overrides, f"seed={seed}", f"optim.steps={steps}"])
+    plain = mock.patch.object(choose, "fastest", lambda *_, **__: choose.TORCH) if name == PLAIN_RUN else nullcontext()
     with plain:
         losses = losses_of(spec, steps)
-    return {"path": name, "seconds": time.perf_counter() - began, "losses": losses}
+    return {"path": name, "seed": seed, "seconds": time.perf_counter() - began, "losses": losses}
 
 
-def run_apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def run_apart(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One path, in a process of its own: one that fails must not cost the others."""
-    command = [sys.executable, __file__, "--one", name, "--steps", str(options.steps), *["--tiny"] * options.tiny]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, __file__, "--one", name, "--seeds", str(seed), "--steps", str(options.steps)]
+    done = subprocess.run([*command, *["--tiny"] * options.tiny], capture_output=True, text=True, check=False)
     if done.returncode:
-        return {"path": name, "failed": (done.stderr.strip().splitlines() or ["no word"])[-1][:500]}
+        return {"path": name, "seed": seed, "failed": (done.stderr.strip().splitlines() or ["no word"])[-1][:500]}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def arguments_of(name: str, tiny: bool) -> list[str]:
-    base = list(TINY if tiny else MODEL)
-    return [*base, *(PLAIN if name in SEEDS else PATHS[name].overrides), f"seed={SEEDS.get(name, 0)}"]
-
-
-def compare(chosen: list[str], options: argparse.Namespace, file: str | None) -> None:
+def compare(chosen: list[str], seeds: list[int], options: argparse.Namespace, file: str | None) -> None:
     with ThreadPoolExecutor(1 if options.tiny else SIDE_BY_SIDE) as pool:
-        running = {name: pool.submit(run_apart, name, options) for name in (*SEEDS, *chosen)}
-        plain = [running[name].result() for name in SEEDS]
+        asked = [*((PLAIN_RUN, seed) for seed in SEEDS), *((name, seed) for seed in seeds for name in chosen)]
+        running = {one: pool.submit(run_apart, *one, options) for one in asked}
+        plain = [running[PLAIN_RUN, seed].result() for seed in SEEDS]
         if failed := [result["failed"] for result in plain if "failed" in result]:
             raise SystemExit(f"the plain path failed: {failed}")
-        first, *others = [result["losses"] for result in plain]
-        noise = max((gap(*pair) for pair in combinations([first, *others], 2)), key=lambda one: one["away"])
+        curves = [result["losses"] for result in plain]
+        first = curves[0]
+        noise = max((gap(*pair) for pair in combinations(curves, 2)), key=lambda one: one["away"])
         print(
             f"plain: {first[0]:.4f} → {smoothed(first)[-1]:.4f}, {WINDOW} steps smoothed; another seed is up to ",
             end="",
         )
         print(f"{noise['away']:.4f} away, at most {noise['most']:.4f}", flush=True)
         results = plain
-        for name in chosen:
-            result = running[name].result()
+        for one in asked[len(SEEDS) :]:
+            result = running[one].result()
             if "losses" in result:
-                result["gap"] = gap(result["losses"], first)
+                result["gap"] = gap(result["losses"], curves[result["seed"]])
                 result["within_noise"] = result["gap"]["away"] <= noise["away"]
             results.append(result)
             print(line(result), flush=True)
@@ -157,12 +158,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--paths", help="their names, with commas between them")
+    parser.add_argument("--seeds", default="0", help=f"of the paths, from 0 to {SEEDS[-1]}, with commas between them")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU, and the paths that exist there")
     parser.add_argument("--no-save", action="store_true")
     parser.add_argument("--one", help="a single path in this process; prints JSON")
     options = parser.parse_args()
+    try:
+        seeds = [SEEDS.index(int(seed)) for seed in options.seeds.split(",")]
+    except ValueError:
+        parser.error(f"--seeds {options.seeds}: numbers from 0 to {SEEDS[-1]} are expected, with commas between them")
     if options.one:
-        print(json.dumps(run(options.one, arguments_of(options.one, options.tiny), options.steps)))
+        print(json.dumps(run(options.one, seeds[0], options.steps, options.tiny)))
         return
     every = [name for name, path in PATHS.items() if path.cpu or not options.tiny]
     chosen = [name.strip() for name in options.paths.split(",")] if options.paths else every
@@ -172,16 +178,17 @@ def main() -> None:
     if options.steps < WINDOW:
         parser.error(f"--steps {options.steps} is less than the {WINDOW} that losses are smoothed over")
     file = None if options.no_save else "loss_cpu" if options.tiny else "loss_gpu"
-    compare(chosen, options, file)
+    compare(chosen, seeds, options, file)
 
 
 def line(result: dict[str, Any]) -> str:
+    path = f"{result['path']}, seed {result['seed']}"
     if "failed" in result:
-        return f"{result['path']:40} failed: {result['failed']}"
+        return f"{path:40} failed: {result['failed']}"
     found = result["gap"]
     verdict = "within the noise" if result["within_noise"] else "OUTSIDE the noise"
     return (
-        f"{result['path']:40} mean {found['mean']:+.4f}, last {found['last']:+.4f}, away {found['away']:.4f}, most "
+        f"{path:40} mean {found['mean']:+.4f}, last {found['last']:+.4f}, away {found['away']:.4f}, most "
         f"{found['most']:.4f}: {verdict} ({result['seconds']:.0f} s)"
     )
 
