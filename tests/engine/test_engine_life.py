@@ -273,6 +273,23 @@ def test_a_shape_guides_its_own_answer_and_no_other() -> None:
     assert [plain, plain_too] == texts([{}])
 
 
+def test_a_shape_that_grows_too_complex_says_so_and_ends_alone() -> None:
+    pytest.importorskip("llguidance")
+    torch.manual_seed(0)
+    model = GPT(ModelSpec.from_preset("tiny", vocab=320, layers=2, context=64)).eval()
+    engine = Engine(Runner(model, SPEC, "cpu", ByteTokenizer.vocab_size), ByteTokenizer())
+    requests = [
+        Request([1, 2], SamplingParams(max_tokens=40, seed=1, regex=regex))
+        for regex in ("((.{0,30}){30}){30}", "[ab]{40}")
+    ]
+    for request in requests:
+        engine.add(request)
+    results = {piece.request.id: piece.result for piece in engine.run()}
+    heavy, light = (results[request.id] for request in requests)
+    assert heavy is not None and "shape cannot be followed: it is too complex" in (heavy.error or "")
+    assert light is not None and re.fullmatch("[ab]{40}", light.text)
+
+
 def test_a_shape_that_cannot_be_used_is_refused_alone() -> None:
     pytest.importorskip("llguidance")
     engine = Engine(Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"hello"]), ByteTokenizer())

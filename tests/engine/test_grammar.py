@@ -224,6 +224,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "half a pair": ({"json_schema": {"const": "\ud800"}}, "json_schema"),
     "no JSON": ({"json_schema": {"const": object()}}, "cannot be written as JSON"),
     "long regex": ({"regex": "a" * 100_000}, "characters"),
+    "half an escape": ({"regex": "a\\\\\\"}, "ends in a lone backslash"),
     "broken regex": ({"regex": "(a"}, "unclosed group"),
     "lookahead": ({"regex": "(?=a)b"}, "look-around"),
     "impossible regex": ({"regex": "[^\\s\\S]"}, "nothing matches|cannot be used"),

@@ -11,6 +11,13 @@ from .request import Answer, Piece, Request, Result, Sequence
 from .text import Text
 
 
+NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity): no token can be picked"
+NOTHING_FITS = (
+    "no token can be picked: none fits the answer's shape together with logit_bias and min_tokens, "
+    "or the model's logits are not finite"
+)
+
+
 @dataclass(frozen=True)
 class Ending:
     """Why an answer is over: length, stop (`stop`: the token or string), cancelled, or error (`error`: what it was)."""
@@ -47,9 +54,20 @@ def push(sequence: Sequence, token: int) -> tuple[str, Ending | None]:
 def matched(matcher: Matcher, token: int) -> Ending | None:
     """Whether the answer's shape is complete with this token, or cannot be followed any further."""
     matcher.accept(token)
-    if matcher.error is not None:
-        return Ending("error", error=f"the answer's shape cannot be followed: {matcher.error}")
-    return Ending("stop") if matcher.done else None
+    return unfollowable(matcher) or (Ending("stop") if matcher.done else None)
+
+
+def unfollowable(matcher: Matcher) -> Ending | None:
+    """Too much work for the parser, most likely."""
+    error = matcher.error
+    return None if error is None else Ending("error", error=f"the answer's shape cannot be followed: {error}")
+
+
+def unpickable(matcher: Matcher | None) -> Ending:
+    """The device found no token to pick."""
+    if matcher is None:
+        return Ending("error", error=NOT_FINITE)
+    return unfollowable(matcher) or Ending("error", error=NOTHING_FITS)
 
 
 def close(sequence: Sequence, ending: Ending, tokenizer: Tokenizer | None) -> str:

@@ -20,7 +20,7 @@ from ..data.tokenizer import Tokenizer
 from ..spec import EngineSpec, LMWorksError, SpecError
 from . import sampler
 from .admission import check_prompt, check_room, check_wishes
-from .answers import Ending, close, prepare, push, refusal, result
+from .answers import Ending, close, prepare, push, refusal, result, unpickable
 from .blocks import IntegrityError
 from .grammar import Grammars
 from .metrics import Metrics
@@ -29,11 +29,6 @@ from .picked import Picked, PromptLogprobs
 from .request import UNKNOWN, Logprob, Piece, Request, Sequence, State
 from .scheduler import Chunk, Scheduler, Step
 
-NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity): no token can be picked"
-NOTHING_FITS = (
-    "no token can be picked: none fits the answer's shape together with logit_bias and min_tokens, "
-    "or the model's logits are not finite"
-)
 NEXT_SEED = 0x1E3779B97F4A7C15  # between the seeds of a request's answers: odd, so all differ
 
 
@@ -253,7 +248,7 @@ class Engine:
         sequence = chunk.sequence
         if picked.bad:
             self.scheduler.pool.discard(sequence)
-            self.finish(sequence, Ending("error", error=NOTHING_FITS if sequence.matcher else NOT_FINITE))
+            self.finish(sequence, unpickable(sequence.matcher))
             return
         place = chunk.place
         if chunk.wanted > 1:

@@ -146,6 +146,8 @@ def grammar(params: SamplingParams) -> str:
             raise SpecError(f"json_schema cannot be read: {explained(str(error))}") from None
     if params.regex is not None:
         check_text("regex", params.regex)
+        if (len(params.regex) - len(params.regex.rstrip("\\"))) % 2:  # the library would leave it out in silence
+            raise SpecError("regex ends in a lone backslash: write two for one in the answer")
         return str(library.grammar_from_regex(params.regex))
     choices = list(params.choice or ())
     if not choices or not all(isinstance(each, str) and each for each in choices):
