@@ -10,7 +10,6 @@ from .grammar import Grammars, Matcher
 from .request import Answer, Piece, Request, Result, Sequence
 from .text import Text
 
-
 NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity): no token can be picked"
 NOTHING_FITS = (
     "no token can be picked: none fits the answer's shape together with logit_bias and min_tokens, "
