@@ -69,6 +69,11 @@ def test_bytes_are_inputs_and_results_once() -> None:
     }  # fmt: skip
 
 
+def test_the_norm_is_over_all_gradients_of_the_model() -> None:
+    (case,) = OPS["sum_squares"](TINY)
+    assert case.shape["numbers"] == TINY.model.params and case.bytes == 4 * TINY.model.params
+
+
 def test_a_model_without_an_op_has_no_case_of_it() -> None:
     gpt2 = replace(TINY, model=ModelSpec.from_preset("cpu-10m"))
     assert [op for op in OPS if not list(OPS[op](gpt2))] == ["rms_norm", "add_rms_norm", "rope", "swiglu"]
@@ -109,7 +114,7 @@ def test_every_op_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
     kept: list[dict[str, Any]] = []
     facts = bench_kernels(CPU, ["tiny"], (), 1, 1, 16, lambda stage, _done, _all: stages.append(stage), kept.append)
-    assert [len({row["op"] for row in one["rows"]}) for one in kept] == [1, 2, 3, 4, 5, 6, 7, 11, 12]
+    assert [len({row["op"] for row in one["rows"]}) for one in kept] == [1, 2, 3, 4, 5, 6, 7, 11, 12, 13]
     assert kept[-1] == facts
     assert {row["op"] for row in facts["rows"]} >= {*OPS} - {"attention", "fp8"} | {"flash_attention", "quantize"}
     assert not [row for row in facts["rows"] if row["error"]]
@@ -163,7 +168,10 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_record_is_what_training_chooses_by(measured: Path) -> None:
-    measured.write_text('["NVIDIA A100".rope]\n"tokens=8" = "triton"\n["NVIDIA H200".rope]\n"tokens=8" = "triton"\n')
+    measured.write_text(
+        '["NVIDIA A100".rope]\n"tokens=8" = "triton"\n["NVIDIA H200".rope]\n"tokens=8" = "triton"\n'
+        '["NVIDIA H200".rms_norm]\n"hidden=4 tokens=8" = "torch"\n"hidden=4096 tokens=8" = "triton"\n'
+    )
     found = {"rms_norm": {"hidden=4 tokens=8": "triton", "hidden=64 tokens=8": "torch"}}
     made = {"date": "2026-11-20", "torch": "2.11.0", "triton": "3.6.0"}
     assert record({"device": "NVIDIA H200", "made": made, "winners": found}) == measured
@@ -171,6 +179,7 @@ def test_a_record_is_what_training_chooses_by(measured: Path) -> None:
         cached.cache_clear()
     assert choose.fastest("rms_norm", GPU, tokens=8, hidden=8) == "triton"
     assert choose.fastest("rms_norm", GPU, tokens=8, hidden=64) == "torch"
+    assert choose.fastest("rms_norm", GPU, tokens=8, hidden=4096) == "triton"  # of a model that was measured before
     assert choose.fastest("rope", GPU, tokens=8) == "triton"  # was not measured this time, and stays
     assert choose.table()["NVIDIA A100"]["rope"] == {"tokens=8": "triton"}
     assert choose.table()["NVIDIA H200"]["measured"] == "2026-11-20, torch 2.11.0, triton 3.6.0"
@@ -189,6 +198,8 @@ def test_the_command_prints_writes_and_refuses(tmp_path: Path, monkeypatch: pyte
     assert {row["op"] for row in json.loads(out.read_text())["rows"]} == {"rms_norm"}
     table = CliRunner().invoke(app, [*words, "--only", "swiglu"]).stdout
     assert "tiny tokens=32 ffn=192, forward + backward" in table
+    none = CliRunner().invoke(app, [*words[:4], "--model", "cpu-10m", "--rounds", "1", "--only", "rope"]).stdout
+    assert "nothing to time: no model that was asked for has such an op" in none
     for more, said in ((["--only", "rmsnorm"], "did you mean 'rms_norm'"), (["--record"], "where there is a GPU")):
         refused = CliRunner().invoke(app, [*words, *more])
         assert isinstance(refused.exception, SpecError)

@@ -32,7 +32,7 @@ def kernels(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Time every implementation of attention, norms, rope, SwiGLU, the loss, fp8 and AdamW, beside the floor of each.
+    """Time all implementations of attention, norms, rope, SwiGLU, the loss, fp8 and the update, beside their floors.
 
     The floor is bytes over the rate of a copy or FLOPs over the rate of a product, whichever takes longer; both rates
     are measured here first. Implementations take turns. --out and --record are written after every op.
@@ -75,6 +75,8 @@ def show(facts: dict[str, Any]) -> None:
         f"{facts['device']}, {facts['dtype']}: copies {short(facts['copy_bytes_s'])}B/s, "
         f"multiplies at {short(facts['product_flops'])}FLOP/s"
     )
+    if not facts["rows"]:
+        typer.echo("nothing to time: no model that was asked for has such an op")
     columns = ["", "implementation", "time", "floor", "of floor", "of fastest", "rate", "memory", "differs by"]
     for op in dict.fromkeys(row["op"] for row in facts["rows"]):
         rows = sorted((row for row in facts["rows"] if row["op"] == op), key=case_of)

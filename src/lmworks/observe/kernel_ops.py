@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import adamw, add_norm, cross_entropy, flash_attention, float8, rms_norm, rope, swiglu
+from ..kernels import adamw, add_norm, cross_entropy, flash_attention, float8, rms_norm, rope, squares, swiglu
+from ..model import GPT
 from ..model.attention import Pattern, flex, flex_block_mask
 from ..model.rope import tables
 from ..plan.flops import keys_per_query
@@ -281,6 +282,21 @@ def dequantizing(place: Place, rows: int, columns: int) -> Mapping[str, Work]:
     return {name: partial(way, small) for name, way in ways.items()}
 
 
+def gradient_norm(place: Place) -> Iterator[Case]:
+    """Σ x² over all gradients of the model: each is read once."""
+    with torch.device("meta"):
+        sizes = [weight.numel() for weight in GPT(place.model).parameters()]
+    shape = {"tensors": len(sizes), "numbers": sum(sizes)}
+    choices = of_device(place, squares.IMPLEMENTATIONS)
+
+    def make() -> Mapping[str, Work]:
+        gradients = [place.drawn(size) for size in sizes]
+        ways = implementations(place, squares.sum_squares, squares.IMPLEMENTATIONS)
+        return {name: partial(way, gradients) for name, way in ways.items()}
+
+    yield Case("sum_squares", FORWARD, shape, float(place.dtype.itemsize * sum(sizes)), 0, make, choices)
+
+
 def update(place: Place) -> Iterator[Case]:
     """AdamW: reads weight, gradient and two moments, writes all but the gradient. In fp32, and with bf16 weights that
     keep 16 more bits beside them."""
@@ -316,5 +332,6 @@ OPS: dict[str, Callable[[Place], Iterator[Case]]] = {
     "rope": rotation,
     "swiglu": gated,
     "fp8": eight_bits,
+    "sum_squares": gradient_norm,
     "adamw": update,
 }
