@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 from ...cli import main, ranks
-from .rank import be_rank
 
 folder, arguments = sys.argv[1], sys.argv[2:]
 if "RANK" in os.environ:
+    from .rank import be_rank  # which an agent does without: it imports the whole trainer
+
     be_rank(Path(folder), arguments)
 else:
     ranks.PROGRAM = ("-m", "lmworks.study.chaos", folder)  # type: ignore[assignment]
