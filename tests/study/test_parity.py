@@ -21,7 +21,7 @@ from lmworks.spec.run import RECOMPUTE, SCHEDULES
 from lmworks.study import ranks
 from lmworks.study.compare import distances, relative, worst
 from lmworks.study.parity import Parity, parity
-from lmworks.study.ranks import RankFailed, on_ranks
+from lmworks.study.ranks import MEET_S, RankFailed, on_ranks
 from lmworks.study.trial import Piece
 from typed import lmworks
 
@@ -263,12 +263,12 @@ def test_ranks_that_never_met_are_forked_again(monkeypatch: pytest.MonkeyPatch) 
 
     def fork_under_it(*arguments: Any) -> Any:
         forked.append(len(forked))
+        monkeypatch.setattr(ranks, "MEET_S", 1.0 if len(forked) == 1 else MEET_S)
         if len(forked) > 1:
             return on_forks(*arguments)
         with lock:
             return on_forks(*arguments)
 
-    monkeypatch.setattr(ranks, "MEET_S", 2.0)
     join_group, on_forks = ranks.join_group, ranks.on_forks
     monkeypatch.setattr(ranks, "join_group", meet_behind_a_lock)
     monkeypatch.setattr(ranks, "on_forks", fork_under_it)

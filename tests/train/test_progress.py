@@ -85,7 +85,7 @@ def test_the_eta_follows_the_latest_pace(monkeypatch):
 
 def test_a_step_costs_less_than_a_millisecond(terminal):
     with Progress(total=10_000, stream=terminal) as progress:
-        began = time.perf_counter()
+        began = time.process_time()  # of this process: others may take the processor meanwhile
         for step in range(1, 1001):
             progress.step(line(step))
-        assert time.perf_counter() - began < 1.0
+        assert time.process_time() - began < 1.0
