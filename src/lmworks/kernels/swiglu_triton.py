@@ -14,7 +14,7 @@ from .triton_support import MANY, early, power_of_two, tl, triton, wait
 
 @dataclass(frozen=True)
 class Tiles:
-    """How columns are shared out. Not timed yet."""
+    """How columns are shared out. On an H200 others gained at most 4 % (benchmarks/elementwise_gpu.py)."""
 
     block: int = 1024  # columns of a program, at most
     thread: int = 8  # columns of a thread: 16 bytes of bf16, one load of each tensor
