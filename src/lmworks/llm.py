@@ -15,11 +15,13 @@ from typing import Any, Protocol, Self
 from .data import Tokenizer
 from .data.tokenizer import FileTokenizer
 from .engine.chat import Chat
+from .engine.drift import DriftMonitor
 from .engine.engine import Engine
 from .engine.offline import CLOSED, Offline
 from .engine.params import SamplingParams
 from .engine.quantized_folder import is_quantized
 from .engine.request import Answer, Piece, Result
+from .engine.runner import Runner
 from .engine.vllm import VLLM
 from .loading import hf_tokenizer, is_hf, is_preset, serve
 from .spec import EngineSpec, LMWorksError, SpecError
@@ -129,6 +131,14 @@ class LLM:
     def add_adapter(self, name: str, folder: str | Path) -> None:
         """A LoRA adapter as PEFT writes it; requests ask for it with SamplingParams(adapter=name)."""
         self.native.add_adapter(name, Path(folder))
+
+    def watch_drift(self) -> DriftMonitor:
+        """Compares what the layers of a quantized model see from now on with what they saw at calibration."""
+        runner = self.native.runner
+        if self.folder is None or not is_quantized(self.folder):
+            raise SpecError("only a model that `lmworks quantize` made has a calibration to drift from")
+        assert isinstance(runner, Runner)
+        return runner.watch_drift(self.folder)
 
     def chat(self) -> Chat:
         """How conversations become prompts of this model."""

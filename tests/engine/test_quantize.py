@@ -434,6 +434,26 @@ def test_drift_is_seen_when_inputs_change_and_only_then(folder: tuple[GPT, Path]
     assert not any(layer._forward_pre_hooks for layer in quantized_layers(model))
 
 
+@pytest.mark.parametrize("folder", ["int8", "int4"], indirect=True)
+def test_drift_of_a_model_that_is_served(folder: tuple[GPT, Path]) -> None:
+    """Merged layers are known by their first part; every token that a step computes is seen once."""
+    from lmworks import LLM, SamplingParams
+
+    _, out = folder
+    with LLM(out, device="cpu", blocks=64, context=32) as llm:
+        monitor = llm.watch_drift()
+        prompts = [list(text.encode()) for text in ("def", "return x if", "import self not y", "for x in")]
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), progress=False)
+        report = monitor.report()
+        assert report.rows == llm.native.metrics.computed_tokens == sum(map(len, prompts)) + 4 * 9
+        merged = ("attention.q", "attention.out", "mlp.gate", "mlp.down")
+        names = {f"blocks.{layer}.{part}" for layer in range(llm.native.runner.model.spec.layers) for part in merged}
+        assert {layer.name for layer in report.layers} == {*names, "head"}
+        assert report.drifted == []
+    with LLM("tiny") as llm, pytest.raises(SpecError, match="only a model that `lmworks quantize` made"):
+        llm.watch_drift()
+
+
 def test_a_monitor_needs_records() -> None:
     with pytest.raises(SpecError, match="no quantized layer"):
         DriftMonitor(small(), {"blocks.0.mlp.up": Inputs(1, 1)})

@@ -19,6 +19,7 @@ from ..spec import EngineSpec, ModelSpec, SpecError
 from .batch import Batch, Layout, Packer, decoding_frame, unpack
 from .cache import CPU_BYTES, Cache, CacheShape, blocks_that_fit
 from .draft import Draft, Guessed
+from .drift import DriftMonitor
 from .fuse import fuse
 from .grammar import Grammars
 from .graphs import Graphs, recorded_as
@@ -114,6 +115,14 @@ class Runner:
         self.adapters = adapters
         if self.graphs is not None:
             self.graphs.forget()  # recordings of layers without it
+
+    def watch_drift(self, folder: Path) -> DriftMonitor:
+        """From now on, of a network that was read from the quantized `folder`."""
+        monitor = DriftMonitor.of_folder(self.model, folder)
+        monitor.attach()
+        if self.graphs is not None:
+            self.graphs.forget()  # recordings of layers that nobody watched
+        return monitor
 
     def close(self) -> None:
         """Ends the other ranks."""
