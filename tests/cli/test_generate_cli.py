@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from lmworks import LLM, SamplingParams
+from lmworks import LLM, ModelSpec, SamplingParams
 from lmworks.cli.main import main
+from lmworks.train.load import load_trained
 from tiny import make_spec, train
 
 
@@ -130,6 +133,36 @@ def test_the_engine_is_set_from_the_command_line(lmworks: Run, run_dir: Path) ->
     assert plain == small and plain[0] == 0
 
 
+def test_adapters_of_one_batch(lmworks: Run, run_dir: Path, tmp_path: Path) -> None:
+    """The first is the usual one; a line may name another, or none."""
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / name, load_trained(run_dir).model.spec, seed)
+    (tmp_path / "p.jsonl").write_text('"x"\n{"prompt": "x", "adapter": "two"}\n{"prompt": "x", "adapter": null}\n')
+    adapters = [part for name in ("one", "two") for part in ("--adapter", f"{name}={tmp_path / name}")]
+    arguments = ("--prompts", tmp_path / "p.jsonl", "--greedy", "--max-tokens", "8", "--json")
+    code, out, err = lmworks("generate", run_dir, *arguments, *adapters)
+    assert (code, err) == (0, "")
+    with LLM(run_dir) as llm:
+        plain = llm.generate("x", SamplingParams(temperature=0, max_tokens=8))[0].text
+        for name in ("one", "two"):
+            llm.add_adapter(name, tmp_path / name)
+        wishes = [SamplingParams(temperature=0, max_tokens=8, adapter=name) for name in ("one", "two", None)]
+        expected = [result.text for result in llm.generate(["x"] * 3, wishes)]
+    assert [one["text"] for one in json.loads(out)] == expected
+    assert expected[2] == plain and len(set(expected)) == 3
+
+
+def write_adapter(folder: Path, spec: ModelSpec, seed: int) -> None:
+    """As PEFT writes it, for one layer."""
+    luck = torch.Generator().manual_seed(seed)
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 64}))
+    start = "base_model.model.model.layers.0.mlp.down_proj.lora"
+    pair = {"A": (2, spec.ffn), "B": (spec.hidden, 2)}
+    tensors = {f"{start}_{which}.weight": torch.randn(*shape, generator=luck) for which, shape in pair.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
 def test_an_empty_prompt_begins_a_document(lmworks: Run, run_dir: Path) -> None:
     shown = json.loads(lmworks("generate", run_dir, "--prompt", "", "--greedy", "--max-tokens", "5", "--json")[1])
     with LLM(run_dir) as llm:
@@ -158,6 +191,8 @@ def test_one_bad_prompt_of_several_fails_alone(lmworks: Run, run_dir: Path, tmp_
         (["--prompt", "x", "--engine", "vllm"], "write one with `lmworks export"),
         (["--prompt", "x", "--n", "0"], "n = 0 is out of range"),
         (["--prompt", "\udcff"], "--prompt is not valid UTF-8"),
+        (["--prompt", "x", "--adapter", "sql"], "--adapter sql: write NAME=FOLDER"),
+        (["--prompt", "x", "--adapter", "a=b", "--adapter", "a=c"], "two adapters are called 'a'"),
         (["--prompts", "FILE/none.txt"], "none.txt: No such file"),
         (["--prompts", "FILE/bad.jsonl"], "bad.jsonl:1: not JSON"),
         (["--prompts", "FILE/what.jsonl"], "what.jsonl:2: expected a string, a list of token ids, or an object"),

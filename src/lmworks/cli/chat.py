@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..spec.errors import SpecError
-from .generate import Engine, EngineOverrides, MaxTokens, Seed, Source, Step, Temperature, TopK, TopP, open_llm
+from .generate import (
+    Adapter,
+    Engine,
+    EngineOverrides,
+    MaxTokens,
+    Seed,
+    Source,
+    Step,
+    Temperature,
+    TopK,
+    TopP,
+    adapters_of,
+    open_llm,
+)
 
 if TYPE_CHECKING:
     from ..engine.chat import Chat, Message
@@ -28,6 +41,7 @@ def chat(
     top_k: TopK = 0,
     top_p: TopP = 0.95,
     seed: Seed = 0,
+    adapter: Adapter = None,
     step: Step = None,
     engine: Engine = "native",
 ) -> None:
@@ -40,8 +54,16 @@ def chat(
     """
     from ..engine.params import SamplingParams
 
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    with open_llm(model, overrides, step, engine, seed) as llm:
+    adapters = adapters_of(adapter)
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        adapter=next(iter(adapters), None),
+    )
+    with open_llm(model, overrides, step, engine, seed, adapters) as llm:
         Talk(llm, params, system).run()
 
 

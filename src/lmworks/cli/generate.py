@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,6 +31,10 @@ Temperature = Annotated[float, typer.Option(help="Below 1: safer; above 1: wilde
 TopK = Annotated[int, typer.Option("--top-k", help="Choose among the k likeliest (0: all).")]
 TopP = Annotated[float, typer.Option("--top-p", help="Choose among the likeliest that hold this mass.")]
 Seed = Annotated[int, typer.Option(help="Same seed, same text.")]
+Adapter = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter; of several, the first is the usual one."),
+]
 
 Prompt = str | list[int]
 Wish = tuple[Prompt, "SamplingParams"]  # a prompt, and how it is to be continued
@@ -52,6 +56,7 @@ def generate(
     seed: Seed = 0,
     n: Annotated[int, typer.Option("--n", help="Answers to each prompt.")] = 1,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End the text here; may be repeated.")] = None,
+    adapter: Adapter = None,
     step: Step = None,
     engine: Engine = "native",
     json: Json = False,
@@ -66,6 +71,7 @@ def generate(
     """
     from ..engine.params import SamplingParams
 
+    adapters = adapters_of(adapter)
     usual = SamplingParams(
         temperature=0.0 if greedy else temperature,
         top_k=top_k,
@@ -74,13 +80,14 @@ def generate(
         max_tokens=max_tokens,
         n=n,
         stop=tuple(stop or ()),
+        adapter=next(iter(adapters), None),
     )
     wishes: list[Wish] = [(text, usual) for text in prompt or ()]
     wishes += read_prompts(prompts, usual) if prompts else []
     if not wishes:
         raise SpecError("nothing to continue: give --prompt TEXT or --prompts FILE")
     refuse_broken_text(prompt or ())
-    with open_llm(model, overrides, step, engine, seed) as llm:
+    with open_llm(model, overrides, step, engine, seed, adapters) as llm:
         starts = [text if text else llm.empty_start() for text, _ in wishes]
         if len(wishes) == 1:
             params = wishes[0][1]
@@ -100,12 +107,30 @@ def generate(
         raise typer.Exit(1)
 
 
-def open_llm(model: str, overrides: Sequence[str] | None, step: int | None, engine: str, seed: int = 0) -> LLM:
+def open_llm(
+    model: str, overrides: Sequence[str] | None, step: int | None, engine: str, seed: int, adapters: Mapping[str, str]
+) -> LLM:
     """The model with its engine, from what was typed."""
     read_ahead(model)
     from ..llm import LLM
 
-    return LLM(model, engine=engine, step=step, seed=seed, **engine_options(overrides))
+    llm = LLM(model, engine=engine, step=step, seed=seed, **engine_options(overrides))
+    for name, folder in adapters.items():
+        llm.add_adapter(name, folder)
+    return llm
+
+
+def adapters_of(given: Sequence[str] | None) -> dict[str, str]:
+    """Folders by name."""
+    folders: dict[str, str] = {}
+    for one in given or ():
+        name, equals, folder = one.partition("=")
+        if not equals or not name or not folder:
+            raise SpecError(f"--adapter {one}: write NAME=FOLDER")
+        if name in folders:
+            raise SpecError(f"--adapter {one}: two adapters are called {name!r}; give one another name")
+        folders[name] = folder
+    return folders
 
 
 def engine_options(overrides: Sequence[str] | None) -> dict[str, Any]:

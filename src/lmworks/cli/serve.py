@@ -12,7 +12,7 @@ import typer
 from ..ahead import read_ahead
 from ..spec.errors import LMWorksError, SpecError, did_you_mean
 from ..spec.presets import PRESETS
-from .generate import engine_options
+from .generate import adapters_of, engine_options
 
 if TYPE_CHECKING:
     from ..serve.channel import Served
@@ -150,19 +150,12 @@ def assemble(
     settings = Settings(config, keys)
     limits = settings.current().limits
     patience = Patience(limits.stuck_seconds, limits.kill_seconds)
-    folders = dict(adapter_of(one) for one in adapters)
+    folders = adapters_of(adapters)
     models = [
         Local(EngineProcess(name, partial(made, source, options, step, seed, folders), patience))
         for name, source in names.items()
     ]
     return Serving(settings, models, [Upstream(url, os.environ.get(UPSTREAM_KEY)) for url in upstreams])
-
-
-def adapter_of(given: str) -> tuple[str, str]:
-    name, equals, folder = given.partition("=")
-    if not equals or not name or not folder:
-        raise SpecError(f"--adapter {given}: write NAME=FOLDER")
-    return name, folder
 
 
 def made(source: str, options: dict[str, Any], step: int | None, seed: int, adapters: dict[str, str]) -> Served:
