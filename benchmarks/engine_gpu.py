@@ -143,12 +143,12 @@ from lmworks.cli.bench import process_age
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.request import Request
 from lmworks.engine.rehearsal import rehearsal
-from lmworks.loading import load, make_engine, pick_device, shape_of
+from lmworks.loading import load, make_engine, pick_device, outline_of
 from lmworks.spec import EngineSpec
 import torch
 ages = {"imported": process_age()}
 spec = EngineSpec(context=2048)
-with rehearsal(shape_of(sys.argv[1]), spec, pick_device(spec)):  # as loading.serve does it
+with rehearsal(outline_of(sys.argv[1]), spec, pick_device(spec)):  # as loading.serve does it
     loaded = load(sys.argv[1], spec, None, 0)
     torch.cuda.synchronize()
     ages["weights there"] = process_age()

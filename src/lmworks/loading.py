@@ -13,7 +13,8 @@ from .data.tokenizer import read_tokenizer
 from .engine.draft import Ahead, Draft
 from .engine.engine import Engine
 from .engine.ngram import NGram
-from .engine.quantized_folder import is_quantized, load_quantized, of_bytes, quantized_vocab
+from .engine.outline import Outline
+from .engine.quantized_folder import is_quantized, load_quantized, of_bytes, quantized_outline, quantized_vocab
 from .engine.rehearsal import rehearsal
 from .engine.runner import DTYPES, Runner
 from .engine.speculate import Speculator
@@ -165,13 +166,13 @@ def hf_tokenizer(folder: Path) -> Tokenizer | None:
 def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> tuple[Loaded, Engine]:
     """A source and the engine that serves it; with engine.tp > 1, over as many processes."""
     if spec.tp == 1:
-        with rehearsal(shape_of(source), spec, pick_device(spec)):
+        with rehearsal(outline_of(source), spec, pick_device(spec)):
             loaded = load(source, spec, step, seed)
         return loaded, make_engine(loaded, spec, seed)
     from .engine.ranks import Lead, check_widths  # not above: PyTorch's distributed parts take seconds to load
 
-    if (shape := shape_of(source)) is not None:
-        check_widths(shape, spec.tp)  # before others are started, who would only add their own complaints
+    if (outline := outline_of(source)) is not None:
+        check_widths(outline.spec, spec.tp)  # before others are started, who would only add their own complaints
     lead = Lead(source, spec, step, seed, pick_device(spec))
     try:
         loaded = load_share(source, spec, step, seed, lead)
@@ -187,13 +188,13 @@ def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> 
     return loaded, engine
 
 
-def shape_of(source: str | Path) -> ModelSpec | None:
+def outline_of(source: str | Path) -> Outline | None:
     """Where it can be told without opening a checkpoint."""
     folder = Path(source)
     if is_preset(source):
-        return ModelSpec.from_preset(str(source))
+        return Outline(ModelSpec.from_preset(str(source)))
     if is_hf(folder):
-        return None if is_quantized(folder) else described(folder)[1]
+        return quantized_outline(folder) if is_quantized(folder) else Outline(described(folder)[1])
     refuse_nothing(folder)
     return None
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from lmworks.engine import rehearsal
+from lmworks.engine.outline import Outline
+from lmworks.engine.quantized_model import SCHEMES, apply_quantization, quantized_layers
 from lmworks.engine.runner import Runner
 from lmworks.engine.scheduler import Step
 from lmworks.loading import serve
+from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec
 
 CPU = torch.device("cpu")
@@ -34,10 +37,30 @@ def test_every_size_is_taken_once_and_the_largest_step(preset: str, monkeypatch:
     monkeypatch.setattr(Runner, "work", noted_work)
     monkeypatch.setattr(Runner, "launch", noted_launch)
     monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
-    with rehearsal.rehearsal(ModelSpec.from_preset(preset), SPEC, CPU):
+    with rehearsal.rehearsal(Outline(ModelSpec.from_preset(preset)), SPEC, CPU):
         pass
     assert launched == [(20, 60, 1)]
     assert sizes == [1, 2, 4, 8, 16, 20]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_networks_rehearse_with_the_layers_that_they_have(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = apply_quantization(GPT(ModelSpec.from_preset("tiny").replace(tie_embeddings=False)), scheme)
+    narrow = [layer for layer in quantized_layers(served) if layer.scheme.name == "int4"]
+    groups = {layer.label: layer.in_features // layer.scale.shape[1] for layer in narrow}
+    found: list[Runner] = []
+    steps = rehearsal.take_steps
+    monkeypatch.setattr(rehearsal, "take_steps", lambda runner: (found.append(runner), steps(runner)))
+    rehearsal.rehearse(Outline(served.spec, scheme, groups), SPEC, CPU)
+    made = Runner(served, SPEC, CPU, served.spec.vocab)
+    told = [
+        [(layer.scheme.name, layer.weight.shape, layer.scale.shape) for layer in quantized_layers(runner.model)]
+        for runner in (*found, made)
+    ]
+    assert told[0][:-1] == told[1][: len(told[0]) - 1] and told[0][-1] == told[1][-1]  # one layer, and the head
+    assert len(told[1]) > len(told[0]) > 2
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -49,7 +72,7 @@ def test_a_failure_is_told_and_left_to_the_engine(
 
     monkeypatch.setattr(rehearsal, "rehearse", fail)
     monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
-    with rehearsal.rehearsal(ModelSpec.from_preset("tiny"), SPEC, CPU):
+    with rehearsal.rehearsal(Outline(ModelSpec.from_preset("tiny")), SPEC, CPU):
         pass
     assert "kernels were not compiled ahead: RuntimeError: no memory" in caplog.text
 
@@ -58,7 +81,10 @@ def test_a_load_that_fails_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
     monkeypatch.setattr(rehearsal, "tried", lambda *_: time.sleep(5))
     began = time.monotonic()
-    with pytest.raises(ValueError, match="no weights"), rehearsal.rehearsal(ModelSpec.from_preset("tiny"), SPEC, CPU):
+    with (
+        pytest.raises(ValueError, match="no weights"),
+        rehearsal.rehearsal(Outline(ModelSpec.from_preset("tiny")), SPEC, CPU),
+    ):
         raise ValueError("no weights")
     assert time.monotonic() - began < 4
 

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from lmworks import LLM, SamplingParams
+from lmworks.engine.quantize import Calibration, quantize
+from lmworks.engine.quantized_folder import save_quantized
+from lmworks.engine.quantized_model import SCHEMES
 from lmworks.loading import random_model
 from lmworks.model import GPT
 from lmworks.model.hf import load_hf
@@ -74,24 +77,31 @@ def test_the_bench_runs(folder: Path) -> None:
     assert all(0 < facts["floors_ms"][batch] < ms for batch, ms in facts["decode_ms"].items())
 
 
-def test_a_rehearsal_leaves_no_kernel_to_compile(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["", *SCHEMES])
+def test_a_rehearsal_leaves_no_kernel_to_compile(scheme: str, folder: Path, tmp_path: Path) -> None:
     """In a process of its own with an empty cache: an engine that follows adds no kernel to it."""
+    if scheme:
+        model = GPT.from_hf(folder)
+        ids = torch.randint(0, model.spec.vocab, (4000,), generator=torch.Generator().manual_seed(0))
+        report = quantize(model, scheme, Calibration.of(ids, 64, model.spec.vocab, "noise"), limit=1.0)
+        folder = tmp_path / "quantized"
+        save_quantized(model, folder, report)
     script = """
 import sys
 from pathlib import Path
 from lmworks.engine.rehearsal import rehearsal
-from lmworks.loading import load, make_engine, pick_device, shape_of
+from lmworks.loading import load, make_engine, pick_device, outline_of
 from lmworks.spec import EngineSpec
 spec = EngineSpec(blocks=512)
 kernels = lambda: {path.name for path in Path(sys.argv[2]).rglob("*.cubin")}
-with rehearsal(shape_of(sys.argv[1]), spec, pick_device(spec)):
+with rehearsal(outline_of(sys.argv[1]), spec, pick_device(spec)):
     loaded = load(sys.argv[1], spec, None, 0)
 before = kernels()
 make_engine(loaded, spec, 0)
 print(len(before), *sorted(kernels() - before))
 """
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", script, str(folder), str(tmp_path)]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", script, str(folder), str(tmp_path / "cache")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     count, *late = done.stdout.split()
     assert int(count) > 3 and late == []

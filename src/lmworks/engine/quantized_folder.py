@@ -25,13 +25,13 @@ from torch import Tensor
 
 from ..model.gpt import GPT
 from ..model.hf import one_line, read_json
-from ..model.room import make_room
 from ..model.tensor_files import Span, save_tensors, spans
 from ..model.upload import STAGED, Lane, in_lanes
 from ..spec import CheckpointError, ModelSpec, SpecError
 from ..spec.files import write_whole
+from .outline import Outline
 from .quantize import Report
-from .quantized_model import SCHEMES, empty_like_quantized
+from .quantized_model import SCHEMES
 
 CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "quantization.json"
 VERSION = 2
@@ -135,20 +135,21 @@ def load_quantized(
 ) -> GPT:
     """The network, on `device`; what is not quantized in `dtype`."""
     folder = Path(folder)
-    about = read_about(folder)
-    check_digests(folder, about["digests"])
+    check_digests(folder, read_about(folder)["digests"])
     try:
-        spec = ModelSpec.from_dict(read_json(folder / CONFIG)["model"])
-        with torch.device("meta"):
-            model = GPT(spec)
-            empty_like_quantized(model, about["scheme"], about["groups"])
-    except (SpecError, KeyError) as error:
+        model = quantized_outline(folder).blank(torch.device(device), dtype)
+    except SpecError as error:
         raise CheckpointError(f"{folder}: {CONFIG} and {ABOUT} describe no network ({one_line(error)})") from None
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    make_room(model, torch.device(device))
     fill(model, folder / WEIGHTS)
     return model.eval().requires_grad_(False)
+
+
+def quantized_outline(folder: Path) -> Outline:
+    about = read_about(folder)
+    try:
+        return Outline(ModelSpec.from_dict(read_json(folder / CONFIG)["model"]), about["scheme"], about["groups"])
+    except (SpecError, KeyError) as error:
+        raise CheckpointError(f"{folder / CONFIG}: it describes no network ({one_line(error)})") from None
 
 
 def read_about(folder: Path) -> dict[str, Any]:

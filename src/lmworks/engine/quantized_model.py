@@ -8,7 +8,7 @@ in one tensor): such a network is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -203,7 +203,7 @@ def served_bytes(model: nn.Module) -> int:
     return rest + sum(layer.weight.nbytes + layer.scale.nbytes for layer in quantized_layers(model))
 
 
-def empty_like_quantized(model: GPT, scheme: str, groups: dict[str, int]) -> None:
+def empty_like_quantized(model: GPT, scheme: str, groups: Mapping[str, int]) -> None:
     """Layers of the right shape without values, for a folder to be read into; `groups` by layer, in int4."""
     for name, layer in list(linears(model)):
         chosen = scheme_of(scheme_named(scheme), name)

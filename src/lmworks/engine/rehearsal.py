@@ -14,11 +14,10 @@ from threading import Thread
 
 import torch
 
-from ..model import GPT
-from ..model.room import make_room
 from ..spec import EngineSpec, ModelSpec
 from .batch import decoding_frame, unpack
 from .graphs import recorded_as, sizes_up_to
+from .outline import Outline
 from .runner import DTYPES, Runner, filled
 from .sampler import Wants
 from .warmup import take_largest_step
@@ -27,12 +26,12 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def rehearsal(shape: ModelSpec | None, spec: EngineSpec, device: torch.device) -> Iterator[None]:
-    """While the block runs, and done when it is left. `shape`: None where only the weights tell it."""
-    if shape is None or not pays(shape, spec, device):
+def rehearsal(outline: Outline | None, spec: EngineSpec, device: torch.device) -> Iterator[None]:
+    """While the block runs, and done when it is left. `outline`: None where only the weights tell it."""
+    if outline is None or not pays(outline.spec, spec, device):
         yield
         return
-    thread = Thread(target=tried, args=(shape, spec, device), name="rehearsal", daemon=True)
+    thread = Thread(target=tried, args=(outline, spec, device), name="rehearsal", daemon=True)
     thread.start()
     yield  # where it fails, nobody waits for the thread
     thread.join()
@@ -46,18 +45,18 @@ def pays(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> bool:
     return torch.cuda.mem_get_info(device)[0] > 2 * shape.params * DTYPES[filled(spec, shape, device).dtype].itemsize
 
 
-def tried(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
+def tried(outline: Outline, spec: EngineSpec, device: torch.device) -> None:
     """The engine does without it: it then compiles when it begins, and what is really wrong is told there."""
     try:
-        rehearse(shape, spec, device)
+        rehearse(outline, spec, device)
     except Exception as error:
         log.warning("kernels were not compiled ahead: %s: %s", type(error).__name__, error)
 
 
 @torch.no_grad()
-def rehearse(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> None:
+def rehearse(outline: Outline, spec: EngineSpec, device: torch.device) -> None:
     """Twice on a GPU: only to find what there is to compile, and as it will be."""
-    runner = one_layer(shape, spec, device)
+    runner = one_layer(outline, spec, device)
     if device.type == "cuda":
         from ..kernels.compiling import compiled_apart
 
@@ -76,11 +75,9 @@ def take_steps(runner: Runner) -> None:
         runner.work(unpack(buffer.to(runner.device), layout), recorded_as(Wants()))
 
 
-def one_layer(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> Runner:
-    with torch.device("meta"):
-        model = GPT(shape.replace(layers=1))
-    make_room(model, device, DTYPES[filled(spec, shape, device).dtype])
+def one_layer(outline: Outline, spec: EngineSpec, device: torch.device) -> Runner:
+    model = outline.blank(device, DTYPES[filled(spec, outline.spec, device).dtype], layers=1)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.zero_()
     plain = spec.replace(blocks=1, graphs=False, speculate="none", draft="")
-    return Runner(model.eval(), plain, device, shape.vocab)
+    return Runner(model.eval(), plain, device, outline.spec.vocab)
