@@ -32,6 +32,7 @@ def pytest_collection_finish() -> None:
     if "lmworks.study.ranks" in sys.modules:
         for name in ("numpy.ma", "torch._dynamo"):
             importlib.import_module(name)
+        importlib.import_module("lmworks.train.device").warm_runtime()
     if "lmworks.cli.main" in sys.modules:
         # Else a tenth of a second at every call.
         typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
