@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -139,6 +141,27 @@ def test_loss_and_gradients_are_those_of_torch(rows: int, dtype: torch.dtype, mo
         assert off(ours, theirs) < bound
     with torch.no_grad():
         assert float(linear_cross_entropy(hidden, weight, targets, implementation="triton")) == float(found[0])
+
+
+@with_triton
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
+def test_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of any number of rows, the last of them shorter, over a vocabulary that fills no block."""
+    draw = Random(seed)
+    tokens, vocab, width = draw.randint(2, 40), draw.randint(2, 1500), draw.randint(1, 70)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES_IN_PLACE", draw.randint(1, tokens) * vocab * 4)
+    hidden, weight, targets = drawn(tokens, vocab, width, torch.float32)
+    hidden[1] /= 40
+    found, wanted = [], []
+    for results, loss_of, given in (
+        (found, partial(linear_cross_entropy, implementation="triton"), (hidden, weight)),
+        (wanted, reference, (hidden.double(), weight.double())),
+    ):
+        leaves = [leaf.detach().requires_grad_() for leaf in given]
+        loss = loss_of(*leaves, targets)
+        results += [loss.detach(), *torch.autograd.grad(loss, leaves)]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert off(ours, theirs) < 1e-5
 
 
 @with_triton

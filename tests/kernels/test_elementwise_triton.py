@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
@@ -189,6 +190,26 @@ def test_a_model_of_these_kernels(recompute: str, monkeypatch: pytest.MonkeyPatc
     models[1].layers()[0].mlp_norm.register_forward_hook(lambda *_: passed.append("heard"))
     models[1](tokens)
     assert "heard" in passed  # whoever watches norms sees this one
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
+def test_random_shapes(seed: int) -> None:
+    draw = Random(seed)
+    rows, width, kv_heads, half = draw.randint(1, 40), draw.randint(1, 600), draw.randint(1, 5), draw.randint(1, 40)
+    x, delta = random(rows, width, seed=seed), random(rows, width, seed=seed + 100)
+    weight = random(width, seed=seed + 200)
+    wide = x.double(), delta.double(), weight.double()
+    mine = results(lambda x, d, w: add_rms_norm(x, d, w, EPS, "triton"), x, delta, weight)
+    close(mine, results(lambda x, d, w: (x + d, F.rms_norm(x + d, w.shape, w, EPS)), *wide), [FP32] * 5)
+    mine = results(lambda x, w: rms_norm(x, w, EPS, "triton"), x, weight)
+    close(mine, results(lambda x, w: F.rms_norm(x, w.shape, w, EPS), wide[0], wide[2]), [FP32] * 3)
+    mine = results(lambda g, u: swiglu(g, u, "triton"), x, delta)
+    close(mine, results(lambda g, u: F.silu(g) * u, *wide[:2]), [FP32] * 3)
+    heads = kv_heads * draw.randint(1, 9)
+    q, k = random(2, rows, heads, 2 * half, seed=seed), random(2, rows, kv_heads, 2 * half, seed=seed + 100)
+    turn = rope.tables(ModelSpec.from_preset("tiny", head_dim=2 * half), torch.arange(rows))
+    mine = results(lambda q, k: rotate_both(q, k, *turn, implementation="triton"), q, k)
+    close(mine, results(lambda q, k: (rotate(q, *turn), rotate(k, *turn)), q.double(), k.double()), [FP32] * 4)
 
 
 def test_no_rows_at_all() -> None:
