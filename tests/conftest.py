@@ -23,6 +23,7 @@ os.environ["LMWORKS_CACHE"] = tempfile.mkdtemp(prefix="lmworks-test-cache-")
 # A process that may not leave its bytecode behind compiles all of LMWorks again, and so does every one that it starts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+gc.disable()  # while tests are collected: what is imported is no garbage, and to look for some takes as long again
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts its background jobs so, and commands inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -38,6 +39,7 @@ def pytest_collection_finish() -> None:
         typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
         typer.testing.CliRunner().invoke(sys.modules["lmworks.cli.main"].app, ["models", "--json"])
     gc.freeze()  # else each forked rank copies the pages of all that was imported when it looks for garbage
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
