@@ -20,6 +20,7 @@ from lmworks.kernels import cross_entropy
 from lmworks.kernels.cross_entropy import IGNORE, OuterSum, chunk_rows, linear_cross_entropy, reference, sum_dtype
 from lmworks.parallel import collectives
 from lmworks.parallel.vocab import VocabLoss
+from lmworks.spec import LMWorksError
 
 GPU = torch.cuda.is_available()
 DEVICE, HALF = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
@@ -274,6 +275,14 @@ def test_an_evaluation_makes_no_gradient(mode: type, monkeypatch: pytest.MonkeyP
     with mode():
         assert linear_cross_entropy(torch.zeros(5, 4), weight, torch.zeros(5, dtype=torch.int64)) == 1
     assert graded == [False]
+
+
+def test_a_second_derivative_is_refused_and_not_wrong() -> None:
+    hidden, weight, targets = drawn(5, 9, 4, torch.float32)
+    hidden.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, targets)
+    with pytest.raises(LMWorksError, match=r"differentiated once; for more use .*cross_entropy\.reference"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 def test_no_tokens_have_no_gradient() -> None:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..spec import LMWorksError
 from . import float8
 from .choose import pick
 
@@ -154,6 +155,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: to whoever differentiates again, what was saved is constant
+            raise LMWorksError(
+                "this loss can be differentiated once; for more use lmworks.kernels.cross_entropy.reference"
+            )
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * grad_loss).to(grad_hidden.dtype)

@@ -51,6 +51,7 @@ class RMSNorm(torch.autograd.Function):
         return (wide * r).mul_(weight).type_as(x)
 
     @staticmethod
+    @once_differentiable  # r is a constant to whoever would differentiate it again
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
         grad = grad.float()
