@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from lmworks.kernels import cross_entropy_once_triton as once
 from lmworks.plan import fused
 from lmworks.plan.case import Case
 from lmworks.plan.kept import total
-from lmworks.plan.network import network
+from lmworks.plan.network import HELD, LONG, loss, network
 from lmworks.plan.ops import Workload
 from lmworks.plan.policies import policies
 from lmworks.plan.software import COMPILED, DENSE, EAGER, SOFTWARE, WIDE_SUMS, as_it_ran, kept_in, software_of
+from lmworks.plan.step.bare import machine_of
 from lmworks.plan.step.constants import Constants
 from lmworks.plan.step.work import repeated
 from lmworks.plan.tables.replay import seconds
@@ -39,6 +43,36 @@ def runs() -> tuple[Measured, ...]:
 @cache
 def whole() -> tuple[Measured, ...]:
     return tuple(run for run in runs() if run.group == "bf16 weights")
+
+
+def test_a_loss_that_reads_once_is_priced_as_it_was_timed() -> None:
+    """The kernel of a step on an H200: GPT-2's as docs/log.md has it, Llama's in the profile of its run."""
+    assert (HELD, LONG) == (2 * 32 * once.WARPS * once.THREAD * once.HELD, once.SHORTEST)
+    rows = json.loads((BENCHMARKS / "results" / "train_gpu.json").read_text(encoding="utf-8"))["rows"]
+    (row,) = (row for row in rows if row["row"] == "8b-75" and "20 GiB wait" in row["variant"])
+    timed = sum(entry["seconds"] for entry in every(row, "once_kernel"))
+    half = ["precision.dtype=bf16", "precision.weights=bf16", "parallel.compile=true"]
+    gpt2 = ["model.vocab=50304", "data.micro_batch=64", "data.seq=1024"]
+    for (preset, *words), measured in (
+        (("llama3-8b", "data.micro_batch=2", "data.seq=8192"), timed),
+        (("gpt2-small", *gpt2), 4.27e-3),
+    ):
+        load = Workload.of(load_run(preset, [*half, *words]), "cuda")
+        (kernel,) = (one for op in loss(load) for one in op.forward if one.kind == "exp")
+        assert machine_of(H200, "").seconds(kernel, "bf16") == pytest.approx(measured, rel=0.02)
+        (before,) = (
+            one for op in loss(replace(load, software=replace(load.software, wide_ends=True))) for one in op.forward
+            if one.kind == "exp"
+        )  # fmt: skip
+        assert before.bytes * before.count == pytest.approx(3 * 2 * load.tokens * load.columns)
+
+
+def every(found: Any, name: str) -> Iterator[dict[str, Any]]:
+    """Entries of this name, wherever they are."""
+    if isinstance(found, dict) and found.get("name") == name:
+        yield found
+    for inside in found.values() if isinstance(found, dict) else found if isinstance(found, list) else ():
+        yield from every(inside, name)
 
 
 def test_a_run_keeps_the_loss_and_the_clipping_that_it_had() -> None:
