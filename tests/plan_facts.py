@@ -32,6 +32,7 @@ def memory_facts(**changes):
         "gpus": 8,
         "layout": "pp=2, dp=4 ZeRO-1",
         **stages[0],
+        "host_per_machine": 0.0,
         "capacity": 79.0 * GIB,
         "usable": 78.0 * GIB,
         "fits": True,
@@ -45,6 +46,7 @@ def layout(step_s, stages, **changes):
     chosen = {
         "tp": 1, "cp": 1, "pp": len(stages), "ep": 1, "dp_replicate": 1, "dp_shard": 8 // len(stages),
         "micro_batch": 1, "zero": 3, "schedule": "1f1b", "virtual": 1, "recompute": "none", "offload": "none",
+        "offload_activations": 0.0,
     } | changes  # fmt: skip
     fullest = max(stages, key=lambda stage: stage["reserved"])
     return {
@@ -59,6 +61,7 @@ def layout(step_s, stages, **changes):
         "mfu": 0.8 / step_s,
         "hfu": 1.0 / step_s,
         "memory": fullest,
+        "host_per_machine": 0.0,
         "stages": stages,
         "capacity": 80.0 * GIB,
         "usable": 78.0 * GIB,

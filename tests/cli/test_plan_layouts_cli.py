@@ -111,3 +111,33 @@ def test_nonsense(capsys: pytest.CaptureFixture[str], args: list[str], words: st
     assert code == 2
     assert words in err
     assert len(err.splitlines()) == 1
+
+
+def test_host_memory_of_a_rank_and_of_its_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    away = [*MEMORY, "parallel.offload_activations=3"]
+    sheet = answer(capsys, *away)
+    assert sheet["host"] == 3 * 2**30 + 30 * 2**20 * (1 - 0.4)  # 102.4 MiB of 30 blocks each, in whole MiB
+    assert sheet["host_per_machine"] == 8 * sheet["host"]
+    _, out, _ = lmworks(capsys, *away)
+    assert "host memory: 3.0 GiB a rank, 24.1 GiB for the 8 of a machine; what a machine has is not in the" in out
+    assert "host memory" not in lmworks(capsys, *MEMORY)[1]
+    words = ["llama3-8b", "cluster.gpu=h200", "precision.dtype=bf16", "data.seq=8192", "parallel.offload_activations=3"]
+    told = answer(capsys, "plan", *words)
+    assert told["host_bytes"] == told["host_bytes_per_machine"] == sheet["host"]
+    assert "host memory: 3.0 GiB a rank; what a machine has" in lmworks(capsys, "plan", *words)[1]
+
+
+def test_a_search_tells_what_it_asks_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["--fix", "schedule=1f1b", "--fix", "offload=none", "--fix", "tp=1", "--fix", "cp=1", "--fix", "pp=1"]
+    front = answer(capsys, *SEARCH, *fixed)["front"]
+    asking = [one for one in front if one["layout"]["offload_activations"]]
+    assert asking and {one["layout"]["recompute"] for one in front} >= {"mlp"}
+    for one in asking:
+        gibs = one["layout"]["offload_activations"]
+        assert one["host_per_machine"] == 8 * one["memory"]["host"] == pytest.approx(8 * gibs * 2**30, rel=0.01)
+        assert f"{gibs:g} GiB of activations on the host" in one["text"]
+    assert (
+        f"{len(asking)} of these keep something in host memory" in lmworks(capsys, *SEARCH, *fixed, "--show", "99")[1]
+    )
+    without = answer(capsys, *SEARCH, *fixed, "--fix", "offload_activations=0")["front"]
+    assert not any(one["host_per_machine"] for one in without)

@@ -26,7 +26,7 @@ def question(model: ModelSpec = SMALL, cluster: str = "16xh100", batch: int = 32
 
 def run_with(asked: Question, kind: Words, row: dict[str, int]) -> RunSpec:
     base = RunSpec.from_dict({"model": asked.model.to_dict(), "data": {"seq": asked.seq}})
-    return run_of(asked, row | vars(kind), base)
+    return run_of(asked, row | vars(kind) | {"offload_activations": 0}, base)
 
 
 @pytest.mark.parametrize("model", [SMALL, MOE], ids=["dense", "experts"])
@@ -45,7 +45,7 @@ def test_what_was_not_priced_is_in_no_layout_that_is_found() -> None:
     kind, case = next(cases(asked))
     row = {name: int(value[0]) for name, value in vars(case).items() if isinstance(value, np.ndarray)}
     base = RunSpec.from_dict({"model": SMALL.to_dict(), "data": {"seq": 128}, "parallel": {"offload_activations": 1.0}})
-    assert run_of(asked, row | vars(kind), base).parallel.offload_activations == 0
+    assert run_of(asked, row | vars(kind) | {"offload_activations": 0}, base).parallel.offload_activations == 0
 
 
 def test_what_is_left_out_is_refused_by_the_spec() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lmworks.plan.case import Case
+from lmworks.plan.devices.machine import Machine
 from lmworks.plan.memory.budget import budget
 from lmworks.plan.memory.reserve import oom_probability, usable
+from lmworks.plan.memory.run_budget import budget_of
+from lmworks.plan.predict import predict
 from lmworks.plan.search.candidates import NUMBERS, Question, cases, question_of
 from lmworks.plan.search.explain import changed_by, explain, filled, read_layout
 from lmworks.plan.search.search import Result, enough, fitting, front, least, search, unbeaten
@@ -119,19 +123,85 @@ def test_explaining_names_what_binds() -> None:
 def test_a_change_is_as_small_as_it_can_be() -> None:
     _, question = asked("llama3-70b", "64xh100", 256)
     layout = filled(question, {"tp": 4, "micro_batch": 2})
-    single = {text for _, text in changed_by(layout, 1)}
+    single = {text for _, text in changed_by(layout, 1, lambda _: 7)}
     assert single == {
         "recompute none → selective",
+        "recompute none → mlp",
         "recompute none → full",
         "offload none → optimizer",
         "offload none → full",
         "micro_batch 2 → 1",
+        "offload_activations 0 → 7",
         "tp 4 → 8, dp_shard 16 → 8",
         "cp 1 → 2, dp_shard 16 → 8",
         "pp 1 → 2, dp_shard 16 → 8",
     }
-    for changed, _ in changed_by(layout, 2):
+    for changed, _ in changed_by(layout, 2, lambda _: 0):
+        assert changed["offload_activations"] == 0
         assert changed["tp"] * changed["pp"] * changed["cp"] * changed["dp_shard"] == 64
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> tuple[RunSpec, Question, Result]:
+    """Llama 3 8B on one H200 with bf16 weights and states: 48 GB of these, 74 GB of activations of 16,384 tokens."""
+    half = ["precision.dtype=bf16", "precision.weights=bf16", "precision.states=bf16", "precision.master=false"]
+    base = job("llama3-8b", half, Wish(seq=8192, micro_batch=1, global_batch=4))
+    question = question_of(base, "1xh200")
+    return base, question, search([question])
+
+
+def test_activations_wait_in_host_memory_where_that_is_faster(one_gpu: tuple[RunSpec, Question, Result]) -> None:
+    """As many as are missing, to the GiB, for the layout that would not fit; what fits has none."""
+    _, question, result = one_gpu
+    best = result.front[0]
+    assert best.away > 0 and best.words.recompute == "none"
+    less = best.case.replace(offload_activations=best.away - 1)
+    assert float(budget(less).reserved) > question.room
+    plain = search([replace(question, pinned={"offload_activations": 0})]).front[0]
+    assert best.step_s < plain.step_s and plain.away == 0
+    pinned = search([replace(question, pinned={"offload_activations": 30.5})])
+    assert {layout.away for layout in pinned.front} == {30.5}
+
+
+def test_figures_of_what_is_found_are_those_of_its_plan(one_gpu: tuple[RunSpec, Question, Result]) -> None:
+    """Activations in host memory and blocks that compute their MLP again among them."""
+    base, question, result = one_gpu
+    kinds = {(layout.words.recompute, layout.away > 0) for layout in result.front}
+    assert {("none", True), ("mlp", False)} <= kinds
+    for layout in result.front:
+        spec = layout.spec(base)
+        assert (spec.parallel.offload_activations, spec.parallel.recompute) == (layout.away, layout.words.recompute)
+        told = predict(spec, Machine.of(question.gpu))
+        assert told.time is not None and told.time.total == pytest.approx(layout.step_s, rel=1e-9)
+        exact = budget_of(spec)
+        assert float(layout.budget.allocated) == pytest.approx(float(exact.allocated), rel=0.005), layout.case.text
+        assert told.memory.host == exact.host == pytest.approx(float(layout.budget.host), rel=1e-9)
+
+
+def test_what_is_not_asked_about_does_not_fit() -> None:
+    """The search leaves out rows that do not fit with all blocks recomputed: every case, row by row, says the same."""
+    _, question = asked("llama3-8b", "8xh100", 32, offload="none", offload_activations=0)
+    for one in (question, replace(question, compile=False)):
+        counted: Counter[str] = Counter()
+        fitting(one, counted)
+        every = [np.asarray(budget(case).reserved) for _, case in cases(one)]
+        assert counted["legal"] == sum(map(len, every))
+        assert counted["fitting"] == sum(int((each <= one.room).sum()) for each in every)
+
+
+def test_explaining_tells_what_could_wait_in_host_memory() -> None:
+    base, question = asked("llama3-8b", "8xh100", 64)
+    nothing = Result((), 0, 0)
+    full = explain(question, read_layout(["micro_batch=4", "recompute=selective"]), base, nothing)
+    assert full.binding == "memory"
+    (away,) = (change for change in full.changes if change.startswith("offload_activations"))
+    gibs = int(away.split("→")[1].split()[0])
+    said = read_layout(["micro_batch=4", "recompute=selective", f"offload_activations={gibs}"])
+    fits = explain(question, said, base, nothing)
+    assert fits.binding == "" and fits.budget and float(fits.budget.host) == pytest.approx(gibs * 2**30, rel=0.001)
+    assert f"{gibs}.0 GiB of host memory ({8 * gibs}." in fits.text
+    piped = explain(question, read_layout(["pp=2", "offload_activations=1"]), base, nothing)
+    assert piped.binding == "rule" and "works without parallel.pp = 2" in piped.text
 
 
 @pytest.mark.parametrize(
@@ -140,7 +210,9 @@ def test_a_change_is_as_small_as_it_can_be() -> None:
         ("tp", "write name=value"),
         ("colour=3", "colour is no part of a layout"),
         ("tp=0", "tp = 0 must be a whole number, at least 1"),
-        ("recompute=some", "it can be none, selective, full"),
+        ("recompute=some", "it can be none, selective, mlp, full"),
+        ("offload_activations=-1", "offload_activations = -1 must be GiB, at least 0"),
+        ("offload_activations=some", "must be GiB, at least 0"),
         ("zero=4", "it can be 0, 1, 2, 3"),
         ("schedule=2f2b", "it can be gpipe"),
     ],

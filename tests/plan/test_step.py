@@ -136,12 +136,15 @@ def test_offload_pays_for_the_link_to_the_host() -> None:
 def test_activations_reach_the_host_behind_the_passes_or_are_waited_for() -> None:
     """32 blocks have two passes each to send and fetch; a link that is slower than those is waited for in both."""
     plain = price(make(), PLAIN)
-    few, many = (price(make(offload_activations=gib), PLAIN) for gib in (1.0, 1e6))
-    both_ways = 2 * 2**30 / (0.8e9 * H100.host_gbs)
+    gib = 30 / 32  # whole pages of each of 30 blocks
+    few, many = (price(make(offload_activations=size), PLAIN) for size in (gib, 1e6))
+    both_ways = 2 * gib * 2**30 / 30e9  # eight GPUs share the memory of their machine
+    alone = price(make(offload_activations=gib).replace(cluster=Cluster()), PLAIN)
+    assert alone.hidden["offload"] == pytest.approx(2 * gib * 2**30 / (0.8e9 * H100.host_gbs))
     assert few.parts["offload"] == 0 and few.hidden["offload"] == pytest.approx(both_ways)
     assert few.seconds == pytest.approx(plain.seconds)
-    slow = price(make(offload_activations=1.0).replace(gpu=H100.replace(host_gbs=0.1)), PLAIN)
-    assert slow.parts["offload"] + slow.hidden["offload"] == pytest.approx(both_ways * H100.host_gbs / 0.1)
+    slow = price(make(offload_activations=gib).replace(gpu=H100.replace(host_gbs=0.1)), PLAIN)
+    assert slow.parts["offload"] + slow.hidden["offload"] == pytest.approx(2 * gib * 2**30 / 0.08e9)
     assert slow.seconds - plain.seconds == pytest.approx(slow.parts["offload"]) and slow.parts["offload"] > 0
     assert many.hidden["offload"] + many.parts["offload"] < 100 * both_ways  # no block sends more than it keeps
 

@@ -13,3 +13,13 @@ Seq = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a seque
 MicroBatch = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences a rank runs at once.")]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", min=1, help="Sequences of a step.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Precision of products: bf16, fp16 or fp32.")]
+
+
+def print_host(each: float, ranks: int) -> None:
+    """What a rank, and all of its machine, keep in host memory; nothing where that is none."""
+    if each:
+        whole = f", {ranks * each / 2**30:.1f} GiB for the {ranks} of a machine" if ranks > 1 else ""
+        typer.echo(
+            f"host memory: {each / 2**30:.1f} GiB a rank{whole}; what a machine has is not in the catalogue, and a run "
+            "is refused where activations have no room"
+        )

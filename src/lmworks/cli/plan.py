@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperGroup
 
+from .job import print_host
 from .output import Json, Overrides, Spec, print_json, print_table
 from .plan_calibrate import calibrate
 from .plan_memory import memory
@@ -60,6 +61,7 @@ def run(
       lmworks plan gpt2-small parallel.recompute=full --no-probe --json
       lmworks plan configs/reference/70b-256-h100.toml
     """
+    from ..plan.memory.host import ranks_on_host
     from ..plan.predict import predict
     from ..spec import load_run
 
@@ -68,10 +70,12 @@ def run(
     prediction = predict(job, machine)
     if json:
         calls = [vars(call) for call in sent(job)]
-        print_json({"name": job.name, **prediction.to_dict(), "fits": fits(prediction), "collectives": calls})
+        facts = {**prediction.to_dict(), "host_bytes_per_machine": prediction.memory.host * ranks_on_host(job)}
+        print_json({"name": job.name, **facts, "fits": fits(prediction), "collectives": calls})
         return
     typer.echo(f"{job.name}: {job.model.params:,} parameters, {job.tokens_per_step:,} tokens a step")
     print_memory(prediction)
+    print_host(prediction.memory.host, ranks_on_host(job))
     print_calls(job)
     print_time(prediction, job)
 

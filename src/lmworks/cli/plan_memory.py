@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .job import Dtype, GlobalBatch, MicroBatch, OnCluster, Seq
+from .job import Dtype, GlobalBatch, MicroBatch, OnCluster, Seq, print_host
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def memory(
     """
     from ..plan.case import Case
     from ..plan.memory.budget import budget
+    from ..plan.memory.host import ranks_on_host
     from ..plan.memory.reserve import RISK, capacity, oom_probability, usable
     from ..plan.memory.run_budget import budget_of
     from ..plan.wish import Wish, job, machines_of
@@ -77,6 +78,7 @@ def memory(
         "gpus": run.parallel.world,
         "layout": layout_of(run, gpu),
         **found.to_dict(),
+        "host_per_machine": float(found.host) * ranks_on_host(run),
         "capacity": capacity(gpu),
         "usable": room,
         "fits": chance <= RISK,
@@ -103,6 +105,7 @@ def memory(
         f"{verdict}: {float(found.reserved) / 2**30:.1f} GiB reserved of {room / 2**30:.1f} GiB usable; "
         f"out of memory with a probability of {chance:.0%}"
     )
+    print_host(float(found.host), ranks_on_host(run))
     if html:
         typer.echo(f"page: {html}")
 

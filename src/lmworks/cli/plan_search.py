@@ -150,6 +150,7 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
         "mfu": float(price.mfu),
         "hfu": float(price.hfu),
         "memory": found.budget.to_dict(),
+        "host_per_machine": float(found.budget.host) * question.cluster.gpus_per_node,
         "stages": [budget(found.case, stage).to_dict() for stage in range(spec.parallel.pp)],
         "capacity": capacity(question.gpu),
         "usable": usable(question.gpu),
@@ -199,6 +200,13 @@ def print_front(facts: dict[str, Any], show: int) -> None:
     title = f"Sequences of {facts['seq']}, {facts['global_batch']} a step{where}; fastest first"
     print_table(title, columns, [cells(one, several) for one in facts["front"][:show]])
     bill = facts["front"][0]["bill"] if facts["front"] else None
+    asking = [one["host_per_machine"] for one in facts["front"][:show] if one["host_per_machine"]]
+    if asking:
+        most = f"{max(asking) / 2**30:,.0f} GiB"
+        typer.echo(
+            f"{len(asking)} of these keep something in host memory, up to {most} a machine: what yours has is not in "
+            "the catalogue; --fix offload_activations=0 --fix offload=none leaves them out"
+        )
     if bill:
         typer.echo(
             f"days, $ and MWh are for {short(bill['tokens'])} tokens, with {bill['stops']:.1f} failures expected: "

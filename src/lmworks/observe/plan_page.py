@@ -34,6 +34,7 @@ CHOICES = {
     "virtual": "stages a rank",
     "recompute": "recompute",
     "offload": "offload",
+    "offload_activations": "activations on the host, GiB",
 }
 MOST_SPANS = 100_000  # of all timelines of a page: about 3 MB
 

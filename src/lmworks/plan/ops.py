@@ -15,6 +15,7 @@ numpy arrays, one element a candidate.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -108,7 +109,7 @@ class Workload:
         work = cls(case.model, case.micro_batch, case.seq, case.dtype, "cuda", software=case.software)
         return replace(work, tp=case.tp, sp=case.sp, cp=case.cp, ep=case.ep)
 
-    @property
+    @functools.cached_property
     def tokens(self) -> Any:
         """Positions of this rank, where all its tensor-parallel neighbours see the same."""
         return self.batch * self.seq // self.cp
@@ -135,7 +136,7 @@ class Workload:
     def vocab(self) -> Any:
         return self.model.vocab // self.tp
 
-    @property
+    @functools.cached_property
     def columns(self) -> Any:
         """Logits of a token: our loss fills up a vocabulary that tensor cores cannot take."""
         if self.device == "cpu" or self.width == 4 or self.software.loss != "chunked":
@@ -175,13 +176,13 @@ class Workload:
         """Bytes of a number of the residual stream."""
         return self.software.stream
 
-    @property
+    @functools.cached_property
     def chunk_rows(self) -> Any:
         """Tokens whose logits are held at once."""
         width = self.width // (2 if self.software.wide_ends else 1)  # twice as many rows
         return chunk_rows(self.tokens, self.columns, self.device, width, self.in_place)
 
-    @property
+    @functools.cached_property
     def head_gradient(self) -> Any:
         """Bytes of a number of the head's gradient while it is summed: fp32 over many chunks, else as it is kept."""
         few = FEW if self.in_place and not self.software.wide_ends else 1

@@ -28,7 +28,7 @@ from ..exact.optimizers import STATES
 from ..network import Network, network
 from ..offloaded import pinned_by_all
 from ..ops import Workload
-from .closed import at_end, at_loss, at_lowest, at_top, blocks_keep
+from .closed import at_end, at_loss, at_lowest, at_top, blocks_keep, lmworks
 from .reserve import WORKSPACES, reserved
 from .share import Share, cut_over, share_of
 
@@ -69,7 +69,10 @@ def budget(case: Case, stage: Number | None = None) -> Budget:
     net = network(Workload.of_case(case))
     if stage is not None:
         return at_rank(case, net, stage)
-    first, last = at_rank(case, net, 0), at_rank(case, net, case.pp - 1)
+    first = at_rank(case, net, 0)
+    if np.all(np.equal(case.pp, 1)):
+        return first
+    last = at_rank(case, net, case.pp - 1)
     worse = np.greater(last.allocated, first.allocated)
     both = {f.name: (getattr(first, f.name), getattr(last, f.name)) for f in fields(Budget)}
     return Budget(**{name: np.where(worse, b, a)[()] for name, (a, b) in both.items()})
@@ -90,7 +93,8 @@ def at_rank(case: Case, net: Network, rank: Number) -> Budget:
     moments = [at_end(case, net, part, state)]
     for share, later in ((part, False), (rest, True)):
         moments += [at_loss(case, net, share, state, later), at_top(case, net, share, state, later)]
-        if np.any(case.offload_activations):
+        # Where several micro-batches follow one another, all gradients are at the top too.
+        if lmworks(case) and (np.any(case.offload_activations) or np.any(np.equal(case.accumulation, 1) & (not later))):
             moments.append(at_lowest(case, net, share, state, later))
     totals = np.stack(np.broadcast_arrays(*[moment.total for moment in moments]))
     highest = totals.argmax(axis=0)

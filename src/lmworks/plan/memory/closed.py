@@ -80,19 +80,20 @@ def at_top(case: Case, net: Network, part: Share, state: dict[str, Number], late
 
 
 def at_lowest(case: Case, net: Network, part: Share, state: dict[str, Number], later: bool) -> Moment:
-    """Inside the MLP of the second lowest block, where both have back what waited in host memory: most gradients are
-    there by then, as data parallelism leaves them, and one block's are on their way.
+    """Inside the MLP of the lowest block, or the second lowest, where both have back what waited in host memory: most
+    gradients are there by then, as data parallelism leaves them, and one block's are on their way.
     """
     code = case.software
     over, over_experts = cut_over(case) if case.zero >= 2 else (1, 1)
     done = part.head + (part.layers - 1) * (part.dense / over + part.experts / over_experts)
     stem, each, _ = kept(net, case.recompute)
-    two = stem + 2 * each - stream_bytes(net)
-    cast = 2.0 * part.block * (net.load.cast_weights and case.zero < 3) * (2 if case.recompute == "none" else 1)
+    blocks = 1 + np.greater(case.offload_activations, 0)
+    left = stem + blocks * each - stream_bytes(net)
+    cast = 2.0 * part.block * (net.load.cast_weights and case.zero < 3) * (blocks if case.recompute == "none" else 1)
     first = np.equal(case.accumulation, 1) | (not later)
     return Moment(
         gradients=gradients_there(case, part, state, done, later),
-        activations=two + again(net, case.recompute) + inside_mlp(case, net),
+        activations=left + again(net, case.recompute) + inside_mlp(case, net),
         logits=0.0 * net.load.tokens,
         buffers=standing(case, part, net, gathered=1.0) + cast + code.reduce * part.block * (case.zero == 3) * first,
     )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...spec import Cluster, Gpu, ModelSpec, PrecisionSpec, RunSpec, SpecError
-from ...spec.layout import IN_ROUNDS, LOOPED, SPLIT_BACKWARD, V_SHAPED
+from ...spec.layout import IN_ROUNDS, LOOPED, SPLIT_BACKWARD, STAY, V_SHAPED
 from ...spec.run import SCHEDULES
 from ..case import Case
 from ..memory.reserve import RISK, room
@@ -30,6 +30,8 @@ LEAST_TOKENS = 1024  # of a sequence on one context-parallel rank: with fewer, m
 VIRTUAL = (2, 3, 4, 6, 8)  # stages that a rank of a looped schedule may have
 NUMBERS = ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "micro_batch", "virtual")
 WORDS = ("zero", "schedule", "recompute", "offload")
+AWAY = "offload_activations"  # GiB: a number that is worked out for a layout, not tried
+RECOMPUTE = ("none", "selective", "mlp", "full")
 Columns = dict[str, NDArray[Any]]
 
 
@@ -43,7 +45,7 @@ class Question:
     dtype: str = "bf16"
     compile: bool = True
     risk: float = RISK  # of running out of memory, that is still taken
-    pinned: Mapping[str, Any] = field(default_factory=dict)  # NUMBERS and WORDS that are not open
+    pinned: Mapping[str, Any] = field(default_factory=dict)  # NUMBERS, WORDS and AWAY that are not open
     kept: PrecisionSpec = field(default_factory=PrecisionSpec)  # what weights and states are kept in
 
     @property
@@ -85,7 +87,7 @@ class Words:
 
 def words(question: Question) -> Iterator[Words]:
     schedules = [name for name in SCHEDULES if not (question.compile and name in SPLIT_BACKWARD)]
-    for chosen in itertools.product(range(4), schedules, ("none", "selective", "full"), ("none", "optimizer", "full")):
+    for chosen in itertools.product(range(4), schedules, RECOMPUTE, ("none", "optimizer", "full")):
         found = Words(*chosen)
         if found.offload == "full" and found.zero < 3:
             continue
@@ -140,6 +142,8 @@ def legal(question: Question, kind: Words, columns: Columns) -> NDArray[np.bool_
     else:
         fits = (shard > 1) | (columns["cp"] > 1)  # FSDP2 shards over context-parallel ranks too
     fits &= np.where(shard == 1, dp, shard) * columns["cp"] % columns["ep"] == 0
+    if question.pinned.get(AWAY):
+        fits &= may_wait(question.model, pp)
     if kind.schedule == "1f1b":
         return fits & (virtual == 1) & ((pp == 1) | (batches >= pp))
     fits &= pp > 1
@@ -152,6 +156,11 @@ def legal(question: Question, kind: Words, columns: Columns) -> NDArray[np.bool_
     if kind.schedule in IN_ROUNDS:
         fits &= batches % np.maximum(1, batches // pp) == 0
     return fits
+
+
+def may_wait(model: ModelSpec, pp: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether activations can wait in host memory (`spec.layout.host`)."""
+    return (pp == 1) & (model.layers > STAY)
 
 
 def cases(question: Question) -> Iterator[tuple[Words, Case]]:
@@ -177,18 +186,18 @@ def cases(question: Question) -> Iterator[tuple[Words, Case]]:
                 sp=True,  # of one rank it is nothing
                 dtype=question.dtype,
                 optimizer="adamw-bf16" if question.kept.states == "bf16" else "adamw",
+                offload_activations=question.pinned.get(AWAY, 0.0),
                 cluster=question.cluster,
             ),
         )
 
 
 def run_of(question: Question, layout: Mapping[str, Any], base: RunSpec) -> RunSpec:
-    """`base` on this cluster with this layout, which has all NUMBERS and WORDS: a run that `lmworks train` takes."""
-    axes = ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "schedule", "recompute", "offload")
+    """`base` on this cluster with this layout (NUMBERS, WORDS and AWAY): a run that `lmworks train` takes."""
+    axes = ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "schedule", "recompute", "offload", AWAY)
     zero = layout["zero"]
     parallel = {"dp": 0, "strategy": STRATEGIES[zero], "zero": zero if zero in (1, 2) else 0, "sp": layout["tp"] > 1}
     parallel |= {"virtual_stages": layout["virtual"], "compile": question.compile}
-    parallel["offload_activations"] = 0.0  # no layout was priced with it
     parallel |= {axis: layout[axis] for axis in axes}
     sizes = {"micro_batch": layout["micro_batch"], "global_batch": question.global_batch, "seq": question.seq}
     data = base.to_dict()

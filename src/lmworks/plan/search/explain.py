@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,12 @@ from ..case import Case
 from ..memory.budget import Budget, budget
 from ..memory.reserve import oom_probability, usable
 from ..step.price import price
-from .candidates import NUMBERS, WORDS, Question, run_of
-from .search import Result
+from .candidates import AWAY, NUMBERS, RECOMPUTE, WORDS, Question, run_of
+from .search import Result, lacking
 
-Layout = dict[str, Any]  # NUMBERS and WORDS
+Layout = dict[str, Any]  # NUMBERS, WORDS and AWAY
 SHOWN = 3
-MORE = {"recompute": ("none", "selective", "full"), "offload": ("none", "optimizer", "full"), "zero": (0, 1, 2, 3)}
+MORE = {"recompute": RECOMPUTE, "offload": ("none", "optimizer", "full"), "zero": (0, 1, 2, 3)}
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def explain(question: Question, said: Layout, base: RunSpec, result: Result) -> 
         return Verdict(layout, "memory", text, need, smallest_changes(question, layout, base))
     seconds = float(price(case).seconds)
     faster = [found for found in result.front if found.step_s < seconds]
-    text = f"fits in {gib(need.reserved)} and takes {seconds:.4g} s a step"
+    text = f"fits in {gib(need.reserved)}{beside(need, question)} and takes {seconds:.4g} s a step"
     if faster:
         text += f"; the fastest layout takes {faster[0].step_s:.4g} s, {1 - faster[0].step_s / seconds:.1%} less"
     return Verdict(layout, "", text, need, (), seconds)
@@ -63,10 +64,12 @@ def read_layout(texts: Iterable[str]) -> Layout:
             raise SpecError(f"'{text}' is no part of a layout; write name=value, e.g. tp=8")
         layout[key.strip()] = parse_value(value.strip())
     for key, value in layout.items():
-        if key not in (*NUMBERS, *WORDS):
-            raise SpecError(f"{key} is no part of a layout{did_you_mean(key, (*NUMBERS, *WORDS))}")
+        if key not in (*NUMBERS, *WORDS, AWAY):
+            raise SpecError(f"{key} is no part of a layout{did_you_mean(key, (*NUMBERS, *WORDS, AWAY))}")
         if key in NUMBERS and not (isinstance(value, int) and value > 0):
             raise SpecError(f"{key} = {value!r} must be a whole number, at least 1")
+        if key == AWAY and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf):
+            raise SpecError(f"{key} = {value!r} must be GiB, at least 0")
         choices = {**MORE, "schedule": SCHEDULES}.get(key, (value,))
         if value not in choices:
             raise SpecError(f"{key} = {value!r}: it can be {', '.join(map(str, choices))}")
@@ -75,7 +78,8 @@ def read_layout(texts: Iterable[str]) -> Layout:
 
 def filled(question: Question, said: Layout) -> Layout:
     """What is not said: data parallelism over the GPUs that are left, with everything sharded."""
-    layout: Layout = dict.fromkeys(NUMBERS, 1) | {"schedule": "1f1b", "recompute": "none", "offload": "none"} | said
+    layout: Layout = dict.fromkeys(NUMBERS, 1) | {"schedule": "1f1b", "recompute": "none", "offload": "none", AWAY: 0}
+    layout |= said
     rest = question.world // (layout["tp"] * layout["cp"] * layout["pp"]) or 1
     layout.setdefault("zero", 3 if rest > 1 else 0)
     if "virtual" not in said and layout["schedule"] not in ("1f1b", "gpipe"):
@@ -87,9 +91,18 @@ def filled(question: Question, said: Layout) -> Layout:
 
 def smallest_changes(question: Question, layout: Layout, base: RunSpec) -> tuple[str, ...]:
     """Single changes that make it fit, else pairs of them; the fastest first."""
+
+    def missing(layout: Layout) -> int:
+        """GiB of activations that must wait in host memory; 0 where none can, or need."""
+        try:
+            case = Case.of(run_of(question, layout | {AWAY: 1}, base), question.gpu)
+        except SpecError:
+            return 0
+        return int(lacking(question, budget(case.replace(offload_activations=0.0))))
+
     for count in (1, 2):
         found = []
-        for changed, text in changed_by(layout, count):
+        for changed, text in changed_by(layout, count, missing):
             try:
                 case = Case.of(run_of(question, changed, base), question.gpu)
             except SpecError:
@@ -101,11 +114,14 @@ def smallest_changes(question: Question, layout: Layout, base: RunSpec) -> tuple
     return ()
 
 
-def changed_by(layout: Layout, count: int) -> Iterator[tuple[Layout, str]]:
-    """Every layout so many steps away, with what changed; each step is towards less memory."""
+def changed_by(layout: Layout, count: int, missing: Callable[[Layout], int]) -> Iterator[tuple[Layout, str]]:
+    """Every layout so many steps away, with what changed; each step is towards less memory.
+
+    `missing` GiB of activations is what a layout would have to send to host memory.
+    """
     reached = [layout]
     for _ in range(count):
-        reached = [further for one in reached for further in steps(one)]
+        reached = [further for one in reached for further in steps(one, missing)]
     seen = set()
     for changed in reached:
         text = ", ".join(f"{key} {layout[key]} → {value}" for key, value in changed.items() if value != layout[key])
@@ -114,8 +130,10 @@ def changed_by(layout: Layout, count: int) -> Iterator[tuple[Layout, str]]:
             yield changed, text
 
 
-def steps(layout: Layout) -> Iterator[Layout]:
-    """A later value of a word, a smaller micro-batch, or twice a degree, taken from the data-parallel ranks."""
+def steps(layout: Layout, missing: Callable[[Layout], int]) -> Iterator[Layout]:
+    """A later value of a word, a smaller micro-batch, activations in host memory, or twice a degree, taken from the
+    data-parallel ranks.
+    """
     for key, values in MORE.items():
         for value in values[values.index(layout[key]) + 1 :]:
             changed = {**layout, key: value}
@@ -124,10 +142,19 @@ def steps(layout: Layout) -> Iterator[Layout]:
             yield changed
     for micro_batch in {layout["micro_batch"] // 2, 1} - {0, layout["micro_batch"]}:
         yield {**layout, "micro_batch": micro_batch}
+    if not layout[AWAY] and (gibs := missing(layout)):
+        yield {**layout, AWAY: gibs}
     of = "dp_replicate" if layout["dp_replicate"] % 2 == 0 else "dp_shard"
     if layout[of] % 2 == 0:
         for axis in ("tp", "cp", "pp"):
             yield {**layout, axis: 2 * layout[axis], of: layout[of] // 2}
+
+
+def beside(need: Budget, question: Question) -> str:
+    """And in host memory."""
+    if not float(need.host):
+        return ""
+    return f" and {gib(need.host)} of host memory ({gib(need.host * question.cluster.gpus_per_node)} a machine)"
 
 
 def gib(size: Any) -> str:

@@ -1,15 +1,17 @@
 """Which layout: every legal one is priced in closed form, and the best of the front again with a simulated timeline.
 
-What does not fit is dropped; offload, which only ever costs time, is tried for layouts that do not fit without it. Of
-the rest stays the Pareto front: no other layout is faster, leaves more memory free and costs less. On one cluster
-money is time, so cost decides only between clusters.
+What does not fit is dropped; offload, which only ever costs time, is tried for layouts that do not fit without it, and
+so are activations in host memory: as many GiB of them as are missing. Of the rest stays the Pareto front: no other
+layout is faster, leaves more memory free and costs less. On one cluster money is time, so cost decides only between
+clusters.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +21,10 @@ from numpy.typing import NDArray
 from ...spec import RunSpec
 from ..case import Case
 from ..memory.budget import Budget, budget
-from ..memory.reserve import capacity
+from ..memory.reserve import capacity, reserved
 from ..money import Bill, bill
 from ..step.price import Price, price, timeline
-from .candidates import NUMBERS, Question, Words, cases, run_of
+from .candidates import AWAY, NUMBERS, Question, Words, cases, may_wait, run_of
 
 REPRICED = 50
 
@@ -72,7 +74,12 @@ class Found:
 
     @property
     def layout(self) -> dict[str, Any]:
-        return {name: int(getattr(self.case, name)) for name in NUMBERS} | vars(self.words)
+        return {name: int(getattr(self.case, name)) for name in NUMBERS} | vars(self.words) | {AWAY: self.away}
+
+    @property
+    def away(self) -> float:
+        """GiB of activations that wait in host memory."""
+        return float(self.case.offload_activations)
 
     def spec(self, base: RunSpec) -> RunSpec:
         return run_of(self.question, self.layout, base)
@@ -98,24 +105,67 @@ def search(questions: Iterable[Question]) -> Result:
 
 def fitting(question: Question, counted: Counter[str]) -> list[Found]:
     """Of every case of layouts, those that fit and are not beaten by another of the same case."""
-    found: list[Found] = []
-    homeless: dict[Words, NDArray[Any]] = {}  # by the words without offload: rows that do not fit
-    for words, case in cases(question):
-        plain = replace(words, offload="none")
-        if words.offload != "none" and plain in homeless:
-            case = case.take(homeless[plain])
-        counted["legal"] += np.size(case.tp)
-        reserved = np.asarray(budget(case).reserved)
-        fits = reserved <= question.room
-        if words.offload == "none":
-            homeless[plain] = ~fits
-        counted["fitting"] += int(fits.sum())
-        if fits.any():
-            case, reserved = case.take(fits), reserved[fits]
-            seconds = np.asarray(price(case).seconds)
-            for row in unbeaten(seconds, reserved):
-                found.append(Found(question, words, case.take(row), float(seconds[row]), float(reserved[row])))
-    return found
+    alike = itertools.groupby(cases(question), key=lambda one: (one[0].zero, one[0].schedule))
+    return [layout for _, group in alike for layout in of_one_kind(question, dict(group), counted)]
+
+
+def of_one_kind(question: Question, group: Mapping[Words, Case], counted: Counter[str]) -> list[Found]:
+    """Of cases with the same rows, which differ in recompute and offload.
+
+    A row that does not fit with all blocks recomputed does not fit with fewer, and is not asked about again.
+    """
+    fits: dict[Words, NDArray[Any]] = {}
+    found: dict[Words, list[Found]] = {}
+    for words in sorted(group, key=lambda one: one.recompute != "full"):
+        case = group[words]
+        plain, leanest = replace(words, offload="none"), replace(words, recompute="full")
+        nothing = np.zeros(np.size(case.tp), dtype=bool)
+        rows = ~fits[plain] if words != plain and plain in fits else ~nothing
+        counted["legal"] += int(rows.sum())
+        if words != leanest and leanest in fits:
+            rows = rows & (fits[leanest] | fits.get(replace(leanest, offload="none"), nothing))
+        fits[words], found[words] = nothing, []
+        if not rows.any():
+            continue
+        case = case.take(rows)
+        need = budget(case)
+        fits[words][rows] = np.asarray(need.reserved) <= question.room
+        found[words] += best(question, words, case, need, counted)
+        if AWAY not in question.pinned:
+            found[words] += sent_away(question, words, case, need, counted)
+    return [layout for words in group for layout in found[words]]
+
+
+def best(question: Question, words: Words, case: Case, need: Budget, counted: Counter[str]) -> list[Found]:
+    """Layouts of a case that fit and that none of them beats."""
+    taken = np.asarray(need.reserved)
+    fits = taken <= question.room
+    counted["fitting"] += int(fits.sum())
+    if not fits.any():
+        return []
+    case, taken = case.take(fits), taken[fits]
+    seconds = np.asarray(price(case).seconds)
+    rows = unbeaten(seconds, taken)
+    return [Found(question, words, case.take(row), float(seconds[row]), float(taken[row])) for row in rows]
+
+
+def sent_away(question: Question, words: Words, case: Case, need: Budget, counted: Counter[str]) -> list[Found]:
+    """Those that do not fit, with as many activations in host memory as that takes: whole GiB, and for each GPU no more
+    than it has itself, as machines usually have so much."""
+    missing = lacking(question, need)
+    most = np.minimum(np.asarray(need.activations) / 2**30, question.gpu.memory_gb)
+    rows = (missing > 0) & (missing <= most) & may_wait(question.model, np.asarray(case.pp))
+    if not rows.any():
+        return []
+    away = case.take(rows).replace(offload_activations=missing[rows])
+    counted["legal"] += int(rows.sum())
+    return best(question, words, away, budget(away), counted)
+
+
+def lacking(question: Question, need: Budget) -> NDArray[Any]:
+    """GiB of tensors by which layouts are too large."""
+    over = (np.asarray(need.reserved) - question.room) / reserved(1.0) / 2**30
+    return np.where(over > 0, np.ceil(over + 0.001), 0.0)
 
 
 def least(question: Question) -> float:

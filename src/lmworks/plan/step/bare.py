@@ -22,6 +22,8 @@ from .work import Pass, Work
 
 LINK = 0.8  # of the link to the host that large copies get
 HOST = 30e9  # bytes/s of host memory for each GPU of a machine: eight share some 250 GB/s
+MACHINE = 8 * HOST
+PCIE = 64  # GB/s of the fastest
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Bare:
             Pass.of([("copies", Kernel("stream", bytes=back))], machine, "fp32"),
         )
         offload = offloaded(case, owned(case, weights))
-        away = sent_by_all(case, network(Workload.of_case(case))) / case.model.layers / link(case.gpu)
+        away = sent_by_all(case, network(Workload.of_case(case))) / case.model.layers / shared_link(case)
         return cls(case, Work.of_case(case, machine), Exchanges.of(case), copies, optimizer, offload, away)
 
 
@@ -106,3 +108,11 @@ def offloaded(case: Case, numbers: Number) -> Number:
 def link(gpu: Gpu) -> float:
     """Bytes/s between a GPU and its host."""
     return LINK * 1e9 * (gpu.host_gbs or 16.0)
+
+
+def shared_link(case: Case) -> float:
+    """The same where all GPUs of a machine copy at once, and share its memory: a GPU alone was measured to have all of
+    its link. Memory that is joined by more than PCIe is taken to be as fast.
+    """
+    alone = link(case.gpu)
+    return alone if case.gpu.host_gbs > PCIE else min(alone, MACHINE / case.cluster.gpus_per_node)
