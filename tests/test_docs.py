@@ -51,12 +51,13 @@ BLOCKS = [
     for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 ]
 LINES = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
+COMMAND = get_command(app)
 
 
 def parse(line: str) -> None:
     """As the command line does it, up to where a command would begin its work."""
     name, *words = shlex.split(line, comments=True)
-    command = get_command(app)
+    command = COMMAND
     context = command.make_context(name, words)
     while hasattr(command, "resolve_command"):
         name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
