@@ -44,7 +44,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: a worker takes a file at a time, and one that begins late would keep the others waiting."""
-    order = {name: place for place, name in enumerate(("study", "train", "parallel", "kernels", "engine"))}
+    order = {name: place for place, name in enumerate(("study", "train", "parallel", "kernels", "engine", "serve"))}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
