@@ -215,9 +215,10 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM("tiny", device="cuda")
 
 
-def test_a_hugging_face_folder_has_no_steps(folder: Path) -> None:
-    with pytest.raises(SpecError, match="no steps to choose from"):
-        LLM(folder, step=3)
+def test_only_a_run_has_steps(folder: Path) -> None:
+    for source in (folder, "tiny"):
+        with pytest.raises(SpecError, match="no steps to choose from"):
+            LLM(source, step=3)
 
 
 # --- prompts and results ----------------------------------------------------------------------------------

@@ -42,11 +42,10 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
     """On the engine's device, in its precision."""
     device, folder = pick_device(spec), Path(source)
     dtype = pick_dtype(spec, device)
+    refuse_step(source, step)
     if is_preset(source):
         return Loaded(random_model(ModelSpec.from_preset(str(source)), device, dtype, seed), None)
     if is_hf(folder):
-        if step is not None:
-            raise SpecError(f"{folder} is no run folder: it has no steps to choose from")
         if is_quantized(folder):
             model = load_quantized(folder, dtype=dtype, device=device)
             return Loaded(model, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
@@ -63,12 +62,11 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
 def load_share(source: str | Path, spec: EngineSpec, step: int | None, seed: int, ranks: Ranks) -> Loaded:
     """What one of several ranks holds of it, on its device."""
     folder, dtype = Path(source), pick_dtype(spec, ranks.device)
+    refuse_step(source, step)
     if is_preset(source):
         model = ModelSpec.from_preset(str(source))
         return Loaded(ranks.lay_out(model, dtype, lambda name, shape: initial_weight(model, seed, name, shape)), None)
     if is_hf(folder):
-        if step is not None:
-            raise SpecError(f"{folder} is no run folder: it has no steps to choose from")
         if is_quantized(folder):
             raise SpecError(f"{folder}: quantized weights are not cut over ranks; use engine.tp = 1")
         model = described(folder)[1]
@@ -79,6 +77,12 @@ def load_share(source: str | Path, spec: EngineSpec, step: int | None, seed: int
     for name, buffer in part.named_buffers():
         buffer.copy_(buffers[name])
     return replace(whole, model=part)
+
+
+def refuse_step(source: str | Path, step: int | None) -> None:
+    """Only a run has several."""
+    if step is not None and (is_preset(source) or is_hf(Path(source))):
+        raise SpecError(f"{source} is no run folder: it has no steps to choose from")
 
 
 def refuse_nothing(folder: Path) -> None:
