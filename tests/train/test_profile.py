@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,13 @@ def test_a_run_that_fails_in_between_leaves_what_it_recorded(dataset: Path, tmp_
 def test_values_that_would_record_nothing_are_refused(dataset: Path, key: str, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         layout(dataset, "log.profile=[1,2]", "parallel.dp=2", key)
+
+
+def test_it_says_nothing() -> None:
+    """In a process of its own: the profiler asks once how much it should say."""
+    code = (
+        "import torch; from lmworks.train.profile import recorder\n"
+        "with recorder(torch.device('cpu')): torch.ones(3) + 1"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, done.stderr) == ("", "")

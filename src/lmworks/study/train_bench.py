@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from ..observe.measure import device_name, memory_bytes
 from ..observe.probe import cached_machine, probe
@@ -38,6 +38,7 @@ from ..train.ahead import drop
 from ..train.device import find_gpu
 from ..train.feed import Feed
 from ..train.health.watch import NotTaken
+from ..train.profile import recorder
 
 WARM_UP = 3  # steps: the first compiles and makes optimizer states, the second and third may compile again
 TOLD = 60  # kernels of a profile
@@ -204,8 +205,7 @@ def foretold(spec: RunSpec, device: torch.device) -> Prediction:
 def recording(device: torch.device) -> profile:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # what was launched before does not belong to it
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    return profile(activities=activities)
+    return recorder(device)
 
 
 def table_of(recorded: profile, device: torch.device, step_s: float) -> dict[str, Any]:

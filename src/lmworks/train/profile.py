@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -36,11 +37,9 @@ class Profiler:
             self.close()
 
     def start(self) -> None:
-        activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-        self.running = profile(activities=activities, profile_memory=True, record_shapes=True)
+        self.running = recorder(self.device, profile_memory=True, record_shapes=True)
         self.running.start()
 
     def close(self) -> None:
@@ -55,3 +54,10 @@ class Profiler:
             torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
             torch.cuda.memory._record_memory_history(enabled=None)
         self.running, self.first = None, 0
+
+
+def recorder(device: torch.device, **options: Any) -> profile:
+    """PyTorch's profiler of host and device."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell on standard error that it starts and stops
+    cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return profile(activities=[ProfilerActivity.CPU, *cuda], **options)
