@@ -17,7 +17,7 @@ import pytest
 
 from layouts import layout, with_meshes
 from lmworks.data import Batch
-from lmworks.record import RunFolder
+from lmworks.record import RunFolder, phase
 from lmworks.spec import LMWorksError, RunSpec
 from lmworks.study.ranks import on_ranks
 from lmworks.study.train_bench import one_step
@@ -106,6 +106,17 @@ def test_the_next_passes_come_before_the_figures_and_the_next_update_after(datas
     plain = ready(make_spec(dataset), tmp_path / "plain")
     assert losses == [one_step(plain, left) for left in (3, 2, 1)]
     assert differences(live(trainer), live(plain)) == []
+
+
+def test_who_waits_for_a_step_says_so(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step too, after which no batch is to be read: a report of a hang tells what a rank waits for."""
+    trainer = ready(make_spec(dataset), tmp_path)
+    finish, seen = trainer.reader.finish, []
+    monkeypatch.setattr(trainer.reader, "finish", lambda: [seen.append((phase.name, phase.step)), finish()][1])
+    with looking(True):
+        for left in (3, 2, 1):
+            one_step(trainer, left)
+    assert seen == [("optimizer", 1), ("optimizer", 2), ("optimizer", 3)]
 
 
 def test_passes_over_other_batches_than_were_launched_are_new_ones(dataset: Path, tmp_path: Path) -> None:

@@ -249,7 +249,10 @@ class Trainer(Stepper):
         if stands_alone(self.spec, step) or self.detours.due(step + 1, cursor):
             return None
         phase.enter("data", step + 1)
-        return self.feed.coming(cursor)
+        batches = self.feed.coming(cursor)
+        if batches is None:  # this step is what is waited for
+            phase.enter("optimizer", step)
+        return batches
 
     def meanwhile(self) -> None:
         """Read the next batch while a GPU computes this one; a CPU would only do the one before the other."""
