@@ -28,6 +28,7 @@ from .choose import pick
 IMPLEMENTATIONS = ("torch", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # head_dim
+MOST_HEADS = 2**16 - 1  # of a batch: the second dimension of a launch
 ALIGNED = 8  # head_dim is filled up to a multiple: the copy engine wants rows of whole 16 bytes
 
 
@@ -69,6 +70,11 @@ def flash_attention(
     chosen = pick(op, implementation, IMPLEMENTATIONS, q.device, seq=q.shape[1], head_dim=q.shape[3])
     if chosen == "torch":
         return with_sdpa(q, k, v, window, documents)
+    if q.shape[0] * q.shape[2] > MOST_HEADS:
+        raise SpecError(
+            f"flash attention takes at most {MOST_HEADS:,} heads of all sequences together; {q.shape[0]:,} × "
+            f"{q.shape[2]} are more: lower data.micro_batch, or use model.attention = 'sdpa'"
+        )
     if not runs_on(q.device):
         raise SpecError(
             f"flash attention's kernels run on a GPU, and these tensors are on {q.device.type}; "
