@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..spec import TrainingError
 
 SMALLEST = 2**20  # bytes of a storage that is worth the way, and of a piece of host memory
+PREPARED = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "SelectBackward0", "UnbindBackward0")
 LATER = 2  # a block's bytes are gone when the second one after it begins
 
 
@@ -180,7 +181,8 @@ class Visit:
         origin = tensor if tensor._base is None else tensor._base
         if origin.is_leaf and origin.requires_grad:
             return False
-        if tensor.shape in self.offload.weights and tensor.shape[0] != self.tokens:  # a cast
+        cast = tensor.shape in self.offload.weights and (tensor.shape[0] != self.tokens or made_of_a_leaf(tensor))
+        if cast:
             return False
         storage = tensor.untyped_storage()
         return storage.nbytes() >= SMALLEST and storage._cdata not in self.shared
@@ -292,6 +294,15 @@ class Offload:
             for parcel in one.parcels:
                 parcel.storage = None
         self.leaving = kept
+
+
+def made_of_a_leaf(tensor: Tensor) -> bool:
+    """By a cast, as autocast makes a weight, or one of several experts', ready for a product. Of what a compiled block
+    saves nobody can tell."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in PREPARED:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 def shapes_of(weight: Tensor) -> Iterator[torch.Size]:
