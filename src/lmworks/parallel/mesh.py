@@ -31,7 +31,6 @@ class Mesh:
         ranks = torch.arange(self.grid.world).view([self.grid.size(axis) for axis in axes])
         return DeviceMesh(self.device_type, ranks, mesh_dim_names=axes)
 
-    @functools.cache  # noqa: B019  # a mesh lives as long as its run; PyTorch works a part of one out anew each time
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """A mesh of these axes in grid order, e.g. ("dp_replicate", "shard") for HSDP."""
         for names, mesh in self.cuts.items():
