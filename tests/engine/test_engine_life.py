@@ -7,7 +7,7 @@ import copy
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -192,6 +192,50 @@ def test_what_a_bad_answer_computed_is_not_reused() -> None:
     result_of(engine, Request(prompt, SamplingParams(seed=5)))
     assert result_of(engine, Request(prompt, SamplingParams(seed=6))).cached_tokens == 0
     assert result_of(engine, Request(prompt, SamplingParams(seed=6))).cached_tokens == 8
+
+
+@dataclass
+class Spoiling(FakeDevice):
+    """Whose token 49 spoils all that is computed with it in one step, and all that follows from that."""
+
+    spoilt: set[tuple[int, int]] = field(default_factory=set)  # block, place
+
+    def places(self, work: Work, end: int) -> list[tuple[int, int]]:
+        size = self.spec.block
+        return [(work.table[place // size], place % size) for place in range(end)]
+
+    def write(self, work: Work, tokens: list[int]) -> None:
+        super().write(work, tokens)
+        places = self.places(work, work.start + len(tokens))
+        spoils = 49 in tokens or not self.spoilt.isdisjoint(places[: work.start])
+        (self.spoilt.update if spoils else self.spoilt.difference_update)(places[work.start :])
+
+    def pick(self, work: Work, tokens: list[int]) -> Picked:
+        bad = not self.spoilt.isdisjoint(self.places(work, work.start + len(tokens)))
+        return replace(super().pick(work, tokens), bad=bad)
+
+
+@pytest.mark.parametrize("answers", [1, 3])
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_who_found_what_another_had_spoilt_computes_it_anew(steps: int, synchronous: bool, answers: int) -> None:
+    """The prompt of the bad one is cut: its beginning can be found before it is known to be bad."""
+    spec = SPEC.replace(max_batch_tokens=16)
+    engine = Engine(Spoiling(spec, VOCAB, synchronous=synchronous))
+    shared = list(range(20, 32))
+    bad = Request([*shared, 49, *[1] * 30], SamplingParams(max_tokens=4, seed=5))
+    good = Request([*shared, 2, 3], SamplingParams(max_tokens=9, seed=6, n=answers))
+    engine.add(bad)
+    pieces = [piece for _ in range(steps) for piece in engine.step()]
+    engine.add(good)
+    results = {piece.request.id: piece.result for piece in [*pieces, *engine.run()]}
+    assert results[bad.id].finish_reason == "error" and bad.sequences[0].preempted == 0
+    seeds = [sequence.seed for sequence in good.sequences]
+    assert [answer.token_ids for answer in results[good.id].answers] == [
+        alone([*shared, 2, 3], seed, 9, VOCAB) for seed in seeds
+    ]
+    assert good.sequences[0].alone == (steps < 3 or not synchronous)  # else it came too late to find them
+    engine.scheduler.pool.check([])
 
 
 def test_the_books_are_checked_whenever_the_engine_is_idle() -> None:

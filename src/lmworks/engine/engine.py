@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -73,6 +73,7 @@ class Flight:
 
     step: Step
     launched: Launched
+    void: set[Sequence] = field(default_factory=set)  # whose tokens of this step are not taken
 
 
 class Engine:
@@ -235,7 +236,7 @@ class Engine:
         now = time.monotonic()
         wanting = (chunk for chunk in flight.step.chunks if chunk.wanted)
         for chunk, picked in zip(wanting, picks, strict=True):
-            if chunk.sequence.state is not State.DONE:
+            if chunk.sequence.state is not State.DONE and chunk.sequence not in flight.void:
                 self.accept(chunk, picked, now)
 
     def note_prompt(self, found: PromptLogprobs) -> None:
@@ -247,8 +248,7 @@ class Engine:
         """Tokens of a sequence have become known."""
         sequence = chunk.sequence
         if picked.bad:
-            self.scheduler.pool.discard(sequence)
-            self.finish(sequence, unpickable(sequence.matcher))
+            self.reject(sequence)
             return
         place = chunk.place
         if chunk.wanted > 1:
@@ -273,6 +273,20 @@ class Engine:
             self.finish(sequence, ending, picked.tokens[:taken], shown, logprobs)
         elif sequence.request.stream:
             self.outbox.append(Piece(sequence.request, sequence.index, picked.tokens[:taken], shown, logprobs))
+
+    def reject(self, sequence: Sequence) -> None:
+        """No token could be picked for it. Where that may be the fault of what others had computed, it tries once more.
+
+        A token that makes everything NaN spoils those before it, too, if they are computed in one step: a product with
+        a probability of zero is still NaN. So an answer may have found blocks that another one's token has spoilt.
+        """
+        self.scheduler.pool.discard(sequence)
+        if not sequence.given or sequence.alone:
+            self.finish(sequence, unpickable(sequence.matcher))
+            return
+        self.scheduler.again(sequence)
+        if self.flight is not None:
+            self.flight.void.add(sequence)
 
     def finish(
         self,

@@ -104,6 +104,8 @@ class Sequence:
     guesses: list[int] = field(default_factory=list)  # tokens that speculation proposes to come next
     logprobs: list[Logprob] = field(default_factory=list)
     preempted: int = 0
+    given: int = 0  # tokens whose keys and values others had computed, when it was let in
+    alone: bool = False  # what it was given was spoilt: it computes all of its tokens itself
     text: Text | None = None  # of the answer so far, where someone looks at it before the end
     done: Answer | None = None  # once it has ended
     latest: float = 0.0  # when its last token was read

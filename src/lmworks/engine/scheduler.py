@@ -148,7 +148,7 @@ class Scheduler:
         for sequence in list(self.waiting):
             if not left or not self.slots or sequence.known < len(sequence.tokens):
                 break
-            siblings = running_siblings(sequence)
+            siblings = [] if sequence.alone else running_siblings(sequence)
             parent = next((s for s in siblings if s.computed >= s.prompt and s not in self.admitted), None)
             if siblings and parent is None:
                 continue  # the prompt is being computed: soon it can be shared
@@ -170,7 +170,7 @@ class Scheduler:
         self.pool.hold(matched)
         sequence.blocks = matched + self.pool.take(self.pool.blocks_for(sequence.known) - len(matched))
         sequence.offered = len(matched)
-        sequence.computed = len(matched) * self.pool.size
+        sequence.computed = sequence.given = len(matched) * self.pool.size
         if self.pool.prefix_cache:
             self.prefix_queries += sequence.known
             self.prefix_hits += sequence.computed
@@ -186,12 +186,13 @@ class Scheduler:
         sequence.blocks, copied = self.pool.fork(parent, start)
         copies += copied
         sequence.blocks += self.pool.take(self.pool.blocks_for(sequence.known) - len(sequence.blocks))
-        sequence.computed = start
+        sequence.computed = sequence.given = start
         return True
 
     def match(self, sequence: Sequence) -> list[int]:
         # Log-probabilities of the prompt need all its logits: nothing can be skipped.
-        return [] if sequence.params.prompt_logprobs is not None else self.pool.match(sequence)
+        whole = sequence.alone or sequence.params.prompt_logprobs is not None
+        return [] if whole else self.pool.match(sequence)
 
     def from_free(self, sequence: Sequence, matched: list[int]) -> int:
         """Blocks of the free list that it takes: what it lacks, and what it finds there."""
@@ -255,6 +256,13 @@ class Scheduler:
         sequence.preempted += 1
         self.preemptions += 1
         bisect.insort(self.waiting, sequence, key=RANK)
+
+    def again(self, sequence: Sequence) -> None:
+        """All of its known tokens are computed anew, by itself; those that the device has picked since are nothing."""
+        sequence.alone = True
+        del sequence.tokens[sequence.known :]
+        if sequence.state is State.RUNNING:
+            self.preempt(sequence)
 
 
 def running_siblings(sequence: Sequence) -> list[Sequence]:
