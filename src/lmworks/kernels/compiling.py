@@ -7,13 +7,23 @@ that it meets is compiled by a thread of its own, which holds the interpreter fo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from threading import Thread, get_ident
 from typing import Any
 
 from .triton_support import triton
+
+this = threading.local()  # `only`: whether this thread's launches only compile
+
+
+def run(kernel: Any, *given: Any, warmup: bool, **named: Any) -> Any:
+    """In the place of Triton's own, once for all: threads come and go, and each asks for itself alone."""
+    return launch(kernel, *given, warmup=warmup or getattr(this, "only", False), **named)
+
+
+launch, triton.runtime.jit.JITFunction.run = triton.runtime.jit.JITFunction.run, run
 
 
 @contextmanager
@@ -22,17 +32,12 @@ def compiled_apart() -> Iterator[None]:
 
     When the block is left, all of it can be launched. Other threads launch as ever.
     """
-    here, run = get_ident(), triton.runtime.jit.JITFunction.run
-
-    def only_compile(kernel: Any, *given: Any, warmup: bool, **named: Any) -> Any:
-        return run(kernel, *given, warmup=warmup or get_ident() == here, **named)
-
     with triton.AsyncCompileMode(Compilers()):
-        triton.runtime.jit.JITFunction.run = only_compile
+        this.only = True
         try:
             yield
         finally:
-            triton.runtime.jit.JITFunction.run = run
+            this.only = False
 
 
 class Compilers(Executor):
@@ -50,5 +55,5 @@ class Compilers(Executor):
             else:
                 future.set_result(kernel)
 
-        Thread(target=work, name="compiles", daemon=True).start()
+        threading.Thread(target=work, name="compiles", daemon=True).start()
         return future
