@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import signal
@@ -344,6 +345,27 @@ def test_leaving_a_stream_frees_what_it_held(preset: LLM) -> None:
     else:
         raise AssertionError
     assert not preset.native.requests and preset.native.scheduler.pool.used == 0
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is looked for wherever something is allocated, on the thread that has the engine."""
+    with LLM("tiny", device="cpu", block=2) as llm:
+        held: list[Any] = [llm.stream([1, 2, 3], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))]
+        next(held[0])
+        held.append(held)  # a cycle
+        del held
+        pool = llm.native.scheduler.pool
+        take, asked = pool.take, iter(range(1000))
+
+        def collecting(count: int) -> list[int]:
+            if next(asked) == 2:
+                gc.collect()
+            return take(count)
+
+        monkeypatch.setattr(pool, "take", collecting)
+        params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+        assert len(llm.generate([[5, 6]], params)[0].token_ids) == 20
+        assert not llm.native.requests and pool.used == 0
 
 
 def test_an_interrupt_takes_requests_back_and_leaves_the_engine_sound(

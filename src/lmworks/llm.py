@@ -21,7 +21,6 @@ from .engine.offline import CLOSED, Offline
 from .engine.params import SamplingParams
 from .engine.quantized_folder import is_quantized
 from .engine.request import Answer, Piece, Result
-from .engine.runner import Runner
 from .engine.vllm import VLLM
 from .loading import hf_tokenizer, is_hf, is_preset, serve
 from .spec import EngineSpec, LMWorksError, SpecError
@@ -121,24 +120,27 @@ class LLM:
         return self.backend.context
 
     @property
-    def native(self) -> Engine:
-        """The engine itself, to measure it or to look into it."""
+    def ours(self) -> Offline:
         self.refuse_closed()
         if not isinstance(self.backend, Offline):
             raise SpecError("vLLM serves this model: it has an engine of its own")
-        return self.backend.engine
+        return self.backend
+
+    @property
+    def native(self) -> Engine:
+        """The engine itself, to measure it or to look into it."""
+        return self.ours.engine
 
     def add_adapter(self, name: str, folder: str | Path) -> None:
         """A LoRA adapter as PEFT writes it; requests ask for it with SamplingParams(adapter=name)."""
-        self.native.add_adapter(name, Path(folder))
+        self.ours.add_adapter(name, Path(folder))
 
     def watch_drift(self) -> DriftMonitor:
         """Compares what the layers of a quantized model see from now on with what they saw at calibration."""
-        runner = self.native.runner
+        engine = self.ours
         if self.folder is None or not is_quantized(self.folder):
             raise SpecError("only a model that `lmworks quantize` made has a calibration to drift from")
-        assert isinstance(runner, Runner)
-        return runner.watch_drift(self.folder)
+        return engine.watch_drift(self.folder)
 
     def chat(self) -> Chat:
         """How conversations become prompts of this model."""

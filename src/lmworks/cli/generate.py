@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..ahead import read_ahead
-from ..spec.errors import SpecError
+from ..spec.errors import LMWorksError, SpecError
 from .output import Json, print_json
 
 if TYPE_CHECKING:
@@ -115,8 +115,12 @@ def open_llm(
     from ..llm import LLM
 
     llm = LLM(model, engine=engine, step=step, seed=seed, **engine_options(overrides))
-    for name, folder in adapters.items():
-        llm.add_adapter(name, folder)
+    try:
+        for name, folder in adapters.items():
+            llm.add_adapter(name, folder)
+    except LMWorksError:
+        llm.close()
+        raise
     return llm
 
 

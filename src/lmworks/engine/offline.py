@@ -8,13 +8,16 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
 from ..spec import LMWorksError
+from .drift import DriftMonitor
 from .engine import Engine
 from .params import SamplingParams
 from .request import Piece, Request, Result
+from .runner import Runner
 
 Advance = Callable[[Sequence[Result]], None]
 
@@ -27,8 +30,10 @@ class Offline:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.closed = False
-        self.lock = threading.RLock()
+        self.door, self.lock = threading.Lock(), threading.Lock()
+        self.mine = threading.local()  # `inside`: whether this thread has the engine, or is about to
         self.boxes: dict[int, list[Piece]] = {}  # of every request that is waited for
+        self.left: list[int] = []  # requests to take back before the next step
 
     @property
     def context(self) -> int:
@@ -76,6 +81,8 @@ class Offline:
         """What has come for one who waits; another thread may have taken the step that brought it."""
         with self.alone():
             if not box:
+                while self.left:
+                    self.engine.cancel(self.left.pop())
                 for piece in self.engine.step():
                     if piece.request.id in self.boxes:
                         self.boxes[piece.request.id].append(piece)
@@ -84,7 +91,14 @@ class Offline:
         return mine
 
     def leave(self, request: Request, finished: bool) -> None:
-        """Of a request that may not have been added yet, or whose engine may be gone."""
+        """Of a request that may not have been added yet, or whose engine may be gone.
+
+        A stream that nobody holds is closed wherever this thread happens to be: in the middle of a step, at worst.
+        """
+        if getattr(self.mine, "inside", False):
+            self.boxes.pop(request.id, None)
+            self.left += [] if finished else [request.id]
+            return
         with suppress(LMWorksError), self.alone():  # closed: nothing is left to take back
             self.boxes.pop(request.id, None)
             if not finished:
@@ -92,15 +106,36 @@ class Offline:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """With the engine: no other thread, and no Ctrl-C, before it is done."""
-        with self.lock, after_interrupts():
-            if self.closed:
-                raise LMWorksError(CLOSED)
-            yield
+        """With the engine: no other thread, and no Ctrl-C, before it is done.
+
+        Who waits for the lock waits at the door, so that the thread that has just had it does not have it again first.
+        """
+        with after_interrupts():
+            self.mine.inside = True
+            try:
+                with self.door:
+                    self.lock.acquire()
+                try:
+                    if self.closed:
+                        raise LMWorksError(CLOSED)
+                    yield
+                finally:
+                    self.lock.release()
+            finally:
+                self.mine.inside = False
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        with self.alone():
+            self.engine.add_adapter(name, folder)
+
+    def watch_drift(self, folder: Path) -> DriftMonitor:
+        with self.alone():
+            assert isinstance(self.engine.runner, Runner)
+            return self.engine.runner.watch_drift(folder)
 
     def close(self) -> None:
         """Lets go of the engine, and gives weights and cache back to the device. Streams that are open end there."""
-        with self.lock:
+        with self.door, self.lock:
             self.closed = True
             self.engine.close()
             del self.engine
