@@ -189,6 +189,16 @@ def test_what_is_not_asked_about_does_not_fit() -> None:
         assert counted["fitting"] == sum(int((each <= one.room).sum()) for each in every)
 
 
+def test_what_only_fits_with_activations_in_host_memory_is_found() -> None:
+    """It fits under no recompute without them, and is fastest with less recompute and more of them."""
+    _, question = asked("llama3-70b", "16xh100", 32)
+    (first, *_) = search([question]).front
+    assert first.words.recompute == "mlp" and first.words.offload == "optimizer"
+    assert first.step_s == pytest.approx(22.75, abs=0.2) and float(first.case.offload_activations) > 50
+    _, plainer = asked("llama3-70b", "16xh100", 32, recompute="full")
+    assert first.step_s < 0.99 * search([plainer]).front[0].step_s
+
+
 def test_explaining_tells_what_could_wait_in_host_memory() -> None:
     base, question = asked("llama3-8b", "8xh100", 64)
     nothing = Result((), 0, 0)

@@ -112,7 +112,8 @@ def fitting(question: Question, counted: Counter[str]) -> list[Found]:
 def of_one_kind(question: Question, group: Mapping[Words, Case], counted: Counter[str]) -> list[Found]:
     """Of cases with the same rows, which differ in recompute and offload.
 
-    A row that does not fit with all blocks recomputed does not fit with fewer, and is not asked about again.
+    A row that does not fit with all blocks recomputed does not fit with fewer, and is not asked about again: unless
+    its activations may wait in host memory, of which there are the more, the fewer are computed again.
     """
     fits: dict[Words, NDArray[Any]] = {}
     found: dict[Words, list[Found]] = {}
@@ -123,7 +124,8 @@ def of_one_kind(question: Question, group: Mapping[Words, Case], counted: Counte
         rows = ~fits[plain] if words != plain and plain in fits else ~nothing
         counted["legal"] += int(rows.sum())
         if words != leanest and leanest in fits:
-            rows = rows & (fits[leanest] | fits.get(replace(leanest, offload="none"), nothing))
+            waits = may_wait(question.model, np.asarray(case.pp)) if AWAY not in question.pinned else nothing
+            rows = rows & (fits[leanest] | fits.get(replace(leanest, offload="none"), nothing) | waits)
         fits[words], found[words] = nothing, []
         if not rows.any():
             continue
