@@ -281,7 +281,8 @@ class Engine:
         a probability of zero is still NaN. So an answer may have found blocks that another one's token has spoilt.
         """
         self.scheduler.pool.discard(sequence)
-        if not sequence.given or sequence.alone:
+        lost = sequence.matcher is not None and sequence.matcher.error is not None  # a grammar that is not followed
+        if lost or not sequence.given or sequence.alone:
             self.finish(sequence, unpickable(sequence.matcher))
             return
         self.scheduler.again(sequence)

@@ -98,7 +98,7 @@ def load_library(build: Build) -> None:
             f"{build.name} is built from C++ on first use, and {build.folder} cannot be written "
             f"({error.strerror}); name another folder in LMWORKS_CACHE"
         ) from None
-    with open(build.folder / ".lock") as lock:
+    with open(build.folder / ".lock", "a") as lock:  # to write: a network's file system locks no other
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not ((build.folder / DONE).exists() and build.library.exists()):
             compile_sources(build)
