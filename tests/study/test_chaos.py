@@ -76,6 +76,7 @@ def test_nothing_is_lost(jobs: Harness, cases: list[tuple[str, str, str, str]]) 
     assert len(found) == len(cases)
 
 
+@pytest.mark.slow  # a minute of starting ranks; what a restart records and loses: tests/train/test_restart.py
 def test_the_command_restarts_its_ranks_and_outlives_its_agent(jobs: Harness) -> None:
     found = strike(jobs, [dataclasses.replace(chosen(case, n), job="command") for n, case in enumerate(COMMANDS)])
     assert [(o.fault, o.verdict, o.problem) for o in found if not o.ok] == []
