@@ -21,7 +21,6 @@ from .engine.speculate import Speculator
 from .model import GPT
 from .model.gpt import initial_weight
 from .model.hf import HFWeights, described, load_hf, read_json
-from .model.room import make_room
 from .spec import CheckpointError, EngineSpec, LMWorksError, ModelSpec, SpecError
 from .spec.errors import did_you_mean
 from .spec.presets import PRESETS
@@ -127,9 +126,7 @@ def pick_dtype(spec: EngineSpec, device: torch.device) -> torch.dtype:
 @torch.no_grad()
 def random_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
     """On a CPU the weights that training begins with; on a GPU drawn there, in a fraction of the time."""
-    with torch.device("meta"):
-        model = GPT(spec)
-    make_room(model, device, dtype)
+    model = Outline(spec).blank(device, dtype)
     if device.type == "cpu":
         model.init_weights(seed)
         return model.eval()

@@ -135,7 +135,7 @@ class Offline:
 
     def close(self) -> None:
         """Lets go of the engine, and gives weights and cache back to the device. Streams that are open end there."""
-        with self.door, self.lock:
+        with self.alone():
             self.closed = True
             self.engine.close()
             del self.engine

@@ -25,6 +25,4 @@ class Outline:
             model = GPT(self.spec if layers is None else self.spec.replace(layers=layers))
             if self.scheme:
                 empty_like_quantized(model, self.scheme, self.groups)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-        return make_room(model, device)
+        return make_room(model, device, dtype)

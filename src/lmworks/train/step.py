@@ -1,8 +1,7 @@
 """One optimizer step: the forward and backward passes of a global batch, one exchange of figures, the update.
 
 The update is launched before the host has read the figures (figures.py), and so are the passes of the next step
-(ahead.py): a GPU never waits for its host (but where documents are masked on several ranks, whose tokens are counted
-before a step).
+(ahead.py): a GPU never waits for its host.
 `Stepper` is what a step needs and nothing of the loop around it: the trainer is one, and so is a simulated rank.
 """
 
