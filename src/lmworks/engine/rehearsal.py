@@ -8,8 +8,9 @@ engine will take, on a thread of its own, and what was compiled and loaded for t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from threading import Thread
 
 import torch
@@ -56,15 +57,24 @@ def tried(outline: Outline, spec: EngineSpec, device: torch.device) -> None:
 @torch.no_grad()
 def rehearse(outline: Outline, spec: EngineSpec, device: torch.device) -> None:
     """Twice on a GPU: only to find what there is to compile, and as it will be."""
-    runner = one_layer(outline, spec, device)
-    if device.type == "cuda":
-        from ..kernels.compiling import compiled_apart
-
-        with compiled_apart():
+    if device.type != "cuda":
+        take_steps(one_layer(outline, spec, device))
+        return
+    with ThreadPoolExecutor(1) as beside:
+        compiler = beside.submit(load_compiler)
+        runner = one_layer(outline, spec, device)
+        with compiler.result()():
             take_steps(runner)
     take_steps(runner)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device)
+
+
+def load_compiler() -> Callable[[], AbstractContextManager[None]]:
+    """Half a second, and nearly as long again until it knows its own version, by which it finds what it has kept."""
+    from ..kernels.compiling import compiled_apart, know_version
+
+    know_version()
+    return compiled_apart
 
 
 def take_steps(runner: Runner) -> None:

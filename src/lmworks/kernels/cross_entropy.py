@@ -161,19 +161,19 @@ class LinearCrossEntropy(torch.autograd.Function):
             )
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = (grad_hidden * grad_loss).to(grad_hidden.dtype)
+            grad_hidden = scaled(grad_hidden, grad_loss, grad_hidden.dtype, ctx.implementation)
         if grad_weight is not None:
-            # A pipeline's split backward pass comes twice, for inputs and for weights, and keeps the graph in between.
-            again = torch._C._autograd._get_current_graph_task_keep_graph()
-            in_place = grad_weight.dtype == ctx.weight_dtype and not again
-            into = grad_weight if in_place else torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
-            grad_weight = scale(grad_weight, grad_loss, into, ctx.implementation)
+            grad_weight = scaled(grad_weight, grad_loss, ctx.weight_dtype, ctx.implementation)
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def scale(x: Tensor, factor: Tensor, out: Tensor, implementation: str) -> Tensor:
-    """x · factor in out's precision. Where that is another than x's, PyTorch's kernel loads one number at a time."""
-    if implementation == "torch" or out.dtype == x.dtype:
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, implementation: str) -> Tensor:
+    """x · factor, in place where nobody comes again: a pipeline's split backward pass comes twice, for inputs and for
+    weights, and keeps the graph in between. PyTorch's kernel loads one 2-byte number at a time: the factor is wider.
+    """
+    again = torch._C._autograd._get_current_graph_task_keep_graph()
+    out = x if x.dtype == dtype and not again else torch.empty_like(x, dtype=dtype)
+    if implementation == "torch":
         return torch.mul(x, factor, out=out)
     from .cross_entropy_triton import scale_into
 

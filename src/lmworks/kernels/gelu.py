@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TWICE = 2 * math.sqrt(2 / math.pi)
+TWICE, CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -21,4 +21,11 @@ def gelu(x: Tensor) -> Tensor:
 def by_sigmoid(x: Tensor) -> Tensor:
     """In fp32, as PyTorch's own."""
     wide = x.float()
-    return (wide * torch.sigmoid(TWICE * (wide + 0.044715 * wide**3))).to(x.dtype)
+    return (wide * torch.sigmoid(TWICE * (wide + CUBE * wide**3))).to(x.dtype)
+
+
+def slope(x: Tensor) -> Tensor:
+    """Its derivative, in fp32."""
+    wide = x.float()
+    half = torch.sigmoid(TWICE * (wide + CUBE * wide**3))
+    return half + wide * half * (1 - half) * TWICE * (1 + 3 * CUBE * wide**2)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..kernels import add_norm
 from ..kernels.cross_entropy import IGNORE, linear_cross_entropy
 from ..kernels.gelu import gelu
+from ..kernels.gelu_mlp import add_gelu_mlp
 from ..kernels.rms_norm import rms_norm
 from ..kernels.rope import rotate_both
 from ..kernels.swiglu import swiglu
@@ -123,9 +124,13 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(spec)
         self.mlp = make_moe(spec) if spec.experts else MLP(spec, spec.ffn)
         self.recompute = "none"  # what this block computes again in the backward pass: see model.recompute
+        self.joined = False  # whether GELU and the last sum may be parts of the products of an MLP of plain layers
 
     def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
         x, normed = added(x, self.attention(self.attention_norm(x), turn, attend), self.mlp_norm)
+        if self.joined:
+            up, down = cast("MLP", self.mlp).up, cast("MLP", self.mlp).down
+            return add_gelu_mlp(x, normed, up.weight, up.bias, down.weight, down.bias)
         return x + self.mlp(normed)
 
 

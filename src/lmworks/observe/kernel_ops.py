@@ -15,7 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import adamw, add_norm, cross_entropy, flash_attention, float8, rms_norm, rope, squares, swiglu
+from ..kernels import (
+    adamw,
+    add_norm,
+    cross_entropy,
+    cublas,
+    flash_attention,
+    float8,
+    gelu_mlp,
+    rms_norm,
+    rope,
+    squares,
+    swiglu,
+)
 from ..model import GPT
 from ..model.attention import Pattern, flex, flex_block_mask
 from ..model.rope import tables
@@ -229,6 +241,37 @@ def gated(place: Place) -> Iterator[Case]:
     yield from both_ways("swiglu", shape, (3 * x, 5 * x), (0, 0), inputs, ways, choices)
 
 
+def joined(place: Place) -> Iterator[Case]:
+    """What an MLP has beside its products, at the end of them: GELU, its gradient, and the sum that follows."""
+    if place.model.mlp != "gelu":
+        return
+    tokens, hidden, ffn = place.tokens, place.model.hidden, place.model.ffn
+    shape = {"hidden": hidden, "ffn": ffn}
+    narrow, wide, weight = tokens * hidden, tokens * ffn, hidden * ffn
+    ops: tuple[tuple[str, float, Callable[..., Any], tuple[tuple[int, ...] | None, ...]], ...] = (
+        ("linear_gelu", narrow + 2 * wide, cublas.linear_gelu_reference, ((tokens, hidden), (ffn, hidden), None)),
+        ("linear_dgelu", narrow + 2 * wide, cublas.linear_dgelu_reference,
+         ((tokens, hidden), (hidden, ffn), (tokens, ffn))),
+        ("linear_add", 2 * narrow + wide, cublas.linear_add_reference,
+         ((tokens, ffn), (hidden, ffn), None, (tokens, hidden))),
+    )  # fmt: skip
+    for op, moved, formula, shapes in ops:
+        make = partial(joining, place, getattr(cublas, op), formula, shapes)
+        bytes_, flops = place.dtype.itemsize * (moved + weight), 2.0 * tokens * weight
+        yield Case(op, FORWARD, shape, bytes_, flops, make, of_device(place, gelu_mlp.IMPLEMENTATIONS))
+
+
+def joining(
+    place: Place, op: Callable[..., Any], formula: Callable[..., Any], shapes: tuple[tuple[int, ...] | None, ...]
+) -> Mapping[str, Work]:
+    """By all ways that cuBLAS knows. Beside them the formula as a compiled block has it."""
+    given = [None if shape is None else place.drawn(*shape) for shape in shapes]
+    if place.device.type == "cpu":
+        return {"torch": partial(formula, *given)}
+    ways = {name: partial(op, *given, way) for way, name in enumerate(gelu_mlp.WAYS)}
+    return {"torch": partial(torch.compile(formula, dynamic=False), *given), **ways}
+
+
 def loss(place: Place) -> Iterator[Case]:
     """Head and cross-entropy, forward and backward: three products; in chunks (ours), and unfused beside them."""
     tokens, vocab, hidden = place.tokens, place.model.vocab, place.model.hidden
@@ -331,6 +374,7 @@ OPS: dict[str, Callable[[Place], Iterator[Case]]] = {
     "add_rms_norm": residual_norm,
     "rope": rotation,
     "swiglu": gated,
+    "gelu": joined,
     "fp8": eight_bits,
     "sum_squares": gradient_norm,
     "adamw": update,

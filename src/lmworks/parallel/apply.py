@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..kernels.adamw import split
 from ..model import GPT
+from ..model.gpt import LayerNorm
 from ..model.recompute import PARTLY, inside
 from ..plan.pipelines.stages import Stage, stages_here
 from ..spec import RunSpec
@@ -59,6 +60,7 @@ def lay_out(
 
             apply_float8(part, spec, device)
         choose_recompute(part, spec, device)
+        join_products(part, spec)
         offload_activations(part, spec, device)
         if spec.parallel.compile:
             compile_blocks(part, spec, mesh)
@@ -74,11 +76,20 @@ def lay_out(
     return Laid(spec, mesh, device, splits, parts, strategies, pipeline)
 
 
+def join_products(part: GPT, spec: RunSpec) -> None:
+    """Where layers are what they look like, and a policy does not tell their results apart."""
+    plain = spec.model.mlp == "gelu" and spec.parallel.tp == 1 and spec.precision.dtype != "fp8"
+    for block in part.layers():
+        block.joined = plain and block.recompute not in PARTLY
+
+
 def compile_blocks(part: GPT, spec: RunSpec, mesh: Mesh | None) -> None:
     """A block at a time: all blocks share one compiled graph, and collectives around them stay where they are."""
     if spec.parallel.async_tp and mesh is not None:
         enable_async_tp(mesh)
     alone = mesh is None or mesh.size("tp") * mesh.size("cp") * mesh.size("ep") == 1
+    if isinstance(part.norm, LayerNorm) and alone:  # RMSNorm has kernels of its own
+        part.norm.compile()
     for block in part.layers():
         if block.recompute in PARTLY and alone:  # a block that talks to other ranks is not one graph
             block.forward = inside(block.forward, block.recompute)  # type: ignore[method-assign]

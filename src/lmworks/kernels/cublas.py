@@ -1,0 +1,216 @@
+"""Products of matrices that end in more than a bias: the C interface of cuBLASLt, of the library that torch has loaded.
+
+    linear_gelu    pre = x · weightᵀ + bias,  gelu(pre)      both are written, nothing is read for it
+    linear_dgelu   (grad · weight) · gelu′(pre)              the backward pass of the same, through the layer after it
+    linear_add     onto + x · weightᵀ + bias
+
+PyTorch's own products end with a bias; what follows reads and writes the result once more. cuBLAS counts matrices by
+columns: a contiguous (rows, columns) of ours is its (columns, rows), so weights come first and results are turned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p, sizeof
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..spec import LMWorksError
+from .gelu import by_sigmoid, slope
+
+COMPUTE_32F, R_32F = 68, 0
+TYPES = {torch.bfloat16: 14, torch.float16: 2}
+TRANSPOSE_A, EPILOGUE, BIAS, AUX, AUX_WIDTH = 3, 7, 8, 11, 12  # attributes of a product
+PLAIN, PLAIN_BIAS, GELU_AUX, GELU_AUX_BIAS, DGELU = 1, 4, 160, 164, 192  # its ends
+MOST_WORKSPACE = 1  # an attribute of a preference
+WORKSPACE = 32 * 2**20  # bytes, as cuBLAS advises for Hopper
+WAYS = 8  # to compute a product, that cuBLAS is asked for
+
+
+class Heuristic(ctypes.Structure):
+    """How cuBLAS would compute a product."""
+
+    _fields_ = [
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("status", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    ]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A product of (rows, inner) and (inner, columns), as we count."""
+
+    rows: int
+    columns: int
+    inner: int
+    turned: bool  # whether the second is given as (columns, inner), as the weight of a linear layer
+    end: int
+    way: int  # which of those that cuBLAS knows, its own favourite first; beyond the last, the last
+    dtype: torch.dtype
+    device: int
+
+
+class Product:
+    """One kind of product, ready to be launched with other numbers."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.lock = kind, threading.Lock()
+        self.handle = handle_of(kind.device)
+        self.describe = made("cublasLtMatmulDescCreate", c_int(COMPUTE_32F), c_int(R_32F))
+        self.say(TRANSPOSE_A, c_int32(kind.turned))
+        self.say(EPILOGUE, c_int32(kind.end))
+        self.say(AUX_WIDTH, c_int64(kind.columns))
+        inner, columns = (kind.inner, kind.columns) if kind.turned else (kind.columns, kind.inner)
+        self.weight = layout(kind.dtype, inner, columns)
+        self.x, self.out = layout(kind.dtype, kind.inner, kind.rows), layout(kind.dtype, kind.columns, kind.rows)
+        self.way: Heuristic | None = None  # asked for with the first numbers: it looks at how they are aligned
+
+    def say(self, attribute: int, value: ctypes._SimpleCData[int] | ctypes.c_void_p) -> None:
+        call("cublasLtMatmulDescSetAttribute", self.describe, c_int(attribute), byref(value), c_size_t(sizeof(value)))
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        *,
+        aux: Tensor | None = None,
+        bias: Tensor | None = None,
+        onto: Tensor | None = None,
+    ) -> None:
+        room = torch.empty(WORKSPACE, dtype=torch.uint8, device=x.device)
+        added = out if onto is None else onto
+        with self.lock:  # what a product ends in is said before each
+            for attribute, given in ((AUX, aux), (BIAS, bias)):
+                if given is not None:
+                    self.say(attribute, c_void_p(given.data_ptr()))
+            self.way = self.way or self.choose()
+            call(
+                "cublasLtMatmul", self.handle, self.describe, byref(c_float(1)),
+                c_void_p(weight.data_ptr()), self.weight, c_void_p(x.data_ptr()), self.x,
+                byref(c_float(onto is not None)), c_void_p(added.data_ptr()), self.out,
+                c_void_p(out.data_ptr()), self.out,
+                byref(self.way), c_void_p(room.data_ptr()), c_size_t(WORKSPACE),
+                c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
+            )  # fmt: skip
+
+    def choose(self) -> Heuristic:
+        preference, found, count = made("cublasLtMatmulPreferenceCreate"), (Heuristic * WAYS)(), c_int()
+        most = c_size_t(WORKSPACE)
+        call("cublasLtMatmulPreferenceSetAttribute", preference, c_int(MOST_WORKSPACE), byref(most), c_size_t(8))
+        call(
+            "cublasLtMatmulAlgoGetHeuristic", self.handle, self.describe, self.weight, self.x, self.out, self.out,
+            preference, c_int(WAYS), found, byref(count),
+        )  # fmt: skip
+        call("cublasLtMatmulPreferenceDestroy", preference)
+        if not count.value:
+            raise LMWorksError(f"cuBLAS knows no way to compute {self.kind}")
+        return found[min(self.kind.way, count.value - 1)]
+
+
+@functools.cache
+def product(kind: Kind) -> Product:
+    return Product(kind)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    major = (torch.version.cuda or "").partition(".")[0]
+    return ctypes.CDLL(f"libcublasLt.so.{major}")
+
+
+@functools.cache
+def handle_of(device: int) -> c_void_p:
+    with torch.cuda.device(device):
+        return made("cublasLtCreate")
+
+
+def layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
+    return made("cublasLtMatrixLayoutCreate", c_int(TYPES[dtype]), c_uint64(rows), c_uint64(columns), c_int64(rows))
+
+
+def made(function: str, *given: object) -> c_void_p:
+    """What a function of cuBLAS makes. Never freed: there are as many as kinds of products."""
+    handle = c_void_p()
+    call(function, byref(handle), *given)
+    return handle
+
+
+def call(function: str, *given: object) -> None:
+    if status := getattr(library(), function)(*given):
+        raise LMWorksError(f"{function} of cuBLAS failed with status {status}")
+
+
+# --- as operations of torch, which a compiler takes as they are ------------------------------------------
+
+
+@torch.library.custom_op("lmworks::linear_gelu", mutates_args=(), device_types="cuda")
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, way: int) -> tuple[Tensor, Tensor]:
+    """(tokens, in), (out, in), (out) → gelu(pre), pre."""
+    (rows, inner), columns = x.shape, weight.shape[0]
+    x, weight = x.contiguous(), weight.contiguous()
+    result, pre = x.new_empty(rows, columns), x.new_empty(rows, columns)
+    kind = Kind(rows, columns, inner, True, GELU_AUX if bias is None else GELU_AUX_BIAS, way, x.dtype, x.device.index)
+    product(kind)(x, weight, result, aux=pre, bias=bias)
+    return result, pre
+
+
+@linear_gelu.register_kernel("cpu")
+def linear_gelu_reference(x: Tensor, weight: Tensor, bias: Tensor | None, _way: int = 0) -> tuple[Tensor, Tensor]:
+    pre = F.linear(x, weight, bias)
+    return by_sigmoid(pre), pre
+
+
+@linear_gelu.register_fake
+def _(x: Tensor, weight: Tensor, _bias: Tensor | None, _way: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("lmworks::linear_dgelu", mutates_args=(), device_types="cuda")
+def linear_dgelu(grad: Tensor, weight: Tensor, pre: Tensor, way: int) -> Tensor:
+    """(tokens, out), (out, in), (tokens, in) → (grad · weight) · gelu′(pre)."""
+    (rows, inner), columns = grad.shape, weight.shape[1]
+    grad, weight = grad.contiguous(), weight.contiguous()
+    result = grad.new_empty(rows, columns)
+    kind = Kind(rows, columns, inner, False, DGELU, way, grad.dtype, grad.device.index)
+    product(kind)(grad, weight, result, aux=pre)
+    return result
+
+
+@linear_dgelu.register_kernel("cpu")
+def linear_dgelu_reference(grad: Tensor, weight: Tensor, pre: Tensor, _way: int = 0) -> Tensor:
+    return ((grad @ weight) * slope(pre)).to(grad.dtype)
+
+
+@linear_dgelu.register_fake
+def _(grad: Tensor, weight: Tensor, _pre: Tensor, _way: int) -> Tensor:
+    return grad.new_empty(grad.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("lmworks::linear_add", mutates_args=(), device_types="cuda")
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor, way: int) -> Tensor:
+    """(tokens, in), (out, in), (out), (tokens, out) → onto + x · weightᵀ + bias."""
+    (rows, inner), columns = x.shape, weight.shape[0]
+    x, weight, onto = x.contiguous(), weight.contiguous(), onto.contiguous()
+    result = x.new_empty(rows, columns)
+    kind = Kind(rows, columns, inner, True, PLAIN if bias is None else PLAIN_BIAS, way, x.dtype, x.device.index)
+    product(kind)(x, weight, result, bias=bias, onto=onto)
+    return result
+
+
+@linear_add.register_kernel("cpu")
+def linear_add_reference(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor, _way: int = 0) -> Tensor:
+    return onto + F.linear(x, weight, bias)
+
+
+@linear_add.register_fake
+def _(x: Tensor, weight: Tensor, _bias: Tensor | None, _onto: Tensor, _way: int) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])

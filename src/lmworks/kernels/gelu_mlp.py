@@ -1,0 +1,95 @@
+"""GPT-2's MLP and the sum after it, x + down(gelu(up(y))), with all that is no product at the end of one.
+
+A compiler gives GELU a kernel of its own: of the widest tensors of a block it reads one and writes one, and in the
+backward pass reads two and writes one; the sum is another. Here up's product writes both what it is and its GELU,
+down's begins with x, and the product that carries the gradient back through down multiplies it with GELU's slope
+before it is written (`cublas`).
+
+Which way cuBLAS computes each of the three best is measured, as for any op: "cublas 4" is the fifth that it knows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import cublas
+from .choose import TORCH, pick
+from .gelu import gelu
+
+WAYS = tuple(f"cublas {way}" for way in range(cublas.WAYS))
+IMPLEMENTATIONS = (TORCH, *WAYS)
+OPS = ("linear_gelu", "linear_dgelu", "linear_add")
+DTYPES = (torch.bfloat16, torch.float16)
+ALIGNED = 8  # numbers of 2 bytes in 16, which rows divide into
+
+
+def add_gelu_mlp(
+    x: Tensor,  # (…, hidden), what is added to
+    y: Tensor,  # (…, hidden), its norm
+    up: Tensor,  # (ffn, hidden)
+    up_bias: Tensor | None,
+    down: Tensor,  # (hidden, ffn)
+    down_bias: Tensor | None,
+    implementation: str | None = None,
+) -> Tensor:
+    device = y.device
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        y, up, down = y.to(dtype), up.to(dtype), down.to(dtype)
+        up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
+    shape = {"hidden": up.shape[1], "ffn": up.shape[0]}
+    chosen = [pick(op, implementation, IMPLEMENTATIONS, device, **shape) for op in OPS]
+    if TORCH in chosen[:2] or not fits(x, y, up, down):
+        return x + F.linear(gelu(F.linear(y, up, up_bias)), down, down_bias)
+    flat = x.flatten(0, -2), y.flatten(0, -2)
+    ways = (None if way == TORCH else WAYS.index(way) for way in chosen)
+    return AddGeluMLP.apply(*flat, up, up_bias, down, down_bias, *ways).view_as(x)
+
+
+def fits(x: Tensor, y: Tensor, up: Tensor, down: Tensor) -> bool:
+    """What cuBLAS takes, where a gradient is wanted: else nobody needs what GELU was made of."""
+    alike = x.dtype == y.dtype == up.dtype == down.dtype and x.dtype in DTYPES
+    return alike and torch.is_grad_enabled() and not (up.shape[0] % ALIGNED or up.shape[1] % ALIGNED)
+
+
+class AddGeluMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Tensor,
+        up: Tensor,
+        up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        there: int,
+        back: int,
+        adding: int | None,
+    ) -> Tensor:
+        inner, pre = cublas.linear_gelu(y, up, up_bias, there)
+        ctx.save_for_backward(y, up, down, pre, inner)
+        ctx.back = back
+        if adding is None:
+            return x + F.linear(inner, down, down_bias)
+        return cublas.linear_add(inner, down, down_bias, x, adding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        y, up, down, pre, inner = ctx.saved_tensors
+        _, _, wants_up, wants_up_bias, wants_down, wants_down_bias, *_ = ctx.needs_input_grad
+        grad_pre = cublas.linear_dgelu(grad, down, pre, ctx.back)
+        return (
+            grad,
+            grad_pre @ up,
+            grad_pre.t() @ y if wants_up else None,
+            grad_pre.sum(0) if wants_up_bias else None,
+            grad.t() @ inner if wants_down else None,
+            grad.sum(0) if wants_down_bias else None,
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,135 @@
+"""GPT-2's MLP with GELU at the end of a product, against the three layers that it stands for.
+
+What cuBLAS computes is compared on a GPU (tests/gpu/test_gelu_mlp_gpu.py); here its operations are formulas.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lmworks.kernels import choose, cublas, gelu_mlp
+from lmworks.kernels.gelu import slope
+from lmworks.model import GPT
+from lmworks.parallel.apply import join_products
+from lmworks.parallel.recompute import choose_recompute
+from lmworks.spec import ModelSpec, SpecError, load_run
+
+CUBLAS = "cublas 2"
+
+
+def drawn(bias: bool, dtype: torch.dtype) -> list[Tensor | None]:
+    luck = torch.Generator().manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(3, 5, 16), (3, 5, 16), (48, 16), (48,), (16, 48), (16,)]
+    made: list[Tensor | None] = []
+    for place, shape in enumerate(shapes):
+        wanted = bias or place not in (3, 5)
+        made.append(torch.randn(shape, generator=luck).to(dtype).requires_grad_() if wanted else None)
+    return made
+
+
+def plain(x: Tensor, y: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
+    return x + F.linear(F.gelu(F.linear(y, up, up_bias), approximate="tanh"), down, down_bias)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_results_and_gradients_are_those_of_three_layers(
+    bias: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gelu_mlp, "DTYPES", (torch.float32,))
+    given = drawn(bias, torch.float32)
+
+    def ours(*tensors: Tensor | None) -> Tensor:
+        return gelu_mlp.add_gelu_mlp(*tensors, implementation=CUBLAS)  # type: ignore[arg-type]
+
+    found = (torch.compile(ours, fullgraph=True) if compiled else ours)(*given)
+    wanted = plain(*given)  # type: ignore[arg-type]
+    if not compiled:
+        assert found.grad_fn is not None and "AddGeluMLP" in str(found.grad_fn.next_functions)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    leaves = [one for one in given if one is not None]
+    both = [torch.autograd.grad(result, leaves, grad) for result in (found, wanted)]
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast_takes_both_products_with_it() -> None:
+    given = [drawn(True, torch.bfloat16)[0], *drawn(True, torch.float32)[1:]]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gelu_mlp.add_gelu_mlp(*given, implementation=CUBLAS)  # type: ignore[arg-type]
+        wanted = plain(*given)  # type: ignore[arg-type]
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.5)
+    (grad,) = torch.autograd.grad(found.float().sum(), given[2:3])  # type: ignore[arg-type]
+    assert grad.dtype == torch.float32
+
+
+def test_what_cublas_does_not_take_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that do not divide into 16 bytes, wide numbers, and passes without gradients."""
+    monkeypatch.setattr(gelu_mlp.AddGeluMLP, "apply", lambda *_: pytest.fail("cuBLAS was asked"))
+    ways = {"implementation": CUBLAS}
+    x, up, down = (torch.randn(shape).bfloat16() for shape in ((4, 12), (20, 12), (12, 20)))
+    gelu_mlp.add_gelu_mlp(x, x, up, None, down, None, **ways)
+    wide = drawn(True, torch.float32)
+    gelu_mlp.add_gelu_mlp(*wide, **ways)  # type: ignore[arg-type]
+    with torch.no_grad():
+        gelu_mlp.add_gelu_mlp(*drawn(True, torch.bfloat16), **ways)  # type: ignore[arg-type]
+    gelu_mlp.add_gelu_mlp(*drawn(True, torch.bfloat16))  # type: ignore[arg-type]  # nothing was measured on a CPU
+
+
+def test_an_unknown_way_is_refused() -> None:
+    with pytest.raises(SpecError, match="linear_gelu has no implementation 'cublas 9'"):
+        gelu_mlp.add_gelu_mlp(*drawn(False, torch.bfloat16), implementation="cublas 9")  # type: ignore[arg-type]
+
+
+def test_slope_is_the_derivative() -> None:
+    x = torch.linspace(-6, 6, 97, dtype=torch.float32, requires_grad=True)
+    (wanted,) = torch.autograd.grad(F.gelu(x, approximate="tanh").sum(), x)
+    torch.testing.assert_close(slope(x.detach()), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_block_joins_its_products_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict[str, int]]] = []
+
+    def fastest(op: str, _device: torch.device, **shape: int) -> str:
+        asked.append((op, shape))
+        return CUBLAS
+
+    model = GPT(ModelSpec.from_preset("tiny").replace(mlp="gelu", norm="layer", bias=True, ffn=64)).bfloat16()
+    tokens = torch.randint(0, model.spec.vocab, (2, 9), generator=torch.Generator().manual_seed(0))
+    apart = model(tokens)
+    monkeypatch.setattr(choose, "fastest", fastest)
+    for block in model.layers():
+        block.joined = True
+    found = model(tokens)
+    assert asked[-3:] == [(op, {"hidden": model.spec.hidden, "ffn": 64}) for op in gelu_mlp.OPS]
+    torch.testing.assert_close(found, apart, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "joined"),
+    [
+        ((), True),
+        (("parallel.recompute=full",), True),
+        (("parallel.recompute=selective",), False),
+        (("model.mlp=swiglu",), False),
+    ],
+)
+def test_blocks_of_plain_layers_may(words: tuple[str, ...], joined: bool) -> None:
+    spec = load_run("tiny", ["model.mlp=gelu", *words])
+    with torch.device("meta"):
+        part = GPT(spec.model)
+    choose_recompute(part, spec, torch.device("cpu"))
+    join_products(part, spec)
+    assert {block.joined for block in part.layers()} == {joined}
+
+
+def test_the_struct_is_that_of_the_c_interface() -> None:
+    """64 bytes of an algorithm, its workspace, status, waves and four reserved numbers: cublasLt.h."""
+    import ctypes
+
+    assert ctypes.sizeof(cublas.Heuristic) == 96 and cublas.Heuristic.workspace.offset == 64
