@@ -1,4 +1,6 @@
-"""Which options of PyTorch's compiler pay: one step of training with each of them, beside one with none.
+"""What pays within a step: options of PyTorch's compiler and ways of a product, each beside a step with none of them.
+
+Measured alone, a product that is short of power has its clock to itself: in a step it takes that of its neighbours.
 
     python benchmarks/compile_options.py                                     GPT-2 on one GPU, about 30 s an option
     python benchmarks/compile_options.py --only plain,"launched early"
@@ -19,6 +21,7 @@ from typing import Any
 import torch._inductor.config
 from common import commit, write_result
 
+from lmworks.kernels import choose
 from lmworks.spec import load_run
 from lmworks.study.train_bench import bench_train
 
@@ -32,15 +35,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "launched early": {"triton.enable_pdl": True},
     "more tiles of pointwise kernels": {"max_autotune_pointwise": True},
     "tiles by descent": {"coordinate_descent_tuning": True},
-    "both sums of a norm's gradient tuned": {"triton.mix_order_reduction_autotune_split_size": True},
     "both sums of a norm's gradient in stages": {"triton.mix_order_reduction_allow_multi_stages": True},
     "sums of a norm's gradient apart": {"triton.mix_order_reduction": False},
 }
+WAYS = {  # of ops of ours; others as `lmworks bench kernels` found them
+    "GELU as cuBLAS would": {"linear_gelu": "cublas 0"},
+    "GELU's gradient as cuBLAS would": {"linear_dgelu": "cublas 0"},
+    "GELU's gradient, large tiles": {"linear_dgelu": "cublas 2"},
+    "the sum after the MLP apart": {"linear_add": "torch"},
+    "GELU apart": {"linear_gelu": "torch"},
+}
+OPTIONS |= {name: {} for name in WAYS}
 LIMIT_S = 150
 
 
 def run(option: str, arguments: list[str], steps: int) -> dict[str, Any]:
     """In this process."""
+    for op, way in WAYS.get(option, {}).items():
+        for ops in choose.table().values():
+            ops[op] = dict.fromkeys(ops.get(op, {}), way)
     for key, value in OPTIONS[option].items():
         setattr(torch._inductor.config, key, value)  # of which an older compiler may have none
     facts = bench_train(load_run(arguments[0], [*arguments[1:], "parallel.compile=true"]), steps)
@@ -76,7 +89,7 @@ def main() -> None:
     for name in [*names, PLAIN]:
         began = time.perf_counter()
         facts = run_apart(name, options)
-        found.append({"option": name, "set": OPTIONS[name], **facts, "commit": commit()})
+        found.append({"option": name, "set": OPTIONS[name] | WAYS.get(name, {}), **facts, "commit": commit()})
         first = first or facts.get("step_s")
         told = facts.get("failed") or f"{1e3 * facts['step_s']:.2f} ms, {facts['step_s'] / first:.4f} of the first"
         print(f"{name}: {told} ({time.perf_counter() - began:.0f} s in all)", flush=True)
