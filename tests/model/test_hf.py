@@ -329,7 +329,13 @@ def break_the_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}')
 
 
+def ask_for_a_billion_layers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+
+
 BREAKS = {
+    "layers": (ask_for_a_billion_layers, r"asks for 1,000,000,000 layers, but its files hold only \d+ tensors"),
     "no config": (lambda f: (f / "config.json").unlink(), r"config\.json: no such file"),
     "bad config": (lambda f: (f / "config.json").write_text("{"), r"config\.json: cannot be read as JSON"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"neither model\.safetensors nor"),

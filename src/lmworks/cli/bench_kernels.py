@@ -48,9 +48,12 @@ def kernels(
     from ..kernels import choose
     from ..observe import kernel_bench
     from ..observe.probe import pick
-    from ..spec import Cluster
+    from ..spec import Cluster, SpecError
 
-    place = pick(Cluster(device=device))
+    try:
+        place = pick(Cluster(device=device))
+    except SpecError as error:
+        raise SpecError(f"--device {device}: {error}") from None
     if record:
         kernel_bench.refuse_record(place)
 

@@ -55,6 +55,14 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
             self.file_of |= dict.fromkeys(self.open[path].keys(), path)
 
+    def refuse_more_layers(self, layers: int) -> None:
+        """Than there can be. Said before any is made: a config.json may ask for a billion of them."""
+        if layers > len(self.file_of):
+            raise CheckpointError(
+                f"{self.folder}: config.json asks for {layers:,} layers, but its files hold only "
+                f"{len(self.file_of):,} tensors"
+            )
+
     def find(self, name: str) -> str:
         """The name under which the checkpoint holds it. Published GPT-2 leaves out 'transformer.' in front."""
         for candidate in (name, name.split(".", 1)[1]):
@@ -135,11 +143,12 @@ def load_hf(
 ) -> Model:
     """The model of a Hugging Face folder, in `dtype` whatever the precision of its files, straight on `device`."""
     family, spec = described(folder)
-    with torch.device("meta"):
-        model = cls(spec)
     device = torch.device(device)
     with ExitStack() as files:
         checkpoint = Checkpoint(folder, files)
+        checkpoint.refuse_more_layers(spec.layers)
+        with torch.device("meta"):
+            model = cls(spec)
         plan = {checkpoint.find(stored.name): stored for stored in layout(spec, family, checkpoint.file_of)}
         refuse_surplus(checkpoint, plan)
         make_room(model, device, dtype)
@@ -172,6 +181,7 @@ class HFWeights:
                     f"but model.{key} = {getattr(spec, key)}"
                 )
         self.checkpoint = Checkpoint(folder, ExitStack())  # files stay open for as long as the weights are read
+        self.checkpoint.refuse_more_layers(spec.layers)
         plan = {self.checkpoint.find(one.name): one for one in layout(spec, family, self.checkpoint.file_of)}
         refuse_surplus(self.checkpoint, plan)
         self.stored: dict[str, list[tuple[str, Stored]]] = {}
