@@ -5,6 +5,11 @@ What cuBLAS computes is compared on a GPU (tests/gpu/test_gelu_mlp_gpu.py); here
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +20,7 @@ from lmworks.kernels.gelu import slope
 from lmworks.model import GPT
 from lmworks.parallel.apply import join_products
 from lmworks.parallel.recompute import choose_recompute
-from lmworks.spec import ModelSpec, SpecError, load_run
+from lmworks.spec import LMWorksError, ModelSpec, SpecError, load_run
 
 CUBLAS = "cublas 2"
 
@@ -48,7 +53,8 @@ def test_results_and_gradients_are_those_of_three_layers(
     found = (torch.compile(ours, fullgraph=True) if compiled else ours)(*given)
     wanted = plain(*given)  # type: ignore[arg-type]
     if not compiled:
-        assert found.grad_fn is not None and "AddGeluMLP" in str(found.grad_fn.next_functions)
+        assert "AddGeluMLP" in str(found.grad_fn)
+    assert not found._is_view()  # a pipeline with a split backward pass detaches it in place
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     leaves = [one for one in given if one is not None]
@@ -69,7 +75,7 @@ def test_autocast_takes_both_products_with_it() -> None:
 
 
 def test_what_cublas_does_not_take_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that do not divide into 16 bytes, wide numbers, and passes without gradients."""
+    """Rows that do not divide into 16 bytes, wide numbers, no tokens, passes without gradients, no library."""
     monkeypatch.setattr(gelu_mlp.AddGeluMLP, "apply", lambda *_: pytest.fail("cuBLAS was asked"))
     ways = {"implementation": CUBLAS}
     x, up, down = (torch.randn(shape).bfloat16() for shape in ((4, 12), (20, 12), (12, 20)))
@@ -79,6 +85,11 @@ def test_what_cublas_does_not_take_is_left_to_pytorch(monkeypatch: pytest.Monkey
     with torch.no_grad():
         gelu_mlp.add_gelu_mlp(*drawn(True, torch.bfloat16), **ways)  # type: ignore[arg-type]
     gelu_mlp.add_gelu_mlp(*drawn(True, torch.bfloat16))  # type: ignore[arg-type]  # nothing was measured on a CPU
+    x, y, *layers = drawn(True, torch.bfloat16)
+    assert x is not None and y is not None
+    assert gelu_mlp.add_gelu_mlp(x[:, :0], y[:, :0], *layers, **ways).shape == (3, 0, 16)  # type: ignore[arg-type]
+    monkeypatch.setattr(cublas, "there", lambda _device: False)
+    gelu_mlp.add_gelu_mlp(x, y, *layers, **ways)  # type: ignore[arg-type]
 
 
 def test_an_unknown_way_is_refused() -> None:
@@ -133,3 +144,83 @@ def test_the_struct_is_that_of_the_c_interface() -> None:
     import ctypes
 
     assert ctypes.sizeof(cublas.Heuristic) == 96 and cublas.Heuristic.workspace.offset == 64
+
+
+class FakeCublas:
+    """Notes what it is asked; of the ways that it finds the second is none."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, tuple[Any, ...], int]] = []
+        self.device = 0
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def function(*given: Any) -> int:
+            self.asked.append((name, given, self.device))
+            if name == "cublasLtMatmulAlgoGetHeuristic":
+                found, count = given[-2], given[-1]._obj
+                count.value, found[1].status = 3, 15
+                for place in range(3):
+                    found[place].waves = place
+            return 0
+
+        return function
+
+    def given(self, name: str) -> list[tuple[Any, ...]]:
+        return [given for asked, given, _ in self.asked if asked == name]
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        before, self.device = self.device, device
+        yield
+        self.device = before
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCublas:
+    fake = FakeCublas()
+    monkeypatch.setattr(cublas, "library", lambda: fake)
+    monkeypatch.setattr(cublas, "handle_of", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "device", fake.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=0))
+    return fake
+
+
+def place_at(address: int, *shape: int) -> Tensor:
+    """A tensor whose address divided by 256 leaves `address`."""
+    size = 2 * torch.Size(shape).numel()
+    room = torch.empty(size + 512, dtype=torch.uint8)
+    first = (address - room.data_ptr()) % 256
+    return room[first : first + size].view(torch.bfloat16).view(shape)
+
+
+def test_ways_are_asked_for_numbers_as_they_lie(fake: FakeCublas) -> None:
+    """On the device of the numbers, and one that cuBLAS calls unfit is none."""
+    product = cublas.Product(cublas.Kind(8, 24, 16, True, cublas.PLAIN, 1, torch.bfloat16, device=3))
+    weight, out = place_at(0, 24, 16), place_at(0, 8, 24)
+    for address in (0, 16, 0, 32):
+        product(place_at(address, 8, 16), weight, out)
+    wishes = [(given[1].value, given[2]._obj.value) for given in fake.given("cublasLtMatmulPreferenceSetAttribute")]
+    most = (cublas.MOST_WORKSPACE, cublas.WORKSPACE)
+    assert wishes == [most, most, (5, 16), (6, 16), (7, 16), (8, 16)]  # cublasLt.h: of A, B, C and D
+    assert product.ways[True].waves == product.ways[False].waves == 2
+    assert {device for name, _, device in fake.asked if name == "cublasLtMatmul"} == {3}
+    assert len(fake.given("cublasLtMatmul")) == 4
+
+
+def test_numbers_that_cublas_cannot_read_are_copied() -> None:
+    odd = place_at(2, 4, 8)
+    assert cublas.fit(odd).data_ptr() % 16 == 0 and cublas.fit(odd.t()).is_contiguous()
+    even = place_at(16, 4, 8)
+    assert cublas.fit(even) is even
+
+
+def test_without_its_library_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a torch for other GPUs, or for none."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    cublas.library.cache_clear()
+    try:
+        assert not cublas.there(torch.device("cuda")) and cublas.there(torch.device("cpu"))
+        with pytest.raises(LMWorksError, match="has no libcublasLt beside it: cublasLtCreate"):
+            cublas.made("cublasLtCreate")
+    finally:
+        cublas.library.cache_clear()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p, sizeof
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,8 @@ COMPUTE_32F, R_32F = 68, 0
 TYPES = {torch.bfloat16: 14, torch.float16: 2}
 TRANSPOSE_A, EPILOGUE, BIAS, AUX, AUX_WIDTH = 3, 7, 8, 11, 12  # attributes of a product
 PLAIN, PLAIN_BIAS, GELU_AUX, GELU_AUX_BIAS, DGELU = 1, 4, 160, 164, 192  # its ends
-MOST_WORKSPACE = 1  # an attribute of a preference
+MOST_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)  # attributes of a preference
+TAKEN_FOR_GRANTED, LEAST = 256, 16  # bytes that an address divides by: as cuBLAS supposes, and as we see to
 WORKSPACE = 32 * 2**20  # bytes, as cuBLAS advises for Hopper
 WAYS = 8  # to compute a product, that cuBLAS is asked for
 
@@ -71,7 +72,7 @@ class Product:
         inner, columns = (kind.inner, kind.columns) if kind.turned else (kind.columns, kind.inner)
         self.weight = layout(kind.dtype, inner, columns)
         self.x, self.out = layout(kind.dtype, kind.inner, kind.rows), layout(kind.dtype, kind.columns, kind.rows)
-        self.way: Heuristic | None = None  # asked for with the first numbers: it looks at how they are aligned
+        self.ways: dict[bool, Heuristic] = {}  # for numbers that are aligned as cuBLAS supposes, and for others
 
     def say(self, attribute: int, value: ctypes._SimpleCData[int] | ctypes.c_void_p) -> None:
         call("cublasLtMatmulDescSetAttribute", self.describe, c_int(attribute), byref(value), c_size_t(sizeof(value)))
@@ -88,32 +89,41 @@ class Product:
     ) -> None:
         room = torch.empty(WORKSPACE, dtype=torch.uint8, device=x.device)
         added = out if onto is None else onto
-        with self.lock:  # what a product ends in is said before each
+        aligned = not any(
+            one is not None and one.data_ptr() % TAKEN_FOR_GRANTED for one in (x, weight, added, aux, bias)
+        )
+        # What a product ends in is said before each. cuBLAS launches on the current device, whatever the stream's is.
+        with self.lock, torch.cuda.device(self.kind.device):
             for attribute, given in ((AUX, aux), (BIAS, bias)):
                 if given is not None:
                     self.say(attribute, c_void_p(given.data_ptr()))
-            self.way = self.way or self.choose()
+            if aligned not in self.ways:
+                self.ways[aligned] = self.choose(aligned)
             call(
                 "cublasLtMatmul", self.handle, self.describe, byref(c_float(1)),
                 c_void_p(weight.data_ptr()), self.weight, c_void_p(x.data_ptr()), self.x,
                 byref(c_float(onto is not None)), c_void_p(added.data_ptr()), self.out,
                 c_void_p(out.data_ptr()), self.out,
-                byref(self.way), c_void_p(room.data_ptr()), c_size_t(WORKSPACE),
+                byref(self.ways[aligned]), c_void_p(room.data_ptr()), c_size_t(WORKSPACE),
                 c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
             )  # fmt: skip
 
-    def choose(self) -> Heuristic:
+    def choose(self, aligned: bool) -> Heuristic:
         preference, found, count = made("cublasLtMatmulPreferenceCreate"), (Heuristic * WAYS)(), c_int()
-        most = c_size_t(WORKSPACE)
-        call("cublasLtMatmulPreferenceSetAttribute", preference, c_int(MOST_WORKSPACE), byref(most), c_size_t(8))
+        wishes: list[tuple[int, ctypes._SimpleCData[int]]] = [(MOST_WORKSPACE, c_size_t(WORKSPACE))]
+        wishes += [] if aligned else [(attribute, c_uint32(LEAST)) for attribute in ALIGNMENTS]
+        for attribute, wish in wishes:
+            size = c_size_t(sizeof(wish))
+            call("cublasLtMatmulPreferenceSetAttribute", preference, c_int(attribute), byref(wish), size)
         call(
             "cublasLtMatmulAlgoGetHeuristic", self.handle, self.describe, self.weight, self.x, self.out, self.out,
             preference, c_int(WAYS), found, byref(count),
         )  # fmt: skip
         call("cublasLtMatmulPreferenceDestroy", preference)
-        if not count.value:
+        ways = [one for one in found[: count.value] if not one.status]
+        if not ways:
             raise LMWorksError(f"cuBLAS knows no way to compute {self.kind}")
-        return found[min(self.kind.way, count.value - 1)]
+        return ways[min(self.kind.way, len(ways) - 1)]
 
 
 @functools.cache
@@ -122,9 +132,21 @@ def product(kind: Kind) -> Product:
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL | None:
+    """None where torch is made for other GPUs, or has cuBLAS within itself."""
     major = (torch.version.cuda or "").partition(".")[0]
-    return ctypes.CDLL(f"libcublasLt.so.{major}")
+    try:
+        return ctypes.CDLL(f"libcublasLt.so.{major}")
+    except OSError:
+        return None
+
+
+def there(device: torch.device) -> bool:
+    """Whether the operations below run: on a CPU they are formulas."""
+    return device.type == "cpu" or library() is not None
+
+
+there._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `choose.fastest`
 
 
 @functools.cache
@@ -145,8 +167,16 @@ def made(function: str, *given: object) -> c_void_p:
 
 
 def call(function: str, *given: object) -> None:
-    if status := getattr(library(), function)(*given):
+    if (cublas := library()) is None:
+        raise LMWorksError(f"torch {torch.__version__} has no libcublasLt beside it: {function} cannot be called")
+    if status := getattr(cublas, function)(*given):
         raise LMWorksError(f"{function} of cuBLAS failed with status {status}")
+
+
+def fit(given: Tensor) -> Tensor:
+    """Contiguous, and where cuBLAS can begin to read; copied where it is not."""
+    given = given.contiguous()
+    return given.clone() if given.data_ptr() % LEAST else given
 
 
 # --- as operations of torch, which a compiler takes as they are ------------------------------------------
@@ -156,7 +186,7 @@ def call(function: str, *given: object) -> None:
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, way: int) -> tuple[Tensor, Tensor]:
     """(tokens, in), (out, in), (out) → gelu(pre), pre."""
     (rows, inner), columns = x.shape, weight.shape[0]
-    x, weight = x.contiguous(), weight.contiguous()
+    x, weight, bias = fit(x), fit(weight), None if bias is None else fit(bias)
     result, pre = x.new_empty(rows, columns), x.new_empty(rows, columns)
     kind = Kind(rows, columns, inner, True, GELU_AUX if bias is None else GELU_AUX_BIAS, way, x.dtype, x.device.index)
     product(kind)(x, weight, result, aux=pre, bias=bias)
@@ -178,7 +208,7 @@ def _(x: Tensor, weight: Tensor, _bias: Tensor | None, _way: int) -> tuple[Tenso
 def linear_dgelu(grad: Tensor, weight: Tensor, pre: Tensor, way: int) -> Tensor:
     """(tokens, out), (out, in), (tokens, in) → (grad · weight) · gelu′(pre)."""
     (rows, inner), columns = grad.shape, weight.shape[1]
-    grad, weight = grad.contiguous(), weight.contiguous()
+    grad, weight, pre = fit(grad), fit(weight), fit(pre)
     result = grad.new_empty(rows, columns)
     kind = Kind(rows, columns, inner, False, DGELU, way, grad.dtype, grad.device.index)
     product(kind)(grad, weight, result, aux=pre)
@@ -197,10 +227,10 @@ def _(grad: Tensor, weight: Tensor, _pre: Tensor, _way: int) -> Tensor:
 
 @torch.library.custom_op("lmworks::linear_add", mutates_args=(), device_types="cuda")
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor, way: int) -> Tensor:
-    """(tokens, in), (out, in), (out), (tokens, out) → onto + x · weightᵀ + bias."""
+    """(tokens, in), (out, in), (out), (…, out) → onto + x · weightᵀ + bias, in the shape of `onto`."""
     (rows, inner), columns = x.shape, weight.shape[0]
-    x, weight, onto = x.contiguous(), weight.contiguous(), onto.contiguous()
-    result = x.new_empty(rows, columns)
+    x, weight, onto, bias = fit(x), fit(weight), fit(onto), None if bias is None else fit(bias)
+    result = x.new_empty(onto.shape)
     kind = Kind(rows, columns, inner, True, PLAIN if bias is None else PLAIN_BIAS, way, x.dtype, x.device.index)
     product(kind)(x, weight, result, bias=bias, onto=onto)
     return result
@@ -208,9 +238,9 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor, way
 
 @linear_add.register_kernel("cpu")
 def linear_add_reference(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor, _way: int = 0) -> Tensor:
-    return onto + F.linear(x, weight, bias)
+    return onto + F.linear(x, weight, bias).view(onto.shape)
 
 
 @linear_add.register_fake
-def _(x: Tensor, weight: Tensor, _bias: Tensor | None, _onto: Tensor, _way: int) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _(x: Tensor, _weight: Tensor, _bias: Tensor | None, onto: Tensor, _way: int) -> Tensor:
+    return x.new_empty(onto.shape)

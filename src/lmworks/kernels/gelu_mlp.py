@@ -45,15 +45,16 @@ def add_gelu_mlp(
     chosen = [pick(op, implementation, IMPLEMENTATIONS, device, **shape) for op in OPS]
     if TORCH in chosen[:2] or not fits(x, y, up, down):
         return x + F.linear(gelu(F.linear(y, up, up_bias)), down, down_bias)
-    flat = x.flatten(0, -2), y.flatten(0, -2)
     ways = (None if way == TORCH else WAYS.index(way) for way in chosen)
-    return AddGeluMLP.apply(*flat, up, up_bias, down, down_bias, *ways).view_as(x)
+    # The result is no view: a pipeline lets go of what it has sent by detaching it in place.
+    return AddGeluMLP.apply(x, y.flatten(0, -2), up, up_bias, down, down_bias, *ways)
 
 
 def fits(x: Tensor, y: Tensor, up: Tensor, down: Tensor) -> bool:
     """What cuBLAS takes, where a gradient is wanted: else nobody needs what GELU was made of."""
     alike = x.dtype == y.dtype == up.dtype == down.dtype and x.dtype in DTYPES
-    return alike and torch.is_grad_enabled() and not (up.shape[0] % ALIGNED or up.shape[1] % ALIGNED)
+    whole = x.numel() > 0 and not (up.shape[0] % ALIGNED or up.shape[1] % ALIGNED)
+    return alike and whole and torch.is_grad_enabled() and cublas.there(x.device)
 
 
 class AddGeluMLP(torch.autograd.Function):
@@ -74,21 +75,22 @@ class AddGeluMLP(torch.autograd.Function):
         ctx.save_for_backward(y, up, down, pre, inner)
         ctx.back = back
         if adding is None:
-            return x + F.linear(inner, down, down_bias)
+            return x + F.linear(inner, down, down_bias).view_as(x)
         return cublas.linear_add(inner, down, down_bias, x, adding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, up, down, pre, inner = ctx.saved_tensors
-        _, _, wants_up, wants_up_bias, wants_down, wants_down_bias, *_ = ctx.needs_input_grad
-        grad_pre = cublas.linear_dgelu(grad, down, pre, ctx.back)
+        _, wants_y, wants_up, wants_up_bias, wants_down, wants_down_bias, *_ = ctx.needs_input_grad
+        flat = grad.flatten(0, -2)
+        grad_pre = cublas.linear_dgelu(flat, down, pre, ctx.back)
         return (
             grad,
-            grad_pre @ up,
+            grad_pre @ up if wants_y else None,
             grad_pre.t() @ y if wants_up else None,
             grad_pre.sum(0) if wants_up_bias else None,
-            grad.t() @ inner if wants_down else None,
-            grad.sum(0) if wants_down_bias else None,
+            flat.t() @ inner if wants_down else None,
+            flat.sum(0) if wants_down_bias else None,
             None,
             None,
             None,
