@@ -18,9 +18,11 @@ from torch import Tensor
 from lmworks.kernels import choose, cublas, gelu_mlp
 from lmworks.kernels.gelu import slope
 from lmworks.model import GPT
+from lmworks.model.attention import dense
 from lmworks.parallel.apply import join_products
 from lmworks.parallel.recompute import choose_recompute
 from lmworks.spec import LMWorksError, ModelSpec, SpecError, load_run
+from lmworks.train.health.nonfinite import FirstBadModule
 
 CUBLAS = "cublas 2"
 
@@ -121,6 +123,25 @@ def test_a_block_joins_its_products_where_it_may(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(found, apart, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_whoever_listens_to_its_layers_hears_them(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where something is not finite, the layer is named; DeepSpeed's hooks gather its weights."""
+    monkeypatch.setattr(choose, "fastest", lambda *_given, **_shape: CUBLAS)
+    model = GPT(ModelSpec.from_preset("tiny").replace(mlp="gelu", norm="layer", ffn=64)).bfloat16()
+    for block in model.layers():
+        block.joined = True
+        if compiled:
+            block.compile(fullgraph=True)
+    tokens = torch.randint(0, model.spec.vocab, (2, 9), generator=torch.Generator().manual_seed(0))
+    nodes = str(model.states(tokens, torch.arange(9), dense(model.spec, tokens.device, seq=9)).grad_fn)
+    assert compiled or "AddGeluMLP" in nodes
+    with torch.no_grad():
+        model.layers()[1].mlp.down.weight[0, 0] = torch.inf
+    with FirstBadModule({0: model}) as bad:
+        model(tokens)
+    assert bad.name(None) == ("blocks.1.mlp.down", 0)
+
+
 @pytest.mark.parametrize(
     ("words", "joined"),
     [
@@ -128,6 +149,8 @@ def test_a_block_joins_its_products_where_it_may(monkeypatch: pytest.MonkeyPatch
         (("parallel.recompute=full",), True),
         (("parallel.recompute=selective",), False),
         (("model.mlp=swiglu",), False),
+        (("model.layers=4", "parallel.pp=2", "data.global_batch=32"), True),
+        (("model.layers=4", "parallel.pp=2", "data.global_batch=32", "parallel.schedule=zbv"), False),
     ],
 )
 def test_blocks_of_plain_layers_may(words: tuple[str, ...], joined: bool) -> None:

@@ -109,6 +109,12 @@ class MLP(nn.Module):
             return self.down(gelu(self.up(x)))
         return self.down(swiglu(self.gate(x), self.up(x)))
 
+    @property
+    def heard(self) -> bool:
+        """Whether somebody listens to it or its layers, to gather their weights or to see what they give."""
+        parts = self, self.up, self.down
+        return any(part._forward_pre_hooks or part._forward_hooks or part._backward_hooks for part in parts)
+
 
 def make_moe(spec: ModelSpec) -> MoE:
     return MoE(spec, MLP(spec, spec.shared_experts * spec.expert_ffn) if spec.shared_experts else None)
@@ -128,7 +134,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
         x, normed = added(x, self.attention(self.attention_norm(x), turn, attend), self.mlp_norm)
-        if self.joined:
+        if self.joined and not cast("MLP", self.mlp).heard:
             up, down = cast("MLP", self.mlp).up, cast("MLP", self.mlp).down
             return add_gelu_mlp(x, normed, up.weight, up.bias, down.weight, down.bias)
         return x + self.mlp(normed)

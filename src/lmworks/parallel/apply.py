@@ -20,6 +20,7 @@ from ..model.gpt import LayerNorm
 from ..model.recompute import PARTLY, inside
 from ..plan.pipelines.stages import Stage, stages_here
 from ..spec import RunSpec
+from ..spec.layout import SPLIT_BACKWARD
 from .alone import Alone
 from .data import DataParallel
 from .ddp import DDP
@@ -81,8 +82,12 @@ def lay_out(
 
 
 def join_products(part: GPT, spec: RunSpec) -> None:
-    """Where layers are what they look like, and a policy does not tell their results apart."""
-    plain = spec.model.mlp == "gelu" and spec.parallel.tp == 1 and spec.precision.dtype != "fp8"
+    """Where layers are what they look like, and neither a policy nor a schedule tells apart what they compute: where
+    gradients of weights come later than those of inputs, both passes would compute all of them.
+    """
+    layout = spec.parallel
+    plain = spec.model.mlp == "gelu" and layout.tp == 1 and spec.precision.dtype != "fp8"
+    plain = plain and not (layout.pp > 1 and layout.schedule in SPLIT_BACKWARD)
     for block in part.layers():
         block.joined = plain and block.recompute not in PARTLY
 
