@@ -1,7 +1,7 @@
 """The loss as a GPU computes it, where there is none and tensors have no numbers: its chunks, and what each holds.
 
 Kernels cannot run on such tensors. Where the loss is computed in place they take nothing and leave nothing behind but
-the loss of a chunk, and that is what stands in for them.
+the loss of a chunk, and that is what stands in for them; gradients are scaled by PyTorch, where the kernel would.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cross_entropy
-from ..kernels.cross_entropy import OuterSum
+from ..kernels.cross_entropy import OuterSum, scaled
 from ..parallel.vocab import VocabLoss
 from ..plan import software
 
@@ -37,6 +37,7 @@ def loss_of(device: str) -> Iterator[None]:
             changed.enter_context(replaced(cross_entropy, "pick", lambda *_, **__: "triton"))
             changed.enter_context(replaced(cross_entropy, "chunk_loss", nothing))
             changed.enter_context(replaced(VocabLoss, "in_place", exchange))
+            changed.enter_context(replaced(cross_entropy, "scaled", scaled_by_torch))
             changed.enter_context(replaced(OuterSum, "add", written))
         elif device == "cuda":
             changed.enter_context(replaced(cross_entropy, "CHUNK_LOGITS", cross_entropy.CHUNK_LOGITS_GPU))
@@ -53,3 +54,7 @@ def exchange(loss: VocabLoss, logits: Tensor, _index: Tensor, counted: Tensor, _
 
 def written(total: OuterSum, _grad: Tensor, _hidden: Tensor) -> None:
     total.empty = False
+
+
+def scaled_by_torch(x: Tensor, factor: Tensor, dtype: torch.dtype, _implementation: str) -> Tensor:
+    return scaled(x, factor, dtype, "torch")
