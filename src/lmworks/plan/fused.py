@@ -86,9 +86,8 @@ def residual(name: str, load: Workload, inner: bool = False) -> Op:
     x, s = load.outside * load.model.hidden, load.software.stream
     mask = x * load.software.dropout
     kept = min(s, load.width) if inner and load.software.fused else s
-    return Op(
-        name, "residual", passes((2 * s + load.width) * x + mask), passes(2 * s * x + mask), saved=(kept * x, mask)
-    )
+    moved = np.where(load.joined & (not inner), s, 2 * s + load.width)[()]
+    return Op(name, "residual", passes(moved * x + mask), passes(2 * s * x + mask), saved=(kept * x, mask))
 
 
 def attention(load: Workload) -> list[Op]:
@@ -146,7 +145,7 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
     forward = (gemm(rows, h, up * width, count), *up * cast)
     sums = launched(load, 3 if bias else 1)
     backward = (gemm(rows, up * width, h, count), gemm(up * width, rows, h, count), *up * cast, *sums)
-    act = passes((up + 1) * wide * apart), passes((2 * up + 1) * wide * apart)
+    there, back = (np.where(load.joined, 1, moved * apart)[()] * wide for moved in (up + 1, 2 * up + 1))
     last = (
         (gemm(rows, width, h, count), *cast),
         (gemm(rows, h, width, count), gemm(h, rows, width, count), *cast, *sums),
@@ -156,7 +155,7 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
     saved = (each,) * (up + (not load.made_again))
     return [
         Op("up", "matmul", forward, backward + more[0], dear=dear, copies=count),
-        Op(load.model.mlp, "activation", *act, saved=saved, copies=count),
+        Op(load.model.mlp, "activation", passes(there), passes(back), saved=saved, copies=count),
         # Nothing in the backward pass asks for the last product: a compiler does not keep it.
         Op(
             "down",

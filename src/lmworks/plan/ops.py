@@ -22,6 +22,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..spec import ModelSpec, RunSpec
+from ..spec.layout import SPLIT_BACKWARD
 from .case import Case, Number
 from .flops import keys_per_query
 from .software import EAGER, Software, software_of
@@ -31,6 +32,7 @@ CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 CHUNK_BYTES_IN_PLACE = 2**29
 TALL, FEW = 256, 16
 ALIGNED, FILLED = 8, 64
+APART = ("selective", "mlp", "budget")  # recompute that tells apart what the layers of a block compute, or of some
 
 
 def device_of(spec: RunSpec) -> str:
@@ -86,6 +88,7 @@ class Workload:
     cp: Any = 1
     ep: Any = 1
     software: Software = EAGER
+    apart: bool = False  # recompute, or a schedule, tells apart what the layers of a block compute
 
     @classmethod
     def of(cls, spec: RunSpec, device: str) -> Self:
@@ -102,12 +105,14 @@ class Workload:
             layout.cp,
             layout.ep,
             software_of(spec),
+            layout.recompute in APART or layout.schedule in SPLIT_BACKWARD,
         )
 
     @classmethod
     def of_case(cls, case: Case) -> Self:
         work = cls(case.model, case.micro_batch, case.seq, case.dtype, "cuda", software=case.software)
-        return replace(work, tp=case.tp, sp=case.sp, cp=case.cp, ep=case.ep)
+        apart = case.recompute in APART or case.schedule in SPLIT_BACKWARD
+        return replace(work, tp=case.tp, sp=case.sp, cp=case.cp, ep=case.ep, apart=apart)
 
     @functools.cached_property
     def tokens(self) -> Any:
@@ -194,6 +199,16 @@ class Workload:
         return self.device == "cuda" and self.software.in_place
 
     @property
+    def joined(self) -> Any:
+        """GELU, its gradient and the sum after the MLP are ends of products, as parallel/apply.py joins them.
+
+        Each then moves one tensor that a product does not: GELU writes its result beside the product's, its gradient
+        reads what GELU was made of, and the sum reads what is added to.
+        """
+        plain = self.software.joined and self.model.mlp == "gelu" and self.dtype != "fp8" and not self.apart
+        return np.equal(self.tp, 1) & (plain and self.device == "cuda")
+
+    @property
     def attention(self) -> str:
         """'fused' keeps no scores; 'scores' holds every one, as the reference does.
 
@@ -274,12 +289,13 @@ def norm(name: str, load: Workload, readers: int) -> Op:
     return Op(name, "norms", tuple(forward), tuple(backward), tuple(saved), freed=freed)
 
 
-def residual(name: str, load: Workload) -> Op:
+def residual(name: str, load: Workload, joined: Any = False) -> Op:
     """x + f(x): the sum is kept, as the next norm needs it; backward adds the two gradients."""
     x = load.outside * load.model.hidden
     passed = stream(3 * x * load.stream / 4)
     back = [passed] + ([stream(1.5 * x)] if load.cast else [])
-    return Op(name, "residual", (passed,), tuple(back), saved=(load.stream * x,), freed=load.width * x)
+    forward = stream(np.where(joined, 1, 3)[()] * x * load.stream / 4)
+    return Op(name, "residual", (forward,), tuple(back), saved=(load.stream * x,), freed=load.width * x)
 
 
 def head_norm(name: str, load: Workload, heads: Any) -> Op:
@@ -342,7 +358,8 @@ def activation(load: Workload, width: Any, tokens: Any, count: Any = 1) -> Op:
     """SwiGLU keeps gate, silu(gate) and up; GELU keeps its input; the next product keeps their result, as wide."""
     x = tokens * width * load.width / 4  # in units of 4 bytes
     if load.model.mlp == "gelu":
-        forward, backward = [stream(2 * x, kind="tanh", count=count)], [stream(3 * x, kind="tanh", count=count)]
+        there, back = (np.where(load.joined, 1, apart)[()] * x for apart in (2, 3))
+        forward, backward = [stream(there, kind="tanh", count=count)], [stream(back, kind="tanh", count=count)]
         tensors = 1
     else:
         forward = [stream(2 * x, kind="exp", count=count), stream(3 * x, count=count)]

@@ -36,6 +36,7 @@ class Software:
     dropout: bool = False  # its masks are kept
     loss: str = "chunked"  # logits never whole; "plain": whole, in fp32 as well; "fused": whole, once; or "compiled"
     in_place: bool = False  # gradients take the place of logits on a GPU, in one kernel
+    joined: bool = False  # GELU, its gradient and the sum after an MLP are ends of products on a GPU
     wide_ends: bool = False  # the last LayerNorm and the head's gradient in fp32, over chunks twice as large: ours once
     logit_bytes: int = 0  # of one logit when the loss is highest (0: as its kind has it, see closed.py)
     every_second: bool = False  # selective recompute keeps every second product, not all
@@ -58,6 +59,7 @@ class Software:
 # Whether our own loss does so now: as kernels/measured.toml has it, which a test compares. Runs that were measured
 # before keep what they had, see `as_it_ran`.
 IN_PLACE = True
+JOINED = True  # likewise, whether GELU is the end of a product: kernels/gelu_mlp.py
 
 WIDE_SUMS = "triton, fp32 sums"  # how runs of 15 November 2026 name the loss that they had
 
@@ -134,11 +136,11 @@ def kept_in(own: Software, kept: PrecisionSpec) -> Software:
     if kept.weights == "bf16":  # and with them gradients and the residual stream; nothing is left to cast
         dense = DENSE if own.fused else 1.0
         low = 2 if kept.master else 0
-        return replace(own, weights=2, gradients=2, low=low, clips=1, stream=2, cast=False, dense=dense)
+        return replace(own, weights=2, gradients=2, low=low, clips=1, stream=2, cast=False, dense=dense, joined=JOINED)
     return replace(own, cast=kept.compute != "fp32")
 
 
 def as_it_ran(own: Software, loss: str, clips: int) -> Software:
     """Our own trainer as it was when a run was measured: how it clipped, and whose loss it had: "torch", "triton" or
-    `WIDE_SUMS`."""
-    return replace(own, in_place=loss != "torch", wide_ends=loss == WIDE_SUMS, clips=clips)
+    `WIDE_SUMS`. GELU was a pass of its own in all of them."""
+    return replace(own, in_place=loss != "torch", wide_ends=loss == WIDE_SUMS, clips=clips, joined=False)
