@@ -285,6 +285,20 @@ def test_a_second_derivative_is_refused_and_not_wrong() -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+@pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=with_triton)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_a_graph_that_is_kept_can_be_gone_through_again(implementation: str, dtype: torch.dtype) -> None:
+    """As a pipeline's split backward pass does. Both gradients are scaled in place by whoever comes last."""
+    hidden, weight, targets = drawn(9, 24, 16, dtype)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    loss = linear_cross_entropy(hidden * 1, weight, targets, implementation=implementation)
+    first = torch.autograd.grad(3 * loss, leaves, retain_graph=True)
+    kept = [one.clone() for one in first]
+    second, last = (torch.autograd.grad(3 * loss, leaves, retain_graph=again) for again in (True, False))
+    for results in zip(kept, first, second, last, strict=True):
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
 def test_no_tokens_have_no_gradient() -> None:
     hidden, weight = torch.zeros(0, 4).requires_grad_(), torch.ones(6, 4).requires_grad_()
     loss = linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64))
