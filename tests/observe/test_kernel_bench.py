@@ -69,6 +69,18 @@ def test_bytes_are_inputs_and_results_once() -> None:
     }  # fmt: skip
 
 
+def test_the_gradient_of_an_embedding_is_of_tokens_as_in_text() -> None:
+    (case,) = OPS["embedding_gradient"](TINY)
+    assert case.bytes == 4 * (TINY.tokens + TINY.model.vocab) * TINY.model.hidden
+    many = (
+        kernel_ops.frequent(replace(TINY, seq=5000)).bincount(minlength=TINY.model.vocab).sort(descending=True).values
+    )
+    assert len(many) == TINY.model.vocab
+    chance = 1 / sum(1 / n for n in range(1, TINY.model.vocab + 1))
+    assert many[0] == pytest.approx(10_000 * chance, rel=0.2)
+    assert many[9] == pytest.approx(1000 * chance, rel=0.4)
+
+
 def test_the_norm_is_over_all_gradients_of_the_model() -> None:
     (case,) = OPS["sum_squares"](TINY)
     assert case.shape["numbers"] == TINY.model.params and case.bytes == 4 * TINY.model.params
@@ -114,7 +126,7 @@ def test_every_op_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
     kept: list[dict[str, Any]] = []
     facts = bench_kernels(CPU, ["tiny"], (), 1, 1, 16, lambda stage, _done, _all: stages.append(stage), kept.append)
-    assert [len({row["op"] for row in one["rows"]}) for one in kept] == [1, 2, 3, 4, 5, 6, 7, 7, 11, 12, 13]
+    assert [len({row["op"] for row in one["rows"]}) for one in kept] == [1, 2, 3, 4, 5, 6, 7, 8, 8, 12, 13, 14]
     assert kept[-1] == facts
     assert {row["op"] for row in facts["rows"]} >= {*OPS} - {"attention", "gelu", "fp8"} | {
         "flash_attention",

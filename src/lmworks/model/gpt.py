@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..kernels import add_norm
 from ..kernels.cross_entropy import IGNORE, linear_cross_entropy
+from ..kernels.embedding import embedding
 from ..kernels.gelu import gelu
 from ..kernels.gelu_mlp import add_gelu_mlp
 from ..kernels.rms_norm import rms_norm
@@ -46,6 +47,13 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         pass
+
+
+class TokenEmbedding(Embedding):
+    """Of many rows, used by many tokens: its gradient has a kernel."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return embedding(tokens, self.weight)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -171,7 +179,8 @@ class GPT(nn.Module):
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear  # (hidden, head weight) → logits
         self.turns: Callable[[ModelSpec, Tensor], tuple[Tensor, Tensor]] = rope.tables  # rotation at some positions
         self.offload: Offload | None = None  # where what blocks keep waits in host memory
-        self.embed = Embedding(spec.vocab, spec.hidden) if first or (last and spec.tie_embeddings) else None
+        embeds = first or (last and spec.tie_embeddings)
+        self.embed: Embedding | None = TokenEmbedding(spec.vocab, spec.hidden) if embeds else None
         self.positions = Embedding(spec.context, spec.hidden) if first and spec.positions == "learned" else None
         # Names that say which layer it is, so that a part of the network has the names of the whole.
         chosen = range(spec.layers) if layers is None else layers

@@ -20,6 +20,7 @@ from ..kernels import (
     add_norm,
     cross_entropy,
     cublas,
+    embedding,
     flash_attention,
     float8,
     gelu_mlp,
@@ -293,6 +294,27 @@ def with_targets(way: Callable[..., Tensor], targets: Tensor, hidden: Tensor, we
     return way(hidden, weight, targets)
 
 
+def embedded(place: Place) -> Iterator[Case]:
+    """The gradient of the token embedding: one row a token is read, the whole table written."""
+    tokens, vocab, hidden = place.tokens, place.model.vocab, place.model.hidden
+    moved = place.dtype.itemsize * float(tokens + vocab) * hidden
+
+    def make() -> Mapping[str, Work]:
+        ids, grad = frequent(place), place.drawn(tokens, hidden)
+        ways = implementations(place, embedding.embedding_gradient, embedding.IMPLEMENTATIONS)
+        return {name: partial(way, grad, ids, vocab) for name, way in ways.items()}
+
+    shape = {"tokens": tokens, "vocab": vocab, "hidden": hidden}
+    yield Case(embedding.OP, FORWARD, shape, moved, 0, make, of_device(place, embedding.IMPLEMENTATIONS))
+
+
+def frequent(place: Place) -> Tensor:
+    """Tokens as often as in text: the n-th in frequency is drawn with a chance of 1/n (Zipf), and has any number."""
+    numbers = torch.randperm(place.model.vocab, device=place.device)
+    chances = 1 / torch.arange(1, place.model.vocab + 1, device=place.device)
+    return numbers[torch.multinomial(chances, place.tokens, replacement=True)]
+
+
 def eight_bits(place: Place) -> Iterator[Case]:
     """A weight of the MLP to e4m3: with one scale everything is read twice; and back."""
     rows, columns = place.model.ffn, place.model.hidden
@@ -368,6 +390,7 @@ def updating(place: Place, count: int, dtype: torch.dtype) -> Mapping[str, Work]
 # Each gives no case where a model does without it: GPT-2 has no SwiGLU.
 OPS: dict[str, Callable[[Place], Iterator[Case]]] = {
     "linear_cross_entropy": loss,
+    "embedding_gradient": embedded,
     "attention": attention,
     "sparse_attention": sparse_attention,
     "rms_norm": norm,
