@@ -149,6 +149,7 @@ def test_a_run_in_use_is_refused_before_anything_is_written(lmworks: Run, finish
     assert (code, out) == (2, "") and "is in use: another process is training this run" in one_line(err)
 
 
+@pytest.mark.slow
 def test_memory_is_at_least_what_weights_gradients_and_moments_take(dataset: Path, tmp_path: Path) -> None:
     """In a process of its own: here, memory that an earlier test gave back would be used again."""
     spec = make_spec(dataset, "model.vocab=65536", "optim.steps=3")

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from lmworks.cli.main import app
-from lmworks.kernels import choose, cross_entropy
+from lmworks.kernels import choose, cross_entropy, gelu_mlp
 from lmworks.kernels.flash_attention import reference
 from lmworks.observe import kernel_bench, kernel_ops
 from lmworks.observe.kernel_bench import Roof, Row, backward_rows, bench_kernels, measure, record, winners
@@ -118,6 +118,16 @@ def test_a_case_that_cannot_be_made_is_one_row() -> None:
 
     (row,) = measure(Clock(CPU, 1.0), Case("op", FORWARD, {}, 1.0, 1.0, make), "tiny", Roof(1.0, 1.0), 1)
     assert row.error == "OutOfMemoryError: too large"
+
+
+def test_what_ends_a_product_is_measured_by_its_formula_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_bench, "measured_ceilings", lambda *_: Ceilings("measured", {"fp32": 1e10}, 1e9))
+    facts = bench_kernels(CPU, ["gpt2-small"], ["gelu"], 1, 1, 16)
+    found = {row["op"]: (row["implementation"], row["shape"], row["error"]) for row in facts["rows"]}
+    assert found == {op: ("torch", {"hidden": 768, "ffn": 3072}, "") for op in gelu_mlp.OPS}
+    assert {row["flops"] for row in facts["rows"]} == {2 * 16 * 768 * 3072}
+    moved = {row["op"]: row["bytes"] / 4 - 768 * 3072 for row in facts["rows"]}  # beside the weight
+    assert moved == {"linear_gelu": 16 * 6912, "linear_dgelu": 16 * 6912, "linear_add": 16 * 4608}
 
 
 def test_every_op_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,7 @@ def test_every_schedule_on_two_ranks() -> None:
     compare([make_spec(s, 2, uneven.get(s, 5), model={"tie_embeddings": True}) for s in SCHEDULES])
 
 
+@pytest.mark.slow
 def test_every_schedule_on_four_ranks() -> None:
     uneven = {"dualpipev": 9, "gpipe": 3, "looped-bfs": 3}
     compare([make_spec(s, 4, uneven.get(s, 6)) for s in SCHEDULES], evaluated=5)
@@ -164,6 +165,7 @@ def test_bf16_is_one_ranks_bf16() -> None:
     compare([make_spec(s, 2, 4, precision={"dtype": "bf16"}) for s in ("1f1b", "zbv")])
 
 
+@pytest.mark.slow
 def test_with_sharded_parameters() -> None:
     """FSDP2 under the pipeline: gradients are whole only if the schedule neither loses nor repeats a reduction."""
     sharded = {"strategy": "fsdp2", "dp_shard": 2}

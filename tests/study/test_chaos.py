@@ -69,7 +69,14 @@ def strike(jobs: Harness, some: list[Trial]) -> list[Outcome]:
     return run_trials(jobs, some, 2, lambda outcome: None)
 
 
-@pytest.mark.parametrize("cases", [PROCESSES, DISKS, NUMBERS], ids=["processes", "disks", "numbers"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(PROCESSES, id="processes"),
+        pytest.param(DISKS, id="disks"),
+        pytest.param(NUMBERS, id="numbers", marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_lost(jobs: Harness, cases: list[tuple[str, str, str, str]]) -> None:
     found = strike(jobs, [chosen(case, number) for number, case in enumerate(cases)])
     assert [(o.fault, o.phase, o.verdict, o.problem) for o in found if not o.ok] == []

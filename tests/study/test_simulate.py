@@ -228,6 +228,7 @@ def test_layers_that_differ_are_all_simulated(parallel: dict[str, Any], why: str
 LLAMA = ["parallel.tp=8", "parallel.pp=4", "parallel.dp_shard=32", "parallel.strategy=fsdp2", "parallel.sp=true"]
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_thousand() -> None:
     """Llama 3 70B: a quarter of its eighty layers stand on this rank's stage, each weight cut in 8 × 32."""
     spec = load_run("llama3-70b", [*LLAMA, "data.seq=1024", "data.micro_batch=1", "precision.dtype=bf16"])

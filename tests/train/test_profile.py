@@ -73,6 +73,7 @@ def test_values_that_would_record_nothing_are_refused(dataset: Path, key: str, s
         layout(dataset, "log.profile=[1,2]", "parallel.dp=2", key)
 
 
+@pytest.mark.slow
 def test_it_says_nothing() -> None:
     """In a process of its own: the profiler asks once how much it should say."""
     code = (

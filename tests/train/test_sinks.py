@@ -113,6 +113,7 @@ def test_wandb_that_cannot_log_in_is_one_line(tmp_path, wandb):
         open_sinks(spec.log, folder, spec)
 
 
+@pytest.mark.slow
 def test_wandb_offline_for_real(tmp_path):
     pytest.importorskip("wandb")
     folder, spec = make(tmp_path, wandb="offline")
