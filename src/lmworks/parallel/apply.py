@@ -35,8 +35,8 @@ from .tensor import apply_tensor_parallel, enable_async_tp
 from .weights import Source
 from .zero import Zero
 
-# How many parts LayerNorm's gradients are summed in is tried out: 106.4 → 106.0 ms of GPT-2's step on an H200, where no
-# other option of the compiler gained anything (benchmarks/compile_options.py). Not tried with RMSNorm.
+# How many parts LayerNorm's gradients are summed in is tried out: 0.2 to 0.5 ms of GPT-2's 106 on an H200 in two jobs,
+# where plain runs of one job are up to 0.7 apart (benchmarks/compile_options.py). Not tried with RMSNorm.
 TUNED = {"triton.mix_order_reduction_autotune_split_size": True}
 
 
