@@ -1,7 +1,5 @@
 """What pays within a step: options of PyTorch's compiler and ways of a product, each beside a step with none of them.
 
-Measured alone, a product that is short of power has its clock to itself: in a step it takes that of its neighbours.
-
     python benchmarks/compile_options.py                                     GPT-2 on one GPU, about 30 s an option
     python benchmarks/compile_options.py --only plain,"launched early"
     python benchmarks/compile_options.py --steps 5 tiny cluster.device=cpu   another run
@@ -35,13 +33,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "launched early": {"triton.enable_pdl": True},
     "more tiles of pointwise kernels": {"max_autotune_pointwise": True},
     "tiles by descent": {"coordinate_descent_tuning": True},
+    "both sums of a norm's gradient tuned": {"triton.mix_order_reduction_autotune_split_size": True},
     "both sums of a norm's gradient in stages": {"triton.mix_order_reduction_allow_multi_stages": True},
     "sums of a norm's gradient apart": {"triton.mix_order_reduction": False},
 }
 WAYS = {  # of ops of ours; others as `lmworks bench kernels` found them
     "GELU as cuBLAS would": {"linear_gelu": "cublas 0"},
     "GELU's gradient as cuBLAS would": {"linear_dgelu": "cublas 0"},
-    "GELU's gradient, large tiles": {"linear_dgelu": "cublas 2"},
+    "GELU's gradient by its third way": {"linear_dgelu": "cublas 2"},
     "the sum after the MLP apart": {"linear_add": "torch"},
     "GELU apart": {"linear_gelu": "torch"},
 }

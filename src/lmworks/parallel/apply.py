@@ -35,10 +35,6 @@ from .tensor import apply_tensor_parallel, enable_async_tp
 from .weights import Source
 from .zero import Zero
 
-# How many parts LayerNorm's gradients are summed in is tried out: 0.2 to 0.5 ms of GPT-2's 106 on an H200 in two jobs,
-# where plain runs of one job are up to 0.7 apart (benchmarks/compile_options.py). Not tried with RMSNorm.
-TUNED = {"triton.mix_order_reduction_autotune_split_size": True}
-
 
 def lay_out(
     spec: RunSpec, mesh: Mesh | None, device: torch.device, weights: Source, stages: list[Stage] | None = None
@@ -97,14 +93,13 @@ def compile_blocks(part: GPT, spec: RunSpec, mesh: Mesh | None) -> None:
     if spec.parallel.async_tp and mesh is not None:
         enable_async_tp(mesh)
     alone = mesh is None or mesh.size("tp") * mesh.size("cp") * mesh.size("ep") == 1
-    options = TUNED if spec.model.norm == "layer" else None
     if isinstance(part.norm, LayerNorm) and alone:  # RMSNorm has kernels of its own
-        part.norm.compile(options=options)
+        part.norm.compile()
     for block in part.layers():
         if block.recompute in PARTLY and alone:  # a block that talks to other ranks is not one graph
             block.forward = inside(block.forward, block.recompute)  # type: ignore[method-assign]
             block.recompute = "none"
-        block.compile(options=options)
+        block.compile()
 
 
 def with_weights(
