@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -97,6 +98,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"ep": 2}}, "parallel.ep = 2 does not divide model.experts = 0; ep can be 1 .the model is dense"),
     ({"parallel": {"ep": 4}, "model": {"experts": 6}}, "does not divide model.experts = 6; ep can be 1, 2, 3, 6"),
     ({"precision": {"dtype": "bf61"}}, "precision.dtype = 'bf61' is not one of: fp32, bf16, fp16, fp8"),
+    *(
+        (
+            {"precision": {"dtype": "fp16", "loss_scale": scale}},
+            re.escape(f"precision.loss_scale = {scale} is out of range: it must be at least 1 and at most 1.09951e+12"),
+        )
+        for scale in (-65536.0, 0.0, 1e-310, 0.5, 2.0**40 + 1, 1e38, 1e300)
+    ),
+    ({"precision": {"loss_scale": float("inf")}}, "precision.loss_scale = inf is not a finite number"),
     ({"precision": {"weights": "bf16"}}, "precision.weights = 'bf16' needs precision.dtype = 'bf16' or 'fp8', not"),
     ({"precision": {"weights": "bf16", "dtype": "fp16"}}, "or 'fp8', not 'fp16'"),
     ({"precision": {"dtype": "bf16", "master": False}}, "precision.master = false needs precision.weights = 'bf16'"),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..spec import PrecisionSpec
+from ..spec.precision import LARGEST_SCALE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,8 +41,9 @@ def run_in(precision: PrecisionSpec, model: nn.Module, device: torch.device) -> 
 class LossScale:
     """fp16 gradients underflow below 6e-8: the loss is scaled up, and gradients down again before the step.
 
-    On overflow the step is skipped and the scale halved; after `window` good steps it doubles. It follows from the norm
-    of the whole gradient, which every rank has, so all of them skip the same steps. Other precisions: always 1.
+    On overflow the step is skipped and the scale halved; after `window` good steps it doubles, up to where no gradient
+    would be left. It follows from the norm of the whole gradient, which every rank has, so all of them skip the same
+    steps. Other precisions: always 1.
     """
 
     def __init__(self, precision: PrecisionSpec) -> None:
@@ -58,7 +60,7 @@ class LossScale:
             return
         self.good += 1
         if self.good == self.window:
-            self.scale, self.good = self.scale * 2, 0
+            self.scale, self.good = min(self.scale * 2, LARGEST_SCALE), 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale, "good": self.good} if self.enabled else {}

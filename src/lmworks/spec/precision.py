@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .run import RunSpec
 
 FP8_ALIGNED = 16  # numbers of 8 bits that tensor cores take at once
+LARGEST_SCALE = 2.0**40  # beyond it fp16's smallest number, 2⁻²⁴, becomes more than its largest, 65,504
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class PrecisionSpec(Section):
     )
     states: str = opt("fp32", "what AdamW's two moments are kept in", choices=("fp32", "bf16"))
     reduce: str = opt("fp32", "what gradients are summed in across ranks", choices=("fp32", "bf16"))
-    loss_scale: float = opt(65_536.0, "fp16: first loss scale; it halves on overflow", gt=0)
+    loss_scale: float = opt(65_536.0, "fp16: first loss scale; it halves on overflow", ge=1, le=LARGEST_SCALE)
     loss_scale_window: int = opt(2000, "fp16: steps without overflow before the scale doubles", ge=1)
     fp8_scaling: str = opt(
         "tensorwise", "fp8: one scale for a tensor, or one for each row of it", choices=("tensorwise", "rowwise")
