@@ -248,7 +248,7 @@ def progress_unless(json: bool) -> Iterator[Progress]:
 
 def parse_bytes(text: str) -> int:
     """5GB as `transformers` reads it, 5 × 10⁹; GiB are powers of 1024."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Z]*)", text.strip().upper())
     size = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0
     if size < 1:
         raise SpecError(f"--max-shard-size {text!r} is no size; say it like 5GB, 500MB or 2GiB")

@@ -99,7 +99,7 @@ def read_tokenizer(path: Path, eot: int | str = "") -> FileTokenizer:
 def bpe_size(name: str) -> int:
     """4096 for `bpe:4096`."""
     size = name.removeprefix("bpe:")
-    if not size.isdecimal() or int(size) < 257:
+    if not (size.isascii() and size.isdecimal()) or int(size) < 257:
         raise SpecError(
             f"tokenizer {name!r}: write bpe:N with N at least 257 (256 bytes and end-of-text), e.g. bpe:4096"
         )

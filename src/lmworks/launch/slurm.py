@@ -10,7 +10,7 @@ from ..spec import SpecError
 from ..spec.errors import PREEMPTED
 from .job import Job, handing_on, one_word, waiting_for
 
-TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")  # minutes, or [days-]hours:minutes:seconds
+TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}")  # minutes, or [days-]hours:minutes:seconds
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 5 * 10**9  # of one file, unless told
 WEIGHTS = re.compile(
-    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?(\.part)?"
+    r"model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?(\.part)?"
 )  # of any export, also of one that was killed
 Told = Callable[[int, int], None]
 """Called for each tensor with the bytes that are written once it is, and those that there are."""

@@ -163,6 +163,6 @@ def as_message(ids: list[int]) -> dict[str, Any]:
 def read_prefix(text: str) -> tuple[int, int]:
     """512: tokens that all prompts begin with. 512x4: four such beginnings."""
     tokens, cross, groups = text.partition("x")
-    if not tokens.isdecimal() or (cross and not (groups.isdecimal() and int(groups))):
+    if not text.isascii() or not tokens.isdecimal() or (cross and not (groups.isdecimal() and int(groups))):
         raise SpecError(f"--shared-prefix {text!r}: write TOKENS, e.g. 512, or TOKENSxGROUPS, e.g. 512x4")
     return int(tokens), int(groups) if cross else 1

@@ -58,7 +58,7 @@ class Workload:
 def read_range(text: str, name: str) -> Range:
     """100:1024, or one number for always the same."""
     low, colon, high = text.partition(":")
-    if not low.isdecimal() or (colon and not high.isdecimal()):
+    if not text.isascii() or not low.isdecimal() or (colon and not high.isdecimal()):
         raise SpecError(f"{name} = {text!r}: write LOW:HIGH, e.g. 100:1024, or one number")
     return int(low), int(high if colon else low)
 

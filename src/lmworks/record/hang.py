@@ -11,6 +11,7 @@ for nobody, are the cause.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ from typing import Any, Self
 from ..spec.grid import shorten
 from .life import UNSEEN, Beat, where
 
+ATTEMPT = re.compile(r"attempt-([0-9]+)")
 SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")  # of these, on every rank
 
 
@@ -260,8 +262,8 @@ def blame(ranks: list[int]) -> str:
 
 def attempts(run: Path) -> dict[int, Path]:
     """Attempts of a run that hung, and where their reports are."""
-    folders = (run / "hangs").glob("attempt-*")
-    return {int(path.name.removeprefix("attempt-")): path for path in sorted(folders) if path.name[8:].isdigit()}
+    named = ((ATTEMPT.fullmatch(path.name), path) for path in sorted((run / "hangs").glob("attempt-*")))
+    return {int(match[1]): path for match, path in named if match}
 
 
 def read_reports(folder: Path) -> dict[int, Report]:

@@ -141,7 +141,7 @@ def spelling(name: str) -> str:
 
 
 CLUSTER = re.compile(
-    r"(?i)(?:(?P<first>[-+]?[\d.]+)\s*[x×*]\s*)?(?:(?P<second>[-+]?[\d.]+)\s*[x×*]\s*)?(?P<gpu>[a-z].*)"
+    r"(?i)(?:(?P<first>[-+]?[0-9.]+)\s*[x×*]\s*)?(?:(?P<second>[-+]?[0-9.]+)\s*[x×*]\s*)?(?P<gpu>[a-z].*)"
 )
 
 

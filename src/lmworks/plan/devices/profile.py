@@ -170,7 +170,7 @@ def read_links(table: Any) -> dict[str, Any]:
         raise ProfileError("links.all-reduce is missing: what was not measured is priced like it")
     for kind, by_ranks in measured.items():
         for ranks, times in by_ranks.items():
-            if not str(ranks).isdecimal() or int(ranks) < 2:
+            if not (str(ranks).isascii() and str(ranks).isdecimal()) or int(ranks) < 2:
                 raise ProfileError(f"links.{kind}: {ranks!r} is no number of ranks")
             if len(numbers(times, f"links.{kind}.{ranks}")) != len(sizes):
                 raise ProfileError(f"links.{kind}.{ranks} has not as many times as there are sizes")

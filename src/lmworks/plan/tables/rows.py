@@ -165,7 +165,7 @@ def recompute_of(row: Row, software: Software) -> str:
     if not found and row.flag("recompute") is not None:
         found = "full" if row.flag("recompute") else "none"
     if not found and cell:
-        if not cell.replace(".", "").isdigit():
+        if not cell.replace(".", "").isdecimal():
             raise SpecError(f"recompute = {cell!r} is not known; use none, full, selective or attention")
         found = "full"
     if not found and "recomp" in row.hints.lower():

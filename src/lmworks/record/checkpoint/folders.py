@@ -13,7 +13,7 @@ from ...spec import CheckpointError
 from ...spec.files import sync_folder
 from .manifest import FOLDER, MARKER, commit, step_of, verify
 
-LEFTOVER = re.compile(r"\.step-\d+\.tmp-(\d+)-\d+")
+LEFTOVER = re.compile(r"\.step-[0-9]+\.tmp-([0-9]+)-[0-9]+")
 
 
 def work_folder(final: Path, process: int, number: int) -> Path:

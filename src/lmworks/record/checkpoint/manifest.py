@@ -30,7 +30,7 @@ FORMAT = 2
 INDEX = "index.json"
 MANIFEST = "manifest.json"
 MARKER = "COMMITTED"
-FOLDER = re.compile(r"step-(\d+)(\.replaced-\d+)?")
+FOLDER = re.compile(r"step-([0-9]+)(\.replaced-[0-9]+)?")
 
 Files = dict[str, dict[str, Any]]  # name → {"bytes", "rank" that wrote it, "digests" of its chunks}
 
