@@ -1,7 +1,7 @@
 """What pays within a step: options of PyTorch's compiler and ways of a product, each beside a step with none of them.
 
     python benchmarks/compile_options.py                                     GPT-2 on one GPU, about 30 s an option
-    python benchmarks/compile_options.py --only plain,"launched early"
+    python benchmarks/compile_options.py --only plain,"launched early" --times 2
     python benchmarks/compile_options.py --steps 5 tiny cluster.device=cpu   another run
 
 Every option is a process of its own. Plain runs first and last: what lies between the two is noise.
@@ -20,6 +20,7 @@ import torch._inductor.config
 from common import commit, write_result
 
 from lmworks.kernels import choose
+from lmworks.observe.power import power_words
 from lmworks.spec import load_run
 from lmworks.study.train_bench import bench_train
 
@@ -57,7 +58,7 @@ def run(option: str, arguments: list[str], steps: int) -> dict[str, Any]:
         setattr(torch._inductor.config, key, value)  # of which an older compiler may have none
     facts = bench_train(load_run(arguments[0], [*arguments[1:], "parallel.compile=true"]), steps)
     assert facts is not None
-    return {key: facts[key] for key in ("step_s", "step_s_range", "tokens_per_s", "warm_up_s")}
+    return {key: facts[key] for key in ("step_s", "step_s_range", "tokens_per_s", "warm_up_s", "power")}
 
 
 def run_apart(option: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("spec", nargs="*", default=GPT2)
     parser.add_argument("--only", default=",".join(OPTIONS), help="names, with commas between them")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--times", type=int, default=1, help="go through all of them so often")
     parser.add_argument("--one", help="a single option in this process; prints JSON")
     options = parser.parse_args()
     if options.one:
@@ -85,12 +87,14 @@ def main() -> None:
     if unknown := [name for name in names if name not in OPTIONS]:
         parser.error(f"--only: there is no {', '.join(unknown)}; use some of {', '.join(OPTIONS)}")
     found, first = [], None
-    for name in [*names, PLAIN]:
+    for name in [*names * options.times, PLAIN]:
         began = time.perf_counter()
         facts = run_apart(name, options)
         found.append({"option": name, "set": OPTIONS[name] | WAYS.get(name, {}), **facts, "commit": commit()})
         first = first or facts.get("step_s")
         told = facts.get("failed") or f"{1e3 * facts['step_s']:.2f} ms, {facts['step_s'] / first:.4f} of the first"
+        if power := facts.get("power"):
+            told += f", {power['clock_mhz']:,.0f} MHz {power_words(power)}"
         print(f"{name}: {told} ({time.perf_counter() - began:.0f} s in all)", flush=True)
         if options.spec == GPT2:
             write_result("compile_options", {"spec": options.spec, "steps": options.steps, "found": found})

@@ -212,7 +212,7 @@ USUAL = ("throughput", "startup", "quant", "spec")  # throughput measures the st
 def say(name: str, case: str, facts: dict[str, Any]) -> None:
     """One case in a line or two, beside vLLM's bf16."""
     if "decode_ms" not in facts:
-        told = {key: round(value, 3) for key, value in facts.items() if not isinstance(value, str)}
+        told = {key: round(value, 3) for key, value in facts.items() if isinstance(value, int | float)}
         print(f"{name} {case}: {json.dumps(told)}", flush=True)
         return
     peer = VLLM[name]
@@ -220,9 +220,10 @@ def say(name: str, case: str, facts: dict[str, Any]) -> None:
         rate = facts["output_tokens_per_s"]
         print(
             f"{name} {case}: {rate:,.0f} output tokens/s, {rate / peer['output_tokens_per_s']:.2f}× vLLM; "
-            f"prefill {facts['prefill_s']:.1f} s, decode {facts['decode_s']:.1f} s (floor {facts['floor_s']:.1f}); "
+            f"prefill {facts['prefill_s']:.1f} s (longest step {facts['longest_prefill_step_s']:.2f}), "
+            f"decode {facts['decode_s']:.1f} s (floor {facts['floor_s']:.1f}); "
             f"host {facts['host_share']:.0%}, batch {facts['mean_batch']:.0f}, preempted {facts['preemptions']}, "
-            f"KV {facts['kv_use']['peak']:.0%}",
+            f"KV {facts['kv_use']['peak']:.0%}; met first: {facts['first_times']}; power: {facts['power']}",
             flush=True,
         )
     times = ", ".join(

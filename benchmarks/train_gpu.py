@@ -29,6 +29,7 @@ from typing import Any
 
 from common import RESULTS, commit, write_result
 
+from lmworks.observe.power import power_words
 from lmworks.observe.roofline import Ceilings, floor
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.memory.reserve import reserved
@@ -248,11 +249,13 @@ def outcome(row: Row, facts: dict[str, Any]) -> str:
         return f"failed: {facts['failed']}"
     gib = facts["memory"]["allocated_bytes"] / 2**30
     floors = ", ".join(f"{at['reached']:.0%} of the {name} floor" for name, at in facts["floors"].items())
+    power = facts["power"]
+    clock = f"; {power['clock_mhz']:,.0f} MHz {power_words(power)}" if power else ""
     met = facts["tokens_per_s"] >= row.aim_tokens and (row.aim_gib is None or gib <= row.aim_gib)
     return (
         f"{facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu'] or 0:.1%}, {gib:.1f} GiB, {floors}; {row.peer} "
         f"{row.peer_tokens:,}: {facts['tokens_per_s'] / row.peer_tokens:.2f}×; aim "
-        f"{row.aim_tokens:,}{f' and {row.aim_gib:g} GiB' if row.aim_gib else ''}: {'met' if met else 'not met'}"
+        f"{row.aim_tokens:,}{f' and {row.aim_gib:g} GiB' if row.aim_gib else ''}: {'met' if met else 'not met'}{clock}"
     )
 
 

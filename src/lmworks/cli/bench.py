@@ -95,6 +95,8 @@ def process_age() -> float:
 
 
 def show(facts: dict[str, Any]) -> None:
+    from ..observe.power import power_words
+
     kv = facts["kv_use"]
     gaps, least = facts["inter_token_ms"], facts["floor_s"]
     typer.echo(
@@ -112,6 +114,8 @@ def show(facts: dict[str, Any]) -> None:
             f"sequences in a decoding step: {facts['occupancy']:.0%} of the possible",
         ],
         ["cache", f"{kv['peak']:.1%}", f"at most, {kv['mean']:.1%} on average, of {binary_bytes(kv['bytes'])}"],
+        *first_times(facts["first_times"]),
+        *([["clock", f"{power['clock_mhz']:,.0f} MHz", power_words(power)]] if (power := facts["power"]) else []),
         ["preemptions", str(facts["preemptions"]), f"in {facts['steps']:,} steps"],
         ["between tokens", f"{gaps['p50']:.3g} ms", f"the slowest of 100: {gaps['p99']:.3g} ms"],
     ]
@@ -122,3 +126,11 @@ def show(facts: dict[str, Any]) -> None:
     ]
     floor = f"floor: {facts['weights']} of weights and the cache over {facts['bandwidth_gbs']:,.0f} GB/s"
     print_table(f"A decoding step ({floor})", ["batch", "ms", "floor, ms", "of the floor's pace"], steps)
+
+
+def first_times(met: dict[str, Any]) -> list[list[str]]:
+    """What made a few steps longer than they will be the next time."""
+    kernels, graphs = len(met["kernels"]), met["graphs"]
+    if not kernels and not graphs:
+        return []
+    return [["first times", str(kernels + graphs), f"{kernels} kernels compiled or read, {graphs} graphs recorded"]]

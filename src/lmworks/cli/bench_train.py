@@ -50,6 +50,8 @@ def train(
 
 
 def show(facts: dict[str, Any]) -> None:
+    from ..observe.power import power_words
+
     memory, said = facts["memory"], facts["predicted"]
     typer.echo(
         f"{facts['name']} on {facts['ranks']} × {facts['device']}, {facts['dtype']}: {facts['tokens_per_s']:,.0f} "
@@ -74,6 +76,9 @@ def show(facts: dict[str, Any]) -> None:
     ]
     if facts["host_waits"] is not None:
         rows.append(["host", f"{facts['host_waits']:.1%}", "of a step it waits for the device; near 0 it is too slow"])
+    if power := facts["power"]:
+        rows.append(["clock", f"{power['clock_mhz']:,.0f} MHz", power_words(power)])
+        rows.append(["energy", f"{power['joules'] / facts['steps']:,.0f} J", "a step, of the card alone"])
     if memory["reserved_bytes"]:
         rows.append(["reserved", binary_bytes(memory["reserved_bytes"]), "by the allocator"])
     rows += [["warm-up", duration(facts["warm_up_s"]), "building the model and compiling too"], *foreseen(said)]

@@ -17,6 +17,9 @@ wait has: one kernel without it would let all that come after run ahead of all t
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +32,10 @@ try:
 except ImportError as error:
     raise LMWorksError("kernels on a GPU need Triton, which is not installed here: pip install triton") from error
 
-__all__ = ["MANY", "early", "multiprocessors", "power_of_two", "shared_bytes", "tickets_of", "tl", "triton", "wait"]
+__all__ = [
+    "MANY", "early", "multiprocessors", "newly_met", "power_of_two", "shared_bytes", "tickets_of", "tl", "triton",
+    "wait",
+]  # fmt: skip
 
 MANY = 2**10  # programs of one launch: more than are on a GPU at once, so that the next ones have no place to wait in
 
@@ -51,6 +57,19 @@ def shared_bytes(device: torch.device) -> int:
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; the interpreter takes one program after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@contextmanager
+def newly_met() -> Iterator[list[str]]:
+    """The kernels that are compiled meanwhile, or read from Triton's cache: their first launch waits for that."""
+    names: list[str] = []
+
+    def listen(*, metadata: dict[str, Any], **_: Any) -> None:
+        names.append(metadata["name"])
+
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = listen
+        yield names
 
 
 @functools.cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..record.figures import binary_bytes
 from ..spec import SpecError
 from .engine_floor import Floor, measure_bandwidth
 from .engine_trace import Trace, watched
+from .power import watched_power
 from .workload import Workload
 
 BATCHES = (1, 8, 64)
@@ -122,7 +124,8 @@ class Bench:
         fitted = workload.within(self.engine.spec.context)
         requests = fitted.draw(self.runner.valid_vocab)
         before = self.engine.metrics.num_preemptions
-        trace = self.run(requests)
+        with watched_power(self.runner.device) as power, self.first_times() as first_times:
+            trace = self.run(requests)
         durations = trace.durations()
         prompts = [s for step, s in zip(trace.steps, durations, strict=True) if step.prompt_tokens]
         decode = [step for step in trace.steps if not step.prompt_tokens]
@@ -141,6 +144,9 @@ class Bench:
             "prefill_s": sum(prompts),
             "decode_s": sum(durations) - sum(prompts),
             "prompt_tokens_per_s": sum(step.prompt_tokens for step in trace.steps) / (sum(prompts) or 1.0),
+            "longest_prefill_step_s": max(prompts, default=0.0),
+            "first_times": first_times,
+            "power": power.between(trace.began, trace.began + trace.seconds),
             "steps": len(trace.steps),
             "prefill_steps": len(prompts),
             "mean_batch": rows,
@@ -158,6 +164,21 @@ class Bench:
             "floor_s": self.least_seconds(trace),
             "trace": trace,
         }
+
+    @contextmanager
+    def first_times(self) -> Iterator[dict[str, Any]]:
+        """What the warm-up had not met: kernels that are compiled or read meanwhile, and graphs that are recorded."""
+        found: dict[str, Any] = {"kernels": [], "graphs": 0}
+        if self.runner.device.type == "cpu":
+            yield found
+            return
+        from ..kernels.triton_support import newly_met
+
+        graphs = self.runner.graphs
+        before = 0 if graphs is None else len(graphs.recorded)
+        with newly_met() as found["kernels"]:
+            yield found
+        found["graphs"] = 0 if graphs is None else len(graphs.recorded) - before
 
     def least_seconds(self, trace: Trace) -> float:
         """The decoding steps of a trace, each at its floor."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from ..observe.measure import device_name, memory_bytes
+from ..observe.power import watched_power
 from ..observe.probe import cached_machine, probe
 from ..observe.roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
 from ..parallel.weights import Source
@@ -88,7 +89,8 @@ def take_steps(trainer: Trainer, steps: int, kernels: bool) -> dict[str, Any]:
     trainer.build()
     total = WARM_UP + steps + kernels
     losses, ends, waits = [], [], []
-    with closing(Feed(trainer.batches, trainer.spec.data.workers, device)) as trainer.feed:
+    feed = Feed(trainer.batches, trainer.spec.data.workers, device)
+    with closing(feed) as trainer.feed, watched_power(device) as power:
         for number in range(total):
             with ExitStack() as stack:
                 if number == WARM_UP and device.type == "cuda":
@@ -104,6 +106,7 @@ def take_steps(trainer: Trainer, steps: int, kernels: bool) -> dict[str, Any]:
     seconds = [after - before for before, after in pairwise(timed)]
     found = {"warm_up_s": ends[WARM_UP - 1] - began, "seconds": seconds, "losses": losses}
     found["waited"] = statistics.median(waits[WARM_UP : WARM_UP + steps])
+    found["power"] = power.between(timed[0], timed[-1])
     found["allocated"] = trainer.memory.read()
     found["reserved"] = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
     if recorded is not None:
@@ -161,6 +164,7 @@ def facts_of(trainer: Trainer, measured: dict[str, Any], ceilings: list[Ceilings
             "device_bytes": memory_bytes(device),
         },
         "floors": {one.source: floor(spec, one, device.type).to_dict(flops.tokens, step_s) for one in ceilings},
+        "power": measured["power"],  # of the first rank's card
         "predicted": compared(spec, device, step_s, measured),
         "losses": measured["losses"],
     }
