@@ -11,9 +11,11 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +35,7 @@ class Build:
 
     name: str
     sources: tuple[Path, ...]
-    compilers: tuple[str, ...]  # paths of what compiles them
+    compilers: tuple[str, ...]  # commands that compile them, as a shell reads them
 
     @property
     def cuda(self) -> bool:
@@ -60,13 +62,19 @@ class Build:
 
 def planned(name: str, sources: Sequence[Path]) -> Build:
     """What can be built here of these sources; an error that says what is missing where nothing can."""
-    from torch.utils import cpp_extension
-
-    compiler = shutil.which(cpp_extension.get_cxx_compiler())
-    if compiler is None:
+    program, *rest = cxx_command()
+    path = shutil.which(program)
+    if path is None:
         raise LMWorksError(
-            f"{name} is built from C++ on first use, and there is no compiler '{cpp_extension.get_cxx_compiler()}' "
+            f"{name} is built from C++ on first use, and there is no compiler '{program}' "
             "here: install one (Debian: apt install g++) or name it in CXX; the other implementations need none"
+        )
+    compiler = shlex.join([path, *rest])
+    if rest and (asked := ask_version(compiler)).returncode:
+        said = (asked.stderr or asked.stdout).strip().partition("\n")[0] or f"exit code {asked.returncode}"
+        raise LMWorksError(
+            f"{name} is built from C++ on first use, and '{shlex.join([program, *rest])}', which CXX names, does not "
+            f"run ({said}): install what is missing, or name another compiler; the other implementations need none"
         )
     if shutil.which("ninja") is None:
         raise LMWorksError(
@@ -76,7 +84,20 @@ def planned(name: str, sources: Sequence[Path]) -> Build:
     nvcc = cuda_compiler()
     if nvcc is None:
         return Build(name, tuple(source for source in sources if source.suffix != ".cu"), (compiler,))
-    return Build(name, tuple(sources), (compiler, nvcc))
+    return Build(name, tuple(sources), (compiler, shlex.quote(nvcc)))
+
+
+def cxx_command() -> list[str]:
+    """Of one word, or of several: CXX may hold a wrapper and options, as in "ccache g++ -m64"."""
+    from torch.utils import cpp_extension
+
+    given = cpp_extension.get_cxx_compiler()
+    if shutil.which(given):  # a path may have spaces
+        return [given]
+    try:
+        return shlex.split(given) or [given]
+    except ValueError as error:
+        raise LMWorksError(f"CXX = {given!r} is no command ({error}): write it as for a shell, e.g. g++") from None
 
 
 def cuda_compiler() -> str | None:
@@ -118,14 +139,15 @@ def compile_sources(build: Build) -> None:
     # It would not build a second time in one process what failed the first time, and number what has changed since.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(build.name, None)
     try:
-        cpp_extension.load(
-            build.name,
-            [str(source) for source in build.sources],
-            extra_cflags=list(CPP_FLAGS),
-            extra_cuda_cflags=list(CUDA_FLAGS),
-            build_directory=str(build.folder),
-            is_python_module=False,
-        )
+        with cxx_as_one_program(build.folder):
+            cpp_extension.load(
+                build.name,
+                [str(source) for source in build.sources],
+                extra_cflags=list(CPP_FLAGS),
+                extra_cuda_cflags=list(CUDA_FLAGS),
+                build_directory=str(build.folder),
+                is_python_module=False,
+            )
     except (RuntimeError, OSError) as error:
         log = build.folder / "build.log"
         log.write_text(str(error), encoding="utf-8")
@@ -134,10 +156,30 @@ def compile_sources(build: Build) -> None:
         raise LMWorksError(f"{build.name} could not be built ({reason}); all that was said is in {log}") from None
 
 
+@contextmanager
+def cxx_as_one_program(folder: Path) -> Iterator[None]:
+    """PyTorch takes CXX for the name of a program: a command of several words becomes one, a script in the folder."""
+    words = cxx_command()
+    if len(words) == 1:
+        yield
+        return
+    script = folder / "cxx"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
+    given, os.environ["CXX"] = os.environ["CXX"], str(script)
+    try:
+        yield
+    finally:
+        os.environ["CXX"] = given
+
+
 def version_of(compiler: str) -> str:
-    """Its path and what it says of itself."""
-    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    return f"{compiler}\n{said.stdout}"
+    """The command and what it says of itself."""
+    return f"{compiler}\n{ask_version(compiler).stdout}"
+
+
+def ask_version(compiler: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*shlex.split(compiler), "--version"], capture_output=True, text=True, check=False)
 
 
 def processor() -> str:
