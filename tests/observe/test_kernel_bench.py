@@ -194,7 +194,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_record_is_what_training_chooses_by(measured: Path) -> None:
     measured.write_text(
-        '["NVIDIA A100".rope]\n"tokens=8" = "triton"\n["NVIDIA H200".rope]\n"tokens=8" = "triton"\n'
+        '["NVIDIA A100".rope]\n"tokens=8" = "triton"\n["NVIDIA H200".measured]\nrope = "2025"\nrms_norm = "2025"\n'
+        '["NVIDIA H200".rope]\n"tokens=8" = "triton"\n'
         '["NVIDIA H200".rms_norm]\n"hidden=4 tokens=8" = "torch"\n"hidden=4096 tokens=8" = "triton"\n'
     )
     found = {"rms_norm": {"hidden=4 tokens=8": "triton", "hidden=64 tokens=8": "torch"}}
@@ -207,7 +208,8 @@ def test_a_record_is_what_training_chooses_by(measured: Path) -> None:
     assert choose.fastest("rms_norm", GPU, tokens=8, hidden=4096) == "triton"  # of a model that was measured before
     assert choose.fastest("rope", GPU, tokens=8) == "triton"  # was not measured this time, and stays
     assert choose.table()["NVIDIA A100"]["rope"] == {"tokens=8": "triton"}
-    assert choose.table()["NVIDIA H200"]["measured"] == "2026-11-20, torch 2.11.0, triton 3.6.0"
+    dates = choose.table()["NVIDIA H200"]["measured"]
+    assert dates == {"rope": "2025", "rms_norm": "2026-11-20, torch 2.11.0, triton 3.6.0"}
 
 
 # --- the command ----------------------------------------------------------------------------------------

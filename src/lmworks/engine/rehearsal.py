@@ -8,9 +8,9 @@ engine will take, on a thread of its own, and what was compiled and loaded for t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from threading import Thread
 
 import torch
@@ -61,20 +61,22 @@ def rehearse(outline: Outline, spec: EngineSpec, device: torch.device) -> None:
         take_steps(one_layer(outline, spec, device))
         return
     with ThreadPoolExecutor(1) as beside:
-        compiler = beside.submit(load_compiler)
+        loading = beside.submit(load_compiler)
         runner = one_layer(outline, spec, device)
-        with compiler.result()():
-            take_steps(runner)
+        loading.result()
+    from ..kernels.compiling import compiled_apart
+
+    with compiled_apart():
+        take_steps(runner)
     take_steps(runner)
     torch.cuda.synchronize(device)
 
 
-def load_compiler() -> Callable[[], AbstractContextManager[None]]:
+def load_compiler() -> None:
     """Half a second, and nearly as long again until it knows its own version, by which it finds what it has kept."""
-    from ..kernels.compiling import compiled_apart, know_version
+    from ..kernels.compiling import know_version
 
     know_version()
-    return compiled_apart
 
 
 def take_steps(runner: Runner) -> None:

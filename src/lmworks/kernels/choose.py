@@ -3,8 +3,8 @@
 `lmworks bench kernels --record` times every implementation at the shapes of named models and writes the winners to
 `measured.toml`, a table a device:
 
-    ["NVIDIA H200"]                      # a pattern: "NVIDIA H100*" stands for all of that family
-    measured = "2026-11-20, torch 2.11.0, triton 3.6.0"
+    ["NVIDIA H200".measured]             # a pattern: "NVIDIA H100*" stands for all of that family
+    rms_norm = "2026-11-20, torch 2.11.0, triton 3.6.0"
 
     ["NVIDIA H200".rms_norm]
     "hidden=4096 tokens=16384" = "triton"

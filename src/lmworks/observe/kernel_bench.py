@@ -266,9 +266,10 @@ def record(facts: Mapping[str, Any]) -> Path:
     """Write the winners for this device to where `kernels.choose` reads them; other devices, ops and shapes stay."""
     kept = dict(choose.table())
     versions = ", ".join(f"{name} {facts['made'][name]}" for name in ("torch", "triton") if name in facts["made"])
-    before = {op: points for op, points in kept.get(facts["device"], {}).items() if isinstance(points, Mapping)}
-    points = {op: {**before.get(op, {}), **facts["winners"].get(op, {})} for op in {**before, **facts["winners"]}}
-    kept[facts["device"]] = {"measured": f"{facts['made']['date']}, {versions}", **points}
+    before, winners = kept.get(facts["device"], {}), facts["winners"]
+    dates = {**before.get("measured", {}), **dict.fromkeys(winners, f"{facts['made']['date']}, {versions}")}
+    points = {op: {**before.get(op, {}), **winners.get(op, {})} for op in {**before, **winners} if op != "measured"}
+    kept[facts["device"]] = {"measured": dates, **points}
     try:
         write_whole(choose.MEASURED, HEADER + dump_toml(kept).lstrip("\n"))
     except OSError as error:
