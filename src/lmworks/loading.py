@@ -14,7 +14,15 @@ from .engine.draft import Ahead, Draft
 from .engine.engine import Engine
 from .engine.ngram import NGram
 from .engine.outline import Outline
-from .engine.quantized_folder import is_quantized, load_quantized, of_bytes, quantized_outline, quantized_vocab
+from .engine.quantized_folder import (
+    QuantizedWeights,
+    check_digests,
+    is_quantized,
+    load_quantized,
+    of_bytes,
+    quantized_outline,
+    quantized_vocab,
+)
 from .engine.rehearsal import rehearsal
 from .engine.runner import DTYPES, Runner
 from .engine.speculate import Speculator
@@ -64,15 +72,21 @@ def load_share(source: str | Path, spec: EngineSpec, step: int | None, seed: int
     refuse_step(source, step)
     if is_preset(source):
         model = ModelSpec.from_preset(str(source))
-        return Loaded(ranks.lay_out(model, dtype, lambda name, shape: initial_weight(model, seed, name, shape)), None)
+        drawn = ranks.lay_out(Outline(model), dtype, lambda name, shape: initial_weight(model, seed, name, shape))
+        return Loaded(drawn, None)
     if is_hf(folder):
         if is_quantized(folder):
-            raise SpecError(f"{folder}: quantized weights are not cut over ranks; use engine.tp = 1")
+            if ranks.rank == 0:  # for all of them: each byte of the weights is read for it
+                check_digests(folder)
+            stored = QuantizedWeights(folder)
+            part = ranks.lay_out(stored.outline, dtype, stored.tensor, stored.layer)
+            return Loaded(part, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
         model = described(folder)[1]
-        return Loaded(ranks.lay_out(model, dtype, HFWeights(folder, model).whole), hf_tokenizer(folder), hf_eos(folder))
+        part = ranks.lay_out(Outline(model), dtype, HFWeights(folder, model).whole)
+        return Loaded(part, hf_tokenizer(folder), hf_eos(folder))
     whole = load(source, spec.replace(device="cpu"), step, seed)
     parameters, buffers = dict(whole.model.named_parameters()), dict(whole.model.named_buffers())
-    part = ranks.lay_out(whole.model.spec, dtype, lambda name, _shape: parameters[name].detach())
+    part = ranks.lay_out(Outline(whole.model.spec), dtype, lambda name, _shape: parameters[name].detach())
     for name, buffer in part.named_buffers():
         buffer.copy_(buffers[name])
     return replace(whole, model=part)
@@ -170,10 +184,11 @@ def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> 
         with rehearsal(outline_of(source), spec, pick_device(spec)):
             loaded = load(source, spec, step, seed)
         return loaded, make_engine(loaded, spec, seed)
-    from .engine.ranks import Lead, check_widths  # not above: PyTorch's distributed parts take seconds to load
+    from .engine.ranks import Lead  # not above: PyTorch's distributed parts take seconds to load
+    from .engine.share import check_shares
 
     if (outline := outline_of(source)) is not None:
-        check_widths(outline.spec, spec.tp)  # before others are started, who would only add their own complaints
+        check_shares(outline, spec.tp)  # before others are started, who would only add their own complaints
     lead = Lead(source, spec, step, seed, pick_device(spec))
     try:
         loaded = load_share(source, spec, step, seed, lead)

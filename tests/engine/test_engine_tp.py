@@ -15,8 +15,10 @@ from hf_reference import VOCAB, compare, random_prompts, reference_model
 
 from lmworks import LLM, SamplingParams
 from lmworks.engine import ranks
-from lmworks.engine.ranks import Lead, check_widths
+from lmworks.engine.outline import Outline
+from lmworks.engine.ranks import Lead
 from lmworks.engine.runner import Runner
+from lmworks.engine.share import check_shares
 from lmworks.model import GPT
 from lmworks.spec import LMWorksError, ModelSpec, SpecError
 from tiny import make_spec, train
@@ -174,6 +176,7 @@ def test_a_follower_that_never_comes(llama: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_what_ranks_cannot_share() -> None:
     with pytest.raises(SpecError, match=r"engine.tp = 3 does not divide the model's heads = 4"):
-        check_widths(ModelSpec.from_preset("tiny", heads=4), 3)
+        check_shares(Outline(ModelSpec.from_preset("tiny", heads=4)), 3)
+    odd = ModelSpec.from_preset("tiny", hidden=192, heads=12, kv_heads=3, vocab=512, ffn=256)
     with pytest.raises(SpecError, match=r"engine.tp = 4 and the model's kv_heads = 3: one must divide the other"):
-        check_widths(ModelSpec.from_preset("tiny", hidden=192, heads=12, kv_heads=3, vocab=512, ffn=256), 4)
+        check_shares(Outline(odd), 4)

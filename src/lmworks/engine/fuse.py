@@ -28,6 +28,7 @@ from ..model.gpt import GPT, MLP, Attention, Block, Linear, RMSNorm, Rope
 from ..spec import LMWorksError, ModelSpec, SpecError
 from . import quantized_model
 from .paged import Paged
+from .summed import Summed
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Stream = Tensor | tuple[Tensor, Tensor]  # the residual stream, (tokens, hidden); or it, and what is still to be added
@@ -37,7 +38,7 @@ class Applied:
     """The one place where it is chosen how linear layers are computed.
 
     A plain one by `product`: streamed where the rows are few, in an order that rows do not change where results must
-    not depend on the batch. Any other (quantised, cut over ranks, with adapters) by itself.
+    not depend on the batch; so are products that ranks sum. Any other (quantised, with adapters) by itself.
     """
 
     def __init__(self, invariant: bool) -> None:
@@ -47,6 +48,8 @@ class Applied:
     def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
         if type(layer) is Linear:
             return self.product(x, layer.weight, layer.bias)
+        if type(layer) is Summed:
+            return layer.total(self(layer.part, x))
         return layer(x)
 
     def gated(self, layer: nn.Module, x: Tensor) -> Tensor:

@@ -21,8 +21,12 @@ class Outline:
 
     def blank(self, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> GPT:
         """The network, or one of so many layers, with anything in it; what is not quantized in `dtype`."""
+        return make_room(self.shape(layers), device, dtype)
+
+    def shape(self, layers: int | None = None) -> GPT:
+        """The network without memory."""
         with torch.device("meta"):
             model = GPT(self.spec if layers is None else self.spec.replace(layers=layers))
             if self.scheme:
                 empty_like_quantized(model, self.scheme, self.groups)
-        return make_room(model, device, dtype)
+        return model

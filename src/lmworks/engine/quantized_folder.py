@@ -14,8 +14,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from ..spec import CheckpointError, ModelSpec, SpecError
 from ..spec.files import write_whole
 from .outline import Outline
 from .quantize import Report
-from .quantized_model import SCHEMES
+from .quantized_model import SCHEMES, QuantLinear, scheme_named, scheme_of
 
 CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "quantization.json"
 VERSION = 2
@@ -135,13 +136,52 @@ def load_quantized(
 ) -> GPT:
     """The network, on `device`; what is not quantized in `dtype`."""
     folder = Path(folder)
-    check_digests(folder, read_about(folder)["digests"])
-    try:
+    check_digests(folder)
+    with describing(folder):
         model = quantized_outline(folder).blank(torch.device(device), dtype)
-    except SpecError as error:
-        raise CheckpointError(f"{folder}: {CONFIG} and {ABOUT} describe no network ({one_line(error)})") from None
     fill(model, folder / WEIGHTS)
     return model.eval().requires_grad_(False)
+
+
+class QuantizedWeights:
+    """The tensors of a folder, one at a time: what each of several ranks takes its share of."""
+
+    def __init__(self, folder: Path) -> None:
+        """Digests are not looked at: one rank does that for all (`check_digests`)."""
+        self.path, self.outline = folder / WEIGHTS, quantized_outline(folder)
+        with describing(folder):
+            whole = self.outline.shape()
+        with whole_file(self.path):
+            self.file = safe_open(self.path, framework="pt")  # open for as long as the weights are read
+            self.names = set(self.file.keys())
+            check_tensors(self.path, self.names, spans(self.path), whole.state_dict())
+
+    def tensor(self, name: str, _shape: torch.Size | None = None) -> Tensor:
+        with whole_file(self.path):
+            found: Tensor = self.file.get_tensor(name)
+        return found
+
+    def layer(self, name: str) -> QuantLinear:
+        """A quantized one, by its name in the network."""
+        weight, scale = self.tensor(f"{name}.weight"), self.tensor(f"{name}.scale")
+        bias = self.tensor(f"{name}.bias") if f"{name}.bias" in self.names else None
+        return QuantLinear(scheme_of(scheme_named(self.outline.scheme), name), weight, scale, bias)
+
+
+@contextmanager
+def describing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except SpecError as error:
+        raise CheckpointError(f"{folder}: {CONFIG} and {ABOUT} describe no network ({one_line(error)})") from None
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
 
 
 def quantized_outline(folder: Path) -> Outline:
@@ -173,8 +213,9 @@ def read_about(folder: Path) -> dict[str, Any]:
     return about
 
 
-def check_digests(folder: Path, digests: dict[str, str]) -> None:
+def check_digests(folder: Path) -> None:
     """Files that were changed, cut off, or come from another folder."""
+    digests: dict[str, str] = read_about(folder)["digests"]
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name}: the file is missing")
@@ -186,21 +227,10 @@ def check_digests(folder: Path, digests: dict[str, str]) -> None:
 
 def fill(model: GPT, path: Path) -> None:
     state: dict[str, Tensor] = model.state_dict()
-    try:
+    with whole_file(path):
         with safe_open(path, framework="pt") as file:
             table: dict[str, Span] = spans(path)
-            names = set(file.keys())
-            if names != state.keys():
-                odd = sorted(names ^ state.keys())
-                raise CheckpointError(f"{path}: {len(odd)} tensors are missing or too many, the first is '{odd[0]}'")
-            for name, tensor in state.items():
-                stored = table[name]
-                whole = not tensor.is_floating_point() or tensor.dtype.itemsize == 1
-                if stored.shape != tensor.shape or (whole and stored.dtype != tensor.dtype):
-                    raise CheckpointError(
-                        f"{path}: tensor '{name}' is {stored.dtype} {stored.shape}, "
-                        f"but {tensor.dtype} {tuple(tensor.shape)} belongs there"
-                    )
+            check_tensors(path, set(file.keys()), table, state)
             if model.device.type not in STAGED:
                 for name, tensor in state.items():
                     tensor.copy_(file.get_tensor(name))
@@ -211,8 +241,21 @@ def fill(model: GPT, path: Path) -> None:
                 item[1].copy_(lane.fetch(raw.fileno(), table[item[0]]))
 
             in_lanes(state.items(), read, model.device)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
+
+
+def check_tensors(path: Path, names: set[str], table: dict[str, Span], state: dict[str, Tensor]) -> None:
+    """Those in the file are those of the network."""
+    if names != state.keys():
+        odd = sorted(names ^ state.keys())
+        raise CheckpointError(f"{path}: {len(odd)} tensors are missing or too many, the first is '{odd[0]}'")
+    for name, tensor in state.items():
+        stored = table[name]
+        whole = not tensor.is_floating_point() or tensor.dtype.itemsize == 1
+        if stored.shape != tensor.shape or (whole and stored.dtype != tensor.dtype):
+            raise CheckpointError(
+                f"{path}: tensor '{name}' is {stored.dtype} {stored.shape}, "
+                f"but {tensor.dtype} {tuple(tensor.shape)} belongs there"
+            )
 
 
 def of_bytes(folder: Path) -> bool:

@@ -185,10 +185,15 @@ def quantized_layers(model: nn.Module) -> list[QuantLinear]:
 
 def replace(model: GPT, name: str, layer: QuantLinear) -> None:
     layer.label = name
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, layer)
+    put(model, name, layer)
     if name == HEAD:
         model.project, model.cross_entropy = layer.project, layer.cross_entropy
+
+
+def put(model: GPT, name: str, layer: nn.Module | None) -> None:
+    """In the place of that name, or nothing there."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)
 
 
 def set_fixed(model: nn.Module, fixed: bool = True) -> None:

@@ -42,8 +42,11 @@ from ..parallel.weights import Source
 from ..parallel.world import BACKENDS
 from ..spec import EngineSpec, Grid, LMWorksError, ModelSpec, ParallelSpec, SpecError
 from .batch import Layout
+from .outline import Outline
 from .picked import Asked
+from .quantized_model import QuantLinear
 from .scheduler import Step
+from .share import check_shares, kept_of, make_plain, put_quantized, take_out
 
 HOST = "127.0.0.1"
 PATIENCE = timedelta(minutes=10)  # of a collective: the first step of a kind may have kernels to compile
@@ -86,14 +89,26 @@ class Ranks:
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=tp, timeout=PATIENCE)
         self.mesh = Mesh(Grid(tp=tp), device.type)
 
-    def lay_out(self, spec: ModelSpec, dtype: torch.dtype, weights: Source) -> GPT:
+    def lay_out(
+        self,
+        outline: Outline,
+        dtype: torch.dtype,
+        weights: Source,
+        quantized: Callable[[str], QuantLinear] | None = None,  # where layers are: whole ones, by name
+    ) -> GPT:
         """This rank's part of a network; of each weight only its share is ever kept."""
-        check_widths(spec, self.tp)
+        check_shares(outline, self.tp)
         splits = Splits()
         with torch.device("meta"):
-            model = GPT(spec).to(dtype)
+            model = GPT(outline.spec).to(dtype)
         apply_tensor_parallel(model, ParallelSpec(tp=self.tp), self.mesh, splits)
+        kept = kept_of(model, splits, self.rank)
+        taken = {} if quantized is None else take_out(model)
         materialise(model, splits, self.mesh, self.device, weights, self.device)
+        if quantized is None:
+            make_plain(model)
+        else:
+            put_quantized(model, taken, kept, quantized, self.device)
         return model.eval()
 
     def heads(self, spec: ModelSpec) -> slice:
@@ -204,15 +219,6 @@ class Words:
         if self.error is None:
             self.error = f"it ended with exit code {process.wait()}"
         self.here.set()
-
-
-def check_widths(spec: ModelSpec, tp: int) -> None:
-    ffn = ("expert_ffn", spec.expert_ffn) if spec.experts else ("ffn", spec.ffn)
-    for key, size in (("heads", spec.heads), ("vocab", spec.vocab), ffn):
-        if size % tp:
-            raise SpecError(f"engine.tp = {tp} does not divide the model's {key} = {size}")
-    if spec.kv_heads % tp and tp % spec.kv_heads:
-        raise SpecError(f"engine.tp = {tp} and the model's kv_heads = {spec.kv_heads}: one must divide the other")
 
 
 def on_rank(device: torch.device, rank: int) -> torch.device:

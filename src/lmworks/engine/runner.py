@@ -118,6 +118,10 @@ class Runner:
 
     def watch_drift(self, folder: Path) -> DriftMonitor:
         """From now on, of a network that was read from the quantized `folder`."""
+        if self.ranks is not None:
+            raise SpecError(
+                f"drift is watched where a layer sees its whole input: use engine.tp = 1, not {self.ranks.tp}"
+            )
         monitor = DriftMonitor.of_folder(self.model, folder)
         monitor.attach()
         if self.graphs is not None:

@@ -1,0 +1,212 @@
+"""Quantized networks that several ranks share: what each holds of them, and that they answer as one rank does."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lmworks import LLM, SamplingParams
+from lmworks.engine.outline import Outline
+from lmworks.engine.quantize import Calibration, quantize
+from lmworks.engine.quantized_folder import save_quantized
+from lmworks.engine.quantized_model import SCHEMES, QuantLinear, rounded, served_bytes
+from lmworks.engine.request import Result
+from lmworks.engine.runner import Runner
+from lmworks.engine.share import INPUTS, OUTPUTS, Kept, check_shares
+from lmworks.model import GPT
+from lmworks.model.gpt import Linear
+from lmworks.spec import CheckpointError, ModelSpec, SpecError
+from tiny import flip_a_bit
+
+CLOSE = 1e-4  # two likeliest tokens that are no further apart may change places
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "one key head": {"kv_heads": 1, "qkv_bias": True},
+    "gpt2": {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True, "qkv_bias": True, "kv_heads": 4},
+    "tied": {"qk_norm": True, "tie_embeddings": True},
+}
+SMALL: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "block": 4, "blocks": 40, "max_batch_tokens": 11}
+PROMPTS = [[7, 8, 9] * 3, [1, 2, 3, 4, 5], [50], list(range(20, 43))]
+
+
+def a_layer(scheme: str, group: int = 128, inputs: int = 192, bias: bool = False) -> QuantLinear:
+    layer = Linear(inputs, 48, bias=bias)
+    draw = torch.Generator().manual_seed(1)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, generator=draw)
+    return rounded(SCHEMES[scheme], layer.requires_grad_(False), group)
+
+
+def shares(whole: QuantLinear, dim: int, tp: int) -> list[QuantLinear]:
+    size = (whole.weight.shape[0] if dim == OUTPUTS else whole.in_features) // tp
+    return [Kept(dim, slice(rank * size, (rank + 1) * size)).quantized(whole) for rank in range(tp)]
+
+
+# --- layers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [2, 3, 6])
+@pytest.mark.parametrize(("scheme", "group"), [("int8", 0), ("fp8", 0), ("int4", 32), ("int4", 16)])
+def test_shares_are_the_whole_bit_for_bit(scheme: str, group: int, tp: int) -> None:
+    """Also where a pair of groups is cut apart (three groups of 32 a rank), or a group itself (one and a half)."""
+    whole = a_layer(scheme, group, inputs=192, bias=True)
+    for dim in (OUTPUTS, INPUTS):
+        parts = shares(whole, dim, tp)
+        assert torch.equal(torch.cat([part.dequantized() for part in parts], dim), whole.dequantized())
+        assert {part.weight.dtype for part in parts} == {whole.weight.dtype}
+        assert all(part.weight.is_contiguous() and part.scale.is_contiguous() for part in parts)
+        stored = sum(part.weight.untyped_storage().nbytes() for part in parts)
+        assert stored == whole.weight.nbytes  # nobody holds more than its share
+        assert all(torch.equal(part.bias, whole.bias) for part in parts) == (dim == INPUTS)
+    assert torch.equal(torch.cat([part.bias for part in shares(whole, OUTPUTS, tp)]), whole.bias)
+
+
+def test_a_group_that_cannot_be_cut_is_refused_by_name() -> None:
+    spec = ModelSpec.from_preset("tiny", hidden=64, heads=8, kv_heads=2, ffn=192)
+    groups = {"blocks.0.attention.q": 32, "blocks.0.attention.out": 32, "blocks.0.mlp.down": 32}
+    outline = Outline(spec, "int4", groups)
+    check_shares(outline, 2)
+    says = (
+        r"engine.tp = 4: layer 'blocks.0.attention.out' has 64 inputs in int4 groups of 32, and a rank's share of 16 "
+        r"is no multiple of 32, the least that is packed together; engine.tp = 2 works"
+    )
+    with pytest.raises(SpecError, match=says):
+        check_shares(outline, 4)
+    check_shares(Outline(spec, "int8"), 4)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_products_of_shares_add_up(scheme: str) -> None:
+    """In fp8 each rank rounds its inputs by a scale of their own, never a coarser one: no further from the truth."""
+    whole = a_layer(scheme)
+    x = torch.randn(200, 192, generator=torch.Generator().manual_seed(2))
+    total = summed(shares(whole, INPUTS, 2), x)
+    if scheme != "fp8":
+        torch.testing.assert_close(total, whole(x), atol=1e-4, rtol=1e-5)
+        return
+    truth = x @ whole.dequantized().t()
+    mine, ones = ((y - truth).square().mean().sqrt() for y in (total, whole(x)))
+    assert not torch.equal(total, whole(x))
+    assert mine <= 1.01 * ones
+    assert (total - whole(x)).norm() / truth.norm() < 0.04
+
+
+def summed(parts: list[QuantLinear], x: Tensor) -> Tensor:
+    each: list[Tensor] = [part(own) for part, own in zip(parts, x.chunk(len(parts), dim=-1), strict=True)]
+    return torch.stack(each).sum(dim=0)
+
+
+# --- networks ---------------------------------------------------------------------------------------------
+
+
+def make_folder(out: Path, scheme: str, shape: str) -> Path:
+    given = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 96, "context": 64}
+    model = GPT(ModelSpec.from_preset("tiny", **{**given, "init_std": 0.2, **SHAPES[shape]}), seed=3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    text = torch.randint(0, 96, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    report = quantize(model, scheme, Calibration.of(text, 16, 96, "random tokens"), limit=math.inf)
+    save_quantized(model, out, report, vocab=90)
+    return out
+
+
+def answered(llm: LLM, params: SamplingParams | list[SamplingParams] | None = None) -> list[Result]:
+    return llm.generate(PROMPTS, params or SamplingParams(temperature=0, max_tokens=16, logprobs=2, prompt_logprobs=0))
+
+
+def refuse_differences(one: list[Result], other: list[Result], close: float) -> None:
+    """Tokens are the same, up to where two are equally likely; until there, so are log-probabilities."""
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.error is None
+        assert mine.logprobs is not None
+        assert theirs.logprobs is not None
+        for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
+            first, second = (logprob for _, logprob in a.top[:2])
+            if a.token != b.token:
+                assert first - second < CLOSE, f"token {b.token}, not {a.token}, which leads by {first - second:.2e}"
+                break
+            assert b.logprob == pytest.approx(a.logprob, abs=close)
+    assert prompt_logprobs(one) == pytest.approx(prompt_logprobs(other), abs=close)
+
+
+def prompt_logprobs(results: list[Result]) -> list[float]:
+    return [each.logprob for result in results for each in result.prompt_logprobs or [] if each]
+
+
+def runner_of(llm: LLM) -> Runner:
+    runner = llm.native.runner
+    assert isinstance(runner, Runner)
+    return runner
+
+
+class ByHalves(nn.Module):
+    """One rank's layer, computed as two ranks do."""
+
+    def __init__(self, whole: QuantLinear) -> None:
+        super().__init__()
+        self.parts, self.bias = shares(whole, INPUTS, 2), whole.bias
+        for part in self.parts:
+            part.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = summed(self.parts, x)
+        return y if self.bias is None else y + self.bias
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "kv_dtype"),
+    [
+        ("int4", "one key head", "int8"),
+        ("fp8", "gpt2", "auto"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("int8", "llama", "auto"),
+                ("int8", "gpt2", "fp8"),
+                ("int4", "tied", "fp8"),
+                ("int4", "llama", "auto"),
+                ("fp8", "one key head", "int8"),
+            )
+        ),
+    ],
+)
+def test_two_ranks_answer_as_one(scheme: str, shape: str, kv_dtype: str, tmp_path: Path) -> None:
+    """Of fp8, exactly as one that rounds the inputs of `out` and `down` by halves, and nearly as one that does not.
+
+    From the latter, log-probabilities that range from -2 to -10 differ by 0.1 to 0.15 on average.
+    """
+    folder = make_folder(tmp_path / "quantized", scheme, shape)
+    options = {"kv_dtype": kv_dtype, **SMALL}
+    with LLM(folder, **options) as llm:
+        whole_bytes = served_bytes(runner_of(llm).model)
+        usual = alone = answered(llm)
+    if scheme == "fp8":
+        with LLM(folder, **options) as llm:
+            for block in runner_of(llm).model.blocks.values():
+                block.attention.out, block.mlp.down = ByHalves(block.attention.out), ByHalves(block.mlp.down)
+            alone = answered(llm)
+    with LLM(folder, tp=2, **options) as llm:
+        with pytest.raises(SpecError, match=r"use engine.tp = 1, not 2"):
+            llm.watch_drift()
+        assert served_bytes(runner_of(llm).model) < 0.6 * whole_bytes  # norms, biases and one key head are not halved
+        shared = answered(llm)
+    refuse_differences(alone, shared, close=1e-4)
+    if scheme == "fp8":
+        one, two = (torch.tensor(prompt_logprobs(results)) for results in (usual, shared))
+        assert (one - two).abs().mean() < 0.2
+        assert (one - two).abs().max() < 0.8
+
+
+@pytest.mark.slow
+def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "quantized", "int4", "llama")
+    flip_a_bit(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: it is damaged, or from another model"):
+        LLM(folder, tp=2, **SMALL)
