@@ -20,7 +20,7 @@ from lmworks.parallel.data import DataParallel, Shard
 from lmworks.parallel.mesh import Mesh
 from lmworks.spec import Grid, RunSpec
 
-ACCUMULATION, STEPS = 3, 3
+ACCUMULATION, STEPS = 3, 2  # a strategy learns what to send, and when, in the first step
 # Rows that no number of ranks divides (61, 50), and a weight with fewer rows than there are ranks (q_norm: 2).
 DENSE = {"vocab": 61, "hidden": 32, "layers": 2, "heads": 16, "kv_heads": 8, "ffn": 50, "context": 16, "qk_norm": True}
 SPARSE = {**DENSE, "experts": 4, "top_k": 2, "expert_ffn": 6, "shared_experts": 1}
@@ -148,25 +148,30 @@ def on_many(
             trace.late += collectives.reductions()
         dist.all_reduce(total)
         trace.losses.append(total.item())
-        trace.gradients.append({s.name: together(s, mesh, s.leaf.grad) for s in strategy.shards()})
+        trace.gradients.append(whole(strategy.shards(), mesh, lambda leaf: leaf.grad))
         optim.step()
         strategy.after_step()
         strategy.clear()
         with torch.no_grad(), autocast(spec):  # an evaluation must leave nothing behind
             strategy(inputs, targets, reduction="sum", keep_logits=False)
-    trace.weights = {s.name: together(s, mesh, s.leaf.detach()) for s in strategy.shards()}
+    trace.weights = whole(strategy.shards(), mesh, Tensor.detach)
     return trace
 
 
-def together(shard: Shard, mesh: Mesh, mine: Tensor | None) -> Tensor:
-    """The whole of a tensor of which every rank has the part that its leaf is."""
-    mine = torch.zeros_like(shard.leaf) if mine is None else mine
-    if shard.rows is None:
-        return mine.clone()
-    group = mesh.group("shard" if shard.rows == "flat" else shard.rows)
-    parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, mine.clone(), group=group)
-    return torch.cat(parts).view(shard.shape)
+def whole(shards: list[Shard], mesh: Mesh, read: Callable[[Tensor], Tensor | None]) -> Weights:
+    """What is read from the leaves, put together from the ranks that share them; none of it counts as zeros."""
+    found = {}
+    for rows in dict.fromkeys(shard.rows for shard in shards):
+        some = [shard for shard in shards if shard.rows == rows]
+        mine = [torch.zeros_like(s.leaf) if (part := read(s.leaf)) is None else part.clone() for s in some]
+        parts = [mine]
+        if rows is not None:
+            group = mesh.group("shard" if rows == "flat" else rows)
+            parts = [[] for _ in range(group.size())]
+            dist.all_gather_object(parts, mine, group=group)
+        for shard, *pieces in zip(some, *parts, strict=True):
+            found[shard.name] = torch.cat(pieces).view(shard.shape) if rows is not None else pieces[0]
+    return {shard.name: found[shard.name] for shard in shards}
 
 
 def worst(one: Weights, other: Weights) -> tuple[float, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -48,6 +49,7 @@ def make_batch(documents: bool) -> Batch:
     return Batch(tokens[:, :-1], targets, ends.cumsum(dim=1) if documents else None)
 
 
+@cache  # making its groups takes longer than a case does
 def make_layout(cp: int, method: str) -> tuple[ParallelSpec, Mesh]:
     parallel = ParallelSpec(cp=cp, cp_method=method)
     return parallel, Mesh(Grid.of(parallel), "cpu")

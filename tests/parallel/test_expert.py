@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from layouts import mesh_of
 from lmworks.model import GPT
 from lmworks.model.attention import dense
 from lmworks.model.gpt import initial_weight
@@ -87,7 +88,7 @@ def compare(case: Case) -> dict[str, float]:
     """Relative differences of loss and gradients between this layout and one rank with all sequences."""
     spec = ModelSpec(**{**SHAPE, **EXPERTS, **case.model})
     layout = ParallelSpec(**case.layout)
-    mesh = Mesh(Grid.of(layout), "cpu")
+    mesh = mesh_of(Grid.of(layout), "cpu")
     tokens, targets = torch.randint(0, 64, (2, 4, 16), generator=torch.Generator().manual_seed(1))
     whole, (part, splits) = GPT(spec), lay_out(spec, layout, mesh)
     for model in (whole, part):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from layouts import mesh_of
 from lmworks.kernels import cross_entropy
 from lmworks.model.attention import dense
 from lmworks.model.gpt import GPT, initial_weight
@@ -116,11 +117,9 @@ def compare(
     expected_loss.backward()
     expected = gradients(reference)
     outcome = {}
-    meshes: dict[Grid, Mesh] = {}
     for layout in layouts:
         parallel = ParallelSpec(**layout)
-        grid = Grid.of(parallel)
-        mesh = meshes[grid] = meshes.get(grid) or Mesh(grid, "cpu")
+        mesh = mesh_of(Grid.of(parallel), "cpu")
         model, splits = make_part(spec, parallel, mesh)
         model.recompute = parallel.recompute
         prepare(model)
@@ -142,9 +141,21 @@ def assert_exact(results: list[dict[str, dict[str, float]]]) -> None:
             assert found[worst] <= 1e-5, (rank, layout, worst, found[worst])
 
 
+def compare_models(rank: int) -> dict[str, dict[str, dict[str, float]]]:
+    return {name: compare(rank, changes, LAYOUTS) for name, changes in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[dict[str, dict[str, dict[str, float]]]]:
+    """Of every rank, by model; all models by the same ranks."""
+    return on_ranks(4, compare_models)
+
+
 @pytest.mark.parametrize("model", MODELS)
-def test_loss_and_every_gradient_are_those_of_one_rank(model: str) -> None:
-    assert_exact(on_ranks(4, compare, MODELS[model], LAYOUTS))
+def test_loss_and_every_gradient_are_those_of_one_rank(
+    compared: list[dict[str, dict[str, dict[str, float]]]], model: str
+) -> None:
+    assert_exact([models[model] for models in compared])
 
 
 def test_recompute_changes_nothing() -> None:
