@@ -21,8 +21,7 @@ from lmworks.spec import RunSpec
 from lmworks.study.ranks import on_ranks
 from tiny import curve, make_spec, train, write_spec
 
-RANKS = 2  # on each machine
-LAYOUT = ["parallel.tp=2", "parallel.dp=2", "parallel.strategy=fsdp2"]  # tensor parallel inside, sharded across
+SHARDED = ["parallel.dp=2", "parallel.strategy=fsdp2"]  # across machines
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,11 @@ def nodes() -> Iterator[list[Node]]:
         yield found
 
 
-def agent(node: Node, first: Node, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+def agent(node: Node, first: Node, ranks: int, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
     """One machine's torchrun. Only one side may open the meeting point, and each must know its own address."""
     command = [
         *node.enter, sys.executable, "-m", "torch.distributed.run",
-        "--nnodes", "2", "--nproc-per-node", str(RANKS), "--max-restarts", "0",
+        "--nnodes", "2", "--nproc-per-node", str(ranks), "--max-restarts", "0",
         "--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"{first.address}:29511",
         "--rdzv-conf", f"is_host={int(node is first)}", "--local-addr", node.address,
         "-m", "lmworks.train", *arguments,
@@ -97,15 +96,23 @@ def agent(node: Node, first: Node, arguments: list[str], log: Path) -> subproces
 
 
 def on_one_machine(rank: int, spec: RunSpec, run_dir: Path) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(2 * RANKS))
     train(spec, run_dir)
 
 
-def test_two_machines_train_what_one_trains(nodes: list[Node], dataset: Path, tmp_path: Path) -> None:
-    spec = make_spec(dataset, *LAYOUT, "data.global_batch=8", "optim.steps=4", "cluster.device=cpu", "log.eval_every=2")
+@pytest.mark.parametrize(
+    ("ranks", "layout"),  # on each machine
+    [
+        (1, SHARDED),
+        pytest.param(2, ["parallel.tp=2", *SHARDED], marks=pytest.mark.slow),  # six processes that import PyTorch
+    ],
+)
+def test_two_machines_train_what_one_trains(
+    nodes: list[Node], dataset: Path, tmp_path: Path, ranks: int, layout: list[str]
+) -> None:
+    spec = make_spec(dataset, *layout, "data.global_batch=8", "optim.steps=4", "cluster.device=cpu", "log.eval_every=2")
     arguments = [str(write_spec(spec, tmp_path / "spec.toml")), "--run-dir", str(tmp_path / "two")]
     logs = [tmp_path / f"node{number}.log" for number in range(2)]
-    agents = [agent(node, nodes[0], arguments, log) for node, log in zip(nodes, logs, strict=True)]
+    agents = [agent(node, nodes[0], ranks, arguments, log) for node, log in zip(nodes, logs, strict=True)]
     try:
         codes = [process.wait(timeout=240) for process in agents]
     finally:
@@ -114,7 +121,7 @@ def test_two_machines_train_what_one_trains(nodes: list[Node], dataset: Path, tm
             process.wait()
     assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
 
-    on_ranks(2 * RANKS, on_one_machine, spec, tmp_path / "one")
+    on_ranks(2 * ranks, on_one_machine, spec, tmp_path / "one")
     two, one = curve(tmp_path / "two"), curve(tmp_path / "one")
     assert len(two) == 4
     assert two == one  # the same ranks exchange the same sums in the same order: not one bit differs
