@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -124,10 +125,10 @@ def test_neither_weights_nor_what_all_blocks_share_leave(
     fp32; in 2 bytes a cast of the norm for each of 5 products, q, k, v and attention's result, and 4 inside the MLP."""
     sent, send = [], offload.Visit.send
 
-    def told(visit: offload.Visit, share: int) -> list[offload.Parcel]:
-        found = send(visit, share)
-        sent.append(sum(parcel.sent for parcel in found))
-        return found
+    def told(visit: offload.Visit, share: int) -> None:
+        send(visit, share)
+        leaving = [one.parcels for one in visit.offload.under_way if one.index == visit.index]
+        sent.append(sum(parcel.sent for parcels in leaving for parcel in parcels))
 
     monkeypatch.setattr(offload.Visit, "send", told)
     loss_of(model(10**9), dtype)
@@ -143,7 +144,7 @@ def test_casts_of_one_expert_are_weights_too() -> None:
 def test_memory_is_let_go_when_the_second_next_block_begins() -> None:
     part, seen = model(SHARE), []
     for block in part.layers():
-        block.register_forward_pre_hook(lambda *_: seen.append([one.index for one in part.offload.leaving]))
+        block.register_forward_pre_hook(lambda *_: seen.append([one.index for one in part.offload.under_way]))
     loss_of(part)
     assert seen == [[], [0], [1], [2], []]
 
@@ -196,7 +197,9 @@ def test_everything_that_is_asked_for_was_waited_for() -> None:
     assert away.offload is not None
     away.offload.couriers[torch.device("cpu")] = late  # type: ignore[assignment]
     for block in away.layers():
-        block.register_forward_pre_hook(lambda *_: seen.append((late.done, [one.end for one in away.offload.leaving])))
+        block.register_forward_pre_hook(
+            lambda *_: seen.append((late.done, [one.end for one in away.offload.under_way]))
+        )
     torch.use_deterministic_algorithms(True)  # which also fills memory that nothing was copied to with NaN
     try:
         assert equal(gradients(plain), gradients(away))
@@ -205,6 +208,66 @@ def test_everything_that_is_asked_for_was_waited_for() -> None:
     done, leaving = zip(*seen[:5], strict=True)
     assert list(leaving) == [[], [done[2]], [done[3]], [done[4]], []]  # let go only when the copies are surely made
     assert done[:2] == (0, 0) and 0 < done[2] < done[3] < done[4] < late.done == len(late.copies)
+
+
+class Failed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_backward_pass_that_fails_keeps_what_is_on_its_way(failing: int) -> None:
+    """The block below had begun to come back: until its copies are made, neither end of them is anybody else's."""
+    part, late = model(SHARE), Late()
+    gradients(part)  # so that slabs were free, and are used again
+    pieces = sorted(map(id, host(part)))
+    assert part.offload is not None
+    part.offload.couriers[torch.device("cpu")] = late  # type: ignore[assignment]
+
+    def fail(*_: object) -> None:
+        raise Failed
+
+    hook = part.layers()[failing].register_full_backward_hook(fail)
+    loss = loss_of(part)
+    with pytest.raises(Failed):
+        loss.backward()
+    hook.remove()
+    del loss
+    gc.collect()
+
+    under_way = [copy.args for copy in late.copies[late.done :]]
+    targets, sources = ({pair[end].untyped_storage().data_ptr() for pair in under_way} for end in (0, 1))
+    kept = {parcel.storage.data_ptr() for one in part.offload.under_way for parcel in one.parcels if parcel.storage}
+    assert targets and targets <= kept
+    assert sources.isdisjoint(piece.data_ptr() for piece in host(part))
+
+    plain = gradients(model(0))
+    part.zero_grad()
+    assert equal(plain, gradients(part))
+    assert late.done == len(late.copies) and not part.offload.under_way
+    assert sorted(map(id, host(part))) == pieces  # all are free again, and no more were made
+
+
+@pytest.mark.parametrize("way", ["send", "fetch"])
+def test_copies_that_are_interrupted_are_waited_for(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Ctrl-C between two of them: the one that was begun is made all the same."""
+    part, late, copy, begun = model(SHARE), Late(), getattr(offload.Parcel, way), list[int]()
+    assert part.offload is not None
+    part.offload.couriers[torch.device("cpu")] = late  # type: ignore[assignment]
+
+    def interrupted(*args: Any) -> None:
+        if begun:
+            raise KeyboardInterrupt
+        begun.append(late.mark())
+        copy(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(offload.Parcel, way, interrupted)
+        loss_of(part).backward()
+    gc.collect()
+    assert begun[0] < len(late.copies)
+    assert [one.end for one in part.offload.under_way] == [len(late.copies)]
+    part.zero_grad()
+    assert equal(gradients(model(0)), gradients(part))
 
 
 def test_evaluation_sends_nothing() -> None:

@@ -5,6 +5,7 @@ start on a stream of copies, beside the next block's work; when the block after 
 for them, and their memory is free for whatever it does from then on. On the way back a block's bytes start when the
 block above begins its backward pass, into memory of the compute stream again. So nothing is freed while somebody still
 reads it, and the allocator knows it at once, however far the host runs ahead (`record_stream` would make it wait).
+What a backward pass that failed had asked for is still on its way: it is kept until the next pass has waited for it.
 
 What a block sends is counted to the byte: of the last storage a part goes, and the rest is copied where it is. Host
 memory is made once and used again in every pass. On a CPU the same copies are made, and nothing is gained.
@@ -88,6 +89,16 @@ class Slab:
             at += piece.numel()
 
 
+class Loan:
+    """A slab in use: free again when neither a block nor copies under way hold the loan."""
+
+    def __init__(self, slab: Slab, free: list[Slab]) -> None:
+        self.slab, self.free = slab, free
+
+    def __del__(self) -> None:
+        self.free.append(self.slab)
+
+
 class Parcel:
     """A storage that a block keeps: here, with its first bytes on their way, or in host memory."""
 
@@ -157,12 +168,13 @@ class Visit:
         self.shared = {tensor.untyped_storage()._cdata for tensor in shared}
         self.parcels: dict[int, Parcel] = {}  # of the forward pass, by their storage
         self.away: list[weakref.ref[Parcel]] = []
-        self.slab: Slab | None = None
+        self.coming: list[Parcel] = []  # on their way back, and nobody has waited for them yet
+        self.loan: Loan | None = None
         self.arrived: torch.cuda.Event | None = None
 
     def __del__(self) -> None:
-        if self.slab is not None:
-            self.offload.free[self.index].append(self.slab)
+        if self.coming:  # of a backward pass that failed
+            self.offload.under_way.append(UnderWay(self.index, self.arrived, self.coming, self.loan))
 
     # --- hooks ------------------------------------------------------------------------------------------
 
@@ -195,6 +207,7 @@ class Visit:
         else:
             self.fetch()
             self.offload.courier(self.device).wait(self.arrived)
+            self.coming = []
             found = saved.tensor()
         if below is not None:
             below.fetch()
@@ -202,7 +215,7 @@ class Visit:
 
     # --- on the way -------------------------------------------------------------------------------------
 
-    def send(self, share: int) -> list[Parcel]:
+    def send(self, share: int) -> None:
         """Whole storages that fit, the largest first; then as much as is left of the smallest that did not."""
         chosen: list[Parcel] = []
         others: list[Parcel] = []
@@ -217,15 +230,18 @@ class Visit:
             chosen.append(others[-1])
         self.parcels = {}
         if not chosen:
-            return []
-        self.slab, at = self.offload.slab(self.index, self.device), 0
-        self.slab.grow(sum(parcel.sent for parcel in chosen))
-        with self.offload.courier(self.device).beside():
-            for parcel in chosen:
-                parcel.send(self.slab, at)
-                at += parcel.sent
+            return
+        self.loan, at = self.offload.lend(self.index, self.device), 0
+        self.loan.slab.grow(sum(parcel.sent for parcel in chosen))
+        courier = self.offload.courier(self.device)
+        try:
+            with courier.beside():
+                for parcel in chosen:
+                    parcel.send(self.loan.slab, at)
+                    at += parcel.sent
+        finally:
+            self.offload.under_way.append(UnderWay(self.index, courier.mark(), chosen, self.loan))
         self.away = [weakref.ref(parcel) for parcel in chosen]
-        return chosen
 
     def fetch(self) -> None:
         """What went starts on its way back, if it has not."""
@@ -236,17 +252,23 @@ class Visit:
         courier = self.offload.courier(self.device)
         for parcel in coming:
             parcel.make_room()
-        with courier.beside():
-            for parcel in coming:
-                parcel.fetch()
-        self.arrived = courier.mark()
+        self.coming = coming
+        try:
+            with courier.beside():
+                for parcel in coming:
+                    parcel.fetch()
+        finally:
+            self.arrived = courier.mark()
 
 
-@dataclass(frozen=True)
-class Leaving:
+@dataclass(frozen=True, eq=False)
+class UnderWay:
+    """Copies of a block, their end, and the memory on both sides of them, which nobody else may have before."""
+
     index: int
     end: torch.cuda.Event | None
     parcels: list[Parcel]
+    loan: Loan | None
 
 
 class Offload:
@@ -256,7 +278,7 @@ class Offload:
         self.shares = tuple(shares)
         self.weights = {shape for weight in weights for shape in shapes_of(weight)}
         self.free: dict[int, list[Slab]] = {index: [] for index in range(len(self.shares))}
-        self.leaving: list[Leaving] = []
+        self.under_way: list[UnderWay] = []
         self.last: Visit | None = None
         self.couriers: dict[torch.device, Courier] = {}
 
@@ -265,8 +287,9 @@ class Offload:
             self.couriers[device] = Courier(device)
         return self.couriers[device]
 
-    def slab(self, index: int, device: torch.device) -> Slab:
-        return self.free[index].pop() if self.free[index] else Slab(device.type == "cuda")
+    def lend(self, index: int, device: torch.device) -> Loan:
+        free = self.free[index]
+        return Loan(free.pop() if free else Slab(device.type == "cuda"), free)
 
     @contextmanager
     def around(self, index: int, x: Tensor, shared: Iterable[Tensor]) -> Iterator[None]:
@@ -279,21 +302,15 @@ class Offload:
         with saved_tensors_hooks(visit.pack, visit.unpack):
             yield
         with torch.no_grad():
-            parcels = visit.send(self.shares[index])
-        if parcels:
-            self.leaving.append(Leaving(index, self.courier(x.device).mark(), parcels))
+            visit.send(self.shares[index])
 
     def let_go(self, index: int, device: torch.device) -> None:
         """Of what has left by now; and of all that an unfinished pass left behind, when another begins."""
-        kept = []
-        for one in self.leaving:
-            if index and one.index > index - LATER:
-                kept.append(one)
-                continue
+        for one in [one for one in self.under_way if not index or one.index <= index - LATER]:
             self.courier(device).wait(one.end)
             for parcel in one.parcels:
                 parcel.storage = None
-        self.leaving = kept
+            self.under_way.remove(one)
 
 
 def made_of_a_leaf(tensor: Tensor) -> bool:
