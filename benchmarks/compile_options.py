@@ -44,6 +44,9 @@ WAYS = {  # of ops of ours; others as `lmworks bench kernels` found them
     "GELU's gradient by its third way": {"linear_dgelu": "cublas 2"},
     "the sum after the MLP apart": {"linear_add": "torch"},
     "GELU apart": {"linear_gelu": "torch"},
+    "the sum after attention apart": {"linear_sum": "torch"},
+    "gradients of queries, keys and values apart": {"input_gradient": "torch"},
+    "the embedding's gradient by PyTorch": {"embedding_gradient": "torch"},
 }
 OPTIONS |= {name: {} for name in WAYS}
 LIMIT_S = 150

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels import gelu_mlp
+from lmworks.kernels import cublas, gelu_mlp
 from lmworks.kernels.cublas import linear_add, linear_dgelu, linear_gelu
 from lmworks.kernels.gelu import slope
 
@@ -29,7 +29,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("dtype", gelu_mlp.DTYPES)
+@pytest.mark.parametrize("dtype", cublas.TYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_all_ways_are_within_rounding(shape: tuple[int, int, int], bias: bool, dtype: torch.dtype) -> None:
@@ -39,7 +39,7 @@ def test_all_ways_are_within_rounding(shape: tuple[int, int, int], bias: bool, d
     added = drawn(ffn, dtype=dtype, seed=2) if bias else None
     wide = F.linear(x.float(), up.float(), None if added is None else added.float())
     rounding = torch.finfo(dtype).eps
-    for way in range(len(gelu_mlp.WAYS)):
+    for way in range(len(cublas.WAYS)):
         inner, pre = linear_gelu(x, up, added, way)
         assert off(pre, wide) < rounding, way
         assert off(inner, F.gelu(wide, approximate="tanh")) < rounding, way

@@ -46,7 +46,7 @@ def plain(x: Tensor, y: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor
 def test_results_and_gradients_are_those_of_three_layers(
     bias: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gelu_mlp, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(cublas, "TYPES", {torch.float32: 0})
     given = drawn(bias, torch.float32)
 
     def ours(*tensors: Tensor | None) -> Tensor:
@@ -112,14 +112,20 @@ def test_a_block_joins_its_products_where_it_may(monkeypatch: pytest.MonkeyPatch
         asked.append((op, shape))
         return CUBLAS
 
-    model = GPT(ModelSpec.from_preset("tiny").replace(mlp="gelu", norm="layer", bias=True, ffn=64)).bfloat16()
+    spec = ModelSpec.from_preset("tiny").replace(mlp="gelu", norm="layer", bias=True, ffn=64, positions="learned")
+    model = GPT(spec).bfloat16()
     tokens = torch.randint(0, model.spec.vocab, (2, 9), generator=torch.Generator().manual_seed(0))
     apart = model(tokens)
     monkeypatch.setattr(choose, "fastest", fastest)
     for block in model.layers():
         block.joined = True
     found = model(tokens)
-    assert asked[-3:] == [(op, {"hidden": model.spec.hidden, "ffn": 64}) for op in gelu_mlp.OPS]
+    hidden = model.spec.hidden
+    assert asked[-5:] == [
+        ("input_gradient", {"hidden": hidden, "wide": model.spec.q_dim + 2 * model.spec.kv_dim}),
+        ("linear_sum", {"hidden": hidden, "inner": model.spec.q_dim}),
+        *((op, {"hidden": hidden, "ffn": 64}) for op in gelu_mlp.OPS),
+    ]
     torch.testing.assert_close(found, apart, rtol=0.02, atol=0.02)
 
 

@@ -3,9 +3,12 @@
     linear_gelu    pre = x · weightᵀ + bias,  gelu(pre)      both are written, nothing is read for it
     linear_dgelu   (grad · weight) · gelu′(pre)              the backward pass of the same, through the layer after it
     linear_add     onto + x · weightᵀ + bias
+    product_add    onto + grad · weight                      gradients of several layers' common input
 
 PyTorch's own products end with a bias; what follows reads and writes the result once more. cuBLAS counts matrices by
 columns: a contiguous (rows, columns) of ours is its (columns, rows), so weights come first and results are turned.
+
+Which way cuBLAS computes a product best is measured, as for any op: "cublas 4" is the fifth that it knows.
 """
 
 from __future__ import annotations
@@ -13,14 +16,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Sequence
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..spec import LMWorksError
+from .choose import TORCH, pick
 from .gelu import by_sigmoid, slope
 
 COMPUTE_32F, R_32F = 68, 0
@@ -30,7 +36,9 @@ PLAIN, PLAIN_BIAS, GELU_AUX, GELU_AUX_BIAS, DGELU = 1, 4, 160, 164, 192  # its e
 MOST_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)  # attributes of a preference
 TAKEN_FOR_GRANTED, LEAST = 256, 16  # bytes that an address divides by: as cuBLAS supposes, and as we see to
 WORKSPACE = 32 * 2**20  # bytes, as cuBLAS advises for Hopper
-WAYS = 8  # to compute a product, that cuBLAS is asked for
+ALIGNED = LEAST // 2  # numbers of 2 bytes, which rows divide into
+WAYS = tuple(f"cublas {way}" for way in range(8))  # to compute a product, that cuBLAS is asked for
+IMPLEMENTATIONS = (TORCH, *WAYS)
 
 
 class Heuristic(ctypes.Structure):
@@ -109,7 +117,7 @@ class Product:
             )  # fmt: skip
 
     def choose(self, aligned: bool) -> Heuristic:
-        preference, found, count = made("cublasLtMatmulPreferenceCreate"), (Heuristic * WAYS)(), c_int()
+        preference, found, count = made("cublasLtMatmulPreferenceCreate"), (Heuristic * len(WAYS))(), c_int()
         wishes: list[tuple[int, ctypes._SimpleCData[int]]] = [(MOST_WORKSPACE, c_size_t(WORKSPACE))]
         wishes += [] if aligned else [(attribute, c_uint32(LEAST)) for attribute in ALIGNMENTS]
         for attribute, wish in wishes:
@@ -117,7 +125,7 @@ class Product:
             call("cublasLtMatmulPreferenceSetAttribute", preference, c_int(attribute), byref(wish), size)
         call(
             "cublasLtMatmulAlgoGetHeuristic", self.handle, self.describe, self.weight, self.x, self.out, self.out,
-            preference, c_int(WAYS), found, byref(count),
+            preference, c_int(len(WAYS)), found, byref(count),
         )  # fmt: skip
         call("cublasLtMatmulPreferenceDestroy", preference)
         ways = [one for one in found[: count.value] if not one.status]
@@ -147,6 +155,31 @@ def there(device: torch.device) -> bool:
 
 
 there._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `choose.fastest`
+
+
+def way_of(op: str, wanted: str | None, device: torch.device, **shape: int) -> int | None:
+    """In which way cuBLAS computes `op`; None where PyTorch does."""
+    chosen = pick(op, wanted, IMPLEMENTATIONS, device, **shape)
+    return None if chosen == TORCH else WAYS.index(chosen)
+
+
+def takes(states: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+    """Numbers of one type and 2 bytes, and rows that it can begin to read at, while gradients are wanted: a pass
+    without them is left as it is.
+    """
+    dtype = states[0].dtype
+    alike = dtype in TYPES and all(one.dtype == dtype for one in (*states, *weights))
+    whole = states[0].numel() > 0 and not any(size % ALIGNED for weight in weights for size in weight.shape)
+    return alike and whole and torch.is_grad_enabled() and there(states[0].device)
+
+
+def as_autocast(first: Tensor, *others: Tensor | None) -> list[Any]:
+    """Cast as autocast would, for operations that it does not know."""
+    given = [first, *others]
+    if not torch.is_autocast_enabled(first.device.type):
+        return given
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return [None if one is None else one.to(dtype) for one in given]
 
 
 @functools.cache
@@ -244,3 +277,23 @@ def linear_add_reference(x: Tensor, weight: Tensor, bias: Tensor | None, onto: T
 @linear_add.register_fake
 def _(x: Tensor, _weight: Tensor, _bias: Tensor | None, onto: Tensor, _way: int) -> Tensor:
     return x.new_empty(onto.shape)
+
+
+@torch.library.custom_op("lmworks::product_add", mutates_args=(), device_types="cuda")
+def product_add(x: Tensor, weight: Tensor, onto: Tensor, way: int) -> Tensor:
+    """(tokens, in), (in, out), (tokens, out) → onto + x · weight."""
+    (rows, inner), columns = x.shape, weight.shape[1]
+    x, weight, onto = fit(x), fit(weight), fit(onto)
+    result = torch.empty_like(onto)
+    product(Kind(rows, columns, inner, False, PLAIN, way, x.dtype, x.device.index))(x, weight, result, onto=onto)
+    return result
+
+
+@product_add.register_kernel("cpu")
+def product_add_reference(x: Tensor, weight: Tensor, onto: Tensor, _way: int = 0) -> Tensor:
+    return onto + x @ weight
+
+
+@product_add.register_fake
+def _(_x: Tensor, _weight: Tensor, onto: Tensor, _way: int) -> Tensor:
+    return onto.new_empty(onto.shape)

@@ -4,8 +4,6 @@ A compiler gives GELU a kernel of its own: of the widest tensors of a block it r
 backward pass reads two and writes one; the sum is another. Here up's product writes both what it is and its GELU,
 down's begins with x, and the product that carries the gradient back through down multiplies it with GELU's slope
 before it is written (`cublas`).
-
-Which way cuBLAS computes each of the three best is measured, as for any op: "cublas 4" is the fifth that it knows.
 """
 
 from __future__ import annotations
@@ -17,14 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cublas
-from .choose import TORCH, pick
 from .gelu import gelu
 
-WAYS = tuple(f"cublas {way}" for way in range(cublas.WAYS))
-IMPLEMENTATIONS = (TORCH, *WAYS)
 OPS = ("linear_gelu", "linear_dgelu", "linear_add")
-DTYPES = (torch.bfloat16, torch.float16)
-ALIGNED = 8  # numbers of 2 bytes in 16, which rows divide into
 
 
 def add_gelu_mlp(
@@ -36,25 +29,13 @@ def add_gelu_mlp(
     down_bias: Tensor | None,
     implementation: str | None = None,
 ) -> Tensor:
-    device = y.device
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-        y, up, down = y.to(dtype), up.to(dtype), down.to(dtype)
-        up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
+    y, up, up_bias, down, down_bias = cublas.as_autocast(y, up, up_bias, down, down_bias)
     shape = {"hidden": up.shape[1], "ffn": up.shape[0]}
-    chosen = [pick(op, implementation, IMPLEMENTATIONS, device, **shape) for op in OPS]
-    if TORCH in chosen[:2] or not fits(x, y, up, down):
+    there, back, adding = (cublas.way_of(op, implementation, y.device, **shape) for op in OPS)
+    if there is None or back is None or not cublas.takes((x, y), (up, down)):
         return x + F.linear(gelu(F.linear(y, up, up_bias)), down, down_bias)
-    ways = (None if way == TORCH else WAYS.index(way) for way in chosen)
     # The result is no view: a pipeline lets go of what it has sent by detaching it in place.
-    return AddGeluMLP.apply(x, y.flatten(0, -2), up, up_bias, down, down_bias, *ways)
-
-
-def fits(x: Tensor, y: Tensor, up: Tensor, down: Tensor) -> bool:
-    """What cuBLAS takes, where a gradient is wanted: else nobody needs what GELU was made of."""
-    alike = x.dtype == y.dtype == up.dtype == down.dtype and x.dtype in DTYPES
-    whole = x.numel() > 0 and not (up.shape[0] % ALIGNED or up.shape[1] % ALIGNED)
-    return alike and whole and torch.is_grad_enabled() and cublas.there(x.device)
+    return AddGeluMLP.apply(x, y.flatten(0, -2), up, up_bias, down, down_bias, there, back, adding)
 
 
 class AddGeluMLP(torch.autograd.Function):

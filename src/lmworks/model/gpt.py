@@ -24,6 +24,7 @@ from ..kernels.gelu import gelu
 from ..kernels.gelu_mlp import add_gelu_mlp
 from ..kernels.rms_norm import rms_norm
 from ..kernels.rope import rotate_both
+from ..kernels.sums import add_linear, linears
 from ..kernels.swiglu import swiglu
 from ..spec import ModelSpec
 from . import rope
@@ -94,13 +95,21 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
 
     def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
+        return self.out(self.mix(self.q(x), self.k(x), self.v(x), turn, attend))
+
+    def onto(self, x: Tensor, normed: Tensor, turn: Rope, attend: Attend) -> Tensor:
+        """x + what it makes of its norm, with sums as parts of products where that is faster."""
+        q, k, v = linears(normed, [(one.weight, one.bias) for one in (self.q, self.k, self.v)])
+        return add_linear(x, self.mix(q, k, v, turn, attend), (self.out.weight, self.out.bias))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, turn: Rope, attend: Attend) -> Tensor:
         # The number of heads is inferred, so that a rank may hold a part of them: (batch, seq, heads, head_dim)
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
+        q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if turn is not None:
             q, k = rotate_both(q, k, *turn)
-        return self.out(attend(q, k, v, self.layer).flatten(-2))
+        return attend(q, k, v, self.layer).flatten(-2)
 
 
 class MLP(nn.Module):
@@ -117,11 +126,9 @@ class MLP(nn.Module):
             return self.down(gelu(self.up(x)))
         return self.down(swiglu(self.gate(x), self.up(x)))
 
-    @property
-    def heard(self) -> bool:
-        """Whether somebody listens to it or its layers, to gather their weights or to see what they give."""
-        parts = self, self.up, self.down
-        return any(part._forward_pre_hooks or part._forward_hooks or part._backward_hooks for part in parts)
+    def onto(self, x: Tensor, normed: Tensor) -> Tensor:
+        """x + what GELU's MLP makes of its norm, with GELU and the sum as parts of products where that is faster."""
+        return add_gelu_mlp(x, normed, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
 
 
 def make_moe(spec: ModelSpec) -> MoE:
@@ -138,14 +145,20 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(spec)
         self.mlp = make_moe(spec) if spec.experts else MLP(spec, spec.ffn)
         self.recompute = "none"  # what this block computes again in the backward pass: see model.recompute
-        self.joined = False  # whether GELU and the last sum may be parts of the products of an MLP of plain layers
+        self.joined = False  # whether GELU and sums may be parts of products: the layers are plain, the MLP is GELU's
 
     def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
+        if self.joined and not self.heard:
+            x = self.attention.onto(x, self.attention_norm(x), turn, attend)
+            return cast("MLP", self.mlp).onto(x, self.mlp_norm(x))
         x, normed = added(x, self.attention(self.attention_norm(x), turn, attend), self.mlp_norm)
-        if self.joined and not cast("MLP", self.mlp).heard:
-            up, down = cast("MLP", self.mlp).up, cast("MLP", self.mlp).down
-            return add_gelu_mlp(x, normed, up.weight, up.bias, down.weight, down.bias)
         return x + self.mlp(normed)
+
+    @property
+    def heard(self) -> bool:
+        """Whether somebody listens to its layers, to gather their weights or to see what they give."""
+        parts = (self.attention, *self.attention.children(), self.mlp, *self.mlp.children())
+        return any(part._forward_pre_hooks or part._forward_hooks or part._backward_hooks for part in parts)
 
 
 def added(x: Tensor, delta: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import (
@@ -23,10 +24,10 @@ from ..kernels import (
     embedding,
     flash_attention,
     float8,
-    gelu_mlp,
     rms_norm,
     rope,
     squares,
+    sums,
     swiglu,
 )
 from ..model import GPT
@@ -259,7 +260,7 @@ def joined(place: Place) -> Iterator[Case]:
     for op, moved, formula, shapes in ops:
         make = partial(joining, place, getattr(cublas, op), formula, shapes)
         bytes_, flops = place.dtype.itemsize * (moved + weight), 2.0 * tokens * weight
-        yield Case(op, FORWARD, shape, bytes_, flops, make, of_device(place, gelu_mlp.IMPLEMENTATIONS))
+        yield Case(op, FORWARD, shape, bytes_, flops, make, of_device(place, cublas.IMPLEMENTATIONS))
 
 
 def joining(
@@ -269,8 +270,69 @@ def joining(
     given = [None if shape is None else place.drawn(*shape) for shape in shapes]
     if place.device.type == "cpu":
         return {"torch": partial(formula, *given)}
-    ways = {name: partial(op, *given, way) for way, name in enumerate(gelu_mlp.WAYS)}
+    ways = {name: partial(op, *given, way) for way, name in enumerate(cublas.WAYS)}
     return {"torch": partial(torch.compile(formula, dynamic=False), *given), **ways}
+
+
+def summed(place: Place) -> Iterator[Case]:
+    """Sums beside attention's products, with the norm that follows or its gradient: a compiler leaves them to those."""
+    if place.model.mlp != "gelu":  # whose blocks alone join their products
+        return
+    tokens, hidden = place.tokens, place.model.hidden
+    inner, outs = place.model.q_dim, (place.model.q_dim, place.model.kv_dim, place.model.kv_dim)
+    wide, choices = sum(outs), of_device(place, cublas.IMPLEMENTATIONS)
+    ops: tuple[tuple[str, dict[str, int], float, int, Callable[[], Mapping[str, Work]]], ...] = (
+        ("linear_sum", {"hidden": hidden, "inner": inner}, tokens * (inner + 3.0 * hidden), inner,
+         partial(summing, place, inner)),
+        ("input_gradient", {"hidden": hidden, "wide": wide}, tokens * (wide + 3.0 * hidden), wide,
+         partial(meeting, place, outs)),
+    )  # fmt: skip
+    for op, shape, moved, columns, make in ops:
+        bytes_, flops = place.dtype.itemsize * (moved + hidden * columns), 2.0 * tokens * hidden * columns
+        yield Case(op, FORWARD, shape, bytes_, flops, make, choices)
+
+
+def summing(place: Place, inner: int) -> Mapping[str, Work]:
+    """x + y · weightᵀ and its norm."""
+    hidden = place.model.hidden
+    x, y, weight = place.drawn(place.tokens, hidden), place.drawn(place.tokens, inner), place.drawn(hidden, inner)
+
+    def norm(total: Tensor) -> tuple[Tensor, Tensor]:
+        return total, F.layer_norm(total, (hidden,))
+
+    def whole() -> object:
+        return norm(x + F.linear(y, weight))
+
+    if place.device.type == "cpu":
+        return {"torch": whole}
+    after = torch.compile(norm, dynamic=False)
+    ways = {name: partial(lambda way: after(cublas.linear_add(y, weight, None, x, way)), way)
+            for way, name in enumerate(cublas.WAYS)}  # fmt: skip
+    return {"torch": torch.compile(whole, dynamic=False), **ways}
+
+
+def meeting(place: Place, outs: tuple[int, ...]) -> Mapping[str, Work]:
+    """The gradient of several layers' input, and of what that input is the norm of, which has one already."""
+    tokens, hidden = place.tokens, place.model.hidden
+    grads, weights = [place.drawn(tokens, out) for out in outs], [place.drawn(out, hidden) for out in outs]
+    x, onto, scale = place.drawn(tokens, hidden), place.drawn(tokens, hidden), place.drawn(hidden)
+    _, mean, deviation = torch.native_layer_norm(x, [hidden], scale, None, 1e-5)
+
+    def norm_gradient(grad: Tensor) -> tuple[Tensor, Tensor]:
+        found = torch.ops.aten.native_layer_norm_backward(
+            grad, x, [hidden], mean, deviation, scale, None, [True, True, False]
+        )
+        return onto + found[0], found[1]
+
+    def whole() -> object:
+        return norm_gradient(sums.input_gradient_reference(grads, weights))
+
+    if place.device.type == "cpu":
+        return {"torch": whole}
+    after = torch.compile(norm_gradient, dynamic=False)
+    ways = {name: partial(lambda way: after(sums.input_gradient(grads, weights, way)), way)
+            for way, name in enumerate(cublas.WAYS)}  # fmt: skip
+    return {"torch": torch.compile(whole, dynamic=False), **ways}
 
 
 def loss(place: Place) -> Iterator[Case]:
@@ -398,6 +460,7 @@ OPS: dict[str, Callable[[Place], Iterator[Case]]] = {
     "rope": rotation,
     "swiglu": gated,
     "gelu": joined,
+    "sums": summed,
     "fp8": eight_bits,
     "sum_squares": gradient_norm,
     "adamw": update,
