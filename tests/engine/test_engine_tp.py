@@ -82,8 +82,6 @@ def test_a_run_whose_heads_are_shared(dataset: Path, tmp_path: Path) -> None:
     with LLM(tmp_path / "run", **SMALL) as llm:
         alone = llm.generate(prompts, params)
     with LLM(tmp_path / "run", tp=2, **SMALL) as llm:
-        with pytest.raises(SpecError, match="adapters are not cut over ranks"):
-            llm.add_adapter("mine", tmp_path)
         with pytest.raises(SpecError, match=r"engine.tp = 2: torch.distributed is in use already"):
             LLM(tmp_path / "run", tp=2, **SMALL)
         shared = llm.generate(prompts, params)

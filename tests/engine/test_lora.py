@@ -15,6 +15,7 @@ from hf_reference import FAMILIES, VOCAB, answers, fresh_model, make_engine, ran
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lmworks.engine import lora
 from lmworks.engine.engine import Engine
 from lmworks.engine.ngram import NGram
 from lmworks.engine.params import SamplingParams
@@ -235,6 +236,24 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
         engine.add_adapter("first", tmp_path / "second")
     with pytest.raises(SpecError, match="an adapter needs a name"):  # without one its cached prefixes were the model's
         engine.add_adapter("", tmp_path / "second")
+
+
+def test_one_that_does_not_fit_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = two_adapters("llama")
+    engine = engine_with("llama", {"first": made["first"]}, tmp_path)
+    params = [SamplingParams(temperature=0, max_tokens=6, logprobs=0, adapter=name) for name in ("first", None)]
+    before = answers(engine, [[1, 2, 3]] * 2, params)
+    room = iter([lora.stacked] * 3)  # for some of the layers
+    monkeypatch.setattr(lora, "stacked", lambda *given: next(room, no_room)(*given))
+    with pytest.raises(LMWorksError, match=r"second: the adapter does not fit the device \(out of memory\)"):
+        engine.add_adapter("second", made["second"].save(tmp_path / "second"))
+    monkeypatch.undo()
+    assert [each.logprobs for each in answers(engine, [[1, 2, 3]] * 2, params)] == [each.logprobs for each in before]
+    engine.add_adapter("second", tmp_path / "second")
+
+
+def no_room(*_: Any) -> None:
+    raise RuntimeError("out of memory")
 
 
 def test_experts_take_adapters_on_attention_only(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
-"""Quantized networks that several ranks share: what each holds of them, and that they answer as one rank does."""
+"""Quantized networks and adapters that several ranks share: what each holds, and that they answer as one rank does."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hf_reference import reference_model
+from test_lora import Made, all_at_once, greedy_of, merged, two_adapters
 from torch import Tensor, nn
 
 from lmworks import LLM, SamplingParams
@@ -15,12 +20,13 @@ from lmworks.engine.outline import Outline
 from lmworks.engine.quantize import Calibration, quantize
 from lmworks.engine.quantized_folder import save_quantized
 from lmworks.engine.quantized_model import SCHEMES, QuantLinear, rounded, served_bytes
+from lmworks.engine.ranks import Lead
 from lmworks.engine.request import Result
 from lmworks.engine.runner import Runner
 from lmworks.engine.share import INPUTS, OUTPUTS, Kept, check_shares
 from lmworks.model import GPT
 from lmworks.model.gpt import Linear
-from lmworks.spec import CheckpointError, ModelSpec, SpecError
+from lmworks.spec import CheckpointError, LMWorksError, ModelSpec, SpecError
 from tiny import flip_a_bit
 
 CLOSE = 1e-4  # two likeliest tokens that are no further apart may change places
@@ -104,21 +110,28 @@ def summed(parts: list[QuantLinear], x: Tensor) -> Tensor:
 # --- networks ---------------------------------------------------------------------------------------------
 
 
-def make_folder(out: Path, scheme: str, shape: str) -> Path:
+def lively(shape: str) -> GPT:
+    """Of random weights, norms and biases too, that make some tokens much likelier than others."""
     given = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 96, "context": 64}
     model = GPT(ModelSpec.from_preset("tiny", **{**given, "init_std": 0.2, **SHAPES[shape]}), seed=3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    return model
+
+
+def make_folder(out: Path, scheme: str, shape: str) -> Path:
+    model = lively(shape)
     text = torch.randint(0, 96, (600,), generator=torch.Generator().manual_seed(0)).tolist()
     report = quantize(model, scheme, Calibration.of(text, 16, 96, "random tokens"), limit=math.inf)
     save_quantized(model, out, report, vocab=90)
     return out
 
 
-def answered(llm: LLM, params: SamplingParams | list[SamplingParams] | None = None) -> list[Result]:
-    return llm.generate(PROMPTS, params or SamplingParams(temperature=0, max_tokens=16, logprobs=2, prompt_logprobs=0))
+def answered(llm: LLM, adapters: Sequence[str | None] = (None,) * len(PROMPTS)) -> list[Result]:
+    wishes = {"temperature": 0, "max_tokens": 16, "logprobs": 2, "prompt_logprobs": 0}
+    return llm.generate(PROMPTS, [SamplingParams(**wishes, adapter=adapter) for adapter in adapters])
 
 
 def refuse_differences(one: list[Result], other: list[Result], close: float) -> None:
@@ -210,3 +223,106 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
     flip_a_bit(folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: it is damaged, or from another model"):
         LLM(folder, tp=2, **SMALL)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_held_by_all_ranks_or_by_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower that cannot read one is an error for the caller; all go on with those that came before, and after."""
+    reference_model("llama").save_pretrained(tmp_path / "llama")
+    adapters = two_adapters("llama")
+    folders = {name: made.save(tmp_path / name) for name, made in adapters.items() if name and made}
+    with LLM(tmp_path / "llama", tp=2, device="cpu", dtype="fp32", block=4) as llm:
+        runner = runner_of(llm)
+        hold, weights = runner.hold_adapter, folders["second"] / "adapter_model.safetensors"
+
+        def hold_and_hide(name: str, folder: Path) -> None:
+            hold(name, folder)
+            weights.rename(weights.with_suffix(".hidden"))
+
+        llm.add_adapter("first", folders["first"])
+        monkeypatch.setattr(runner, "hold_adapter", hold_and_hide)
+        with pytest.raises(LMWorksError, match=r"rank 1: .*second/adapter_model\.safetensors: no such file"):
+            llm.add_adapter("second", folders["second"])
+        monkeypatch.undo()
+        (missing, found) = llm.generate(
+            [[5, 6, 7]] * 2, [SamplingParams(temperature=0, max_tokens=6, adapter=name) for name in ("second", "first")]
+        )
+        assert missing.error == "adapter 'second' is not loaded; known: first"
+        assert found.token_ids == greedy_of(merged("llama", adapters["first"]), [5, 6, 7], 6)
+        weights.with_suffix(".hidden").rename(weights)
+        llm.add_adapter("second", folders["second"])
+        all_at_once("llama", adapters, llm.native, 1e-5)
+
+
+def adapter_for(spec: ModelSpec, seed: int) -> Made:
+    """On all layers of a network, in the names of Llama or of GPT-2."""
+    hidden, ffn, q, kv = spec.hidden, spec.ffn, spec.q_dim, spec.kv_dim
+    shapes = {
+        "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+    }  # fmt: skip
+    where = "model.layers"
+    if spec.mlp == "gelu":
+        where = "transformer.h"
+        shapes = {"attn.c_attn": (q + 2 * kv, hidden), "attn.c_proj": (hidden, q)}
+        shapes |= {"mlp.c_fc": (ffn, hidden), "mlp.c_proj": (hidden, ffn)}
+    draw = torch.Generator().manual_seed(seed)
+    pairs = {
+        f"{where}.{layer}.{name}": (torch.randn(3, into, generator=draw) / 5, torch.randn(out, 3, generator=draw) / 5)
+        for layer in range(spec.layers)
+        for name, (out, into) in shapes.items()
+    }
+    return Made({"peft_type": "LORA", "r": 3, "lora_alpha": 6, "bias": "none"}, pairs)
+
+
+def test_who_holds_an_adapter_that_another_cannot_hold_lets_it_go() -> None:
+    class Heard(Lead):
+        def __init__(self, answers: list[str | None]) -> None:
+            self.tp, self.sent, self.words = 1 + len(answers), [], {}
+            for rank, answer in enumerate(answers, start=1):
+                self.words[rank] = mock.Mock(answers=SimpleQueue())
+                self.words[rank].answers.put(answer)
+
+        def send(self, rank: int, message: Any) -> None:
+            self.sent.append((rank, type(message).__name__))
+
+    lead = Heard([None, "no room", None])
+    with pytest.raises(LMWorksError, match="rank 2: no room"):
+        lead.add_adapter("mine", Path("adapters/mine"))
+    asked = [(rank, "NewAdapter") for rank in (1, 2, 3)]
+    assert lead.sent == [*asked, (1, "OldAdapter"), (3, "OldAdapter")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "scheme", "ranks"),
+    [
+        ("llama", "", 4),
+        ("one key head", "", 2),
+        ("gpt2", "", 2),
+        ("llama", "int4", 2),
+        ("one key head", "int8", 4),
+        ("gpt2", "int4", 2),
+    ],
+)
+def test_adapters_beside_shared_layers(shape: str, scheme: str, ranks: int, tmp_path: Path) -> None:
+    """Two of them and none in a batch, as one rank: beside plain and quantized layers, with biases after the sum."""
+    model = lively(shape)
+    made = {name: adapter_for(model.spec, seed).save(tmp_path / name) for seed, name in enumerate(("a", "b"))}
+    if scheme:
+        make_folder(tmp_path / "model", scheme, shape)
+    else:
+        model.save_hf(tmp_path / "model")
+    results = []
+    for tp in (1, ranks):
+        with LLM(tmp_path / "model", tp=tp, **SMALL) as llm:
+            for name, folder in made.items():
+                llm.add_adapter(name, folder)
+            results.append(answered(llm, ["a", None, "b", "a"]))
+            plain = answered(llm)
+    refuse_differences(*results, close=1e-4)
+    assert results[1][0].token_ids != plain[0].token_ids
+    assert results[1][1].token_ids == plain[1].token_ids

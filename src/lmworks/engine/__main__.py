@@ -12,7 +12,7 @@ import traceback
 from ..loading import load_share, make_runner
 from ..spec import EngineSpec, LMWorksError
 from .follow import follow
-from .ranks import Assignment, meet, say
+from .ranks import Assignment, in_words, last_words, meet
 
 
 def watch(lead: int) -> None:
@@ -34,13 +34,13 @@ def main() -> int:
         ranks = meet(assignment, words)
         spec = EngineSpec.from_dict(assignment.spec)
         loaded = load_share(assignment.source, spec, assignment.step, assignment.seed, ranks)
-        follow(make_runner(loaded, spec, None, ranks), sys.stdin.buffer)
+        follow(make_runner(loaded, spec, None, ranks), sys.stdin.buffer, words)
     except Exception as error:
         if os.getppid() != assignment.lead:
             return 1  # it is gone, and so is the reason to say so
         if not isinstance(error, LMWorksError):
             traceback.print_exc()
-        say(words, str(error) if isinstance(error, LMWorksError) else f"{type(error).__name__}: {error}")
+        last_words(words, in_words(error))
         return 1
     return 0
 

@@ -9,12 +9,12 @@ import torch
 
 from .batch import unpack
 from .picked import in_pieces
-from .ranks import Told
+from .ranks import NewAdapter, OldAdapter, Told, answer, in_words
 from .runner import Runner
 
 
 @torch.no_grad()
-def follow(runner: Runner, pipe: IO[bytes]) -> None:
+def follow(runner: Runner, pipe: IO[bytes], words: IO[str]) -> None:
     """Until the pipe ends."""
     assert runner.ranks is not None
     runner.ranks.listening = True
@@ -23,13 +23,28 @@ def follow(runner: Runner, pipe: IO[bytes]) -> None:
             told = pickle.load(pipe)
         except EOFError:
             return
-        take(runner, told)
+        if isinstance(told, NewAdapter):
+            answer(words, hold(runner, told))
+        elif isinstance(told, OldAdapter):
+            runner.drop_adapter(told.name)
+        else:
+            take(runner, told)
+
+
+def hold(runner: Runner, told: NewAdapter) -> str | None:
+    """What is wrong with an adapter; this rank goes on without it."""
+    try:
+        runner.hold_adapter(told.name, told.folder)
+    except Exception as error:
+        return in_words(error)
+    return None
 
 
 def take(runner: Runner, told: Told) -> None:
     """One step: all that rank 0 does up to the logits, and the tokens that it picks."""
     assert runner.ranks is not None
     runner.cache.copy(told.copies)
+    runner.choose(told.adapters)
     batch = unpack(torch.from_numpy(told.buffer).to(runner.device), told.layout)
     if told.guessed:
         runner.ranks.share(batch.tokens)

@@ -7,22 +7,30 @@ through all of them, and a mask keeps the columns of its own:
 
 That is two products whoever is in the batch, so the shapes are fixed and a CUDA graph can hold them; the ranks are
 small, and so is the waste. Where layers were merged (q, k and v; gate and up), B is zero but for each one's own block.
+
+Where ranks share a layer, each has its outputs of B, or its inputs of A; the latter is part of the sum over ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..model import GPT
-from ..spec import SpecError
+from ..spec import LMWorksError, SpecError
 from .fuse import Applied, FusedAttention, FusedBlock, FusedMLP
 from .lora_files import Adapter, read_adapter
 from .scheduler import Chunk
+from .summed import Summed
+
+if TYPE_CHECKING:
+    from .share import Kept  # which loads PyTorch's distributed parts: seconds, and one rank does without them
 
 
 @dataclass
@@ -49,10 +57,11 @@ class Adapted(nn.Module):
 
 @dataclass(frozen=True)
 class Place:
-    """A layer of the fused network, and the weights that it was merged from, with their rows."""
+    """A layer of the fused network, how it is computed, and the weights that it was merged from, with their rows."""
 
-    owner: FusedAttention | FusedMLP
+    owner: nn.Module
     attribute: str
+    apply: Applied
     parts: dict[str, int]
 
     @property
@@ -64,9 +73,9 @@ class Place:
 class Adapters:
     """The adapters that an engine holds. Adding one stacks all of them anew."""
 
-    def __init__(self, model: GPT, tokens: int) -> None:
-        """`model` is fused; `tokens` are those of the largest step."""
-        self.model, self.tokens = model, tokens
+    def __init__(self, model: GPT, tokens: int, kept: Mapping[str, Kept]) -> None:
+        """`model` is fused; `tokens` are those of the largest step; `kept`: of layers that ranks share, by name."""
+        self.model, self.tokens, self.kept = model, tokens, kept
         self.held: dict[str, Adapter] = {}
 
     def add(self, name: str, folder: Path) -> None:
@@ -75,43 +84,65 @@ class Adapters:
         if name in self.held:
             raise SpecError(f"an adapter named {name!r} is already there; give this one another name")
         adapter = read_adapter(name, folder, self.model.spec)
-        places = places_of(self.model)
-        reachable = {part for place in places for part in place.parts}
+        reachable = {part for place in places_of(self.model, self.kept) for part in place.parts}
         if missed := sorted(adapter.deltas.keys() - reachable):
             raise SpecError(f"{folder}: it changes {missed[0]}, and the engine applies adapters to plain layers only")
-        self.held[name] = adapter
-        self.stack(places)
+        try:
+            self.stack({**self.held, name: own_part(adapter, self.kept)})
+        except RuntimeError as error:  # no room; PyTorch says it in many ways
+            raise LMWorksError(f"{folder}: the adapter does not fit the device ({error})") from None
+
+    def remove(self, name: str) -> None:
+        self.stack({other: adapter for other, adapter in self.held.items() if other != name})
 
     @torch.no_grad()
-    def stack(self, places: list[Place]) -> None:
+    def stack(self, adapters: dict[str, Adapter]) -> None:
+        """Hold these from now on; where they do not fit, all stays as it is."""
         weight = next(self.model.parameters())  # whose device and precision those of all layers are
-        width = sum(adapter.rank for adapter in self.held.values())
-        columns = torch.zeros(1 + len(self.held), width)
-        self.indices: dict[str | None, int] = {None: 0}
+        width = sum(adapter.rank for adapter in adapters.values())
+        columns = torch.zeros(1 + len(adapters), width)
+        indices: dict[str | None, int] = {None: 0}
         begin = 0
-        for index, (name, adapter) in enumerate(self.held.items(), start=1):
-            self.indices[name] = index
+        for index, (name, adapter) in enumerate(adapters.items(), start=1):
+            indices[name] = index
             columns[index, begin : begin + adapter.rank] = 1
             begin += adapter.rank
+        choice = Choice(torch.zeros(self.tokens, width).to(weight))
+        places = places_of(self.model, self.kept)
+        layers = [place.base for place in places]
+        for at, place in enumerate(places):
+            if any(part in adapter.deltas for adapter in adapters.values() for part in place.parts):
+                down, up = (matrix.to(weight) for matrix in stacked(list(adapters.values()), place.parts, width))
+                layers[at] = Adapted(place.base, place.apply, choice, down, up)
         self.columns = columns.to(weight)  # (1 + adapters, Σ rank): the mask of a row, by the index of its adapter
-        self.choice = choice = Choice(torch.zeros(self.tokens, width).to(weight))
-        for place in places:
-            if any(part in adapter.deltas for adapter in self.held.values() for part in place.parts):
-                down, up = (matrix.to(weight) for matrix in stacked(list(self.held.values()), place.parts, width))
-                layer = Adapted(place.base, place.owner.apply_linear, choice, down, up)
-                setattr(place.owner, place.attribute, layer)
+        self.held, self.indices, self.choice = adapters, indices, choice
+        for place, layer in zip(places, layers, strict=True):
+            setattr(place.owner, place.attribute, layer)
 
-    def choose(self, chunks: list[Chunk]) -> None:
-        """For the forward pass of a step: each token goes by the adapter of its sequence. Does not wait."""
+    def of_tokens(self, chunks: list[Chunk]) -> np.ndarray:
+        """The index of the adapter that each token of a step goes by: that of its sequence."""
         indices = [self.indices[chunk.sequence.params.adapter] for chunk in chunks]
-        index = torch.from_numpy(np.repeat(indices, [chunk.count for chunk in chunks]))
+        return np.repeat(indices, [chunk.count for chunk in chunks])
+
+    def choose(self, indices: np.ndarray) -> None:
+        """For the forward pass of a step. Does not wait."""
+        index = torch.from_numpy(indices)
         if self.columns.is_cuda:
             index = index.pin_memory()
         index = index.to(self.columns.device, non_blocking=True)
         torch.index_select(self.columns, 0, index, out=self.choice.mask[: len(index)])
 
 
-def places_of(model: GPT) -> list[Place]:
+def own_part(adapter: Adapter, kept: Mapping[str, Kept]) -> Adapter:
+    """Of every layer that ranks share, what this one adds."""
+    deltas = {
+        name: kept[layer].delta(delta) if (layer := name.removesuffix(".weight")) in kept else delta
+        for name, delta in adapter.deltas.items()
+    }
+    return Adapter(adapter.name, deltas)
+
+
+def places_of(model: GPT, kept: Mapping[str, Kept]) -> list[Place]:
     """Every layer that adapters can stand beside."""
     spec, places = model.spec, []
     rows = {"q": spec.q_dim, "k": spec.kv_dim, "v": spec.kv_dim, "out": spec.hidden}
@@ -128,8 +159,15 @@ def places_of(model: GPT) -> list[Place]:
         for part, attribute, names in merged:
             owner = getattr(block, part)
             if isinstance(owner, FusedAttention | FusedMLP):
-                parts = {f"blocks.{layer}.{part}.{name}.weight": rows[name] for name in names}
-                places.append(Place(owner, attribute, parts))
+                parts = {}
+                for name in names:
+                    whole = f"blocks.{layer}.{part}.{name}"
+                    parts[f"{whole}.weight"] = kept[whole].outputs(rows[name]) if whole in kept else rows[name]
+                there: nn.Module = getattr(owner, attribute)
+                summed = isinstance(there, Summed)  # over ranks, with what adapters add
+                places.append(
+                    Place(there if summed else owner, "part" if summed else attribute, owner.apply_linear, parts)
+                )
     return places
 
 

@@ -6,8 +6,9 @@ Rank 0 is the engine itself: it schedules, packs batches and picks tokens. The o
     rank 0   pack ── pipe: the packed batch ──▶ layers ◀─ sums (parallel.tensor) ─▶ logits, gathered ─▶ sampler ─ tokens
     others   wait ◀────────────────────────────  layers ◀────────────────────────▶ logits             recent ◀────┘
 
+Adapters are read by every rank, told of in the same pipe; a follower answers through a second one whether it could.
 A follower ends when its pipe does: rank 0 has closed it, or is gone, however that happened. An error on a follower
-comes back through a second pipe, and is raised on rank 0.
+comes back through the second pipe too, and is raised on rank 0.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -46,7 +48,7 @@ from .outline import Outline
 from .picked import Asked
 from .quantized_model import QuantLinear
 from .scheduler import Step
-from .share import check_shares, kept_of, make_plain, put_quantized, take_out
+from .share import Kept, check_shares, kept_of, make_plain, put_quantized, take_out
 
 HOST = "127.0.0.1"
 PATIENCE = timedelta(minutes=10)  # of a collective: the first step of a kind may have kernels to compile
@@ -75,6 +77,20 @@ class Told(NamedTuple):
     layout: Layout
     asked: list[int]  # positions whose logits rank 0 needs for log-probabilities of prompts
     guessed: bool  # the tokens of the batch are not final: guesses of a draft follow
+    adapters: np.ndarray | None  # (tokens): the index of the adapter of each
+
+
+class NewAdapter(NamedTuple):
+    """To be held from now on; followers say whether they can."""
+
+    name: str
+    folder: Path
+
+
+class OldAdapter(NamedTuple):
+    """To be let go: another rank could not hold it."""
+
+    name: str
 
 
 class Ranks:
@@ -84,6 +100,7 @@ class Ranks:
 
     def __init__(self, rank: int, tp: int, device: torch.device, store: Store) -> None:
         self.rank, self.tp, self.device = rank, tp, device
+        self.kept: dict[str, Kept] = {}  # by layer, once a network is laid out
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=tp, timeout=PATIENCE)
@@ -102,13 +119,13 @@ class Ranks:
         with torch.device("meta"):
             model = GPT(outline.spec).to(dtype)
         apply_tensor_parallel(model, ParallelSpec(tp=self.tp), self.mesh, splits)
-        kept = kept_of(model, splits, self.rank)
+        self.kept = kept_of(model, splits, self.rank)
         taken = {} if quantized is None else take_out(model)
         materialise(model, splits, self.mesh, self.device, weights, self.device)
         if quantized is None:
             make_plain(model)
         else:
-            put_quantized(model, taken, kept, quantized, self.device)
+            put_quantized(model, taken, self.kept, quantized, self.device)
         return model.eval()
 
     def heads(self, spec: ModelSpec) -> slice:
@@ -131,8 +148,19 @@ class Ranks:
             dist.broadcast(numbers, src=0)
         return numbers
 
-    def tell(self, step: Step, buffer: Tensor, layout: Layout, asked: list[Asked], drafted: bool) -> None:
+    def tell(
+        self,
+        step: Step,
+        buffer: Tensor,
+        layout: Layout,
+        asked: list[Asked],
+        drafted: bool,
+        adapters: np.ndarray | None,
+    ) -> None:
         """Followers have nobody to tell."""
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        """Nor of this."""
 
     def cause(self, error: Exception) -> Exception:
         """Nor anybody to ask."""
@@ -166,9 +194,8 @@ class Lead(Ranks):
                     assignment = Assignment(rank, os.getpid(), port, str(source), told, step, seed, threads)
                     self.send(rank, assignment)
             for rank, words in self.words.items():
-                words.here.wait()
-                if words.error is not None:
-                    raise LMWorksError(f"rank {rank}: {words.error}")
+                if (error := words.answers.get()) is not None:
+                    raise LMWorksError(f"rank {rank}: {error}")
             super().__init__(0, spec.tp, on_rank(device, 0), store)
         except BaseException:
             self.close()
@@ -180,15 +207,39 @@ class Lead(Ranks):
         pickle.dump(message, pipe, protocol=pickle.HIGHEST_PROTOCOL)
         pipe.flush()
 
-    def tell(self, step: Step, buffer: Tensor, layout: Layout, asked: list[Asked], drafted: bool) -> None:
+    def tell(
+        self,
+        step: Step,
+        buffer: Tensor,
+        layout: Layout,
+        asked: list[Asked],
+        drafted: bool,
+        adapters: np.ndarray | None,
+    ) -> None:
         """Of a step that is about to be taken."""
         if not self.listening:
             return
         places = [place for each in asked for place in range(each.at, each.at + each.count)]
         guessed = drafted and any(chunk.wanted > 1 for chunk in step.chunks)
-        told = Told(step.copies, buffer.numpy(), layout, places, guessed)
+        told = Told(step.copies, buffer.numpy(), layout, places, guessed, adapters)
         for rank in range(1, self.tp):
             self.send(rank, told)
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        """On all followers, or on none."""
+        try:
+            for rank in range(1, self.tp):
+                self.send(rank, NewAdapter(name, folder.absolute()))
+        except OSError as error:
+            raise self.cause(error) from error
+        answers = {rank: words.answers.get() for rank, words in self.words.items()}
+        wrong = [f"rank {rank}: {answer}" for rank, answer in answers.items() if answer is not None]
+        if wrong:
+            for rank, answer in answers.items():
+                if answer is None:
+                    with suppress(OSError):  # it has ended meanwhile: the next step says so
+                        self.send(rank, OldAdapter(name))
+            raise LMWorksError(wrong[0])
 
     def close(self) -> None:
         self.ending()
@@ -203,22 +254,25 @@ class Lead(Ranks):
 
 
 class Words:
-    """What a follower says: once that it is there, and at most once more, what went wrong."""
+    """What a follower says: that it is there, whether it holds an adapter, and at the end what went wrong."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.here = threading.Event()
-        self.error: str | None = None
+        self.answers: SimpleQueue[str | None] = SimpleQueue()  # None: yes; else why not
+        self.error: str | None = None  # it has ended
         self.listener = threading.Thread(target=self.listen, args=(process,), daemon=True)
         self.listener.start()
 
     def listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            self.error = json.loads(line)["error"]
-            self.here.set()
+            said = json.loads(line)
+            if said["last"]:
+                self.error = said["error"]
+            else:
+                self.answers.put(said["error"])
         if self.error is None:
             self.error = f"it ended with exit code {process.wait()}"
-        self.here.set()
+        self.answers.put(self.error)
 
 
 def on_rank(device: torch.device, rank: int) -> torch.device:
@@ -253,10 +307,23 @@ def meet(assignment: Assignment, words: IO[str]) -> Ranks:
     torch.set_num_threads(assignment.threads)
     spec = EngineSpec.from_dict(assignment.spec)
     store = TCPStore(HOST, assignment.port, is_master=False)
-    say(words, None)
+    answer(words, None)
     return Ranks(assignment.rank, spec.tp, on_rank(torch.device(spec.device), assignment.rank), store)
 
 
-def say(words: IO[str], error: str | None) -> None:
-    words.write(json.dumps({"error": error}) + "\n")
+def answer(words: IO[str], error: str | None) -> None:
+    """To rank 0: that it is done, or what is wrong. This rank goes on."""
+    say(words, error, last=False)
+
+
+def last_words(words: IO[str], error: str) -> None:
+    say(words, error, last=True)
+
+
+def say(words: IO[str], error: str | None, last: bool) -> None:
+    words.write(json.dumps({"error": error, "last": last}) + "\n")
     words.flush()
+
+
+def in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, LMWorksError) else f"{type(error).__name__}: {error}"

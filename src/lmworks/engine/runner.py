@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,14 +108,28 @@ class Runner:
         self.sampler.admit(sequence.slot, sequence)
 
     def add_adapter(self, name: str, folder: Path) -> None:
-        """Hold a LoRA adapter, for sequences that ask for it by name."""
+        """Hold a LoRA adapter, for sequences that ask for it by name; all ranks do, or none."""
+        self.hold_adapter(name, folder)
         if self.ranks is not None:
-            raise SpecError(f"adapters are not cut over ranks: an engine with tp = {self.ranks.tp} takes none")
-        adapters = self.adapters or Adapters(self.model, max(self.spec.max_batch_tokens, self.spec.max_seqs))
+            try:
+                self.ranks.add_adapter(name, folder)
+            except Exception:
+                self.drop_adapter(name)
+                raise
+
+    def hold_adapter(self, name: str, folder: Path) -> None:
+        """On this rank."""
+        tokens = max(self.spec.max_batch_tokens, self.spec.max_seqs)
+        adapters = self.adapters or Adapters(self.model, tokens, {} if self.ranks is None else self.ranks.kept)
         adapters.add(name, folder)
         self.adapters = adapters
         if self.graphs is not None:
             self.graphs.forget()  # recordings of layers without it
+
+    def drop_adapter(self, name: str) -> None:
+        """On this rank, one that another could not hold."""
+        assert self.adapters is not None
+        self.adapters.remove(name)
 
     def watch_drift(self, folder: Path) -> DriftMonitor:
         """From now on, of a network that was read from the quantized `folder`."""
@@ -144,8 +159,8 @@ class Runner:
 
     def queue(self, step: Step) -> Launched:
         self.cache.copy(step.copies)
-        if self.adapters is not None:
-            self.adapters.choose(step.chunks)
+        adapters = None if self.adapters is None else self.adapters.of_tokens(step.chunks)
+        self.choose(adapters)
         picking = [chunk for chunk in step.chunks if chunk.wanted]
         wants = self.sampler.wants(chunk.sequence.slot for chunk in picking)
         mask = self.masks(picking)
@@ -157,7 +172,7 @@ class Runner:
             return self.launched(picking, found, [], None, guesses_of(batch, picking))
         buffer, layout = self.packer.pack(step)
         if self.ranks is not None:
-            self.ranks.tell(step, buffer, layout, asked, self.draft is not None)
+            self.ranks.tell(step, buffer, layout, asked, self.draft is not None, adapters)
         batch = unpack(buffer.to(self.device, non_blocking=True), layout)
         guessed = None if self.draft is None else self.draft.guess(step, batch, wants)
         if self.ranks is not None and guessed is not None:
@@ -166,6 +181,11 @@ class Runner:
         prompt = prompt_logprobs(self.model, self.valid_vocab, states, asked) if asked else None
         sampled = self.pick(states, batch, wants, mask, guessed) if picking else None
         return self.launched(picking, sampled, asked, prompt, guesses_of(batch, picking))
+
+    def choose(self, adapters: np.ndarray | None) -> None:
+        """The adapter of each token of a step, where there are any."""
+        if self.adapters is not None and adapters is not None:
+            self.adapters.choose(adapters)
 
     def frame(self, graphs: Graphs[Tensor | Sampled], step: Step) -> Layout | None:
         """That of the graph which holds such steps, if there is one."""

@@ -20,6 +20,7 @@ from ..model.gpt import GPT, Linear
 from ..parallel.splits import Splits
 from ..parallel.tensor import OneHeadLinear, RowLinear
 from ..spec import ModelSpec, SpecError
+from .lora_files import Delta
 from .outline import Outline
 from .quantized_model import QuantLinear, linears, put, replace
 from .summed import Summed
@@ -99,6 +100,16 @@ class Kept:
         # Copies: a view would keep all of it.
         weight, scale = (each.clone(memory_format=torch.contiguous_format) for each in (weight, scale))
         return QuantLinear(whole.scheme, weight, scale, None if bias is None else bias.clone())
+
+    def outputs(self, whole: int) -> int:
+        """How many, of so many of the whole layer."""
+        return self.places.stop - self.places.start if self.dim == OUTPUTS else whole
+
+    def delta(self, whole: Delta) -> Delta:
+        """What this rank adds of an adapter: some outputs of the product, or what some inputs bring to all of them."""
+        if self.dim == OUTPUTS:
+            return Delta(whole.down, whole.up[self.places])
+        return Delta(whole.down[:, self.places], whole.up)
 
 
 def int4_inputs(words: Tensor, scale: Tensor, inputs: slice) -> tuple[Tensor, Tensor]:
