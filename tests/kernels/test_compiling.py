@@ -7,17 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 # A driver whose kernels do nothing but say that they were launched, and with what loaded.
-SCRIPT = """
+DRIVER = """
 import json, threading
-import triton, triton.language as tl
+import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
-from lmworks.kernels.compiling import compiled_apart
 from lmworks.kernels.triton_support import newly_met
 
 built, launched = [], []
@@ -42,6 +42,10 @@ class Driver:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 triton.runtime.driver.set_active(Driver())
+"""
+
+APART = """
+from lmworks.kernels.compiling import compiled_apart
 
 @triton.jit
 def twice(n, TILE: tl.constexpr):
@@ -101,16 +105,50 @@ print(json.dumps({**told, "later": later, "met": met}))
 """
 
 
-def test_launches_only_compile_and_side_by_side(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"  # kernels are read from their file
-    script.write_text(SCRIPT, encoding="utf-8")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+# A step of any number of tokens and sequences, after steps of others: as prompts come.
+ANY_NUMBER = """
+from lmworks.kernels import rms_norm_triton, sample_triton
+from lmworks.kernels.sample import Rows
+
+def norm(rows, delta):
+    x = torch.zeros(rows, 256, dtype=torch.bfloat16)
+    rms_norm_triton.forward(x, x if delta else None, torch.ones(256, dtype=torch.bfloat16), 1e-5)
+
+def draw(rows):
+    logits, slots = torch.zeros(rows, 9000), torch.zeros(rows, dtype=torch.int64)  # three spans
+    table = Rows(torch.zeros(4), torch.zeros(4, dtype=torch.int64), slots, slots)
+    sample_triton.launch(logits, logits, table, True)
+
+told, works = {}, {"norm": lambda rows: norm(rows, False), "added": lambda rows: norm(rows, True), "draw": draw}
+for name, work in works.items():
+    work(64)
+    with newly_met() as met:
+        for rows in (1, 2, 3, 24, 77):
+            work(rows)
+    told[name] = met
+print(json.dumps(told))
+"""
+
+
+def told_by(script: str, folder: Path) -> dict[str, Any]:
+    file = folder / "script.py"  # kernels are read from their file
+    file.write_text(script, encoding="utf-8")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
+    command = [sys.executable, str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_steps_of_any_size_meet_no_new_kernel(tmp_path: Path) -> None:
+    """Triton compiles once more for numbers that divide by 16, for 1, and for addresses that do: half a second each,
+    in the middle of an answer."""
+    assert told_by(DRIVER + ANY_NUMBER, tmp_path) == {"norm": [], "added": [], "draw": []}
+
+
+def test_launches_only_compile_and_side_by_side(tmp_path: Path) -> None:
+    told = told_by(DRIVER + APART, tmp_path)
     assert told["inside"] == []
     assert told["beside"] == [["twice", "loaded twice"]]  # another thread launches as ever
     assert sorted(told["made"]) == [["twice", "compiles"]] * 2 + [["twice", "other"]]  # each once, and ready to launch

@@ -23,6 +23,13 @@ SMALL = tl.constexpr(noise.SMALL)
 LAST = tl.constexpr(noise.LAST)
 LN_2 = tl.constexpr(math.log(2))
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+PARTS = [
+    "best",
+    "highest",
+    "mass",
+    "winners",
+    "wrong",
+]  # which lie in one tensor, wherever the number of rows puts them
 
 
 def launch(
@@ -91,7 +98,7 @@ def gumbel(seed, place, ids):
     return -fast_log(tl.where(v < SMALL, series, -fast_log(1 - v)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PARTS)
 def span_kernel(
     logits,  # (rows, vocab)
     scores,  # (rows, valid)
@@ -153,7 +160,7 @@ def span_kernel(
     tl.store(winners + at, tl.min(tl.where(score == peak, ids, 2147483647), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PARTS)
 def row_kernel(
     logits,
     best,
