@@ -38,6 +38,9 @@ def pytest_collection_finish() -> None:
         # Else a tenth of a second at every call.
         typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
         typer.testing.CliRunner().invoke(sys.modules["lmworks.cli.main"].app, ["models", "--json"])
+    if {"lmworks.cli.main", "lmworks.observe.report"} & sys.modules.keys():
+        # To draw the PNGs of a report takes longer than a small run: done where somebody looks at them.
+        vars(importlib.import_module("lmworks.observe.report")).update(draw_plots=lambda folder, steps: [])
     gc.freeze()  # else each forked rank copies the pages of all that was imported when it looks for garbage
     gc.enable()
 
@@ -51,6 +54,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_unconfigure() -> None:
     gc.unfreeze()
     shutil.rmtree(os.environ["LMWORKS_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture
+def plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report has its PNGs drawn."""
+    from lmworks.observe import plots, report
+
+    monkeypatch.setattr(report, "draw_plots", plots.draw_plots)
 
 
 @pytest.fixture(scope="session")

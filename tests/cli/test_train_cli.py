@@ -72,7 +72,9 @@ def one_line(err: str) -> str:
 # --- train and resume ----------------------------------------------------------------------------------
 
 
-def test_train_leaves_a_whole_run_folder_and_says_where(lmworks: Run, dataset: Path, tmp_path: Path) -> None:
+def test_train_leaves_a_whole_run_folder_and_says_where(
+    lmworks: Run, dataset: Path, tmp_path: Path, plots: None
+) -> None:
     spec = write_spec(make_spec(dataset), tmp_path / "spec.toml")
     code, out, err = lmworks("train", spec, "optim.lr=5e-3", "seed=4", "--run-dir", tmp_path / "run")
     assert (code, err) == (0, "")
@@ -80,6 +82,7 @@ def test_train_leaves_a_whole_run_folder_and_says_where(lmworks: Run, dataset: P
     (result,) = events(folder.path, "eval")
     assert f"done: 12 steps, loss {result['val_loss']:.4f} nats/token over {result['tokens']:,} held-out tokens" in out
     assert str(folder.report_path) in out and folder.report_path.exists()
+    assert sorted(path.name for path in folder.plots.iterdir()) == ["loss.png", "lr.png", "throughput.png"]
     assert json.loads(folder.prediction_path.read_text())
     written = folder.spec()
     assert (written.optim.lr, written.seed) == (5e-3, 4)

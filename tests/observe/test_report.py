@@ -16,12 +16,6 @@ from lmworks.record import MetricsWriter
 VOID = {"meta", "circle", "line", "polyline", "polygon"}
 
 
-@pytest.fixture(autouse=True)
-def without_matplotlib(monkeypatch):
-    """It takes a second a report, and only two of these tests are about it."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-
-
 class Page(HTMLParser):
     """Tags with their attributes, and the text of each tile; refuses tags that do not match."""
 
@@ -137,8 +131,7 @@ def test_long_histories_are_cut(make_run, monkeypatch):
     assert "9 earlier ones" in page.text
 
 
-def test_pngs_where_matplotlib_is(make_run, monkeypatch):
-    monkeypatch.undo()
+def test_pngs_where_matplotlib_is(make_run, plots):
     pytest.importorskip("matplotlib")
     folder = make_run()
     write_report(folder)
@@ -146,7 +139,8 @@ def test_pngs_where_matplotlib_is(make_run, monkeypatch):
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in folder.plots.iterdir())
 
 
-def test_without_matplotlib_it_says_how_to_get_them(make_run):
+def test_without_matplotlib_it_says_how_to_get_them(make_run, plots, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     folder = make_run()
     page = Page(write_report(folder).read_text())
     assert not folder.plots.exists()
