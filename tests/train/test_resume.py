@@ -66,32 +66,32 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def sixty(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 steps that nothing disturbed, with accumulation, documents, evaluations and a checkpoint every 10."""
+def thirty(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 steps that nothing disturbed, with accumulation, documents, evaluations and a checkpoint every 5."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
-    train(sixty_spec(dataset), run_dir)
+    train(thirty_spec(dataset), run_dir)
     return run_dir
 
 
-def sixty_spec(dataset: Path, *overrides: str) -> Any:
-    more = ("optim.steps=60", "checkpoint.every=10", "log.eval_every=15", "data.document_mask=true")
+def thirty_spec(dataset: Path, *overrides: str) -> Any:
+    more = ("optim.steps=30", "checkpoint.every=5", "log.eval_every=8", "data.document_mask=true")
     return make_spec(dataset, *more, *overrides)
 
 
-@pytest.mark.parametrize("deaths", [[31], [35], [3], [31, 46], [14, 14, 59]], ids=str)
+@pytest.mark.parametrize("deaths", [[16], [18], [3], [16, 23], [7, 7, 29]], ids=str)
 def test_a_resumed_run_is_the_same_run_to_the_last_bit(
-    dataset: Path, tmp_path: Path, sixty: Path, deaths: list[int]
+    dataset: Path, tmp_path: Path, thirty: Path, deaths: list[int]
 ) -> None:
-    """Dying before step 31 leaves step 30 saved; before 35, four steps are replayed; before 3, all of them."""
+    """Dying before step 16 leaves step 15 saved; before 18, two steps are replayed; before 3, all of them."""
     run_dir = tmp_path / "run"
-    crashed(sixty_spec(dataset), run_dir, deaths[0])
+    crashed(thirty_spec(dataset), run_dir, deaths[0])
     for step in deaths[1:]:
         crashed(None, run_dir, step)
     resume(run_dir)
-    assert_same_run(run_dir, sixty)
+    assert_same_run(run_dir, thirty)
     starts = [(e["kind"], e["attempt"], e["step"]) for e in RunFolder(run_dir).events() if "attempt" in e]
     expected = [("start", 0, 0)]
-    expected += [("resume", number, (step - 1) // 10 * 10) for number, step in enumerate(deaths, 1)]
+    expected += [("resume", number, (step - 1) // 5 * 5) for number, step in enumerate(deaths, 1)]
     assert starts == expected
 
 
@@ -121,10 +121,10 @@ def test_random_numbers_go_on_where_they_stood(dataset: Path, tmp_path: Path) ->
     assert differences(saved(tmp_path / "run"), saved(tmp_path / "straight")) == []
 
 
-def test_a_run_with_read_ahead_workers_resumes_as_one_without(dataset: Path, tmp_path: Path, sixty: Path) -> None:
-    crashed(sixty_spec(dataset, "data.workers=2"), tmp_path / "run", 35)
+def test_a_run_with_read_ahead_workers_resumes_as_one_without(dataset: Path, tmp_path: Path, thirty: Path) -> None:
+    crashed(thirty_spec(dataset, "data.workers=2"), tmp_path / "run", 18)
     resume(tmp_path / "run")
-    assert_same_run(tmp_path / "run", sixty)
+    assert_same_run(tmp_path / "run", thirty)
 
 
 def test_a_run_whose_checkpoints_are_out_of_sight_does_not_begin_anew(dataset: Path, tmp_path: Path) -> None:
@@ -151,19 +151,19 @@ def test_a_finished_run_resumes_to_nothing_but_its_result(dataset: Path, tmp_pat
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
-    dataset: Path, tmp_path: Path, sixty: Path, capsys: pytest.CaptureFixture[str]
+    dataset: Path, tmp_path: Path, thirty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
-    crashed(sixty_spec(dataset), run_dir, 45)
-    flip_a_bit(shard(run_dir, 40))
+    crashed(thirty_spec(dataset), run_dir, 23)
+    flip_a_bit(shard(run_dir, 20))
     resume(run_dir)
     captured = capsys.readouterr()
-    assert str(shard(run_dir, 40)) in captured.err and "refused" in captured.err
+    assert str(shard(run_dir, 20)) in captured.err and "refused" in captured.err
     assert captured.out == ""  # a program that reads the result from stdout is not disturbed
     (refused,) = events(run_dir, "refused")
-    assert refused["step"] == 40 and refused["path"] == "step-000040" and "rank-00000.safetensors" in refused["reason"]
-    assert events(run_dir, "resume")[0]["step"] == 30
-    assert_same_run(run_dir, sixty)
+    assert refused["step"] == 20 and refused["path"] == "step-000020" and "rank-00000.safetensors" in refused["reason"]
+    assert events(run_dir, "resume")[0]["step"] == 15
+    assert_same_run(run_dir, thirty)
 
 
 def test_with_every_checkpoint_damaged_the_run_refuses_and_deletes_nothing(dataset: Path, tmp_path: Path) -> None:
@@ -209,14 +209,30 @@ def test_a_folder_that_holds_a_run_is_not_started_over(dataset: Path, tmp_path: 
 # --- processes that are killed, interrupted, or run out of disk ---------------------------------------
 
 STEPS = 200
-LONG = (f"optim.steps={STEPS}", "checkpoint.every=0", "log.eval_every=50")
+LONG = (f"optim.steps={STEPS}", "checkpoint.every=3", "log.eval_every=50")
+BRIEF = ("optim.steps=20", "checkpoint.every=0", "log.eval_every=5")
 
 
 @pytest.fixture(scope="module")
-def long(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def brief(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("straight") / "run"
-    train(make_spec(dataset, *LONG), run_dir)
+    train(make_spec(dataset, *BRIEF), run_dir)
     return run_dir
+
+
+def waiting_in_step(number: int, go: Path) -> Callable[[], None]:
+    """For a process that is forked: in this step it waits for a file, so that no signal comes too late."""
+    take = Trainer.train_step
+
+    def wait_and_take(trainer: Trainer, batches: Any) -> dict[str, Any]:
+        while trainer.step + 1 == number and not go.exists():
+            time.sleep(0.002)
+        return take(trainer, batches)
+
+    def replace() -> None:
+        Trainer.train_step = wait_and_take  # type: ignore[method-assign]
+
+    return replace
 
 
 def wait_until(condition: Callable[[], bool], process: Forked, seconds: float = 120) -> None:
@@ -240,11 +256,10 @@ def working(run_dir: Path, process: Forked, steps: int = 1) -> None:
 
 
 @pytest.mark.slow  # tests/study/test_chaos.py kills ranks too, at every phase and at random moments
-def test_killed_ten_times_at_random_moments_it_ends_bitwise_as_if_never_killed(
-    dataset: Path, tmp_path: Path, long: Path
-) -> None:
+def test_killed_ten_times_at_random_moments_it_ends_bitwise_as_if_never_killed(dataset: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    spec = write_spec(make_spec(dataset, *LONG, "checkpoint.every=3"), tmp_path / "spec.toml")
+    train(make_spec(dataset, *LONG), tmp_path / "straight")
+    spec = write_spec(make_spec(dataset, *LONG), tmp_path / "spec.toml")
     checkpoints = run_dir / "checkpoints"
     draw = random.Random(7)
     torn = 0
@@ -265,45 +280,47 @@ def test_killed_ten_times_at_random_moments_it_ends_bitwise_as_if_never_killed(
     assert [line[0] for line in curve(run_dir)] == list(range(1, STEPS + 1))
     attempts = [json.loads(line)["attempt"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert attempts == sorted(attempts) and set(attempts) == set(range(11))
-    assert_same_run(run_dir, long)
+    assert_same_run(run_dir, tmp_path / "straight")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_and_the_way_to_go_on(
-    dataset: Path, tmp_path: Path, long: Path, number: signal.Signals
+    dataset: Path, tmp_path: Path, brief: Path, number: signal.Signals
 ) -> None:
     """The signal goes to the whole group, as from a terminal or a batch system: read-ahead workers get it too."""
-    run_dir = tmp_path / "run"
-    spec = make_spec(dataset, *LONG, "data.workers=2")
-    process = Forked("train", write_spec(spec, tmp_path / "spec.toml"), "--run-dir", run_dir)
-    working(run_dir, process, steps=2)
+    run_dir, go = tmp_path / "run", tmp_path / "go"
+    spec = write_spec(make_spec(dataset, *BRIEF, "data.workers=2"), tmp_path / "spec.toml")
+    process = Forked("train", spec, "--run-dir", run_dir, first=waiting_in_step(4, go))
+    working(run_dir, process, steps=3)
     os.killpg(process.pid, number)
-    _, err = process.communicate(timeout=60)
+    go.touch()
+    _, err = process.communicate(timeout=120)
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 75}[number]
-    last = curve(run_dir)[-1][0]
     assert err.splitlines() == [
-        f"lmworks: error: stopped by {number.name} after step {last}; go on with: lmworks resume {run_dir}"
+        f"lmworks: error: stopped by {number.name} after step 4; go on with: lmworks resume {run_dir}"
     ]
-    assert [step for step in range(1, STEPS + 1) if shard(run_dir, step).exists()] == [last]
-    assert [event["step"] for event in events(run_dir, "interrupt")] == [last]
+    assert curve(run_dir)[-1][0] == 4
+    assert [step for step in range(1, 21) if shard(run_dir, step).exists()] == [4]
+    assert [event["step"] for event in events(run_dir, "interrupt")] == [4]
     resume(run_dir)
-    assert curve(run_dir) == curve(long)
-    assert differences(saved(run_dir), saved(long)) == []
+    assert curve(run_dir) == curve(brief)
+    assert differences(saved(run_dir), saved(brief)) == []
 
 
-def test_a_second_ctrl_c_ends_it_at_once_and_harms_nothing(dataset: Path, tmp_path: Path, long: Path) -> None:
-    run_dir = tmp_path / "run"
-    spec = make_spec(dataset, *LONG, "checkpoint.every=5")
-    process = Forked("train", write_spec(spec, tmp_path / "spec.toml"), "--run-dir", run_dir)
+def test_a_second_ctrl_c_ends_it_at_once_and_harms_nothing(dataset: Path, tmp_path: Path, brief: Path) -> None:
+    run_dir, go = tmp_path / "run", tmp_path / "go"
+    spec = write_spec(make_spec(dataset, *BRIEF, "checkpoint.every=5"), tmp_path / "spec.toml")
+    process = Forked("train", spec, "--run-dir", run_dir, first=waiting_in_step(9, go))
     working(run_dir, process, steps=8)
     process.send_signal(signal.SIGINT)
+    go.touch()
     time.sleep(0.03)  # it is in the save that follows the step, or past it
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in err
     resume(run_dir)
-    assert_same_run(run_dir, long)
+    assert_same_run(run_dir, brief)
 
 
 def test_a_full_disk_during_a_save_is_one_clear_line_and_costs_nothing_but_the_save(
