@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from forked import Forked
 from layouts import SPARSE, Job, do, layout
 from lmworks.cli.main import main
 from lmworks.data import prepare
@@ -26,9 +27,10 @@ from tiny import curve, differences, events, resume, saved, start, train, write_
 
 ENDLESS = ("optim.schedule=constant", "optim.warmup=0", "optim.steps=100000", "checkpoint.every=1000000")
 FSDP2 = ("parallel.dp=2", "parallel.strategy=fsdp2")
+SOON_S = 120  # on a busy machine; a collective that nobody answers would take watch.timeout_s, half an hour
 
 
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[str], patience_s: float = 90) -> None:
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str] | Forked, patience_s: float = 300) -> None:
     give_up = time.monotonic() + patience_s
     while not (lines := read_metrics(RunFolder(run).metrics_path)) or lines[-1]["step"] < step:
         assert process.poll() is None, process.communicate()
@@ -36,14 +38,14 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str], patience
         time.sleep(0.02)
 
 
-def stop(process: subprocess.Popen[str], act: Callable[[], None], patience_s: float = 60) -> tuple[int, list[str]]:
+def stop(process: subprocess.Popen[str] | Forked, act: Callable[[], None]) -> tuple[int | None, list[str]]:
     """Exit code, and the lines said on standard error."""
     act()
     try:
-        _, said = process.communicate(timeout=patience_s)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # which ends its ranks too
-        raise
+        _, said = process.communicate(timeout=SOON_S)
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGTERM)  # which ends its ranks too
     return process.returncode, said.splitlines()
 
 
@@ -70,7 +72,7 @@ def rank_process(process: subprocess.Popen[str], rank: int) -> int:
 def test_ctrl_c_saves_and_the_run_goes_on_bitwise(dataset: Path, tmp_path: Path) -> None:
     """As a terminal sends it; ranks have sessions of their own, and the command hands it on to them."""
     run, file = tmp_path / "run", write_spec(layout(dataset, *ENDLESS), tmp_path / "spec.toml")
-    process = start("train", file, *FSDP2, "--run-dir", run)
+    process = Forked("train", file, *FSDP2, "--run-dir", run)
     wait_for_step(run, 3, process)
     code, said = stop(process, lambda: os.killpg(process.pid, signal.SIGINT))
     assert code == 130
@@ -96,9 +98,8 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_under_another_layout(dataset
     step = checkpoint.find(run / "checkpoints", refuse)[1].step  # type: ignore[index]
     process = start("resume", run)
     wait_for_step(run, step + 2, process)
-    began = time.monotonic()
     code, said = stop(process, lambda: os.kill(rank_process(process, 1), signal.SIGKILL))
-    assert code == 137 and time.monotonic() - began < 20
+    assert code == 137
     # The other rank may say so too, if it notices before it is ended.
     assert said.pop() == "lmworks: error: rank 1 was ended by SIGKILL; the run can be resumed"
     assert not said or (len(said) == 1 and said[0].startswith("lmworks: error: rank 1 is gone"))
@@ -134,9 +135,8 @@ def test_an_error_of_one_rank_ends_the_others_with_one_line(dataset: Path, tmp_p
     command = [*torchrun, str(script), str(file), "parallel.tp=1", *FSDP2, "--run-dir", str(run)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for_step(run, 2, process)
-    began = time.monotonic()
     code, said = stop(process, lambda: None)
-    assert code == 1 and time.monotonic() - began < 20
+    assert code == 1
     assert [line for line in said if "error: " in line] == ["lmworks: error: rank 1: tokens-00001 is damaged"]
     assert sum(line.startswith("Traceback") for line in said) == 1  # torchrun's own
     assert [event["error"] for event in events(run, "fail")] == ["rank 1: tokens-00001 is damaged"]
