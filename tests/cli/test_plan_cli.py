@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from lmworks.observe import probe as probing
 from lmworks.spec import catalogue
 from typed import lmworks
 
@@ -30,7 +33,11 @@ def test_plan_for_a_named_accelerator(capsys: pytest.CaptureFixture[str]) -> Non
     assert result["step_s"] > 0
 
 
-def test_plan_measures_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_measures_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path))
+    monkeypatch.setattr(probing, "probe", partial(probing.probe, seconds=0.1))
     code, out, _ = lmworks(capsys, "plan", "tiny", "cluster.device=cpu", "--json")
     result = json.loads(out)
     assert code == 0

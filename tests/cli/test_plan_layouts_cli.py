@@ -85,7 +85,8 @@ def test_what_is_typed_of_the_cluster_is_heard(capsys: pytest.CaptureFixture[str
 
 
 def test_explaining(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = lmworks(capsys, *SEARCH, "--show", "1", "--explain", "zero=0 micro_batch=8")
+    fixed = ["--fix", "schedule=1f1b", "--fix", "offload=none"]
+    code, out, _ = lmworks(capsys, *SEARCH, *fixed, "--show", "1", "--explain", "zero=0 micro_batch=8")
     assert code == 0
     assert "does not fit: needs" in out and "the smallest changes that make it fit:" in out
 
@@ -103,7 +104,7 @@ def test_explaining(capsys: pytest.CaptureFixture[str]) -> None:
         (["search", "llama3-8b", "--cluster", "8xh100", "--fix", "tp=3"], "--explain 'tp=3' says why"),
         (["search", "llama3-8b", "--cluster", "8xh100", "--fix", "colour=3"], "colour is no part of a layout"),
         (["search", "llama3-405b", "--cluster", "1xa100", *QUICK], "nothing fits on 1 × A100-SXM-80GB"),
-        (["search", "llama3-8b", "--cluster", "8xh100", "--out", "/dev/null/x"], "--out /dev/null/x: "),
+        (["search", "llama3-8b", "--cluster", "8xh100", *QUICK, "--out", "/dev/null/x"], "--out /dev/null/x: "),
     ],
 )
 def test_nonsense(capsys: pytest.CaptureFixture[str], args: list[str], words: str) -> None:

@@ -89,8 +89,8 @@ def test_closed_form_and_timeline_agree(found: tuple[RunSpec, Question, Result])
 
 
 def test_several_clusters_are_told_apart_by_what_they_cost() -> None:
-    base, hopper = asked("llama3-8b", "8xh100", 64, cp=1)
-    ampere = question_of(base, "8xa100", pinned={"cp": 1})
+    base, hopper = asked("llama3-8b", "8xh100", 64, cp=1, pp=1)
+    ampere = question_of(base, "8xa100", pinned={"cp": 1, "pp": 1})
     result = search([hopper, ampere])
     assert result.front[0].question is hopper  # the faster one
     figures = [(one.tokens_per_s, one.headroom, -one.dollars_per_gtoken) for one in result.front]
