@@ -43,7 +43,7 @@ def make_spec(
 CASES = {  # ranks, micro-batches, tied
     "2 ranks": (2, 1, True),
     "3 ranks": (3, 1, True),
-    "3 ranks, 3 micro-batches, untied": (3, 3, False),
+    "3 ranks, 2 micro-batches, untied": (3, 2, False),
 }
 
 

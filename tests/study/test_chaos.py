@@ -23,7 +23,6 @@ from typed import lmworks
 # fault, phase, layout, how it saves: one of each kind, the layouts in turn
 PROCESSES = [
     ("kill-rank", "save.commit", "fsdp2", "sync"),
-    ("kill-rank", "load.read", "pp2", "sync"),
     ("kill-writer", "save.write", "ddp2", "async"),
     ("shrink", "forward", "fsdp2", "sync"),
     ("sigterm", "backward", "ddp2", "async"),
@@ -33,7 +32,6 @@ PROCESSES = [
     ("slow", "forward", "ddp2", "sync"),
 ]
 DISKS = [
-    ("enospc", "save.write", "one", "sync"),
     ("enospc", "save.write", "ddp2", "async"),
     ("eio", "save.write", "zero2", "sync"),
     ("truncate", "load.find", "one", "sync"),
@@ -48,6 +46,10 @@ NUMBERS = [
     ("flip-parameter", "data", "ddp2", "sync"),
     ("flip-gradient", "optimizer", "ddp2", "sync"),
     ("flip-optimizer", "data", "ddp2", "sync"),
+]
+AGAIN = [  # kinds that are above, in another phase and without a writer
+    ("kill-rank", "load.read", "pp2", "sync"),
+    ("enospc", "save.write", "one", "sync"),
 ]
 COMMANDS = [("kill-rank", "backward", "ddp2", "async"), ("kill-agent", "save.commit", "ddp2", "sync")]
 
@@ -75,6 +77,7 @@ def strike(jobs: Harness, some: list[Trial]) -> list[Outcome]:
         pytest.param(PROCESSES, id="processes"),
         pytest.param(DISKS, id="disks"),
         pytest.param(NUMBERS, id="numbers", marks=pytest.mark.slow),
+        pytest.param(AGAIN, id="again", marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_lost(jobs: Harness, cases: list[tuple[str, str, str, str]]) -> None:

@@ -86,6 +86,22 @@ VARIATIONS = [
     "bf16-weights-tp2-sp",
     "bf16-weights-pp2-fsdp2-tp2",
     "bf16-weights-cp2-offload",
+    "moe-tp2-sp",
+    "tp2-alibi",
+    "cp4-ring",
+    "cp2-ring-documents",
+    "pp2-zbv",
+    "pp2-looped-bfs",
+    "pp2-1f1b-fsdp2",
+    "pp2-zbv-fsdp2-tied",
+    "fsdp2-tp2",
+    "fsdp1-tp2",
+    "ep4",
+    "ep2-dp4",
+    "recompute-mlp-tp2",
+    "recompute-full-pp2-zbv",
+    "bf16-ddp",
+    "bf16-weights-ddp",
 ]
 
 
@@ -120,14 +136,16 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_specs_own_layout(capsys: pytest.CaptureFixture[str], dataset: Path) -> None:
-    spec = ["tiny", f"data.path={dataset}", "data.seq=16", "parallel.dp=2", "parallel.strategy=fsdp2"]
+    small = ["model.layers=1", "data.seq=16", "data.micro_batch=1", "data.global_batch=2"]
+    spec = ["tiny", f"data.path={dataset}", *small, "parallel.dp=2", "parallel.strategy=fsdp2"]
     code, out, _ = lmworks(capsys, "parity", *spec)
     assert code == 0
     assert "the spec's own" in out and "reduce-scatter" in out and "FAILED" not in out
 
 
 def test_the_first_that_fails_ends_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    strict = [Layout(name, {"parallel": {"dp": 2}}, Tolerance(gradient=0.0)) for name in ("one", "two")]
+    small = {"data": {"seq": 16, "micro_batch": 1, "global_batch": 4}, "parallel": {"dp": 2}}
+    strict = [Layout(name, small, Tolerance(gradient=0.0)) for name in ("one", "two")]
     monkeypatch.setattr("lmworks.spec.layouts.choose", lambda names: strict)
     code, out, err = lmworks(capsys, "parity", "--layouts", "all")
     assert code == 1

@@ -84,8 +84,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp zbv": {"pp": 2, "schedule": "zbv"},
     "pp x fsdp2 x tp": {"pp": 2, "dp": 2, "tp": 2, "strategy": "fsdp2", "sp": True},
 }
-# Variations of what stays; parity counts what real ranks of them send, and `make test-slow` has them here too.
-VARIATIONS = ("zero-1", "fsdp1 no reshard", "tp", "cp ulysses", "pp 1f1b", "pp interleaved")
+# Variations of what stays; parity counts what real ranks of them send, plan/test_collectives.py simulates the largest,
+# and `make test-slow` has them here too.
+VARIATIONS = (
+    "zero-1", "fsdp1 no reshard", "tp", "cp ulysses", "pp 1f1b", "pp interleaved", "hsdp", "pp x fsdp2 x tp",
+)  # fmt: skip
 
 
 def each_layout(names: Iterable[str]) -> list[Any]:
@@ -188,7 +191,7 @@ def by_name(found: Simulation) -> list[Any]:
 @pytest.mark.parametrize(
     ("layers", "parallel"),
     [
-        (7, {"dp": 2, "strategy": "fsdp2"}),
+        (6, {"dp": 2, "strategy": "fsdp2"}),
         pytest.param(13, {"pp": 2, "dp": 2, "tp": 2, "strategy": "fsdp2", "sp": True}, marks=pytest.mark.slow),
         pytest.param(
             24,

@@ -33,6 +33,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "zbv": ("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4", "model.tie_embeddings=true"),
     "fsdp1-tp": ("parallel.dp=2", "parallel.strategy=fsdp1", "parallel.tp=2"),
 }
+VARIATIONS = ("zero-2", "hsdp")  # of what stays; `make test-slow` has them too
 # From the checkpoint of one layout to another of any size; what is not about ranks stays as it was.
 MOVES = [
     ("fsdp2", "one"), ("one", "tp"), ("pp", "fsdp2"), ("zero-1", "ddp"), ("tp-fsdp2", "pp"), ("fsdp1", "fsdp2"),
@@ -48,10 +49,12 @@ def spec_of(data: Path, model: str, ranks: str) -> RunSpec:
 
 
 @pytest.fixture(scope="module")
-def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(request: pytest.FixtureRequest, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`name/` of every layout, `name-again/` taken up after step 2, and `name-to-other/` likewise under another."""
     root = tmp_path_factory.mktemp("runs")
-    specs = {name: layout(dataset, *keys) for name, keys in LAYOUTS.items()}
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    names = [name for name in LAYOUTS if name not in VARIATIONS or name in asked]
+    specs = {name: layout(dataset, *LAYOUTS[name]) for name in names}
     do([Job(root / name, spec) for name, spec in specs.items()])
     again = [Job(root / f"{name}-again", spec, root / name, 2) for name, spec in specs.items()]
     moved = [Job(root / "-to-".join(move), spec_of(dataset, *move), root / move[0], 2, True) for move in MOVES]
@@ -59,7 +62,9 @@ def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in VARIATIONS else ()) for name in LAYOUTS]
+)
 def test_a_run_that_goes_on_in_its_layout_ends_bitwise_where_it_would_have(runs: Path, name: str) -> None:
     assert RunFolder(runs / f"{name}-again").next_attempt() == 2  # it was taken up, once
     assert differences(saved(runs / name), saved(runs / f"{name}-again")) == []
