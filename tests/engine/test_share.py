@@ -26,7 +26,7 @@ from lmworks.engine.runner import Runner
 from lmworks.engine.share import INPUTS, OUTPUTS, Kept, check_shares
 from lmworks.model import GPT
 from lmworks.model.gpt import Linear
-from lmworks.spec import CheckpointError, LMWorksError, ModelSpec, SpecError
+from lmworks.spec import CheckpointError, EngineSpec, LMWorksError, ModelSpec, SpecError
 from tiny import flip_a_bit
 
 CLOSE = 1e-4  # two likeliest tokens that are no further apart may change places
@@ -110,10 +110,10 @@ def summed(parts: list[QuantLinear], x: Tensor) -> Tensor:
 # --- networks ---------------------------------------------------------------------------------------------
 
 
-def lively(shape: str) -> GPT:
+def lively(shape: str, **more: Any) -> GPT:
     """Of random weights, norms and biases too, that make some tokens much likelier than others."""
     given = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 96, "context": 64}
-    model = GPT(ModelSpec.from_preset("tiny", **{**given, "init_std": 0.2, **SHAPES[shape]}), seed=3)
+    model = GPT(ModelSpec.from_preset("tiny", **{**given, "init_std": 0.2, **SHAPES[shape], **more}), seed=3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -129,9 +129,11 @@ def make_folder(out: Path, scheme: str, shape: str) -> Path:
     return out
 
 
-def answered(llm: LLM, adapters: Sequence[str | None] = (None,) * len(PROMPTS)) -> list[Result]:
+def answered(
+    llm: LLM, adapters: Sequence[str | None] = (None,) * len(PROMPTS), prompts: list[list[int]] = PROMPTS
+) -> list[Result]:
     wishes = {"temperature": 0, "max_tokens": 16, "logprobs": 2, "prompt_logprobs": 0}
-    return llm.generate(PROMPTS, [SamplingParams(**wishes, adapter=adapter) for adapter in adapters])
+    return llm.generate(prompts, [SamplingParams(**wishes, adapter=adapter) for adapter in adapters])
 
 
 def refuse_differences(one: list[Result], other: list[Result], close: float) -> None:
@@ -229,11 +231,15 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_adapters_are_held_by_all_ranks_or_by_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower that cannot read one is an error for the caller; all go on with those that came before, and after."""
+    """A follower that cannot read one is an error for the caller; all go on with those that came before, and after.
+
+    The engine is a batch-invariant one: whoever runs beside a request, its bits are the same.
+    """
     reference_model("llama").save_pretrained(tmp_path / "llama")
     adapters = two_adapters("llama")
     folders = {name: made.save(tmp_path / name) for name, made in adapters.items() if name and made}
-    with LLM(tmp_path / "llama", tp=2, device="cpu", dtype="fp32", block=4) as llm:
+    spec = {"device": "cpu", "dtype": "fp32", "block": 4, "batch_invariant": True, "prefix_cache": False}
+    with LLM(tmp_path / "llama", tp=2, **spec) as llm:
         runner = runner_of(llm)
         hold, weights = runner.hold_adapter, folders["second"] / "adapter_model.safetensors"
 
@@ -254,6 +260,7 @@ def test_adapters_are_held_by_all_ranks_or_by_none(tmp_path: Path, monkeypatch: 
         weights.with_suffix(".hidden").rename(weights)
         llm.add_adapter("second", folders["second"])
         all_at_once("llama", adapters, llm.native, 1e-5)
+        refuse_other_bits(llm, [None, "first", "second", "first"])
 
 
 def adapter_for(spec: ModelSpec, seed: int) -> Made:
@@ -326,3 +333,35 @@ def test_adapters_beside_shared_layers(shape: str, scheme: str, ranks: int, tmp_
     refuse_differences(*results, close=1e-4)
     assert results[1][0].token_ids != plain[0].token_ids
     assert results[1][1].token_ids == plain[1].token_ids
+
+
+# --- batch-invariant --------------------------------------------------------------------------------------
+
+
+def refuse_other_bits(llm: LLM, adapters: Sequence[str | None] = (None,) * len(PROMPTS)) -> None:
+    """Every prompt alone, and all together."""
+    together = answered(llm, adapters)
+    for place, result in enumerate(together):
+        (alone,) = answered(llm, adapters[place : place + 1], PROMPTS[place : place + 1])
+        assert alone.logprobs == result.logprobs
+        assert alone.prompt_logprobs == result.prompt_logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "tp"), [("", 4), ("int8", 4), ("int4", 2), ("fp8", 4), ("experts", 4)])
+def test_bitwise_the_same_in_any_batch(scheme: str, tp: int, tmp_path: Path) -> None:
+    """Prompts are cut where a step is full: elsewhere among others than alone."""
+    if scheme == "experts":
+        lively("llama", experts=4, expert_ffn=32).save_hf(tmp_path / "model")
+    elif scheme:
+        make_folder(tmp_path / "model", scheme, "llama")
+    else:
+        lively("gpt2").save_hf(tmp_path / "model")
+    with LLM(tmp_path / "model", tp=tp, batch_invariant=True, prefix_cache=False, **SMALL) as llm:
+        refuse_other_bits(llm)
+
+
+def test_not_promised_of_several_gpus() -> None:
+    spec = EngineSpec(tp=2, batch_invariant=True)
+    with pytest.raises(SpecError, match=r"batch_invariant = true with engine.tp = 2 is for CPUs.* use engine.tp = 1"):
+        Lead("tiny", spec, None, 0, torch.device("cuda"))

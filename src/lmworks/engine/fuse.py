@@ -212,7 +212,7 @@ def refuse_unknown(block: Block) -> None:
         if isinstance(module, nn.Linear) and type(module) is not Linear and name != "mlp.router":
             raise SpecError(
                 f"engine.batch_invariant = true cannot be kept by {name}, which is a {type(module).__name__}: "
-                "it is computed in a way that depends on the batch (layers that are cut over ranks are)"
+                "it is computed in a way that may depend on the batch"
             )
 
 

@@ -13,6 +13,7 @@ comes back through the second pipe too, and is raised on rank 0.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
@@ -36,7 +37,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from ..model.gpt import GPT
 from ..parallel.apply import materialise
-from ..parallel.collectives import all_gather
+from ..parallel.collectives import all_gather, all_reduce
 from ..parallel.mesh import Mesh
 from ..parallel.splits import Splits
 from ..parallel.tensor import apply_tensor_parallel, local_heads
@@ -98,13 +99,14 @@ class Ranks:
 
     listening = False  # followers wait for steps; until then all ranks do the same by themselves
 
-    def __init__(self, rank: int, tp: int, device: torch.device, store: Store) -> None:
-        self.rank, self.tp, self.device = rank, tp, device
+    def __init__(self, rank: int, spec: EngineSpec, device: torch.device, store: Store) -> None:
+        self.rank, self.tp, self.device, self.in_order = rank, spec.tp, device, spec.batch_invariant
         self.kept: dict[str, Kept] = {}  # by layer, once a network is laid out
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=tp, timeout=PATIENCE)
-        self.mesh = Mesh(Grid(tp=tp), device.type)
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=self.tp, timeout=PATIENCE)
+        self.mesh = Mesh(Grid(tp=self.tp), device.type)
+        self.group = self.mesh.group("tp")
 
     def lay_out(
         self,
@@ -123,18 +125,27 @@ class Ranks:
         taken = {} if quantized is None else take_out(model)
         materialise(model, splits, self.mesh, self.device, weights, self.device)
         if quantized is None:
-            make_plain(model)
+            make_plain(model, self.total)
         else:
-            put_quantized(model, taken, self.kept, quantized, self.device)
+            put_quantized(model, taken, self.kept, quantized, self.total, self.device)
         return model.eval()
+
+    def total(self, product: Tensor) -> Tensor:
+        """The sum of all ranks' products.
+
+        A library adds up in an order that it may choose by the size of the batch. Where results must not depend on
+        that, products are gathered, which changes no bit, and each rank adds them up itself, in the order of ranks.
+        """
+        if not self.in_order:
+            return all_reduce(product, self.group)
+        return functools.reduce(torch.add, all_gather(product.unsqueeze(0), 0, self.group).unbind())
 
     def heads(self, spec: ModelSpec) -> slice:
         return local_heads(spec, self.mesh)
 
     def whole_logits(self, project: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Each rank has the logits of its range of the vocabulary: give every rank all of them."""
-        group = self.mesh.group("tp")
-        return lambda states, weight: all_gather(project(states, weight), -1, group)
+        return lambda states, weight: all_gather(project(states, weight), -1, self.group)
 
     def agree(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
@@ -176,6 +187,11 @@ class Lead(Ranks):
     def __init__(self, source: str | Path, spec: EngineSpec, step: int | None, seed: int, device: torch.device) -> None:
         if dist.is_initialized():
             raise SpecError(f"engine.tp = {spec.tp}: torch.distributed is in use already in this process")
+        if spec.batch_invariant and device.type != "cpu":
+            raise SpecError(
+                f"engine.batch_invariant = true with engine.tp = {spec.tp} is for CPUs: it was never tried on several "
+                "GPUs; use engine.tp = 1, or engine.batch_invariant = false"
+            )
         if device.type == "cuda" and torch.cuda.device_count() < spec.tp:
             raise SpecError(f"engine.tp = {spec.tp}, but there are {torch.cuda.device_count()} CUDA devices")
         server = socket.create_server((HOST, 0))
@@ -196,7 +212,7 @@ class Lead(Ranks):
             for rank, words in self.words.items():
                 if (error := words.answers.get()) is not None:
                     raise LMWorksError(f"rank {rank}: {error}")
-            super().__init__(0, spec.tp, on_rank(device, 0), store)
+            super().__init__(0, spec, on_rank(device, 0), store)
         except BaseException:
             self.close()
             raise
@@ -308,7 +324,7 @@ def meet(assignment: Assignment, words: IO[str]) -> Ranks:
     spec = EngineSpec.from_dict(assignment.spec)
     store = TCPStore(HOST, assignment.port, is_master=False)
     answer(words, None)
-    return Ranks(assignment.rank, spec.tp, on_rank(torch.device(spec.device), assignment.rank), store)
+    return Ranks(assignment.rank, spec, on_rank(torch.device(spec.device), assignment.rank), store)
 
 
 def answer(words: IO[str], error: str | None) -> None:

@@ -134,14 +134,17 @@ def kept_of(model: GPT, splits: Splits, rank: int) -> dict[str, Kept]:
     return kept
 
 
-def make_plain(model: GPT) -> None:
-    """Layers that only training needs as they are become plain ones, which an engine merges and streams."""
+def make_plain(model: GPT, total: Callable[[Tensor], Tensor]) -> None:
+    """Layers that only training needs as they are become plain ones, which an engine merges and streams.
+
+    `total`: sums over ranks.
+    """
     for name, layer in list(linears(model)):
         if isinstance(layer, OneHeadLinear):
             bias = None if layer.bias is None else layer.bias[layer.rows].clone()
             put(model, name, plain(layer.weight[layer.rows].clone(), bias))
         elif isinstance(layer, RowLinear):
-            put(model, name, Summed(plain(layer.weight), layer.bias, layer.leave))
+            put(model, name, Summed(plain(layer.weight), layer.bias, total))
 
 
 def plain(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -165,6 +168,7 @@ def put_quantized(
     taken: dict[str, Linear],
     kept: dict[str, Kept],
     whole: Callable[[str], QuantLinear],
+    total: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> None:
     """This rank's parts in their places; one whole layer is in the host's memory at a time."""
@@ -173,4 +177,4 @@ def put_quantized(
         replace(model, name, part)
         if isinstance(was, RowLinear):
             bias, part.bias = part.bias, None
-            put(model, name, Summed(part, bias, was.leave))
+            put(model, name, Summed(part, bias, total))
