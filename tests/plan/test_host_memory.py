@@ -1,4 +1,4 @@
-"""What a machine has left: MemAvailable, or less where a container or a job is limited."""
+"""What a machine has left: MemAvailable, or less where a container or a job is limited; and who is refused by it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.model import GPT
-from lmworks.parallel.recompute import offload_activations
+from lmworks.parallel.host_room import refuse_full_host
+from lmworks.parallel.possible import refuse_impossible
 from lmworks.plan.memory import host
+from lmworks.plan.memory.host_need import machine_need
 from lmworks.spec import RunSpec, SpecError, load_run
 
 GIB = 2**30
@@ -91,19 +92,29 @@ def test_ranks_that_share_a_machine() -> None:
     assert ranks("parallel.dp=4", "cluster.nodes=2", "cluster.gpus_per_node=2") == 2
 
 
-# --- before anything is pinned --------------------------------------------------------------------------
+# --- before anything is taken ---------------------------------------------------------------------------
 
 MIB = 2**20
-RUN = ("model.layers=4", "data.micro_batch=24", "data.seq=256", "parallel.offload_activations=1")
+RUN = ("model.layers=4", "data.micro_batch=24", "data.seq=256")
+SENT = "parallel.offload_activations=1"
+STATES, ASYNC = "parallel.offload=optimizer", "checkpoint.asynchronous=true"
+CPU = torch.device("cpu")
 
 
-def lay(*words: str) -> GPT:
+def run_of(*words: str) -> RunSpec:
     """cpu-10m with 4 blocks, of which two may send: 6,144 tokens × 256 × 4 B = 6 MiB is what a block takes in."""
-    spec = load_run("cpu-10m", [*RUN, *words])
-    part = GPT(spec.model)
-    part.recompute = spec.parallel.recompute
-    offload_activations(part, spec, torch.device("cpu"))
-    return part
+    return load_run("cpu-10m", [*RUN, *words])
+
+
+def start(*words: str) -> None:
+    refuse_full_host(run_of(*words), CPU)
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(SpecError) as error:
+        start(*words)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def give(machine: Path, size: int) -> None:
@@ -112,11 +123,9 @@ def give(machine: Path, size: int) -> None:
 
 def test_as_much_as_will_wait_must_be_free(machine: Path) -> None:
     give(machine, 12 * MIB)
-    assert lay("parallel.recompute=full").offload is not None
+    start(SENT, "parallel.recompute=full")
     give(machine, 12 * MIB - 1024)
-    with pytest.raises(SpecError) as refused:
-        lay("parallel.recompute=full")
-    assert str(refused.value) == (
+    assert refused(SENT, "parallel.recompute=full") == (
         "parallel.offload_activations = 1 needs 0.0117 GiB of host memory, and 0.0117 GiB are free; nothing worth the "
         "way would fit, and parallel.recompute = 'selective', 'mlp' or 'full' spares memory without it"
     )
@@ -124,30 +133,101 @@ def test_as_much_as_will_wait_must_be_free(machine: Path) -> None:
 
 def test_a_block_that_keeps_all_sends_more(machine: Path) -> None:
     give(machine, 12 * MIB)
-    with pytest.raises(SpecError, match=r"needs 0\.1\d+ GiB of host memory, and 0\.0117 GiB are free"):
-        lay()
+    assert "GiB of host memory, and 0.0117 GiB are free" in refused(SENT)
 
 
 def test_ranks_of_one_machine_share_its_memory(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As whoever started them says, and as the spec does where nobody did."""
+    full = (SENT, "parallel.recompute=full")
     give(machine, 24 * MIB)
-    assert lay("parallel.recompute=full", "parallel.dp=2").offload is not None
-    with pytest.raises(SpecError, match="for each of the 4 ranks on this machine"):
-        lay("parallel.recompute=full", "parallel.dp=4")
+    start(*full, "parallel.dp=2")
+    assert "for each of the 4 ranks on this machine" in refused(*full, "parallel.dp=4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert lay("parallel.recompute=full", "parallel.dp=4").offload is not None
+    start(*full, "parallel.dp=4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(SpecError, match="for each of the 3 ranks on this machine"):
-        lay("parallel.recompute=full", "parallel.dp=4")
+    assert "for each of the 3 ranks on this machine" in refused(*full, "parallel.dp=4")
 
 
 def test_what_would_fit_is_said(machine: Path) -> None:
     give(machine, 5 * GIB // 4)
-    with pytest.raises(SpecError, match=r"4\.01 GiB in all, and 1\.25 GiB are free; 0\.6 would fit"):
-        lay("data.micro_batch=256", "parallel.dp=2", "parallel.offload_activations=3")
-    assert lay("data.micro_batch=256", "parallel.dp=2", "parallel.offload_activations=0.6").offload is not None
+    words = ("data.micro_batch=256", "parallel.dp=2")
+    said = refused(*words, "parallel.offload_activations=3")
+    assert "4.01 GiB in all, and 1.25 GiB are free; parallel.offload_activations = 0.6 would fit, and" in said
+    start(*words, "parallel.offload_activations=0.6")
 
 
 def test_where_nobody_knows_it_is_tried(machine: Path) -> None:
     (machine / "proc" / "meminfo").unlink()
-    assert lay().offload is not None
+    start(SENT, STATES, ASYNC)
+
+
+def test_a_run_that_keeps_nothing_there_asks_nobody(machine: Path) -> None:
+    give(machine, 0)
+    start()
+
+
+@pytest.mark.parametrize(
+    "layout", [(), ("parallel.dp=2",), ("parallel.dp=2", "parallel.strategy=fsdp2")], ids=["alone", "ddp", "fsdp2"]
+)
+@pytest.mark.parametrize(
+    ("word", "key", "instead"),
+    [
+        (STATES, "parallel.offload = 'optimizer' needs", "parallel.offload = 'none' would fit"),
+        (ASYNC, "checkpoint.asynchronous = true needs", "checkpoint.asynchronous = false would fit"),
+    ],
+    ids=["states", "staging"],
+)
+def test_states_and_copies_of_saves_must_be_free_too(
+    machine: Path, layout: tuple[str, ...], word: str, key: str, instead: str
+) -> None:
+    need = machine_need(run_of(word, *layout), range(2 if layout else 1), "cpu").total
+    give(machine, need + 1023)
+    start(word, *layout)
+    give(machine, need - 1024)
+    said = refused(word, *layout)
+    assert said.startswith(key) and said.endswith(f" GiB are free; {instead}")
+
+
+def test_all_that_is_kept_there_counts_together(machine: Path) -> None:
+    """Each alone would have room. What is said to fit does."""
+    words = ("data.micro_batch=256", "parallel.offload_activations=0.5", STATES, ASYNC)
+    need = machine_need(run_of(*words), [0], "cpu")
+    give(machine, need.total - need.staging + 1023)
+    said = refused(*words)
+    assert said.startswith(
+        "parallel.offload = 'optimizer', parallel.offload_activations = 0.5 and checkpoint.asynchronous = true need "
+    )
+    assert (
+        "; parallel.offload = 'none' or checkpoint.asynchronous = false or parallel.offload_activations = 0.4" in said
+    )
+    for change in ("parallel.offload=none", "checkpoint.asynchronous=false", "parallel.offload_activations=0.4"):
+        start(*words, change)
+
+    give(machine, min(need.states, need.staging) - 1024)
+    said = refused(STATES, ASYNC)
+    assert said.endswith("; parallel.offload = 'none' and checkpoint.asynchronous = false together would fit")
+
+
+def test_a_run_is_refused_before_anything_is_laid_out(machine: Path) -> None:
+    give(machine, MIB)
+    with pytest.raises(SpecError, match=r"checkpoint\.asynchronous = false would fit"):
+        refuse_impossible(run_of(ASYNC), CPU)
+
+
+def test_another_machine_s_ranks_are_not_counted(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pipeline the last ranks hold the head: on the second machine that is what must have room."""
+    words = ("parallel.pp=4", "data.global_batch=96", STATES, "model.tie_embeddings=false", "model.layers=5")
+    first, second = (machine_need(run_of(*words), ranks, "cpu").total for ranks in ((0, 1), (2, 3)))
+    assert first != second
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    give(machine, min(first, second) + 1023)
+    outcomes = []
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
+        try:
+            start(*words)
+            outcomes.append("starts")
+        except SpecError:
+            outcomes.append("refused")
+    assert outcomes == (["starts"] * 2 + ["refused"] * 2 if first < second else ["refused"] * 2 + ["starts"] * 2)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ..plan.memory.host_need import HostNeed
 
 OnCluster = Annotated[
     str | None, typer.Option("--cluster", help="What it runs on, e.g. 256xh100 or 2x8xa100 (by default the spec's).")
@@ -15,11 +18,15 @@ GlobalBatch = Annotated[int | None, typer.Option("--global-batch", min=1, help="
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Precision of products: bf16, fp16 or fp32.")]
 
 
-def print_host(each: float, ranks: int) -> None:
-    """What a rank, and all of its machine, keep in host memory; nothing where that is none."""
-    if each:
-        whole = f", {ranks * each / 2**30:.1f} GiB for the {ranks} of a machine" if ranks > 1 else ""
-        typer.echo(
-            f"host memory: {each / 2**30:.1f} GiB a rank{whole}; what a machine has is not in the catalogue, and a run "
-            "is refused where activations have no room"
-        )
+def print_host(each: float, whole: float, ranks: int, parts: HostNeed | None) -> None:
+    """What a rank, and all of its machine, keep in host memory, and what for; nothing where that is none."""
+    if not whole:
+        return
+    besides = f", {whole / 2**30:.1f} GiB for the {ranks} of a machine" if ranks > 1 else ""
+    typer.echo(
+        f"host memory: {each / 2**30:.1f} GiB a rank{besides}; what a machine has is not in the catalogue, and a run "
+        "is refused where there is no room"
+    )
+    if parts:
+        found = [f"{name} {size / 2**30:.1f} GiB" for name, size in parts.to_dict().items() if size]
+        typer.echo(f"of a machine: {', '.join(found)}")

@@ -62,20 +62,24 @@ def run(
       lmworks plan configs/reference/70b-256-h100.toml
     """
     from ..plan.memory.host import ranks_on_host
+    from ..plan.memory.host_need import machine_need
+    from ..plan.ops import device_of
     from ..plan.predict import predict
     from ..spec import load_run
 
     job = load_run(spec, overrides or ())
     machine = find_machine(job.cluster, no_probe)
-    prediction = predict(job, machine)
+    prediction, ranks = predict(job, machine), ranks_on_host(job)
+    shared = machine_need(job, range(ranks), machine.device if machine else device_of(job))
     if json:
         calls = [vars(call) for call in sent(job)]
-        facts = {**prediction.to_dict(), "host_bytes_per_machine": prediction.memory.host * ranks_on_host(job)}
+        facts = {**prediction.to_dict(), "host_bytes_per_machine": shared.total}
+        facts["host_per_machine_parts"] = shared.to_dict()
         print_json({"name": job.name, **facts, "fits": fits(prediction), "collectives": calls})
         return
     typer.echo(f"{job.name}: {job.model.params:,} parameters, {job.tokens_per_step:,} tokens a step")
     print_memory(prediction)
-    print_host(prediction.memory.host, ranks_on_host(job))
+    print_host(prediction.memory.host, shared.total, ranks, shared)
     print_calls(job)
     print_time(prediction, job)
 

@@ -59,6 +59,7 @@ def memory(
     from ..plan.case import Case
     from ..plan.memory.budget import budget
     from ..plan.memory.host import ranks_on_host
+    from ..plan.memory.host_need import machine_need
     from ..plan.memory.reserve import RISK, capacity, oom_probability, usable
     from ..plan.memory.run_budget import budget_of
     from ..plan.wish import Wish, job, machines_of
@@ -66,11 +67,13 @@ def memory(
     wish = Wish(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
     run = job(spec, overrides or (), wish)
     _, gpu = machines_of(run.cluster, "")
+    ranks, shared = ranks_on_host(run), None
     if optimizer or run.parallel.engine != "native":  # priced, not run: in closed form
         case = Case.of(run, gpu).replace(optimizer=optimizer or run.optim.optimizer)
         found, stages = budget(case), [budget(case, stage).to_dict() for stage in range(run.parallel.pp)]
     else:
         found, stages = budget_of(run), [budget_of(run, stage).to_dict() for stage in range(run.parallel.pp)]
+        shared = machine_need(run, range(ranks), "cuda")
     room, chance = usable(gpu), float(oom_probability(found.reserved, gpu))
     facts: dict[str, Any] = {
         "name": run.name,
@@ -78,7 +81,8 @@ def memory(
         "gpus": run.parallel.world,
         "layout": layout_of(run, gpu),
         **found.to_dict(),
-        "host_per_machine": float(found.host) * ranks_on_host(run),
+        "host_per_machine": float(shared.total if shared else ranks * found.host),
+        "host_per_machine_parts": shared.to_dict() if shared else None,
         "capacity": capacity(gpu),
         "usable": room,
         "fits": chance <= RISK,
@@ -105,7 +109,7 @@ def memory(
         f"{verdict}: {float(found.reserved) / 2**30:.1f} GiB reserved of {room / 2**30:.1f} GiB usable; "
         f"out of memory with a probability of {chance:.0%}"
     )
-    print_host(float(found.host), ranks_on_host(run))
+    print_host(float(found.host), facts["host_per_machine"], ranks, shared)
     if html:
         typer.echo(f"page: {html}")
 
@@ -122,7 +126,7 @@ def layout_of(run: RunSpec, gpu: Gpu) -> str:
 
 
 def print_budget(facts: dict[str, Any]) -> None:
-    shown = {**PARTS, "allocated": "their sum", "reserved": "what the allocator takes", "host": "offloaded to the host"}
+    shown = {**PARTS, "allocated": "their sum", "reserved": "what the allocator takes", "host": "in host memory"}
     rows = [
         [name, f"{facts[name] / 2**30:.2f} GiB", f"{facts[name] / 1e9:.2f} GB", how]
         for name, how in shown.items()

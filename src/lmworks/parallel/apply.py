@@ -62,7 +62,7 @@ def lay_out(
             apply_float8(part, spec, device)
         choose_recompute(part, spec, device)
         join_products(part, spec)
-        offload_activations(part, spec, device)
+        offload_activations(part, spec)
         if spec.parallel.compile:
             compile_blocks(part, spec, mesh)
         if spec.parallel.engine == "native":

@@ -9,6 +9,7 @@ from ..plan.pipelines.stages import split_layers
 from ..plan.policies import within_budget
 from ..spec import RunSpec, SpecError
 from .deepspeed import load_deepspeed
+from .host_room import refuse_full_host
 from .tensor import refuse_async_tp
 
 
@@ -29,3 +30,4 @@ def refuse_impossible(spec: RunSpec, device: torch.device) -> None:
     if layout.recompute == "budget":
         stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
         within_budget(spec, max(len(stage.layers) for stage in stages))
+    refuse_full_host(spec, device)

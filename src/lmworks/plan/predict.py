@@ -37,6 +37,7 @@ class Prediction:
             "memory": [asdict(row) for row in self.memory.rows],
             "memory_moments": self.memory.moments,
             "host_bytes": self.memory.host,
+            "host_parts": self.memory.host_parts.to_dict(),
             "step_s": time.total if time else None,
             "interval": list(time.interval) if time and time.interval else None,
             "tokens_per_s": time.tokens_per_s if time else None,

@@ -15,20 +15,20 @@ from dataclasses import dataclass
 
 from ...spec import Grid, RunSpec
 from ...spec.layout import SPLIT_BACKWARD
-from ..exact.residency import Resident, on_host, resident
+from ..exact.residency import Resident, resident
 from ..exact.shards import strategy_of, weight_bytes
 from ..kept import kept, total
 from ..network import Network, network
-from ..offloaded import pinned
 from ..ops import Workload
 from ..pipelines.stages import stages_here
 from ..policies import policies
-from .moments import Row, moments, pieces, row
+from .host_need import HostNeed, host_need
+from .moments import Row, moments, row
 from .passing import passing
 from .reserve import WORKSPACES
 
 MASTER = {4: "fp32 copies of what this rank updates", 2: "2 B for each weight updated, with which it is an fp32 number"}
-OVERHEAD = ("allocator holes", "cuBLAS workspaces")  # rows that are not tensors
+OVERHEAD = ("allocator holes", "cuBLAS workspaces", "copy for a save")  # rows that are not tensors
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,15 @@ class MemorySheet:
     rows: tuple[Row, ...]
     moments: dict[str, int]
     notes: tuple[str, ...] = ()
-    host: int = 0  # bytes in host memory, where states, weights or activations are offloaded
+    host_parts: HostNeed = HostNeed()  # what it keeps in host memory
 
     @property
     def total(self) -> int:
         return sum(row.bytes for row in self.rows)
+
+    @property
+    def host(self) -> int:
+        return self.host_parts.total
 
     @property
     def tensors(self) -> int:
@@ -56,10 +60,11 @@ def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -
     net = network(Workload.of(spec, device))
     state = resident(spec, rank)
     gathered = strategy_of(spec).startswith("fsdp")
-    away = pinned(size for piece in pieces(spec, rank, device, gathered) for size in piece.sent)
+    away = host_need(spec, rank, device)
     static = [*static_rows(spec, net, state, rank), *overhead_rows(spec, net, rank)]
     if device == "cpu":
-        static.append(row("activations on the host", away, "which is the device"))
+        static.append(row("activations on the host", away.activations, "which is the device"))
+        static.append(row("copy for a save", away.staging, "that is written while training goes on"))
     work = moments(spec, rank, device, gathered)
     beside = passing(spec, rank, state, copies or (2 if device == "cpu" else 1))
     sheets = {
@@ -68,7 +73,7 @@ def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -
     }
     sums = {moment: sum(one.bytes for one in rows) for moment, rows in sheets.items()}
     moment = max(sums, key=lambda name: sums[name])
-    return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), on_host(spec, rank).total + away)
+    return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), away)
 
 
 def notes(spec: RunSpec) -> Iterable[str]:
