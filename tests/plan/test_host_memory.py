@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from lmworks.parallel.host_room import refuse_full_host
 from lmworks.parallel.possible import refuse_impossible
 from lmworks.plan.memory import host
-from lmworks.plan.memory.host_need import machine_need
+from lmworks.plan.memory.host_need import HostNeed, machine_need
+from lmworks.plan.memory.host_room import refusal
 from lmworks.spec import RunSpec, SpecError, load_run
+from typed import lmworks
 
 GIB = 2**30
 
@@ -212,6 +215,30 @@ def test_a_run_is_refused_before_anything_is_laid_out(machine: Path) -> None:
     give(machine, MIB)
     with pytest.raises(SpecError, match=r"checkpoint\.asynchronous = false would fit"):
         refuse_impossible(run_of(ASYNC), CPU)
+
+
+def test_a_plan_for_this_machine_says_so(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not one for another: what that has is not known."""
+    words = ("plan", "cpu-10m", *RUN, STATES, ASYNC, "--no-probe")
+    told = json.loads(lmworks(capsys, *words, "--json")[1])
+    assert (told["host_available_bytes"], told["host_fits"]) == (48 * GIB, True)
+    assert "GiB a rank; 48.0 GiB are free here" in lmworks(capsys, *words)[1]
+
+    give(machine, MIB)
+    code, out, _ = lmworks(capsys, *words)
+    assert code == 0 and f"it would be refused here: {refused(STATES, ASYNC)}\n" in out
+    assert json.loads(lmworks(capsys, *words, "--json")[1])["host_fits"] is False
+
+    elsewhere = json.loads(lmworks(capsys, *words, "cluster.gpu=h100", "--json")[1])
+    assert elsewhere["host_available_bytes"] is elsewhere["host_fits"] is None
+
+
+def test_much_is_written_out() -> None:
+    """Llama 3 70B: 70,553,706,496 weights of 12 bytes."""
+    spec = load_run("llama3-70b", [ASYNC])
+    need = machine_need(spec, [0], "cuda")
+    assert "needs 788 GiB of host memory, and 750 GiB are free;" in refusal(spec, need, 1, 750 * GIB)
+    assert "needs 1,577 GiB of" in refusal(spec, HostNeed(staging=2 * need.staging), 1, 0)
 
 
 def test_another_machine_s_ranks_are_not_counted(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,16 @@ Seq = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a seque
 MicroBatch = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences a rank runs at once.")]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", min=1, help="Sequences of a step.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Precision of products: bf16, fp16 or fp32.")]
+UNKNOWN = "what a machine has is not in the catalogue, and a run is refused where there is no room"
 
 
-def print_host(each: float, whole: float, ranks: int, parts: HostNeed | None) -> None:
+def print_host(each: float, whole: float, ranks: int, parts: HostNeed | None, there: int | None = None) -> None:
     """What a rank, and all of its machine, keep in host memory, and what for; nothing where that is none."""
     if not whole:
         return
+    known = f"{there / 2**30:.1f} GiB are free here" if there is not None else UNKNOWN
     besides = f", {whole / 2**30:.1f} GiB for the {ranks} of a machine" if ranks > 1 else ""
-    typer.echo(
-        f"host memory: {each / 2**30:.1f} GiB a rank{besides}; what a machine has is not in the catalogue, and a run "
-        "is refused where there is no room"
-    )
+    typer.echo(f"host memory: {each / 2**30:.1f} GiB a rank{besides}; {known}")
     if parts:
         found = [f"{name} {size / 2**30:.1f} GiB" for name, size in parts.to_dict().items() if size]
         typer.echo(f"of a machine: {', '.join(found)}")

@@ -61,8 +61,9 @@ def run(
       lmworks plan gpt2-small parallel.recompute=full --no-probe --json
       lmworks plan configs/reference/70b-256-h100.toml
     """
-    from ..plan.memory.host import ranks_on_host
+    from ..plan.memory.host import available_bytes, ranks_on_host
     from ..plan.memory.host_need import machine_need
+    from ..plan.memory.host_room import refusal
     from ..plan.ops import device_of
     from ..plan.predict import predict
     from ..spec import load_run
@@ -71,15 +72,20 @@ def run(
     machine = find_machine(job.cluster, no_probe)
     prediction, ranks = predict(job, machine), ranks_on_host(job)
     shared = machine_need(job, range(ranks), machine.device if machine else device_of(job))
+    there = available_bytes() if is_here(job.cluster) else None
+    refused = refusal(job, shared, ranks, there)
     if json:
         calls = [vars(call) for call in sent(job)]
         facts = {**prediction.to_dict(), "host_bytes_per_machine": shared.total}
-        facts["host_per_machine_parts"] = shared.to_dict()
+        facts |= {"host_per_machine_parts": shared.to_dict(), "host_available_bytes": there}
+        facts["host_fits"] = None if there is None else not refused
         print_json({"name": job.name, **facts, "fits": fits(prediction), "collectives": calls})
         return
     typer.echo(f"{job.name}: {job.model.params:,} parameters, {job.tokens_per_step:,} tokens a step")
     print_memory(prediction)
-    print_host(prediction.memory.host, shared.total, ranks, shared)
+    print_host(prediction.memory.host, shared.total, ranks, shared, there)
+    if refused:
+        typer.echo(f"it would be refused here: {refused}")
     print_calls(job)
     print_time(prediction, job)
 
@@ -91,6 +97,11 @@ app.command()(reliability)
 app.command()(calibrate)
 app.command()(validate)
 app.command("predict")(predict_table)
+
+
+def is_here(cluster: Cluster) -> bool:
+    """Whether it is this machine that a run is planned for."""
+    return not cluster.profile and cluster.accelerator is None
 
 
 def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
