@@ -56,11 +56,11 @@ def shares(whole: QuantLinear, dim: int, tp: int) -> list[QuantLinear]:
 # --- layers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tp", [2, 3, 6])
-@pytest.mark.parametrize(("scheme", "group"), [("int8", 0), ("fp8", 0), ("int4", 32), ("int4", 16)])
+@pytest.mark.parametrize("tp", [2, 3, 4, 6])
+@pytest.mark.parametrize(("scheme", "group"), [("int8", 0), ("fp8", 0), ("int4", 128), ("int4", 16)])
 def test_shares_are_the_whole_bit_for_bit(scheme: str, group: int, tp: int) -> None:
-    """Also where a pair of groups is cut apart (three groups of 32 a rank), or a group itself (one and a half)."""
-    whole = a_layer(scheme, group, inputs=192, bias=True)
+    """Of groups of 128, a rank has three, a pair, one and a half, or one: pairs are cut apart, and groups too."""
+    whole = a_layer(scheme, group, inputs=768, bias=True)
     for dim in (OUTPUTS, INPUTS):
         parts = shares(whole, dim, tp)
         assert torch.equal(torch.cat([part.dequantized() for part in parts], dim), whole.dequantized())

@@ -115,9 +115,11 @@ class Kept:
 def int4_inputs(words: Tensor, scale: Tensor, inputs: slice) -> tuple[Tensor, Tensor]:
     """Words and scales of some inputs; where a pair of groups is cut apart, in smaller groups of the same scales."""
     group = quantized.int4_group_of(words, scale)
-    q = quantized.int4_unpack(words, group)[:, inputs]
-    smaller = quantized.int4_group(q.shape[1], group)
+    smaller = quantized.int4_group(inputs.stop - inputs.start, group)
     assert smaller is not None, "check_shares has refused it"
+    if smaller == group:  # whole pairs
+        return words[:, inputs.start // 8 : inputs.stop // 8], scale[:, inputs.start // group : inputs.stop // group]
+    q = quantized.int4_unpack(words, group)[:, inputs]
     scales = scale.repeat_interleave(group // smaller, dim=1)
     return quantized.int4_pack(q, smaller), scales[:, inputs.start // smaller : inputs.stop // smaller]
 
