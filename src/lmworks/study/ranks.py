@@ -36,11 +36,12 @@ class NeverMet(RankFailed):
     """A rank hung before its work began: a fork copies the locks that other threads hold at that moment."""
 
 
-def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, launched: bool = True, timeout: float = 120) -> Any:
+def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, launched: bool = True, timeout: float = 300) -> Any:
     """Call `work(rank, *arguments)` on every rank and return what each returned, in order.
 
     The first failure of any rank is raised here, and the others are ended. With `launched` False the one process is
-    what a plain `lmworks train` is: no rank of anything.
+    what a plain `lmworks train` is: no rank of anything. `timeout` ends ranks that wait for one another for ever, and
+    no work that a busy machine only makes slow.
     """
     for _ in range(2):
         with suppress(NeverMet):
