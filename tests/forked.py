@@ -19,13 +19,20 @@ from lmworks.cli.main import main
 
 
 class Forked:
-    """`lmworks …arguments` in a session of its own; `first` is called there before it. Used as a `Popen`."""
+    """`lmworks …arguments` in a session of its own, or another `program` with them; `first` is called there before it.
+    Used as a `Popen`.
+    """
 
-    def __init__(self, *arguments: str | Path, first: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        *arguments: str | Path,
+        first: Callable[[], object] = lambda: None,
+        program: Callable[[], object] = main,
+    ) -> None:
         self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115  # standard output and error
         argv = ["lmworks", *map(str, arguments)]
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=be_command, args=(argv, self.files, first))
+        self.process = context.Process(target=be_command, args=(argv, self.files, first, program))
         self.process.start()
         assert self.process.pid is not None
         self.pid = self.process.pid
@@ -51,11 +58,13 @@ class Forked:
         return out, err
 
 
-def be_command(argv: list[str], files: list[IO[str]], first: Callable[[], object]) -> None:
+def be_command(
+    argv: list[str], files: list[IO[str]], first: Callable[[], object], program: Callable[[], object]
+) -> None:
     os.setsid()
     for descriptor, file in enumerate(files, 1):
         os.dup2(file.fileno(), descriptor)
     sys.argv, sys.stdout, sys.stderr = argv, os.fdopen(1, "w"), os.fdopen(2, "w", 1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     first()
-    main()
+    program()

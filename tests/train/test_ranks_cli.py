@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.run import main as torchrun
 
 from forked import Forked
 from layouts import SPARSE, Job, do, layout
@@ -131,9 +132,8 @@ def test_an_error_of_one_rank_ends_the_others_with_one_line(dataset: Path, tmp_p
     run, script = tmp_path / "run", tmp_path / "failing.py"
     script.write_text(FAILING)
     file = write_spec(layout(dataset, *ENDLESS, "checkpoint.every=1"), tmp_path / "spec.toml")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(script), str(file), "parallel.tp=1", *FSDP2, "--run-dir", str(run)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command = [script, file, "parallel.tp=1", *FSDP2, "--run-dir", run]
+    process = Forked("--standalone", "--nproc-per-node", "2", *command, program=torchrun)
     wait_for_step(run, 2, process)
     code, said = stop(process, lambda: None)
     assert code == 1
