@@ -33,13 +33,17 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "zbv": ("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4", "model.tie_embeddings=true"),
     "fsdp1-tp": ("parallel.dp=2", "parallel.strategy=fsdp1", "parallel.tp=2"),
 }
-VARIATIONS = ("zero-2", "hsdp")  # of what stays; `make test-slow` has them too
+VARIATIONS = ("zero-2", "cp", "hsdp", "fsdp1-tp")  # of what stays; `make test-slow` has them too
 # From the checkpoint of one layout to another of any size; what is not about ranks stays as it was.
 MOVES = [
     ("fsdp2", "one"), ("one", "tp"), ("pp", "fsdp2"), ("zero-1", "ddp"), ("tp-fsdp2", "pp"), ("fsdp1", "fsdp2"),
     ("fsdp2", "fsdp1"), ("ep", "one-moe"), ("one-moe", "ep"), ("offload", "zero-2"), ("zbv", "tp-fsdp2"),
     ("fsdp1-tp", "one"),
 ]  # fmt: skip
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if name in VARIATIONS else []
 
 
 def spec_of(data: Path, model: str, ranks: str) -> RunSpec:
@@ -52,26 +56,26 @@ def spec_of(data: Path, model: str, ranks: str) -> RunSpec:
 def runs(request: pytest.FixtureRequest, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`name/` of every layout, `name-again/` taken up after step 2, and `name-to-other/` likewise under another."""
     root = tmp_path_factory.mktemp("runs")
-    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params.get("name") for item in here}
     names = [name for name in LAYOUTS if name not in VARIATIONS or name in asked]
     specs = {name: layout(dataset, *LAYOUTS[name]) for name in names}
     do([Job(root / name, spec) for name, spec in specs.items()])
     again = [Job(root / f"{name}-again", spec, root / name, 2) for name, spec in specs.items()]
-    moved = [Job(root / "-to-".join(move), spec_of(dataset, *move), root / move[0], 2, True) for move in MOVES]
+    moves = [move for move in MOVES if move[0] in names]
+    moved = [Job(root / "-to-".join(move), spec_of(dataset, *move), root / move[0], 2, True) for move in moves]
     do(again + moved)
     return root
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in VARIATIONS else ()) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in LAYOUTS])
 def test_a_run_that_goes_on_in_its_layout_ends_bitwise_where_it_would_have(runs: Path, name: str) -> None:
     assert RunFolder(runs / f"{name}-again").next_attempt() == 2  # it was taken up, once
     assert differences(saved(runs / name), saved(runs / f"{name}-again")) == []
     assert curve(runs / name) == curve(runs / f"{name}-again")
 
 
-@pytest.mark.parametrize("move", MOVES, ids="-to-".join)
+@pytest.mark.parametrize("move", [pytest.param(move, id="-to-".join(move), marks=marks_of(move[0])) for move in MOVES])
 def test_another_layout_takes_a_checkpoint_up_exactly_and_at_the_same_data(runs: Path, move: tuple[str, str]) -> None:
     """Weights, optimizer states, and buffers are equal to the bit; so are the samples that follow."""
     source, target = runs / move[0], runs / "-to-".join(move)
