@@ -93,7 +93,11 @@ def test_no_number_changes_under_any_layout(dataset: Path, tmp_path: Path) -> No
         "every-2": (*FULL, "parallel.recompute_every=2"),
         "budget": ("parallel.recompute=budget", f"parallel.recompute_budget={gib:.12f}"),
     }
-    jobs = {(name, way): (*SHAPE, *layouts[name], *ways[way]) for name in layouts for way in ways}
+    jobs = {
+        (name, way): (*SHAPE, *layouts[name], *ways[way])
+        for name, chosen in (("fsdp2", list(ways)), ("pp", ["none", "budget"]))
+        for way in chosen
+    }
     do([Job(tmp_path / "-".join(case), layout(dataset, *keys)) for case, keys in jobs.items()])
     for name, way in jobs:
         assert differences(saved(tmp_path / f"{name}-none"), saved(tmp_path / f"{name}-{way}")) == []
