@@ -1,4 +1,4 @@
-"""LMWorks: plan, train, post-train and serve language models with one spec.
+"""LMWorks: plan, train and serve language models with one spec.
 
 Names are loaded when they are used, so that `import lmworks` (and `lmworks --help`) loads no torch.
 """

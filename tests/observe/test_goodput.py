@@ -259,6 +259,18 @@ def test_the_best_interval_from_what_was_measured(log: Log) -> None:
         interval(log.folder, summarize(log.folder), log.account(), mtbf_h=0.0)
 
 
+def test_to_resume_what_has_finished_is_no_restart(log: Log) -> None:
+    log.event(0, "start", 0, attempt=0)
+    at = steady(log)
+    log.event(at + 1, "finish", 40)
+    before = interval(log.folder, summarize(log.folder), log.account(), mtbf_h=1.0)
+    log.event(at + 60, "resume", 40, attempt=1)
+    log.event(at + 60.001, "finish", 40)
+    after = interval(log.folder, summarize(log.folder), log.account(), mtbf_h=1.0)
+    assert before is not None and after is not None
+    assert after.recovery.restart_s == before.recovery.restart_s
+
+
 def test_no_advice_without_a_stop_or_a_save(log: Log) -> None:
     log.event(0, "start", 0, attempt=0)
     log.step(1, 1, took=1)

@@ -74,7 +74,7 @@ app.command("quantize")(quantize.quantize)
 
 @app.callback()
 def root() -> None:
-    """Plan, train, post-train and serve language models with one spec."""
+    """Plan, train and serve language models with one spec."""
 
 
 def main() -> None:

@@ -58,7 +58,8 @@ def measured(folder: RunFolder, account: Account, mtbf_h: float | None = None) -
     saves = [event for event in folder.events() if event["kind"] == "save" and event.get("seconds")]
     if not saves or (mtbf_h is None and not account.failures):
         return None
-    seconds, again = account.seconds, len(account.attempts) - 1
+    seconds = account.seconds
+    again = sum(attempt.ended != "finish" for attempt in account.attempts[:-1])  # after that there is nothing to start
     up = account.active_s - seconds["restart"] - seconds["hang"]
     return Recovery(
         mtbf_s=mtbf_h * 3600 if mtbf_h is not None else up / account.failures,
