@@ -9,7 +9,7 @@
 cd "$(dirname "$0")/.." || exit 1
 export PYTHONPATH=src:benchmarks:$PYTHONPATH PYTHONUNBUFFERED=1
 within() { local limit=$1; shift; timeout -k 5 "$limit" "$@" || echo "failed or out of time ($?): $*"; }
-test_file() { within 150 python -m pytest -q -m gpu --tb=short -p no:cacheprovider "$1" > "/tmp/gpu-$(basename "$1").txt" 2>&1; }
+test_file() { within 300 python -m pytest -q -m gpu --tb=short -p no:cacheprovider "$1" > "/tmp/gpu-$(basename "$1").txt" 2>&1; }
 
 [ $# -gt 0 ] || set -- checks parallel checkpoint tune kernels train plan engine starts quant
 for part in "$@"; do
