@@ -192,7 +192,7 @@ def test_a_model_of_these_kernels(recompute: str, monkeypatch: pytest.MonkeyPatc
     assert "heard" in passed  # whoever watches norms sees this one
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(3, 20)))])
 def test_random_shapes(seed: int) -> None:
     draw = Random(seed)
     rows, width, kv_heads, half = draw.randint(1, 40), draw.randint(1, 600), draw.randint(1, 5), draw.randint(1, 40)

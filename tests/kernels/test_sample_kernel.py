@@ -119,7 +119,11 @@ def some_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> Te
 @runs_kernels
 @pytest.mark.parametrize(
     ("dtype", "vocab", "valid"),
-    [(torch.float32, 50, 50), (torch.bfloat16, 5000, 4900), (torch.float32, 5000, 4000)],
+    [
+        (torch.float32, 50, 50),
+        (torch.bfloat16, 5000, 4900),
+        pytest.param(torch.float32, 5000, 4000, marks=pytest.mark.slow),
+    ],
 )
 def test_the_kernel_picks_the_same_tokens(dtype: torch.dtype, vocab: int, valid: int) -> None:
     logits, rows = some_logits(5, vocab, dtype), rows_of(5)

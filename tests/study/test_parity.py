@@ -97,6 +97,8 @@ VARIATIONS = [
     "pp2-1f1b-fsdp2",
     "pp2-zbv-fsdp2-tied",
     "pp2-ddp-tp2",
+    "uneven-pp2-fsdp2",
+    "fsdp1-hybrid-shard",
     "fsdp2-tp2",
     "fsdp1-tp2",
     "ep4",
@@ -104,6 +106,7 @@ VARIATIONS = [
     "ep2-hsdp",
     "recompute-mlp-tp2",
     "recompute-full-pp2-zbv",
+    "recompute-budget-pp2",
     "bf16-ddp",
     "bf16-weights-ddp",
 ]

@@ -96,9 +96,10 @@ def each_layout(names: Iterable[str]) -> list[Any]:
 
 
 def accumulating(parallel: dict[str, Any]) -> RunSpec:
+    """Over two micro-batches."""
     model = {"layers": 4 if parallel.get("schedule") else 2}
     spec = make_run(parallel, model=model)
-    return make_run(parallel, model=model, data={"global_batch": 2 * spec.data.global_batch})
+    return make_run(parallel, model=model, data={"global_batch": 2 * spec.data.global_batch // spec.accumulation})
 
 
 def asked_for(request: pytest.FixtureRequest) -> dict[str, RunSpec]:
