@@ -129,7 +129,7 @@ def test_a_large_pipeline_is_followed_at_once() -> None:
     begin = time.process_time()
     spans = simulate(orders, times, send=0.01)
     assert len(spans) == 64 * 128 * 2 * 2
-    assert time.process_time() - begin < 0.5
+    assert time.process_time() - begin < 5  # a third of a second; minutes if each action looked at all others
 
 
 # --- closed forms -------------------------------------------------------------------------------------------

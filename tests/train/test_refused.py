@@ -109,7 +109,7 @@ import time
 from lmworks.cli.ranks import stop_with_starter
 stop_with_starter()
 print("ready", flush=True)
-time.sleep(20)
+time.sleep(600)
 """
 
 
@@ -118,7 +118,7 @@ def test_a_rank_ends_with_the_command_that_started_it() -> None:
     with subprocess.Popen([sys.executable, "-c", STARTER, RANK], stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None and starter.stdout.readline() == "ready\n"
         starter.kill()
-        starter.communicate(timeout=10)  # the pipe is closed when the rank is gone, too
+        starter.communicate(timeout=60)  # the pipe is closed when the rank is gone, too
 
 
 @ON_LINUX
