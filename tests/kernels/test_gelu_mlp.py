@@ -65,6 +65,16 @@ def test_results_and_gradients_are_those_of_three_layers(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backward pass reads was made of x and weights, and it would be taken for constant."""
+    monkeypatch.setattr(cublas, "TYPES", {torch.float32: 0})
+    given = drawn(False, torch.float32)
+    found = gelu_mlp.add_gelu_mlp(*given, implementation=CUBLAS)  # type: ignore[arg-type]
+    (grad,) = torch.autograd.grad(found.square().sum(), given[4:5], create_graph=True)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_autocast_takes_both_products_with_it() -> None:
     given = [drawn(True, torch.bfloat16)[0], *drawn(True, torch.float32)[1:]]
     with torch.autocast("cpu", torch.bfloat16):
@@ -90,6 +100,10 @@ def test_what_cublas_does_not_take_is_left_to_pytorch(monkeypatch: pytest.Monkey
     x, y, *layers = drawn(True, torch.bfloat16)
     assert x is not None and y is not None
     assert gelu_mlp.add_gelu_mlp(x[:, :0], y[:, :0], *layers, **ways).shape == (3, 0, 16)  # type: ignore[arg-type]
+    layers[3] = drawn(True, torch.float32)[5]
+    with pytest.raises(RuntimeError, match="dtype"):  # read as what it is not, it would be any numbers
+        gelu_mlp.add_gelu_mlp(x, y, *layers, **ways)  # type: ignore[arg-type]
+    layers[3] = None
     monkeypatch.setattr(cublas, "there", lambda _device: False)
     gelu_mlp.add_gelu_mlp(x, y, *layers, **ways)  # type: ignore[arg-type]
 

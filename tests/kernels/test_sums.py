@@ -92,6 +92,32 @@ def test_products_begin_with_what_they_are_added_to(monkeypatch: pytest.MonkeyPa
     assert seen[2:] == ["linear_add"]
 
 
+@pytest.mark.parametrize("op", ["linear_add", "product_add"])
+def test_results_lie_as_a_compiler_is_told(op: str) -> None:
+    """Whole, however what they begin with does."""
+    onto = torch.randn(16, 6).t()
+    given = {
+        "linear_add": (torch.randn(6, 8), torch.randn(16, 8), torch.randn(16), onto, 0),
+        "product_add": (torch.randn(6, 8), torch.randn(8, 16), onto, 0),
+    }
+    torch.library.opcheck(getattr(cublas, op), given[op], test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.usefixtures("wide")
+def test_second_derivatives_are_right_or_refused() -> None:
+    x, y, layer = drawn(5, 24), drawn(5, 16, seed=1), layers_of(True)[0]
+    leaves, found = [y, layer[0]], []
+    for total in (add_linear(x, y, layer, CUBLAS), x + F.linear(y, *layer)):
+        (grad,) = torch.autograd.grad(total.square().sum(), y, create_graph=True)
+        found.append(torch.autograd.grad(grad.sum(), leaves))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+    several = [one.square().sum() for one in linears(y, layers_of(True), CUBLAS)]
+    (grad,) = torch.autograd.grad(several, y, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.grad(grad.sum(), y)
+
+
 @pytest.mark.usefixtures("wide")
 def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "input_gradient", lambda *_: pytest.fail("nobody wants it"))
@@ -103,14 +129,21 @@ def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_autocast_takes_them_with_it() -> None:
-    layers = layers_of(True)
+    y, layers = drawn(2, 5, 16), layers_of(True)
     with torch.autocast("cpu", torch.bfloat16):
-        found = linears(drawn(5, 16), layers, CUBLAS)
-        total = add_linear(drawn(5, 24, dtype=torch.bfloat16), drawn(5, 16), layers[0], CUBLAS)
+        found = linears(y, layers, CUBLAS)
+        total = add_linear(drawn(2, 5, 24, dtype=torch.bfloat16), y, layers[0], CUBLAS)
+        wanted = [F.linear(y, *layer) for layer in layers]
     assert {one.dtype for one in found} == {torch.bfloat16} == {total.dtype}
     assert "AddLinear" in str(total.grad_fn)
-    (grad,) = torch.autograd.grad(found[0].float().sum(), [layers[0][0]])
-    assert grad.dtype == torch.float32
+    for one, other in zip(found, wanted, strict=True):
+        assert "Linears" in str(one.grad_fn.next_functions)  # type: ignore[union-attr]  # of which it is a view
+        torch.testing.assert_close(one, other)
+    leaves = [y, *(one for layer in layers for one in layer if one is not None)]
+    both = [torch.autograd.grad([one.float().square().sum() for one in results], leaves) for results in (found, wanted)]
+    for one, other in zip(*both, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=0.02, atol=1.0)
 
 
 def sum_of(x: Tensor, y: Tensor, layer: Layer) -> None:
@@ -136,6 +169,8 @@ def test_what_cublas_does_not_take_is_left_to_pytorch(
     work(x[:0], y[:0], (weight, None))
     with torch.no_grad():
         work(x, y, (weight, None))
+    with pytest.raises(RuntimeError, match="dtype"):  # read as what it is not, a bias would be any numbers
+        work(x, y, (weight, drawn(8)))
     monkeypatch.setattr(cublas, "there", lambda _device: False)
     work(x, y, (weight, None))
 
@@ -165,15 +200,19 @@ def test_a_network_that_joins_learns_what_it_did(changes: dict[str, object], mon
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_whoever_listens_to_a_projection_hears_it(monkeypatch: pytest.MonkeyPatch) -> None:
+LISTENING = ("forward", "forward_pre", "full_backward", "full_backward_pre")
+
+
+@pytest.mark.parametrize("kind", LISTENING)
+def test_whoever_listens_to_a_projection_hears_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "fastest", lambda *_given, **_shape: CUBLAS)
     model = GPT(ModelSpec.from_preset("tiny").replace(mlp="gelu", norm="layer", ffn=64)).bfloat16()
     heard: list[str] = []
     for name, block in model.blocks.items():
         block.joined = True
         for part in ("q", "out"):
-            block.attention.get_submodule(part).register_forward_hook(
-                lambda *_, said=f"{name}.{part}": heard.append(said)
-            )
-    model(torch.zeros(1, 8, dtype=torch.long))
-    assert heard == [f"{name}.{part}" for name in model.blocks for part in ("q", "out")]
+            listen = getattr(block.attention.get_submodule(part), f"register_{kind}_hook")
+            listen(lambda *_, said=f"{name}.{part}": heard.append(said))
+    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    wanted = [f"{name}.{part}" for name in model.blocks for part in ("q", "out")]
+    assert heard == (wanted[::-1] if "backward" in kind else wanted)

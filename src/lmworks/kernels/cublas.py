@@ -163,12 +163,12 @@ def way_of(op: str, wanted: str | None, device: torch.device, **shape: int) -> i
     return None if chosen == TORCH else WAYS.index(chosen)
 
 
-def takes(states: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+def takes(states: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
     """Numbers of one type and 2 bytes, and rows that it can begin to read at, while gradients are wanted: a pass
     without them is left as it is.
     """
     dtype = states[0].dtype
-    alike = dtype in TYPES and all(one.dtype == dtype for one in (*states, *weights))
+    alike = dtype in TYPES and all(one is None or one.dtype == dtype for one in (*states, *weights, *biases))
     whole = states[0].numel() > 0 and not any(size % ALIGNED for weight in weights for size in weight.shape)
     return alike and whole and torch.is_grad_enabled() and there(states[0].device)
 
@@ -271,7 +271,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor, way
 
 @linear_add.register_kernel("cpu")
 def linear_add_reference(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor, _way: int = 0) -> Tensor:
-    return onto + F.linear(x, weight, bias).view(onto.shape)
+    return onto.contiguous() + F.linear(x, weight, bias).view(onto.shape)
 
 
 @linear_add.register_fake
@@ -284,14 +284,14 @@ def product_add(x: Tensor, weight: Tensor, onto: Tensor, way: int) -> Tensor:
     """(tokens, in), (in, out), (tokens, out) → onto + x · weight."""
     (rows, inner), columns = x.shape, weight.shape[1]
     x, weight, onto = fit(x), fit(weight), fit(onto)
-    result = torch.empty_like(onto)
+    result = onto.new_empty(onto.shape)
     product(Kind(rows, columns, inner, False, PLAIN, way, x.dtype, x.device.index))(x, weight, result, onto=onto)
     return result
 
 
 @product_add.register_kernel("cpu")
 def product_add_reference(x: Tensor, weight: Tensor, onto: Tensor, _way: int = 0) -> Tensor:
-    return onto + x @ weight
+    return onto.contiguous() + x @ weight
 
 
 @product_add.register_fake

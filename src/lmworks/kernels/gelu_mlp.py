@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import cublas
 from .gelu import gelu
@@ -32,7 +33,7 @@ def add_gelu_mlp(
     y, up, up_bias, down, down_bias = cublas.as_autocast(y, up, up_bias, down, down_bias)
     shape = {"hidden": up.shape[1], "ffn": up.shape[0]}
     there, back, adding = (cublas.way_of(op, implementation, y.device, **shape) for op in OPS)
-    if there is None or back is None or not cublas.takes((x, y), (up, down)):
+    if there is None or back is None or not cublas.takes((x, y), (up, down), (up_bias, down_bias)):
         return x + F.linear(gelu(F.linear(y, up, up_bias)), down, down_bias)
     # The result is no view: a pipeline lets go of what it has sent by detaching it in place.
     return AddGeluMLP.apply(x, y.flatten(0, -2), up, up_bias, down, down_bias, there, back, adding)
@@ -60,6 +61,7 @@ class AddGeluMLP(torch.autograd.Function):
         return cublas.linear_add(inner, down, down_bias, x, adding)
 
     @staticmethod
+    @once_differentiable  # pre and inner are constants to whoever would differentiate it again
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, up, down, pre, inner = ctx.saved_tensors
         _, wants_y, wants_up, wants_up_bias, wants_down, wants_down_bias, *_ = ctx.needs_input_grad

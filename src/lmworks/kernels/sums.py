@@ -26,7 +26,7 @@ def add_linear(x: Tensor, y: Tensor, layer: Layer, implementation: str | None = 
     y, weight, bias = cublas.as_autocast(y, *layer)
     shape = {"hidden": weight.shape[0], "inner": weight.shape[1]}
     way = cublas.way_of("linear_sum", implementation, y.device, **shape)
-    if way is None or not cublas.takes((x, y), (weight,)):
+    if way is None or not cublas.takes((x, y), (weight,), (bias,)):
         return x + F.linear(y, weight, bias)
     return AddLinear.apply(x, y.flatten(0, -2), weight, bias, way)
 
@@ -57,7 +57,7 @@ def linears(y: Tensor, layers: Sequence[Layer], implementation: str | None = Non
     weights, biases = flat[::2], flat[1::2]
     shape = {"hidden": y.shape[-1], "wide": sum(weight.shape[0] for weight in weights)}
     way = cublas.way_of("input_gradient", implementation, y.device, **shape)
-    if way is None or not cublas.takes((y,), weights):
+    if way is None or not cublas.takes((y,), weights, biases):
         return [F.linear(y, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     found = Linears.apply(y.flatten(0, -2), way, *weights, *biases)
     return [one.unflatten(0, y.shape[:-1]) for one in found]

@@ -158,7 +158,10 @@ class Block(nn.Module):
     def heard(self) -> bool:
         """Whether somebody listens to its layers, to gather their weights or to see what they give."""
         parts = (self.attention, *self.attention.children(), self.mlp, *self.mlp.children())
-        return any(part._forward_pre_hooks or part._forward_hooks or part._backward_hooks for part in parts)
+        return any(
+            part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
+            for part in parts
+        )
 
 
 def added(x: Tensor, delta: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
