@@ -22,7 +22,7 @@ class Nvml:
     """A card at its limit of power, at 1,725 of 1,980 MHz; every look at its energy costs it 35 J more."""
 
     def __init__(self) -> None:
-        self.energy: Iterator[int] = count(1_000_000, 35_000)
+        self.energy: Iterator[int] = count(6_000_000_000, 35_000)  # mJ, more than 32 bits hold
         self.wrong: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -58,7 +58,7 @@ def test_a_card_is_asked_for_what_it_does() -> None:
     card = Card(Nvml(), UUID)
     assert (card.max_clock_mhz, card.limit_watts) == (1980, 700.0)
     seen = card.sample()
-    assert (seen.joules, seen.clock_mhz, seen.celsius, seen.reasons) == (1000.0, 1725, 61, 4)
+    assert (seen.joules, seen.clock_mhz, seen.celsius, seen.reasons) == (6e6, 1725, 61, 4)
     assert seen.at == pytest.approx(time.perf_counter(), abs=5)
 
 
@@ -96,6 +96,18 @@ def test_looks_are_taken_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None and found["held_back"] == {"power cap": 1.0} and found["samples"] == taken
     time.sleep(2 * power.EVERY_S)
     assert len(watch.samples) == taken
+
+
+def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Nvml()
+    with watched_power(on_cuda(monkeypatch, library)) as watch:
+        library.wrong["nvmlDeviceGetClockInfo"] = 10  # a time-out
+        time.sleep(3 * power.EVERY_S)
+        library.wrong.clear()
+        deadline, seen = time.monotonic() + 20, len(watch.samples)
+        while len(watch.samples) < seen + 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert len(watch.samples) >= seen + 2
 
 
 @pytest.mark.parametrize("silent", ["nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetTotalEnergyConsumption"])

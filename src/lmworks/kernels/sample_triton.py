@@ -23,13 +23,7 @@ SMALL = tl.constexpr(noise.SMALL)
 LAST = tl.constexpr(noise.LAST)
 LN_2 = tl.constexpr(math.log(2))
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-PARTS = [
-    "best",
-    "highest",
-    "mass",
-    "winners",
-    "wrong",
-]  # which lie in one tensor, wherever the number of rows puts them
+PARTS = ["best", "highest", "mass", "winners", "wrong"]  # parts of a tensor: the number of rows says where each begins
 
 
 def launch(

@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import byref, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -115,10 +115,8 @@ def watched_power(device: torch.device) -> Iterator[Watch]:
 
     def look() -> None:
         while not over.wait(EVERY_S):
-            try:
+            with suppress(NvmlError):  # the next look tells the energy of both
                 watch.samples.append(card.sample())
-            except NvmlError:
-                return
 
     looking = threading.Thread(target=look, name="power", daemon=True)
     looking.start()
