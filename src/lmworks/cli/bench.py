@@ -133,4 +133,4 @@ def first_times(met: dict[str, Any]) -> list[list[str]]:
     kernels, graphs = len(met["kernels"]), met["graphs"]
     if not kernels and not graphs:
         return []
-    return [["first times", str(kernels + graphs), f"{kernels} kernels compiled or read, {graphs} graphs recorded"]]
+    return [["first times", str(kernels + graphs), f"kernels compiled or read: {kernels}, graphs recorded: {graphs}"]]
