@@ -38,8 +38,8 @@ class Nvml:
         }[name]
 
         def answer(*arguments: Any) -> int:
-            if name in self.wrong:
-                return self.wrong[name]
+            if code := self.wrong.get(name):
+                return code
             *about, last = arguments or [None]
             if name.startswith("nvmlDeviceGet") and not name.endswith("UUID"):
                 assert about.pop(0).value == 77
