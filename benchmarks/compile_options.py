@@ -55,8 +55,11 @@ LIMIT_S = 150
 def run(option: str, arguments: list[str], steps: int) -> dict[str, Any]:
     """In this process."""
     for op, way in WAYS.get(option, {}).items():
-        for ops in choose.table().values():
-            ops[op] = dict.fromkeys(ops.get(op, {}), way)
+        measured = [ops for ops in choose.table().values() if op in ops]
+        if not measured:
+            sys.exit(f"{op} was not measured on any device, and PyTorch does it anyway: lmworks bench kernels --record")
+        for ops in measured:
+            ops[op] = dict.fromkeys(ops[op], way)
     for key, value in OPTIONS[option].items():
         setattr(torch._inductor.config, key, value)  # of which an older compiler may have none
     facts = bench_train(load_run(arguments[0], [*arguments[1:], "parallel.compile=true"]), steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,3 +107,13 @@ def test_what_is_in_the_package_can_be_read() -> None:
         assert dates.keys() == ops.keys()
         for op, points in ops.items():
             assert len(choose.points_of(op, device)) == len(points)
+
+
+def test_a_step_with_another_way_of_what_was_not_measured_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be the plain one under another name."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    options = importlib.import_module("compile_options")
+    monkeypatch.setattr(choose, "table", lambda: {"NVIDIA H200": {"linear_add": {"hidden=8 ffn=8": "cublas 1"}}})
+    monkeypatch.setattr(options, "bench_train", lambda *_: pytest.fail("something was measured"))
+    with pytest.raises(SystemExit, match="linear_sum was not measured"):
+        options.run("the sum after attention apart", ["tiny"], 1)
