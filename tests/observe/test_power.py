@@ -75,6 +75,8 @@ def test_only_what_was_seen_meanwhile_counts() -> None:
 def test_nothing_is_said_of_what_nobody_saw() -> None:
     card = Card(Nvml(), UUID)
     assert Watch(card, [sample(1.0, 0), sample(5.0, 10)]).between(0.5, 4.0) is None
+    short = Watch(card, [sample(1.0, 0), sample(1.05, 0), sample(1.1, 70)])  # 0 W, or 1,400
+    assert short.between(1.0, 1.06) is None and short.between(1.0, 2.0) is None
     with watched_power(torch.device("cpu")) as watch:
         pass
     assert watch.card is None and watch.between(0, time.perf_counter()) is None
@@ -87,6 +89,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, library: Any) -> torch.device:
 
 
 def test_looks_are_taken_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(power, "LEAST_S", 0.0)
     began = time.perf_counter()
     with watched_power(on_cuda(monkeypatch, Nvml())) as watch:
         while len(watch.samples) < 3:

@@ -20,6 +20,7 @@ import torch
 
 LIBRARY = "libnvidia-ml.so.1"
 EVERY_S = 0.05
+LEAST_S = 0.5  # from the first look to the last: a card counts its energy in steps of up to a tenth of a second
 SM, TEMPERATURE = 1, 0  # NVML's numbers of a clock, and of a thermometer
 REASONS = {0x4: "power cap", 0x8: "hardware", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "power brake"}
 
@@ -75,7 +76,7 @@ class Watch:
     def between(self, begin: float, end: float) -> dict[str, Any] | None:
         """Of the time between two moments; None where nobody could look, or it was too short to."""
         seen = [sample for sample in self.samples if begin <= sample.at <= end]
-        if self.card is None or len(seen) < 2:
+        if self.card is None or len(seen) < 2 or seen[-1].at - seen[0].at < LEAST_S:
             return None
         spent = seen[-1].joules - seen[0].joules
         held = {what: sum(bool(one.reasons & bit) for one in seen) / len(seen) for bit, what in REASONS.items()}
