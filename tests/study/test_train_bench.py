@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from lmworks.cli.main import app
 from lmworks.observe import roofline
 from lmworks.observe.roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
+from lmworks.parallel import host_room
 from lmworks.plan.step_flops import step_flops
 from lmworks.spec import Gpu, TrainingError, load_run
 from lmworks.study import train_bench
@@ -67,6 +68,13 @@ def test_the_weights_of_a_seed_train_as_the_trainer_does(
     facts = bench_train(spec, 1)
     assert facts is not None
     assert facts["losses"] == [values["loss"] for values in steps_of(plain, train_bench.WARM_UP + 1)]
+
+
+def test_nothing_is_saved_and_no_memory_wanted_for_it(
+    dataset: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_room, "available_bytes", lambda: 0)
+    assert bench_train(make_spec(dataset, "checkpoint.asynchronous=true"), 1) is not None
 
 
 def test_the_floor_is_flops_where_memory_is_fast_and_bytes_where_products_are(dataset: Path) -> None:
