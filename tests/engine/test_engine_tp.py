@@ -16,7 +16,7 @@ from hf_reference import VOCAB, compare, random_prompts, reference_model
 from lmworks import LLM, SamplingParams
 from lmworks.engine import ranks
 from lmworks.engine.outline import Outline
-from lmworks.engine.ranks import Lead
+from lmworks.engine.ranks import Ends, Lead, Words
 from lmworks.engine.runner import Runner
 from lmworks.engine.share import check_shares
 from lmworks.model import GPT
@@ -170,6 +170,22 @@ def test_a_follower_that_never_comes(llama: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ranks, "follower", short_lived)
     with pytest.raises(LMWorksError, match="rank 1: it ended with exit code 3"):
         LLM(llama, tp=2, **SMALL)
+
+
+def test_the_cause_is_the_follower_that_ended_first() -> None:
+    """Others hear of it when a peer's connection is closed, and end too."""
+
+    def follower(command: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
+
+    lead = Lead.__new__(Lead)
+    lead.ends = Ends()
+    killed = Words(2, follower("kill -9 $$"), lead.ends)
+    assert killed.answers.get() == "it ended with exit code -9"
+    other = Words(1, follower("""echo '{"error": "connection closed by peer", "last": true}'"""), lead.ends)
+    assert other.answers.get() == "connection closed by peer"
+    for _ in range(2):
+        assert str(lead.cause(OSError("broken pipe"))) == "rank 2: it ended with exit code -9"
 
 
 def test_what_ranks_cannot_share() -> None:

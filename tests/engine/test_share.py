@@ -12,14 +12,15 @@ from unittest import mock
 import pytest
 import torch
 from hf_reference import reference_model
+from safetensors import safe_open
 from test_lora import Made, all_at_once, greedy_of, merged, two_adapters
 from torch import Tensor, nn
 
 from lmworks import LLM, SamplingParams
 from lmworks.engine.outline import Outline
 from lmworks.engine.quantize import Calibration, quantize
-from lmworks.engine.quantized_folder import save_quantized
-from lmworks.engine.quantized_model import SCHEMES, QuantLinear, rounded, served_bytes
+from lmworks.engine.quantized_folder import QuantizedWeights, load_quantized, save_quantized
+from lmworks.engine.quantized_model import SCHEMES, QuantLinear, quantized_layers, rounded, served_bytes
 from lmworks.engine.ranks import Lead
 from lmworks.engine.request import Result
 from lmworks.engine.runner import Runner
@@ -122,7 +123,10 @@ def lively(shape: str, **more: Any) -> GPT:
 
 
 def make_folder(out: Path, scheme: str, shape: str) -> Path:
-    model = lively(shape)
+    return save_rounded(lively(shape), scheme, out)
+
+
+def save_rounded(model: GPT, scheme: str, out: Path) -> Path:
     text = torch.randint(0, 96, (600,), generator=torch.Generator().manual_seed(0)).tolist()
     report = quantize(model, scheme, Calibration.of(text, 16, 96, "random tokens"), limit=math.inf)
     save_quantized(model, out, report, vocab=90)
@@ -217,6 +221,22 @@ def test_two_ranks_answer_as_one(scheme: str, shape: str, kv_dtype: str, tmp_pat
         one, two = (torch.tensor(prompt_logprobs(results)) for results in (usual, shared))
         assert (one - two).abs().mean() < 0.2
         assert (one - two).abs().max() < 0.8
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_scales_that_were_stored_in_bf16_are_wide_again(scheme: str, tmp_path: Path) -> None:
+    """Kernels take no others."""
+    largest = {"int8": 127, "fp8": 448}[scheme]
+    model = lively("llama")
+    with torch.no_grad():
+        model.get_parameter("blocks.0.mlp.down.weight").fill_(largest / 1024)
+    folder = save_rounded(model, scheme, tmp_path / "quantized")
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert file.get_tensor("blocks.0.mlp.down.scale").dtype == torch.bfloat16
+    stored, one = QuantizedWeights(folder), load_quantized(folder)
+    for layer in quantized_layers(one):
+        assert stored.layer(layer.label).scale.dtype == layer.scale.dtype
+        assert torch.equal(stored.layer(layer.label).scale, layer.scale)
 
 
 @pytest.mark.slow

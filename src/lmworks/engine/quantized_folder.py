@@ -163,9 +163,10 @@ class QuantizedWeights:
 
     def layer(self, name: str) -> QuantLinear:
         """A quantized one, by its name in the network."""
-        weight, scale = self.tensor(f"{name}.weight"), self.tensor(f"{name}.scale")
+        scheme = scheme_of(scheme_named(self.outline.scheme), name)
+        scale = self.tensor(f"{name}.scale").to(scheme.scales)  # may be stored in bf16, where that is exact
         bias = self.tensor(f"{name}.bias") if f"{name}.bias" in self.names else None
-        return QuantLinear(scheme_of(scheme_named(self.outline.scheme), name), weight, scale, bias)
+        return QuantLinear(scheme, self.tensor(f"{name}.weight"), scale, bias)
 
 
 @contextmanager

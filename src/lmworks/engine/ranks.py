@@ -202,10 +202,11 @@ class Lead(Ranks):
         self.followers: list[subprocess.Popen[bytes]] = []
         self.ending = weakref.finalize(self, end, self.followers)
         self.words: dict[int, Words] = {}
+        self.ends = Ends()
         try:
             for rank in range(1, spec.tp):
                 self.followers.append(follower())
-                self.words[rank] = Words(self.followers[-1])
+                self.words[rank] = Words(rank, self.followers[-1], self.ends)
                 with suppress(OSError):  # it has ended: its words say more
                     assignment = Assignment(rank, os.getpid(), port, str(source), told, step, seed, threads)
                     self.send(rank, assignment)
@@ -261,34 +262,42 @@ class Lead(Ranks):
         self.ending()
 
     def cause(self, error: Exception) -> Exception:
-        """What is behind an error of rank 0: where a follower is gone, what it said."""
-        for rank, words in self.words.items():
-            words.listener.join(LAST_WORDS_S / len(self.words))
-            if words.error is not None:
-                return LMWorksError(f"rank {rank}: {words.error}")
-        return error
+        """What is behind an error of rank 0: where followers are gone, what the first of them said."""
+        return LMWorksError(self.ends.first) if self.ends.any.wait(LAST_WORDS_S) else error
+
+
+class Ends:
+    """Followers that have ended. The first is the cause: what others say after it is that a peer is gone."""
+
+    def __init__(self) -> None:
+        self.first, self.any = "", threading.Event()
+
+    def note(self, rank: int, error: str) -> None:
+        self.first = self.first or f"rank {rank}: {error}"
+        self.any.set()
 
 
 class Words:
     """What a follower says: that it is there, whether it holds an adapter, and at the end what went wrong."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], ends: Ends) -> None:
+        self.rank, self.ends = rank, ends
         self.answers: SimpleQueue[str | None] = SimpleQueue()  # None: yes; else why not
-        self.error: str | None = None  # it has ended
-        self.listener = threading.Thread(target=self.listen, args=(process,), daemon=True)
-        self.listener.start()
+        threading.Thread(target=self.listen, args=(process,), daemon=True).start()
 
     def listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             said = json.loads(line)
             if said["last"]:
-                self.error = said["error"]
-            else:
-                self.answers.put(said["error"])
-        if self.error is None:
-            self.error = f"it ended with exit code {process.wait()}"
-        self.answers.put(self.error)
+                self.end(said["error"])
+                return
+            self.answers.put(said["error"])
+        self.end(f"it ended with exit code {process.wait()}")
+
+    def end(self, error: str) -> None:
+        self.ends.note(self.rank, error)
+        self.answers.put(error)
 
 
 def on_rank(device: torch.device, rank: int) -> torch.device:
