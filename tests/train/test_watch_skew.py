@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,11 @@ def test_stages_of_a_pipeline_have_different_work_and_are_not_compared() -> None
     assert skew.largest == pytest.approx(1.0)
 
 
+def told_of(rank: int, run: Path) -> list[dict[str, Any]]:
+    """Of the other one a busy machine may say so, too."""
+    return [event for event in events(run, "straggler") if event["rank"] == rank]
+
+
 def be_slow_for_a_while(rank: int, run: Path) -> int:
     """Until rank 1 was named, then until it was told well again; every step ends with what all ranks have in common."""
     mesh = join(ParallelSpec(dp=2), torch.device("cpu"))
@@ -61,7 +67,7 @@ def be_slow_for_a_while(rank: int, run: Path) -> int:
                 figures[rank] = watchdog.busy
                 dist.all_reduce(figures)
                 watchdog.compare(figures.tolist(), step)
-                count = torch.tensor(len(events(run, "straggler")) if rank == 0 and step % 5 == 0 else 0)
+                count = torch.tensor(len(told_of(1, run)) if rank == 0 and step % 5 == 0 else 0)
                 dist.broadcast(count, src=0)
                 told = int(count)
     return step
@@ -72,7 +78,7 @@ def test_a_slow_rank_is_named_and_told_when_it_keeps_up_again(
 ) -> None:
     monkeypatch.setattr("lmworks.train.watch.watchdog.WINDOW", 20)
     on_ranks(2, be_slow_for_a_while, tmp_path)
-    named, well = events(tmp_path, "straggler")
-    assert (named["rank"], named["recovered"], well["rank"], well["recovered"]) == (1, False, 1, True)
+    named, well = told_of(1, tmp_path)
+    assert (named["recovered"], well["recovered"]) == (False, True)
     assert named["ratio"] > 1.5 and named["host"] and named["step"] < well["step"]
     assert f"step {named['step']}: rank 1 on {named['host']} is slow: busy" in capfd.readouterr().err
