@@ -168,10 +168,17 @@ class Ranks:
         drafted: bool,
         adapters: np.ndarray | None,
     ) -> None:
-        """Followers have nobody to tell."""
+        """Followers, of a step that is about to be taken."""
+        if self.listening:
+            places = [place for each in asked for place in range(each.at, each.at + each.count)]
+            guessed = drafted and any(chunk.wanted > 1 for chunk in step.chunks)
+            self.pass_on(Told(step.copies, buffer.numpy(), layout, places, guessed, adapters))
+
+    def pass_on(self, message: Any) -> None:
+        """Nobody follows a follower."""
 
     def add_adapter(self, name: str, folder: Path) -> None:
-        """Nor of this."""
+        """Nor has to be asked whether it holds one."""
 
     def cause(self, error: Exception) -> Exception:
         """Nor anybody to ask."""
@@ -224,29 +231,14 @@ class Lead(Ranks):
         pickle.dump(message, pipe, protocol=pickle.HIGHEST_PROTOCOL)
         pipe.flush()
 
-    def tell(
-        self,
-        step: Step,
-        buffer: Tensor,
-        layout: Layout,
-        asked: list[Asked],
-        drafted: bool,
-        adapters: np.ndarray | None,
-    ) -> None:
-        """Of a step that is about to be taken."""
-        if not self.listening:
-            return
-        places = [place for each in asked for place in range(each.at, each.at + each.count)]
-        guessed = drafted and any(chunk.wanted > 1 for chunk in step.chunks)
-        told = Told(step.copies, buffer.numpy(), layout, places, guessed, adapters)
+    def pass_on(self, message: Any) -> None:
         for rank in range(1, self.tp):
-            self.send(rank, told)
+            self.send(rank, message)
 
     def add_adapter(self, name: str, folder: Path) -> None:
         """On all followers, or on none."""
         try:
-            for rank in range(1, self.tp):
-                self.send(rank, NewAdapter(name, folder.absolute()))
+            self.pass_on(NewAdapter(name, folder.absolute()))
         except OSError as error:
             raise self.cause(error) from error
         answers = {rank: words.answers.get() for rank, words in self.words.items()}

@@ -266,12 +266,19 @@ def joined(place: Place) -> Iterator[Case]:
 def joining(
     place: Place, op: Callable[..., Any], formula: Callable[..., Any], shapes: tuple[tuple[int, ...] | None, ...]
 ) -> Mapping[str, Work]:
-    """By all ways that cuBLAS knows. Beside them the formula as a compiled block has it."""
     given = [None if shape is None else place.drawn(*shape) for shape in shapes]
-    if place.device.type == "cpu":
-        return {"torch": partial(formula, *given)}
-    ways = {name: partial(op, *given, way) for way, name in enumerate(cublas.WAYS)}
-    return {"torch": partial(torch.compile(formula, dynamic=False), *given), **ways}
+    return by_cublas(partial(compiled(place, formula), *given), partial(op, *given), place)
+
+
+def by_cublas(formula: Work, in_a_way: Callable[[int], object], place: Place) -> Mapping[str, Work]:
+    """By all ways that cuBLAS knows, where it is there. Beside them the formula."""
+    ways = {} if place.device.type == "cpu" else {name: partial(in_a_way, way) for way, name in enumerate(cublas.WAYS)}
+    return {"torch": formula, **ways}
+
+
+def compiled(place: Place, function: Callable[..., Any]) -> Callable[..., Any]:
+    """As a compiled block has it; on a CPU as it is."""
+    return function if place.device.type == "cpu" else torch.compile(function, dynamic=False)
 
 
 def summed(place: Place) -> Iterator[Case]:
@@ -303,12 +310,8 @@ def summing(place: Place, inner: int) -> Mapping[str, Work]:
     def whole() -> object:
         return norm(x + F.linear(y, weight))
 
-    if place.device.type == "cpu":
-        return {"torch": whole}
-    after = torch.compile(norm, dynamic=False)
-    ways = {name: partial(lambda way: after(cublas.linear_add(y, weight, None, x, way)), way)
-            for way, name in enumerate(cublas.WAYS)}  # fmt: skip
-    return {"torch": torch.compile(whole, dynamic=False), **ways}
+    after = compiled(place, norm)
+    return by_cublas(compiled(place, whole), lambda way: after(cublas.linear_add(y, weight, None, x, way)), place)
 
 
 def meeting(place: Place, outs: tuple[int, ...]) -> Mapping[str, Work]:
@@ -327,12 +330,8 @@ def meeting(place: Place, outs: tuple[int, ...]) -> Mapping[str, Work]:
     def whole() -> object:
         return norm_gradient(sums.input_gradient_reference(grads, weights))
 
-    if place.device.type == "cpu":
-        return {"torch": whole}
-    after = torch.compile(norm_gradient, dynamic=False)
-    ways = {name: partial(lambda way: after(sums.input_gradient(grads, weights, way)), way)
-            for way, name in enumerate(cublas.WAYS)}  # fmt: skip
-    return {"torch": torch.compile(whole, dynamic=False), **ways}
+    after = compiled(place, norm_gradient)
+    return by_cublas(compiled(place, whole), lambda way: after(sums.input_gradient(grads, weights, way)), place)
 
 
 def loss(place: Place) -> Iterator[Case]:

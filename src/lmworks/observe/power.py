@@ -76,7 +76,7 @@ class Watch:
     def between(self, begin: float, end: float) -> dict[str, Any] | None:
         """Of the time between two moments; None where nobody could look, or it was too short to."""
         seen = [sample for sample in self.samples if begin <= sample.at <= end]
-        if self.card is None or len(seen) < 2 or seen[-1].at - seen[0].at < LEAST_S:
+        if self.card is None or not seen or seen[-1].at - seen[0].at < LEAST_S:
             return None
         spent = seen[-1].joules - seen[0].joules
         held = {what: sum(bool(one.reasons & bit) for one in seen) / len(seen) for bit, what in REASONS.items()}
