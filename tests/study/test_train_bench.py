@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,7 @@ from lmworks.plan.step_flops import step_flops
 from lmworks.spec import Gpu, TrainingError, load_run
 from lmworks.study import train_bench
 from lmworks.study.train_bench import bench_train
+from lmworks.train import Trainer
 from lmworks.train.health.watch import Health, Trouble
 from tiny import built, make_spec, steps_of, write_spec
 
@@ -67,7 +69,21 @@ def test_the_weights_of_a_seed_train_as_the_trainer_does(
     monkeypatch.setattr(train_bench, "drawn_on", lambda *_: plain.weights)
     facts = bench_train(spec, 1)
     assert facts is not None
-    assert facts["losses"] == [values["loss"] for values in steps_of(plain, train_bench.WARM_UP + 1)]
+    assert facts["losses"] == [values["loss"] for values in steps_of(plain, train_bench.WARM_UP + 2)]
+
+
+def test_the_last_step_is_not_timed(dataset: Path, quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It launches no passes ahead, so that a host whose queue is full ends it far sooner than the device does."""
+    step = train_bench.one_step
+
+    def held_by_the_queue(trainer: Trainer, left: int) -> float:
+        time.sleep(0.1 if left > 1 else 0.0)
+        return step(trainer, left)
+
+    monkeypatch.setattr(train_bench, "one_step", held_by_the_queue)
+    facts = bench_train(make_spec(dataset), 2)
+    assert facts is not None and facts["steps"] == 2
+    assert facts["step_s_range"][0] >= 0.1
 
 
 def test_nothing_is_saved_and_no_memory_wanted_for_it(
@@ -130,7 +146,7 @@ def test_a_spike_is_a_step_like_any_other(dataset: Path, quick: Path, monkeypatc
     monkeypatch.setattr(Health, "judge", spiking)
     for action in ("skip", "rewind", "stop"):
         facts = bench_train(make_spec(dataset, f"health.spike_loss={action}", "checkpoint.every=4"), 1)
-        assert facts is not None and len(facts["losses"]) == train_bench.WARM_UP + 1
+        assert facts is not None and len(facts["losses"]) == train_bench.WARM_UP + 2
 
 
 def spiking(health: Health, *_: object) -> list[Trouble]:
