@@ -135,8 +135,7 @@ def test_a_block_joins_its_products_where_it_may(monkeypatch: pytest.MonkeyPatch
         block.joined = True
     found = model(tokens)
     hidden = model.spec.hidden
-    assert asked[-5:] == [
-        ("input_gradient", {"hidden": hidden, "wide": model.spec.q_dim + 2 * model.spec.kv_dim}),
+    assert asked[-4:] == [
         ("linear_sum", {"hidden": hidden, "inner": model.spec.q_dim}),
         *((op, {"hidden": hidden, "ffn": 64}) for op in gelu_mlp.OPS),
     ]

@@ -3,7 +3,6 @@
     linear_gelu    pre = x · weightᵀ + bias,  gelu(pre)      both are written, nothing is read for it
     linear_dgelu   (grad · weight) · gelu′(pre)              the backward pass of the same, through the layer after it
     linear_add     onto + x · weightᵀ + bias
-    product_add    onto + grad · weight                      gradients of several layers' common input
 
 PyTorch's own products end with a bias; what follows reads and writes the result once more. cuBLAS counts matrices by
 columns: a contiguous (rows, columns) of ours is its (columns, rows), so weights come first and results are turned.
@@ -277,23 +276,3 @@ def linear_add_reference(x: Tensor, weight: Tensor, bias: Tensor | None, onto: T
 @linear_add.register_fake
 def _(x: Tensor, _weight: Tensor, _bias: Tensor | None, onto: Tensor, _way: int) -> Tensor:
     return x.new_empty(onto.shape)
-
-
-@torch.library.custom_op("lmworks::product_add", mutates_args=(), device_types="cuda")
-def product_add(x: Tensor, weight: Tensor, onto: Tensor, way: int) -> Tensor:
-    """(tokens, in), (in, out), (tokens, out) → onto + x · weight."""
-    (rows, inner), columns = x.shape, weight.shape[1]
-    x, weight, onto = fit(x), fit(weight), fit(onto)
-    result = onto.new_empty(onto.shape)
-    product(Kind(rows, columns, inner, False, PLAIN, way, x.dtype, x.device.index))(x, weight, result, onto=onto)
-    return result
-
-
-@product_add.register_kernel("cpu")
-def product_add_reference(x: Tensor, weight: Tensor, onto: Tensor, _way: int = 0) -> Tensor:
-    return onto.contiguous() + x @ weight
-
-
-@product_add.register_fake
-def _(_x: Tensor, _weight: Tensor, onto: Tensor, _way: int) -> Tensor:
-    return onto.new_empty(onto.shape)

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import add_norm
+from ..kernels.add_linear import add_linear
 from ..kernels.cross_entropy import IGNORE, linear_cross_entropy
 from ..kernels.embedding import embedding
 from ..kernels.gelu import gelu
 from ..kernels.gelu_mlp import add_gelu_mlp
 from ..kernels.rms_norm import rms_norm
 from ..kernels.rope import rotate_both
-from ..kernels.sums import add_linear, linears
 from ..kernels.swiglu import swiglu
 from ..spec import ModelSpec
 from . import rope
@@ -95,16 +95,15 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
 
     def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
-        return self.out(self.mix(self.q(x), self.k(x), self.v(x), turn, attend))
+        return self.out(self.mix(x, turn, attend))
 
     def onto(self, x: Tensor, normed: Tensor, turn: Rope, attend: Attend) -> Tensor:
-        """x + what it makes of its norm, with sums as parts of products where that is faster."""
-        q, k, v = linears(normed, [(one.weight, one.bias) for one in (self.q, self.k, self.v)])
-        return add_linear(x, self.mix(q, k, v, turn, attend), (self.out.weight, self.out.bias))
+        """x + what it makes of its norm, with the sum as a part of the last product where that is faster."""
+        return add_linear(x, self.mix(normed, turn, attend), self.out.weight, self.out.bias)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, turn: Rope, attend: Attend) -> Tensor:
+    def mix(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
         # The number of heads is inferred, so that a rank may hold a part of them: (batch, seq, heads, head_dim)
-        q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in (q, k, v))
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if turn is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..kernels import (
     adamw,
+    add_linear,
     add_norm,
     cross_entropy,
     cublas,
@@ -27,7 +28,6 @@ from ..kernels import (
     rms_norm,
     rope,
     squares,
-    sums,
     swiglu,
 )
 from ..model import GPT
@@ -282,26 +282,18 @@ def compiled(place: Place, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def summed(place: Place) -> Iterator[Case]:
-    """Sums beside attention's products, with the norm that follows or its gradient: a compiler leaves them to those."""
+    """The sum after attention, with the norm that follows: a compiler leaves it to that."""
     if place.model.mlp != "gelu":  # whose blocks alone join their products
         return
-    tokens, hidden = place.tokens, place.model.hidden
-    inner, outs = place.model.q_dim, (place.model.q_dim, place.model.kv_dim, place.model.kv_dim)
-    wide, choices = sum(outs), of_device(place, cublas.IMPLEMENTATIONS)
-    ops: tuple[tuple[str, dict[str, int], float, int, Callable[[], Mapping[str, Work]]], ...] = (
-        ("linear_sum", {"hidden": hidden, "inner": inner}, tokens * (inner + 3.0 * hidden), inner,
-         partial(summing, place, inner)),
-        ("input_gradient", {"hidden": hidden, "wide": wide}, tokens * (wide + 3.0 * hidden), wide,
-         partial(meeting, place, outs)),
-    )  # fmt: skip
-    for op, shape, moved, columns, make in ops:
-        bytes_, flops = place.dtype.itemsize * (moved + hidden * columns), 2.0 * tokens * hidden * columns
-        yield Case(op, FORWARD, shape, bytes_, flops, make, choices)
+    tokens, hidden, inner = place.tokens, place.model.hidden, place.model.q_dim
+    moved, flops = tokens * (inner + 3.0 * hidden) + hidden * inner, 2.0 * tokens * hidden * inner
+    shape, choices = {"hidden": hidden, "inner": inner}, of_device(place, cublas.IMPLEMENTATIONS)
+    yield Case(add_linear.OP, FORWARD, shape, place.dtype.itemsize * moved, flops, partial(summing, place), choices)
 
 
-def summing(place: Place, inner: int) -> Mapping[str, Work]:
+def summing(place: Place) -> Mapping[str, Work]:
     """x + y · weightᵀ and its norm."""
-    hidden = place.model.hidden
+    hidden, inner = place.model.hidden, place.model.q_dim
     x, y, weight = place.drawn(place.tokens, hidden), place.drawn(place.tokens, inner), place.drawn(hidden, inner)
 
     def norm(total: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,26 +304,6 @@ def summing(place: Place, inner: int) -> Mapping[str, Work]:
 
     after = compiled(place, norm)
     return by_cublas(compiled(place, whole), lambda way: after(cublas.linear_add(y, weight, None, x, way)), place)
-
-
-def meeting(place: Place, outs: tuple[int, ...]) -> Mapping[str, Work]:
-    """The gradient of several layers' input, and of what that input is the norm of, which has one already."""
-    tokens, hidden = place.tokens, place.model.hidden
-    grads, weights = [place.drawn(tokens, out) for out in outs], [place.drawn(out, hidden) for out in outs]
-    x, onto, scale = place.drawn(tokens, hidden), place.drawn(tokens, hidden), place.drawn(hidden)
-    _, mean, deviation = torch.native_layer_norm(x, [hidden], scale, None, 1e-5)
-
-    def norm_gradient(grad: Tensor) -> tuple[Tensor, Tensor]:
-        found = torch.ops.aten.native_layer_norm_backward(
-            grad, x, [hidden], mean, deviation, scale, None, [True, True, False]
-        )
-        return onto + found[0], found[1]
-
-    def whole() -> object:
-        return norm_gradient(sums.input_gradient_reference(grads, weights))
-
-    after = compiled(place, norm_gradient)
-    return by_cublas(compiled(place, whole), lambda way: after(sums.input_gradient(grads, weights, way)), place)
 
 
 def loss(place: Place) -> Iterator[Case]:
@@ -459,7 +431,7 @@ OPS: dict[str, Callable[[Place], Iterator[Case]]] = {
     "rope": rotation,
     "swiglu": gated,
     "gelu": joined,
-    "sums": summed,
+    "linear_sum": summed,
     "fp8": eight_bits,
     "sum_squares": gradient_norm,
     "adamw": update,
