@@ -131,7 +131,7 @@ def block(load: Workload) -> list[Op]:
         ops += [norm("mlp norm", load, readers), *experts(load)]
     else:
         ops += [norm("mlp norm", load, 2 if m.mlp == "swiglu" else 1), *mlp(load, m.ffn // load.tp)]
-    return [*ops, residual("mlp residual", load, load.joined)]
+    return [*ops, residual("mlp residual", load)]
 
 
 def loss(load: Workload) -> list[Op]:

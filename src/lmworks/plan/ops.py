@@ -200,10 +200,10 @@ class Workload:
 
     @property
     def joined(self) -> Any:
-        """GELU, its gradient and the sum after the MLP are ends of products, as parallel/apply.py joins them.
+        """GELU, its gradient and a block's sums are ends of products, as parallel/apply.py joins them.
 
         Each then moves one tensor that a product does not: GELU writes its result beside the product's, its gradient
-        reads what GELU was made of, and the sum reads what is added to.
+        reads what GELU was made of, and a sum reads what is added to.
         """
         plain = self.software.joined and self.model.mlp == "gelu" and self.dtype != "fp8" and not self.apart
         return np.equal(self.tp, 1) & (plain and self.device == "cuda")
@@ -289,12 +289,12 @@ def norm(name: str, load: Workload, readers: int) -> Op:
     return Op(name, "norms", tuple(forward), tuple(backward), tuple(saved), freed=freed)
 
 
-def residual(name: str, load: Workload, joined: Any = False) -> Op:
+def residual(name: str, load: Workload) -> Op:
     """x + f(x): the sum is kept, as the next norm needs it; backward adds the two gradients."""
     x = load.outside * load.model.hidden
     passed = stream(3 * x * load.stream / 4)
     back = [passed] + ([stream(1.5 * x)] if load.cast else [])
-    forward = stream(np.where(joined, 1, 3)[()] * x * load.stream / 4)
+    forward = stream(np.where(load.joined, 1, 3)[()] * x * load.stream / 4)
     return Op(name, "residual", (forward,), tuple(back), saved=(load.stream * x,), freed=load.width * x)
 
 

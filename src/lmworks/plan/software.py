@@ -36,7 +36,7 @@ class Software:
     dropout: bool = False  # its masks are kept
     loss: str = "chunked"  # logits never whole; "plain": whole, in fp32 as well; "fused": whole, once; or "compiled"
     in_place: bool = False  # gradients take the place of logits on a GPU, in one kernel
-    joined: bool = False  # GELU, its gradient and the sum after an MLP are ends of products on a GPU
+    joined: bool = False  # GELU, its gradient and the sums of a block are ends of products on a GPU
     wide_ends: bool = False  # the last LayerNorm and the head's gradient in fp32, over chunks twice as large: ours once
     logit_bytes: int = 0  # of one logit when the loss is highest (0: as its kind has it, see closed.py)
     every_second: bool = False  # selective recompute keeps every second product, not all
@@ -59,7 +59,7 @@ class Software:
 # Whether our own loss does so now: as kernels/measured.toml has it, which a test compares. Runs that were measured
 # before keep what they had, see `as_it_ran`.
 IN_PLACE = True
-JOINED = True  # likewise, whether GELU is the end of a product: kernels/gelu_mlp.py
+JOINED = True  # likewise, whether GELU and sums are ends of products: kernels/gelu_mlp.py, kernels/add_linear.py
 
 WIDE_SUMS = "triton, fp32 sums"  # how runs of 15 November 2026 name the loss that they had
 
@@ -142,5 +142,5 @@ def kept_in(own: Software, kept: PrecisionSpec) -> Software:
 
 def as_it_ran(own: Software, loss: str, clips: int) -> Software:
     """Our own trainer as it was when a run was measured: how it clipped, and whose loss it had: "torch", "triton" or
-    `WIDE_SUMS`. GELU was a pass of its own in all of them."""
+    `WIDE_SUMS`. GELU and sums were passes of their own in all of them."""
     return replace(own, in_place=loss != "torch", wide_ends=loss == WIDE_SUMS, clips=clips, joined=False)
