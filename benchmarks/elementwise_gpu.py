@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from common import write_result
 
-from lmworks.kernels import rms_norm_triton, rope_triton, swiglu_triton
+from lmworks.kernels import rms_norm_triton, rope_triton, swiglu_fp8_triton, swiglu_triton
 
 COPY = 4.27e12  # bytes/s, read and written, of a copy on an H200
 SHAPES = {  # tokens, hidden, ffn, heads, kv_heads, head_dim
@@ -28,6 +28,7 @@ SHAPES = {  # tokens, hidden, ffn, heads, kv_heads, head_dim
 }
 NORM = {"elements": (1024, 4096), "thread": (4, 16), "most_warps": (8, 32), "stages": (2, 3), "resident": (16, 64)}
 SWIGLU = {"block": (512, 2048, 4096), "thread": (4, 16)}
+SWIGLU_FP8 = {"span": (1024, 4096), "high": (32, 128), "wide": (32, 128), "warps": (8,)}
 ROPE = {"heads": (4, 8, 32), "thread": (4, 16)}
 
 
@@ -65,6 +66,12 @@ def passes(tokens: int, hidden: int, ffn: int, heads: int, kv_heads: int, head_d
     one, tiles = 2 * gate.numel(), swiglu_triton.TILES
     yield Pass("swiglu", 3 * one, tiles, SWIGLU, lambda t: swiglu_triton.forward(gate, up, t))
     yield Pass("swiglu backward", 5 * one, tiles, SWIGLU, lambda t: swiglu_triton.backward(gate, gate, up, t))
+    numbers, scale, tiles = gate.numel(), torch.ones((), device="cuda"), swiglu_fp8_triton.TILES
+    yield Pass("swiglu fp8", 9 * numbers, tiles, SWIGLU_FP8, lambda t: swiglu_fp8_triton.forward(gate, up, t))
+    yield Pass(
+        "swiglu fp8 backward", 17 * numbers, tiles, SWIGLU_FP8,
+        lambda t: swiglu_fp8_triton.backward(gate, gate, up, scale, t),
+    )  # fmt: skip
 
 
 def variants(one: Pass) -> Iterator[tuple[str, Any]]:
@@ -88,10 +95,12 @@ def measure(one: Pass, tiles: Any) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one model, nothing written")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", default="", help="passes whose names begin so; nothing written")
+    options = parser.parse_args()
+    quick = options.quick or bool(options.only)
     found = []
     for model, shape in list(SHAPES.items())[: 1 if quick else None]:
-        for one in passes(*shape):
+        for one in (one for one in passes(*shape) if one.name.startswith(options.only)):
             times = {name: measure(one, tiles) for name, tiles in variants(one)}
             shares = {name: one.bytes / time / COPY for name, time in times.items() if time is not None}
             best = max(shares, key=shares.__getitem__)

@@ -26,6 +26,7 @@ FILES = (
     "test_sample_kernel.py",
     "test_small_linear.py",
     "test_squares_triton.py",
+    "test_swiglu_fp8.py",
 )
 
 

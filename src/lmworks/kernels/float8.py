@@ -61,14 +61,19 @@ def quantize(
 def reference(
     x: Tensor, dtype: torch.dtype, *, by_row: bool = False, power_of_two: bool = False, transposed: bool = False
 ) -> Float8:
-    largest = LARGEST[dtype]
-    amax = x.abs().amax(dim=1) if by_row else x.abs().amax()
-    # By the inverse: a GPU divides by a number so, a CPU does not, and their scales would differ by a bit.
-    scale = (amax.float() * (1 / largest)).clamp(min=TINY)
-    if power_of_two:
-        scale = round_up(scale)
-    values = (x.float() / (scale.unsqueeze(1) if by_row else scale)).clamp(-largest, largest).to(dtype)
+    scale = scale_of(x.abs().amax(dim=1) if by_row else x.abs().amax(), dtype, power_of_two)
+    values = cast(x, scale.unsqueeze(1) if by_row else scale, dtype)
     return Float8(values.t().contiguous() if transposed else values, scale)
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
+    # By the inverse: a GPU divides by a number so, a CPU does not, and their scales would differ by a bit.
+    scale = (amax.float() * (1 / LARGEST[dtype])).clamp(min=TINY)
+    return round_up(scale) if power_of_two else scale
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() / scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
 def round_up(scale: Tensor) -> Tensor:
@@ -90,17 +95,25 @@ def dequantize(x: Float8, dtype: torch.dtype = torch.float32, *, implementation:
 # --- products -------------------------------------------------------------------------------------------
 
 
-def linear(x: Float8, weight: Float8, dtype: torch.dtype) -> Tensor:
-    """x (m, k) · weight (n, k)ᵀ, with one scale each."""
+def linear(x: Float8, weight: Float8, dtype: torch.dtype, *, gradient: bool = False) -> Tensor:
+    """x (m, k) · weight (n, k)ᵀ, with one scale each.
+
+    Sums of a logit or a state are short enough for what Hopper keeps of them (use_fast_accum); those of gradients go
+    over all tokens, or through all layers.
+    """
     if not has_products(x.values.device):
         return F.linear(dequantize(x, dtype), dequantize(weight, dtype))
-    # Sums of a logit or a state are short enough for what Hopper keeps of them (use_fast_accum): no gradients here.
-    return torch._scaled_mm(x.values, weight.values.t(), x.scale, weight.scale, out_dtype=dtype, use_fast_accum=True)
+    return torch._scaled_mm(
+        x.values, weight.values.t(), x.scale, weight.scale, out_dtype=dtype, use_fast_accum=not gradient
+    )
 
 
 def has_products(device: torch.device) -> bool:
     """Whether its tensor cores multiply numbers of 8 bits: from Ada on. Elsewhere they are widened first."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+has_products._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `choose.fastest`
 
 
 def linear_of(weight: Tensor) -> Callable[[Tensor], Tensor]:

@@ -45,18 +45,24 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """As `float8.reference`, in two passes."""
     x = x.contiguous()
-    rows, columns = x.shape
     programs = min(PARTS, triton.cdiv(x.numel(), SPAN))
     parts = torch.empty(programs, device=x.device)
     amax_kernel[(programs,)](x, parts, x.numel(), programs, SPAN=SPAN, num_warps=8)
+    scale = float8.scale_of(parts.amax(), dtype, power_of_two)
+    return cast(x, scale, dtype, transposed), scale
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool = False) -> Tensor:
+    """x / scale: the second pass."""
+    x = x.contiguous()
+    rows, columns = x.shape
     out = torch.empty((columns, rows) if transposed else (rows, columns), dtype=dtype, device=x.device)
-    scale = torch.empty((), device=x.device)
     high, wide = TURNED_TILE if transposed else TILE
     quantize_kernel[(triton.cdiv(rows, high), triton.cdiv(columns, wide))](
-        x, out, parts.amax(), scale, rows, columns, FLOOR=float8.TINY, LARGEST=float8.LARGEST[dtype],
-        POWER=power_of_two, TURNED=transposed, HIGH=high, WIDE=wide, num_warps=4,
+        x, out, scale, rows, columns, LARGEST=float8.LARGEST[dtype], TURNED=transposed, HIGH=high, WIDE=wide,
+        num_warps=4,
     )  # fmt: skip
-    return out, scale
+    return out
 
 
 def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,11 +115,9 @@ def amax_kernel(x, parts, count, programs, SPAN: tl.constexpr):
 
 
 @triton.jit
-def quantize_kernel(x, out, amax, scale_out, rows, columns, FLOOR: tl.constexpr, LARGEST: tl.constexpr,
-                    POWER: tl.constexpr, TURNED: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    scale = scale_of(tl.load(amax), FLOOR, LARGEST, POWER)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(scale_out, scale)
+def quantize_kernel(x, out, scale_ptr, rows, columns, LARGEST: tl.constexpr, TURNED: tl.constexpr,
+                    HIGH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    scale = tl.load(scale_ptr)
     row = (tl.program_id(0) * HIGH + tl.arange(0, HIGH)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * WIDE + tl.arange(0, WIDE)).to(tl.int64)[None, :]
     inside = (row < rows) & (column < columns)

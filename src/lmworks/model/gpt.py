@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels import add_norm
+from ..kernels import add_norm, swiglu_fp8
 from ..kernels.add_linear import add_linear
 from ..kernels.cross_entropy import IGNORE, linear_cross_entropy
 from ..kernels.embedding import embedding
@@ -119,10 +119,13 @@ class MLP(nn.Module):
         self.gate = Linear(spec.hidden, width, bias=spec.bias) if spec.mlp == "swiglu" else None
         self.up = Linear(spec.hidden, width, bias=spec.bias)
         self.down = Linear(width, spec.hidden, bias=spec.bias)
+        self.narrow = False  # whether products are of 8 bits, with one scale for a tensor: they may be one operation
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self.down(gelu(self.up(x)))
+        if self.narrow and swiglu_fp8.chosen(x, self.gate.weight) and not heard(self.children()):
+            return swiglu_fp8.swiglu_mlp(x, self.gate.weight, self.up.weight, self.down.weight)
         return self.down(swiglu(self.gate(x), self.up(x)))
 
     def onto(self, x: Tensor, normed: Tensor) -> Tensor:
@@ -147,20 +150,20 @@ class Block(nn.Module):
         self.joined = False  # whether GELU and sums may be parts of products: the layers are plain, the MLP is GELU's
 
     def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
-        if self.joined and not self.heard:
+        parts = (self.attention, *self.attention.children(), self.mlp, *self.mlp.children())
+        if self.joined and not heard(parts):
             x = self.attention.onto(x, self.attention_norm(x), turn, attend)
             return cast("MLP", self.mlp).onto(x, self.mlp_norm(x))
         x, normed = added(x, self.attention(self.attention_norm(x), turn, attend), self.mlp_norm)
         return x + self.mlp(normed)
 
-    @property
-    def heard(self) -> bool:
-        """Whether somebody listens to its layers, to gather their weights or to see what they give."""
-        parts = (self.attention, *self.attention.children(), self.mlp, *self.mlp.children())
-        return any(
-            part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
-            for part in parts
-        )
+
+def heard(parts: Iterable[nn.Module]) -> bool:
+    """Whether somebody listens to some of these, to gather their weights or to see what they give."""
+    return any(
+        part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
+        for part in parts
+    )
 
 
 def added(x: Tensor, delta: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ from ..kernels import (
     rope,
     squares,
     swiglu,
+    swiglu_fp8,
 )
 from ..model import GPT
 from ..model.attention import Pattern, flex, flex_block_mask
@@ -243,6 +244,30 @@ def gated(place: Place) -> Iterator[Case]:
     yield from both_ways("swiglu", shape, (3 * x, 5 * x), (0, 0), inputs, ways, choices)
 
 
+def gated_in_eight_bits(place: Place) -> Iterator[Case]:
+    """The same beside products of 8 bits, both ways: gate and up are read, their product is written, and in the
+    backward pass with a gradient three are; twice, as a scale is known only then. Five are written then, three turned.
+    """
+    if place.model.mlp != "swiglu" or place.dtype != torch.bfloat16:
+        return
+    tokens, ffn = place.tokens, place.model.ffn
+    moved = (2 * 2 * 2 + 1 + 2 * 3 * 2 + 5.0) * tokens * ffn
+
+    def make() -> Mapping[str, Work]:
+        gate, up, grad = (place.drawn(tokens, ffn) for _ in range(3))
+
+        def both(there: Callable[..., Any], back: Callable[..., Any]) -> object:
+            values, scale = there(gate, up)
+            return values, back(grad, gate, up, scale)
+
+        ours = {} if place.device.type == "cpu" else {"triton": partial(both, swiglu_fp8.forward, swiglu_fp8.backward)}
+        formulas = compiled(place, swiglu_fp8.forward_reference), compiled(place, swiglu_fp8.backward_reference)
+        return {"torch": partial(both, *formulas), **ours}
+
+    shape = {"tokens": tokens, "ffn": ffn}
+    yield Case(swiglu_fp8.OP, BOTH, shape, moved, 0, make, of_device(place, swiglu_fp8.IMPLEMENTATIONS))
+
+
 def joined(place: Place) -> Iterator[Case]:
     """What an MLP has beside its products, at the end of them: GELU, its gradient, and the sum that follows."""
     if place.model.mlp != "gelu":
@@ -430,6 +455,7 @@ OPS: dict[str, Callable[[Place], Iterator[Case]]] = {
     "add_rms_norm": residual_norm,
     "rope": rotation,
     "swiglu": gated,
+    "swiglu_fp8": gated_in_eight_bits,
     "gelu": joined,
     "linear_sum": summed,
     "fp8": eight_bits,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model import GPT
-from ..model.gpt import Linear
+from ..model.gpt import MLP, Linear
 from ..spec import RunSpec, SpecError
 
 ALIGNED = 16  # numbers: what a product of 8-bit operands wants both widths of a weight, and the tokens, to divide by
@@ -64,8 +64,17 @@ def apply_float8(part: GPT, spec: RunSpec, device: torch.device) -> None:
             for module in block.modules():
                 if isinstance(module, float8.float8_linear.Float8Linear):
                     module.register_forward_pre_hook(cast_input)
+        if spec.precision.fp8_scaling == "tensorwise" and not emulate:
+            join_mlps(block, float8.float8_linear.Float8Linear)
     if spec.precision.fp8_head:
         part.cross_entropy = partial(part.cross_entropy, fp8=True)
+
+
+def join_mlps(block: nn.Module, narrow: type[nn.Linear]) -> None:
+    """Where all of an MLP's layers are in 8 bits and plain, its products may be one operation."""
+    for module in block.modules():
+        if isinstance(module, MLP) and module.gate is not None:
+            module.narrow = all(isinstance(one, narrow) and one.bias is None for one in module.children())
 
 
 def has_products(device: torch.device) -> bool:
