@@ -9,7 +9,7 @@ The plain path: eager, attention and loss as PyTorch has them, bf16 autocast ove
 the same model from the same weights on the same batches as the plain run of its seed. The gap is that of losses
 smoothed over a window of steps; the yardstick is the widest gap between any two of four plain runs that differ in
 nothing but the seed, which is what chance does. fp8 is not expected to stay within it, and its gap is stated.
-results/loss_gpu.json is written after each path.
+results/loss_gpu.json is written after each path; those that are not run keep what they had.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from common import write_result
+from common import RESULTS, commit, write_result
 
 from lmworks.kernels import choose
 from lmworks.spec import RunSpec, load_run
@@ -75,6 +75,7 @@ PATHS = {
     "fp8 rowwise": Fast((*FP8, "precision.fp8_scaling=rowwise")),
     "fp8 tensorwise + fp8 head": Fast((*FP8, "precision.fp8_head=true")),
     "fp8 tensorwise + bf16 weights": Fast((*FP8, "precision.weights=bf16")),
+    "fp8 tensorwise + fp8 head + stochastic": Fast((*CHANCE, *FP8, "precision.fp8_head=true")),  # as 8B is measured
 }
 
 
@@ -146,12 +147,19 @@ def compare(chosen: list[str], seeds: list[int], options: argparse.Namespace, fi
             if "losses" in result:
                 result["gap"] = gap(result["losses"], curves[result["seed"]])
                 result["within_noise"] = result["gap"]["away"] <= noise["away"]
-            results.append(result)
+            results.append({**result, "commit": commit()})
             print(line(result), flush=True)
             if file:
-                model = list(TINY if options.tiny else MODEL)
-                facts = {"steps": options.steps, "window": WINDOW, "model": model, "noise": noise}
-                write_result(file, {**facts, "paths": results})
+                facts = {"steps": options.steps, "window": WINDOW, "model": list(TINY if options.tiny else MODEL)}
+                others = [one for one in before(file, facts) if (one["path"], one["seed"]) not in running]
+                write_result(file, {**facts, "noise": noise, "paths": [*results, *others]})
+
+
+def before(file: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Paths of earlier runs of the same model, with the gaps that they had to the plain runs of theirs."""
+    path = RESULTS / f"{file}.json"
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return kept.get("paths", []) if all(kept.get(key) == value for key, value in facts.items()) else []
 
 
 def main() -> None:

@@ -63,6 +63,8 @@ def test_bytes_are_inputs_and_results_once() -> None:
     assert [case.bytes for case in OPS["add_rms_norm"](TINY)] == [4 * x, 8 * x]
     inner = 4 * TINY.tokens * TINY.model.ffn
     assert [case.bytes for case in OPS["swiglu"](TINY)] == [3 * inner, 8 * inner]
+    (both,) = OPS["swiglu_fp8"](TINY)
+    assert both.bytes == (2 * 2 + 1 / 4 + 2 * 3 + 5 / 4) * inner  # read twice, written in 8 bits; and again
     weight = TINY.model.ffn * TINY.model.hidden
     assert {case.op: case.bytes / weight for case in OPS["fp8"](TINY)} == {
         "quantize": 9, "quantize, transposed": 9, "quantize_rows": 5, "dequantize": 5,
@@ -88,7 +90,7 @@ def test_the_norm_is_over_all_gradients_of_the_model() -> None:
 
 def test_a_model_without_an_op_has_no_case_of_it() -> None:
     gpt2 = replace(TINY, model=ModelSpec.from_preset("cpu-10m"))
-    assert [op for op in OPS if not list(OPS[op](gpt2))] == ["rms_norm", "add_rms_norm", "rope", "swiglu"]
+    assert [op for op in OPS if not list(OPS[op](gpt2))] == ["rms_norm", "add_rms_norm", "rope", "swiglu", "swiglu_fp8"]
 
 
 # --- how it is measured ---------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ def test_every_op_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
     kept: list[dict[str, Any]] = []
     facts = bench_kernels(CPU, ["tiny"], (), 1, 1, 16, lambda stage, _done, _all: stages.append(stage), kept.append)
-    assert [len({row["op"] for row in one["rows"]}) for one in kept] == [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 12, 13, 14]
+    assert [len({row["op"] for row in one["rows"]}) for one in kept] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 13, 14, 15]
     assert kept[-1] == facts
     assert {row["op"] for row in facts["rows"]} >= {*OPS} - {"attention", "gelu", "linear_sum", "fp8"} | {
         "flash_attention",

@@ -1,10 +1,11 @@
 """silu(gate) · up and its gradients, written in 8 bits as products want them: as they are, and turned.
 
 One scale for a tensor is known after its last number: each is computed twice, first to find the largest, then to be
-written. Turned, a number's neighbours are those above and below it. A program takes every fourth row of a tile at a
-time, puts the four numbers of a column into one word, and turns words: bytes would take four times as many accesses to
-shared memory. (On an H200 688 µs instead of 867 for 16,384 × 14,336, where memory alone would take 605; and Triton 3.6
-turns numbers of e5m2 into others.)
+written. Turned, a number's neighbours are those above and below it. A program takes the rows of a tile in fours, makes
+one word of the four numbers of a column, and turns words: bytes would take four times as many accesses to shared
+memory. What is written as it is gets conversions of its own, of two columns at a time, where those are of two rows. If
+one conversion served both, ptxas (12.8) would put two pairs into one register for the store, and then take bytes of the
+second from a register that never had them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
@@ -33,7 +34,7 @@ class Tiles:
 
 
 TILES = Tiles()
-WORD = tl.constexpr(4)  # rows, whose numbers of one column are turned together
+WORD = tl.constexpr(4)  # rows, whose numbers of one column are turned together: see `turned`
 
 
 def forward(gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> tuple[Tensor, Tensor]:
@@ -59,8 +60,8 @@ def backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor, tiles: Tiles
     as_is = [torch.empty_like(gate, dtype=float8.E5M2) for _ in range(2)]
     turned = [gate.new_empty(columns, rows, dtype=dtype) for dtype in (float8.E5M2, float8.E5M2, float8.E4M3)]
     backward_kernel[(triton.cdiv(rows, tiles.high), triton.cdiv(columns, tiles.wide))](
-        grad, gate, up, scale, *scales, *as_is, *(one.view(torch.int32) for one in turned), turned[2], rows, columns,
-        HIGH=tiles.high, WIDE=tiles.wide, num_warps=tiles.warps,
+        grad, gate, up, scale, *scales, *as_is, *turned, rows, columns, HIGH=tiles.high, WIDE=tiles.wide,
+        num_warps=tiles.warps,
     )  # fmt: skip
     return as_is[0], turned[0], as_is[1], turned[1], turned[2], scales[0], scales[1]
 
@@ -74,9 +75,10 @@ def silu_of(gate):
 
 
 @triton.jit
-def word_of(small, place):
-    """With its number at this place, and zeros at the others."""
-    return small.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * place)
+def turned(first, second, third, fourth, out, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    """Every fourth row of a tile in the format of `out`, as (columns, rows)."""
+    fours = tl.join(tl.join(first, third), tl.join(second, fourth)).to(out.dtype.element_ty)  # (…, 2, 2): in order
+    return tl.reshape(tl.permute(fours, (1, 0, 2, 3)), (WIDE, HIGH))
 
 
 @triton.jit
@@ -121,36 +123,45 @@ def forward_kernel(gate_ptr, up_ptr, out, scale, count, SPAN: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(
-    grad_ptr, gate_ptr, up_ptr, scale, gate_scale, up_scale, gate_out, up_out, gate_turned, up_turned, product_turned,
-    product, rows, columns, HIGH: tl.constexpr, WIDE: tl.constexpr,
+def small_gradients(
+    grad_ptr, gate_ptr, up_ptr, gate_out, up_out, here, inside, to_product, to_gate, to_up
 ):  # fmt: skip
-    """`product` tells the format of what `product_turned` has words of."""
-    SUB: tl.constexpr = HIGH // WORD
+    """Write those of some numbers as they are; returns them, and the product, to be turned."""
+    grad = tl.load(grad_ptr + here, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + here, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + here, mask=inside, other=0.0).to(tl.float32)
+    silu, slope = silu_of(gate)
+    of_gate, of_up = grad * up * slope * to_gate, grad * silu * to_up
+    tl.store(gate_out + here, of_gate.to(gate_out.dtype.element_ty), mask=inside)
+    tl.store(up_out + here, of_up.to(up_out.dtype.element_ty), mask=inside)
+    return of_gate, of_up, silu * up * to_product
+
+
+@triton.jit
+def backward_kernel(
+    grad, gate, up, scale, gate_scale, up_scale, gate_out, up_out, gate_turned, up_turned, product_turned, rows,
+    columns, HIGH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     to_product, to_gate, to_up = 1 / tl.load(scale), 1 / tl.load(gate_scale), 1 / tl.load(up_scale)
-    top, left, sub = tl.program_id(0) * HIGH, tl.program_id(1) * WIDE, tl.arange(0, SUB)
-    column = left + tl.arange(0, WIDE)[None, :]
-    start = top.to(tl.int64) * columns
-    gate_words, up_words = tl.zeros((SUB, WIDE), tl.int32), tl.zeros((SUB, WIDE), tl.int32)
-    product_words = tl.zeros((SUB, WIDE), tl.int32)
-    for place in tl.static_range(WORD):
-        row = (sub * WORD + place)[:, None]
-        inside = (top + row < rows) & (column < columns)
-        here = start + (row * columns + column)
-        grad = tl.load(grad_ptr + here, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + here, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + here, mask=inside, other=0.0).to(tl.float32)
-        silu, slope = silu_of(gate)
-        product_words |= word_of((silu * up * to_product).to(product.dtype.element_ty), place)
-        small = (grad * up * slope * to_gate).to(gate_out.dtype.element_ty)
-        tl.store(gate_out + here, small, mask=inside)
-        gate_words |= word_of(small, place)
-        small = (grad * silu * to_up).to(up_out.dtype.element_ty)
-        tl.store(up_out + here, small, mask=inside)
-        up_words |= word_of(small, place)
-    words = rows // WORD
-    word, line = (top // WORD + sub)[None, :], left + tl.arange(0, WIDE)[:, None]
-    there, within = line.to(tl.int64) * words + word, (word < words) & (line < columns)
-    tl.store(product_turned + there, tl.trans(product_words), mask=within)
-    tl.store(gate_turned + there, tl.trans(gate_words), mask=within)
-    tl.store(up_turned + there, tl.trans(up_words), mask=within)
+    top, left = tl.program_id(0) * HIGH, tl.program_id(1) * WIDE
+    row, column = tl.arange(0, HIGH // WORD)[:, None] * WORD, left + tl.arange(0, WIDE)[None, :]
+    inside = (top + row < rows) & (column < columns)
+    here = top.to(tl.int64) * columns + (row * columns + column)
+    gate_0, up_0, product_0 = small_gradients(
+        grad, gate, up, gate_out, up_out, here, inside, to_product, to_gate, to_up
+    )  # fmt: skip
+    gate_1, up_1, product_1 = small_gradients(
+        grad, gate, up, gate_out, up_out, here + columns, inside, to_product, to_gate, to_up
+    )  # fmt: skip
+    gate_2, up_2, product_2 = small_gradients(
+        grad, gate, up, gate_out, up_out, here + 2 * columns, inside, to_product, to_gate, to_up
+    )  # fmt: skip
+    gate_3, up_3, product_3 = small_gradients(
+        grad, gate, up, gate_out, up_out, here + 3 * columns, inside, to_product, to_gate, to_up
+    )  # fmt: skip
+    line, place = left + tl.arange(0, WIDE)[:, None], top + tl.arange(0, HIGH)[None, :]
+    there, within = line.to(tl.int64) * rows + place, (place < rows) & (line < columns)
+    products = turned(product_0, product_1, product_2, product_3, product_turned, HIGH, WIDE)
+    tl.store(product_turned + there, products, mask=within)
+    tl.store(gate_turned + there, turned(gate_0, gate_1, gate_2, gate_3, gate_turned, HIGH, WIDE), mask=within)
+    tl.store(up_turned + there, turned(up_0, up_1, up_2, up_3, up_turned, HIGH, WIDE), mask=within)

@@ -248,10 +248,10 @@ def gated_in_eight_bits(place: Place) -> Iterator[Case]:
     """The same beside products of 8 bits, both ways: gate and up are read, their product is written, and in the
     backward pass with a gradient three are; twice, as a scale is known only then. Five are written then, three turned.
     """
-    if place.model.mlp != "swiglu" or place.dtype != torch.bfloat16:
+    if place.model.mlp != "swiglu":
         return
     tokens, ffn = place.tokens, place.model.ffn
-    moved = (2 * 2 * 2 + 1 + 2 * 3 * 2 + 5.0) * tokens * ffn
+    moved = (2.0 * (2 + 3) * place.dtype.itemsize + 1 + 5) * tokens * ffn
 
     def make() -> Mapping[str, Work]:
         gate, up, grad = (place.drawn(tokens, ffn) for _ in range(3))
