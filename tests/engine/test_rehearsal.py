@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
 import torch
 
 from lmworks.engine import rehearsal
+from lmworks.engine.batch import Packer
+from lmworks.engine.graphs import sizes_up_to
 from lmworks.engine.outline import Outline
 from lmworks.engine.quantized_model import SCHEMES, apply_quantization, quantized_layers
 from lmworks.engine.runner import Runner
 from lmworks.engine.scheduler import Step
+from lmworks.kernels.paged_attention import LayerCache, Pages
 from lmworks.loading import serve
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec
@@ -39,8 +43,46 @@ def test_every_size_is_taken_once_and_the_largest_step(preset: str, monkeypatch:
     monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
     with rehearsal.rehearsal(Outline(ModelSpec.from_preset(preset)), SPEC, CPU):
         pass
-    assert launched == [(20, 60, 1)]
+    assert launched == [(20, 60, 1), *((1, count, 1) for count in (2, 4, 8, 16, 32, 63))]
     assert sizes == [1, 2, 4, 8, 16, 20]
+
+
+KINDS = {  # heads, those of keys, and their width
+    "qwen3-0.6b": (16, 8, 128),
+    "llama3-8b": (32, 8, 128),
+    "gpt2-small": (12, 12, 64),
+    "multi-query": (16, 1, 128),
+    "wide": (16, 16, 256),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("context", [200, 512, 2048, 32_768])
+def test_one_who_asks_and_all_who_are_answered_attend_by_kernels_that_were_rehearsed(
+    kind: str, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU like an H200: by what a prompt of any length, after any prefix, and steps that decode would launch."""
+    module = pytest.importorskip("lmworks.kernels.paged_attention_triton")
+    monkeypatch.setattr(module, "multiprocessors", lambda _: 132)
+    heads, kv_heads, width = KINDS[kind]
+    spec = EngineSpec(device="cpu", max_seqs=256, max_batch_tokens=8192, context=context)
+    cache, packer = LayerCache(*torch.empty(2, 1, kv_heads, spec.block, width)), Packer(spec, 100, pinned=False)
+    q = torch.empty(1, heads, width, dtype=torch.bfloat16)
+
+    def kernel(seqs: int, longest: int, blocks: int) -> tuple[object, ...]:
+        """What a launch is compiled for."""
+        tables, numbers = torch.empty(seqs, packer.width(blocks)), torch.empty(seqs)
+        found = module.choose(q, cache, Pages(tables, numbers, numbers, longest), invariant=False)
+        return found.rows, found.tile, found.warps, found.stages, found.splits > 1
+
+    rehearsed = {kernel(1, count, 1) for count in rehearsal.prompts(spec)}
+    rehearsed |= {kernel(size, 1, 1) for size in sizes_up_to(spec.max_seqs)}
+    draw = random.Random(0)
+    for _ in range(300):
+        longest = min(draw.choice((2, 16, draw.randint(1, 300), 8192)), context - 1)
+        blocks = -(-draw.randint(longest, context) // spec.block)
+        assert kernel(1, longest, blocks) in rehearsed, (longest, blocks)
+        assert kernel(draw.randint(1, 256), 1, blocks) in rehearsed, blocks
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -21,7 +21,7 @@ from .graphs import recorded_as, sizes_up_to
 from .outline import Outline
 from .runner import DTYPES, Runner, filled
 from .sampler import Wants
-from .warmup import take_largest_step
+from .warmup import take_largest_step, take_step
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +80,20 @@ def load_compiler() -> None:
 
 
 def take_steps(runner: Runner) -> None:
-    """The largest, and decoding steps of all sizes that graphs are recorded of. None reads what another has picked."""
+    """The largest, one prompt of every length that attention has a kernel for, and decoding steps of all sizes that
+    graphs are recorded of. None reads what another has picked.
+    """
     take_largest_step(runner)
+    for count in prompts(runner.spec):
+        take_step(runner, 1, count)
     for size in sizes_up_to(runner.spec.max_seqs):
         buffer, layout = runner.packer.nobody(decoding_frame(size))
         runner.work(unpack(buffer.to(runner.device), layout), recorded_as(Wants()))
+
+
+def prompts(spec: EngineSpec) -> list[int]:
+    """Their lengths: beyond 512 tokens attention has one kernel for all."""
+    return sorted({min(2**power, spec.context - 1, spec.max_batch_tokens) for power in range(1, 10)})
 
 
 def one_layer(outline: Outline, spec: EngineSpec, device: torch.device) -> Runner:

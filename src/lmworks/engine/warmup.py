@@ -18,25 +18,23 @@ if TYPE_CHECKING:
     from .runner import Runner
 
 
-def largest_step(runner: Runner) -> Step:
-    """As many tokens as a step may have, of as many sequences; all of their keys go to block 0."""
+def take_largest_step(runner: Runner) -> None:
+    """As many tokens as a step may have, of as many sequences."""
     spec = runner.spec
     seqs = min(spec.max_seqs, spec.max_batch_tokens)
-    count = max(1, min(spec.max_batch_tokens // seqs, spec.context - 1))
+    take_step(runner, seqs, max(1, min(spec.max_batch_tokens // seqs, spec.context - 1)))
+
+
+def take_step(runner: Runner, seqs: int, count: int) -> None:
+    """So many sequences, each with a prompt of so many tokens; all of their keys go to block 0."""
     request = Request([0] * count, SamplingParams(max_tokens=1))
     chunks = []
     for slot in range(seqs):
         sequence = Sequence(request, slot, slot, [0] * count, count, slot=slot)
-        sequence.blocks = [0] * math.ceil(count / spec.block)
+        sequence.blocks = [0] * math.ceil(count / runner.spec.block)
+        runner.admit(sequence)
         chunks.append(Chunk(sequence, 0, count, 1))
-    return Step(chunks)
-
-
-def take_largest_step(runner: Runner) -> None:
-    step = largest_step(runner)
-    for chunk in step.chunks:
-        runner.admit(chunk.sequence)
-    runner.launch(step).read()
+    runner.launch(Step(chunks)).read()
 
 
 def room_on_gpu(runner: Runner) -> int:
