@@ -131,6 +131,7 @@ def answer_greedily(engine: Engine, batch: int, tokens: int = 256) -> dict[str, 
         "output_tokens_per_s": batch * tokens / seconds,
         "ms_per_token": 1e3 * seconds / tokens,
         "steps": metrics.steps - before[2],
+        "proposed": proposed,
         "acceptance": accepted / proposed if proposed else 0.0,
     }
 

@@ -9,7 +9,6 @@
 cd "$(dirname "$0")/.." || exit 1
 export PYTHONPATH=src:benchmarks:$PYTHONPATH PYTHONUNBUFFERED=1
 within() { local limit=$1; shift; timeout -k 5 "$limit" "$@" || echo "failed or out of time ($?): $*"; }
-test_file() { within 300 python -m pytest -q -m gpu --tb=short -p no:cacheprovider "$1" > "/tmp/gpu-$(basename "$1").txt" 2>&1; }
 
 [ $# -gt 0 ] || set -- checks parallel checkpoint tune kernels train plan engine starts quant
 for part in "$@"; do
@@ -18,9 +17,8 @@ for part in "$@"; do
     checks)
       export TORCHINDUCTOR_COMPILE_THREADS=2
       within 240 python benchmarks/loss_gpu.py --seeds 0,1 &
-      for file in tests/gpu/test_*.py; do test_file "$file" & done; wait
-      unset TORCHINDUCTOR_COMPILE_THREADS
-      tail -n 12 /tmp/gpu-test_*.txt ;;
+      within 400 python benchmarks/gpu_tests.py & wait
+      unset TORCHINDUCTOR_COMPILE_THREADS ;;
     parallel) within 120 torchrun --nproc-per-node 1 benchmarks/parallel_gpu.py --save ;;
     checkpoint) within 90 python benchmarks/checkpoint_gpu.py --save ;;
     tune)
