@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,34 +90,91 @@ def test_compiled_as_one_graph_it_is_the_same() -> None:
         assert off(mine, other) < (0.02 if GPU else 1e-6)
 
 
+def test_a_wide_stream_gets_a_wide_gradient() -> None:
+    """As that of fp32 weights which FSDP2 gathers in 2 bytes."""
+    mlp, x = made(), drawn(2, 24, 64, seed=8)
+
+    def way(x: Tensor) -> Tensor:
+        return swiglu_mlp(x, *weights_of(mlp))
+
+    wide, small = (with_gradients(way, one, weights_of(mlp)) for one in (x.float(), x))
+    assert [one.dtype for one in wide[:3]] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    for mine, other in zip(wide, small, strict=True):
+        assert torch.equal(mine.float(), other.float())
+
+
+@pytest.mark.parametrize("lying", ["x", "gate", "up", "down", "gradient"])
+def test_products_get_operands_whose_rows_lie_whole(lying: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the tensors lie that they are made of: tensor cores take no others."""
+    given = {"x": drawn(48, 64), "gate": drawn(160, 64), "up": drawn(160, 64), "down": drawn(64, 160)}
+    given["gradient"] = drawn(48, 64, seed=9)
+    given[lying] = given[lying].t().contiguous().t()
+    *leaves, grad = (one.requires_grad_() for one in given.values())
+    seen, product = [], swiglu_fp8.linear
+
+    def looked_at(x: Float8, weight: Float8, *rest: Any, **named: Any) -> Tensor:
+        seen.append(x.values.is_contiguous() and weight.values.is_contiguous())
+        return product(x, weight, *rest, **named)
+
+    monkeypatch.setattr(swiglu_fp8, "linear", looked_at)
+    torch.autograd.grad(swiglu_mlp(*leaves), leaves, grad)
+    assert seen == [True] * 9
+
+
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("op", [swiglu_fp8.forward, swiglu_fp8.backward, swiglu_fp8.cast_turned], ids=str)
-def test_operations_are_registered_as_torch_wants_them(op: Callable[..., object]) -> None:
-    gate, scale = drawn(48, 32), torch.tensor(0.01, device=DEVICE)
+def test_operations_are_registered_as_torch_wants_them(op: Callable[..., object], whole: bool) -> None:
+    gate, scale = drawn(48, 32) if whole else drawn(32, 48).t(), torch.tensor(0.01, device=DEVICE)
     given = {swiglu_fp8.forward: (gate, gate), swiglu_fp8.backward: (gate, gate, gate, scale)}.get(op, (gate, scale))
     torch.library.opcheck(op, given, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"))
 
 
 def test_layers_are_taken_as_one_operation_where_they_may(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one scale for a tensor, without a bias, and as long as nobody listens to one of them."""
-    pytest.importorskip("torchao")
-    monkeypatch.setattr(float8, "has_products", lambda _: True)
-    for overrides, narrow in (((), True), (("precision.fp8_scaling=rowwise",), False), (("model.ffn=40",), False)):
-        with torch.device("meta"):
-            part = GPT((spec := make_spec(dataset, "precision.dtype=fp8", *overrides)).model)
-        float8.apply_float8(part, spec, torch.device("cuda"))
-        assert [block.mlp.narrow for block in part.layers()] == [narrow]
-    mlp, x, taken = made(), drawn(16, 64), []
-    mlp.narrow = True
+    """Of one scale for a tensor, without a bias; experts that all tokens visit, too. Not where they are emulated."""
+    torchao = pytest.importorskip("torchao.float8")
+    monkeypatch.setattr(float8, "has_products", lambda device: device.type == "cuda")
+    shared = ("model.experts=4", "model.shared_experts=1", "model.expert_ffn=32")
+    cases = ((), True), (shared, True), (("precision.fp8_scaling=rowwise",), False), (("model.ffn=40",), False)
+    for overrides, narrow in cases:
+        spec = make_spec(dataset, "precision.dtype=fp8", *overrides)
+        for device, wanted in (("cuda", narrow), ("cpu", False)):
+            with torch.device("meta"):
+                part = GPT(spec.model)
+            float8.apply_float8(part, spec, torch.device(device))
+            assert [module.narrow for module in part.modules() if isinstance(module, MLP)] == [wanted]
+    for converted, bias in ((3, False), (2, False), (3, True)):
+        mlp = made()
+        mlp.down.bias = nn.Parameter(drawn(64)) if bias else None
+        few = [*mlp.children()][:converted]
+        torchao.convert_to_float8_training(mlp, module_filter_fn=lambda module, _, few=few: module in few)
+        float8.join_mlps(mlp, torchao.float8_linear.Float8Linear)
+        assert mlp.narrow == (converted == 3 and not bias)
+
+
+def test_it_is_taken_for_what_products_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of 2 bytes, of 16 tokens or a multiple, while gradients are wanted and nobody listens to a layer."""
+    mlp, x = made(), drawn(16, 64)
+    taken: list[Tensor] = []
     monkeypatch.setattr(swiglu_fp8, "pick", lambda *_, **__: "triton")
-    monkeypatch.setattr(swiglu_fp8, "swiglu_mlp", lambda *given: taken.append(1) or given[0])
-    mlp(x)
-    assert taken == [1]
+    monkeypatch.setattr(swiglu_fp8, "swiglu_mlp", lambda x, *_: taken.append(x) or x)
+
+    def takes(x: Tensor, autocast: bool = False) -> bool:
+        taken.clear()
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
+            mlp(x)
+        return bool(taken)
+
+    assert not takes(x)
+    mlp.narrow = True
+    assert takes(x) and takes(drawn(2, 24, 64)) and takes(x.float(), autocast=True)
+    assert not takes(drawn(24, 64))
     with torch.no_grad():
-        mlp(x)
-    mlp.float()(x.float())
+        assert not takes(x)
+    assert not swiglu_fp8.chosen(x.float(), weights_of(mlp)[0])  # nothing would cast it
+    mlp.float()
+    assert not takes(x.float()) and not takes(x.float(), autocast=True)
     mlp.bfloat16().up.register_forward_hook(lambda *_: None)
-    mlp(x)
-    assert taken == [1]
+    assert not takes(x)
 
 
 # --- kernels --------------------------------------------------------------------------------------------
@@ -159,3 +217,12 @@ def test_kernels_compute_the_formulas(shape: tuple[int, int], monkeypatch: pytes
     assert torch.equal(small[0].float().t(), small[1].float()) and torch.equal(small[2].float().t(), small[3].float())
     exact = grad.float() * nn.functional.silu(gate.float())
     assert off(dequantize(Float8(small[2], of_up)), exact) < (0.08 if GPU else 0.2)
+
+
+@with_triton
+def test_rows_that_are_no_fours_are_refused() -> None:
+    from lmworks.kernels import swiglu_fp8_triton
+
+    gate = drawn(18, 64)
+    with pytest.raises(AssertionError, match="18 rows"):
+        swiglu_fp8_triton.backward(gate, gate, gate, torch.ones((), device=DEVICE))

@@ -6,13 +6,16 @@ Products are emulated here: the same roundings, in fp32 arithmetic.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lmworks.model import GPT
+from lmworks.kernels import swiglu_fp8
+from lmworks.model import GPT, gpt
+from lmworks.parallel import float8
 from lmworks.parallel.float8 import apply_float8, refuse_float8
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from lmworks.spec.layouts import Layout
@@ -80,6 +83,47 @@ def test_training_goes_on_under_the_same_names(dataset: Path, tmp_path: Path) ->
     losses = [torch.tensor([step[1] for step in run]) for run in (one, other)]
     assert losses[1][-1] < losses[1][0] - 0.5
     torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "mlp", "full"])
+def test_an_mlp_that_is_one_operation_trains_alike(
+    recompute: str, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchao's layers do, whatever is computed again; and to the bit as if nothing were."""
+    given = (FP8, "precision.weights=bf16", "model.layers=2", "optim.lr=2e-3", "optim.steps=6")
+    train(make_spec(dataset, *given), tmp_path / "layers")
+    passes = count_joined(monkeypatch)
+    train(make_spec(dataset, *given), tmp_path / "kept")
+    assert passes == {"forward": 24, "backward": 24}  # steps × blocks × micro-batches
+    train(make_spec(dataset, *given, f"parallel.recompute={recompute}"), tmp_path / "again")
+    assert passes == {"forward": 24 + 48, "backward": 48}
+    assert curve(tmp_path / "again") == curve(tmp_path / "kept") != curve(tmp_path / "layers")
+    losses = [torch.tensor([step[1] for step in curve(tmp_path / name)]) for name in ("kept", "layers")]
+    torch.testing.assert_close(*losses, rtol=0, atol=2e-3)
+
+
+def count_joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """MLPs are one operation from now on, whose passes are counted."""
+    passes = {"forward": 0, "backward": 0}
+    apply, function = float8.apply_float8, swiglu_fp8.SwiGLUMLP
+
+    def joined(part: GPT, spec: RunSpec, device: torch.device) -> None:
+        apply(part, spec, device)
+        float8.join_mlps(part, torch.nn.Linear)
+
+    def counted(name: str, way: Callable[..., Any]) -> Any:
+        def once_more(*args: Any) -> Any:
+            passes[name] += 1
+            return way(*args)
+
+        return staticmethod(once_more)
+
+    monkeypatch.setattr(float8, "apply_float8", joined)
+    monkeypatch.setattr(gpt, "heard", lambda _: False)  # by hooks that cast what comes in on a CPU
+    monkeypatch.setattr(swiglu_fp8, "pick", lambda *_, **__: "triton")
+    for name in passes:
+        monkeypatch.setattr(function, name, counted(name, getattr(function, name)))
+    return passes
 
 
 def test_what_cannot_run_is_refused(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:

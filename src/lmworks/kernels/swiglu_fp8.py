@@ -73,9 +73,9 @@ class SwiGLUMLP(torch.autograd.Function):
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Float8:
-    """As a compiler makes one kernel of it and of its neighbours."""
+    """As a compiler makes one kernel of it and of its neighbours; rows lie whole, as products want them."""
     scale = scale_of(x.abs().amax(), dtype)
-    return Float8(cast(x, scale, dtype), scale)
+    return Float8(cast(x, scale, dtype).contiguous(), scale)
 
 
 def turned(x: Float8) -> Float8:
@@ -101,7 +101,7 @@ def forward_reference(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 @forward.register_fake
 def _(gate: Tensor, _up: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gate, dtype=E4M3), gate.new_empty((), dtype=torch.float32)
+    return gate.new_empty(gate.shape, dtype=E4M3), gate.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op("lmworks::swiglu_fp8_backward", mutates_args=(), device_types="cuda")
@@ -127,7 +127,7 @@ def backward_reference(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor) ->
 @backward.register_fake
 def _(_grad: Tensor, gate: Tensor, _up: Tensor, scale: Tensor) -> Gradients:
     rows, columns = gate.shape
-    as_is = [torch.empty_like(gate, dtype=E5M2) for _ in range(2)]
+    as_is = [gate.new_empty(gate.shape, dtype=E5M2) for _ in range(2)]
     flat = [gate.new_empty(columns, rows, dtype=dtype) for dtype in (E5M2, E5M2, E4M3)]
     return as_is[0], flat[0], as_is[1], flat[1], flat[2], scale.new_empty(()), scale.new_empty(())
 

@@ -53,6 +53,7 @@ def backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor, tiles: Tiles
     """As `swiglu_fp8.backward_reference`, for a number of rows that divides by four."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     (rows, columns), count = gate.shape, gate.numel()
+    assert rows % WORD.value == 0, f"{rows} rows: others would be written behind the last"
     programs = min(PARTS, triton.cdiv(count, tiles.span))
     of_gate, of_up = torch.empty(programs, device=gate.device), torch.empty(programs, device=gate.device)
     largest_gradients_kernel[(programs,)](grad, gate, up, of_gate, of_up, count, programs, SPAN=tiles.span, num_warps=8)
