@@ -151,7 +151,8 @@ def compare(chosen: list[str], seeds: list[int], options: argparse.Namespace, fi
             print(line(result), flush=True)
             if file:
                 facts = {"steps": options.steps, "window": WINDOW, "model": list(TINY if options.tiny else MODEL)}
-                others = [one for one in before(file, facts) if (one["path"], one["seed"]) not in running]
+                done = {(one["path"], one["seed"]) for one in results}
+                others = [one for one in before(file, facts) if (one["path"], one["seed"]) not in done]
                 write_result(file, {**facts, "noise": noise, "paths": [*results, *others]})
 
 

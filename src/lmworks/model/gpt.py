@@ -150,8 +150,7 @@ class Block(nn.Module):
         self.joined = False  # whether GELU and sums may be parts of products: the layers are plain, the MLP is GELU's
 
     def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
-        parts = (self.attention, *self.attention.children(), self.mlp, *self.mlp.children())
-        if self.joined and not heard(parts):
+        if self.joined and not heard((self.attention, *self.attention.children(), self.mlp, *self.mlp.children())):
             x = self.attention.onto(x, self.attention_norm(x), turn, attend)
             return cast("MLP", self.mlp).onto(x, self.mlp_norm(x))
         x, normed = added(x, self.attention(self.attention_norm(x), turn, attend), self.mlp_norm)

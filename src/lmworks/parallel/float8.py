@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.float8 import has_products
 from ..model import GPT
 from ..model.gpt import MLP, Linear
 from ..spec import RunSpec, SpecError
 
 ALIGNED = 16  # numbers: what a product of 8-bit operands wants both widths of a weight, and the tokens, to divide by
-CAPABILITY = (8, 9)
 
 
 def refuse_float8(spec: RunSpec, device: torch.device) -> None:
@@ -75,10 +75,6 @@ def join_mlps(block: nn.Module, narrow: type[nn.Linear]) -> None:
     for module in block.modules():
         if isinstance(module, MLP) and module.gate is not None:
             module.narrow = all(isinstance(one, narrow) and one.bias is None for one in module.children())
-
-
-def has_products(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def fits(module: nn.Module) -> bool:

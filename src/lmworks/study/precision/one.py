@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from ...kernels.float8 import has_products
 from ...observe.measure import device_name
 from ...observe.report import write_report
-from ...parallel.float8 import has_products
 from ...record import RunFolder
 from ...spec import LMWorksError, RunSpec, load_run
 from ...spec.files import write_whole
