@@ -28,7 +28,7 @@ SHAPES = {  # tokens, hidden, ffn, heads, kv_heads, head_dim
 }
 NORM = {"elements": (1024, 4096), "thread": (4, 16), "most_warps": (8, 32), "stages": (2, 3), "resident": (16, 64)}
 SWIGLU = {"block": (512, 2048, 4096), "thread": (4, 16)}
-SWIGLU_FP8 = {"span": (1024, 4096), "high": (32, 128), "wide": (32, 128), "warps": (8,)}
+SWIGLU_FP8 = {"span": (1024, 4096), "high": (32, 128), "wide": (64, 256), "warps": (4, 16)}
 ROPE = {"heads": (4, 8, 32), "thread": (4, 16)}
 
 

@@ -50,7 +50,7 @@ def outcome(told: ElementTree.ElementTree[Any]) -> dict[str, Any]:
     for case in told.iter("testcase"):
         trouble = next((case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None)
         if trouble is not None:
-            facts["failed"].append(f"{case.get('name')}: {(trouble.get('message') or '').splitlines()[0][:200]}")
+            facts["failed"].append(f"{case.get('name')}: {(trouble.get('message') or '').partition(chr(10))[0][:200]}")
         elif (left := case.find("skipped")) is not None:
             facts["skipped"].append(f"{case.get('name')}: {left.get('message')}")
         else:

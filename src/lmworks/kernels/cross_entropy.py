@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..spec import LMWorksError
+from ..spec.precision import FP8_ALIGNED
 from . import float8
 from .choose import pick
 
@@ -39,8 +40,8 @@ CHUNK_BYTES_IN_PLACE = 2**29
 # Chunks whose products a sum of 2-byte numbers takes: see `sum_dtype`.
 FEW = 16
 TALL = 256  # tokens of a large chunk divide by it: products are cut into tiles of up to so many rows
-# 2-byte numbers in 16 bytes, and 8-bit ones; what a vocabulary that does not divide by it is filled up to.
-ALIGNED, ALIGNED_FP8, FILLED = 8, 16, 64
+# 2-byte numbers in 16 bytes; what a vocabulary that does not divide by it is filled up to.
+ALIGNED, FILLED = 8, 64
 IMPLEMENTATIONS = ("torch", "triton")
 
 Chunk = Callable[[Tensor, Tensor, bool, str], Tensor]
@@ -100,7 +101,7 @@ def sum_dtype(hidden: Tensor, weight: Tensor, chunks: int, in_place: bool) -> to
 
 def filled(vocab: int, hidden: Tensor, fp8: bool = False) -> int:
     """Rows of the head's weight as the products see it."""
-    aligned = vocab % (ALIGNED_FP8 if fp8 else ALIGNED) == 0
+    aligned = vocab % (FP8_ALIGNED if fp8 else ALIGNED) == 0
     fits = aligned or hidden.device.type == "cpu" or hidden.dtype == torch.float32
     return vocab if fits else -(-vocab // FILLED) * FILLED
 

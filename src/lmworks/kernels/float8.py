@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..spec import SpecError
+from ..spec.precision import FP8_ALIGNED
 from .choose import pick
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -63,7 +64,7 @@ def reference(
 ) -> Float8:
     scale = scale_of(x.abs().amax(dim=1) if by_row else x.abs().amax(), dtype, power_of_two)
     values = cast(x, scale.unsqueeze(1) if by_row else scale, dtype)
-    return Float8(values.t().contiguous() if transposed else values, scale)
+    return Float8((values.t() if transposed else values).contiguous(), scale)  # rows lie whole, as products want them
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
@@ -121,9 +122,9 @@ def linear_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
     n and k divide by 16 where tensor cores do it: `_scaled_mm` takes no others.
     """
-    if has_products(weight.device) and any(size % 16 for size in weight.shape):
+    if has_products(weight.device) and any(size % FP8_ALIGNED for size in weight.shape):
         raise SpecError(
-            f"a product in fp8 wants dimensions that divide by 16, and this weight has {weight.shape[0]} × "
+            f"a product in fp8 wants dimensions that divide by {FP8_ALIGNED}, and this weight has {weight.shape[0]} × "
             f"{weight.shape[1]}; leave it in bf16 (for the head: precision.fp8_head = false)"
         )
     small = quantize(weight)

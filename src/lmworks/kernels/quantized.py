@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..spec.precision import FP8_ALIGNED
 from . import float8
 from .fixed_linear import fixed_linear
 from .swiglu import swiglu_packed
@@ -167,7 +168,7 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: b
 
 def scaled_mm_takes(x: Tensor, q: Tensor) -> bool:
     """Row-wise scales come with results in bf16 alone, and with dimensions of 16 bytes."""
-    return x.dtype == torch.bfloat16 and q.shape[0] % 16 == 0 and q.shape[1] % 16 == 0
+    return x.dtype == torch.bfloat16 and not any(size % FP8_ALIGNED for size in q.shape)
 
 
 def plain(x: Tensor) -> bool:

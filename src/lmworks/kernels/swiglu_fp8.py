@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..spec.precision import FP8_ALIGNED
 from .choose import pick
-from .float8 import E4M3, E5M2, Float8, cast, linear, scale_of
+from .float8 import E4M3, E5M2, Float8, cast, linear, reference
 
 OP = "swiglu_fp8"
-ALIGNED = 16  # numbers that are summed side by side
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # see `backward`
 IMPLEMENTATIONS = ("torch", "triton")  # of which the first are torchao's layers
 
@@ -31,7 +31,7 @@ def chosen(x: Tensor, gate: Tensor, implementation: str | None = None) -> bool:
     shape = {"tokens": x.shape[:-1].numel(), "ffn": gate.shape[0]}
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-    fits = dtype == gate.dtype == torch.bfloat16 and shape["tokens"] % ALIGNED == 0 and torch.is_grad_enabled()
+    fits = dtype == gate.dtype == torch.bfloat16 and shape["tokens"] % FP8_ALIGNED == 0 and torch.is_grad_enabled()
     return fits and pick(OP, implementation, IMPLEMENTATIONS, x.device, **shape) == "triton"
 
 
@@ -43,8 +43,8 @@ def swiglu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 class SwiGLUMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        small = narrow(x, E4M3)
-        small_gate, small_up, small_down = (narrow(weight, E4M3) for weight in (gate, up, down))
+        small = reference(x, E4M3)
+        small_gate, small_up, small_down = (reference(weight, E4M3) for weight in (gate, up, down))
         gated, upped = (linear(small, weight, x.dtype) for weight in (small_gate, small_up))
         product = Float8(*forward(gated, upped))
         scales = (one.scale for one in (small, small_gate, small_up, small_down, product))
@@ -56,7 +56,7 @@ class SwiGLUMLP(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         x, gate, up, down, gated, upped, *scales = ctx.saved_tensors
         of_x, of_gate, of_up, of_down, of_product = scales
-        small = narrow(grad, E5M2)
+        small = reference(grad, E5M2)
         small_turned, x_turned = turned(small), turned(Float8(cast(x, of_x, E4M3), of_x))
         weights = (gate, of_gate), (up, of_up), (down, of_down)
         gate, up, down = (Float8(cast_turned(weight, scale), scale) for weight, scale in weights)
@@ -70,12 +70,6 @@ class SwiGLUMLP(torch.autograd.Function):
             linear(up_turned, x_turned, x.dtype, gradient=True),
             linear(small_turned, Float8(product_turned, of_product), x.dtype, gradient=True),
         )
-
-
-def narrow(x: Tensor, dtype: torch.dtype) -> Float8:
-    """As a compiler makes one kernel of it and of its neighbours; rows lie whole, as products want them."""
-    scale = scale_of(x.abs().amax(), dtype)
-    return Float8(cast(x, scale, dtype).contiguous(), scale)
 
 
 def turned(x: Float8) -> Float8:
@@ -95,8 +89,7 @@ def forward(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 @forward.register_kernel("cpu")
 def forward_reference(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    found = narrow(product_of(gate, up), E4M3)
-    return found.values, found.scale
+    return reference(product_of(gate, up), E4M3)
 
 
 @forward.register_fake
@@ -119,7 +112,7 @@ def backward_reference(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor) ->
     product = cast(product_of(gate, up), scale, E4M3)
     grad, gate, up = grad.float(), gate.float(), up.float()
     s = torch.sigmoid(gate)
-    of_gate, of_up = narrow(grad * up * s * (1 + gate * (1 - s)), E5M2), narrow(grad * gate * s, E5M2)
+    of_gate, of_up = reference(grad * up * s * (1 + gate * (1 - s)), E5M2), reference(grad * gate * s, E5M2)
     values = of_gate.values, turned(of_gate).values, of_up.values, turned(of_up).values
     return *values, product.t().contiguous(), of_gate.scale, of_up.scale
 

@@ -25,7 +25,7 @@ from .triton_support import tl, triton
 
 @dataclass(frozen=True)
 class Tiles:
-    """How numbers are shared out; tried on an H200 by benchmarks/elementwise_gpu.py."""
+    """How numbers are shared out. Not tuned yet: benchmarks/elementwise_gpu.py tries others."""
 
     span: int = 2048  # numbers of one step of a pass that looks for the largest, or that writes as they are
     high: int = 64  # rows and columns of a program that turns
