@@ -199,8 +199,8 @@ class Lead(Ranks):
                 f"engine.batch_invariant = true with engine.tp = {spec.tp} is for CPUs: it was never tried on several "
                 "GPUs; use engine.tp = 1, or engine.batch_invariant = false"
             )
-        if device.type == "cuda" and torch.cuda.device_count() < spec.tp:
-            raise SpecError(f"engine.tp = {spec.tp}, but there are {torch.cuda.device_count()} CUDA devices")
+        if device.type == "cuda" and cards() < spec.tp:
+            raise SpecError(f"engine.tp = {spec.tp}, but there are {cards()} CUDA devices")
         server = socket.create_server((HOST, 0))
         port: int = server.getsockname()[1]
         store = TCPStore(HOST, port, is_master=True, master_listen_fd=server.detach(), wait_for_workers=False)
@@ -290,6 +290,10 @@ class Words:
     def end(self, error: str) -> None:
         self.ends.note(self.rank, error)
         self.answers.put(error)
+
+
+def cards() -> int:
+    return torch.cuda.device_count()
 
 
 def on_rank(device: torch.device, rank: int) -> torch.device:
