@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from common import write_result
 from torch import Tensor
 
-from lmworks.kernels import float8_triton, int4_triton, linear_triton, quantized
+from lmworks.kernels import float8_triton, int4_triton, int8_triton, linear_triton, quantized
 from lmworks.kernels.linear_triton import Tile
 
 PACE = 4.27e12  # bytes/s
@@ -157,7 +157,7 @@ def compare() -> None:
 
 
 def tiles(kind: str, rows: int) -> Iterator[Tile]:
-    for most in (8, 16) if rows <= 8 else (16,) if rows <= 16 else (64,):
+    for most in (8, 16) if rows <= 8 else (16,) if rows <= 16 else (64,) if rows <= 64 else (64, 128, 256):
         for lines, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (3, 4, 6)):
             for width in (128,) if kind == "int4" else (128, 256):
                 bytes_in = {"bf16": 2, "int8": 1, "int4": 1, "fp8": 1}[kind]
@@ -167,8 +167,8 @@ def tiles(kind: str, rows: int) -> Iterator[Tile]:
 
 
 def set_tile(kind: str, tile: Tile) -> None:
-    module, name = (int4_triton, "int4_tile") if kind == "int4" else (linear_triton, "few_rows_tile")
-    setattr(module, name, lambda *_: tile)
+    own = {"int8": (int8_triton, "int8_tile"), "int4": (int4_triton, "int4_tile")}
+    setattr(*own.get(kind, (linear_triton, "few_rows_tile")), lambda *_: tile)
 
 
 def prepare(kind: str, rows: int, tile: Tile) -> None:

@@ -105,7 +105,8 @@ def product(kind: str, rows: int, gate: bool = False) -> None:
         words, scale = torch.zeros(channels, inputs // 8, dtype=torch.int32), torch.zeros(channels, 8, dtype=BF16)
         importlib.import_module("lmworks.kernels.int4_triton").int4_linear(x, words, scale, gate)
     elif kind == "int8":
-        few.int8_linear(x, torch.zeros(channels, inputs, dtype=torch.int8), torch.zeros(channels), gate)
+        q, scale = torch.zeros(channels, inputs, dtype=torch.int8), torch.zeros(channels)
+        importlib.import_module("lmworks.kernels.int8_triton").int8_linear(x, q, scale, gate)
     elif kind == "fp8":
         weight = torch.zeros(channels, inputs, dtype=FP8)
         few.fp8_linear(x.to(FP8), torch.zeros(rows), weight, torch.zeros(channels), BF16, gate)

@@ -113,9 +113,10 @@ def test_fp8_is_the_product_that_torch_has_for_it() -> None:
 @pytest.fixture(params=["whole", "shared"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`shared`: three programs add up one tile."""
-    from lmworks.kernels import int4_triton, linear_triton
+    from lmworks.kernels import int4_triton, int8_triton, linear_triton
 
-    for module, name in ((linear_triton, "few_rows_tile"), (int4_triton, "int4_tile")):
+    tiles = ((linear_triton, "few_rows_tile"), (int8_triton, "int8_tile"), (int4_triton, "int4_tile"))
+    for module, name in tiles:
         plain = getattr(module, name)
         split = 3 if request.param == "shared" else 1
         monkeypatch.setattr(module, name, lambda *shape, plain=plain, split=split: replace(plain(*shape), split=split))
@@ -129,14 +130,14 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.mark.parametrize("kind", ["wide", "int8", "int4", "fp8"])
 def test_kernels_compute_their_formulas(kind: str, rows: int, cut: None) -> None:
     """90 channels fill no tile; 768 inputs are six steps of 128, or three pairs of groups."""
-    from lmworks.kernels import int4_triton, linear_triton
+    from lmworks.kernels import int4_triton, int8_triton, linear_triton
 
     x, weight = draw(rows, 768).to(DEVICE, HALF), draw(90, 768, seed=1).to(DEVICE)
     if kind == "wide":
         found, wanted = linear_triton.linear(x, weight.to(HALF)), F.linear(x.double(), weight.to(HALF).double())
     elif kind == "int8":
         tensors = quantized.int8_quantize(weight)
-        found, wanted = linear_triton.int8_linear(x, *tensors), quantized.int8_reference(x.double(), *tensors)
+        found, wanted = int8_triton.int8_linear(x, *tensors), quantized.int8_reference(x.double(), *tensors)
     elif kind == "int4":
         tensors = int4(weight, 128)
         found, wanted = int4_triton.int4_linear(x, *tensors), quantized.int4_reference(x.double(), *tensors)
@@ -152,14 +153,14 @@ def test_kernels_compute_their_formulas(kind: str, rows: int, cut: None) -> None
 @pytest.mark.parametrize("kind", ["wide", "int8", "int4", "fp8"])
 def test_a_gated_product_is_swiglu_of_the_product_bit_for_bit(kind: str, cut: None) -> None:
     """38 gates and what they are for: the last tile of either is not full."""
-    from lmworks.kernels import int4_triton, linear_triton, swiglu_triton
+    from lmworks.kernels import int4_triton, int8_triton, linear_triton, swiglu_triton
 
     rows = 3
     x, weight = draw(rows, 768).to(DEVICE, HALF), draw(76, 768, seed=1).to(DEVICE)
     if kind == "wide":
         plain, gated = (linear_triton.linear(x, weight.to(HALF), gate) for gate in (False, True))
     elif kind == "int8":
-        plain, gated = (linear_triton.int8_linear(x, *quantized.int8_quantize(weight), gate) for gate in (False, True))
+        plain, gated = (int8_triton.int8_linear(x, *quantized.int8_quantize(weight), gate) for gate in (False, True))
     elif kind == "int4":
         plain, gated = (int4_triton.int4_linear(x, *int4(weight, 128), gate) for gate in (False, True))
     else:
@@ -176,10 +177,10 @@ def int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 @with_triton
 def test_int8_is_widened_as_the_formula_says() -> None:
-    from lmworks.kernels import linear_triton
+    from lmworks.kernels import int8_triton
 
     q, scale = quantized.int8_quantize(draw(11, 1056))
-    found = linear_triton.int8_widen(q.to(DEVICE), scale.to(DEVICE), torch.float32)
+    found = int8_triton.int8_widen(q.to(DEVICE), scale.to(DEVICE), torch.float32)
     assert torch.equal(found.cpu(), quantized.int8_dequantize(q, scale))
 
 

@@ -1,13 +1,12 @@
-"""Triton kernels that stream a weight past a few rows: y = x · Wᵀ in half precision, int8 and fp8.
+"""Triton kernels that stream a weight past a few rows: y = x · Wᵀ in half precision and fp8.
 
-One row in half precision needs no tensor core: `one_row` multiplies and adds as the weights come. For more, and for
-small weights, whose widening would be most of the work (on an H200 a step of an 8B model in int8 took 3.5 ms with one
-row so, and 3.2 with eight on tensor cores), `few_rows` pads them to a tile of at least 8 and multiplies W · xᵀ on
-tensor cores, W's rows taking the long side; where the tiles of output channels are too few to fill the GPU, several
-programs share a tile, each with a stretch of K ("split-K"), and the last one to finish adds the parts in a fixed order:
-the result does not depend on who was last.
+One row in half precision needs no tensor core: `one_row` multiplies and adds as the weights come. For more, and in fp8,
+`few_rows` pads them to a tile of at least 16 and multiplies W · xᵀ on tensor cores, W's rows taking the long side; where
+the tiles of output channels are too few to fill the GPU, several programs share a tile, each with a stretch of K
+("split-K"), and the last one to finish adds the parts in a fixed order: the result does not depend on who was last.
 
 Formats are those of `quantized`. Scales are applied to fp32 sums, never to weights, so q itself is what is multiplied.
+int8 and int4 have kernels of their own (`int8_triton`, `int4_triton`), which cut and share tiles as these do.
 
 `gated`: the first half of the channels are gates of the second, and silu(gate) · up is what is written: SwiGLU's way in
 without a kernel of its own.
@@ -69,11 +68,9 @@ def few_rows(x, w, scale, row_scale, out, parts, tickets, M, N, K, split, KIND: 
             # Sums of one step only: Hopper's tensor cores keep about 14 bits of them (DeepSeek-AI 2024, 2412.19437).
             sums = tl.dot(tile, part, sums, max_num_imprecise_acc=BK)
         else:
-            sums = tl.dot(tile.to(x.dtype.element_ty), part, sums)
-    if KIND != "wide":
-        sums *= tl.load(scale + row)[:, None]
+            sums = tl.dot(tile, part, sums)
     if KIND == "fp8":
-        sums *= tl.load(row_scale + column)[None, :]
+        sums *= tl.load(scale + row)[:, None] * tl.load(row_scale + column)[None, :]
     store(sums, out, parts, tickets, m, n, M, N, split, SHARED, GATED)
 
 
@@ -124,17 +121,6 @@ def store(sums, out, parts, tickets, m, n, M, N, split, SHARED: tl.constexpr, GA
         write(sums, out, m, n, M, N, GATED)
 
 
-@triton.jit
-def widen(q, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out (N, K) = q · scale."""
-    n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    k = tl.program_id(1) * BK + tl.arange(0, BK)
-    inside = (n < N)[:, None] & (k < K)[None, :]
-    place = n[:, None] * K + k[None, :]
-    wide = tl.load(q + place, mask=inside, other=0).to(tl.float32) * tl.load(scale + n, mask=n < N, other=0.0)[:, None]
-    tl.store(out + place, wide.to(out.dtype.element_ty), mask=inside)
-
-
 # --- what is called -----------------------------------------------------------------------------------
 
 
@@ -158,17 +144,6 @@ def linear(x: Tensor, weight: Tensor, gate: bool = False) -> Tensor:
     return launch("wide", x, weight, None, None, x.dtype, gate)
 
 
-def int8_linear(x: Tensor, q: Tensor, scale: Tensor, gate: bool = False) -> Tensor:
-    return launch("int8", x, q, scale, None, x.dtype, gate)
-
-
-def int8_widen(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole weight (out, in) in half precision."""
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    widen[(triton.cdiv(q.shape[0], 8), triton.cdiv(q.shape[1], 1024))](q, scale, out, *q.shape, 8, 1024)
-    return out
-
-
 def fp8_linear(p: Tensor, s: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype, gate: bool = False) -> Tensor:
     """p (…, in) and q in e4m3, s one scale a row of p."""
     return launch("fp8", p, q, scale, s, dtype, gate)
@@ -188,7 +163,7 @@ def launch(
         )
         return out
     scales = (out if scale is None else scale, out if row_scale is None else row_scale)  # unused ones are never read
-    tile = few_rows_tile(kind, rows, channels, inputs)
+    tile = few_rows_tile(rows, channels, inputs)
     grid, parts, tickets = shared_out(out, rows, channels, tile, gate)
     few_rows[grid](
         x, weight, *scales, out, parts, tickets, rows, channels, inputs, tile.split, kind, tile.rows, tile.channels,
@@ -203,10 +178,9 @@ def one_row_tile(channels: int, inputs: int) -> tuple[int, int]:
     return (4 if channels >= 4 * PROGRAMS else 2), min(1024, power_of_two(inputs))
 
 
-def few_rows_tile(kind: str, rows: int, channels: int, inputs: int) -> Tile:
+def few_rows_tile(rows: int, channels: int, inputs: int) -> Tile:
     """Wide outputs fill the GPU with large tiles; narrow ones need small tiles and split-K."""
-    # Which tensor instructions a tile of 8 rows goes to is up to Triton's version; 8 against 16 was not timed yet.
-    most = min(64, max(8 if kind == "int8" else 16, power_of_two(rows)))
+    most = min(64, max(16, power_of_two(rows)))
     if channels >= 128 * PROGRAMS // 2:
         return Tile(most, 128, 128, 1, stages=3, warps=8)
     lines = 32 if channels <= 2048 else 64

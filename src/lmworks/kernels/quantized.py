@@ -124,11 +124,11 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: 
     elif plain(x):
         y = int8_reference(x, q, scale)
     else:
-        from . import linear_triton
+        from . import int8_triton
 
-        if rows_of(x) < MANY:
-            return linear_triton.int8_linear(x, q, scale, gate)
-        y = F.linear(x, linear_triton.int8_widen(q, scale, x.dtype))
+        if rows_of(x) < MANY and q.shape[1] % int8_triton.WORD == 0:
+            return int8_triton.int8_linear(x, q, scale, gate)
+        y = F.linear(x, int8_triton.int8_widen(q, scale, x.dtype))
     return swiglu_packed(y) if gate else y
 
 
