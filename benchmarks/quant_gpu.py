@@ -1,7 +1,7 @@
 """Linear layers of a decoding step on one GPU: bf16, int8, int4 and fp8 beside what torch has, and beside memory.
 
     python benchmarks/quant_gpu.py                      every kind and shape; writes benchmarks/results/quant_gpu.json
-    python benchmarks/quant_gpu.py tune KIND [ROWS …]   the ways to cut a product, the best for each shape and rows
+    python benchmarks/quant_gpu.py tune KIND [ROWS …]   tiles that a product may be cut into, the best for each shape
 
 Weights are taken in turn from copies that together are larger than the L2 cache, in one CUDA graph, as a step does it.
 A floor is the bytes of a weight over PACE, the highest rate that a copy reaches on an H200.
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +41,9 @@ SHAPES = {  # (channels, inputs)
 }
 TUNED = {name: shape for name, shape in SHAPES.items() if name.startswith("8b") or name in ("0.6b out", "0.6b gate-up")}
 LAYERS = {"8b": 32, "0.6b": 28}
-ROWS = (1, 8, 16, 64, 256)
+ROWS = (1, 8, 16, 32, 64, 128, 256)
 Linear = Callable[[Tensor], Tensor]
+Way = Callable[[str, tuple[Tensor, ...]], Linear]
 
 
 def make(kind: str, channels: int, inputs: int, seed: int) -> tuple[Tensor, ...]:
@@ -58,14 +60,24 @@ def make(kind: str, channels: int, inputs: int, seed: int) -> tuple[Tensor, ...]
 
 
 def ours(kind: str, tensors: tuple[Tensor, ...]) -> Linear:
+    """The kernels of ours, whatever the number of rows."""
     if kind == "bf16":
         return lambda x: linear_triton.linear(x, tensors[0])
-    apply = {"int8": quantized.int8_linear, "int4": quantized.int4_linear, "fp8": quantized.fp8_linear}[kind]
-    return lambda x: apply(x, *tensors)
+    if kind == "int8":
+        return lambda x: int8_triton.int8_linear(x, *tensors)
+    if kind == "int4":
+        return lambda x: int4_triton.int4_linear(x, *tensors)
+    return lambda x: linear_triton.fp8_linear(*float8_triton.quantize_rows(x, quantized.FP8), *tensors, x.dtype)
 
 
-def theirs(kind: str, tensors: tuple[Tensor, ...]) -> Linear | None:
-    """What torch itself has for it; None where it has nothing that runs here."""
+def widened(kind: str, tensors: tuple[Tensor, ...]) -> Linear:
+    """The weight in half precision, for the time of one product, and cuBLAS."""
+    widen = {"int8": int8_triton.int8_widen, "int4": int4_triton.int4_widen}[kind]
+    return lambda x: F.linear(x, widen(tensors[0], tensors[1], x.dtype))
+
+
+def theirs(kind: str, tensors: tuple[Tensor, ...]) -> Linear:
+    """What torch itself has for it."""
     if kind == "bf16":
         return lambda x: F.linear(x, tensors[0])
     if kind == "int8":
@@ -84,6 +96,10 @@ def theirs(kind: str, tensors: tuple[Tensor, ...]) -> Linear | None:
         return torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=torch.bfloat16)
 
     return scaled
+
+
+def ways(kind: str) -> dict[str, Way]:
+    return {"ours": ours, **({"widened": widened} if kind.startswith("int") else {}), "torch": theirs}
 
 
 def seconds(linears: list[Linear], x: Tensor) -> float:
@@ -115,42 +131,49 @@ def copies(kind: str, channels: int, inputs: int) -> list[tuple[Tensor, ...]]:
     return [first, *(tuple(t.clone() for t in first) for _ in range(count - 1))]
 
 
-def measure(make_linear: Callable[[str, tuple[Tensor, ...]], Linear | None], kind: str, sets: list[tuple[Tensor, ...]],
-            x: Tensor) -> float | None:  # fmt: skip
+def measure(make_linear: Way, kind: str, sets: list[tuple[Tensor, ...]], x: Tensor) -> float | None:
+    """None where it does not run here."""
     try:
-        linears = [make_linear(kind, tensors) for tensors in sets]
-        return None if linears[0] is None else seconds([one for one in linears if one is not None], x)
+        return seconds([make_linear(kind, tensors) for tensors in sets], x)
     except (RuntimeError, NotImplementedError) as error:
         print(f"  {kind}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
         return None
 
 
 def compare() -> None:
-    print(
-        f"{'shape':14}{'kind':6}{'floor':>8}" + "".join(f"{f'{rows} ours':>10}{'torch':>8}" for rows in ROWS) + "  µs"
-    )
+    print(f"{'shape':14}{'kind':6}{'way':9}{'floor':>8}" + "".join(f"{rows:>8}" for rows in ROWS) + "  rows; µs")
     result = []
     for kind, (name, (channels, inputs)) in itertools.product(("bf16", "int8", "int4", "fp8"), SHAPES.items()):
         sets = copies(kind, channels, inputs)
         floor = sum(t.nbytes for t in sets[0]) / PACE
-        line = f"{name:14}{kind:6}{floor * 1e6:8.1f}"
-        for rows in ROWS:
-            x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-            mine, other = measure(ours, kind, sets, x), measure(theirs, kind, sets, x)
-            line += "".join(f"{'-' if t is None else f'{t * 1e6:.1f}':>{w}}" for t, w in ((mine, 10), (other, 8)))
-            result.append(
-                {"shape": name, "kind": kind, "rows": rows, "floor_s": floor, "ours_s": mine, "torch_s": other}
-            )
-        print(line, flush=True)
-    for model, layers in LAYERS.items():
-        for kind in ("bf16", "int8", "int4", "fp8"):
-            total = sum(
-                r["ours_s"] * (1 if r["shape"].endswith("head") else layers)
-                for r in result
-                if r["kind"] == kind and r["shape"].startswith(model) and r["rows"] == 1
-            )
-            print(f"{model} {kind}: linear layers of a step with one row {total * 1e3:.2f} ms")
-    print(write_result("quant_gpu", {"cases": result}))
+        for way, make_linear in ways(kind).items():
+            line = f"{name:14}{kind:6}{way:9}{floor * 1e6:8.1f}"
+            for rows in ROWS:
+                x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+                took = measure(make_linear, kind, sets, x)
+                line += f"{'-' if took is None else f'{took * 1e6:.1f}':>8}"
+                result.append(
+                    {"shape": name, "kind": kind, "way": way, "rows": rows, "floor_s": floor, "seconds": took}
+                )
+            print(line, flush=True)
+            write_result("quant_gpu", {"pace_bytes_s": PACE, "cases": result})
+    for model, kind in itertools.product(LAYERS, ("bf16", "int8", "int4", "fp8")):
+        for way in ways(kind):
+            print(f"{model} {kind} {way}: {summed(result, model, kind, way)}")
+
+
+def summed(result: list[dict[str, Any]], model: str, kind: str, way: str) -> str:
+    """Linear layers of a step, by rows."""
+    totals = []
+    for rows in ROWS:
+        of_rows = [
+            (r["seconds"], 1 if r["shape"].endswith("head") else LAYERS[model])
+            for r in result
+            if (r["kind"], r["way"], r["rows"]) == (kind, way, rows) and r["shape"].startswith(model)
+        ]
+        known = all(took is not None for took, _ in of_rows)
+        totals.append(f"{1e3 * sum(took * times for took, times in of_rows):.2f}" if known else "-")
+    return ", ".join(f"{total} ms ({rows})" for rows, total in zip(ROWS, totals, strict=True))
 
 
 # --- tuning -------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """int8 weights past a few rows: x · (q · scale)ᵀ (format: `quantized`).
 
-Turning bytes into numbers is what takes the time, so it is done four bytes of a row at a time, in the words that they
-lie in. A tile of words (channels, words) gives four tiles of weights, one for each byte, and tile t meets inputs t, t + 4,
-t + 8 … of x. Two words are taken at once, with 2 instructions a weight; a compiler that is asked to widen bytes takes 7.
+Turning bytes into numbers is what takes the time, so it is done in the words that four bytes of a row lie in. A tile of
+words (channels, words) gives four tiles of weights, one for each byte, and tile t meets inputs t, t + 4, t + 8 … of x.
+Two words are taken at once, with 2 instructions a weight; a compiler that is asked to widen bytes takes 7.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
@@ -128,11 +128,16 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, gate: bool = False) -> Tens
 
 
 def int8_tile(rows: int, channels: int, inputs: int) -> Tile:
-    most = min(128, max(8, power_of_two(rows)))
-    tiles = triton.cdiv(channels, 64) * triton.cdiv(rows, most)
-    if most == 8:
-        return Tile(most, 64, 128, split_of(tiles, triton.cdiv(inputs, 128), 3 * PROGRAMS // 2), stages=3, warps=2)
-    return Tile(most, 64, 128, split_of(tiles, triton.cdiv(inputs, 128)), stages=3, warps=4)
+    """As `quant_gpu.py tune int8` found it on an H200, for 1, 8, 64 and 139 rows."""
+    most, steps = min(64, max(8, power_of_two(rows))), triton.cdiv(inputs, 128)
+    if most == 8 and channels >= 256 * PROGRAMS:
+        return Tile(most, 64, 256, 1, stages=3, warps=4)
+    if channels >= 64 * PROGRAMS:
+        return Tile(most, 128, 128, 1, stages=4, warps=4)
+    lines = 128 if rows > 64 else 64 if channels > 2048 or rows > 16 else 32
+    tiles = triton.cdiv(channels, lines) * triton.cdiv(rows, most)
+    warps, stages = 2 if lines == 32 else 4, 3 if most == lines else 4
+    return Tile(most, lines, 128, split_of(tiles, steps), stages, warps)
 
 
 def int8_widen(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

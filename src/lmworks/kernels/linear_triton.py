@@ -1,7 +1,7 @@
 """Triton kernels that stream a weight past a few rows: y = x · Wᵀ in half precision and fp8.
 
 One row in half precision needs no tensor core: `one_row` multiplies and adds as the weights come. For more, and in fp8,
-`few_rows` pads them to a tile of at least 16 and multiplies W · xᵀ on tensor cores, W's rows taking the long side; where
+`few_rows` pads them to a tile of at least 8 and multiplies W · xᵀ on tensor cores, W's rows taking the long side; where
 the tiles of output channels are too few to fill the GPU, several programs share a tile, each with a stretch of K
 ("split-K"), and the last one to finish adds the parts in a fixed order: the result does not depend on who was last.
 
@@ -163,7 +163,7 @@ def launch(
         )
         return out
     scales = (out if scale is None else scale, out if row_scale is None else row_scale)  # unused ones are never read
-    tile = few_rows_tile(rows, channels, inputs)
+    tile = few_rows_tile(kind, rows, channels, inputs)
     grid, parts, tickets = shared_out(out, rows, channels, tile, gate)
     few_rows[grid](
         x, weight, *scales, out, parts, tickets, rows, channels, inputs, tile.split, kind, tile.rows, tile.channels,
@@ -178,14 +178,17 @@ def one_row_tile(channels: int, inputs: int) -> tuple[int, int]:
     return (4 if channels >= 4 * PROGRAMS else 2), min(1024, power_of_two(inputs))
 
 
-def few_rows_tile(rows: int, channels: int, inputs: int) -> Tile:
+def few_rows_tile(kind: str, rows: int, channels: int, inputs: int) -> Tile:
     """Wide outputs fill the GPU with large tiles; narrow ones need small tiles and split-K."""
-    most = min(64, max(16, power_of_two(rows)))
-    if channels >= 128 * PROGRAMS // 2:
-        return Tile(most, 128, 128, 1, stages=3, warps=8)
+    most, small = min(64, max(16, power_of_two(rows))), kind == "fp8"
+    if channels >= 64 * PROGRAMS:
+        return Tile(most, 128, 128, 1, stages=4 if small else 3, warps=8)
     lines = 32 if channels <= 2048 else 64
+    if small and rows <= 8:
+        most = 8
     tiles = triton.cdiv(channels, lines) * triton.cdiv(rows, most)
-    return Tile(most, lines, 128, split_of(tiles, triton.cdiv(inputs, 128)), stages=5 if lines == 32 else 3, warps=4)
+    stages = (5 if lines == 32 else 3) + small
+    return Tile(most, lines, 128, split_of(tiles, triton.cdiv(inputs, 128)), stages, warps=4)
 
 
 def split_of(tiles: int, steps: int, programs: int = PROGRAMS) -> int:
