@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_engine_property as lives
 import torch
-from fake_device import FakeDevice, alone
+from fake_device import FakeDevice, Launched, alone
 from hf_reference import FAMILIES, VOCAB, answers, compare, fresh_model, random_prompts
+from test_engine_tp import Behind
 from torch import Tensor
 
 from chance import chi_square
@@ -22,8 +24,9 @@ from lmworks.engine.draft import Ahead, Draft
 from lmworks.engine.engine import Engine
 from lmworks.engine.ngram import Lookup, NGram
 from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Request, Result, Sequence
+from lmworks.engine.request import UNKNOWN, Request, Result, Sequence
 from lmworks.engine.runner import Runner
+from lmworks.engine.scheduler import Step
 from lmworks.engine.speculate import Speculator, draw_guess, judge, pick
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec, SpecError
@@ -33,12 +36,14 @@ COUNTS = [20, 30, 12, 25, 8, 20, 1, 16]
 
 
 def engine_for(model: GPT, vocab: int, source: str, draft: GPT | None = None, **spec: Any) -> Engine:
-    device = spec.pop("device", "cpu")
+    """`behind`: the engine runs a step ahead of what it knows, as on a GPU."""
+    device, behind = spec.pop("device", "cpu"), spec.pop("behind", False)
     wanted = {"speculate": source or "none", "draft": "in memory" if source == "draft" else ""}
     given = EngineSpec(**{"dtype": "fp32", "block": 4, "max_seqs": 8, "guesses": 3, **wanted, **spec})
     runner = Runner(model, given, device, vocab, None if draft is None else Draft(draft))
     sources = {"ngram": NGram(), "draft": Ahead()}
-    return Engine(runner, None, seed=0, speculator=Speculator(runner.spec, sources[source]) if source else None)
+    speculator = Speculator(runner.spec, sources[source]) if source else None
+    return Engine(Behind(runner) if behind else runner, None, seed=0, speculator=speculator)
 
 
 def near(model: GPT, amount: float) -> GPT:
@@ -83,7 +88,7 @@ def test_the_longest_match_is_found() -> None:
             text.append(draw.choice([draw.randrange(8), text[len(text) // 2] if text else 0]))
             if draw.random() < 0.5:  # several tokens may have come since the last guess
                 continue
-            guess = lookup.guess(text, 4)
+            guess = lookup.guess([*text, *[UNKNOWN] * draw.randrange(2)], len(text), 4)
             assert guess == looked_up(text, 4)
             found += bool(guess)
     assert found > 500
@@ -100,23 +105,25 @@ def test_a_guess_costs_the_same_in_a_long_text() -> None:
             return super().__getitem__(index)
 
     lookup, text = Lookup(), Counted([7] * 20_000)
-    lookup.guess(text, 4)
+    lookup.guess(text, len(text), 4)
     Counted.reads = 0
     for _ in range(10):
         text.append(7)
-        assert lookup.guess(text, 4) == [7] * 4
+        assert lookup.guess(text, len(text), 4) == [7] * 4
     assert Counted.reads < 10 * (2 * ngram.CHAIN * ngram.LONGEST + 20)
 
 
 # --- exact tokens -----------------------------------------------------------------------------------------
 
 each = pytest.mark.parametrize(("family", "source"), list(itertools.product(FAMILIES, ("ngram", "draft"))))
+either_way = pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
 
 
 @each
-def test_equal_to_transformers(family: str, source: str) -> None:
+@either_way
+def test_equal_to_transformers(family: str, source: str, behind: bool) -> None:
     """Batching, prompts in chunks, prefix hits and preemption at once: the pool holds half of what is asked."""
-    engine = hf_engine(family, source, blocks=22, max_batch_tokens=11)
+    engine = hf_engine(family, source, blocks=22, max_batch_tokens=11, behind=behind)
     prompts = [2 * prompt for prompt in random_prompts(LENGTHS, seed=3, prefix=5)]
     assert compare(engine, family, prompts, COUNTS) == 0
     assert compare(engine, family, prompts[:3], COUNTS[:3]) == 0
@@ -163,10 +170,11 @@ def wished(source: str, tokens: int = 40, **spec: Any) -> tuple[Engine, list[Res
     return engine, answers(engine, prompts, params)
 
 
-def test_lookup_gives_what_the_seed_gives() -> None:
+@either_way
+def test_lookup_gives_what_the_seed_gives(behind: bool) -> None:
     """Token for token, log-probabilities too, for all that a request may ask; some in the batch never speculate."""
     _, plain = wished("")
-    engine, guessed = wished("ngram")
+    engine, guessed = wished("ngram", behind=behind)
     assert engine.metrics.accepted_guesses > 50
     for one, other in zip(plain, guessed, strict=True):
         assert [a.token_ids for a in one.answers] == [a.token_ids for a in other.answers]
@@ -179,10 +187,11 @@ def test_lookup_gives_what_the_seed_gives() -> None:
                 assert [i for i, _ in x.top] == [i for i, _ in y.top]
 
 
-def test_an_invariant_draft_gives_what_the_seed_gives() -> None:
+@either_way
+def test_an_invariant_draft_gives_what_the_seed_gives(behind: bool) -> None:
     """How many guesses a step has depends on who else is there; a result that may not depend on it, does not."""
     _, plain = wished("", 12, batch_invariant=True)
-    engine, guessed = wished("draft", 12, batch_invariant=True)
+    engine, guessed = wished("draft", 12, batch_invariant=True, behind=behind)
     assert 0.1 < engine.metrics.acceptance_rate < 1
     for one, other in zip(plain, guessed, strict=True):
         assert [a.token_ids for a in one.answers] == [a.token_ids for a in other.answers]
@@ -335,6 +344,60 @@ def test_a_large_batch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.metrics.proposed_guesses > 0
 
 
+class Watched(FakeDevice):
+    """Counts steps that are launched while the one before is under way; none may be where that has guesses."""
+
+    ahead = 0
+
+    def launch(self, step: Step) -> Launched:
+        assert all(work.wanted <= 1 for launched in self.queue for work in launched.works)
+        self.ahead += bool(self.queue)
+        return super().launch(step)
+
+
+def looked_back(requests: list[Request], vocab: int, **fake: Any) -> tuple[Engine, Watched]:
+    """An engine that has answered them. With one token in the vocabulary all is repetition, with many nothing is."""
+    device = Watched(EngineSpec(block=4, blocks=200, context=128, max_seqs=8, max_batch_tokens=40), vocab, **fake)
+    engine = Engine(device, None, seed=0, speculator=Speculator(device.spec, NGram()))
+    for request in requests:
+        engine.add(request)
+    for piece in engine.run():
+        (sequence,), params = piece.request.sequences, piece.request.params
+        assert piece.result is not None
+        assert piece.result.token_ids == alone(piece.request.prompt, sequence.seed, params.max_tokens, vocab)
+    return engine, device
+
+
+def test_nobody_waits_where_nothing_is_found() -> None:
+    """Nor for a batch mate that repeats itself, but has penalties, or a prompt to compute and no room for guesses."""
+    requests = [
+        Request([1, 2, 3, 4], SamplingParams(max_tokens=50)),
+        Request([5] * 9, SamplingParams(max_tokens=40, presence_penalty=0.5)),
+        Request([6] * 100, SamplingParams(max_tokens=2)),
+    ]
+    engine, device = looked_back(requests, 10**9)
+    assert engine.metrics.proposed_guesses == 0
+    assert device.ahead == engine.metrics.steps - 1
+
+
+def test_a_match_is_taken_up_one_step_late() -> None:
+    """And then followed with all tokens known, as by an engine that waits for each of them."""
+
+    def answered(**fake: Any) -> tuple[Engine, Watched]:
+        return looked_back([Request([0] * 2, SamplingParams(max_tokens=50)) for _ in range(3)], 1, **fake)
+
+    engine, device = answered()
+    waiting, _ = answered(synchronous=True)
+    assert device.ahead == 1
+    assert engine.metrics.acceptance_rate == 1
+    assert engine.metrics.steps == waiting.metrics.steps + 1
+
+
+def test_few_guesses_are_lost_by_running_ahead() -> None:
+    (waiting, _), (ahead, _) = (wished("ngram", behind=behind) for behind in (False, True))
+    assert ahead.metrics.accepted_guesses > 0.9 * waiting.metrics.accepted_guesses
+
+
 class Moody:
     """Speculates in some steps only, and is right in some."""
 
@@ -355,7 +418,7 @@ class Moody:
 
 def test_guessing_may_stop_while_a_step_is_under_way() -> None:
     """A step with guesses is read before anything else is planned, whoever goes on."""
-    device = FakeDevice(EngineSpec(block=4, blocks=60, context=64, max_seqs=6, max_batch_tokens=40, graphs=False))
+    device = Watched(EngineSpec(block=4, blocks=60, context=64, max_seqs=6, max_batch_tokens=40, graphs=False))
     moody = Moody(device.valid_vocab)
     engine = Engine(device, None, speculator=moody)
     requests = [Request([seed + 1] * 5, SamplingParams(seed=seed, max_tokens=30)) for seed in range(20)]
@@ -366,6 +429,16 @@ def test_guessing_may_stop_while_a_step_is_under_way() -> None:
         assert piece.result is not None
         assert piece.result.token_ids == moody.truth[piece.request.params.seed]
     assert 0 < engine.metrics.acceptance_rate < 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_everyone_ends_as_if_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrivals, cancellations and preemption at random, with so few tokens that looking back often finds some."""
+    monkeypatch.setattr(lives, "VOCAB", 3)
+    monkeypatch.setattr(lives, "Guesser", lambda draw: Speculator(EngineSpec(guesses=1 + seed % 4), NGram()))
+    outcome = lives.live(lives.World(seed, guesses=True))
+    lives.verify(outcome)
+    assert outcome.engine.spec.max_batch_tokens == 1 or outcome.engine.metrics.accepted_guesses > 10
 
 
 def test_a_draft_that_does_not_fit_is_refused() -> None:

@@ -3,8 +3,8 @@
 It works one step ahead of what it knows: step k + 1 is launched before the tokens of step k are read, so that the
 device never waits for the host. A token that is not read yet is UNKNOWN here and lies in a table of the device.
 A sequence that turns out to have ended with step k has its token of step k + 1 dropped; its blocks can be given away
-at once, for the device works in order. Where the next step depends on the tokens themselves (a grammar, guesses),
-they are read first; a runner that computes at once (`synchronous`) is read at once.
+at once, for the device works in order. Where the next step depends on the tokens themselves (a grammar, guesses to
+judge or to make), they are read first; a runner that computes at once (`synchronous`) is read at once.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Device(Protocol):
 
 class Speculator(Protocol):
     def active(self, running: list[Sequence]) -> bool:
-        """Whether it guesses in the next step: then it must know all tokens of the one before."""
+        """Whether the next step should wait for tokens that are under way, for guesses to follow them."""
         ...
 
     def propose(self, running: list[Sequence]) -> None:
-        """Sets their guesses."""
+        """Sets their guesses; those whose tokens are not all known get none."""
         ...
 
 
@@ -194,7 +194,7 @@ class Engine:
         return last
 
     def advance(self) -> None:
-        if self.needs_tokens():
+        if self.flight is not None and self.needs_tokens(self.flight.step):
             self.land()
         if self.speculator is not None:
             self.speculator.propose(self.scheduler.running)
@@ -216,11 +216,11 @@ class Engine:
         if not self.requests and self.flight is None:
             self.scheduler.pool.check(self.scheduler.running)
 
-    def needs_tokens(self) -> bool:
-        """Whether the next step cannot be made before the tokens of this one are known."""
+    def needs_tokens(self, under_way: Step) -> bool:
+        """Whether the next step is not made before the tokens of the one under way are known."""
         if self.shaped or self.speculator is None:
             return bool(self.shaped)
-        guessed = self.flight is not None and any(chunk.wanted > 1 for chunk in self.flight.step.chunks)
+        guessed = any(chunk.wanted > 1 for chunk in under_way.chunks)
         return guessed or self.speculator.active(self.scheduler.running)
 
     def land(self) -> None:

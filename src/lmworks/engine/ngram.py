@@ -26,28 +26,31 @@ class Lookup:
     newest: dict[tuple[int, int], int] = field(default_factory=dict)  # pair → index of the token after it
     earlier: list[int] = field(default_factory=list)  # the same for the place before: one link for each token
 
-    def enter(self, tokens: list[int]) -> None:
+    def enter(self, tokens: list[int], known: int) -> None:
         """Pairs that another token follows; the last one of the text is what is looked for."""
-        for after in range(self.seen, len(tokens)):
+        for after in range(self.seen, known):
             link = NOWHERE
             if after >= PAIR:
                 pair = (tokens[after - 2], tokens[after - 1])
                 link = self.newest.get(pair, NOWHERE)
                 self.newest[pair] = after
             self.earlier.append(link)
-        self.seen = max(self.seen, len(tokens))
+        self.seen = max(self.seen, known)
 
-    def guess(self, tokens: list[int], count: int) -> list[int]:
-        """The tokens that followed the longest match, the newest of equals. A text is never taken back, only grows."""
-        self.enter(tokens)
-        if len(tokens) < PAIR or count < 1:
+    def guess(self, tokens: list[int], known: int, count: int) -> list[int]:
+        """The tokens that followed the longest match, the newest of equals.
+
+        The text is tokens[:known]: it is never taken back, only grows. What lies behind it is not looked at.
+        """
+        self.enter(tokens, known)
+        if known < PAIR or count < 1:
             return []
         best, length = NOWHERE, 0
-        place = self.newest.get((tokens[-2], tokens[-1]), NOWHERE)
+        place = self.newest.get((tokens[known - 2], tokens[known - 1]), NOWHERE)
         for _ in range(CHAIN):
             if place == NOWHERE or length >= LONGEST:
                 break
-            match = common_suffix(tokens, place)
+            match = common_suffix(tokens, place, known)
             if match > length:
                 best, length = place, match
             place = self.earlier[place]
@@ -55,15 +58,15 @@ class Lookup:
             return []
         found: list[int] = []
         for index in range(best, best + count):  # a match at the end runs on into the guess itself: a repetition
-            found.append(tokens[index] if index < len(tokens) else found[index - len(tokens)])
+            found.append(tokens[index] if index < known else found[index - known])
         return found
 
 
-def common_suffix(tokens: list[int], end: int) -> int:
-    """How many tokens before `end` are as the last ones of the text, up to LONGEST."""
+def common_suffix(tokens: list[int], end: int, known: int) -> int:
+    """How many tokens before `end` are as those before `known`, up to LONGEST."""
     most = min(end, LONGEST)
     for length in range(PAIR, most):
-        if tokens[end - 1 - length] != tokens[-1 - length]:
+        if tokens[end - 1 - length] != tokens[known - 1 - length]:
             return length
     return most
 
@@ -73,4 +76,4 @@ class NGram:
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
         lookup: Lookup = sequence.extra.setdefault(KEY, Lookup())
-        return lookup.guess(sequence.tokens, count)
+        return lookup.guess(sequence.tokens, sequence.known, count)

@@ -20,6 +20,8 @@ come to the same token: somewhat less often than Σ min(p, q), but the tokens ar
 **When.** Guesses cost compute where a batch is large enough to keep the device busy: a step speculates only while its
 rows, running sequences · (1 + engine.guesses), are at most LARGEST. Sequences with penalties on repetition or with a
 grammar are left alone, for what they allow at a row depends on the guesses before it; their batch mates go on guessing.
+A guess follows the latest token, so the host has to wait for that, and the device for the host. It does so only where
+a guess can be expected: where the source has one for the text without the token that is under way.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Source(Protocol):
     """Where guesses come from."""
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
-        """Up to so many tokens; all tokens of the sequence are known."""
+        """Up to so many tokens to follow those that are known; none where nothing is expected."""
         ...
 
 
@@ -54,15 +56,21 @@ class Speculator:
         self.guesses, self.source = spec.guesses, source
 
     def active(self, running: list[Sequence]) -> bool:
-        """Whether the next step speculates: if so, it needs to know all tokens of the one before."""
-        return len(running) * (1 + self.guesses) <= LARGEST and any(may_guess(each) for each in running)
+        """Whether tokens that are under way are worth waiting for: there is a guess already for one of them."""
+        return self.small(running) and any(under_way(each) and self.guess(each) for each in running)
 
     def propose(self, running: list[Sequence]) -> None:
-        active = self.active(running)
+        small = self.small(running)
         for sequence in running:
-            count = min(self.guesses, sequence.limit - len(sequence.tokens) - 1)
-            ready = active and count > 0 and may_guess(sequence) and decoding(sequence)
-            sequence.guesses = self.source.guess(sequence, count) if ready else []
+            sequence.guesses = self.guess(sequence) if small and decoding(sequence) else []
+
+    def small(self, running: list[Sequence]) -> bool:
+        """Whether the batch is small enough for guesses."""
+        return len(running) * (1 + self.guesses) <= LARGEST
+
+    def guess(self, sequence: Sequence) -> list[int]:
+        count = min(self.guesses, sequence.limit - len(sequence.tokens) - 1)
+        return self.source.guess(sequence, count) if count > 0 and may_guess(sequence) else []
 
 
 def may_guess(sequence: Sequence) -> bool:
@@ -72,6 +80,11 @@ def may_guess(sequence: Sequence) -> bool:
 def decoding(sequence: Sequence) -> bool:
     """Its prompt is computed, and its latest token known."""
     return sequence.state is State.RUNNING and sequence.computed + 1 == len(sequence.tokens) == sequence.known
+
+
+def under_way(sequence: Sequence) -> bool:
+    """Its latest token is being picked."""
+    return sequence.known < len(sequence.tokens)
 
 
 def draw_guess(q: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
