@@ -3,7 +3,9 @@
 Random weights say nothing about how often a guess is right, but the time of a step does not depend on it. So three
 steps are timed at each batch: a plain one, one that judges k guesses which cost nothing to make (as n-grams do), and
 one whose guesses a draft model makes. With acceptance a, a step brings (1 − aᵏ⁺¹) / (1 − a) tokens, and the table says
-what that comes to; the row with all guesses right is measured, and checks the formula at a = 1.
+what that comes to. The formula is checked at a = 1, with guesses that are the answers themselves: those of steps that
+judge, for a plain step rounds otherwise, and random weights soon pick another token for it. The row says how many of
+its guesses were accepted.
 
     python benchmarks/speculation_gpu.py                      # llama3-8b, guesses by llama3-1b
     python benchmarks/speculation_gpu.py --table
@@ -15,6 +17,7 @@ import argparse
 import gc
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +44,7 @@ class Told:
         self.answers, self.off = answers, 0 if right else 1
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
-        done = len(sequence.tokens) - sequence.prompt
+        done = sequence.known - sequence.prompt
         answer = self.answers[tuple(sequence.tokens[: sequence.prompt])]
         return [token ^ self.off for token in answer[done : done + count]]
 
@@ -52,19 +55,23 @@ def made(model: str, **options: Any) -> Engine:
 
 
 def run(engine: Engine, batch: int) -> tuple[dict[tuple[int, ...], list[int]], dict[str, float]]:
-    """Answers by prompt, and milliseconds of a step that decodes; the prompts are short."""
+    """Answers by prompt, milliseconds of a step that decodes (the prompts are short), and how many guesses it had."""
     luck = torch.Generator().manual_seed(batch)
     prompts = torch.randint(0, engine.runner.valid_vocab, (batch, 64), generator=luck).tolist()
     requests = [Request(p, SamplingParams(temperature=0, ignore_eos=True, max_tokens=TOKENS)) for p in prompts]
     for request in requests:
         engine.add(request)
     engine.step()  # the prompts
-    before, began = engine.metrics.steps, time.perf_counter()
+    before, began = replace(engine.metrics), time.perf_counter()
     done = engine.run()
-    seconds = time.perf_counter() - began
-    steps = engine.metrics.steps - before
+    seconds, after = time.perf_counter() - began, engine.metrics
     answers = {tuple(piece.request.prompt): piece.result.token_ids for piece in done if piece.result is not None}
-    return answers, {"ms_a_step": 1e3 * seconds / steps, "tokens_a_second": batch * TOKENS / seconds}
+    return answers, {
+        "ms_a_step": 1e3 * seconds / (after.steps - before.steps),
+        "tokens_a_second": batch * TOKENS / seconds,
+        "proposed": after.proposed_guesses - before.proposed_guesses,
+        "accepted": after.accepted_guesses - before.accepted_guesses,
+    }
 
 
 def twice(engine: Engine, batch: int) -> tuple[dict[tuple[int, ...], list[int]], dict[str, float]]:
@@ -82,7 +89,7 @@ def measure(model: str, draft: str) -> dict[str, Any]:
         answers, row["plain"] = twice(engine, batch)
         for case, right in (("judged, all wrong", False), ("judged, all right", True)):
             engine.speculator = Speculator(engine.spec, Told(answers, right))
-            _, row[case] = twice(engine, batch)
+            answers, row[case] = twice(engine, batch)  # of steps that judge: what is right next
     del engine
     gc.collect()
     torch.cuda.empty_cache()
@@ -109,8 +116,11 @@ def table(facts: dict[str, Any]) -> str:
             took = row[case]["ms_a_step"]
             gains = " ".join(f"{plain / took * tokens_a_step(a, guesses):>7.2f}×" for a in ACCEPTANCE)
             lines.append(f"{batch:>5} {name:>18} {took:>10.2f} {gains}")
-        gain = row["judged, all right"]["tokens_a_second"] / row["plain"]["tokens_a_second"]
-        lines.append(f"{batch:>5} {'free, all right':>18} {row['judged, all right']['ms_a_step']:>10.2f} {gain:>7.2f}×")
+        told = row["judged, all right"]
+        gain, accepted = told["tokens_a_second"] / row["plain"]["tokens_a_second"], told["accepted"] / told["proposed"]
+        lines.append(
+            f"{batch:>5} {'free, all right':>18} {told['ms_a_step']:>10.2f} {gain:>7.2f}×, {accepted:.1%} accepted"
+        )
     return "\n".join(lines)
 
 
