@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 SHAPES = [(1000, 1024), (1024, 3072), (6144, 4096)]  # (channels, inputs)
-ROWS = [1, 2, 8, 9, 16, 17, 64, 65, quantized.MANY - 1, quantized.MANY, 300]
+ROWS = [1, 2, 8, 9, 16, 17, 64, 65, quantized.FP8_MANY, quantized.MANY - 1, quantized.MANY, 300]
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

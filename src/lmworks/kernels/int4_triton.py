@@ -169,11 +169,16 @@ def int4_linear(x: Tensor, words: Tensor, scale: Tensor, gate: bool = False) -> 
 
 
 def int4_tile(rows: int, channels: int, inputs: int, group: int) -> Tile:
-    most = min(64, max(8, power_of_two(rows)))
-    tiles = triton.cdiv(channels, 64) * triton.cdiv(rows, most)
-    if most == 8:  # three programs for each multiprocessor
-        return Tile(most, 64, group, split_of(tiles, inputs // (2 * group), 3 * PROGRAMS // 2), stages=3, warps=2)
-    return Tile(most, 64, group, split_of(tiles, inputs // group), stages=4 if most < 64 else 3, warps=4)
+    """As tuned on an H200 (benchmarks/results/quant_tune.txt)."""
+    most, steps = min(64, max(8, power_of_two(rows))), inputs // (2 * group)
+    if most > 16:
+        tiles = triton.cdiv(channels, 64) * triton.cdiv(rows, most)
+        return Tile(most, 64, group, split_of(tiles, 2 * steps), stages=4 if most < 64 else 3, warps=4)
+    if channels <= 2048:
+        split = split_of(triton.cdiv(channels, 32), steps, PROGRAMS // 2, least=2)
+        return Tile(most, 32, group, split, stages=3, warps=2)
+    # Three programs for each multiprocessor.
+    return Tile(most, 64, group, split_of(triton.cdiv(channels, 64), steps, 3 * PROGRAMS // 2), stages=3, warps=2)
 
 
 def int4_widen(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -128,16 +128,17 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, gate: bool = False) -> Tens
 
 
 def int8_tile(rows: int, channels: int, inputs: int) -> Tile:
-    """As `quant_gpu.py tune int8` found it on an H200, for 1, 8, 64 and 139 rows."""
+    """As tuned on an H200 (benchmarks/results/quant_tune.txt)."""
     most, steps = min(64, max(8, power_of_two(rows))), triton.cdiv(inputs, 128)
-    if most == 8 and channels >= 256 * PROGRAMS:
-        return Tile(most, 64, 256, 1, stages=3, warps=4)
     if channels >= 64 * PROGRAMS:
+        if most == 16 or (most == 8 and channels >= 256 * PROGRAMS):
+            return Tile(most, 64, 256, 1, stages=3, warps=2)
         return Tile(most, 128, 128, 1, stages=4, warps=4)
-    lines = 128 if rows > 64 else 64 if channels > 2048 or rows > 16 else 32
-    tiles = triton.cdiv(channels, lines) * triton.cdiv(rows, most)
-    warps, stages = 2 if lines == 32 else 4, 3 if most == lines else 4
-    return Tile(most, lines, 128, split_of(tiles, steps), stages, warps)
+    if most == 64 and channels > 2048:
+        return Tile(most, 128, 128, split_of(triton.cdiv(channels, 128), steps, PROGRAMS // 2), stages=4, warps=4)
+    lines = 32 if channels <= 2048 and most < 32 else 64
+    split = split_of(triton.cdiv(channels, lines) * triton.cdiv(rows, most), steps)
+    return Tile(most, lines, 128, split, stages=4, warps=2 if lines == 32 or most == 16 else 4)
 
 
 def int8_widen(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -179,22 +179,21 @@ def one_row_tile(channels: int, inputs: int) -> tuple[int, int]:
 
 
 def few_rows_tile(kind: str, rows: int, channels: int, inputs: int) -> Tile:
-    """Wide outputs fill the GPU with large tiles; narrow ones need small tiles and split-K."""
-    most, small = min(64, max(16, power_of_two(rows))), kind == "fp8"
-    if channels >= 64 * PROGRAMS:
-        return Tile(most, 128, 128, 1, stages=4 if small else 3, warps=8)
-    lines = 32 if channels <= 2048 else 64
-    if small and rows <= 8:
-        most = 8
-    tiles = triton.cdiv(channels, lines) * triton.cdiv(rows, most)
-    stages = (5 if lines == 32 else 3) + small
-    return Tile(most, lines, 128, split_of(tiles, triton.cdiv(inputs, 128)), stages, warps=4)
+    """As tuned on an H200 (benchmarks/results/quant_tune.txt): wide outputs fill it, narrow ones need split-K."""
+    small, most = kind == "fp8", min(64, max(8, power_of_two(rows)))
+    if channels >= (64 if small else 256) * PROGRAMS:
+        return Tile(max(16, most), 128, 128, 1, stages=4 if small else 3, warps=8)
+    lines = 32 if channels <= 2048 or (most == 8 and not small) else 64
+    split = split_of(triton.cdiv(channels, lines) * triton.cdiv(rows, most), triton.cdiv(inputs, 128))
+    if small:
+        return Tile(most, lines, 128, split, stages=6 if lines == 32 else 4, warps=4)
+    return Tile(most, lines, 128, split, stages=4, warps=lines // 16)
 
 
-def split_of(tiles: int, steps: int, programs: int = PROGRAMS) -> int:
-    """Programs that share a tile: enough to fill the GPU, each with four steps at least."""
+def split_of(tiles: int, steps: int, programs: int = PROGRAMS, least: int = 4) -> int:
+    """Programs that share a tile: enough to fill the GPU, each with so many steps at least."""
     split = 1
-    while tiles * split < programs and steps >= 8 * split:
+    while tiles * split < programs and steps >= 2 * least * split:
         split *= 2
     return split
 

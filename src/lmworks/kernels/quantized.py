@@ -12,8 +12,8 @@ of the pair holds weight i of every stretch, the first in the lowest bits. A pro
 in one go and unpacks them to eight plain tiles; nothing is interleaved. K is a multiple of 2·group.
 
 On a CPU everything is computed in fp32 as the formulas say. On a GPU a few rows go to the streaming kernels of
-`linear_triton` and `int4_triton`; many rows (prefill) pay for widening the weight once per call and for cuBLAS on it,
-and in fp8 for torch._scaled_mm: from MANY rows on, a number that was not timed yet.
+`linear_triton`, `int8_triton` and `int4_triton`; many rows (prefill) pay for widening the weight once per call and for
+cuBLAS on it, and in fp8 for torch._scaled_mm.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from .swiglu import swiglu_packed
 FP8, FP8_MAX = float8.E4M3, float8.LARGEST[float8.E4M3]
 GROUPS = (128, 64, 32, 16)  # of int4, largest first: the inputs that share a scale
 TINY = float8.TINY
-MANY = 256  # rows from which a widened weight and cuBLAS should be faster than widening tile by tile
+# Rows from which cuBLAS is as fast as streaming, on an H200 (benchmarks/results/quant_gpu.json): with a weight that is
+# widened for it, and with numbers of 8 bits.
+MANY, FP8_MANY = 256, 128
 
 # --- formats ------------------------------------------------------------------------------------------
 
@@ -159,7 +161,7 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: b
         from . import float8_triton, linear_triton
 
         p, s = float8_triton.quantize_rows(x.flatten(0, -2), FP8)
-        if rows_of(x) < MANY or not scaled_mm_takes(x, q):
+        if rows_of(x) < FP8_MANY or not scaled_mm_takes(x, q):
             return linear_triton.fp8_linear(p.view(x.shape), s, q, scale, x.dtype, gate)
         y = torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=x.dtype)
         y = y.view(*x.shape[:-1], -1)
