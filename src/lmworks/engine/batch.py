@@ -13,10 +13,10 @@ from step to step, and only what they grew by is written.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,7 @@ NARROWEST = 2048  # tokens that the narrowest table covers; the next covers WIDE
 WIDER = 4
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The sizes of a step, and so where the sections of its buffer begin. Without its width it is a frame for steps."""
 
     tokens: int
@@ -63,9 +62,9 @@ def sections(layout: Layout) -> list[tuple[int, int, int]]:
 
 def cut(buffer: Any, layout: Layout, int32: Any) -> list[Any]:
     """The sections of a buffer, of numpy or of torch."""
-    found = sections(layout)
+    found, narrow = sections(layout), buffer.view(int32)
     wide = [buffer[begin : begin + size] for begin, _, size in found[:WIDE]]
-    return wide + [buffer[begin:end].view(int32)[:size] for begin, end, size in found[WIDE:]]
+    return wide + [narrow[2 * begin : 2 * begin + size] for begin, _, size in found[WIDE:]]
 
 
 @dataclass(frozen=True)
@@ -121,48 +120,50 @@ class Packer:
     def pack(self, step: Step, frame: Layout | None = None) -> tuple[Tensor, Layout]:
         """The buffer on the host. `frame` has room for the step: the places that it does not take are nobody's."""
         chunks = step.chunks
-        facts = np.array([facts_of(chunk) for chunk in chunks], np.int64).T
-        slot, start, count, wanted, prompt, blocks = facts
+        facts = list(zip(*map(facts_of, chunks), strict=True))
+        _, _, counts, asked, _, held = facts
+        slot, start, count, wanted, prompt, blocks = np.array(facts, np.int64)  # (S) each
         self.update_tables(chunks, slot, blocks)
-        seqs, total, rows = len(chunks), int(count.sum()), int(wanted.sum())
-        single = int((count == 1).sum())
-        width = self.width(int(blocks.max()))
+        seqs, total, rows, single = len(chunks), sum(counts), sum(asked), counts.count(1)
+        width = self.width(max(held))
         if frame is None:
-            layout = Layout(total, seqs, rows, width, single, int(count.max()))
+            layout = Layout(total, seqs, rows, width, single, max(counts))
         else:
-            layout = replace(frame, width=width)
+            layout = frame._replace(width=width)
         buffer, parts = self.nobodys(layout)
         tokens, positions, slots, at, row_slots, places, lengths, starts, *late, tables = parts
-        # In a frame, longer chunks lie behind all the places for those of one token.
-        gap = max(layout.decoding - single, 0)
-        mine = np.arange(seqs) + gap * (np.arange(seqs) >= single)  # (S): the place of each chunk
-        owner = np.repeat(np.arange(seqs), count)  # (T): the chunk of each token
-        here = np.arange(total) + (mine - np.arange(seqs))[owner]  # (T): the place of each token
-        ends = count.cumsum()
-        position = np.arange(total) + (start - ends + count)[owner]
+        mine, here = np.arange(seqs), np.arange(total)  # (S), (T): the place of each chunk, and of each token
+        owner = mine.repeat(count)  # (T): the chunk of each token
+        end = start + count
+        left = count.cumsum()[owner] - here  # (T): tokens of the chunk from this one on
+        position = end[owner] - left
+        asking = (left <= wanted[owner]).nonzero()[0]  # (R): the token that each row belongs to
+        if layout.decoding > single:  # longer chunks lie behind all the places for those of one token
+            mine[single:] += layout.decoding - single
+            here[single:] += layout.decoding - single
+        slot_of = slot[owner]
         ids = np.array(tokens_of(chunks), np.int64)
-        tokens[here] = np.where(ids == UNKNOWN, self.vocab + slot[owner], ids)
+        tokens[here] = np.where(ids == UNKNOWN, self.vocab + slot_of, ids)
         positions[here] = position
-        block = self.tables[slot[owner], position // self.size].astype(np.int64)
-        slots[here] = block * self.size + position % self.size
-        asker = np.repeat(np.arange(seqs), wanted)  # (R): the chunk of each row
-        within = np.arange(rows) - wanted.cumsum()[asker]  # −wanted … −1
-        at[:rows] = here[ends[asker] + within]
-        row_slots[:rows] = slot[asker]
-        places[:rows] = (start + count - prompt)[asker] + within + 1
-        lengths[mine] = start + count
-        queries = (np.arange(layout.seqs) < layout.decoding).astype(np.int64)  # nobody's: one each where one is usual
-        queries[mine] = count
-        starts[0], starts[1:] = 0, queries.cumsum()
+        block, within = np.divmod(position, self.size)
+        slots[here] = self.tables[slot_of, block].astype(np.int64) * self.size + within
+        at[:rows] = here[asking]
+        row_slots[:rows] = slot_of[asking]
+        places[:rows] = (position - prompt[owner])[asking] + 1
+        lengths[mine] = end
+        starts[1 : layout.decoding + 1] = 1  # nobody's: one each where one is usual
+        starts[mine + 1] = count
+        starts.cumsum(dtype=np.int32, out=starts)
         tables.reshape(-1, layout.width)[mine] = self.tables[slot, : layout.width]
-        if (rest := layout.seqs - layout.decoding) > 0:
+        if 0 < layout.decoding < layout.seqs:
+            rest = layout.seqs - layout.decoding
             late[0][:rest] = lengths[-rest:]
             late[1][: rest + 1] = starts[-rest - 1 :] - layout.decoding
         return buffer, layout
 
     def nobody(self, frame: Layout) -> tuple[Tensor, Layout]:
         """A decoding step in which every place is nobody's: it changes nothing."""
-        layout = replace(frame, width=self.width(1))
+        layout = frame._replace(width=self.width(1))
         buffer, parts = self.nobodys(layout)
         parts[STARTS][:] = np.arange(layout.seqs + 1)
         return buffer, layout
@@ -176,7 +177,7 @@ class Packer:
 
     def update_tables(self, chunks: list[Chunk], slot: np.ndarray, blocks: np.ndarray) -> None:
         """Write what tables grew by: blocks that a sequence was given stay its own until it is admitted again."""
-        for i in np.flatnonzero(blocks > self.filled[slot]).tolist():
+        for i in (blocks > self.filled[slot]).nonzero()[0].tolist():
             row, end = slot[i], blocks[i]
             begin = self.filled[row]
             self.tables[row, begin:end] = chunks[i].sequence.blocks[begin:end]

@@ -47,7 +47,7 @@ class Graphs(Generic[Result]):
         """`largest`: the frame of decoding steps; `widest`: of a block table."""
         self.work, self.sizes = work, sizes_up_to(largest.seqs)
         frames = (largest, mixed_frame(largest.seqs, MOST_PROMPTS, MIXED[-1], 1))
-        size = max(replace(frame, width=widest).size for frame in frames)
+        size = max(frame._replace(width=widest).size for frame in frames)
         self.buffer = torch.zeros(size, dtype=torch.int64, device=device)
         self.frames: set[Layout] = set()  # of mixed steps that came
         self.stream = torch.cuda.Stream(device)

@@ -1,0 +1,105 @@
+"""A packed step against the same, written token by token."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lmworks.engine.batch import Batch, Layout, Packer, decoding_frame, mixed_frame, unpack
+from lmworks.engine.params import SamplingParams
+from lmworks.engine.request import UNKNOWN, Request, Sequence
+from lmworks.engine.scheduler import Chunk, Step
+from lmworks.spec import EngineSpec
+
+SPEC = EngineSpec(context=160, block=4, max_seqs=16, max_batch_tokens=2000)
+VOCAB = 100
+GUESSES = 3
+
+
+def sequence_of(draw: random.Random, slot: int) -> Sequence:
+    prompt = [draw.randrange(VOCAB) for _ in range(draw.randrange(2, 60))]
+    answer = [draw.randrange(VOCAB) for _ in range(draw.randrange(20))]
+    sequence = Sequence(Request(prompt, SamplingParams()), 0, 0, prompt + answer, len(prompt), slot=slot)
+    most = -(-(len(sequence.tokens) + GUESSES) // SPEC.block)
+    sequence.blocks = [draw.randrange(1000) for _ in range(most + draw.randrange(3))]
+    return sequence
+
+
+def chunk_of(draw: random.Random, sequence: Sequence, kind: str) -> Chunk:
+    last = len(sequence.tokens) - 1
+    if kind == "single":
+        sequence.tokens[last] = draw.choice([UNKNOWN, 5])
+        return Chunk(sequence, last, 1, 1)
+    if kind == "guesses":
+        sequence.guesses = [draw.randrange(VOCAB) for _ in range(draw.randrange(1, GUESSES + 1))]
+        return Chunk(sequence, last, 1 + len(sequence.guesses), 1 + len(sequence.guesses))
+    start = draw.randrange(last)
+    count = draw.randrange(2, last - start + 2)
+    return Chunk(sequence, start, count, int(start + count > last))
+
+
+def check(batch: Batch, step: Step, frame: Layout) -> None:
+    """Every place, those that nobody took too: one token each among sequences that decode, and none behind them."""
+    singles = sum(chunk.count == 1 for chunk in step.chunks)
+    gap = max(frame.decoding - singles, 0)
+    taken: list[Chunk | None] = [*step.chunks[:singles], *[None] * gap, *step.chunks[singles:]]
+    places = taken + [None] * (frame.seqs - len(taken))
+    tokens, rows, at, starts = [], [], [], [0]
+    tables: list[tuple[int, list[int]]] = []
+    for index, chunk in enumerate(places):
+        if chunk is None:
+            tokens += [(0, 0, -1)] * (index < frame.decoding)
+            tables.append((0, []))
+        else:
+            sequence, end = chunk.sequence, chunk.start + chunk.count
+            text = [*sequence.tokens, *sequence.guesses]
+            for place in range(chunk.start, end):
+                if place >= end - chunk.wanted:
+                    at.append(len(tokens))
+                    rows.append((sequence.slot, place - sequence.prompt + 1))
+                token = VOCAB + sequence.slot if text[place] == UNKNOWN else text[place]
+                block, within = sequence.blocks[place // SPEC.block], place % SPEC.block
+                tokens.append((token, place, block * SPEC.block + within))
+            tables.append((end, sequence.blocks))
+        starts.append(len(tokens))
+    tokens += [(0, 0, -1)] * (frame.tokens - len(tokens))
+    rows += [(SPEC.max_seqs, 0)] * (frame.rows - len(rows))
+
+    assert list(zip(batch.tokens.tolist(), batch.positions.tolist(), batch.slots.tolist(), strict=True)) == tokens
+    assert list(zip(batch.rows.tolist(), batch.places.tolist(), strict=True)) == rows
+    assert at == (list(range(len(at))) if batch.at is None else batch.at[: len(at)].tolist())
+    first = 0
+    for pages in batch.pages:
+        end = first + len(pages.lengths)
+        assert pages.starts.tolist() == [start - starts[first] for start in starts[first : end + 1]]
+        assert pages.lengths.tolist() == [length for length, _ in tables[first:end]]
+        for row, (_, blocks) in zip(pages.tables.tolist(), tables[first:end], strict=True):
+            assert row[: len(blocks)] == blocks
+        first = end
+    assert first == frame.seqs
+
+
+@pytest.mark.parametrize("kind", ["decoding", "guesses", "prompts"])
+@pytest.mark.parametrize("framed", [False, True])
+def test_a_step_is_packed_as_token_by_token(kind: str, framed: bool) -> None:
+    draw = random.Random(0)
+    frames = {
+        "decoding": decoding_frame(8),
+        "guesses": decoding_frame(8, 1 + GUESSES),
+        "prompts": mixed_frame(6, 4, 300, 128),
+    }
+    for _ in range(100):
+        packer = Packer(SPEC, VOCAB, pinned=False)
+        singles, others = draw.randrange(kind == "decoding", 5), draw.randrange(1, 4) * (kind != "decoding")
+        slots = draw.sample(range(SPEC.max_seqs), singles + others)
+        sequences = [sequence_of(draw, slot) for slot in slots]
+        kinds = ["single"] * singles + [kind] * others
+        step = Step([chunk_of(draw, *each) for each in zip(sequences, kinds, strict=True)])
+        for sequence in sequences:
+            packer.admit(sequence)
+        for _ in range(2):
+            buffer, layout = packer.pack(step, frames[kind] if framed else None)
+            check(unpack(buffer, layout), step, layout)
+            for sequence in sequences:
+                sequence.blocks.append(draw.randrange(1000))
