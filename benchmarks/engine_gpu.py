@@ -271,13 +271,10 @@ def markdown(models: dict[str, Any]) -> str:
     ]
     for name, parts in models.items():
         for case in (f"{speculate}, batch {batch}" for batch in GUESSED for speculate in GUESSERS):
-            facts = parts.get("spec", {}).get(case)
-            told = "– | – | – | –"
-            if facts:
+            if facts := parts.get("spec", {}).get(case):
                 rates = f"{facts['ms_per_token']:.2f} | {facts['output_tokens_per_s']:,.0f}"
-                told = f"{rates} | {facts['steps']} | {facts['acceptance']:.0%}"
-            lines.append(f"| {name} | {case} | {told} |")
-    return "\n".join([*lines, "", "–: no figure is kept; docs/speculation.md says why."])
+                lines.append(f"| {name} | {case} | {rates} | {facts['steps']} | {facts['acceptance']:.0%} |")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -116,11 +116,12 @@ def table(facts: dict[str, Any]) -> str:
             took = row[case]["ms_a_step"]
             gains = " ".join(f"{plain / took * tokens_a_step(a, guesses):>7.2f}×" for a in ACCEPTANCE)
             lines.append(f"{batch:>5} {name:>18} {took:>10.2f} {gains}")
-        told = row["judged, all right"]
-        gain, accepted = told["tokens_a_second"] / row["plain"]["tokens_a_second"], told["accepted"] / told["proposed"]
-        lines.append(
-            f"{batch:>5} {'free, all right':>18} {told['ms_a_step']:>10.2f} {gain:>7.2f}×, {accepted:.1%} accepted"
-        )
+        if told := row.get("judged, all right"):
+            gain = told["tokens_a_second"] / row["plain"]["tokens_a_second"]
+            accepted = told["accepted"] / told["proposed"]
+            lines.append(
+                f"{batch:>5} {'free, all right':>18} {told['ms_a_step']:>10.2f} {gain:>7.2f}×, {accepted:.1%} accepted"
+            )
     return "\n".join(lines)
 
 
