@@ -31,7 +31,7 @@ for part in "$@"; do
     plan) within 200 python benchmarks/plan_check.py --device cuda --save ;;
     engine) within 480 python benchmarks/engine_gpu.py --only throughput,quant,spec ;;
     starts) within 240 python benchmarks/engine_gpu.py --only startup ;;
-    quant) within 150 python benchmarks/quant_gpu.py ;;
+    quant) within 240 python benchmarks/quant_gpu.py ;;
     *) echo "unknown part '$part': see the top of this file"; exit 2 ;;
   esac
 done
