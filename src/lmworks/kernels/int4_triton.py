@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .linear_triton import PROGRAMS, Tile, channels_of, shared_out, split_of, store
+from .linear_triton import PROGRAMS, Tile, channels_of, shared_out, split_of, store, stretch_of
 from .triton_support import power_of_two, tl, triton
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -95,10 +95,7 @@ def few_rows_int4(x, w, scale, out, parts, tickets, M, N, K, split, GROUP: tl.co
     inside = (m < M)[None, :]
     W: tl.constexpr = GROUP // 4
     i = tl.arange(0, W)
-    steps = K // (2 * GROUP)
-    each = tl.cdiv(steps, split)
-    start = tl.program_id(2) * each
-    end = tl.minimum(start + each, steps)
+    start, end = stretch_of(K // (2 * GROUP), split)
     scales = scale + row * (K // GROUP)
     sums = tl.zeros((BN, BM), tl.float32)
     s0, s1 = scales_of(scales, start, end)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .linear_triton import PROGRAMS, Tile, channels_of, shared_out, split_of, store
+from .linear_triton import PROGRAMS, Tile, channels_of, shared_out, split_of, store, stretch_of
 from .triton_support import early, power_of_two, tl, triton, wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -78,12 +78,10 @@ def few_rows_int8(x, w, scale, out, parts, tickets, M, N, K, split, BM: tl.const
     row = tl.where(n < N, n, 0).to(tl.int64)
     column = tl.where(m < M, m, 0).to(tl.int64)
     word, k = tl.arange(0, BK // 4), tl.arange(0, BK)
-    steps = tl.cdiv(K, BK)
-    each = tl.cdiv(steps, split)
-    first = tl.program_id(2) * each
+    first, end = stretch_of(tl.cdiv(K, BK), split)
     wait(EARLY)
     sums = tl.zeros((BN, BM), tl.float32)
-    for step in range(first, tl.minimum(first + each, steps)):
+    for step in range(first, end):
         here, there = step * (BK // 4) + word, step * BK + k
         words = tl.load(w + row[:, None] * (K // 4) + here[None, :], mask=(here < K // 4)[None, :], other=0)
         part = tl.load(x + column[:, None] * K + there[None, :], mask=(there < K)[None, :], other=0.0)

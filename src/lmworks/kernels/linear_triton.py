@@ -55,12 +55,10 @@ def few_rows(x, w, scale, row_scale, out, parts, tickets, M, N, K, split, KIND: 
     row = tl.where(n < N, n, 0).to(tl.int64)
     column = tl.where(m < M, m, 0).to(tl.int64)
     k = tl.arange(0, BK)
-    steps = tl.cdiv(K, BK)
-    each = tl.cdiv(steps, split)
-    first = tl.program_id(2) * each
+    first, end = stretch_of(tl.cdiv(K, BK), split)
     wait(EARLY)
     sums = tl.zeros((BN, BM), tl.float32)
-    for step in range(first, tl.minimum(first + each, steps)):
+    for step in range(first, end):
         there = step * BK + k < K
         tile = tl.load(w + row[:, None] * K + (step * BK + k)[None, :], mask=there[None, :], other=0.0)
         part = tl.load(x + column[None, :] * K + (step * BK + k)[:, None], mask=there[:, None], other=0.0)
@@ -83,6 +81,14 @@ def channels_of(tile, N, BN: tl.constexpr, GATED: tl.constexpr):
         return tl.where(gate < N // 2, gate + i // (BN // 2) * (N // 2), N)
     else:
         return tile * BN + i
+
+
+@triton.jit
+def stretch_of(steps, split):
+    """The steps of this program among `split` that share a tile: the first, and the one behind the last."""
+    each = tl.cdiv(steps, split)
+    first = tl.program_id(2) * each
+    return first, tl.minimum(first + each, steps)
 
 
 @triton.jit
