@@ -180,7 +180,8 @@ def summed(result: list[dict[str, Any]], model: str, kind: str, way: str) -> str
 
 
 def tiles(kind: str, rows: int) -> Iterator[Tile]:
-    for most in (8, 16) if rows <= 8 else (16,) if rows <= 16 else (64,) if rows <= 64 else (64, 128, 256):
+    sizes = {8: (8, 16), 16: (16,), 32: (32, 64), 64: (64,)}
+    for most in next((tried for least, tried in sizes.items() if rows <= least), (64, 128, 256)):
         for lines, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (3, 4, 6)):
             for width in (128,) if kind == "int4" else (128, 256):
                 bytes_in = {"bf16": 2, "int8": 1, "int4": 1, "fp8": 1}[kind]

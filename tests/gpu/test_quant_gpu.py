@@ -17,6 +17,7 @@ from lmworks.kernels import quantized
 from lmworks.kernels.add_norm import add_rms_norm
 from lmworks.kernels.fixed_linear import fixed_linear
 from lmworks.kernels.small_linear import FEW, small_linear
+from lmworks.kernels.swiglu import swiglu_packed
 from lmworks.model.gpt import Linear
 
 pytestmark = [
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SHAPES = [(1000, 1024), (1024, 3072), (6144, 4096)]  # (channels, inputs)
+SHAPES = [(1000, 1024), (1024, 3072), (6144, 4096), (16_400, 512), (65_600, 512)]  # (channels, inputs)
 ROWS = [1, 2, 8, 9, 16, 17, 64, 65, quantized.FP8_MANY, quantized.MANY - 1, quantized.MANY, 300]
 
 
@@ -62,6 +63,7 @@ def test_quantized_layers_compute_their_formula(scheme: str, shape: tuple[int, i
         # Rounding the result; in int4 with many rows of the widened weights too; fp8's tensor cores add in few bits.
         assert off(found, F.linear(known, weight)) < 5e-3, (rows, scheme)
         assert torch.equal(found, new(x)), "split-K must add in one order"
+        assert torch.equal(new(x, gate=True), swiglu_packed(found))
         assert torch.equal(found[0], new(x.clone())[0])
 
 
@@ -142,7 +144,7 @@ def test_the_pipeline_runs_on_a_gpu(scheme: str) -> None:
     assert all(layer.error < {"int8": 0.02, "int4": 0.2, "fp8": 0.1}[scheme] for layer in report.layers)
 
 
-@pytest.mark.parametrize("scheme", ["", "int4"])
+@pytest.mark.parametrize("scheme", ["", *SCHEMES])
 def test_kernels_that_are_launched_early_give_the_bits_of_plain_ones(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

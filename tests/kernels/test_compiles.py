@@ -98,9 +98,9 @@ def store(held: torch.dtype) -> None:
     module.launch(qkv, 32, 8, norm, norm, 1e-6, turn, LayerCache(pool, pool, scales, scales), slots)
 
 
-def product(kind: str, rows: int, gate: bool = False) -> None:
+def product(kind: str, rows: int, gate: bool = False, channels: int = 4096) -> None:
     few = importlib.import_module("lmworks.kernels.linear_triton")
-    x, channels, inputs = torch.zeros(rows, 1024, dtype=BF16), 4096, 1024
+    x, inputs = torch.zeros(rows, 1024, dtype=BF16), 1024
     if kind == "int4":
         words, scale = torch.zeros(channels, inputs // 8, dtype=torch.int32), torch.zeros(channels, 8, dtype=BF16)
         importlib.import_module("lmworks.kernels.int4_triton").int4_linear(x, words, scale, gate)
@@ -179,6 +179,10 @@ def eight_bits() -> None:
     module.quantize(x, torch.float8_e5m2, True, transposed=True)
 
 
+def few_in_eight_bits() -> None:
+    importlib.import_module("lmworks.kernels.float8_triton").quantize_rows(torch.zeros(5, 4096, dtype=BF16), FP8)
+
+
 def squares(dtype: torch.dtype) -> None:
     tensors = [torch.zeros(size, dtype=dtype) for size in (2**20, 2**18 + 3)]
     importlib.import_module("lmworks.kernels.squares_triton").partial_sums(tensors, aligned=True)
@@ -227,6 +231,9 @@ CASES: dict[str, Callable[[], None]] = {
        for kind in ("bf16", "int8", "int4", "fp8") for rows in (1, 2, 64)},
     **{f"{kind}-gate-{rows}": lambda kind=kind, rows=rows: product(kind, rows, gate=True)
        for kind in ("bf16", "int8", "int4", "fp8") for rows in (1, 2)},
+    **{f"{kind}-{rows}-of-{width}": lambda kind=kind, rows=rows, width=width: product(kind, rows, channels=width)
+       for kind in ("bf16", "int8", "int4", "fp8") for rows in (2, 16, 64) for width in (1024, 16_384, 65_536)},
+    "fp8-rows": few_in_eight_bits,
     "fixed-1": lambda: product("fixed", 1),
     "sample": sample,
     "flash-256": lambda: flash(256),
@@ -264,8 +271,8 @@ def test_no_register_is_read_that_was_never_written(compiled: list[Any], tmp_pat
 
 
 MOVES = r"\s(ld|st|atom|red)\.(?!param)|\scp\.async\."
-DECODING = ("norm-4096", "bf16-gate-1", "bf16-2", "int8-1", "fixed-1", "store-fp8", "decode", "swiglu",
-            "sample")  # fmt: skip
+DECODING = ("norm-4096", "bf16-gate-1", "bf16-2", "int8-1", "fp8-rows", "fp8-2", "fixed-1", "store-fp8", "decode",
+            "swiglu", "sample")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DECODING)
@@ -314,7 +321,7 @@ def test_flash_attention_keeps_to_registers_and_tensor_cores(
 
 def test_sums_of_fp8_leave_the_tensor_cores_every_step(compiled: list[Any]) -> None:
     """What they keep of a sum of fp8 is too little for a long one: it goes on in fp32 registers, of which a tile of
-    64 channels and 16 rows has 8 in each of 128 threads."""
+    128 channels and 16 rows has 8 in each of 256 threads."""
     module = importlib.import_module("lmworks.kernels.linear_triton")
     weight, x = torch.zeros(28_672, 512, dtype=torch.uint8).view(FP8), torch.zeros(2, 512).to(FP8)
     module.fp8_linear(x, torch.zeros(2), weight, torch.zeros(28_672), BF16)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -112,27 +113,30 @@ def test_fp8_is_the_product_that_torch_has_for_it() -> None:
 
 @pytest.fixture(params=["whole", "shared"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`shared`: three programs add up one tile."""
+    """`shared`: three programs add up one tile, in steps of 256."""
     from lmworks.kernels import int4_triton, int8_triton, linear_triton
 
     tiles = ((linear_triton, "few_rows_tile"), (int8_triton, "int8_tile"), (int4_triton, "int4_tile"))
     for module, name in tiles:
         plain = getattr(module, name)
-        split = 3 if request.param == "shared" else 1
-        monkeypatch.setattr(module, name, lambda *shape, plain=plain, split=split: replace(plain(*shape), split=split))
+        other = {"split": 3, "inputs": 256} if request.param == "shared" else {"split": 1}
+        monkeypatch.setattr(module, name, lambda *shape, plain=plain, other=other: replace(plain(*shape), **other))
     yield
     if GPU or INTERPRETED:
         assert not linear_triton.tickets_of(torch.device(DEVICE)).any()  # left as the next call expects them
 
 
 @with_triton
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow), 20])  # one and three share a tile
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow), 70])  # one and three share a tile
 @pytest.mark.parametrize("kind", ["wide", "int8", "int4", "fp8"])
 def test_kernels_compute_their_formulas(kind: str, rows: int, cut: None) -> None:
-    """90 channels fill no tile; 768 inputs are six steps of 128, or three pairs of groups."""
+    """90 channels fill no tile, nor do 70 rows two. 1,156 inputs are five steps of 256, the last not full, and 1,024
+    are four pairs of groups: of three programs the last has one, or none. What lies behind x is no number."""
     from lmworks.kernels import int4_triton, int8_triton, linear_triton
 
-    x, weight = draw(rows, 768).to(DEVICE, HALF), draw(90, 768, seed=1).to(DEVICE)
+    inputs = 1024 if kind == "int4" else 1156
+    padded = F.pad(draw(rows, inputs), (0, 0, 0, 1), value=float("nan")).to(DEVICE, HALF)
+    x, weight = padded[:rows], draw(90, inputs, seed=1).to(DEVICE)
     if kind == "wide":
         found, wanted = linear_triton.linear(x, weight.to(HALF)), F.linear(x.double(), weight.to(HALF).double())
     elif kind == "int8":
@@ -143,7 +147,7 @@ def test_kernels_compute_their_formulas(kind: str, rows: int, cut: None) -> None
         found, wanted = int4_triton.int4_linear(x, *tensors), quantized.int4_reference(x.double(), *tensors)
     else:
         q, scale = quantized.fp8_quantize(weight)
-        p, s = quantized.fp8_quantize(x)
+        p, s = (each[:rows] for each in quantized.fp8_quantize(padded))
         found, wanted = linear_triton.fp8_linear(p, s, q, scale, HALF), quantized.fp8_reference(x.float(), q, scale)
     assert found.dtype == HALF
     assert off(found, wanted) < (4e-3 if GPU else 1e-3)
@@ -192,6 +196,80 @@ def test_int4_is_widened_as_the_formula_says(group: int) -> None:
     words, scale = int4(draw(70, 256), group)
     found = int4_triton.int4_widen(words.to(DEVICE), scale.to(DEVICE), torch.float32)
     assert torch.equal(found.cpu(), quantized.int4_dequantize(words, scale))
+
+
+@with_triton
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("kind", ["int8", "int8 without words", "int4", "int4 in small groups", "fp8"])
+def test_every_product_has_a_way(kind: str, gate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed below MANY rows; else, and where the kernel does not take the inputs, by cuBLAS."""
+    from lmworks.kernels import float8_triton
+
+    monkeypatch.setattr(quantized, "plain", lambda _x: False)
+    monkeypatch.setattr(quantized, "MANY", 4)
+    monkeypatch.setattr(quantized, "FP8_MANY", 4)
+    monkeypatch.setattr(float8_triton, "quantize_rows", lambda x, _dtype: quantized.fp8_quantize(x))
+    name, *small = kind.split(" ", 1)
+    weight = draw(48, 130 if name == "int8" and small else 128, seed=1).to(DEVICE)
+    if name == "int4":
+        tensors = int4(weight, 16 if small else 64)
+    else:
+        tensors = (quantized.int8_quantize if name == "int8" else quantized.fp8_quantize)(weight)
+    apply, formula = getattr(quantized, f"{name}_linear"), getattr(quantized, f"{name}_reference")
+    for rows in (3, 4):
+        half = torch.bfloat16 if (name, rows) == ("fp8", 4) else HALF
+        x = draw(rows, 2, weight.shape[1]).to(DEVICE, half)[:, :1]
+        wanted = formula(x.float(), *tensors)
+        if gate:
+            wanted = F.silu(wanted[..., :24]) * wanted[..., 24:]
+        found = apply(x, *tensors, gate=gate)
+        assert (found.dtype, found.shape) == (x.dtype, wanted.shape)
+        assert off(found, wanted) < 1e-2
+
+
+def ptx(text: str, words: list[int], results: int) -> list[list[float]]:
+    """The two numbers that this PTX leaves in each of its registers, given two words."""
+    held = dict(zip((f"${results}", f"${results + 1}"), words, strict=True))
+
+    def numbers(pair: int) -> list[float]:
+        return [struct.unpack("<f", struct.pack("<HH", 0, pair >> at & 0xFFFF))[0] for at in (0, 16)]
+
+    for line in text.strip("{}\n").split("\n"):
+        op, _, rest = line.rstrip(";").partition(" ")
+        to, *names = rest.split(", ")
+        if op == ".reg":
+            continue
+        a, *b = (held[name] if name in held else int(name, 0) for name in names)
+        if op == "mov.b32":
+            held[to] = a
+        elif op == "shr.b32":
+            held[to] = a >> b[0]
+        elif op == "prmt.b32":
+            both = struct.pack("<II", a, b[0])
+            held[to] = int.from_bytes(bytes(both[b[1] >> 4 * i & 7] for i in range(4)), "little")
+        elif op == "lop3.b32":
+            assert b[2] == 0xEA
+            held[to] = a & b[0] | b[1]
+        else:
+            assert op == "fma.rn.bf16x2"
+            sums = [x * y + z for x, y, z in zip(*map(numbers, (a, *b)), strict=True)]
+            low, high = (struct.unpack("<HH", struct.pack("<f", each)) for each in sums)
+            assert low[0] == high[0] == 0, "a bf16 holds it"
+            held[to] = low[1] | high[1] << 16
+    return [numbers(held[f"${t}"]) for t in range(results)]
+
+
+def test_words_are_spread_into_the_numbers_that_they_hold() -> None:
+    """By PTX, which the interpreter does not run: every byte in every place."""
+    pytest.importorskip("triton")
+    from lmworks.kernels import int4_triton, int8_triton
+
+    for first in range(256):
+        pair = [bytes((first + by * i) % 256 for i in range(4)) for by in (1, 77)]
+        words = [int.from_bytes(each, "little") for each in pair]
+        signed = [struct.unpack("4b", each) for each in pair]
+        assert ptx(int8_triton.spread(), words, 4) == [list(both) for both in zip(*signed, strict=True)]
+        assert ptx(int4_triton.spread(), words, 8) == [[(word >> 4 * t & 15) - 8 for word in words] for t in range(8)]
 
 
 def test_small_linear_is_a_linear() -> None:

@@ -115,7 +115,7 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, gate: bool = False) -> Tens
     rows = x.numel() // inputs
     x = x.contiguous()
     out = torch.empty(*x.shape[:-1], channels // (1 + gate), dtype=x.dtype, device=x.device)
-    tile = int8_tile(rows, channels, inputs)
+    tile = int8_tile(rows, channels, inputs, gate)
     grid, parts, tickets = shared_out(out, rows, channels, tile, gate)
     few_rows_int8[grid](
         x, q.view(torch.int32), scale, out, parts, tickets, rows, channels, inputs, tile.split, tile.rows,
@@ -125,15 +125,16 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, gate: bool = False) -> Tens
     return out
 
 
-def int8_tile(rows: int, channels: int, inputs: int) -> Tile:
-    """As tuned on an H200 (benchmarks/results/quant_tune.txt)."""
+def int8_tile(rows: int, channels: int, inputs: int, gate: bool) -> Tile:
+    """As tuned on an H200 for 1, 8, 16, 64 and 139 rows (benchmarks/results/quant_tune.txt)."""
     most, steps = min(64, max(8, power_of_two(rows))), triton.cdiv(inputs, 128)
     if channels >= 64 * PROGRAMS:
         if most == 16 or (most == 8 and channels >= 256 * PROGRAMS):
             return Tile(most, 64, 256, 1, stages=3, warps=2)
         return Tile(most, 128, 128, 1, stages=4, warps=4)
     if most == 64 and channels > 2048:
-        return Tile(most, 128, 128, split_of(triton.cdiv(channels, 128), steps, PROGRAMS // 2), stages=4, warps=4)
+        split = split_of(triton.cdiv(channels, 128), steps, PROGRAMS // 2)
+        return Tile(most, 128, 128, split, stages=4, warps=8 if gate and split > 1 else 4)  # of four, registers spill
     lines = 32 if channels <= 2048 and most < 32 else 64
     split = split_of(triton.cdiv(channels, lines) * triton.cdiv(rows, most), steps)
     return Tile(most, lines, 128, split, stages=4, warps=2 if lines == 32 or most == 16 else 4)

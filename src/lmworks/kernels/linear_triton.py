@@ -185,7 +185,10 @@ def one_row_tile(channels: int, inputs: int) -> tuple[int, int]:
 
 
 def few_rows_tile(kind: str, rows: int, channels: int, inputs: int) -> Tile:
-    """As tuned on an H200 (benchmarks/results/quant_tune.txt): wide outputs fill it, narrow ones need split-K."""
+    """Wide outputs fill the GPU with large tiles; narrow ones need small tiles and split-K.
+
+    As tuned on an H200 for 8 rows of bf16, and 1 and 139 of fp8 (benchmarks/results/quant_tune.txt).
+    """
     small, most = kind == "fp8", min(64, max(8, power_of_two(rows)))
     if channels >= (64 if small else 256) * PROGRAMS:
         return Tile(max(16, most), 128, 128, 1, stages=4 if small else 3, warps=8)
