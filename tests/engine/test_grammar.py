@@ -14,11 +14,12 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models
 
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
-from lmworks.engine.grammar import KEPT, Grammars, Matcher
+from lmworks.engine.grammar import KEPT, LIMITS, Grammars, Matcher, grammar
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.request import Request, Sequence
 from lmworks.engine.sampler import Sampler
 from lmworks.engine.text import Text
+from lmworks.engine.trial import Trial
 from lmworks.spec import SpecError
 
 PADDING = 40  # ids of the model that the tokenizer does not have
@@ -118,6 +119,17 @@ def test_the_answer_is_one_of_the_choices(name: str) -> None:
         assert text in choices and matcher.done
         seen.add(text)
     assert len(seen) > 4
+
+
+@pytest.mark.parametrize("name", ["byte-level", "pieces"])
+def test_an_answer_may_spell_the_name_of_a_special_token(name: str) -> None:
+    """By other tokens: the special one would end the text, or not be seen in it."""
+    tokenizer = TOKENIZERS[name]
+    assert isinstance(tokenizer, FileTokenizer)
+    end = tokenizer.inner.id_to_token(tokenizer.eot)
+    for text in (end, f"a{end}b", f"{end[:-1]}{end}{end}"):
+        assert answer(name, 0, SamplingParams(choice=[text]))[0] == text
+    assert answer(name, 0, SamplingParams(json_schema={"const": end}))[0] == json.dumps(end)
 
 
 def allowed(name: str, matcher: Matcher) -> set[int]:
@@ -260,6 +272,8 @@ HEAVY: dict[str, dict[str, Any]] = {
     "many items": {"json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 10**6}},
     "endless": {"json_schema": {"properties": {"next": {"$ref": "#"}}, "required": ["next"]}},
     "enum": {"json_schema": {"enum": [f"v{i}" for i in range(5000)]}},
+    "a multiple": {"json_schema": {"type": "integer", "multipleOf": 9_999_991}},
+    "words": {"regex": r"\w*" * 20_000},
     "properties": {"json_schema": {"properties": {f"p{i}": {"type": "integer"} for i in range(256)}}},
 }
 
@@ -289,3 +303,26 @@ def test_no_shape_holds_up_the_others(name: str) -> None:
     assert max(times) < 1
     if matcher is not None and matcher.error is not None:
         assert "complex" in matcher.error
+
+
+def test_what_died_of_a_grammar_is_there_for_the_next() -> None:
+    """And nobody is left behind."""
+    trial, simple = Trial(LIMITS), json.dumps({"lark": 'start: "a"+'})
+    trial.check(simple)
+    first = trial.process
+    assert first is not None
+    trial.check(simple)
+    assert trial.process is first
+    with pytest.raises(SpecError, match="too complex"):
+        trial.check(grammar(SamplingParams(regex=r"\w*" * 20_000)))
+    assert first.poll() is not None
+    trial.check(simple)
+    second = trial.process
+    assert second is not None
+    second.kill()
+    second.wait()
+    trial.check(simple)  # one that was killed meanwhile
+    third = trial.process
+    assert third is not None
+    del trial
+    assert third.poll() is not None

@@ -1,9 +1,9 @@
 """Answers of a given shape: before each token, the set of those that can still lead to one.
 
 llguidance keeps a parser for each sequence and computes that set as a row of bits. What a stranger sends is compiled
-within limits, of its text before and of the parser's work after, so that no schema can hold up the others: one that
-is too large, or that no answer can fit, is refused with the request; one that grows too complex on the way ends its
-own answer (`Matcher.error`).
+within limits, of its text before, of the work that compiling it takes (`engine.trial`) and of the parser's work after,
+so that no schema can hold up the others: one that is too large or too complex, or that no answer can fit, is refused
+with the request; one that grows too complex on the way ends its own answer (`Matcher.error`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from ..data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from ..spec import LMWorksError, SpecError
 from .params import SamplingParams
+from .trial import Trial
 
 if TYPE_CHECKING:
     import llguidance
@@ -69,7 +71,7 @@ class Grammars:
         """The mask is for `valid` tokens; `ends` are tokens that end a text, besides the tokenizer's own."""
         self.tokenizer, self.vocab = tokenizer, max(valid, tokenizer.vocab_size)
         self.ends = sorted({tokenizer.eot, *ends})
-        self.lock = threading.Lock()
+        self.lock, self.trial = threading.Lock(), Trial(LIMITS)
         self.compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the least used first
         self.inner: llguidance.LLTokenizer | None = None
         self.executor: llguidance.LLExecutor | None = None
@@ -84,6 +86,7 @@ class Grammars:
             if self.inner is None:
                 self.inner = adapted(self.tokenizer, self.vocab, self.ends)
         if pristine is None:
+            self.trial.check(text)
             pristine = compiled(self.inner, text)
         with self.lock:
             self.compiled[text] = pristine
@@ -251,16 +254,39 @@ class ByteVocabulary:
         return list(text.encode("utf-8") if isinstance(text, str) else text)
 
 
+class FileVocabulary:
+    """`FileTokenizer` likewise. The library can read one by itself, but where an answer has to spell the name of a
+    special token, it would take that token. So names are given to it in two parts.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: FileTokenizer, read: llguidance.LLTokenizer) -> None:
+        self.eos_token_id, self.read = tokenizer.eot, read
+        ids = range(read.vocab_size)
+        self.special_token_ids = [each for each in ids if read.is_special_token(each)]
+        self.tokens = [read.decode_bytes([each]) for each in ids]
+        added = tokenizer.inner.get_added_tokens_decoder().values()
+        names = "|".join(re.escape(each.content) for each in added if each.special)
+        self.named = re.compile(f"(?={names})") if names else None
+
+    def __call__(self, text: str) -> list[int]:
+        starts = [found.start() + 1 for found in self.named.finditer(text)] if self.named else []
+        parts = (text[begin:end] for begin, end in pairwise([0, *starts, len(text)]))
+        return [token for part in parts for token in self.read.tokenize_str(part)]
+
+
 def adapted(tokenizer: Tokenizer, vocab: int, ends: list[int]) -> llguidance.LLTokenizer:
     """Which bytes each token stands for. Takes about a second for a large vocabulary."""
     library = imported()
-    if not isinstance(tokenizer, ByteTokenizer | FileTokenizer):
-        raise SpecError("json_schema, regex and choice need a tokenizer.json, or bytes")
-    if isinstance(tokenizer, FileTokenizer):
-        source = tokenizer.inner.to_str()
-    else:
-        source = library.TokenizerWrapper(ByteVocabulary(vocab))
     try:
-        return library.LLTokenizer(source, n_vocab=vocab, eos_token=ends)
+        if isinstance(tokenizer, FileTokenizer):
+            read = library.LLTokenizer(tokenizer.inner.to_str(), n_vocab=vocab)
+            known: ByteVocabulary | FileVocabulary = FileVocabulary(tokenizer, read)
+        elif isinstance(tokenizer, ByteTokenizer):
+            known = ByteVocabulary(vocab)
+        else:
+            raise SpecError("json_schema, regex and choice need a tokenizer.json, or bytes")
+        return library.LLTokenizer(library.TokenizerWrapper(known), n_vocab=vocab, eos_token=ends)
     except ValueError as error:
         raise SpecError(f"json_schema, regex and choice do not work with this tokenizer: {error}") from None
