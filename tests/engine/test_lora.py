@@ -166,6 +166,27 @@ def test_an_unknown_adapter_fails_alone(tmp_path: Path) -> None:
     assert len(good.token_ids) == len(other.token_ids) == 4
 
 
+def test_an_overflow_stays_with_its_own_sequences(tmp_path: Path) -> None:
+    """All numbers of the adapter are within fp16, and its products are not: the others do not see it."""
+    wild = make_adapter("llama", LAYERS["llama"])
+    for down, _ in wild.pairs.values():
+        down.copy_(down.sign() * 6e4)
+    first = two_adapters("llama")["first"]
+    names = [None, "first", "wild", None]
+    params = [SamplingParams(temperature=0, max_tokens=6, logprobs=0, adapter=name) for name in names]
+    prompts = random_prompts([9, 5, 7, 12])
+    exact: dict[str, Any] = {"dtype": "fp16", "batch_invariant": True, "prefix_cache": False}
+    engine = engine_with("llama", {"first": first, "wild": wild}, tmp_path, **exact)
+    found = answers(engine, prompts, params)
+    assert found[2].error is not None and "not finite" in found[2].error
+    found[2:3] = answers(engine, prompts[2:3], [params[0]])  # in the memory of the one that overflowed, perhaps
+    bare = make_engine("llama", **exact)
+    expected = answers(bare, prompts, [params[0]] * 4)
+    bare.add_adapter("first", tmp_path / "first")
+    expected[1:2] = answers(bare, prompts[1:2], [params[1]])
+    assert [each.logprobs for each in found] == [each.logprobs for each in expected]
+
+
 # --- files ------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +200,10 @@ def test_an_unknown_adapter_fails_alone(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not supported; it must be True"),
         ({"r": 5}, "has rank 4, but adapter_config.json says 5"),
         ({"lora_alpha": None}, "lora_alpha = None: a number is expected"),
+        ({"lora_alpha": math.nan}, "lora_alpha = nan: a number is expected"),
+        ({"lora_alpha": math.inf}, "lora_alpha = inf: a number is expected"),
+        ({"lora_alpha": 10**400}, "lora_alpha = 10{57,}: a number is expected"),
+        ({"lora_alpha": 1e300}, r"q_proj\.lora_B' has numbers up to .*e\+299, .*: no engine\.dtype reaches that"),
     ],
 )
 def test_what_is_not_computed_is_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -205,6 +230,43 @@ def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
     flat = Made(config, {"model.layers.0.self_attn.q_proj": (torch.ones(4), torch.ones(64, 4))})
     with pytest.raises(CheckpointError, match="do not fit together"):
         engine.add_adapter("flat", flat.save(tmp_path / "flat"))
+    none = Made({**config, "r": 0}, {"model.layers.0.self_attn.q_proj": (torch.ones(0, 48), torch.ones(64, 0))})
+    with pytest.raises(CheckpointError, match="do not fit together"):
+        engine.add_adapter("none", none.save(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "side", "value", "says"),
+    [
+        ("fp32", "A", math.nan, "holds NaN or infinity: the file is damaged, or the training diverged"),
+        ("fp16", "B", -math.inf, "holds NaN or infinity: the file is damaged, or the training diverged"),
+        (
+            "fp16",
+            "A",
+            1e5,
+            r"has numbers up to 1e\+05, .* but float16 ends at 6\.55e\+04: use engine\.dtype = 'bf16' or",
+        ),
+        ("fp16", "B", -4e4, r"has numbers up to 8e\+04, its scale included, but float16 ends at 6\.55e\+04"),
+        ("bf16", "B", 3e38, r"has numbers up to 6e\+38, .* bfloat16 ends at 3\.39e\+38: no engine\.dtype reaches that"),
+    ],
+)
+def test_numbers_that_the_engine_cannot_hold_are_refused(
+    dtype: str, side: str, value: float, says: str, tmp_path: Path
+) -> None:
+    """By the name of their tensor; the others go on."""
+    made = make_adapter("llama", ["q_proj", "down_proj"])
+    made.pairs["model.layers.1.mlp.down_proj"]["AB".index(side)][1, 2] = value
+    engine = engine_with("llama", {"first": two_adapters("llama")["first"]}, tmp_path, dtype=dtype)
+    params = [SamplingParams(temperature=0, max_tokens=3, adapter=name) for name in (None, "first")]
+    before = answers(engine, [[1, 2]] * 2, params)
+    with pytest.raises(
+        LMWorksError, match=rf"bad/adapter_model\.safetensors: 'model\.layers\.1\.mlp\.down_proj\.lora_{side}' {says}"
+    ):
+        engine.add_adapter("bad", made.save(tmp_path / "bad"))
+    after = answers(engine, [[1, 2]] * 2, params)
+    assert [each.token_ids for each in after] == [each.token_ids for each in before]
+    if dtype == "fp16" and math.isfinite(value):
+        make_engine("llama", dtype="bf16").add_adapter("bad", tmp_path / "bad")
 
 
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])

@@ -1,12 +1,13 @@
 """LoRA adapters beside the weights: several at once in one batch.
 
 All adapters of a layer are stacked to one pair of matrices, as wide as their ranks together. A row of the batch goes
-through all of them, and a mask keeps the columns of its own:
+through all of them, and the columns that are not its own are set to 0:
 
-    y = W·x + B·(mask ∘ A·x)        A (Σ rank, in), B (out, Σ rank), mask (rows, Σ rank) of zeros and ones
+    y = W·x + B·own(A·x)        A (Σ rank, in), B (out, Σ rank)
 
-That is two products whoever is in the batch, so the shapes are fixed and a CUDA graph can hold them; the ranks are
-small, and so is the waste. Where layers were merged (q, k and v; gate and up), B is zero but for each one's own block.
+Set, and not multiplied by 0: what overflows in one adapter stays with its own sequences. These are two products whoever
+is in the batch, so the shapes are fixed and a CUDA graph can hold them; the ranks are small, and so is the waste. Where
+layers were merged (q, k and v; gate and up), B is zero but for each one's own block.
 
 Where ranks share a layer, each has its outputs of B, or its inputs of A; the latter is part of the sum over ranks.
 """
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 class Choice:
     """Which columns each row of the batch uses: one tensor for all layers, always the same memory."""
 
-    mask: Tensor  # (tokens of the largest step, Σ rank)
+    others: Tensor  # (tokens of the largest step, Σ rank) bool: columns that are not the row's own
 
 
 class Adapted(nn.Module):
@@ -49,9 +50,9 @@ class Adapted(nn.Module):
         self.down, self.up = down, up  # (parts · Σ rank, in), (out, parts · Σ rank)
 
     def forward(self, x: Tensor) -> Tensor:  # (tokens, in)
-        mask = self.choice.mask[: x.shape[0]].unsqueeze(1)  # (tokens, 1, Σ rank)
+        others = self.choice.others[: x.shape[0]].unsqueeze(1)  # (tokens, 1, Σ rank)
         product = self.apply_linear.product
-        narrow = product(x, self.down, None).unflatten(1, (-1, mask.shape[-1])) * mask
+        narrow = product(x, self.down, None).unflatten(1, (-1, others.shape[-1])).masked_fill(others, 0)
         return self.apply_linear(self.base, x) + product(narrow.flatten(1), self.up, None)
 
 
@@ -83,7 +84,7 @@ class Adapters:
             raise SpecError("an adapter needs a name, by which requests ask for it")
         if name in self.held:
             raise SpecError(f"an adapter named {name!r} is already there; give this one another name")
-        adapter = read_adapter(name, folder, self.model.spec)
+        adapter = read_adapter(name, folder, self.model.spec, next(self.model.parameters()).dtype)
         reachable = {part for place in places_of(self.model, self.kept) for part in place.parts}
         if missed := sorted(adapter.deltas.keys() - reachable):
             raise SpecError(f"{folder}: it changes {missed[0]}, and the engine applies adapters to plain layers only")
@@ -100,21 +101,21 @@ class Adapters:
         """Hold these from now on; where they do not fit, all stays as it is."""
         weight = next(self.model.parameters())  # whose device and precision those of all layers are
         width = sum(adapter.rank for adapter in adapters.values())
-        columns = torch.zeros(1 + len(adapters), width)
+        columns = torch.ones(1 + len(adapters), width, dtype=torch.bool)
         indices: dict[str | None, int] = {None: 0}
         begin = 0
         for index, (name, adapter) in enumerate(adapters.items(), start=1):
             indices[name] = index
-            columns[index, begin : begin + adapter.rank] = 1
+            columns[index, begin : begin + adapter.rank] = False
             begin += adapter.rank
-        choice = Choice(torch.zeros(self.tokens, width).to(weight))
+        choice = Choice(torch.ones(self.tokens, width, dtype=torch.bool, device=weight.device))
         places = places_of(self.model, self.kept)
         layers = [place.base for place in places]
         for at, place in enumerate(places):
             if any(part in adapter.deltas for adapter in adapters.values() for part in place.parts):
                 down, up = (matrix.to(weight) for matrix in stacked(list(adapters.values()), place.parts, width))
                 layers[at] = Adapted(place.base, place.apply, choice, down, up)
-        self.columns = columns.to(weight)  # (1 + adapters, Σ rank): the mask of a row, by the index of its adapter
+        self.columns = columns.to(weight.device)  # (1 + adapters, Σ rank): `others`, by the index of a row's adapter
         self.held, self.indices, self.choice = adapters, indices, choice
         for place, layer in zip(places, layers, strict=True):
             setattr(place.owner, place.attribute, layer)
@@ -130,7 +131,7 @@ class Adapters:
         if self.columns.is_cuda:
             index = index.pin_memory()
         index = index.to(self.columns.device, non_blocking=True)
-        torch.index_select(self.columns, 0, index, out=self.choice.mask[: len(index)])
+        torch.index_select(self.columns, 0, index, out=self.choice.others[: len(index)])
 
 
 def own_part(adapter: Adapter, kept: Mapping[str, Kept]) -> Adapter:

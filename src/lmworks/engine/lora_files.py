@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,8 @@ class Adapter:
         return max(delta.down.shape[0] for delta in self.deltas.values())
 
 
-def read_adapter(name: str, folder: Path, spec: ModelSpec) -> Adapter:
-    """In fp32; everything in the files is used, or the adapter is refused."""
+def read_adapter(name: str, folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Adapter:
+    """In fp32, to be used in `dtype`; everything in the files is used, or the adapter is refused."""
     config = read_json(folder / CONFIG)
     for key, harmless in UNUSED.items():
         if config.get(key) not in harmless:
@@ -77,8 +78,28 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec) -> Adapter:
                 f"{folder / WEIGHTS}: it changes '{module}', which is no linear layer in a block of this model"
             )
         scale = scale_of(config, module, down.shape[0], folder)
-        deltas |= dict(cut(stored[module], Delta(down.float(), up.float() * scale), ours, folder))
+        tensor = f"{folder / WEIGHTS}: '{module}.lora"
+        delta = Delta(scaled(down, 1.0, dtype, f"{tensor}_A'"), scaled(up, scale, dtype, f"{tensor}_B'"))
+        deltas |= dict(cut(stored[module], delta, ours, folder))
     return Adapter(name, deltas)
+
+
+def scaled(matrix: Tensor, scale: float, dtype: torch.dtype, which: str) -> Tensor:
+    """In fp32. What is not finite in `dtype` is refused: times a zero it is NaN, for every row of a batch."""
+    plain = matrix.float()
+    whole = plain * scale
+    if bool(whole.to(dtype).isfinite().all()):
+        return whole
+    if not bool(plain.isfinite().all()):
+        raise CheckpointError(
+            f"{which} holds NaN or infinity: the file is damaged, or the training diverged; use an earlier save of it"
+        )
+    largest, wide = float(plain.abs().max()) * abs(scale), torch.finfo(torch.bfloat16).max
+    way = "use engine.dtype = 'bf16' or 'fp32'" if largest <= wide else "no engine.dtype reaches that"
+    raise SpecError(
+        f"{which} has numbers up to {largest:.3g}, its scale included, "
+        f"but {str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:.3g}: {way}"
+    )
 
 
 def in_a_block(stored: Stored) -> bool:
@@ -103,7 +124,7 @@ def read_pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     if not found:
         raise CheckpointError(f"{path}: it holds no LoRA matrices")
     for module, both in found.items():
-        whole = both.keys() == {"A", "B"} and all(matrix.dim() == 2 for matrix in both.values())
+        whole = both.keys() == {"A", "B"} and all(matrix.dim() == 2 and matrix.numel() for matrix in both.values())
         if not whole or both["A"].shape[0] != both["B"].shape[1]:
             raise CheckpointError(f"{path}: the two matrices of '{module}' do not fit together")
     return {module: (both["A"], both["B"]) for module, both in found.items()}
@@ -118,8 +139,8 @@ def scale_of(config: dict[str, Any], module: str, rank: int, folder: Path) -> fl
         raise CheckpointError(f"{folder / CONFIG}: rank_pattern or alpha_pattern cannot be read ({error})") from None
     if told != rank:
         raise CheckpointError(f"{folder}: '{module}' has rank {rank}, but {CONFIG} says {told}")
-    if not isinstance(alpha, int | float):
-        raise CheckpointError(f"{folder / CONFIG}: lora_alpha = {alpha!r}: a number is expected")
+    if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:  # which NaN is not either
+        raise CheckpointError(f"{folder / CONFIG}: lora_alpha = {alpha!r:.60}: a number is expected")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
