@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import random
 import time
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import pytest
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
-from lmworks.engine.text import Text
+from lmworks.engine.text import Text, decode
 
 WORDS = ["▁", "▁▁", "▁the", "▁cat", "s", "at", "é", "▁名", "前", ",", ".", "a", "b"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -48,10 +49,12 @@ def llama() -> decoders.Decoder:
     )
 
 
+SENTENCES = sentence_pieces(llama())
+FALLBACK = ["llama", "gemma"]  # which have bytes for characters that they have no piece of
 TOKENIZERS: dict[str, Tokenizer] = {
     "bytes": ByteTokenizer(),
     "byte-level": byte_level(),
-    "llama": sentence_pieces(llama()),
+    "llama": SENTENCES,
     "gemma": sentence_pieces(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])),
     "metaspace": sentence_pieces(decoders.Metaspace()),
     "no decoder": sentence_pieces(None),
@@ -61,6 +64,19 @@ TOKENIZERS: dict[str, Tokenizer] = {
 
 def shown(text: Text, ids: list[int]) -> list[str]:
     return [*(text.push(token) for token in ids), text.flush()]
+
+
+def mended(ids: list[int]) -> list[int]:
+    """Ids of `sentence_pieces` in which every byte that belongs to no character is U+FFFD, written in byte tokens."""
+    codecs.register_error("each byte", lambda error: ("\ufffd" * (error.end - error.start), error.end))
+    found: list[int] = []
+    spoken = [i for i in ids if 2 <= i < SENTENCES.vocab_size]
+    for is_byte, group in groupby(spoken, key=lambda i: i < 2 + 256):
+        run = list(group)
+        if is_byte:
+            run = [2 + byte for byte in bytes(i - 2 for i in run).decode("utf-8", "each byte").encode()]
+        found += run
+    return found
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -73,17 +89,44 @@ def test_the_text_is_that_of_all_tokens_at_once(name: str) -> None:
         ids = [draw.choice(few) if draw.random() < 0.6 else draw.randrange(tokenizer.vocab_size) for _ in range(25)]
         text = Text(tokenizer)
         parts = shown(text, ids)
-        assert "".join(parts) == text.text == tokenizer.decode(ids), ids
+        expected = tokenizer.decode(mended(ids) if name in FALLBACK else ids)
+        assert "".join(parts) == text.text == decode(tokenizer, ids) == expected, ids
 
 
-@pytest.mark.parametrize("name", ["bytes", "byte-level", "llama"])
+@pytest.mark.parametrize("name", FALLBACK)
+def test_characters_in_byte_tokens(name: str) -> None:
+    """Random texts in bytes and pieces, special tokens in between: shown as soon as they are there, and as decoded."""
+    tokenizer, draw = TOKENIZERS[name], random.Random(2)
+    pieces = [[2 + 256 + i] for i in range(len(WORDS))]
+    for _ in range(400):
+        letters = "".join(draw.choice("a\n é名🙂▁\ufffd") * draw.choice([1, 1, 1, 12]) for _ in range(12))
+        units = [[2 + byte for byte in letter.encode()] for letter in letters]
+        units = [unit if draw.random() < 0.9 else draw.choice(pieces) for unit in units]
+        text, so_far = Text(tokenizer), []
+        for unit in units:
+            for token in unit:
+                text.push(token)
+                text.push(1)
+            so_far += unit
+            assert text.text == tokenizer.decode(so_far), so_far
+        assert text.flush() == ""
+
+
+@pytest.mark.parametrize("name", FALLBACK)
+def test_a_broken_byte_spoils_no_characters_around_it(name: str) -> None:
+    text = Text(TOKENIZERS[name])
+    assert [text.push(2 + byte) for byte in b"\n\xc3\xa9\xe2\x82A\xff\xc3"] == ["\n", "", "é", "", "", "��A", "�", ""]
+    assert text.flush() == "�"
+
+
+@pytest.mark.parametrize("name", ["bytes", "byte-level", *FALLBACK])
 def test_half_a_character_waits_and_whole_ones_do_not(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     written = "a🙂é, 名前a"
-    ids = tokenizer.encode(written) if name != "llama" else [2 + byte for byte in written.encode()]
+    ids = tokenizer.encode(written) if name not in FALLBACK else [2 + byte for byte in written.encode()]
     parts = shown(Text(tokenizer), ids)
     assert "".join(parts) == written and "\ufffd" not in "".join(parts)
-    if name == "bytes":
+    if name != "byte-level":
         assert parts == ["a", "", "", "", "🙂", "", "é", ",", " ", "", "", "名", "", "", "前", "a", ""]
 
 
@@ -144,6 +187,16 @@ def test_a_stop_string_completed_by_what_waited() -> None:
     """The library turns the half character into U+FFFD in the end, and that may be what was looked for."""
     text = Text(ByteTokenizer(), ["\ufffd"])
     assert text.push(ord("a")) + text.push(0xC3) + text.flush() == "a" and text.stopped == "\ufffd"
+
+
+@pytest.mark.parametrize("name", FALLBACK)
+def test_a_stop_string_in_byte_tokens_is_found_with_its_last_byte(name: str) -> None:
+    text = Text(TOKENIZERS[name], ["\n", "é"])
+    assert text.push(2 + ord("a")) == "a" and text.stopped is None
+    assert text.push(2 + ord("\n")) == "" and text.stopped == "\n" and text.text == "a"
+    text = Text(TOKENIZERS[name], ["\n", "é"])
+    assert text.push(2 + 0xC3) == "" and text.stopped is None
+    assert text.push(2 + 0xA9) == "" and text.stopped == "é"
 
 
 def test_no_stop_before_min_tokens() -> None:

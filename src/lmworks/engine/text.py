@@ -1,8 +1,12 @@
-"""An answer's text, token by token: the same as decoding all of it at once, at a cost that does not grow.
+"""An answer's text, token by token: the same as that of all tokens at once, at a cost that does not grow.
 
 Tokens are not characters. A character may be spread over several byte tokens, a leading space is dropped only at the
 very beginning, and a stop string may begin in one token and end in another. So some text waits: half a character,
 and whatever might still turn out to be the beginning of a stop string.
+
+It is what the tokenizer decodes, with one exception. If any of a run of byte tokens (<0xE2>) is not UTF-8, the library
+turns the whole run into U+FFFD, also the characters in it that were shown long ago. Here they stay: only a byte that
+belongs to no character becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -11,13 +15,15 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from ..data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-WINDOW = 8  # settled tokens that are decoded again as the context of the next
+REPLACEMENT = "\ufffd"
+WINDOW = 8  # settled tokens (or characters of several) that are decoded again as the context of the next
 
 
 class Decoder(Protocol):
@@ -43,36 +49,67 @@ class Bytes:
 
 
 class Pieces:
-    """Tokens that are pieces of text, as SentencePiece writes them, for whatever decoder the tokenizer has.
+    """Tokens that are pieces of text, for whatever decoder the tokenizer has.
 
-    A token's text is what it adds to that of a few tokens before it. Byte tokens (<0xE2>) wait until something else
-    follows: the library turns a whole run of them into U+FFFD if any of it is not UTF-8.
+    A token's text is what it adds to that of a few tokens before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary | None = None) -> None:
         self.decode, self.vocabulary = tokenizer.decode, vocabulary
-        self.window: list[int] = []  # settled, and decoded with what follows
-        self.run: list[int] = []  # byte tokens that wait
+        self.window: list[list[int]] = []  # settled, each together, and decoded with what follows
 
     def push(self, token: int) -> str:
-        if self.vocabulary is not None:
-            if not self.vocabulary.speaks(token):
-                return ""
-            if token in self.vocabulary.byte_tokens:
-                self.run.append(token)
-                return ""
-        return self.flush() + self.settle([token])
+        return self.settle([token]) if self.vocabulary is None or self.vocabulary.speaks(token) else ""
 
     def flush(self) -> str:
-        run, self.run = self.run, []
-        return self.settle(run) if run else ""
+        return ""
 
     def settle(self, tokens: list[int]) -> str:
-        before = self.decode(self.window)
-        text = self.decode(self.window + tokens)[len(before) :]
+        before = [*chain.from_iterable(self.window)]
+        text = self.decode(before + tokens)[len(self.decode(before)) :]
         # A lone "▁" decodes to nothing: without what stood before it, it would be no context at all.
-        self.window = tokens if self.decode(tokens) else self.window[-WINDOW:] + tokens
+        self.window = [tokens] if self.decode(tokens) else [*self.window[-WINDOW:], tokens]
         return text
+
+
+class ByteFallback(Pieces):
+    """Pieces of text, and bytes of characters that have no piece, as SentencePiece writes them.
+
+    Byte tokens wait until they are a whole character. One that cannot become any is read as if U+FFFD stood there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+        super().__init__(tokenizer)
+        self.speaks, self.byte_tokens = vocabulary.speaks, vocabulary.byte_tokens
+        self.replacement = vocabulary.replacement
+        self.half: list[int] = []  # byte tokens that wait
+
+    def push(self, token: int) -> str:
+        if not self.speaks(token):
+            return ""
+        if token not in self.byte_tokens:
+            return self.flush() + self.settle([token])
+        self.half.append(token)
+        text = ""
+        while self.half:
+            try:
+                _, taken = codecs.utf_8_decode(bytes(self.byte_tokens[each] for each in self.half))
+            except UnicodeDecodeError:
+                text += self.give_up()
+                continue
+            if not taken:
+                break
+            text += self.settle(self.half[:taken])
+            del self.half[:taken]
+        return text
+
+    def flush(self) -> str:
+        return "".join(self.give_up() for _ in range(len(self.half)))
+
+    def give_up(self) -> str:
+        """The first byte that waits belongs to no character."""
+        del self.half[0]
+        return self.settle(self.replacement)
 
 
 class Vocabulary:
@@ -83,10 +120,13 @@ class Vocabulary:
         self.kinds = decoder_kinds(inner.decoder)
         self.piece: Callable[[int], str | None] = inner.id_to_token
         self.special = frozenset(number for number, token in inner.get_added_tokens_decoder().items() if token.special)
-        self.byte_tokens: frozenset[int] = frozenset()
+        self.byte_tokens: dict[int, int] = {}  # and the bytes that they stand for
         if "ByteFallback" in self.kinds:
-            vocabulary = inner.get_vocab(with_added_tokens=True)
-            self.byte_tokens = frozenset(number for token, number in vocabulary.items() if BYTE_TOKEN.fullmatch(token))
+            for piece, token in inner.get_vocab(with_added_tokens=True).items():
+                if BYTE_TOKEN.fullmatch(piece):
+                    self.byte_tokens[token] = int(piece[3:5], 16)
+        tokens = {byte: token for token, byte in self.byte_tokens.items()}
+        self.replacement = [tokens[byte] for byte in REPLACEMENT.encode() if byte in tokens]
 
     def speaks(self, token: int) -> bool:
         """Special tokens, and ids that no token has, are nothing to the decoder: a run of bytes goes on past them."""
@@ -106,7 +146,15 @@ def decoder_of(tokenizer: Tokenizer) -> Decoder:
         known = VOCABULARIES[tokenizer] = Vocabulary(tokenizer)
     if known.kinds == ["ByteLevel"]:
         return Bytes(lambda token: byte_level(known, token))
-    return Pieces(tokenizer, known)
+    return ByteFallback(tokenizer, known) if known.byte_tokens else Pieces(tokenizer, known)
+
+
+def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of all tokens at once, for those that nobody looked at before."""
+    text = tokenizer.decode(ids)
+    if REPLACEMENT in text and isinstance(decoder := decoder_of(tokenizer), ByteFallback):
+        text = "".join(map(decoder.push, ids)) + decoder.flush()
+    return text
 
 
 def decoder_kinds(decoder: Any) -> list[str]:
