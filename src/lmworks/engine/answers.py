@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..data.tokenizer import Tokenizer
 from .grammar import Grammars, Matcher
 from .request import Answer, Piece, Request, Result, Sequence
-from .text import Text
+from .text import Text, decode
 
 NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity): no token can be picked"
 NOTHING_FITS = (
@@ -37,6 +37,16 @@ def prepare(sequence: Sequence, tokenizer: Tokenizer | None, grammars: Grammars 
 
 def push(sequence: Sequence, token: int) -> tuple[str, Ending | None]:
     """The latest known token of an answer: the text that may be shown now, and whether it was the last."""
+    shown, ending = read(sequence, token)
+    text = sequence.text
+    if text is None or ending is None or ending.error is not None:
+        return shown, ending
+    shown += text.flush()  # the last half character is U+FFFD, and that may have been looked for
+    return shown, ending if text.stopped is None else Ending("stop", text.stopped)
+
+
+def read(sequence: Sequence, token: int) -> tuple[str, Ending | None]:
+    """The same, as far as the token itself says: text may still wait."""
     long_enough = sequence.known - sequence.prompt >= sequence.params.min_tokens
     if long_enough and token in sequence.request.ends:
         return "", Ending("stop", token)
@@ -78,10 +88,10 @@ def close(sequence: Sequence, ending: Ending, tokenizer: Tokenizer | None) -> st
         rest = sequence.text.flush()
         text = sequence.text.text
     elif tokenizer is not None:
-        text = tokenizer.decode(ids[:-1] if isinstance(ending.stop, int) else ids)
+        text = decode(tokenizer, ids[:-1] if isinstance(ending.stop, int) else ids)
     else:
         text = ""
-    logprobs = sequence.logprobs if sequence.params.scored else None
+    logprobs = sequence.logprobs if sequence.params.logprobs is not None else None
     sequence.done = Answer(ids, text, ending.reason, logprobs, ending.stop, ending.error)
     return rest
 
@@ -89,10 +99,8 @@ def close(sequence: Sequence, ending: Ending, tokenizer: Tokenizer | None) -> st
 def result(request: Request) -> Result:
     """What the request came to: its answers, or of best_of the n likeliest, the likeliest first."""
     params = request.params
-    answers = [each.done for each in request.sequences if each.done is not None]
-    if params.answers > params.n:
-        # One that went wrong has no likelihood; it is shown only where there are not enough others.
-        answers.sort(key=lambda answer: (answer.error is not None, -answer.cumulative_logprob))
+    sequences = sorted(request.sequences, key=unlikely) if params.answers > params.n else request.sequences
+    answers = [each.done for each in sequences if each.done is not None]
     now = time.monotonic()
     times = {"total": now - request.arrived}
     if request.started:
@@ -101,6 +109,12 @@ def result(request: Request) -> Result:
         times["first_token"] = request.first_token - request.arrived
     prompt_logprobs = request.prompt_logprobs if params.prompt_logprobs is not None else None
     return Result(list(request.prompt), answers[: params.n], prompt_logprobs, request.cached_tokens, times)
+
+
+def unlikely(sequence: Sequence) -> tuple[bool, float]:
+    """What best_of sorts by. An answer that went wrong has no likelihood: it is shown only where others are too few."""
+    wrong = sequence.done is not None and sequence.done.error is not None
+    return wrong, -sum(each.logprob for each in sequence.logprobs)
 
 
 def refusal(request: Request, error: str) -> Piece:
