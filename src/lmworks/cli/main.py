@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from ..spec.errors import LMWorksError
 from . import (
@@ -36,8 +39,22 @@ from . import (
 )
 from .ranks import leave_word, stop_with_starter
 
+
+class Interrupted(Exception):
+    """Ctrl-C. Typer ends the process on a KeyboardInterrupt, and lets this through."""
+
+
+class Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
+
 app = typer.Typer(
     name="lmworks",
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -89,8 +106,10 @@ def main() -> None:
             typer.echo(f"lmworks: error: {error}" if rank == "0" else f"lmworks: error: rank {rank}: {error}", err=True)
         leave_word(error, said=mine or error.said)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("lmworks: interrupted", err=True)
+    except (Interrupted, KeyboardInterrupt):
+        if os.environ.get("RANK", "0") == "0":
+            with suppress(OSError):  # a pipe's reader was interrupted too
+                typer.echo("lmworks: interrupted", err=True)
         sys.exit(130)
 
 
