@@ -89,7 +89,11 @@ class LLM:
         return self.backend.stream(self.encode(prompt), as_params(params, 1)[0])
 
     def encode(self, prompt: Prompt) -> Any:
-        """Token ids of a prompt: for a Hugging Face folder as `transformers` makes them, begin-of-text included."""
+        """Token ids of a prompt: for a Hugging Face folder as `transformers` makes them, begin-of-text included.
+
+        But for text that spells a special token ("a<|endoftext|>b"), which stays text: what people write controls
+        nothing. Give ids where the token itself is meant.
+        """
         if not isinstance(prompt, str):
             return as_ids(prompt)
         if self.tokenizer is None:
