@@ -52,8 +52,9 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (tokens, in)
         others = self.choice.others[: x.shape[0]].unsqueeze(1)  # (tokens, 1, Σ rank)
         product = self.apply_linear.product
-        narrow = product(x, self.down, None).unflatten(1, (-1, others.shape[-1])).masked_fill(others, 0)
-        return self.apply_linear(self.base, x) + product(narrow.flatten(1), self.up, None)
+        narrow = product(x, self.down, None)
+        narrow.unflatten(1, (-1, others.shape[-1])).masked_fill_(others, 0)  # in place: elsewhere is a pass more
+        return self.apply_linear(self.base, x) + product(narrow, self.up, None)
 
 
 @dataclass(frozen=True)
