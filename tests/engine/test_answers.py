@@ -86,4 +86,6 @@ def test_best_of_gives_log_probabilities_only_where_they_are_asked_for() -> None
     asked, not_asked = answers(0), answers(None)
     assert [each.logprobs for each in not_asked.answers] == [None, None]
     assert all(each.logprobs for each in asked.answers)
-    assert [each.token_ids for each in not_asked.answers] == [each.token_ids for each in asked.answers]
+    for each, other in zip(asked.answers, not_asked.answers, strict=True):
+        assert (each.token_ids, each.cumulative_logprob) == (other.token_ids, other.cumulative_logprob)
+        assert each.cumulative_logprob is not None and each.cumulative_logprob < 0

@@ -147,7 +147,7 @@ def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them() -> N
 
 
 def test_the_likeliest_of_best_of_are_given() -> None:
-    params = SamplingParams(max_tokens=5, seed=3, n=2, best_of=6, logprobs=0)
+    params = SamplingParams(max_tokens=5, seed=3, n=2, best_of=6)
     request = Request([1, 2], params)
     result = result_of(Engine(FakeDevice(SPEC, VOCAB)), request)
     scores = sorted((-sum(each.answer) / 10 for each in request.sequences), reverse=True)

@@ -146,6 +146,7 @@ def test_what_comes_back_is_ours() -> None:
         (0, -2.0, ((50, -0.5),)),
         (1, -2.0, ((50, -0.5),)),
     ]
+    assert result.answers[0].cumulative_logprob == sum(one.logprob for one in result.logprobs)
     assert result.prompt_logprobs[0] is None
     assert (one := result.prompt_logprobs[1]) is not None and (one.token, one.top) == (6, ())
 

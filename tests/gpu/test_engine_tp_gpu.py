@@ -15,10 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 import one_card
-from hf_reference import compare, random_prompts, reference_model
-from test_engine_tp import COUNTS, LENGTHS, SMALL
-
-from lmworks import LLM
+from test_engine_tp import compare_two_ranks, each_way
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,18 +29,6 @@ def one_card_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_card_for_two")
-@pytest.mark.parametrize(("family", "speculate"), [("llama", "none"), ("qwen3", "ngram"), ("gpt2", "draft")])
+@each_way
 def test_equal_to_transformers(family: str, speculate: str, tmp_path: Path) -> None:
-    """Batching, prompts in chunks, prefix hits, preemption, several answers; with guesses of either kind."""
-    reference_model(family).save_pretrained(tmp_path)
-    draft = {"draft": str(tmp_path)} if speculate == "draft" else {}
-    with LLM(tmp_path, tp=2, blocks=22, speculate=speculate, **draft, **{**SMALL, "device": "cuda"}) as llm:
-        engine, prompts = llm.native, random_prompts(LENGTHS, seed=1, prefix=9)
-        excused = compare(engine, family, prompts, COUNTS) + compare(engine, family, prompts, COUNTS)
-        excused += compare(engine, family, prompts[:1], [12], n=3)
-        assert excused <= 1
-        assert engine.runner.device.type == "cuda"
-        metrics = engine.metrics
-        assert metrics.num_preemptions > 0
-        assert metrics.prefix_cache_hits > 0
-        assert (metrics.accepted_guesses > 0) == (speculate != "none")
+    assert compare_two_ranks(family, speculate, tmp_path, "cuda") <= 1

@@ -91,16 +91,20 @@ def close(sequence: Sequence, ending: Ending, tokenizer: Tokenizer | None) -> st
         text = decode(tokenizer, ids[:-1] if isinstance(ending.stop, int) else ids)
     else:
         text = ""
-    logprobs = sequence.logprobs if sequence.params.logprobs is not None else None
-    sequence.done = Answer(ids, text, ending.reason, logprobs, ending.stop, ending.error)
+    params = sequence.params
+    logprobs = sequence.logprobs if params.logprobs is not None else None
+    likelihood = sum(each.logprob for each in sequence.logprobs) if params.scored else None
+    sequence.done = Answer(ids, text, ending.reason, logprobs, ending.stop, ending.error, likelihood)
     return rest
 
 
 def result(request: Request) -> Result:
     """What the request came to: its answers, or of best_of the n likeliest, the likeliest first."""
     params = request.params
-    sequences = sorted(request.sequences, key=unlikely) if params.answers > params.n else request.sequences
-    answers = [each.done for each in sequences if each.done is not None]
+    answers = [each.done for each in request.sequences if each.done is not None]
+    if params.answers > params.n:
+        # One that went wrong has no likelihood; it is shown only where there are not enough others.
+        answers.sort(key=lambda answer: (answer.error is not None, -(answer.cumulative_logprob or 0.0)))
     now = time.monotonic()
     times = {"total": now - request.arrived}
     if request.started:
@@ -109,12 +113,6 @@ def result(request: Request) -> Result:
         times["first_token"] = request.first_token - request.arrived
     prompt_logprobs = request.prompt_logprobs if params.prompt_logprobs is not None else None
     return Result(list(request.prompt), answers[: params.n], prompt_logprobs, request.cached_tokens, times)
-
-
-def unlikely(sequence: Sequence) -> tuple[bool, float]:
-    """What best_of sorts by. An answer that went wrong has no likelihood: it is shown only where others are too few."""
-    wrong = sequence.done is not None and sequence.done.error is not None
-    return wrong, -sum(each.logprob for each in sequence.logprobs)
 
 
 def refusal(request: Request, error: str) -> Piece:

@@ -277,7 +277,7 @@ class FileVocabulary:
 
 
 def adapted(tokenizer: Tokenizer, vocab: int, ends: list[int]) -> llguidance.LLTokenizer:
-    """Which bytes each token stands for. Takes about a second for a large vocabulary."""
+    """Which bytes each token stands for. Takes one to two seconds for a large vocabulary."""
     library = imported()
     try:
         if isinstance(tokenizer, FileTokenizer):

@@ -43,10 +43,7 @@ class Answer:
     logprobs: list[Logprob] | None = None
     stop_reason: str | int | None = None  # the string or token that ended it
     error: str | None = None
-
-    @property
-    def cumulative_logprob(self) -> float:
-        return sum(each.logprob for each in self.logprobs or ())
+    cumulative_logprob: float | None = None  # of all its tokens, where logprobs or best_of asked for them
 
 
 @dataclass(frozen=True)

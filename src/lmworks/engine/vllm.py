@@ -177,22 +177,24 @@ def inputs(prompt: Prompt) -> Any:
 
 
 def to_result(output: Any, params: SamplingParams) -> Result:
-    answers = [
-        Answer(
-            token_ids=list(one.token_ids),
-            text=one.text,
-            finish_reason=FINISHED.get(one.finish_reason, one.finish_reason),
-            logprobs=to_logprobs(one.token_ids, one.logprobs, params.logprobs),
-            stop_reason=one.stop_reason,
-        )
-        for one in output.outputs
-    ]
     prompt = list(output.prompt_token_ids)
     return Result(
         prompt_token_ids=prompt,
-        answers=answers,
+        answers=[to_answer(one, params) for one in output.outputs],
         prompt_logprobs=to_logprobs(prompt, output.prompt_logprobs, params.prompt_logprobs),
         cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def to_answer(one: Any, params: SamplingParams) -> Answer:
+    logprobs = to_logprobs(one.token_ids, one.logprobs, params.logprobs)
+    return Answer(
+        token_ids=list(one.token_ids),
+        text=one.text,
+        finish_reason=FINISHED.get(one.finish_reason, one.finish_reason),
+        logprobs=logprobs,
+        stop_reason=one.stop_reason,
+        cumulative_logprob=None if logprobs is None else sum(each.logprob for each in logprobs),
     )
 
 

@@ -2,7 +2,7 @@
 
 Turning bytes into numbers is what takes the time, so it is done in the words that four bytes of a row lie in. A tile of
 words (channels, words) gives four tiles of weights, one for each byte, and tile t meets inputs t, t + 4, t + 8 … of x.
-Two words are taken at once, with 2 instructions a weight; a compiler that is asked to widen bytes takes 7.
+Two words are taken at once, with 2 instructions a weight; a compiler that is asked to widen bytes takes many more.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
