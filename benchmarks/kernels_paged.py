@@ -1,6 +1,6 @@
 """Times the engine's kernels on a GPU, each beside what memory or the tensor cores allow, and beside PyTorch's own.
 
-    python benchmarks/kernels_paged.py [--save | --sweep]
+    python benchmarks/kernels_paged.py [--save | --sweep bf16 | --sweep fp8]
 
 Every figure is the mean of a CUDA graph that goes over so many layers that no cache is still in L2 when it comes round.
 """
@@ -157,14 +157,13 @@ def prefill_rows(prompts: list[tuple[int, int, int, int]]) -> list[list[Any]]:
     return rows
 
 
-def sweep_rows() -> list[list[Any]]:
-    """What `paged_attention_triton.choose` chooses from: 16 heads on 8, of 128, bf16 and fp8."""
+def sweep_rows(stored: torch.dtype) -> list[list[Any]]:
+    """What `paged_attention_triton.choose` chooses from: 16 heads on 8, of 128."""
     from lmworks.kernels.paged_attention_triton import Config, launch
 
-    decoding = [
-        Config(16, tile, warps, stages) for tile, warps, stages in ((32, 4, 3), (64, 4, 2), (64, 4, 3), (128, 8, 2))
-    ]
-    prompts = [Config(rows, 64, rows // 16, stages) for rows in (64, 128) for stages in (2, 3)]
+    cuts = ((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 3))
+    decoding = [Config(16, tile, warps, stages) for tile, warps, stages in cuts]
+    prompts = [Config(rows, tile, rows // 16, stages) for rows in (64, 128) for tile in (32, 64) for stages in (2, 3)]
     cases: list[tuple[str, list[int], list[int], list[Config], tuple[int, ...]]] = [
         ("1 × 700", [700], [1], decoding, (8, 16, 64)),
         ("8 × 1000", [1000] * 8, [1] * 8, decoding, (2, 4, 6, 16)),
@@ -179,13 +178,8 @@ def sweep_rows() -> list[list[Any]]:
         for config in configs:
             for parts in splits:
                 shape = replace(config, splits=parts)
-                times = [
-                    time_attention(lengths, queries, 16, 8, 128, stored, launch, config=shape)
-                    for stored in (torch.bfloat16, torch.float8_e4m3fn)
-                ]
-                rows.append(
-                    [name, config.rows, config.tile, config.warps, config.stages, parts, *(x * 1e6 for x in times)]
-                )
+                seconds = time_attention(lengths, queries, 16, 8, 128, stored, launch, config=shape)
+                rows.append([name, config.rows, config.tile, config.warps, config.stages, parts, 1e6 * seconds])
     return rows
 
 
@@ -233,16 +227,17 @@ DECODE = ["heads", "batch × context", "floor µs", "bf16 µs", "invariant µs",
 PREFILL = ["heads · dim", "prompts", "floor µs", "bf16 µs", "invariant µs", "fp8 µs", "flash µs"]
 RATES = ["bf16 TFLOP/s", "invariant", "fp8", "flash"]
 REST = ["kernel", "tokens", "floor µs", "µs"]
-SWEEP = ["batch", "rows", "tile", "warps", "stages", "splits", "bf16 µs", "fp8 µs"]
+SWEEP = ["batch", "rows", "tile", "warps", "stages", "splits", "µs"]
+STORED = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/kernels_paged.json")
-    parser.add_argument("--sweep", action="store_true", help="time other ways to cut up a launch instead")
+    parser.add_argument("--sweep", choices=STORED, help="time other ways to cut up a launch over such a cache instead")
     args = parser.parse_args()
     if args.sweep:
-        show("sweep", SWEEP, sweep_rows())
+        show(f"sweep, {args.sweep}", SWEEP, sweep_rows(STORED[args.sweep]))
         return
     tables = {
         "decode": (DECODE, decode_rows()),

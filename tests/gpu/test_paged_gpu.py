@@ -48,6 +48,34 @@ def test_attention_over_random_pages_is_sdpa(seed: int) -> None:
     torch.testing.assert_close(run(case, made).cpu().double(), expected(case, made), rtol=0, atol=CLOSE[dtype])
 
 
+LONGER = {
+    "answers": Case((900, 2049, 0, 64, 1), (1, 1, 1, 1, 1)),
+    "guesses": Case((900, 300, 65), (5, 3, 5)),
+    "prompts": Case((900, 300, 65), (900, 290, 1)),
+    "window": Case((900, 300), (1, 300), window=130),
+}
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("heads", [(64, 1), (80, 3), (128, 2), (128, 8), (128, 24), (256, 4)], ids=str)
+@pytest.mark.parametrize("name", LONGER)
+def test_an_8_bit_cache_is_what_it_holds(name: str, heads: tuple[int, int], stored: torch.dtype) -> None:
+    head_dim, group = heads
+    case = replace(LONGER[name], group=group, head_dim=head_dim, stored=stored, dtype=torch.bfloat16)
+    made = make(case)
+    torch.testing.assert_close(run(case, made).cpu().double(), expected(case, made), rtol=0, atol=1e-2)
+
+
+def test_every_pair_of_bytes_is_widened() -> None:
+    from words import widen
+
+    words = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cuda").to(torch.int16)
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        wanted = words.view(torch.uint8).view(kind).to(torch.float16).view(-1, 2)
+        for found, byte in zip(widen(words, kind == torch.int8), wanted.unbind(1), strict=True):
+            torch.testing.assert_close(found, byte, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("heads", [(64, 1), (128, 2), (128, 4)], ids=str)
 def test_invariant_bits(heads: tuple[int, int]) -> None:
     """A prompt at once, in uneven chunks, beside others, or its tokens decoded one by one: the same bits."""

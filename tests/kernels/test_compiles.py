@@ -12,6 +12,7 @@ import importlib
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,9 @@ def attend(held: torch.dtype, head_dim: int, seqs: int, queries: int) -> None:
     pages = Pages(torch.zeros(seqs, 128, dtype=torch.int32), numbers[1:], numbers, queries)
     q = torch.zeros(seqs * queries, 32, head_dim, dtype=BF16)
     # The interpreter's one multiprocessor never splits: cut up as on 132.
-    config = module.choose(q, LayerCache(pool, pool), pages, invariant=False)
-    config = module.Config(config.rows, config.tile, config.warps, config.stages, 3 if queries < 16 else 1)
-    module.launch(q, LayerCache(pool, pool, scales, scales), pages, config=config)
+    cache = LayerCache(pool, pool, scales, scales)
+    config = replace(module.choose(q, cache, pages, invariant=False), splits=3 if queries <= 16 else 1)
+    module.launch(q, cache, pages, config=config)
 
 
 def store(held: torch.dtype) -> None:
@@ -223,6 +224,9 @@ CASES: dict[str, Callable[[], None]] = {
     "decode-fp8": lambda: attend(FP8, 128, 64, 1),
     "decode-int8": lambda: attend(torch.int8, 64, 64, 1),
     "guesses": lambda: attend(BF16, 128, 4, 5),
+    "guesses-fp8": lambda: attend(FP8, 128, 4, 5),
+    "guesses-fp8-16": lambda: attend(FP8, 128, 4, 16),
+    "decode-fp8-heads-of-16": lambda: attend(FP8, 16, 64, 1),
     "prompt": lambda: attend(BF16, 128, 4, 600),
     "prompt-fp8": lambda: attend(FP8, 128, 4, 600),
     "store-fp8": lambda: store(FP8),
@@ -268,6 +272,16 @@ def test_no_register_is_read_that_was_never_written(compiled: list[Any], tmp_pat
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert stack_bytes(kernel, tmp_path) == 0
         assert len(re.findall(r"\bR1\b", told)) <= 1  # it is set when a kernel begins
+
+
+@pytest.mark.parametrize("case", ["decode-fp8", "decode-int8", "guesses-fp8"])
+def test_an_8_bit_cache_is_not_fetched_byte_by_byte(case: str, compiled: list[Any], tmp_path: Path) -> None:
+    """Values lie turned for the product: a compiler that may take single bytes does, and keeps them in registers."""
+    CASES[case]()
+    (kernel,) = compiled
+    assert not re.search(r"ld\.shared\.[a-z]?8\b|ld\.shared\.b8", kernel.asm["ptx"])
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans" in kernel.asm["ptx"]
+    assert stack_bytes(kernel, tmp_path) == 0
 
 
 MOVES = r"\s(ld|st|atom|red)\.(?!param)|\scp\.async\."

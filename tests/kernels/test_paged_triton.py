@@ -50,6 +50,57 @@ def test_parts_of_the_keys_merge_to_the_whole(splits: int, window: int, least: i
         check(Case((3, 0, 90), (3, 1, 2), kv_heads=2, window=window), 1, config=config)
 
 
+@pytest.mark.parametrize(
+    ("walks", "tiles", "shared"),
+    [
+        (8, 32, (8, 4)),  # one sequence: as many as its tiles allow
+        (8, 512, (49, 4)),  # or as there are places for
+        (64, 512, (6, 4)),
+        (200, 512, (6, 4)),  # a few for each, or the longest would be waited for
+        (396, 512, (3, 4)),
+        (397, 32, (1, 32)),  # more than at once: long ones alone
+        (512, 512, (3, 32)),
+        (2048, 512, (1, 32)),
+    ],
+)
+def test_keys_are_shared_out_where_that_fills_the_gpu(
+    walks: int, tiles: int, shared: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda _device: 132)
+    assert paged_attention_triton.share_out(walks, tiles, 32, torch.device("cpu")) == shared
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_how_a_launch_is_cut_up(stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As measured on an H200 (benchmarks/results/paged_sweep.txt): rows, tile, warps, tiles under way, programs."""
+    monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda _device: 132)
+    eight = stored.itemsize == 1
+
+    def cut(heads: int, queries: int, seqs: int = 1, keys: int = 32_768) -> tuple[int, ...]:
+        pool = torch.empty(1, 8, 16, 128).to(stored)
+        scales = torch.empty(1, 8, 16) if eight else None
+        numbers = torch.zeros(seqs + 1, dtype=torch.int32)
+        pages = Pages(torch.zeros(seqs, keys // 16, dtype=torch.int32), numbers[1:], numbers, queries)
+        q = torch.empty(seqs * queries, heads, 128, dtype=torch.bfloat16)
+        config = paged_attention_triton.choose(q, LayerCache(pool, pool, scales, scales), pages, invariant=False)
+        return config.rows, config.tile, config.warps, config.stages, config.splits
+
+    assert cut(16, 1) == (16, 128 if eight else 64, 4, 3, 49)
+    assert cut(16, 1, seqs=256) == (16, 128 if eight else 64, 4, 3, 1)
+    assert cut(64, 5) == (64, 64, 4, 2 if eight else 3, 49)  # guesses: few rows, and long contexts
+    assert cut(32, 600) == ((64, 64, 4, 2, 1) if eight else (128, 64, 8, 3, 1))
+
+
+def test_queries_of_no_sequence_get_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are as many queries as if all sequences had the most, too."""
+    made = make(Case((5, 9), (2, 4)))
+    fresh = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: fresh(x, **options).fill_(torch.nan))
+    out = paged_attention_triton.launch(torch.cat((made.q, made.q[:2])), made.cache, made.pages)
+    assert torch.isfinite(out).all()
+    assert (out[6:] == 0).all()
+
+
 @pytest.mark.parametrize("window", [0, 1, 16, 45])
 def test_tiles_that_need_no_mask_get_none_and_others_do(window: int) -> None:
     """Tiles of 16 under 10 queries at a time: some are seen by all queries, some lie across an edge of the window."""

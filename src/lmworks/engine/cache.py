@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.paged_attention import LayerCache
-from ..spec import EngineSpec, LMWorksError, ModelSpec
+from ..spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 
 CPU_BYTES = 2**30  # a pool on a CPU, unless the spec says how many blocks; pages that are never written take no memory
 STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -27,7 +27,13 @@ class CacheShape:
 
     @classmethod
     def of(cls, model: ModelSpec, engine: EngineSpec, dtype: torch.dtype, kv_heads: int) -> CacheShape:
-        return cls(model.layers, kv_heads, model.head_dim, engine.block, STORED.get(engine.kv_dtype, dtype))
+        stored = STORED.get(engine.kv_dtype, dtype)
+        if stored.itemsize == 1 and model.head_dim % 2:
+            raise SpecError(
+                f"engine.kv_dtype = '{engine.kv_dtype}' keeps heads of even width, but model.head_dim = "
+                f"{model.head_dim}; use engine.kv_dtype = 'auto'"
+            )
+        return cls(model.layers, kv_heads, model.head_dim, engine.block, stored)
 
     @property
     def quantised(self) -> bool:

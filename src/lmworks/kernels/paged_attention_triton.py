@@ -24,14 +24,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .paged_attention import LARGEST, LayerCache, Pages
+from .paged_attention import LARGEST, SHORT, LayerCache, Pages
+from .pairs_triton import between_one_another, evens_and_odds, widened, words_at
 from .triton_support import early, multiprocessors, power_of_two, tickets_of, tl, triton, wait
 
 MOST_SPLITS = 64
 AT_ONCE = 3  # programs that a multiprocessor holds: keys of few sequences are split to fill it once, none comes after
 PROGRAMS_EACH = 8  # programs that it gets where there are many sequences: enough to even out unequal lengths
 LEAST = 4  # tiles of a program whose sequence has more: to walk over them takes less time than to merge parts
-SHORT = 256  # queries; shorter prompts lose more by wide tiles that are not full than they gain
+LONG = 2048  # keys of it where the walks are more than programs at once: all wait for longer ones alone
 TILE_BYTES = 2**14  # of keys in one step of the walk: with three of them under way, the memory is never idle
 
 
@@ -53,27 +54,33 @@ def choose(q: Tensor, cache: LayerCache, pages: Pages, invariant: bool) -> Confi
     group = power_of_two(q.shape[1] // kv_heads)
     exact = q.dtype == torch.float32  # no tensor cores: small tiles, or the registers run out
     few, warps, stages = (32, 8, 2) if exact else (64, 4, 3)
-    # Operands of a product have two bytes, or four: a tile of an 8-bit cache is widened.
-    tile = min(max(TILE_BYTES // (width * q.element_size()), 16), 32 if exact else 128)
+    quantised = cache.key_scales is not None
+    tile = min(max(TILE_BYTES // (width * cache.keys.element_size()), 16), 32 if exact else 128)
     if invariant:
         return Config(max(few, group), min(tile, 64), warps, stages)
     rows = max(16, power_of_two(pages.longest_query * group))
+    if rows == few and quantised and not exact:
+        tile, stages = min(tile, 64), 2  # of more, registers spill
     if rows <= few:
-        tiles = triton.cdiv(pages.tables.shape[1] * cache.size, tile)
-        splits = choose_splits(pages.lengths.shape[0] * kv_heads, triton.cdiv(tiles, LEAST), q.device)
-        return Config(rows, tile, warps, stages, splits)
+        walks, keys = pages.lengths.shape[0] * kv_heads, pages.tables.shape[1] * cache.size
+        splits, least = share_out(walks, triton.cdiv(keys, tile), LONG // tile, q.device)
+        return Config(rows, tile, warps, stages, splits, least)
+    if quantised and not exact:
+        return Config(max(few, group), min(tile, 64), warps, 2)
     if exact or width > 128:
         return Config(max(few, group), tile, warps, 2)
-    if pages.longest_query <= SHORT or width <= 64:
+    if pages.longest_query <= SHORT or width <= 64:  # which lose more by wide tiles that are not full than they gain
         return Config(max(few, group), min(tile, 64), warps, stages)
     return Config(max(128, group), tile, 8, 3)
 
 
-def choose_splits(walks: int, most: int, device: torch.device) -> int:
-    """Among how many programs, `most` of them, each of `walks` (sequences × key heads) is shared out."""
+def share_out(walks: int, tiles: int, long: int, device: torch.device) -> tuple[int, int]:
+    """Among how many programs each of `walks` (sequences × key heads) over up to so many tiles is shared out, and how
+    many tiles one of them takes at least."""
     at_once = multiprocessors(device) * AT_ONCE // max(walks, 1)
     splits = at_once if at_once > 1 else math.ceil(multiprocessors(device) * PROGRAMS_EACH / walks)
-    return max(1, min(splits, most, MOST_SPLITS))
+    least = LEAST if at_once else long
+    return max(1, min(splits, triton.cdiv(tiles, least), MOST_SPLITS)), least
 
 
 def launch(
@@ -94,7 +101,8 @@ def launch(
     group = heads // kv_heads
     queries = config.rows // group  # of one program
     split = config.splits > 1
-    out = torch.zeros_like(q) if tokens != seqs * pages.longest_query else torch.empty_like(q)
+    each = 1 if cache.key_scales is None else 2  # numbers that are read as one
+    out = torch.empty_like(q) if pages.longest_query == 1 else torch.zeros_like(q)  # of queries of no sequence
     parts = q.new_empty((tokens, heads, config.splits, head_dim), dtype=torch.float32) if split else out
     lse = q.new_empty((tokens, heads, config.splits), dtype=torch.float32) if split else out
     attend_kernel[(config.splits if split else triton.cdiv(pages.longest_query, queries), kv_heads, seqs)](
@@ -113,8 +121,8 @@ def launch(
         slopes,
         math.log2(math.e) / math.sqrt(head_dim),
         pages.tables.stride(0),
-        cache.keys.stride(0),
-        cache.keys.stride(1),
+        cache.keys.stride(0) // each,
+        cache.keys.stride(1) // each,
         0 if cache.key_scales is None else cache.key_scales.stride(0),
         config.splits,
         config.least,
@@ -122,7 +130,7 @@ def launch(
         HEADS=heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        WIDTH=max(power_of_two(head_dim), 16),
+        WIDTH=max(power_of_two(head_dim), 16 * each),
         SIZE=cache.size,
         ROWS=config.rows,
         QUERIES=queries,
@@ -193,6 +201,9 @@ def attend_kernel(
     SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    QUANTISED: tl.constexpr = k_scale_ptr is not None
+    EACH: tl.constexpr = 2 if QUANTISED else 1  # numbers that are read as one
+    INTEGER: tl.constexpr = k_ptr.dtype.element_ty == tl.int8
     wait(EARLY)
     kv_head, seq = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + seq)
@@ -211,22 +222,26 @@ def attend_kernel(
     elif first >= queries:
         return
 
-    rows, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    rows, d, word = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, WIDTH // EACH)
     query, head = first + rows // GROUP, kv_head * GROUP + rows % GROUP
     live = (rows < QUERIES * GROUP) & (query < queries)
     inside = live[:, None] & (d < HEAD_DIM)[None, :]
     place = (start + query) * HEADS + head
     q = tl.load(q_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
-    if (k_scale_ptr is not None) and (q.dtype == tl.bfloat16):
-        # All that an 8-bit cache holds is exact in fp16, and a GPU widens to that in one instruction.
-        q = q.to(tl.float16)
+    if QUANTISED:
+        if q.dtype == tl.bfloat16:
+            q = q.to(tl.float16)  # in which all that an 8-bit cache holds is exact
+        q_even, q_odd = evens_and_odds(q)
+        k_ptr, v_ptr = words_at(k_ptr), words_at(v_ptr)
     position = length - queries + query
     slope = tl.zeros((ROWS,), tl.float32)
     if slopes_ptr is not None:
         # Scores are multiplied by `scale` later, as those of the products are.
         slope = tl.load(slopes_ptr + head, mask=live, other=0.0) * 1.4426950408889634
 
-    acc = tl.zeros((ROWS, WIDTH), tl.float32)  # mixture of values, not yet divided by
+    # The mixture of values, not yet divided by
+    acc = tl.zeros((ROWS, WIDTH // EACH), tl.float32)
+    acc_odd = acc
     total = tl.zeros((ROWS,), tl.float32)  # the sum of their weights
     # Largest score so far, as a power of two; finite, so that a row that has seen nothing yet stays 0 and not NaN.
     top = tl.full((ROWS,), -1e30, tl.float32)
@@ -241,17 +256,21 @@ def attend_kernel(
     for tile in range(low, high):
         # Nothing beyond the length is read: those rows of the table, and of the blocks, may hold anything, even NaN.
         there = j < length
-        row = block.to(tl.int64) * block_stride + kv_head * head_stride + (j % SIZE) * HEAD_DIM
-        offsets = row[:, None] + d[None, :]
+        row = block.to(tl.int64) * block_stride + kv_head * head_stride + (j % SIZE) * (HEAD_DIM // EACH)
+        offsets = row[:, None] + word[None, :]
         held = there[:, None]
         if HEAD_DIM < WIDTH:
-            held &= (d < HEAD_DIM)[None, :]
-        k = tl.load(k_ptr + offsets, mask=held, other=0.0)
-        v = tl.load(v_ptr + offsets, mask=held, other=0.0)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        if k_scale_ptr is not None:
+            held &= (word < HEAD_DIM // EACH)[None, :]
+        k = tl.load(k_ptr + offsets, mask=held, other=0)
+        v = tl.load(v_ptr + offsets, mask=held, other=0)
+        if QUANTISED:
+            k_even, k_odd = widened(k, INTEGER)
+            s = tl.dot(q_even, tl.trans(k_even.to(q.dtype)), input_precision="ieee")
+            s = tl.dot(q_odd, tl.trans(k_odd.to(q.dtype)), s, input_precision="ieee")
             scale_offsets = block.to(tl.int64) * scale_stride + kv_head * SIZE + j % SIZE
             s *= tl.load(k_scale_ptr + scale_offsets, mask=there, other=0.0)[None, :]
+        else:
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
         distance = position[:, None] - j[None, :]
         if slopes_ptr is not None:
             s -= (slope[:, None] / scale) * distance
@@ -264,13 +283,18 @@ def attend_kernel(
         p = tl.exp2(s * scale - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
-        if v_scale_ptr is not None:
+        acc *= fade[:, None]
+        if QUANTISED:
             # Times the largest number that is held, or p would fall below what fp16 resolves.
             p *= (tl.load(v_scale_ptr + scale_offsets, mask=there, other=0.0) * LARGEST)[None, :]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+            v, v_odd = widened(v, INTEGER)
+            acc_odd = tl.dot(p.to(q.dtype), v_odd.to(q.dtype), acc_odd * fade[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         top = higher
         j += TILE
         block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
+    if QUANTISED:
+        acc = between_one_another(acc, acc_odd)
     acc = acc / tl.where(total > 0, total * LARGEST, 1.0)[:, None]
     at = place[:, None].to(tl.int64) * HEAD_DIM + d[None, :]
     if SPLIT:
