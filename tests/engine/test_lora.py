@@ -13,12 +13,14 @@ import pytest
 import torch
 from hf_reference import FAMILIES, VOCAB, answers, fresh_model, make_engine, random_prompts, reference_model
 from safetensors.torch import save_file
+from test_runner import Unrecorded
 from torch import Tensor
 
 from lmworks.engine import lora
 from lmworks.engine.engine import Engine
 from lmworks.engine.ngram import NGram
 from lmworks.engine.params import SamplingParams
+from lmworks.engine.runner import Runner
 from lmworks.engine.speculate import Speculator
 from lmworks.model import GPT
 from lmworks.spec import CheckpointError, LMWorksError, ModelSpec, SpecError
@@ -144,6 +146,21 @@ def test_the_same_prompt_by_every_adapter(tmp_path: Path) -> None:
             (result,) = answers(engine, [prompt], [SamplingParams(temperature=0, max_tokens=12, adapter=name)])
             assert result.token_ids == greedy_of(merged("llama", adapter), prompt, 12)
     assert engine.metrics.prefix_cache_hits >= 3 * 28  # in the second round each found its own
+
+
+def test_frames_for_guesses_are_larger_than_any_step(tmp_path: Path) -> None:
+    """Places for all sequences with all their guesses, where a step may have fewer tokens."""
+    adapters = two_adapters("llama")
+    engine = engine_with("llama", adapters, tmp_path, speculate="ngram", guesses=3, max_seqs=8, max_batch_tokens=12)
+    assert isinstance(engine.runner, Runner)
+    engine.runner.graphs = Unrecorded(engine.runner)
+    engine.speculator = Speculator(engine.spec, NGram())
+    prompts = [prompt * 3 for prompt in random_prompts([7, 5, 6, 4])]
+    names = [*adapters, None]
+    params = [SamplingParams(temperature=0, max_tokens=16, adapter=name) for name in names]
+    for prompt, name, result in zip(prompts, names, answers(engine, prompts, params), strict=True):
+        assert result.token_ids == greedy_of(merged("llama", adapters[name]), prompt, 16)
+    assert engine.metrics.proposed_guesses > 0
 
 
 def test_bitwise_the_same_in_any_batch(tmp_path: Path) -> None:
@@ -320,7 +337,6 @@ def no_room(*_: Any) -> None:
 
 def test_experts_take_adapters_on_attention_only(tmp_path: Path) -> None:
     """A layer of experts is no plain layer: an adapter that changes one is refused by its name."""
-    from lmworks.engine.runner import Runner
     from lmworks.spec import EngineSpec
 
     shape = {"layers": 1, "hidden": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": VOCAB, "context": 32}

@@ -15,6 +15,7 @@ from lmworks.engine.batch import Layout, Packer, decoding_frame, mixed_frame, un
 from lmworks.engine.cache import Cache, CacheShape
 from lmworks.engine.draft import Ahead, Draft
 from lmworks.engine.engine import Engine
+from lmworks.engine.frames import worth_recording
 from lmworks.engine.graphs import Graphs
 from lmworks.engine.ngram import NGram
 from lmworks.engine.params import SamplingParams
@@ -139,6 +140,7 @@ class Unrecorded(Graphs[Any]):
 
     def __init__(self, runner: Runner) -> None:
         self.work, self.sizes, self.frames = runner.work, [1, 3, 8], set()
+        self.prompts = worth_recording(runner.model.spec, runner.spec)
         self.buffer = torch.full((8192,), -7, dtype=torch.int64)
         self.kinds: list[str] = []
 
@@ -155,7 +157,7 @@ def test_padded_steps_give_the_same(shape: str, cut: dict[str, int]) -> None:
     model = lively(**SHAPES[shape])
     prompts = prompts_of([30, 3, 50, 11, 20])
     params = [SamplingParams(temperature=0.7, max_tokens=4 + 5 * i, seed=i, ignore_eos=True, **cut) for i in range(5)]
-    plain, padded = runner_of(model, max_seqs=8), runner_of(model, max_seqs=8, graph_prompts=True)
+    plain, padded = runner_of(model, max_seqs=8), runner_of(model, max_seqs=8)
     padded.graphs = Unrecorded(padded)
     for _ in range(2):  # prompts beside answers are taken up by a graph when their kind comes again
         expected = [result.token_ids for result in answered(plain, prompts, *params)]
@@ -284,6 +286,15 @@ def test_no_room_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmworks.engine.runner.CPU_BYTES", 1000)
     with pytest.raises(LMWorksError, match=r"no memory is left for the cache: one block of 4 tokens takes 2,048 bytes"):
         runner_of(lively())
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_heads_of_odd_width_have_no_8_bit_cache(kind: str) -> None:
+    """Kernels read it in pairs."""
+    model = lively(hidden=60, heads=4, kv_heads=4, positions="alibi")
+    with pytest.raises(SpecError, match=rf"kv_dtype = '{kind}'.*even.*head_dim = 15.*'auto'"):
+        runner_of(model, kv_dtype=kind)
+    runner_of(model)
 
 
 @pytest.mark.parametrize("kind", ["auto", "fp8"])

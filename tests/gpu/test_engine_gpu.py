@@ -33,9 +33,9 @@ LENGTHS = [5, 1, 33, 17, 2, 40, 9, 26]
 COUNTS = [20, 30, 12, 25, 8, 20, 1, 16]
 WAYS: dict[str, dict[str, Any]] = {
     "graphs": {"max_seqs": 8},
+    "graphs of answers alone": {"max_seqs": 8, "graph_prompts": False},
     "eager": {"max_seqs": 4, "graphs": False},
     "chunks": {"max_batch_tokens": 7},
-    "chunks in graphs": {"max_batch_tokens": 7, "graph_prompts": True},
     "preemption": {"blocks": 24, "prefix_cache": False},
     "invariant": {"batch_invariant": True},
 }
@@ -53,7 +53,36 @@ def test_equal_to_transformers(family: str, way: str) -> None:
     graphs = engine.runner.graphs
     assert (graphs is None) == (way == "eager")
     mixed = graphs is not None and any(layout.rows < layout.tokens for layout, _ in graphs.recorded)
-    assert mixed == (way == "chunks in graphs")  # prompts beside answers were recorded too
+    if way in ("chunks", "graphs of answers alone"):  # kinds that come again, or are not to be recorded
+        assert mixed == (way == "chunks")
+
+
+def test_long_prompts_in_graphs() -> None:
+    """Longer than the short ones' kernel takes, beside answers; and the same where graphs find no memory."""
+    model = lively(hidden=128, heads=4, kv_heads=2, context=2048)
+    prompts = prompts_of([700, 300, 1200, 257, 64, 900, 31, 1500])
+    params = [SamplingParams(temperature=0, max_tokens=6 + 3 * i, ignore_eos=True) for i in range(8)]
+    spec = {"blocks": 4000, "context": 2048, "max_seqs": 16, "max_batch_tokens": 1800}
+    expected = [each.token_ids for each in answered(cuda_runner(model, **spec, graphs=False), prompts, *params)]
+    runner = cuda_runner(model, **spec)
+    assert runner.graphs is not None
+    for _ in range(3):
+        assert [each.token_ids for each in answered(runner, prompts, *params)] == expected
+    assert max(layout.longest for layout, _ in runner.graphs.recorded) > 1024
+    runner = cuda_runner(model, **spec)
+    assert runner.graphs is not None
+    work, known = runner.graphs.work, len(runner.graphs.recorded)
+
+    def without_memory(*given: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("for the test")
+        return work(*given)
+
+    runner.graphs.work = without_memory
+    for _ in range(3):
+        assert [each.token_ids for each in answered(runner, prompts, *params)] == expected
+    assert len(runner.graphs.recorded) == known
+    assert not runner.graphs.prompts.rooms
 
 
 @pytest.mark.parametrize("source", ["ngram", "draft"])

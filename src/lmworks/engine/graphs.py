@@ -4,26 +4,26 @@ A graph is made for a frame of places (a step that takes fewer is padded), a wid
 sampler does. The first step of a kind runs as it is, which also compiles its kernels, and is then recorded; recording
 runs nothing, so it changes no state.
 
-Decoding steps have a frame for each of a few numbers of sequences. Steps that compute prompts too are of more kinds:
-small ones, which take the host longer to launch than the device to compute, are recorded when a kind comes again.
+Steps that compute prompts too are of more kinds than those that decode (`frames`): one is recorded when its kind comes
+again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from .batch import Batch, Layout, decoding_frame, mixed_frame, unpack
+from .batch import Batch, Layout, decoding_frame, unpack
+from .frames import Prompts, buffer_size, frame_with_prompts, not_below, sizes_up_to
 from .sampler import Wants
 from .scheduler import Step
 
-MIXED = [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]  # tokens of prompts that a frame has room for
-MOST_PROMPTS = 32  # that a mixed step may compute
-MOST_MIXED = 256  # kinds of mixed steps that are recorded
+MOST_MIXED = 128  # frames that are recorded, each for a few widths of tables and ways to sample
 
 Result = TypeVar("Result")
 Work = Callable[[Batch, Wants | None], Result]
@@ -34,21 +34,13 @@ def recorded_as(wants: Wants) -> Wants:
     return replace(wants, noise=True)
 
 
-def sizes_up_to(most: int) -> list[int]:
-    """Numbers of sequences that graphs are made for: finer where a step is short."""
-    fine = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
-    sizes = [size for size in fine if size < most]
-    sizes += range(160, most, 32)
-    return [*sizes, most]
-
-
 class Graphs(Generic[Result]):
-    def __init__(self, work: Work[Result], largest: Layout, widest: int, device: torch.device) -> None:
+    def __init__(
+        self, work: Work[Result], largest: Layout, widest: int, device: torch.device, prompts: Prompts | None = None
+    ) -> None:
         """`largest`: the frame of decoding steps; `widest`: of a block table."""
-        self.work, self.sizes = work, sizes_up_to(largest.seqs)
-        frames = (largest, mixed_frame(largest.seqs, MOST_PROMPTS, MIXED[-1], 1))
-        size = max(frame._replace(width=widest).size for frame in frames)
-        self.buffer = torch.zeros(size, dtype=torch.int64, device=device)
+        self.work, self.sizes, self.prompts = work, sizes_up_to(largest.seqs), prompts or Prompts()
+        self.buffer = torch.zeros(buffer_size(largest, widest, self.prompts), dtype=torch.int64, device=device)
         self.frames: set[Layout] = set()  # of mixed steps that came
         self.stream = torch.cuda.Stream(device)
         self.forget()
@@ -56,22 +48,17 @@ class Graphs(Generic[Result]):
     def forget(self) -> None:
         """All recordings, and with the last of them their memory: a pool without graphs takes no new ones."""
         self.recorded: dict[tuple[Layout, Wants | None], tuple[torch.cuda.CUDAGraph, Result]] = {}
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool, self.mixed_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
 
     def padded(self, sequences: int, each: int = 1) -> Layout:
         """The frame of a decoding step: so many sequences, of up to `each` tokens."""
-        return decoding_frame(next(size for size in self.sizes if size >= sequences), each)
+        return decoding_frame(not_below(self.sizes, sequences), each)
 
     def mixed(self, step: Step) -> Layout | None:
         """The frame of a step that computes prompts too; None where it is large, or the first of its kind."""
-        counts = [chunk.count for chunk in step.chunks if chunk.count > 1]
-        singles, tokens = len(step.chunks) - len(counts), sum(counts)
-        guessing = any(chunk.wanted > 1 for chunk in step.chunks)
-        if guessing or not 0 < len(counts) <= MOST_PROMPTS or tokens > MIXED[-1]:
+        frame = frame_with_prompts(step, self.prompts, self.sizes[-1])
+        if frame is None:
             return None
-        decoding = self.padded(singles).seqs if singles else 0
-        room = next(size for size in MIXED if size >= tokens)
-        frame = mixed_frame(decoding, power_of_two(len(counts)), room, power_of_two(max(counts)))
         known = frame in self.frames
         if not known and len(self.frames) < MOST_MIXED:
             self.frames.add(frame)
@@ -86,24 +73,38 @@ class Graphs(Generic[Result]):
             graph, result = found
             graph.replay()
             return result
-        batch = unpack(self.buffer, layout)
+        batch, mixed = unpack(self.buffer, layout), layout.rows < layout.tokens
         result = self.work(batch, wants)
-        self.recorded[layout, wants] = self.record(batch, wants)
+        try:
+            self.recorded[layout, wants] = self.record(batch, wants, mixed)
+        except torch.OutOfMemoryError:  # a graph has memory of its own
+            if not mixed:
+                raise
+            self.record_no_prompts()
         return result
 
-    def record(self, batch: Batch, wants: Wants | None) -> tuple[torch.cuda.CUDAGraph, Result]:
+    def record(self, batch: Batch, wants: Wants | None, mixed: bool) -> tuple[torch.cuda.CUDAGraph, Result]:
         graph = torch.cuda.CUDAGraph()
         now = torch.cuda.current_stream()
         self.stream.wait_stream(now)
         with torch.cuda.stream(self.stream):
             # Other threads may use the device meanwhile. Graphs never run at once, so they may share memory.
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            result = self.work(batch, wants)
+            pool = self.mixed_pool if mixed else self.pool
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = self.work(batch, wants)
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
             graph.capture_end()
         now.wait_stream(self.stream)
         return graph, result
 
-
-def power_of_two(number: int) -> int:
-    """The next one that is not below."""
-    return 1 << (number - 1).bit_length()
+    def record_no_prompts(self) -> None:
+        """From now on. What was recorded of them gives its memory back."""
+        self.prompts = Prompts()
+        torch.cuda.synchronize(self.buffer.device)
+        self.recorded = {kind: made for kind, made in self.recorded.items() if kind[0].rows == kind[0].tokens}
+        self.mixed_pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()

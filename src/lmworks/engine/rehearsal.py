@@ -17,7 +17,8 @@ import torch
 
 from ..spec import EngineSpec, ModelSpec
 from .batch import decoding_frame, unpack
-from .graphs import recorded_as, sizes_up_to
+from .frames import sizes_up_to
+from .graphs import recorded_as
 from .outline import Outline
 from .runner import DTYPES, Runner, filled
 from .sampler import Wants

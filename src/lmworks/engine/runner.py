@@ -21,6 +21,7 @@ from .batch import Batch, Layout, Packer, decoding_frame, unpack
 from .cache import CPU_BYTES, Cache, CacheShape, blocks_that_fit
 from .draft import Draft, Guessed
 from .drift import DriftMonitor
+from .frames import worth_recording
 from .fuse import fuse
 from .grammar import Grammars
 from .graphs import Graphs, recorded_as
@@ -86,7 +87,8 @@ class Runner:
         # Experts are run one by one, by counts that the host has to know: no graph can hold that. Nor is there one of
         # steps that several ranks take.
         if self.device.type == "cuda" and self.spec.graphs and ranks is None and not moe_layers(model):
-            self.graphs = Graphs(self.work, decoding_frame(seqs, self.each), self.packer.widest, self.device)
+            largest, prompts = decoding_frame(seqs, self.each), worth_recording(model.spec, self.spec)
+            self.graphs = Graphs(self.work, largest, self.packer.widest, self.device, prompts)
             record_graphs(self)
         if draft is not None:
             draft.allot(self.blocks, self.graphs is not None)
@@ -119,7 +121,7 @@ class Runner:
 
     def hold_adapter(self, name: str, folder: Path) -> None:
         """On this rank."""
-        tokens = max(self.spec.max_batch_tokens, self.spec.max_seqs)
+        tokens = max(self.spec.max_batch_tokens, self.spec.max_seqs * self.each)
         adapters = self.adapters or Adapters(self.model, tokens, {} if self.ranks is None else self.ranks.kept)
         adapters.add(name, folder)
         self.adapters = adapters
@@ -193,7 +195,7 @@ class Runner:
             return graphs.padded(len(step.chunks), 1 if step.tokens == len(step.chunks) else self.each)
         # Drafts and adapters go by the order of tokens, which a frame for mixed steps tears apart.
         plain = self.draft is None and self.adapters is None
-        return graphs.mixed(step) if self.spec.graph_prompts and plain else None
+        return graphs.mixed(step) if plain else None
 
     def replay(
         self, graphs: Graphs[Tensor | Sampled], frame: Layout, step: Step, wants: Wants, mask: Tensor | None

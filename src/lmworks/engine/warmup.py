@@ -51,7 +51,8 @@ def room_on_gpu(runner: Runner) -> int:
 def record_graphs(runner: Runner) -> None:
     """Graphs of the usual decoding step, for all numbers of sequences: less than a second for all of them together.
 
-    Rarer kinds (wider tables, log-probabilities) are recorded when they are first needed; that step takes longer.
+    Rarer kinds (wider tables, log-probabilities) are recorded when they are first needed, steps with prompts when their
+    kind comes again; that step takes longer.
     """
     assert runner.graphs is not None
     for size in reversed(runner.graphs.sizes):  # the largest first: the others then find room in its memory

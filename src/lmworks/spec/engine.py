@@ -29,7 +29,7 @@ class EngineSpec(Section):
     )
     prefix_cache: bool = opt(True, "keep the blocks of finished sequences for others that begin alike")
     graphs: bool = opt(True, "replay decoding steps as CUDA graphs")
-    graph_prompts: bool = opt(False, "record small steps that compute prompts too, when their kind comes again")
+    graph_prompts: bool = opt(True, "record small steps that compute prompts too, when their kind comes again")
     batch_invariant: bool = opt(False, "a request gives bitwise the same result alone and in any batch")
     tp: int = opt(1, "ranks that share every layer", ge=1)
     speculate: str = opt("none", "who guesses tokens ahead: none, ngram, or draft (a smaller model)",
