@@ -18,7 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 import lmworks
 from lmworks import LLM, SamplingParams, loading
-from lmworks.engine.request import Answer, Request, Result
+from lmworks.engine.offline import Offline
+from lmworks.engine.request import Answer, Piece, Request, Result
 from lmworks.model import GPT, generate
 from lmworks.spec import CheckpointError, EngineSpec, LMWorksError, ModelSpec, SpecError
 from tiny import make_spec, train
@@ -157,7 +158,7 @@ def test_vllm_is_asked_in_the_same_way(folder: Path, monkeypatch: pytest.MonkeyP
             asked.update(path=path, spec=spec, seed=seed)
             self.context = 99
 
-        def generate(self, prompts: Any, params: Any, progress: bool) -> list[Result]:
+        def generate(self, prompts: Any, params: Any, progress: bool, told: Any) -> list[Result]:
             asked.update(prompts=prompts, params=params)
             return [Result(prompt, [Answer([7], "x", "length")]) for prompt in prompts]
 
@@ -173,6 +174,57 @@ def test_vllm_is_asked_in_the_same_way(folder: Path, monkeypatch: pytest.MonkeyP
     assert (asked["path"], asked["seed"], asked["spec"].max_seqs) == (str(folder), 5, 3)
     assert asked["prompts"] == [llm.encode("ab"), [1, 2]] and asked["params"] == [GREEDY, SamplingParams()]
     assert first.token_ids == bad.token_ids == [7] and asked["closed"]
+
+
+def test_results_are_told_as_they_come(preset: LLM) -> None:
+    """Once each and by place: the one that is refused first, the longest last."""
+    found: list[tuple[int, Result]] = []
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 3, 1, 6)]
+    results = preset.generate([[1], [2], [], [3]], params, told=lambda *each: found.append(each))
+    assert [place for place, _ in found] == [2, 1, 3, 0]
+    assert all(results[place] is result for place, result in found)
+
+
+def test_who_raises_when_told_ends_it_and_loses_nothing(preset: LLM) -> None:
+    """All end in one step: the others are handed over, and the engine is as it was."""
+    seen: list[int] = []
+
+    def told(place: int, _result: Result) -> None:
+        seen.append(place)
+        if len(seen) == 1:
+            raise RuntimeError("full")
+
+    with pytest.raises(RuntimeError, match="full"):
+        preset.generate([[1], [2], [3], [4]], SamplingParams(max_tokens=2, ignore_eos=True), told=told)
+    assert sorted(seen) == [0, 1, 2, 3]
+    assert isinstance(preset.backend, Offline)
+    assert not preset.backend.boxes
+    assert not preset.native.busy
+
+
+def test_a_second_interrupt_leaves_no_request_behind(preset: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = preset.backend
+    assert isinstance(backend, Offline)
+    step, leave, left = backend.engine.step, backend.leave, 0
+
+    def interrupted() -> list[Piece]:
+        signal.raise_signal(signal.SIGINT)
+        return step()
+
+    def again(request: Request, finished: bool) -> None:
+        nonlocal left
+        left += 1
+        if left == 2:
+            signal.raise_signal(signal.SIGINT)
+        leave(request, finished)
+
+    monkeypatch.setattr(backend.engine, "step", interrupted)
+    monkeypatch.setattr(backend, "leave", again)
+    with pytest.raises(KeyboardInterrupt):
+        preset.generate([[1], [2], [3], [4]], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert left == 4
+    assert not backend.boxes
+    assert not preset.native.scheduler.running
 
 
 def test_the_package_exports_both_names() -> None:

@@ -20,7 +20,7 @@ from .engine.engine import Engine
 from .engine.offline import CLOSED, Offline
 from .engine.params import SamplingParams
 from .engine.quantized_folder import is_quantized
-from .engine.request import Answer, Piece, Result
+from .engine.request import Answer, Piece, Result, Told, tell_nobody
 from .engine.vllm import VLLM
 from .loading import hf_tokenizer, is_hf, is_preset, serve
 from .spec import EngineSpec, LMWorksError, SpecError
@@ -35,7 +35,9 @@ class Backend(Protocol):
 
     @property
     def context(self) -> int: ...
-    def generate(self, prompts: Sequence[Any], params: Sequence[SamplingParams], progress: bool) -> list[Result]: ...
+    def generate(
+        self, prompts: Sequence[Any], params: Sequence[SamplingParams], progress: bool, told: Told = tell_nobody
+    ) -> list[Result]: ...
     def stream(self, prompt: Any, params: SamplingParams) -> Generator[Piece, None, None]: ...
     def close(self) -> None: ...
 
@@ -69,17 +71,30 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
+        told: Told = tell_nobody,
     ) -> list[Result]:
         """One result a prompt, in order; params are one for all or one each.
 
         A prompt that cannot be served has a result with finish_reason "error" and says why; the others go on.
+        `told(place, result)` is called for every prompt as soon as its result is there (vLLM has all at the end): what
+        it keeps is not lost when the rest is interrupted.
         """
         many = as_prompts(prompts)
         wishes = as_params(params, len(many))
         self.refuse_closed()
         encoded = [self.try_encode(prompt, one.n) for prompt, one in zip(many, wishes, strict=True)]
-        good = [place for place, one in enumerate(encoded) if not isinstance(one, Result)]
-        served = self.backend.generate([encoded[place] for place in good], [wishes[place] for place in good], progress)
+        good = []
+        for place, one in enumerate(encoded):
+            if isinstance(one, Result):
+                told(place, one)
+            else:
+                good.append(place)
+        served = self.backend.generate(
+            [encoded[place] for place in good],
+            [wishes[place] for place in good],
+            progress,
+            lambda index, result: told(good[index], result),
+        )
         found = dict(zip(good, served, strict=True))
         return [one if isinstance(one, Result) else found[place] for place, one in enumerate(encoded)]
 

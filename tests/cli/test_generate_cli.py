@@ -94,6 +94,17 @@ def test_a_model_without_a_tokenizer_answers_in_ids(lmworks: Run, tmp_path: Path
     assert out == f"── 1 ──\n{' '.join(map(str, result.token_ids))}\n"
 
 
+def test_files_that_hold_no_prompts(lmworks: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text('["a", "b"]')
+    (tmp_path / "p.txt").write_text("\n")
+    code, _, err = lmworks("generate", "tiny", "--prompts", tmp_path / "p.json")
+    assert code == 2 and "p.json: write one JSON value a line, and name it p.jsonl" in err
+    code, _, err = lmworks("generate", "tiny", "--prompts", tmp_path / "p.txt")
+    assert (
+        code == 2 and err == f"lmworks: error: nothing to continue: --prompts {tmp_path / 'p.txt'} holds no prompts\n"
+    )
+
+
 def test_a_text_file_has_one_prompt_a_line(lmworks: Run, run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("def\n\nfor x\n")
     arguments = ("generate", run_dir, "--prompts", tmp_path / "p.txt", "--prompt", "if", "--max-tokens", "4")

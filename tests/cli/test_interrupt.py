@@ -1,16 +1,19 @@
-"""Ctrl-C: one line, exit code 130."""
+"""Ctrl-C: one line, exit code 130, and what was done by then."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forked import Forked
+from lmworks.cli.output import last_words
 from lmworks.engine.engine import Engine
 
 BENCH = ("bench", "offline", "--model", "tiny", "--requests", "2")
@@ -37,6 +40,82 @@ def test_it_is_said(command: tuple[str, ...], tmp_path: Path, monkeypatch: pytes
     assert err.splitlines()[-1:] == ["lmworks: interrupted"]
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+def ctrl_c_when_the_first_is_done() -> None:
+    """In the step that ends it."""
+    step = Engine.step
+
+    def interrupted(self: Engine) -> object:
+        pieces = step(self)
+        if any(piece.result is not None and not piece.result.error for piece in pieces):
+            os.kill(os.getpid(), signal.SIGINT)
+        return pieces
+
+    Engine.step = interrupted  # type: ignore[method-assign,assignment]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_answers_that_are_done_are_not_lost(as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wishes: list[Any] = [[1, 2], {"prompt": [3], "max_tokens": 2}, {"prompt": [4], "stop_token_ids": [-1]}, [5, 6]]
+    Path("ids.jsonl").write_text("".join(f"{json.dumps(wish)}\n" for wish in wishes))
+    command = (*GENERATE, "--greedy", "--max-tokens", "30")
+    whole = Forked(*command, "--json")
+    everything = json.loads(whole.communicate()[0])
+    process = Forked(*command, *(["--json"] * as_json), first=ctrl_c_when_the_first_is_done)
+    out, err = process.communicate()
+    assert process.returncode == 130
+    assert err.splitlines()[-1:] == ["lmworks: interrupted"]
+    if as_json:
+        found = json.loads(out)
+        assert found[1:3] == everything[1:3]  # the short one, and the one that was refused
+        unfinished = {"text": "", "tokens": [], "finish_reason": "cancelled", "error": "interrupted"}
+        assert [found[0], found[3]] == [{"prompt": [1, 2], **unfinished}, {"prompt": [5, 6], **unfinished}]
+    else:
+        answer = " ".join(map(str, everything[1]["tokens"]))
+        assert out.splitlines() == ["── 2 ──", answer, "── 3 ──", f"error: {everything[2]['error']}"]
+
+
+def again_and_nobody_reads() -> None:
+    """A second Ctrl-C when answers are written, into a pipe whose reader is gone."""
+    ctrl_c_when_the_first_is_done()
+    reads, writes = os.pipe()
+    os.close(reads)
+    os.dup2(writes, 1)
+
+
+def test_a_pipe_whose_reader_is_gone_is_no_other_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ids.jsonl").write_text('[1, 2]\n{"prompt": [3], "max_tokens": 2}\n')
+    for options in ((), ("--json",)):
+        process = Forked(*GENERATE, *options, first=again_and_nobody_reads)
+        _, err = process.communicate()
+        assert (process.returncode, err.splitlines()) == (130, ["lmworks: interrupted"])
+
+
+def test_last_words_are_not_cut_off() -> None:
+    signals: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
+    try:
+        with last_words():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not signals
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_is_said_in_one_line() -> None:
+    def full() -> None:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+    process = Forked("models", "--json", first=full)
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert err == "lmworks: error: the result could not be written: No space left on device\n"
 
 
 def on_another_rank() -> None:

@@ -12,7 +12,7 @@ import typer
 
 from ..ahead import read_ahead
 from ..spec.errors import LMWorksError, SpecError
-from .output import Json, print_json
+from .output import Json, last_words, print_json
 
 if TYPE_CHECKING:
     from ..engine.params import SamplingParams
@@ -35,6 +35,8 @@ Adapter = Annotated[
     list[str] | None,
     typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter; of several, the first is the usual one."),
 ]
+
+UNFINISHED: dict[str, Any] = {"text": "", "tokens": [], "finish_reason": "cancelled", "error": "interrupted"}
 
 Prompt = str | list[int]
 Wish = tuple[Prompt, "SamplingParams"]  # a prompt, and how it is to be continued
@@ -85,7 +87,8 @@ def generate(
     wishes: list[Wish] = [(text, usual) for text in prompt or ()]
     wishes += read_prompts(prompts, usual) if prompts else []
     if not wishes:
-        raise SpecError("nothing to continue: give --prompt TEXT or --prompts FILE")
+        empty = f"--prompts {prompts} holds no prompts" if prompts else "give --prompt TEXT or --prompts FILE"
+        raise SpecError(f"nothing to continue: {empty}")
     refuse_broken_text(prompt or ())
     with open_llm(model, overrides, step, engine, seed, adapters) as llm:
         starts = [text if text else llm.empty_start() for text, _ in wishes]
@@ -95,15 +98,18 @@ def generate(
             if params.answers == 1 and llm.tokenizer is not None and not json:
                 write_as_it_comes(llm, wishes[0][0], starts[0], params)
                 return
-        results = llm.generate(starts, [params for _, params in wishes], progress=not json)
-    if len(results) == 1 and results[0].error:
+        results: dict[int, Result] = {}
+        try:
+            llm.generate(starts, [params for _, params in wishes], not json, results.__setitem__)
+        except KeyboardInterrupt:
+            if len(wishes) > 1:
+                with last_words():
+                    present(wishes, results, json)  # what is done is not lost
+            raise
+    if len(wishes) == 1 and results[0].error:
         raise SpecError(results[0].error)
-    shown = [summary(text, result) for (text, _), result in zip(wishes, results, strict=True)]
-    if json:
-        print_json(shown[0] if len(shown) == 1 else shown)
-    else:
-        show(shown)
-    if any(result.error for result in results):
+    present(wishes, results, json)
+    if any(result.error for result in results.values()):
         raise typer.Exit(1)
 
 
@@ -158,12 +164,15 @@ def refuse_broken_text(texts: Sequence[str]) -> None:
 
 
 def read_prompts(path: Path, usual: SamplingParams) -> list[Wish]:
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        raise SpecError(f"--prompts {path}: write one JSON value a line, and name it {path.stem}.jsonl")
     try:
         # Not splitlines: a JSON text may hold U+2028 and others that it takes for ends of lines.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise SpecError(f"--prompts {path}: {getattr(error, 'strerror', None) or 'not valid UTF-8'}") from None
-    if path.suffix != ".jsonl":
+    if suffix != ".jsonl":
         return [(line, usual) for line in lines if line.strip()]
     return [read_wish(line, f"{path}:{number}", usual) for number, line in enumerate(lines, 1) if line.strip()]
 
@@ -214,6 +223,18 @@ def write_as_it_comes(llm: LLM, prompt: Prompt, start: Prompt, params: SamplingP
     typer.echo("")
 
 
+def present(wishes: Sequence[Wish], results: Mapping[int, Result], as_json: bool) -> None:
+    """All of them, in order. Where some are missing, people see the others; programs find every prompt in its place."""
+    shown = [
+        summary(prompt, results[place]) if place in results else {"prompt": prompt, **UNFINISHED}
+        for place, (prompt, _) in enumerate(wishes)
+    ]
+    if as_json:
+        print_json(shown[0] if len(shown) == 1 else shown)
+    else:
+        show({place: shown[place] for place in sorted(results)})
+
+
 def summary(prompt: Prompt, result: Result) -> dict[str, Any]:
     """One prompt and what it came to. With n > 1 all answers are listed; the first one stands on top as well."""
     first = of_answer(result.answers[0])
@@ -236,10 +257,10 @@ def of_answer(answer: Answer) -> dict[str, Any]:
     return told
 
 
-def show(summaries: Sequence[dict[str, Any]]) -> None:
-    """Token ids where there is no text: the model has no tokenizer."""
-    for number, one in enumerate(summaries):
-        typer.echo(f"── {number + 1} ──")
+def show(summaries: Mapping[int, dict[str, Any]]) -> None:
+    """By place. Token ids where there is no text: the model has no tokenizer."""
+    for place, one in summaries.items():
+        typer.echo(f"── {place + 1} ──")
         if "error" in one:
             typer.echo(f"error: {one['error']}")
             continue

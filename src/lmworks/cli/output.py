@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..spec.errors import SpecError
+from ..spec.errors import LMWorksError, SpecError
 
 Spec = Annotated[str, typer.Argument(metavar="SPEC", help="A TOML file, a run folder, or the name of a model preset.")]
 Overrides = Annotated[
@@ -19,7 +23,31 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, fo
 
 
 def print_json(result: Any) -> None:
-    typer.echo(json.dumps(result, indent=2, allow_nan=False))
+    try:
+        typer.echo(json.dumps(result, indent=2, allow_nan=False))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        close_output()
+        raise LMWorksError(f"the result could not be written: {error.strerror}") from None
+
+
+def close_output() -> None:
+    """What could not be written is not tried once more when the process ends."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+@contextmanager
+def last_words() -> Iterator[None]:
+    """After Ctrl-C: a second one does not cut them off, and whoever was to read them may be gone."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    except OSError:
+        close_output()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -16,7 +16,7 @@ from ..spec import LMWorksError
 from .drift import DriftMonitor
 from .engine import Engine
 from .params import SamplingParams
-from .request import Piece, Request, Result
+from .request import Piece, Request, Result, Told, tell_nobody
 from .runner import Runner
 
 Advance = Callable[[Sequence[Result]], None]
@@ -39,23 +39,44 @@ class Offline:
     def context(self) -> int:
         return self.engine.spec.context
 
-    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], progress: bool) -> list[Result]:
-        """Results in order. Whatever ends this early (Ctrl-C) takes all its requests back."""
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        progress: bool,
+        told: Told = tell_nobody,
+    ) -> list[Result]:
+        """Results in order. Whatever ends this early (Ctrl-C) takes all requests back that have not been told of."""
         requests = [Request(prompt, wishes) for prompt, wishes in zip(prompts, params, strict=True)]
+        places = {request.id: place for place, request in enumerate(requests)}
         results: dict[int, Result] = {}
         box: list[Piece] = []
+
+        def take() -> list[Result]:
+            """One by one: where `told` is interrupted, the others are still in the box."""
+            done = []
+            while box:
+                piece = box.pop(0)
+                if piece.result is not None:
+                    results[piece.request.id] = piece.result
+                    told(places[piece.request.id], piece.result)
+                    done.append(piece.result)
+            return done
+
         try:
             for request in requests:
                 self.add(request, box)
             with progress_bar(len(requests), progress) as advance:
                 while len(results) < len(requests):
-                    pieces = self.step(box)
-                    done = {piece.request.id: piece.result for piece in pieces if piece.result is not None}
-                    advance(list(done.values()))
-                    results |= done
+                    self.step(box)
+                    advance(take())
         finally:
-            for request in requests:
-                self.leave(request, request.id in results)
+            with after_interrupts():  # a second Ctrl-C, too
+                try:
+                    take()  # what came of the step that was interrupted
+                finally:
+                    for request in requests:
+                        self.leave(request, request.id in results)
         return [results[request.id] for request in requests]
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Generator[Piece, None, None]:
@@ -66,7 +87,9 @@ class Offline:
         try:
             self.add(request, box)
             while not finished:
-                for piece in self.step(box):
+                self.step(box)
+                for _ in range(len(box)):
+                    piece = box.pop(0)
                     finished = piece.result is not None
                     yield piece
         finally:
@@ -77,8 +100,8 @@ class Offline:
             self.boxes[request.id] = box
             self.engine.add(request)
 
-    def step(self, box: list[Piece]) -> list[Piece]:
-        """What has come for one who waits; another thread may have taken the step that brought it."""
+    def step(self, box: list[Piece]) -> None:
+        """Until something has come for one who waits; another thread may have taken the step that brought it."""
         with self.alone():
             if not box:
                 while self.left:
@@ -86,9 +109,6 @@ class Offline:
                 for piece in self.engine.step():
                     if piece.request.id in self.boxes:
                         self.boxes[piece.request.id].append(piece)
-            mine = box.copy()
-            box.clear()
-        return mine
 
     def leave(self, request: Request, finished: bool) -> None:
         """Of a request that may not have been added yet, or whose engine may be gone.

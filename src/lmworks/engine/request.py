@@ -6,6 +6,7 @@ import enum
 import itertools
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from .text import Text
 
 UNKNOWN = -1  # a token that the device has picked and the host has not read yet
+
+Told = Callable[[int, "Result"], None]  # which of many prompts, and what it came to
+
+
+def tell_nobody(_place: int, _result: Result) -> None: ...
 
 
 class State(enum.Enum):

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..spec import EngineSpec, LMWorksError, SpecError
 from .params import SamplingParams
-from .request import Answer, Logprob, Piece, Request, Result
+from .request import Answer, Logprob, Piece, Request, Result, Told, tell_nobody
 
 Prompt = str | list[int]
 
@@ -33,7 +33,9 @@ class VLLM:
         self.context: int = self.inner.llm_engine.model_config.max_model_len
         self.requests = 0
 
-    def generate(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: bool) -> list[Result]:
+    def generate(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: bool, told: Told = tell_nobody
+    ) -> list[Result]:
         """Results in order. vLLM refuses a whole call for one bad prompt, so these are held back from it."""
         given = enumerate(zip(prompts, params, strict=True))
         results = {place: refused(prompt, why, one.n) for place, (prompt, one) in given if (why := self.wrong(prompt))}
@@ -44,6 +46,8 @@ class VLLM:
             use_tqdm=progress,
         )
         results |= {place: to_result(output, params[place]) for place, output in zip(good, outputs, strict=True)}
+        for place, result in results.items():
+            told(place, result)
         return [results[place] for place in range(len(prompts))]
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Piece, None, None]:
