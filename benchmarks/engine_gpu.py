@@ -17,12 +17,12 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +51,17 @@ PATIENCE_S = 120  # with one start-up
 Case = tuple[str, dict[str, Any]]
 
 
-@contextmanager
-def engine_of(name: str, scheme: str = "", **options: Any) -> Iterator[Engine]:
-    """With random weights, quantised by plain rounding where a scheme is named: values do not change the time."""
-    device = torch.device("cuda")
-    model = random_model(ModelSpec.from_preset(name), device, torch.bfloat16, seed=0)
+def engine_of(name: str, scheme: str = "", **options: Any) -> Engine:
+    """With random weights, quantised by plain rounding where a scheme is named: values do not change the time.
+
+    Whoever makes another lets the last one go before, or the cache of that has less room.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = random_model(ModelSpec.from_preset(name), torch.device("cuda"), torch.bfloat16, seed=0)
     if scheme:
         apply_quantization(model, scheme)
-    engine = make_engine(Loaded(model, None), EngineSpec(context=CONTEXT, **options), seed=0)
-    del model
-    try:
-        yield engine
-    finally:
-        del engine
-        gc.collect()
-        torch.cuda.empty_cache()
+    return make_engine(Loaded(model, None), EngineSpec(context=CONTEXT, **options), seed=0)
 
 
 def measured(engine: Engine, work: Workload | None = None) -> dict[str, Any]:
@@ -85,33 +81,60 @@ def measured(engine: Engine, work: Workload | None = None) -> dict[str, Any]:
 
 
 def throughput(name: str, _wanted: list[str]) -> Iterator[Case]:
-    with engine_of(name) as engine:
-        yield "bf16", measured(engine, Workload())
+    yield "bf16", measured(engine_of(name), Workload())
 
 
 def steps(name: str, _wanted: list[str]) -> Iterator[Case]:
-    with engine_of(name) as engine:
-        yield "bf16", measured(engine)
+    yield "bf16", measured(engine_of(name))
 
 
-QUANT: dict[str, dict[str, Any]] = {**{scheme: {"scheme": scheme} for scheme in SCHEMES}, "kv fp8": {"kv_dtype": "fp8"}}
+QUANT: dict[str, dict[str, Any]] = {
+    **{scheme: {"scheme": scheme} for scheme in SCHEMES},
+    "kv fp8": {"kv_dtype": "fp8"},
+    "fp8 + kv fp8": {"scheme": "fp8", "kv_dtype": "fp8"},
+}
 
 
 def quant(name: str, wanted: list[str]) -> Iterator[Case]:
     for case in wanted or QUANT:
-        with engine_of(name, **QUANT[case]) as engine:
-            yield case, measured(engine, Workload())
+        yield case, measured(engine_of(name, **QUANT[case]), Workload())
+
+
+ALONE = (30, 128, 500, 1000, 1900)  # tokens of prompts
+
+
+def prompts(name: str, _wanted: list[str]) -> Iterator[Case]:
+    """Milliseconds to the first token of a prompt that comes alone, the median of five behind four that are not timed:
+    steps launched kernel by kernel, and replayed."""
+    for graphs in (False, True):
+        engine = engine_of(name, graph_prompts=graphs)
+        Bench(engine).warm_up()
+        times = {str(tokens): statistics.median(first_tokens(engine, tokens)[4:]) for tokens in ALONE}
+        del engine
+        yield "replayed" if graphs else "launched", times
+
+
+def first_tokens(engine: Engine, tokens: int) -> list[float]:
+    luck, times = torch.Generator().manual_seed(tokens), []
+    for _ in range(9):
+        prompt = torch.randint(0, engine.runner.valid_vocab, (tokens,), generator=luck).tolist()
+        began = time.perf_counter()
+        engine.add(Request(prompt, SamplingParams(max_tokens=1, ignore_eos=True)))
+        engine.run()
+        times.append(1e3 * (time.perf_counter() - began))
+    return times
 
 
 def spec(name: str, _wanted: list[str]) -> Iterator[Case]:
     """Greedy answers of random weights: those of qwen3-0.6b repeat themselves, those of llama3-8b do not."""
     for speculate in GUESSERS:
-        with engine_of(name, speculate=speculate) as engine:
-            Bench(engine).warm_up()
-            for batch in GUESSED:
-                for _ in range(2):  # what they meet first, and then with blocks that are cached, is not timed
-                    answer_greedily(engine, batch)
-                yield f"{speculate}, batch {batch}", answer_greedily(engine, batch)
+        engine = engine_of(name, speculate=speculate)
+        Bench(engine).warm_up()
+        for batch in GUESSED:
+            for _ in range(2):  # what they meet first, and then with blocks that are cached, is not timed
+                answer_greedily(engine, batch)
+            yield f"{speculate}, batch {batch}", answer_greedily(engine, batch)
+        del engine
 
 
 def answer_greedily(engine: Engine, batch: int, tokens: int = 256) -> dict[str, float]:
@@ -208,8 +231,10 @@ def forget(folder: Path) -> None:
 
 # --- all of it --------------------------------------------------------------------------------------------
 
-PARTS = {"throughput": throughput, "steps": steps, "startup": startup, "quant": quant, "spec": spec}
-USUAL = ("throughput", "startup", "quant", "spec")  # throughput measures the steps, too
+PARTS = {
+    "throughput": throughput, "steps": steps, "startup": startup, "quant": quant, "spec": spec, "prompts": prompts,
+}  # fmt: skip
+USUAL = ("throughput", "startup", "quant", "spec", "prompts")  # throughput measures the steps, too
 
 
 def say(name: str, case: str, facts: dict[str, Any]) -> None:

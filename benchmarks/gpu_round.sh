@@ -29,9 +29,13 @@ for part in "$@"; do
     kernels) within 240 python -m lmworks bench kernels --record --out benchmarks/results/kernels_train.json ;;
     train) within 600 python benchmarks/train_gpu.py --profile ;;
     plan) within 200 python benchmarks/plan_check.py --device cuda --save ;;
-    engine) within 480 python benchmarks/engine_gpu.py --only throughput,quant,spec ;;
+    engine)
+      within 480 python benchmarks/engine_gpu.py --only throughput,quant,spec,prompts
+      within 90 python benchmarks/speculation_gpu.py ;;
     starts) within 240 python benchmarks/engine_gpu.py --only startup ;;
-    quant) within 240 python benchmarks/quant_gpu.py ;;
+    quant)
+      within 240 python benchmarks/quant_gpu.py
+      within 100 python benchmarks/kernels_paged.py --save ;;
     *) echo "unknown part '$part': see the top of this file"; exit 2 ;;
   esac
 done
