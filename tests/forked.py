@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from lmworks.cli.main import main
+import lmworks.cli.main  # noqa: F401  # which else every forked process would load
+from lmworks.__main__ import command
 
 
 class Forked:
@@ -27,7 +28,7 @@ class Forked:
         self,
         *arguments: str | Path,
         first: Callable[[], object] = lambda: None,
-        program: Callable[[], object] = main,
+        program: Callable[[], object] = command,
     ) -> None:
         self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115  # standard output and error
         argv = ["lmworks", *map(str, arguments)]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from forked import Forked
+from lmworks.cli import main
 from lmworks.cli.output import last_words
 from lmworks.engine.engine import Engine
 
@@ -146,3 +147,62 @@ def test_nobody_is_left_to_read_it() -> None:
         "from lmworks.cli.main import main\nmain()"
     )
     assert subprocess.run([sys.executable, "-c", script, *BENCH], timeout=60).returncode == 130
+
+
+def again_when_it_is_said() -> None:
+    """Ctrl-C when the command has said how it ended, and tells those who wait for it."""
+    main.leave_word = lambda error, said: os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_another_one_during_the_last_words_is_no_other_end() -> None:
+    process = Forked("generate", "no-such-model", "--prompt", "a", first=again_when_it_is_said)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert len(err.splitlines()) == 1 and "no-such-model" in err, err
+
+
+def as_it_is_no_longer_handled() -> None:
+    """Ctrl-C at the very call after which the kernel would handle it: the third of the command, when all is said."""
+    change, calls = signal.signal, []
+
+    def late(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return change(*arguments)
+
+    signal.signal = late
+
+
+def test_nor_is_one_at_the_very_end() -> None:
+    process = Forked("models", "--json", first=as_it_is_no_longer_handled)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (130, "")
+    assert json.loads(out)
+
+
+WHILE_IT_LOADS = """
+class Loading:
+    def find_spec(self, name, path, target=None):
+        if name == "lmworks.cli.serve":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Loading())
+"""
+WHEN_ALL_IS_SAID = "atexit.register(os.kill, os.getpid(), signal.SIGINT)"
+
+
+@pytest.mark.parametrize("moment", [WHILE_IT_LOADS, WHEN_ALL_IS_SAID], ids=["loading", "ending"])
+@pytest.mark.parametrize("background", [False, True])
+def test_where_nothing_is_to_be_finished_it_ends_without_a_word(moment: str, background: bool) -> None:
+    """A job in the background of a shell, where Ctrl-C is ignored, goes on."""
+    script = f"import atexit, os, signal, sys\n{moment}\nfrom lmworks.__main__ import command\ncommand()"
+    run = subprocess.run(
+        [sys.executable, "-c", script, "models", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.SIG_DFL) and None,
+    )
+    assert run.stderr == ""
+    assert run.returncode == (0 if background else -signal.SIGINT)
+    assert bool(run.stdout) == (background or moment == WHEN_ALL_IS_SAID)

@@ -111,7 +111,3 @@ def main() -> None:
             with suppress(OSError):  # a pipe's reader was interrupted too
                 typer.echo("lmworks: interrupted", err=True)
         sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()

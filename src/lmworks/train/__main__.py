@@ -2,7 +2,7 @@
 
 import sys
 
-from ..cli.main import main
+from ..__main__ import command
 
 sys.argv[1:1] = ["train"]
-main()
+command()

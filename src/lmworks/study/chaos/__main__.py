@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from ...cli import main, ranks
+from ...__main__ import command
+from ...cli import ranks
 
 folder, arguments = sys.argv[1], sys.argv[2:]
 if "RANK" in os.environ:
@@ -17,4 +18,4 @@ if "RANK" in os.environ:
 else:
     ranks.PROGRAM = ("-m", "lmworks.study.chaos", folder)  # type: ignore[assignment]
     sys.argv = ["lmworks", *arguments]
-    main.main()
+    command()
