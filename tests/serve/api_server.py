@@ -127,7 +127,7 @@ class Api:
         found: dict[str, Any] = answer.json()
         return found
 
-    def raw(self, data: bytes, wait: float = 5.0) -> bytes:
+    def raw(self, data: bytes, wait: float = 60.0) -> bytes:
         """Bytes as they are, and all that comes back until the server closes (or says no more)."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=wait) as connection:
             try:

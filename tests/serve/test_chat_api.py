@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from api_server import MODEL, Api, until
+from tiny_engine import HELD
 
 from lmworks.serve.openai_types import ChatRequest
 from lmworks.serve.tool_calls import Reader, call_schema
@@ -88,7 +89,7 @@ def test_references_of_a_schema_still_point_somewhere() -> None:
 def test_streams_end_with_an_error_when_the_engine_dies_and_the_next_is_served(api: Api) -> None:
     backend = api.house.backend
     restarts = backend.restarts
-    wishes = {"max_tokens": 400, "extra_body": {"ignore_eos": True}, "stream": True}
+    wishes = {"max_tokens": 400, "extra_body": {"ignore_eos": True}, "stream": True, "seed": HELD}
     stream = api.client().chat.completions.create(model=MODEL, messages=MESSAGES, **wishes)  # type: ignore
     next(iter(stream))
     assert backend.life is not None
@@ -97,7 +98,7 @@ def test_streams_end_with_an_error_when_the_engine_dies_and_the_next_is_served(a
         for _ in stream:
             pass
     until(lambda: backend.restarts > restarts)
-    until(lambda: api.http.get("/ready").status_code == 200, 30)
+    until(lambda: api.http.get("/ready").status_code == 200, 60)
     assert chat(api, max_tokens=2)["usage"]["completion_tokens"] == 2
     assert f'engine_restarts_total{{model_name="tiny"}} {backend.restarts}' in api.http.get("/metrics").text
 
@@ -114,7 +115,7 @@ def test_health_tells_an_engine_that_hangs(api: Api) -> None:
             until(lambda: api.http.get("/health").status_code == 503)
             found = api.http.get("/ready")
             os.kill(pid, signal.SIGCONT)
-            assert waiting.result(20)["usage"]["completion_tokens"] == 3
+            assert waiting.result(60)["usage"]["completion_tokens"] == 3
     finally:
         os.kill(pid, signal.SIGCONT)
     assert found.status_code == 503 and found.json()["status"] == "unhealthy"

@@ -11,6 +11,7 @@ import pytest
 from api_server import MODEL, Api, until
 
 from lmworks.serve import server, sse
+from lmworks.serve.limits import Entry
 
 GOOD = {"model": MODEL, "prompt": "Hi", "max_tokens": 2}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -261,6 +262,9 @@ def test_who_does_not_get_to_the_point_is_not_waited_for(api: Api, monkeypatch: 
 
 def test_who_does_not_read_does_not_keep_his_place(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "STALLED_S", 0.3)
+    gate, entered = api.serving.gate, list[Entry]()
+    enter = gate.enter
+    monkeypatch.setattr(gate, "enter", lambda *given: entered.append(enter(*given)) or entered[-1])
     body = GOOD | {"max_tokens": 400, "ignore_eos": True, "n": 16, "logprobs": 20, "stream": True}
     content = json.dumps(body).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
@@ -268,8 +272,7 @@ def test_who_does_not_read_does_not_keep_his_place(api: Api, monkeypatch: pytest
         staring.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         staring.connect(("127.0.0.1", api.port))
         staring.sendall(head + content)
-        until(lambda: api.serving.gate.open[MODEL] == 16)
-        until(lambda: api.serving.gate.open[MODEL] == 0)
+        until(lambda: entered and gate.open[MODEL] == 0, 60)
         assert not api.house.backend.boxes
         staring.settimeout(60)
         assert b"[DONE]" not in staring.recv(10_000_000)
