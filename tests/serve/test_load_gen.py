@@ -161,7 +161,7 @@ def test_a_run_is_summed_up():
 
 
 def test_times_are_the_server_s():
-    """0.1 s to the first token, then 20 ms each but one of 120: never less, and little more in one try of ten."""
+    """0.1 s to the first token, then 20 ms each but one of 120: no less, and little more, in one try of ten."""
 
     async def paced(talk):
         await talk.head()
@@ -176,19 +176,22 @@ def test_times_are_the_server_s():
         for _ in range(10):
             load = Load(5, Arrivals(concurrency=1), SHORT)
             found = bench_serve(server.url, load, Slo(ttft=0.099), model="m").to_dict()
-            assert found["ttft_s"]["p50"] >= 0.099 and found["itl_s"]["p50"] >= 0.019
-            assert found["itl_s"]["max"] >= 0.119 and found["e2e_s"]["p50"] >= 0.279
-            assert found["request_itl_s"]["p50"] >= 0.044  # (0.02 + 0.02 + 0.12 + 0.02) / 4
+            assert found["ttft_s"]["p50"] >= 0.099 and found["e2e_s"]["p50"] >= 0.279
             assert found["goodput"]["requests"] == 0  # no first token can be there in less than 0.1 s
             tries.append([found[name]["p50"] for name in ("ttft_s", "itl_s", "request_itl_s")])
-            if soon(tries[-1]):
+            tries[-1].append(found["itl_s"]["max"])
+            if as_paced(tries[-1]):
                 break
-    assert soon(tries[-1]), tries
+    assert as_paced(tries[-1]), tries
 
 
-def soon(times):
-    """What a machine adds that is not busy at every try."""
-    return all(found < most for found, most in zip(times, (0.16, 0.06, 0.09), strict=True))
+def as_paced(times):
+    """On a machine that is not busy at every try: a token that is read late has the next one soon after it."""
+    least, most = (
+        (0.099, 0.019, 0.044, 0.119),
+        (0.16, 0.06, 0.09, math.inf),
+    )  # the third: (0.02 + 0.02 + 0.12 + 0.02) / 4
+    return all(low <= found < high for low, found, high in zip(least, times, most, strict=True))
 
 
 def test_a_stall_is_felt_by_those_who_would_have_come():

@@ -28,14 +28,15 @@ from lmworks.train.watch import watching
 from tiny import events
 
 TIMEOUT_S = 2.0
+NO_HANG_S = 60.0  # where all comes in time, if on a busy machine not in two seconds
 Fault = Callable[[int, Mesh], None]
 
 
-def take_steps(rank: int, run: Path, layout: dict[str, int], fault: Fault) -> str:
+def take_steps(rank: int, run: Path, layout: dict[str, int], fault: Fault, timeout_s: float = TIMEOUT_S) -> str:
     """Steps as a trainer takes them, as far as a watchdog can see; the fault comes in the forward pass of step 3."""
-    mesh = join(ParallelSpec(**layout), torch.device("cpu"), TIMEOUT_S)
+    mesh = join(ParallelSpec(**layout), torch.device("cpu"), timeout_s)
     assert mesh is not None
-    with watching(WatchSpec(timeout_s=TIMEOUT_S), RunFolder(run), 0, mesh) as watchdog:
+    with watching(WatchSpec(timeout_s=timeout_s), RunFolder(run), 0, mesh) as watchdog:
         try:
             for step in range(1, 6):
                 phase.enter("forward", step)
@@ -147,7 +148,7 @@ def test_a_rank_that_dies_is_named_at_once(tmp_path: Path) -> None:
 
     def on_two(server: socket.socket, rank: int) -> None:
         join_group(server, 2, rank)
-        said.write_text(take_steps(rank, tmp_path, {"dp": 2}, die))
+        said.write_text(take_steps(rank, tmp_path, {"dp": 2}, die, NO_HANG_S))
 
     context = mp.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -165,7 +166,7 @@ def test_a_rank_that_dies_is_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_well_leaves_no_trace(tmp_path: Path) -> None:
-    assert on_ranks(2, take_steps, tmp_path, {"dp": 2}, lambda rank, mesh: None) == ["done", "done"]
+    assert on_ranks(2, take_steps, tmp_path, {"dp": 2}, lambda rank, mesh: None, NO_HANG_S) == ["done", "done"]
     assert not list(tmp_path.iterdir())
 
 
