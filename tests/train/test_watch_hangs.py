@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from lmworks.parallel import world
 from lmworks.parallel.board import Board
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.world import explained, join
@@ -53,9 +55,8 @@ def take_steps(rank: int, run: Path, layout: dict[str, int], fault: Fault, timeo
 
 def hang(tmp_path: Path, fault: Fault, **layout: int) -> dict[str, Any]:
     """The verdict; no rank outlives it."""
-    world = ParallelSpec(**layout).world
     with pytest.raises(RankFailed, match="died without a word"):
-        on_ranks(world, take_steps, tmp_path, layout, fault, timeout=60)
+        on_ranks(ParallelSpec(**layout).world, take_steps, tmp_path, layout, fault, timeout=60)
     (event,) = events(tmp_path, "hang")
     (fail,) = events(tmp_path, "fail")
     verdict: dict[str, Any] = json.loads((tmp_path / event["reports"] / "verdict.json").read_text())
@@ -163,6 +164,27 @@ def test_a_rank_that_dies_is_named_at_once(tmp_path: Path) -> None:
         "the run can be resumed"
     )
     assert not (tmp_path / "hangs").exists()
+
+
+class Pausing:
+    """A clock, of a machine that stands still for ten seconds whenever somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += 10
+
+
+def test_who_slept_too_long_looks_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends closes its connections first, and is gone a moment later."""
+    monkeypatch.setattr(world, "time", Pausing())
+    seen = iter([None, "rank 1 is gone"])
+    onlooker = SimpleNamespace(gone=lambda: next(seen))
+    assert world.find_words(dist.HashStore(), onlooker) == ("rank 1 is gone", 1, world.NOBODY)
+    assert world.find_words(dist.HashStore(), None) is None
 
 
 def test_a_run_that_ends_well_leaves_no_trace(tmp_path: Path) -> None:

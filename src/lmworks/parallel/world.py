@@ -194,7 +194,8 @@ def leave_words(store: Any, message: str, code: int, rank: int) -> None:
 def find_words(store: Any, onlooker: Onlooker | None, patience_s: float = 2.0) -> Words | None:
     """They were left before the connection was lost, but by another way."""
     give_up = time.monotonic() + patience_s
-    while time.monotonic() < give_up:
+    while True:
+        last = time.monotonic() >= give_up  # a look after the last wait, however long a busy machine made that
         gone = onlooker.gone() if onlooker is not None else None
         words = read_words(store)
         if words is not None:
@@ -202,8 +203,9 @@ def find_words(store: Any, onlooker: Onlooker | None, patience_s: float = 2.0) -
         if gone is not None:
             leave_words(store, gone, TrainingError.exit_code, NOBODY)
             return gone, TrainingError.exit_code, NOBODY
+        if last:
+            return None
         time.sleep(0.05)
-    return None
 
 
 def read_words(store: Any) -> Words | None:
