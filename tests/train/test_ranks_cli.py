@@ -33,8 +33,11 @@ SOON_S = 120  # on a busy machine; a collective that nobody answers would take w
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[str] | Forked, patience_s: float = 300) -> None:
     give_up = time.monotonic() + patience_s
-    while not (lines := read_metrics(RunFolder(run).metrics_path)) or lines[-1]["step"] < step:
-        assert process.poll() is None, process.communicate()
+    while True:
+        ended = process.poll() is not None  # before the look: it may take this step and end in the meantime
+        if (lines := read_metrics(RunFolder(run).metrics_path)) and lines[-1]["step"] >= step:
+            return
+        assert not ended, process.communicate()
         assert time.monotonic() < give_up, f"no step {step} after {patience_s} s"
         time.sleep(0.02)
 
