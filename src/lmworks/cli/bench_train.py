@@ -100,7 +100,8 @@ def foreseen(said: dict[str, Any]) -> list[list[str]]:
     rows = []
     if said["step_s"]:
         rows.append(["step, planned", duration(said["step_s"]), f"{said['step_error']:+.1%} ({said['by']} rates)"])
-    rows.append(["allocated, planned", binary_bytes(said["allocated_bytes"]), f"{said['allocated_error']:+.1%}"])
+    off = said["allocated_error"]
+    rows.append(["allocated, planned", binary_bytes(said["allocated_bytes"]), "" if off is None else f"{off:+.1%}"])
     if "reserved_bytes" in said:
         rows.append(["reserved, planned", binary_bytes(said["reserved_bytes"]), f"{said['reserved_error']:+.1%}"])
     return rows

@@ -190,7 +190,8 @@ def compared(spec: RunSpec, device: torch.device, step_s: float, measured: dict[
         return {"note": str(error)}
     seconds, total = said.time.total if said.time else None, said.memory.total
     facts = {"step_s": seconds, "step_error": seconds / step_s - 1 if seconds else None}
-    facts |= {"allocated_bytes": total, "allocated_error": total / measured["allocated"] - 1}
+    added = measured["allocated"]  # 0 on a CPU whose process had freed as much before
+    facts |= {"allocated_bytes": total, "allocated_error": total / added - 1 if added else None}
     if measured["reserved"]:
         foreseen = float(reserved(total))
         facts |= {"reserved_bytes": foreseen, "reserved_error": foreseen / measured["reserved"] - 1}
