@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,15 @@ def test_attention_over_random_pages_is_sdpa(seed: int) -> None:
         rtol=0,
         atol=4e-6,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["decode", "prompts", "chunks", "window", "alibi"])
+def test_in_half_precision_only_the_result_is_rounded(name: str, dtype: torch.dtype) -> None:
+    case = replace(NAMED[name], dtype=dtype)
+    made = make(case)
+    found = paged_attention(made.q, made.cache, made.pages, **case.options()).double()
+    torch.testing.assert_close(found, expected(case, made), rtol=0, atol=2.5 * torch.finfo(dtype).eps)
 
 
 def test_queries_of_no_sequence_get_zero() -> None:

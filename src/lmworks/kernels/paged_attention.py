@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SHORT = 256  # queries; a launch for prompts that may be longer is cut up otherwise
@@ -76,7 +77,7 @@ def reference(
     slopes: Tensor | None = None,
     invariant: bool = False,
 ) -> Tensor:
-    """Sequence by sequence, every score in memory; `invariant` takes the queries one at a time as well.
+    """Sequence by sequence, by PyTorch's own attention; `invariant` takes the queries one at a time as well.
 
     The order in which a matrix product adds up may depend on how many rows it has, so a query that is computed alone
     is the same in every batch and however its prompt was cut.
@@ -87,8 +88,9 @@ def reference(
         begin, end = starts[row], starts[row + 1]
         if not length or begin == end:
             continue
-        k = gather(cache.keys, cache.key_scales, pages.tables[row], length, q.dtype)
-        v = gather(cache.values, cache.value_scales, pages.tables[row], length, q.dtype)
+        table = pages.tables[row : row + 1, : math.ceil(length / cache.size)]
+        k = gathered(cache.keys, cache.key_scales, table, q.dtype)[0]
+        v = gathered(cache.values, cache.value_scales, table, q.dtype)[0]
         step = 1 if invariant else end - begin
         for first in range(begin, end, step):
             last = first + step
@@ -97,24 +99,33 @@ def reference(
     return out
 
 
-def gather(pool: Tensor, scales: Tensor | None, table: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """The keys or values of one sequence, side by side: (kv_heads, length, head_dim)."""
-    blocks = table[: math.ceil(length / pool.shape[2])].long()
-    x = pool[blocks].to(dtype) if scales is None else (pool[blocks].float() * scales[blocks].unsqueeze(-1)).to(dtype)
-    return x.transpose(0, 1).flatten(1, 2)[:, :length]
+def gathered(pool: Tensor, scales: Tensor | None, tables: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values of sequences with as many blocks each, (seqs, blocks), side by side:
+    (seqs, kv_heads, keys, head_dim)."""
+    blocks, kv_heads, size, head_dim = pool.shape
+    seqs, each = tables.shape
+    # Each head of a block lies in one piece: copied once, to where it is read.
+    heads = torch.arange(kv_heads, device=pool.device).unsqueeze(1)
+    pieces = (tables.long().unsqueeze(1) * kv_heads + heads).flatten()
+    x = pool.view(blocks * kv_heads, -1).index_select(0, pieces).view(seqs, kv_heads, each * size, head_dim)
+    if scales is None:
+        return x.to(dtype)
+    by = scales.view(blocks * kv_heads, -1).index_select(0, pieces).view(seqs, kv_heads, each * size, 1)
+    return (x.float() * by).to(dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None) -> Tensor:
     """q (queries, heads, head_dim) are the last positions of k, v (kv_heads, keys, head_dim); the result is as q."""
-    queries, heads, head_dim = q.shape
-    kv_heads, keys, _ = k.shape
-    grouped = q.transpose(0, 1).reshape(kv_heads, -1, head_dim)  # the heads that share a key lie together
-    scores = (grouped @ k.transpose(1, 2)).float().view(heads, queries, keys) / math.sqrt(head_dim)
-    distance = torch.arange(keys - queries, keys, device=q.device).unsqueeze(1) - torch.arange(keys, device=q.device)
-    if slopes is not None:
-        scores = scores - slopes.view(-1, 1, 1) * distance
-    hidden = distance < 0
-    if window:
-        hidden |= distance >= window
-    p = scores.masked_fill(hidden, -math.inf).softmax(dim=-1).type_as(v)
-    return (p.view(kv_heads, -1, keys) @ v).view(heads, queries, head_dim).transpose(0, 1)
+    queries, keys = len(q), k.shape[1]
+    seen: Tensor | None = None
+    if window or slopes is not None or 1 < queries < keys:
+        distance = torch.arange(keys - queries, keys, device=q.device).unsqueeze(1) - torch.arange(keys, device=q.device)
+        seen = (distance >= 0) & (distance < window) if window else distance >= 0
+        if slopes is not None:
+            seen = (-slopes.view(-1, 1, 1) * distance).masked_fill(~seen, -math.inf)
+    whole = seen is None and queries > 1  # a prompt from its first token on
+    heads_first = q.transpose(0, 1).unsqueeze(0)
+    out = F.scaled_dot_product_attention(
+        heads_first, k.unsqueeze(0), v.unsqueeze(0), attn_mask=seen, is_causal=whole, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from .paged_attention import LayerCache, Pages
+from .paged_attention import LayerCache, Pages, gathered
 
 TOGETHER = 2**21  # elements of keys that are gathered at once
 
@@ -44,10 +44,10 @@ def together(
     distance = lengths.unsqueeze(1) - 1 - torch.arange(keys)  # (seqs, keys); below 0 lies what is not theirs
     theirs = distance >= 0
     # Blocks beyond a sequence's own, and places in its last, may hold anything, even what is not finite.
-    tables = torch.where(theirs[:, :: cache.size], tables, 0).long()
+    tables = torch.where(theirs[:, :: cache.size], tables, 0)
     k = gathered(cache.keys, cache.key_scales, tables, q.dtype)  # (seqs, kv_heads, keys, head_dim)
     v = gathered(cache.values, cache.value_scales, tables, q.dtype)
-    v.masked_fill_(~theirs.view(seqs, 1, keys, 1), 0)
+    v.transpose(1, 2)[~theirs] = 0
     scores = (q.view(seqs, kv_heads, -1, head_dim) @ k.transpose(2, 3)).float().view(seqs, heads, keys)
     scores = scores / math.sqrt(head_dim)
     if slopes is not None:
@@ -55,10 +55,3 @@ def together(
     seen = theirs & (distance < window) if window else theirs
     p = scores.masked_fill(~seen.unsqueeze(1), -math.inf).softmax(dim=-1).type_as(v)
     return (p.view(seqs, kv_heads, -1, keys) @ v).view(seqs, heads, head_dim)
-
-
-def gathered(pool: Tensor, scales: Tensor | None, tables: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values of all sequences, side by side: (seqs, kv_heads, keys, head_dim)."""
-    x = pool[tables]  # (seqs, blocks, kv_heads, size, head_dim)
-    x = x.to(dtype) if scales is None else (x.float() * scales[tables].unsqueeze(-1)).to(dtype)
-    return x.transpose(1, 2).flatten(2, 3)
