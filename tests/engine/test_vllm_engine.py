@@ -48,22 +48,28 @@ class TheirParams:
 
 @dataclass
 class TheirEngine:
-    """Answers "abc…" with token ids 0, 1, 2, …, one a step."""
+    """Answers "abc…" with token ids 0, 1, 2, …, one a step; what is finished is told once."""
 
     model_config: Any = field(default_factory=lambda: SimpleNamespace(max_model_len=10))
     waiting: dict[str, tuple[Any, TheirParams]] = field(default_factory=dict)
-    told: int = 0
+    told: dict[str, int] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
 
     def add_request(self, request_id: str, prompt: Any, params: TheirParams) -> None:
-        self.waiting[request_id] = prompt, params
+        self.waiting[request_id], self.told[request_id] = (prompt, params), 0
 
     def step(self) -> list[Any]:
-        self.told += 1
-        return [output(name, *given, length=self.told) for name, given in self.waiting.items()]
+        assert self.waiting, "nothing is under way: whoever waits for more waits for ever"
+        outputs = []
+        for name, given in self.waiting.items():
+            self.told[name] += 1
+            outputs.append(output(name, *given, length=self.told[name]))
+        self.waiting = {one.request_id: self.waiting[one.request_id] for one in outputs if not one.finished}
+        return outputs
 
     def abort_request(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
+        self.waiting = {name: given for name, given in self.waiting.items() if name not in request_ids}
 
 
 class TheirLLM:
@@ -175,8 +181,42 @@ def test_leaving_a_stream_cancels_it() -> None:
     engine = VLLM("folder", EngineSpec(), seed=0)
     stream = engine.stream([1], SamplingParams(max_tokens=9))
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    assert engine.inner.llm_engine.aborted == list(engine.inner.llm_engine.waiting)
+    under_way = list(engine.inner.llm_engine.waiting)
+    stream.close()
+    assert len(under_way) == 1 and engine.inner.llm_engine.aborted == under_way
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_streams_take_steps_for_one_another(first: int) -> None:
+    """The last piece of the short one comes in a step that the other asked for, or the other way round."""
+    engine = VLLM("folder", EngineSpec(), seed=0)
+    streams = [engine.stream([1], SamplingParams(max_tokens=length)) for length in (6, 3)]
+    begun = [[next(stream)] for stream in streams]
+    for place in (first, 1 - first):
+        begun[place] += streams[place]
+    assert ["".join(piece.text for piece in pieces) for pieces in begun] == ["abcdef", "abc"]
+    results = [pieces[-1].result for pieces in begun]
+    assert [None if result is None else result.text for result in results] == ["abcdef", "abc"]
+    assert engine.inner.llm_engine.aborted == []
+
+
+def test_a_stream_that_is_left_takes_nothing_from_the_others() -> None:
+    engine = VLLM("folder", EngineSpec(), seed=0)
+    left, read = (engine.stream([1], SamplingParams(max_tokens=4)) for _ in range(2))
+    assert (next(left).text, next(read).text, next(left).text) == ("a", "a", "b")
+    left.close()
+    assert "".join(piece.text for piece in read) == "bcd"
+
+
+def test_generate_waits_for_no_stream() -> None:
+    """vLLM's own call runs until nothing is under way, and would take the end of a stream for one of its results."""
+    engine = VLLM("folder", EngineSpec(), seed=0)
+    stream = engine.stream([1], SamplingParams(max_tokens=4))
+    next(stream)
+    with pytest.raises(LMWorksError, match="while a stream is open: read it to its end, or close it"):
+        engine.generate([[1]], [SamplingParams(max_tokens=2)], progress=False)
+    assert "".join(piece.text for piece in stream) == "bcd"
+    assert engine.generate([[1]], [SamplingParams(max_tokens=2)], progress=False)[0].text == "ab"
 
 
 def test_sizes_reach_it_and_zeros_do_not() -> None:

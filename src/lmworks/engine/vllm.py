@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..spec import EngineSpec, LMWorksError, SpecError
@@ -18,6 +19,15 @@ Prompt = str | list[int]
 DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FINISHED = {"stop": "stop", "length": "length", "abort": "cancelled"}
 LOOKUP = 4  # longest run of tokens that is looked up in the prompt
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A request whose pieces are waited for."""
+
+    request: Request
+    sent: dict[int, tuple[int, int]] = field(default_factory=dict)  # tokens and characters so far, by answer
+    box: list[Piece] = field(default_factory=list)
 
 
 class VLLM:
@@ -32,11 +42,14 @@ class VLLM:
         self.inner = vllm.LLM(model=folder, seed=seed, **engine_options(spec))
         self.context: int = self.inner.llm_engine.model_config.max_model_len
         self.requests = 0
+        self.streams: dict[str, Stream] = {}  # those that are open, by the name of their request
 
     def generate(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: bool, told: Told = tell_nobody
     ) -> list[Result]:
         """Results in order. vLLM refuses a whole call for one bad prompt, so these are held back from it."""
+        if self.streams:  # it would take their last pieces for results of this call
+            raise LMWorksError("vLLM cannot generate while a stream is open: read it to its end, or close it")
         given = enumerate(zip(prompts, params, strict=True))
         results = {place: refused(prompt, why, one.n) for place, (prompt, one) in given if (why := self.wrong(prompt))}
         good = [place for place in range(len(prompts)) if place not in results]
@@ -56,30 +69,39 @@ class VLLM:
         if why := self.wrong(prompt):
             yield Piece(request, 0, [], finish_reason="error", result=refused(prompt, why, params.n))
             return
-        engine, name = self.inner.llm_engine, f"lmworks-{self.requests}"
-        sent: dict[int, tuple[int, int]] = {}
+        engine, name, stream = self.inner.llm_engine, f"lmworks-{self.requests}", Stream(request)
         self.requests += 1
         engine.add_request(name, inputs(prompt), self.sampling(params))
+        self.streams[name] = stream
         finished = False
         try:
             while not finished:
-                for output in engine.step():
-                    if output.request_id == name:
-                        finished = output.finished
-                        yield from self.pieces(request, output, sent)
+                if not stream.box:
+                    self.step(engine)
+                while stream.box:
+                    piece = stream.box.pop(0)
+                    finished = piece.result is not None
+                    yield piece
         finally:
+            del self.streams[name]
             if not finished:
                 engine.abort_request([name])
 
-    def pieces(self, request: Request, output: Any, sent: dict[int, tuple[int, int]]) -> Iterator[Piece]:
-        """What is new in each answer since `sent`: tokens and characters. vLLM tells all of it every time."""
-        result = to_result(output, request.params) if output.finished else None
+    def step(self, engine: Any) -> None:
+        """For all streams: what comes for another one waits in its box."""
+        for output in engine.step():
+            if (stream := self.streams.get(output.request_id)) is not None:
+                stream.box.extend(self.pieces(stream, output))
+
+    def pieces(self, stream: Stream, output: Any) -> Iterator[Piece]:
+        """What is new in each answer since it was last told of. vLLM tells all of it every time."""
+        result = to_result(output, stream.request.params) if output.finished else None
         for place, one in enumerate(output.outputs):
-            tokens, characters = sent.get(one.index, (0, 0))
-            sent[one.index] = len(one.token_ids), len(one.text)
+            tokens, characters = stream.sent.get(one.index, (0, 0))
+            stream.sent[one.index] = len(one.token_ids), len(one.text)
             last = place == len(output.outputs) - 1
             yield Piece(
-                request,
+                stream.request,
                 one.index,
                 list(one.token_ids[tokens:]),
                 one.text[characters:],
