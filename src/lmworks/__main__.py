@@ -15,13 +15,13 @@ def command() -> None:
     signal.signal(signal.SIGINT, quiet)
     from .cli.main import main
 
-    signal.signal(signal.SIGINT, handler)
     try:
         try:
+            signal.signal(signal.SIGINT, handler)
             main()
         finally:
             signal.signal(signal.SIGINT, quiet)
-    except KeyboardInterrupt:  # another one while it said how it ended, or in the line above
+    except KeyboardInterrupt:  # before it began, another while it said how it ended, or in the line above
         signal.signal(signal.SIGINT, quiet)
         sys.exit(130)
 

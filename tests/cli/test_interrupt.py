@@ -162,12 +162,12 @@ def test_another_one_during_the_last_words_is_no_other_end() -> None:
 
 
 def as_it_is_no_longer_handled() -> None:
-    """Ctrl-C at the very call after which the kernel would handle it: the third of the command, when all is said."""
+    """Ctrl-C at the very call after which the kernel would handle it again, when all is said."""
     change, calls = signal.signal, []
 
     def late(*arguments: Any) -> Any:
         calls.append(arguments)
-        if len(calls) == 3:
+        if arguments == (signal.SIGINT, signal.SIG_DFL) and calls.count(arguments) == 2:
             os.kill(os.getpid(), signal.SIGINT)
         return change(*arguments)
 
@@ -179,6 +179,25 @@ def test_nor_is_one_at_the_very_end() -> None:
     out, err = process.communicate()
     assert (process.returncode, err) == (130, "")
     assert json.loads(out)
+
+
+def as_it_is_handled_again() -> None:
+    """Ctrl-C at the very call that hands it to the command, which has not begun."""
+    change = signal.signal
+
+    def early(*arguments: Any) -> Any:
+        before = change(*arguments)
+        if arguments == (signal.SIGINT, signal.default_int_handler):
+            os.kill(os.getpid(), signal.SIGINT)
+        return before
+
+    signal.signal = early
+
+
+def test_nor_at_the_very_beginning() -> None:
+    process = Forked("models", "--json", first=as_it_is_handled_again)
+    assert process.communicate() == ("", "")
+    assert process.returncode == 130
 
 
 WHILE_IT_LOADS = """
