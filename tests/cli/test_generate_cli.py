@@ -210,6 +210,7 @@ def test_one_bad_prompt_of_several_fails_alone(lmworks: Run, run_dir: Path, tmp_
         (["--prompts", "FILE/key.jsonl"], "key.jsonl:1: unknown key 'max_token'"),
         (["--prompts", "FILE/value.jsonl"], "value.jsonl:1: top_p = 2"),
         (["--prompts", "FILE/latin.txt"], "latin.txt: not valid UTF-8"),
+        (["--prompts", "FILE/deep.jsonl"], "deep.jsonl:2: lists or objects within one another, too deep to be read"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
@@ -220,5 +221,6 @@ def test_what_cannot_be_done_is_one_line(
     (tmp_path / "key.jsonl").write_text('{"prompt": "x", "max_token": 3}')
     (tmp_path / "value.jsonl").write_text('{"prompt": "x", "top_p": 2}')
     (tmp_path / "latin.txt").write_bytes(b"na\xefve\n")
+    (tmp_path / "deep.jsonl").write_text('"x"\n' + "[" * 100_000)
     code, out, err = lmworks("generate", run_dir, *(one.replace("FILE", str(tmp_path)) for one in arguments))
     assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1

@@ -183,6 +183,8 @@ def read_wish(line: str, where: str, usual: SamplingParams) -> Wish:
         value = json.loads(line)
     except ValueError as error:
         raise SpecError(f"{where}: not JSON ({error})") from None
+    except RecursionError:
+        raise SpecError(f"{where}: lists or objects within one another, too deep to be read") from None
     wishes = value if isinstance(value, dict) else {"prompt": value}
     prompt = wishes.pop("prompt", None)
     ids = isinstance(prompt, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in prompt)
@@ -193,7 +195,7 @@ def read_wish(line: str, where: str, usual: SamplingParams) -> Wish:
         raise SpecError(f"{where}: unknown key '{unknown[0]}'; SamplingParams has {', '.join(sorted(known))}")
     try:
         return prompt, replace(usual, **wishes)
-    except (SpecError, TypeError) as error:
+    except (SpecError, TypeError, RecursionError) as error:
         raise SpecError(f"{where}: {error}") from None
 
 
