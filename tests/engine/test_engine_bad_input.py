@@ -20,6 +20,12 @@ BAD = {
     "unknown adapter": (Request([1], SamplingParams(adapter="frnch")), "'frnch' is not loaded.*mean 'french'"),
     "token too large": (Request([1, VOCAB], SamplingParams()), "token 50: the model's tokens are 0 to 49"),
     "token negative": (Request([-1], SamplingParams()), "token -1"),
+    "no token": (Request([1, 1.5], SamplingParams()), r"token 1\.5: the model's tokens"),  # type: ignore[list-item]
+    "tenant": (Request([1], SamplingParams(), tenant=None), "tenant = None: the name"),  # type: ignore[arg-type]
+    "no priority": (
+        Request([1], SamplingParams(), priority=float("nan")),  # type: ignore[arg-type]
+        "priority = nan: a whole number",
+    ),
     "stop token": (Request([1], SamplingParams(stop_token_ids=[99])), "stop_token_ids names token 99"),
     "bias": (Request([1], SamplingParams(logit_bias={77: 1.0})), "logit_bias names token 77"),
     "priority": (Request([1], SamplingParams(), priority=10**6), "priority = 1000000"),

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models
 
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
-from lmworks.engine.grammar import KEPT, LIMITS, Grammars, Matcher, grammar
+from lmworks.engine.grammar import KEPT, LIMITS, Grammars, Matcher, grammar, text_depth
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.request import Request, Sequence
 from lmworks.engine.sampler import Sampler
@@ -233,6 +233,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown keyword": ({"json_schema": {"not": {"type": "null"}}}, "not"),
     "a number": ({"json_schema": 5}, "must be an object"),
     "not JSON": ({"json_schema": "{"}, "not JSON"),
+    "a string without an end": ({"json_schema": '"' + '\\"' * 32_000}, "not JSON"),
     "half a pair": ({"json_schema": {"const": "\ud800"}}, "json_schema"),
     "no JSON": ({"json_schema": {"const": object()}}, "cannot be written as JSON"),
     "long regex": ({"regex": "a" * 100_000}, "characters"),
@@ -257,6 +258,11 @@ def test_a_bad_shape_is_refused_at_once(name: str) -> None:
     assert time.process_time() - start < 1
     text, _ = answer("byte-level", 0, SamplingParams(choice=["red", "blue"]))  # the next request is none the wiser
     assert text in ("red", "blue")
+
+
+def test_brackets_inside_strings_do_not_nest() -> None:
+    assert text_depth('{"a": ["[[{", "\\"[[", {"b\\\\": [1]}]}') == 4
+    assert text_depth('["a\nb", "never ends [[[') == 1
 
 
 HEAVY: dict[str, dict[str, Any]] = {

@@ -169,6 +169,18 @@ def test_a_step_runs_once_and_is_replayed_then(pretended: Pretended) -> None:
     assert len(ran) == 6
 
 
+def test_graphs_without_a_sampler_give_their_logits_in_one_place(pretended: Pretended) -> None:
+    """Else each keeps memory for its own, which no other graph of the pool can use."""
+    graphs = graphs_of(8, Prompts((64,), 1000), lambda batch, _wants: torch.full((len(batch.tokens), 5), 7.0))
+    packer = Packer(EngineSpec(block=4, context=32, max_seqs=8), 320, pinned=False)
+    for sequences in (8, 3):
+        graphs.run(*packer.nobody(graphs.padded(sequences)), None)
+        again = graphs.run(*packer.nobody(graphs.padded(sequences)), None)
+        assert again.shape == (len(again), 5) and (again == 7).all()
+        assert graphs.logits is not None and again.data_ptr() == graphs.logits.data_ptr()
+    assert pretended.replays == 2 and len(graphs.recorded) == 2
+
+
 def test_prompts_are_not_recorded_any_more_where_memory_ran_out(pretended: Pretended) -> None:
     """What decodes keeps its graphs; those of prompts give their memory back, and begin in a new pool if ever."""
     short_of_memory = False
@@ -186,6 +198,7 @@ def test_prompts_are_not_recorded_any_more_where_memory_ran_out(pretended: Prete
     assert len(set(pretended.recorded_in)) == 2
     short_of_memory = True
     assert graphs.run(*packer.nobody(more), None) == 96
+    assert not graphs.record_no_prompts()  # nothing is left to give back
     assert not pretended.capturing
     assert [layout.tokens for layout, _ in graphs.recorded] == [4]
     assert graphs.mixed_pool not in pretended.recorded_in

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from lmworks.engine.engine import Engine
 from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Request
+from lmworks.engine.picked import Asked, prompt_logprobs
+from lmworks.engine.request import Request, Sequence
 from lmworks.engine.runner import Runner
 from lmworks.engine.sampler import wishes
 from lmworks.model import GPT
@@ -43,3 +46,26 @@ def test_log_probabilities_are_computed_where_someone_uses_them() -> None:
     assert not wishes(SamplingParams(n=2, best_of=2), ()).logprobs  # all that are made are given
     assert wishes(SamplingParams(n=1, best_of=2), ()).logprobs
     assert wishes(SamplingParams(logprobs=0), ()).logprobs
+
+
+def test_prompts_are_scored_row_by_row_where_batches_must_not_matter() -> None:
+    """A sum over a large vocabulary is cut up among threads otherwise where there are several rows."""
+    states = 3 * torch.randn(29, 151_936, generator=torch.Generator().manual_seed(0))
+    head: Any = SimpleNamespace(logits=lambda rows: rows, spec=SimpleNamespace(vocab=states.shape[1]))
+    request = Request([*range(30)], SamplingParams(prompt_logprobs=2))
+    sequence = Sequence(request, 0, 0, request.prompt, 30)
+
+    def scored(first: int, count: int) -> list[torch.Tensor]:
+        rows = states[first : first + count]
+        found = prompt_logprobs(head, 300, rows, [Asked(sequence, first + 1, 0, count)], invariant=True)
+        return [part for part in found if part is not None]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        whole = scored(0, 29)
+        for row in range(29):
+            for alone, among in zip(scored(row, 1), whole, strict=True):
+                assert torch.equal(alone[0], among[row])
+    finally:
+        torch.set_num_threads(threads)

@@ -159,6 +159,18 @@ def test_a_fixed_layer_gives_a_row_the_same_bits_among_any_others(scheme: str) -
         assert torch.equal(layer(x[:end]), whole[:end])
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_fixed_layer_in_half_precision_is_no_further_off(scheme: str, dtype: torch.dtype) -> None:
+    """Before they are scaled, sums of 8-bit numbers are more than fp16 holds."""
+    model = apply_quantization(small(), scheme)
+    layer = model.layers()[0].mlp.down
+    x = 30 * torch.randn(9, layer.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted = layer(x)
+    set_fixed(model)
+    assert off(layer(x), wanted) < 2 * torch.finfo(dtype).eps
+
+
 def test_what_cannot_be_quantized_is_said() -> None:
     with pytest.raises(SpecError, match=r"int9.*did you mean.*int8|int9.*known"):
         apply_quantization(small(), "int9")

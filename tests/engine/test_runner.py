@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import time
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from lmworks.engine import sampler as sampler_module
 from lmworks.engine.batch import Layout, Packer, decoding_frame, mixed_frame, unpack
 from lmworks.engine.cache import Cache, CacheShape
 from lmworks.engine.draft import Ahead, Draft
@@ -143,6 +145,11 @@ class Unrecorded(Graphs[Any]):
         self.prompts = worth_recording(runner.model.spec, runner.spec)
         self.buffer = torch.full((8192,), -7, dtype=torch.int64)
         self.kinds: list[str] = []
+        self.given_back = 0
+
+    def record_no_prompts(self) -> bool:
+        self.given_back += 1
+        return self.given_back == 1
 
     def run(self, buffer: torch.Tensor, layout: Layout, wants: Any) -> Any:
         self.kinds.append("decoding" if layout.rows == layout.tokens else "mixed")
@@ -151,9 +158,9 @@ class Unrecorded(Graphs[Any]):
 
 
 @pytest.mark.parametrize("shape", ["gqa", "gpt2", "alibi", "window"])
-@pytest.mark.parametrize("cut", [{}, {"top_k": 5}])
-def test_padded_steps_give_the_same(shape: str, cut: dict[str, int]) -> None:
-    """With the sampler in the graph, and (for top-k) behind it."""
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"repetition_penalty": 1.3}])
+def test_padded_steps_give_the_same(shape: str, cut: dict[str, Any]) -> None:
+    """With the sampler in the graph, and (for a penalty) behind it."""
     model = lively(**SHAPES[shape])
     prompts = prompts_of([30, 3, 50, 11, 20])
     params = [SamplingParams(temperature=0.7, max_tokens=4 + 5 * i, seed=i, ignore_eos=True, **cut) for i in range(5)]
@@ -163,6 +170,33 @@ def test_padded_steps_give_the_same(shape: str, cut: dict[str, int]) -> None:
         expected = [result.token_ids for result in answered(plain, prompts, *params)]
         assert [result.token_ids for result in answered(padded, prompts, *params)] == expected
     assert {"decoding", "mixed"} == set(padded.graphs.kinds)
+
+
+@pytest.mark.parametrize("at", ["the network", "the likeliest tokens"])
+def test_a_step_without_memory_is_taken_again_without_graphs_of_prompts(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the first try is left: not a token is counted twice."""
+    model, prompts = lively(), prompts_of([30, 3])
+    ask = SamplingParams(temperature=0.7, max_tokens=9, seed=1, ignore_eos=True, logprobs=2, frequency_penalty=2)
+    expected = answered(runner_of(model), prompts, ask, ask)
+    runner = runner_of(model)
+    graphs = runner.graphs = Unrecorded(runner)
+    owner, name = (Runner, "states") if at == "the network" else (sampler_module, "likeliest")
+    usual, calls = getattr(owner, name), count(1)
+
+    def sometimes_short(*given: Any) -> Any:
+        if next(calls) == 3:
+            raise torch.OutOfMemoryError("for the test")
+        return usual(*given)
+
+    monkeypatch.setattr(owner, name, sometimes_short)
+    found = answered(runner, prompts, ask, ask)
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert graphs.given_back == 1
+    calls = count(3)
+    with pytest.raises(torch.OutOfMemoryError):  # there is nothing left to give back
+        answered(runner, prompts, ask, ask)
 
 
 @pytest.mark.parametrize("source", ["ngram", "draft"])
@@ -256,10 +290,12 @@ def test_batch_invariance(shape: str) -> None:
     """Bitwise the same log-probabilities alone, in any batch, and however the prompt is cut."""
     model = lively(**SHAPES[shape])
     prompts = prompts_of([30, 3, 50, 11])
-    params = [SamplingParams(temperature=0.8, max_tokens=8, logprobs=0, seed=i, ignore_eos=True) for i in range(4)]
+    ask = {"temperature": 0.8, "max_tokens": 8, "logprobs": 0, "prompt_logprobs": 0, "ignore_eos": True}
+    params = [SamplingParams(**ask, seed=i) for i in range(4)]
 
     def bits(results: list[Result]) -> list[list[tuple[int, float]]]:
-        return [[(each.token, each.logprob) for each in result.logprobs or ()] for result in results]
+        both = [[*(result.prompt_logprobs or ())[1:], *(result.logprobs or ())] for result in results]
+        return [[(each.token, each.logprob) for each in one if each is not None] for one in both]
 
     invariant = {"batch_invariant": True}
     alone = [

@@ -76,6 +76,7 @@ CUTS: list[dict[str, Any]] = [
     {"top_k": 1},
     {"top_p": 0.8},
     {"top_p": 1e-6},
+    {"top_p": 1e-50},
     {"min_p": 0.1},
     {"min_p": 1.0},
     {"temperature": 1.7, "top_k": 20, "top_p": 0.7, "min_p": 0.02},
@@ -246,6 +247,14 @@ def test_stop_tokens_are_banned_until_min_tokens() -> None:
     sampler = sampler_of(sequence(temperature=0, min_tokens=2, ends=(8, 0)), sequence(temperature=0, ends=(8,)))
     assert [one(sampler, logits, place=i).tokens.item() for i in range(4)] == [best[2], best[2], 8, 8]
     assert one(sampler, logits, slot=1).tokens.item() == 8
+
+
+def test_a_stop_token_whose_score_has_no_bound_is_banned_too() -> None:
+    sampler = sampler_of(sequence(temperature=0, min_tokens=2, ends=(3,), repetition_penalty=1e-38))  # 3 was seen
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 9] = 50.0, 1.0
+    assert one(sampler, logits).tokens.item() == 9
+    assert not one(sampler, logits).bad.item()
 
 
 def test_a_mask_allows_only_its_bits() -> None:

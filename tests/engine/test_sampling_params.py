@@ -22,6 +22,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -1}, "top_k = -1 is out of range: it must be at least 0"),
     ({"max_tokens": None}, "max_tokens = None: a whole number"),
     ({"max_tokens": 4.0}, r"max_tokens = 4\.0: a whole number"),
+    ({"max_tokens": 2**31}, "max_tokens = 2147483648 is out of range: it must be at least 1 and at most 2147483647"),
     ({"max_tokens": 3, "min_tokens": 4}, "min_tokens = 4 is out of range: it must be at least 0 and at most 3"),
     ({"n": 2.0}, r"n = 2\.0: a whole number"),
     ({"n": 3, "best_of": 2}, "best_of = 2 is out of range: it must be at least 3 and at most 128"),

@@ -274,6 +274,15 @@ def test_guesses_take_what_the_step_has_room_for() -> None:
     assert shape(step, request) == [(0, 8, 3, 3)]  # of 12 tokens 9 are there: two guesses and one more token
 
 
+def test_guesses_take_no_token_of_those_who_answer_too() -> None:
+    scheduler = make(tokens=6)
+    requests = [add(scheduler, 1, answer=20) for _ in range(4)]
+    run(scheduler)
+    for request in requests:
+        request.sequences[0].guesses = [1, 2, 3, 4]
+    assert shape(scheduler.schedule(), *requests) == [(1, 1, 1, 1), (2, 1, 1, 1), (3, 1, 1, 1), (0, 1, 3, 3)]
+
+
 def test_nobody_is_preempted_for_a_guess() -> None:
     scheduler = make(blocks=4, block=2)
     first, second = add(scheduler, 3, answer=5), add(scheduler, 3, answer=5)

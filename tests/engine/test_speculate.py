@@ -317,6 +317,15 @@ def test_judged_guesses_are_drawn_from_p(amount: float) -> None:
     assert agreed == pytest.approx(most, abs=0.01)
 
 
+def test_a_guess_that_is_refused_by_rounding_alone_is_replaced_by_a_token_of_p() -> None:
+    """q is p and a little more everywhere, as rounding may leave it: nothing is left of p − q."""
+    p = torch.tensor([0.0, 0.3, 0.7]).expand(40_000, -1)
+    seeds = torch.arange(40_000)
+    tokens = judge(p, p * 1.5, torch.full_like(seeds, 1), seeds, seeds % 7)  # a third of the guesses is refused
+    assert 0.1 < (tokens == 2).float().mean().item() < 0.4
+    assert not (tokens == 0).any()
+
+
 @pytest.mark.parametrize(
     "planted",
     [

@@ -111,9 +111,10 @@ def product(kind: str, rows: int, gate: bool = False, channels: int = 4096) -> N
     elif kind == "fp8":
         weight = torch.zeros(channels, inputs, dtype=FP8)
         few.fp8_linear(x.to(FP8), torch.zeros(rows), weight, torch.zeros(channels), BF16, gate)
-    elif kind == "fixed":
+    elif kind.startswith("fixed"):
         weight = torch.zeros(channels, inputs, dtype=BF16)
-        importlib.import_module("lmworks.kernels.fixed_linear_triton").fixed_rows(x, weight, None)
+        fixed = importlib.import_module("lmworks.kernels.fixed_linear_triton")
+        fixed.fixed_rows(x, weight, None, wide=kind == "fixed-wide")
     else:
         few.linear(x, torch.zeros(channels, inputs, dtype=BF16), gate)
 
@@ -239,6 +240,7 @@ CASES: dict[str, Callable[[], None]] = {
        for kind in ("bf16", "int8", "int4", "fp8") for rows in (2, 16, 64) for width in (1024, 16_384, 65_536)},
     "fp8-rows": few_in_eight_bits,
     "fixed-1": lambda: product("fixed", 1),
+    "fixed-wide-1": lambda: product("fixed-wide", 1),
     "sample": sample,
     "flash-256": lambda: flash(256),
     "flash-80-window": lambda: flash(80, window=300),

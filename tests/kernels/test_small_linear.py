@@ -287,6 +287,8 @@ def test_a_row_is_the_same_among_any_others_on_a_cpu() -> None:
     for start, end in ((0, 1), (13, 14), (5, 69)):
         assert torch.equal(fixed_linear(x[start:end], weight, bias), whole.view(70, 90)[start:end])
     assert fixed_linear(x[:0], weight).shape == (0, 90)
+    half = 100 * x.half(), 100 * weight.half()  # whose products are more than fp16 holds
+    assert off(fixed_linear(*half, wide=True), F.linear(*(each.double() for each in half))) < 1e-6
 
 
 @with_triton
@@ -301,3 +303,5 @@ def test_a_row_is_the_same_among_any_others_in_the_kernel(dtype: torch.dtype) ->
     assert off(whole, F.linear(x.double(), weight.double(), bias.double())) < (1e-6 if dtype == torch.float32 else 4e-3)
     for start, end in ((0, 1), (13, 14), (40, 70)):
         assert torch.equal(fixed_rows(x[start:end], weight, bias), whole[start:end])
+    wide = fixed_rows(x, weight, bias, wide=True)
+    assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), whole)

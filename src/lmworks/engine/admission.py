@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from ..spec import SpecError
 from ..spec.errors import did_you_mean
+from .params import index
 from .request import Request
 
 MAX_PRIORITY = 1000
@@ -15,9 +16,9 @@ def check_prompt(request: Request, valid_vocab: int, context: int) -> None:
     prompt = request.prompt
     if not prompt:
         raise SpecError("the prompt is empty: give at least one token")
-    wrong = next((token for token in prompt if not 0 <= token < valid_vocab), None)
-    if wrong is not None:
-        raise SpecError(f"the prompt holds token {wrong}: the model's tokens are 0 to {valid_vocab - 1}")
+    for token in prompt:
+        if index(token) is None or not 0 <= token < valid_vocab:
+            raise SpecError(f"the prompt holds token {token!r:.60}: the model's tokens are 0 to {valid_vocab - 1}")
     if len(prompt) >= context:
         raise SpecError(
             f"the prompt has {len(prompt)} tokens: with an answer of one token or more it does not fit "
@@ -38,6 +39,10 @@ def check_room(request: Request, limit: int, size: int, blocks: int) -> None:
 
 def check_wishes(request: Request, adapters: Collection[str], has_tokenizer: bool) -> None:
     params = request.params
+    if not isinstance(request.tenant, str):
+        raise SpecError(f"tenant = {request.tenant!r:.60}: the name of a tenant is expected")
+    if index(request.priority) is None:
+        raise SpecError(f"priority = {request.priority!r:.60}: a whole number is expected")
     if abs(request.priority) > MAX_PRIORITY:
         raise SpecError(f"priority = {request.priority}: it must be between −{MAX_PRIORITY} and {MAX_PRIORITY}")
     if params.adapter is not None and params.adapter not in adapters:

@@ -203,7 +203,8 @@ def checked_schema(schema: Mapping[str, Any] | str) -> str:
 def text_depth(text: str) -> int:
     """Deepest nesting of brackets outside strings: counted before a parser, which would nest as deep, sees the text."""
     depth = deepest = 0
-    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
+    # A string that has no end is one to the end of the text: nothing is looked at twice.
+    for found in re.finditer(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', text, re.DOTALL):
         step = {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
         depth += step
         deepest = max(deepest, depth)

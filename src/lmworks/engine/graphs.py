@@ -42,6 +42,8 @@ class Graphs(Generic[Result]):
         self.work, self.sizes, self.prompts = work, sizes_up_to(largest.seqs), prompts or Prompts()
         self.buffer = torch.zeros(buffer_size(largest, widest, self.prompts), dtype=torch.int64, device=device)
         self.frames: set[Layout] = set()  # of mixed steps that came
+        self.logits: Tensor | None = None  # what all graphs without a sampler give: a pool keeps what a graph returns
+        self.most = largest.rows
         self.stream = torch.cuda.Stream(device)
         self.forget()
 
@@ -75,6 +77,8 @@ class Graphs(Generic[Result]):
             return result
         batch, mixed = unpack(self.buffer, layout), layout.rows < layout.tokens
         result = self.work(batch, wants)
+        if isinstance(result, Tensor) and (self.logits is None or len(self.logits) < len(result)):
+            self.logits = result.new_empty(max(self.most, len(result)), *result.shape[1:])
         try:
             self.recorded[layout, wants] = self.record(batch, wants, mixed)
         except torch.OutOfMemoryError:  # a graph has memory of its own
@@ -93,6 +97,8 @@ class Graphs(Generic[Result]):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 result = self.work(batch, wants)
+                if isinstance(result, Tensor) and self.logits is not None:
+                    result = self.logits[: len(result)].copy_(result)  # type: ignore[assignment]
             except BaseException:
                 with suppress(RuntimeError):
                     graph.capture_end()
@@ -101,10 +107,13 @@ class Graphs(Generic[Result]):
         now.wait_stream(self.stream)
         return graph, result
 
-    def record_no_prompts(self) -> None:
-        """From now on. What was recorded of them gives its memory back."""
+    def record_no_prompts(self) -> bool:
+        """From now on. What was recorded of them gives its memory back; false where there was nothing."""
+        kept = {kind: made for kind, made in self.recorded.items() if kind[0].rows == kind[0].tokens}
+        fewer = len(kept) < len(self.recorded)
         self.prompts = Prompts()
         torch.cuda.synchronize(self.buffer.device)
-        self.recorded = {kind: made for kind, made in self.recorded.items() if kind[0].rows == kind[0].tokens}
+        self.recorded = kept
         self.mixed_pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
+        return fewer

@@ -14,6 +14,7 @@ from ..spec import SpecError
 SEEDS = 2**63
 MAX_LOGPROBS = 32
 MAX_N = 128
+MAX_TOKENS = 2**31 - 1  # more than any context
 LARGEST = 3e38  # of numbers that fp32 holds
 
 
@@ -58,7 +59,7 @@ class SamplingParams:
         self.number("presence_penalty", -2, 2)
         self.number("frequency_penalty", -2, 2)
         self.whole("seed", 0, SEEDS - 1)
-        self.whole("max_tokens", 1)
+        self.whole("max_tokens", 1, MAX_TOKENS)
         self.whole("min_tokens", 0, self.max_tokens)
         self.whole("n", 1, MAX_N)
         self.whole("best_of", self.n, MAX_N)

@@ -64,17 +64,22 @@ def asked_of(chunks: list[Chunk]) -> list[Asked]:
 
 
 def prompt_logprobs(
-    model: GPT, valid: int, states: Tensor, asked: list[Asked]
+    model: GPT, valid: int, states: Tensor, asked: list[Asked], invariant: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of all that is asked, one after another: (positions), and the likeliest ids (below `valid`) and theirs."""
+    """Of all that is asked, one after another: (positions), and the likeliest ids (below `valid`) and theirs.
+
+    `invariant`: row by row, for the order of sums over a row of logits may depend on how many rows there are.
+    """
     places = sent([place for each in asked for place in range(each.at, each.at + each.count)], states.device)
     targets = sent([token for each in asked for token in each.targets], states.device)
     top = max(each.top for each in asked)
     results = []
     for some, wanted in zip(in_pieces(places, model), in_pieces(targets, model), strict=True):
         logits = model.logits(states[some]).float()
-        own = logits.gather(1, wanted.unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=1)
-        results.append((own, *(likeliest(logits, valid, top) if top else (own, own))))
+        each = 1 if invariant else len(logits)
+        for part, targets_of_it in zip(logits.split(each), wanted.split(each), strict=True):
+            own = part.gather(1, targets_of_it.unsqueeze(1)).squeeze(1) - part.logsumexp(dim=1)
+            results.append((own, *(likeliest(part, valid, top) if top else (own, own))))
     own, ids, others = (torch.cat(part) for part in zip(*results, strict=True))
     return (own, ids, others) if top else (own, None, None)
 

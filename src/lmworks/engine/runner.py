@@ -154,10 +154,16 @@ class Runner:
     def launch(self, step: Step) -> Launched:
         try:
             return self.queue(step)
+        except torch.OutOfMemoryError:
+            # Graphs of prompts hold memory that a step can do without. It can be taken once more: whatever it has
+            # written already is written again.
+            if self.graphs is None or not self.graphs.record_no_prompts():
+                raise
         except (RuntimeError, OSError) as error:
             if self.ranks is None:
                 raise
             raise self.ranks.cause(error) from error
+        return self.queue(step)
 
     def queue(self, step: Step) -> Launched:
         self.cache.copy(step.copies)
@@ -180,7 +186,8 @@ class Runner:
         if self.ranks is not None and guessed is not None:
             self.ranks.share(batch.tokens)
         states = self.states(batch)
-        prompt = prompt_logprobs(self.model, self.valid_vocab, states, asked) if asked else None
+        invariant = self.spec.batch_invariant
+        prompt = prompt_logprobs(self.model, self.valid_vocab, states, asked, invariant) if asked else None
         sampled = self.pick(states, batch, wants, mask, guessed) if picking else None
         return self.launched(picking, sampled, asked, prompt, guesses_of(batch, picking))
 

@@ -24,6 +24,7 @@ from .request import Sequence as Running
 
 # Columns of a row of floats; the seed lies in the first two.
 TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MIN_TOKENS = range(2, 10)
+LEAST_P = 1e-30  # which fp32 holds; no token but the likeliest is left by it
 COOLEST, HOTTEST = 1e-30, 1e9  # beyond them a temperature is greedy, or uniform, to the last bit of fp32
 
 
@@ -119,7 +120,7 @@ class Sampler:
         row.view(np.float32)[2:] = (
             0 if params.greedy else min(max(params.temperature, COOLEST), HOTTEST),
             min(params.top_k, self.valid),
-            params.top_p,
+            max(params.top_p, LEAST_P),
             params.min_p,
             params.repetition_penalty,
             params.presence_penalty,
@@ -190,9 +191,9 @@ class Sampler:
         least = cut.least_scores(scores, self.cuts(slots)) if wants.cut else None
         rows = sample.Rows(self.floats[:, TEMPERATURE], self.seeds, slots, places) if wants.noise else None
         drawn = sample.draw(logits, scores, rows, wants.logprobs, least, mask)
-        if wants.penalties and self.answered is not None:
-            self.answered.index_put_((slots, drawn.tokens), torch.ones_like(drawn.tokens, dtype=torch.int32), True)
         top_ids, top_logprobs = likeliest(logits, self.valid, wants.top) if wants.top else (None, None)
+        if wants.penalties and self.answered is not None:  # last: if memory runs out before, the step is taken again
+            self.answered.index_put_((slots, drawn.tokens), torch.ones_like(drawn.tokens, dtype=torch.int32), True)
         return Sampled(drawn.tokens, drawn.logprobs, top_ids, top_logprobs, drawn.bad)
 
     def distribution(
@@ -233,9 +234,8 @@ class Sampler:
             scores.masked_fill_(~sample.unpacked(mask, self.valid), -math.inf)
         if wants.ban:
             early = (places < floats[:, MIN_TOKENS]).unsqueeze(1) & (self.is_end[slots] > 0)
-            scores.scatter_add_(
-                1, self.end_ids[slots], torch.zeros_like(early, dtype=scores.dtype).masked_fill_(early, -math.inf)
-            )
+            most = torch.full_like(early, math.inf, dtype=scores.dtype).masked_fill_(early, -math.inf)
+            scores.scatter_reduce_(1, self.end_ids[slots], most, "amin")
         return scores
 
 

@@ -128,11 +128,13 @@ class Scheduler:
         chunks: list[Chunk] = []
         guessing = any(sequence.guesses for sequence in self.running)
         owed = sum(map(self.lacks_a_block, self.running)) if guessing else 0  # blocks for tokens, not for guesses
+        others = sum(map(answering, self.running)) if guessing else 0  # who have a token each to come, before any guess
         for sequence in list(self.running):
             start = sequence.computed
-            if left and sequence.state is State.RUNNING and len(sequence.tokens) == start + 1 < sequence.limit:
+            if left and sequence.state is State.RUNNING and answering(sequence):
                 owed -= guessing and self.lacks_a_block(sequence)
-                count = 1 + self.use_guesses(sequence, left - 1, owed)
+                others -= guessing
+                count = 1 + self.use_guesses(sequence, left - 1 - others, owed)
                 if self.grow(sequence, start + count):
                     chunks.append(Chunk(sequence, start, count, count))
                     left -= count
@@ -263,6 +265,11 @@ class Scheduler:
         del sequence.tokens[sequence.known :]
         if sequence.state is State.RUNNING:
             self.preempt(sequence)
+
+
+def answering(sequence: Sequence) -> bool:
+    """Whether its latest token is all that is to be computed, and another one may follow."""
+    return len(sequence.tokens) == sequence.computed + 1 < sequence.limit
 
 
 def running_siblings(sequence: Sequence) -> list[Sequence]:

@@ -104,7 +104,8 @@ def judge(p: Tensor, q: Tensor, guesses: Tensor, seeds: Tensor, places: Tensor) 
     chance = noise.uniform(noise.bits(seeds ^ ACCEPTED, places, zero))  # (rows, 1)
     accepted = chance * q.gather(1, of_guess) < p.gather(1, of_guess)
     rest = (p - q).clamp_(min=0)
-    # p = q has no rest. Then every guess is accepted, up to rounding; what is picked below is not used.
+    # p = q has no rest: every guess is accepted but for rounding, and what stands in for that one is drawn from p.
+    rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, p)
     return torch.where(accepted.squeeze(1), guesses, pick(rest, seeds, places))
 
 

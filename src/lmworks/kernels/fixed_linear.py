@@ -20,15 +20,18 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `reference`: x (…, in), weight (out, in), bias (out) → (…, out), all of one precision."""
+def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+    """As `reference`: x (…, in), weight (out, in), bias (out) → (…, out), all of one precision; `wide`: the result in
+    fp32, as it was summed."""
     rows = x.flatten(0, -2)
     if x.device.type == "cuda":
         from .fixed_linear_triton import fixed_rows
 
-        y = fixed_rows(rows, weight, bias)
+        y = fixed_rows(rows, weight, bias, wide)
     elif not len(rows):
-        y = rows.new_empty(0, weight.shape[0])
+        y = rows.new_empty(0, weight.shape[0], dtype=torch.float32 if wide else None)
     else:
+        if wide:
+            rows, weight = rows.float(), weight.float()
         y = torch.cat([F.linear(row, weight, bias) for row in rows.split(1)])
     return y.view(*x.shape[:-1], weight.shape[0])

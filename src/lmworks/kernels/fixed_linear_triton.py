@@ -81,10 +81,10 @@ def fixed(x, w, bias, out, parts, tickets, M, N, K, stretches, BM: tl.constexpr,
         finish(total, bias, out, place, n, inside, N, HAS_BIAS)
 
 
-def fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (rows, in) → (rows, out)."""
+def fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool = False) -> Tensor:
+    """x (rows, in) → (rows, out), in x's precision or, if `wide`, in fp32."""
     rows, inputs, channels = x.shape[0], x.shape[1], weight.shape[0]
-    out = x.new_empty(rows, channels)
+    out = x.new_empty(rows, channels, dtype=torch.float32 if wide else None)
     if not rows:
         return out
     cut = CUTS[weight.element_size()]

@@ -226,7 +226,7 @@ def attend_kernel(
     query, head = first + rows // GROUP, kv_head * GROUP + rows % GROUP
     live = (rows < QUERIES * GROUP) & (query < queries)
     inside = live[:, None] & (d < HEAD_DIM)[None, :]
-    place = (start + query) * HEADS + head
+    place = (start + query).to(tl.int64) * HEADS + head
     q = tl.load(q_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
     if QUANTISED:
         if q.dtype == tl.bfloat16:

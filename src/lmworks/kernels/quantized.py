@@ -121,8 +121,8 @@ def fp8_reference(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
 def int8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: bool = False) -> Tensor:
     """x · (q · scale)ᵀ: q (out, in) int8, scale (out). `fixed`: no row depends on how many there are. `gate`: of the
     result, silu(first half) · second half."""
-    if fixed:  # an int8 is exact in bf16
-        y = (fixed_linear(x, q.to(x.dtype)).float() * scale).type_as(x)
+    if fixed:  # an int8 is exact in bf16; before it is scaled, a sum may be more than fp16 holds
+        y = (fixed_linear(x, q.to(x.dtype), wide=True) * scale).type_as(x)
     elif plain(x):
         y = int8_reference(x, q, scale)
     else:
@@ -153,7 +153,7 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: b
     """(p · s) · (q · scale)ᵀ with p, s made from the rows of x: q (out, in) e4m3, scale (out)."""
     if fixed:
         p, s = fp8_quantize(x.flatten(0, -2))
-        y = fixed_linear(p.to(x.dtype), q.to(x.dtype)).float() * s.unsqueeze(1) * scale
+        y = fixed_linear(p.to(x.dtype), q.to(x.dtype), wide=True) * s.unsqueeze(1) * scale
         y = y.type_as(x).view(*x.shape[:-1], -1)
     elif plain(x):
         y = fp8_reference(x, q, scale)
