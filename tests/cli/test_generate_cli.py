@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from forked import Forked
 from lmworks import LLM, ModelSpec, SamplingParams
+from lmworks.cli import generate
 from lmworks.cli.main import main
+from lmworks.engine.engine import Engine
+from lmworks.engine.request import Answer, Piece, Result, Told
+from lmworks.spec import LMWorksError, SpecError
 from lmworks.train.load import load_trained
 from tiny import make_spec, train
 
@@ -191,6 +197,131 @@ def test_one_bad_prompt_of_several_fails_alone(lmworks: Run, run_dir: Path, tmp_
     assert "error: the prompt holds token 9999" in lmworks(*arguments)[1]
 
 
+GOOD = Answer([5], "fine", "length")
+BAD = Answer([6, 7], "half {", "error", error="its shape cannot be followed")
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, *answers: Answer) -> None:
+    """Every prompt has these answers."""
+
+    def generate(self: LLM, prompts: list[object], params: object, progress: bool, told: Told) -> None:
+        for place in range(len(prompts)):
+            told(place, Result([1], list(answers)))
+
+    monkeypatch.setattr(LLM, "generate", generate)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_one_bad_answer_of_several_fails_alone(
+    lmworks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int, prompts: int
+) -> None:
+    answers = [GOOD, GOOD]
+    answers[bad] = BAD
+    answered(monkeypatch, *answers)
+    (tmp_path / "p.jsonl").write_text("[1]\n" * prompts)
+    arguments = ("generate", "tiny", "--prompts", tmp_path / "p.jsonl", "--n", "2")
+    code, out, err = lmworks(*arguments)
+    lines = ["fine", "fine"]
+    lines[bad] = f"error: {BAD.error}"
+    assert (code, err) == (1, "")
+    assert out.splitlines() == [line for place in range(prompts) for line in (f"── {place + 1} ──", *lines)]
+    code, out, err = lmworks(*arguments, "--json")
+    shown = json.loads(out)
+    first = shown if prompts == 1 else shown[0]
+    assert (code, err) == (1, "") and [one.get("error") for one in first["answers"]] == [one.error for one in answers]
+    assert first.get("error") == answers[0].error  # the first one stands on top
+
+
+def test_answers_that_all_fail_alike_are_said_once(
+    lmworks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered(monkeypatch, BAD, BAD)
+    (tmp_path / "one.jsonl").write_text("[1]\n")
+    (tmp_path / "two.jsonl").write_text("[1]\n[1]\n")
+    code, out, err = lmworks("generate", "tiny", "--prompts", tmp_path / "one.jsonl", "--n", "2")
+    assert (code, out, err) == (2, "", f"lmworks: error: {BAD.error}\n")
+    code, out, _ = lmworks("generate", "tiny", "--prompts", tmp_path / "two.jsonl", "--n", "2")
+    assert (code, out) == (1, f"── 1 ──\nerror: {BAD.error}\n── 2 ──\nerror: {BAD.error}\n")
+
+
+def fail_after_the_first(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    step, done = Engine.step, []
+
+    def failing(self: Engine) -> list[Piece]:
+        if done:
+            raise error
+        pieces = step(self)
+        done.extend(piece for piece in pieces if piece.result is not None)
+        return pieces
+
+    monkeypatch.setattr(Engine, "step", failing)
+
+
+def test_answers_are_not_lost_when_the_engine_fails(
+    lmworks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.jsonl").write_text("[1, 2]\n[3]\n[4]\n")
+    prompts = ("--prompts", tmp_path / "p.jsonl", "--greedy", "--max-tokens", "3")
+    arguments = ("generate", "tiny", "engine.max_seqs=1", *prompts)
+    first, *others = json.loads(lmworks(*arguments, "--json")[1])
+    failed = [
+        {"prompt": one["prompt"], "text": "", "tokens": [], "finish_reason": "error", "error": "rank 1 is gone"}
+        for one in others
+    ]
+    with monkeypatch.context() as patch:
+        fail_after_the_first(patch, LMWorksError("rank 1 is gone"))
+        code, out, err = lmworks(*arguments, "--json")
+    assert (code, err) == (1, "lmworks: error: rank 1 is gone\n")
+    assert json.loads(out) == [first, *failed]
+    with monkeypatch.context() as patch:
+        fail_after_the_first(patch, RuntimeError("a bug"))
+        with pytest.raises(RuntimeError, match="a bug"):
+            lmworks(*arguments)
+    assert capsys.readouterr().out == f"── 1 ──\n{' '.join(map(str, first['tokens']))}\n"
+
+
+def test_a_failure_before_any_answer_is_all_that_is_said(
+    lmworks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Engine) -> None:
+        raise LMWorksError("rank 1 is gone")
+
+    monkeypatch.setattr(Engine, "step", failing)
+    (tmp_path / "p.jsonl").write_text("[1, 2]\n[3]\n")
+    told = lmworks("generate", "tiny", "--prompts", tmp_path / "p.jsonl", "--json")
+    assert told == (1, "", "lmworks: error: rank 1 is gone\n")
+
+
+def test_a_log_probability_that_is_no_number_is_null(
+    lmworks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = generate.open_llm
+
+    def spoilt(*arguments: Any) -> LLM:
+        llm = load(*arguments)
+        llm.native.runner.model.embed.weight.data[7] = float("nan")  # type: ignore[attr-defined]
+        return llm
+
+    monkeypatch.setattr(generate, "open_llm", spoilt)
+    (tmp_path / "p.jsonl").write_text('[1, 2]\n{"prompt": [3, 7, 4], "prompt_logprobs": 0}\n')
+    code, out, _ = lmworks("generate", "tiny", "--prompts", tmp_path / "p.jsonl", "--max-tokens", "3", "--json")
+    good, bad = json.loads(out, parse_constant=pytest.fail)
+    assert code == 1 and len(good["tokens"]) == 3 and "not finite" in bad["error"]
+    assert bad["prompt_logprobs"][2] == {"token": 4, "logprob": None, "top": []}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_is_said_while_text_comes(run_dir: Path) -> None:
+    def full() -> None:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+    process = Forked("generate", run_dir, "--prompt", "x", "--max-tokens", "4", first=full)
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert err == "lmworks: error: the result could not be written: No space left on device\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -224,3 +355,12 @@ def test_what_cannot_be_done_is_one_line(
     (tmp_path / "deep.jsonl").write_text('"x"\n' + "[" * 100_000)
     code, out, err = lmworks("generate", run_dir, *(one.replace("FILE", str(tmp_path)) for one in arguments))
     assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1
+
+
+def test_a_line_too_deep_is_named_wherever_it_is_found_out() -> None:
+    """At some depth it can just be read, and no longer be quoted."""
+    for depth in range(800, 1100):
+        with pytest.raises(SpecError, match=r"^p\.jsonl:3: "):
+            generate.read_wish(
+                f'{{"prompt": "x", "top_p": {"[" * depth}1{"]" * depth}}}', "p.jsonl:3", SamplingParams()
+            )

@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forked import Forked
-from lmworks.cli import main
-from lmworks.cli.output import last_words
+from lmworks.cli import generate, main
+from lmworks.cli.output import last_words, write
 from lmworks.engine.engine import Engine
+from lmworks.engine.offline import Offline
+from lmworks.engine.request import Answer
 
 BENCH = ("bench", "offline", "--model", "tiny", "--requests", "2")
 GENERATE = ("generate", "tiny", "--prompts", "ids.jsonl")
@@ -56,15 +59,29 @@ def ctrl_c_when_the_first_is_done() -> None:
     Engine.step = interrupted  # type: ignore[method-assign,assignment]
 
 
+def again_when_they_are_written() -> None:
+    """And a second one when the answers that are done by then are written."""
+    ctrl_c_when_the_first_is_done()
+
+    def interrupted(text: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        write(text)
+
+    generate.write = interrupted  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("first", [ctrl_c_when_the_first_is_done, again_when_they_are_written])
 @pytest.mark.parametrize("as_json", [False, True])
-def test_answers_that_are_done_are_not_lost(as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_are_done_are_not_lost(
+    as_json: bool, first: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     wishes: list[Any] = [[1, 2], {"prompt": [3], "max_tokens": 2}, {"prompt": [4], "stop_token_ids": [-1]}, [5, 6]]
     Path("ids.jsonl").write_text("".join(f"{json.dumps(wish)}\n" for wish in wishes))
     command = (*GENERATE, "--greedy", "--max-tokens", "30")
     whole = Forked(*command, "--json")
     everything = json.loads(whole.communicate()[0])
-    process = Forked(*command, *(["--json"] * as_json), first=ctrl_c_when_the_first_is_done)
+    process = Forked(*command, *(["--json"] * as_json), first=first)
     out, err = process.communicate()
     assert process.returncode == 130
     assert err.splitlines()[-1:] == ["lmworks: interrupted"]
@@ -78,8 +95,49 @@ def test_answers_that_are_done_are_not_lost(as_json: bool, tmp_path: Path, monke
         assert out.splitlines() == ["── 2 ──", answer, "── 3 ──", f"error: {everything[2]['error']}"]
 
 
-def again_and_nobody_reads() -> None:
-    """A second Ctrl-C when answers are written, into a pipe whose reader is gone."""
+def while_they_are_put_into_words() -> None:
+    told, calls = generate.of_answer, []
+
+    def interrupted(answer: Answer) -> dict[str, Any]:
+        if not calls:
+            os.kill(os.getpid(), signal.SIGINT)
+        calls.append(answer)
+        return told(answer)
+
+    generate.of_answer = interrupted
+
+
+def while_the_model_is_closed() -> None:
+    close = Offline.close
+
+    def interrupted(self: Offline) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        close(self)
+
+    Offline.close = interrupted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "first", [ctrl_c_when_the_first_is_done, while_they_are_put_into_words, while_the_model_is_closed]
+)
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["people", "programs"])
+def test_nor_are_they_when_all_is_done(
+    first: Callable[[], None], options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lone answer in the step that ends it, and many while they are told, or the model is closed behind them."""
+    monkeypatch.chdir(tmp_path)
+    Path("ids.jsonl").write_text("[1, 2]\n" if first is ctrl_c_when_the_first_is_done else "[1, 2]\n[3]\n")
+    command = (*GENERATE, "--greedy", "--max-tokens", "4", *options)
+    whole = Forked(*command)
+    everything = whole.communicate()[0]
+    process = Forked(*command, first=first)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (130, "lmworks: interrupted\n")
+    assert everything and out == everything
+
+
+def nobody_reads() -> None:
+    """What is done is written into a pipe whose reader is gone."""
     ctrl_c_when_the_first_is_done()
     reads, writes = os.pipe()
     os.close(reads)
@@ -90,7 +148,7 @@ def test_a_pipe_whose_reader_is_gone_is_no_other_end(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("ids.jsonl").write_text('[1, 2]\n{"prompt": [3], "max_tokens": 2}\n')
     for options in ((), ("--json",)):
-        process = Forked(*GENERATE, *options, first=again_and_nobody_reads)
+        process = Forked(*GENERATE, *options, first=nobody_reads)
         _, err = process.communicate()
         assert (process.returncode, err.splitlines()) == (130, ["lmworks: interrupted"])
 
@@ -109,11 +167,16 @@ def test_last_words_are_not_cut_off() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
-def test_a_full_disk_is_said_in_one_line() -> None:
+@pytest.mark.parametrize("command", [("models", "--json"), GENERATE, (*GENERATE, "--json")], ids=" ".join)
+def test_a_full_disk_is_said_in_one_line(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full() -> None:
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 
-    process = Forked("models", "--json", first=full)
+    monkeypatch.chdir(tmp_path)
+    Path("ids.jsonl").write_text("[1, 2]\n[3]\n")
+    process = Forked(*command, first=full)
     _, err = process.communicate()
     assert process.returncode == 1
     assert err == "lmworks: error: the result could not be written: No space left on device\n"

@@ -12,7 +12,7 @@ import typer
 
 from ..ahead import read_ahead
 from ..spec.errors import LMWorksError, SpecError
-from .output import Json, last_words, print_json
+from .output import Json, as_json, last_words, write
 
 if TYPE_CHECKING:
     from ..engine.params import SamplingParams
@@ -35,8 +35,6 @@ Adapter = Annotated[
     list[str] | None,
     typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter; of several, the first is the usual one."),
 ]
-
-UNFINISHED: dict[str, Any] = {"text": "", "tokens": [], "finish_reason": "cancelled", "error": "interrupted"}
 
 Prompt = str | list[int]
 Wish = tuple[Prompt, "SamplingParams"]  # a prompt, and how it is to be continued
@@ -98,19 +96,7 @@ def generate(
             if params.answers == 1 and llm.tokenizer is not None and not json:
                 write_as_it_comes(llm, wishes[0][0], starts[0], params)
                 return
-        results: dict[int, Result] = {}
-        try:
-            llm.generate(starts, [params for _, params in wishes], not json, results.__setitem__)
-        except KeyboardInterrupt:
-            if len(wishes) > 1:
-                with last_words():
-                    present(wishes, results, json)  # what is done is not lost
-            raise
-    if len(wishes) == 1 and results[0].error:
-        raise SpecError(results[0].error)
-    present(wishes, results, json)
-    if any(result.error for result in results.values()):
-        raise typer.Exit(1)
+        answer_all(llm, wishes, starts, json)
 
 
 def open_llm(
@@ -219,30 +205,56 @@ def write_as_it_comes(llm: LLM, prompt: Prompt, start: Prompt, params: SamplingP
         if piece.result is not None and piece.result.error:
             raise SpecError(piece.result.error)
         if not begun:  # not before: a prompt that is too long is refused by now
-            typer.echo(prompt if isinstance(prompt, str) else "", nl=False)
+            write(prompt if isinstance(prompt, str) else "", nl=False)
             begun = True
-        typer.echo(piece.text, nl=False)
-    typer.echo("")
+        write(piece.text, nl=False)
+    write("")
 
 
-def present(wishes: Sequence[Wish], results: Mapping[int, Result], as_json: bool) -> None:
-    """All of them, in order. Where some are missing, people see the others; programs find every prompt in its place."""
+def answer_all(llm: LLM, wishes: Sequence[Wish], starts: Sequence[Prompt], for_programs: bool) -> None:
+    """Whatever ends this early, what is done is shown. Before the model is closed, too: with ranks that takes seconds,
+    and Ctrl-C may come in them.
+    """
+    tell = programs_text if for_programs else peoples_text
+    results: dict[int, Result] = {}
+    try:
+        llm.generate(starts, [params for _, params in wishes], not for_programs, results.__setitem__)
+        text = tell(wishes, results)
+    except BaseException as error:
+        if results:
+            with last_words():
+                write(tell(wishes, results, error))
+        raise
+    errors = [answer.error for result in results.values() for answer in result.answers]
+    if len(wishes) == 1 and all(errors):
+        raise SpecError(errors[0])
+    write(text)
+    if any(errors):
+        raise typer.Exit(1)
+
+
+def programs_text(wishes: Sequence[Wish], results: Mapping[int, Result], end: BaseException | None = None) -> str:
+    """JSON, in order. Where some are missing, every prompt is in its place, with what ended it."""
+    from ..engine.quantize import finite
+
     shown = [
-        summary(prompt, results[place]) if place in results else {"prompt": prompt, **UNFINISHED}
+        summary(prompt, results[place]) if place in results else {"prompt": prompt, **unfinished(end)}
         for place, (prompt, _) in enumerate(wishes)
     ]
-    if as_json:
-        print_json(shown[0] if len(shown) == 1 else shown)
-    else:
-        show({place: shown[place] for place in sorted(results)})
+    return as_json(finite(shown[0] if len(shown) == 1 else shown))  # a log-probability may be NaN
+
+
+def unfinished(end: BaseException | None) -> dict[str, Any]:
+    reason, error = "cancelled", "interrupted"
+    if isinstance(end, Exception):
+        reason, error = "error", str(end) or type(end).__name__
+    return {"text": "", "tokens": [], "finish_reason": reason, "error": error}
 
 
 def summary(prompt: Prompt, result: Result) -> dict[str, Any]:
     """One prompt and what it came to. With n > 1 all answers are listed; the first one stands on top as well."""
     first = of_answer(result.answers[0])
     told = {"prompt": prompt, **first, "prompt_tokens": len(result.prompt_token_ids)}
-    if result.error:
-        told["error"] = result.error
     if result.prompt_logprobs is not None:
         told["prompt_logprobs"] = [None if one is None else asdict(one) for one in result.prompt_logprobs]
     if len(result.answers) > 1:
@@ -256,16 +268,21 @@ def of_answer(answer: Answer) -> dict[str, Any]:
     told = {"text": answer.text, "tokens": tokens, "finish_reason": answer.finish_reason}
     if answer.logprobs is not None:
         told["logprobs"] = [asdict(one) for one in answer.logprobs[: len(tokens)]]
+    if answer.error:
+        told["error"] = answer.error
     return told
 
 
-def show(summaries: Mapping[int, dict[str, Any]]) -> None:
-    """By place. Token ids where there is no text: the model has no tokenizer."""
-    for place, one in summaries.items():
-        typer.echo(f"── {place + 1} ──")
-        if "error" in one:
-            typer.echo(f"error: {one['error']}")
-            continue
-        start = one["prompt"] if isinstance(one["prompt"], str) else ""
-        for answer in one.get("answers", [one]):
-            typer.echo(start + answer["text"] or " ".join(map(str, answer["tokens"])))
+def peoples_text(wishes: Sequence[Wish], results: Mapping[int, Result], _end: BaseException | None = None) -> str:
+    """By place, those that are there. Token ids where there is no text: the model has no tokenizer."""
+    lines: list[str] = []
+    for place, result in sorted(results.items()):
+        prompt, answers = wishes[place][0], [of_answer(one) for one in result.answers]
+        start = prompt if isinstance(prompt, str) else ""
+        told = [
+            f"error: {one['error']}" if "error" in one else start + one["text"] or " ".join(map(str, one["tokens"]))
+            for one in answers
+        ]
+        refused = all("error" in one for one in answers)  # as a whole: once is enough
+        lines += [f"── {place + 1} ──", *(dict.fromkeys(told) if refused else told)]
+    return "\n".join(lines)

@@ -23,8 +23,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, fo
 
 
 def print_json(result: Any) -> None:
+    write(as_json(result))
+
+
+def as_json(result: Any) -> str:
+    return json.dumps(result, indent=2, allow_nan=False)
+
+
+def write(text: str, nl: bool = True) -> None:
+    """What a command was asked for. A full disk is one line; a pipe whose reader is gone is nothing to speak of."""
     try:
-        typer.echo(json.dumps(result, indent=2, allow_nan=False))
+        typer.echo(text, nl=nl)
     except BrokenPipeError:
         raise
     except OSError as error:
