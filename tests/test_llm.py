@@ -34,10 +34,10 @@ EOS = 257
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of random weights in bf16, whose tokenizer puts a begin-of-text in front, as Llama's does."""
     path = tmp_path_factory.mktemp("hf")
-    model = GPT(ModelSpec.from_preset("tiny"), seed=1)
+    model, draw = GPT(ModelSpec.from_preset("tiny"), seed=1), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
+            torch.nn.init.normal_(parameter, std=0.2, generator=draw)
     model.to(torch.bfloat16).save_hf(path, eos=EOS)
     alphabet = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     inner = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
@@ -295,13 +295,25 @@ def test_a_bad_prompt_is_refused_alone(preset: LLM) -> None:
         assert any(part in result.error for part in said.split("|")), result.error
 
 
-@pytest.mark.parametrize("prompt", [None, [1.5], ["a", "b"], 7, "\ud800"])
+@pytest.mark.parametrize("prompt", [None, [1.5], ["a", "b"], 7, "\ud800", b"abc", [True, False]])
 def test_what_is_no_prompt_is_said(llm: LLM, prompt: Any) -> None:
     good, bad = llm.generate(["x", prompt], GREEDY)
     assert len(good.token_ids) == 12 and bad.finish_reason == "error"
     assert "a text or a list of token ids" in str(bad.error) or "not a valid text" in str(bad.error)
     with pytest.raises(SpecError):
         llm.stream(prompt, GREEDY)
+
+
+def test_weights_that_do_not_fit_this_machine_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "available_bytes", lambda: 500_000)
+    with pytest.raises(LMWorksError, match=r"weights of tiny take 0\.0 GiB.*bf16"):
+        LLM("tiny", device="cpu", dtype="fp32")
+    LLM("tiny", device="cpu", dtype="bf16").close()  # 2 bytes each of 139,584 weights
+
+
+def test_a_source_has_a_name() -> None:
+    with pytest.raises(SpecError, match="not by None"):
+        LLM(None)  # type: ignore[arg-type]
 
 
 def test_ids_may_be_numpys(preset: LLM) -> None:

@@ -18,7 +18,7 @@ from .engine.chat import Chat
 from .engine.drift import DriftMonitor
 from .engine.engine import Engine
 from .engine.offline import CLOSED, Offline
-from .engine.params import SamplingParams
+from .engine.params import SamplingParams, index
 from .engine.quantized_folder import is_quantized
 from .engine.request import Answer, Piece, Result, Told, tell_nobody
 from .engine.vllm import VLLM
@@ -52,6 +52,8 @@ class LLM:
         if engine not in ENGINES:
             raise SpecError(f"engine = {engine!r} is not one of: {', '.join(ENGINES)}")
         self.closed = False
+        if not isinstance(source, str | Path):
+            raise SpecError(f"a model is named by a folder or a preset, not by {source!r:.60}")
         self.folder = None if is_preset(source) else Path(source)
         self.tokenizer: Tokenizer | None
         self.backend: Backend
@@ -209,11 +211,15 @@ def is_id(value: Any) -> bool:
 
 
 def as_ids(prompt: Any) -> list[int]:
-    """Whole numbers of any kind, numpy's too; nothing is rounded."""
+    """Whole numbers of any kind, numpy's too; nothing is rounded. Bytes are no text, and yes and no are no numbers."""
     try:
-        return [operator.index(token) for token in prompt]
+        ids = [None] if isinstance(prompt, bytes) else [index(token) for token in prompt]
     except TypeError:
-        raise SpecError(f"a prompt is a text or a list of token ids, not {prompt!r:.60}") from None
+        ids = [None]
+    whole = [token for token in ids if token is not None]
+    if len(whole) < len(ids):
+        raise SpecError(f"a prompt is a text or a list of token ids, not {prompt!r:.60}")
+    return whole
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -29,6 +29,7 @@ from .engine.speculate import Speculator
 from .model import GPT
 from .model.gpt import initial_weight
 from .model.hf import HFWeights, described, load_hf, read_json
+from .plan.memory.host import available_bytes
 from .spec import CheckpointError, EngineSpec, LMWorksError, ModelSpec, SpecError
 from .spec.errors import did_you_mean
 from .spec.presets import PRESETS
@@ -180,6 +181,7 @@ def hf_tokenizer(folder: Path) -> Tokenizer | None:
 
 def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> tuple[Loaded, Engine]:
     """A source and the engine that serves it; with engine.tp > 1, over as many processes."""
+    refuse_too_large(source, spec)
     if spec.tp == 1:
         with rehearsal(outline_of(source), spec, pick_device(spec)):
             loaded = load(source, spec, step, seed)
@@ -202,6 +204,21 @@ def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> 
         raise cause from error
     lead.listening = True
     return loaded, engine
+
+
+def refuse_too_large(source: str | Path, spec: EngineSpec) -> None:
+    """On a CPU, where a system gives out more memory than it has, and ends later whoever uses it."""
+    device, there = pick_device(spec), available_bytes()
+    if device.type != "cpu" or there is None or (outline := outline_of(source)) is None:
+        return
+    model, width = outline.shape(), pick_dtype(spec, device).itemsize
+    need = sum(width * p.numel() for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    if need > there:
+        smaller = ", engine.dtype = 'bf16' takes half" if width == 4 else ""
+        raise LMWorksError(
+            f"the weights of {source} take {need / 2**30:.1f} GiB, and this machine has {there / 2**30:.1f} GiB of "
+            f"memory left: a quantized folder is smaller{smaller}"
+        )
 
 
 def outline_of(source: str | Path) -> Outline | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmworks.cli.main import main
+from typed import lmworks
 
 
 def test_a_table_json_and_a_page(
@@ -29,3 +30,11 @@ def test_a_table_json_and_a_page(
     assert "efficiency" in out and "cache reads" in out and "between tokens" in out
     text = page.read_text()
     assert "Batching against waiting" in text and f"{facts['batching'][3]['ms']:.3f}" in text
+
+
+def test_a_page_that_cannot_be_written_costs_no_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    asked = ["--model", "tiny", "--requests", "2", "--output", "4", "engine.max_seqs=2", "--json"]
+    code, out, err = lmworks(capsys, "profile", "engine", *asked, "--html", str(tmp_path / "file" / "page.html"))
+    assert code == 2 and "--html" in err
+    assert json.loads(out)["model"] == "tiny"

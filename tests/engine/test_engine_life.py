@@ -17,6 +17,7 @@ from fake_device import FakeDevice, Launched, Work, alone
 from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.engine.blocks import IntegrityError
 from lmworks.engine.engine import Engine
+from lmworks.engine.offline import Offline
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.picked import Picked
 from lmworks.engine.request import Piece, Request, Result, State
@@ -464,6 +465,34 @@ def test_closing_ends_the_thread_and_tells_those_who_wait() -> None:
             await anext(serving.stream(request(2)))
 
     asyncio.run(main())
+
+
+def test_one_alone_steps_an_engine() -> None:
+    """Two would take each other's pieces, and one of them wait for ever."""
+    engine = Engine(Slow(SPEC, VOCAB))
+    offline, wishes = Offline(engine), SamplingParams(max_tokens=20, seed=3)
+
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            with pytest.raises(LMWorksError, match="an AsyncEngine drives it"):
+                AsyncEngine(engine)
+            with pytest.raises(LMWorksError, match="an AsyncEngine drives it"):
+                await asyncio.to_thread(offline.generate, [[1, 2, 3]], [wishes], False)
+            assert [token async for piece in serving.stream(request(2)) for token in piece.token_ids] == alone(
+                [1, 2, 2], 2, 20, VOCAB
+            )
+            await anext(serving.stream(request(1, 50)))  # and is left unfinished
+
+    asyncio.run(main())
+    [result] = offline.generate([[1, 2, 3]], [wishes], False)  # once it is closed, the engine is free again
+    assert result.token_ids == alone([1, 2, 3], 3, 20, VOCAB)
+    stream = offline.stream([1, 2, 3], wishes)
+    next(stream)
+    with pytest.raises(LMWorksError, match="at work for somebody else: wait"):
+        AsyncEngine(engine)
+    stream.close()
+    AsyncEngine(engine).close()
+    assert engine.scheduler.pool.used == 0
 
 
 def test_a_request_that_cannot_be_served_raises_for_its_consumer_alone() -> None:

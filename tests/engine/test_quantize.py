@@ -174,6 +174,8 @@ def test_a_fixed_layer_in_half_precision_is_no_further_off(scheme: str, dtype: t
 def test_what_cannot_be_quantized_is_said() -> None:
     with pytest.raises(SpecError, match=r"int9.*did you mean.*int8|int9.*known"):
         apply_quantization(small(), "int9")
+    with pytest.raises(SpecError, match="quantized already"):
+        apply_quantization(apply_quantization(small(), "int8"), "int4")
     with pytest.raises(SpecError, match="experts"):
         apply_quantization(GPT(ModelSpec.from_preset("tiny", experts=4, top_k=2)), "int8")
     with pytest.raises(SpecError, match="multiple of 32, but one has 48"):

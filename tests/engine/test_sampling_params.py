@@ -30,6 +30,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**63}, "seed = 9223372036854775808 is out of range"),
     ({"logprobs": True}, "logprobs = True: a whole number"),
     ({"stop": 3}, "stop = 3: a list of texts"),
+    ({"stop_token_ids": np.array(3)}, r"stop_token_ids = array\(3\): a list of token ids"),
     ({"stop": [3]}, r"stop = \[3\]: a list of texts"),
     ({"stop": ["a", ""]}, "stop holds an empty string"),
     ({"stop_token_ids": 3}, "stop_token_ids = 3: a list of token ids"),

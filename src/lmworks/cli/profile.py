@@ -47,13 +47,13 @@ def engine(
     llm, startup_s = started(model, overrides, seed)
     with llm:
         facts = {"model": model, "startup_s": startup_s, **profile_engine(llm.native, work)}
-    if html is not None:
-        write_file(html, engine_page(facts), "--html")
     if json:
         print_json(facts)
     else:
         show(facts)
-        if html is not None:
+    if html is not None:  # last: where it cannot be written, the figures have been told
+        write_file(html, engine_page(facts), "--html")
+        if not json:
             typer.echo(f"page: {html}")
 
 

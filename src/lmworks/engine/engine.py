@@ -29,6 +29,7 @@ from .picked import Picked, PromptLogprobs
 from .request import UNKNOWN, Logprob, Piece, Request, Sequence, State
 from .scheduler import Chunk, Scheduler, Step
 
+DRIVEN = "an AsyncEngine drives it; ask that one, or close it first"
 NEXT_SEED = 0x1E3779B97F4A7C15  # between the seeds of a request's answers: odd, so all differ
 
 
@@ -101,6 +102,7 @@ class Engine:
         self.flight: Flight | None = None
         self.outbox: list[Piece] = []
         self.failure: BaseException | None = None
+        self.driver: object | None = None  # who alone may step it: each piece is given out once
 
     @property
     def busy(self) -> bool:
@@ -120,6 +122,12 @@ class Engine:
         """A LoRA adapter, as PEFT writes it: requests then ask for it by `name`."""
         self.runner.add_adapter(name, folder)
         self.adapters.add(name)
+
+    def drive(self, driver: object) -> None:
+        """From now on `driver` alone steps it, until it sets `driver` to None."""
+        if self.driver is not None or self.requests:
+            raise LMWorksError(f"the engine is at work for somebody else: {DRIVEN if self.driver else 'wait for that'}")
+        self.driver = driver
 
     def close(self) -> None:
         """Ends what the runner has started; nothing can be asked of it afterwards."""

@@ -14,7 +14,7 @@ import torch
 
 from ..spec import LMWorksError
 from .drift import DriftMonitor
-from .engine import Engine
+from .engine import DRIVEN, Engine
 from .params import SamplingParams
 from .request import Piece, Request, Result, Told, tell_nobody
 from .runner import Runner
@@ -138,6 +138,8 @@ class Offline:
                 try:
                     if self.closed:
                         raise LMWorksError(CLOSED)
+                    if self.engine.driver is not None:
+                        raise LMWorksError(f"the engine cannot be asked here: {DRIVEN}")
                     yield
                 finally:
                     self.lock.release()

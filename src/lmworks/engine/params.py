@@ -89,6 +89,7 @@ class SamplingParams:
             return
         given = (value,) if name == "stop" and isinstance(value, str) else () if value is None else value
         several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+        several = several and getattr(given, "ndim", 1) > 0  # an array without dimensions only looks like a list
         found = tuple(index(each) if kind is int else each for each in given) if several else ()
         if not several or not all(isinstance(each, kind) for each in found):
             raise SpecError(f"{name} = {value!r:.60}: a list of {what} is expected")

@@ -161,13 +161,15 @@ def alike(a: QuantLinear, b: QuantLinear) -> bool:
 def apply_quantization(model: GPT, scheme: str, group: int = quantized.GROUPS[0]) -> GPT:
     """Round all matrices, in place and one at a time. Calibrated rounding: `engine.quantize`."""
     chosen = scheme_named(scheme)
-    refuse_experts(model)
+    refuse_unfit(model)
     for name, layer in list(linears(model)):
         replace(model, name, rounded(scheme_of(chosen, name), layer, group))
     return model
 
 
-def refuse_experts(model: GPT) -> None:
+def refuse_unfit(model: GPT) -> None:
+    if quantized_layers(model):
+        raise SpecError("the network is quantized already: quantize what it was made from")
     if moe_layers(model):
         raise SpecError("a network with experts cannot be quantized yet: experts are kept in their own precision")
 

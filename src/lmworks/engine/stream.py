@@ -4,8 +4,9 @@
         async for piece in serving.stream(request):
             ...
 
-Only that thread touches the engine; consumers leave it orders. One that leaves (breaks off, is cancelled) takes its
-request back. If the engine fails, everyone who waits gets the exception, and so does everyone who comes later.
+Only that thread touches the engine, and nobody else may until it is closed; consumers leave it orders. One that leaves
+(breaks off, is cancelled) takes its request back. If the engine fails, everyone who waits gets the exception, and so
+does everyone who comes later.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Consumer:
 
 class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
+        engine.drive(self)
         self.engine = engine
         self.consumers: dict[int, Consumer] = {}  # by the id of the request
         self.orders: list[Callable[[], object]] = []
@@ -103,6 +105,10 @@ class AsyncEngine:
             self.closing = True
             self.changed.notify()
         self.thread.join()
+        if self.engine.driver is self:
+            for request_id in list(self.engine.requests):
+                self.engine.cancel(request_id)
+            self.engine.driver = None
 
     def work(self) -> None:
         """What the thread does until it is closed."""
