@@ -106,6 +106,9 @@ class FakeDevice:
     def add_adapter(self, name: str, folder: Path) -> None:
         pass
 
+    def lost(self) -> str:
+        return ""
+
     def close(self) -> None:
         pass
 

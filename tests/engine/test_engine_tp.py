@@ -157,8 +157,12 @@ def test_the_end_of_a_follower_is_an_error_here(how: str, tmp_path: Path) -> Non
         lead.send(1, "a step")
         says = "rank 1: AttributeError: 'str' object has no attribute"
     else:
+        assert not llm.native.runner.lost()
         follower.kill()
         says = "rank 1: it ended with exit code -9"
+        while not llm.native.runner.lost():  # known without another step
+            time.sleep(0.01)
+        assert llm.native.runner.lost() == says
     with pytest.raises(LMWorksError, match=says):
         greedy(llm)
     with pytest.raises(LMWorksError, match="the engine has stopped after an error: rank 1"):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from lmworks.kernels import paged_decode
-from paged_cases import Case, expected, make, random_case
+from paged_cases import Case, Made, expected, make, random_case
 
 
 @pytest.mark.parametrize("together", [1, 2**12, 2**21])
@@ -17,9 +18,24 @@ from paged_cases import Case, expected, make, random_case
 def test_decoding_together_is_sdpa(seed: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, in groups of like length, and one by one."""
     monkeypatch.setattr(paged_decode, "TOGETHER", together)
+    monkeypatch.setattr(paged_decode, "rooms", paged_decode.Rooms())
     draw = random.Random(seed)
     lengths = tuple(draw.choice((0, 1, draw.randint(2, 40), draw.randint(40, 200))) for _ in range(6))
     case: Case = dataclasses.replace(random_case(seed), lengths=lengths, queries=(1,) * 6)
     made = make(case, seed)
     out = paged_decode.decode(made.q, made.cache, made.pages, case.window, case.slopes())
     torch.testing.assert_close(out.double(), expected(case, made), rtol=0, atol=4e-6)
+
+
+def test_threads_gather_in_rooms_of_their_own() -> None:
+    case = Case((70, 33, 129), (1, 1, 1))
+    many = [make(case, seed) for seed in range(8)]
+
+    def decoded(made: Made) -> torch.Tensor:
+        for _ in range(20):
+            out = paged_decode.decode(made.q, made.cache, made.pages)
+        return out
+
+    with ThreadPoolExecutor(4) as pool:
+        for made, out in zip(many, pool.map(decoded, many), strict=True):
+            torch.testing.assert_close(out.double(), expected(case, made), rtol=0, atol=4e-6)

@@ -277,6 +277,15 @@ def test_small_linear_is_a_linear() -> None:
     assert off(small_linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double())) < 4e-3
 
 
+@pytest.mark.parametrize("rows", [7, 8, 32, 33])
+@pytest.mark.parametrize("biased", [False, True])
+def test_on_a_cpu_the_side_of_the_weight_changes_nothing(rows: int, biased: bool) -> None:
+    x, weight, bias = draw(rows, 1, 96), draw(70, 96, seed=1), draw(70, seed=2) if biased else None
+    found = small_linear(x, weight, bias)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+
+
 # --- rows that do not know of each other ------------------------------------------------------------------
 
 

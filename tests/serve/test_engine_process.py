@@ -21,13 +21,13 @@ import tiny_engine
 
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.request import Request, Result
-from lmworks.serve import engine_process
+from lmworks.serve import engine_loop, engine_process
 from lmworks.serve.backend import Ask, BackendError, Event
 from lmworks.serve.box import Box, joined
 from lmworks.serve.channel import Submit, Wire
 from lmworks.serve.engine_loop import Loop
 from lmworks.serve.engine_process import EngineProcess, Patience
-from lmworks.spec import SpecError
+from lmworks.spec import LMWorksError, SpecError
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
 HELD = replace(LONG, seed=tiny_engine.HELD)  # begins, and does not end before SIGCONT
@@ -161,7 +161,7 @@ HOPELESS = [
     (Ask([1], SamplingParams(json_schema=nested(100_000))), "nested too deep"),
     (Ask([1], SamplingParams(adapter="poet")), "adapter"),
     (Ask([1], SamplingParams(logit_bias={300: 1.0})), "300"),
-    (Ask(["a"], SamplingParams()), "TypeError"),  # type: ignore[list-item]
+    (Ask(["a"], SamplingParams()), "the prompt holds token 'a'"),  # type: ignore[list-item]
 ]
 
 
@@ -241,6 +241,16 @@ def test_nobody_compiles_for_those_who_left() -> None:
     for number in range(3):
         loop.compile(Submit(number, Ask([1], replace(LONG, regex="a"))))
     assert len(compiled) == len(loop.orders) == 1
+
+
+def test_an_engine_that_lost_a_rank_ends_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Health is told by its process, which is started again when it ends."""
+    monkeypatch.setattr(engine_loop, "LOOK_S", 0.01)
+    answers = iter(["", "", "rank 1: it ended"])
+    loop = Loop(cast(Wire, None))
+    loop.engine = cast(Any, SimpleNamespace(runner=SimpleNamespace(lost=lambda: next(answers)), busy=False))
+    with pytest.raises(LMWorksError, match="rank 1: it ended"):
+        loop.run()
 
 
 def test_what_comes_after_the_end_is_dropped() -> None:

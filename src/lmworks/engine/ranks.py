@@ -184,6 +184,10 @@ class Ranks:
         """Nor anybody to ask."""
         return error
 
+    def lost(self) -> str:
+        """Nor anybody to lose."""
+        return ""
+
     def close(self) -> None:
         """Nor anybody to end."""
 
@@ -249,6 +253,9 @@ class Lead(Ranks):
                     with suppress(OSError):  # it has ended meanwhile: the next step says so
                         self.send(rank, OldAdapter(name))
             raise LMWorksError(wrong[0])
+
+    def lost(self) -> str:
+        return self.ends.first
 
     def close(self) -> None:
         self.ending()

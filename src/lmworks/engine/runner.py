@@ -145,6 +145,10 @@ class Runner:
             self.graphs.forget()  # recordings of layers that nobody watched
         return monitor
 
+    def lost(self) -> str:
+        """Which of the other ranks has ended, and why."""
+        return "" if self.ranks is None else self.ranks.lost()
+
     def close(self) -> None:
         """Ends the other ranks."""
         if self.ranks is not None:

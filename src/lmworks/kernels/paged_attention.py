@@ -99,15 +99,19 @@ def reference(
     return out
 
 
-def gathered(pool: Tensor, scales: Tensor | None, tables: Tensor, dtype: torch.dtype) -> Tensor:
+def gathered(
+    pool: Tensor, scales: Tensor | None, tables: Tensor, dtype: torch.dtype, room: Tensor | None = None
+) -> Tensor:
     """Keys or values of sequences with as many blocks each, (seqs, blocks), side by side:
-    (seqs, kv_heads, keys, head_dim)."""
+    (seqs, kv_heads, keys, head_dim); in `room`, where there is one of as many elements."""
     blocks, kv_heads, size, head_dim = pool.shape
     seqs, each = tables.shape
     # Each head of a block lies in one piece: copied once, to where it is read.
     heads = torch.arange(kv_heads, device=pool.device).unsqueeze(1)
     pieces = (tables.long().unsqueeze(1) * kv_heads + heads).flatten()
-    x = pool.view(blocks * kv_heads, -1).index_select(0, pieces).view(seqs, kv_heads, each * size, head_dim)
+    into = None if room is None else room.view(len(pieces), -1)
+    x = torch.index_select(pool.view(blocks * kv_heads, -1), 0, pieces, out=into)
+    x = x.view(seqs, kv_heads, each * size, head_dim)
     if scales is None:
         return x.to(dtype)
     by = scales.view(blocks * kv_heads, -1).index_select(0, pieces).view(seqs, kv_heads, each * size, 1)

@@ -7,13 +7,31 @@ like length are gathered side by side, padded to the longest, and attended in on
 from __future__ import annotations
 
 import math
+import threading
 
 import torch
 from torch import Tensor
 
 from .paged_attention import LayerCache, Pages, gathered
 
-TOGETHER = 2**21  # elements of keys that are gathered at once
+TOGETHER = 2**20  # elements of keys that are gathered at once
+
+
+class Rooms(threading.local):
+    """Memory that keys and values are gathered in, layer after layer: new memory comes page by page, each cleared."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def of(self, name: str, count: int, dtype: torch.dtype) -> Tensor | None:
+        if count > TOGETHER:  # a lone long sequence, whose memory is not kept
+            return None
+        if (name, dtype) not in self.made:
+            self.made[name, dtype] = torch.empty(TOGETHER, dtype=dtype)
+        return self.made[name, dtype][:count]
+
+
+rooms = Rooms()
 
 
 def decode(q: Tensor, cache: LayerCache, pages: Pages, window: int = 0, slopes: Tensor | None = None) -> Tensor:
@@ -45,9 +63,12 @@ def together(
     theirs = distance >= 0
     # Blocks beyond a sequence's own, and places in its last, may hold anything, even what is not finite.
     tables = torch.where(theirs[:, :: cache.size], tables, 0)
-    k = gathered(cache.keys, cache.key_scales, tables, q.dtype)  # (seqs, kv_heads, keys, head_dim)
-    v = gathered(cache.values, cache.value_scales, tables, q.dtype)
-    v.transpose(1, 2)[~theirs] = 0
+    count = seqs * kv_heads * keys * head_dim
+    k, v = (  # (seqs, kv_heads, keys, head_dim)
+        gathered(pool, scales, tables, q.dtype, rooms.of(name, count, pool.dtype))
+        for name, pool, scales in (("k", cache.keys, cache.key_scales), ("v", cache.values, cache.value_scales))
+    )
+    v.transpose(1, 2)[(~theirs).nonzero(as_tuple=True)] = 0  # a mask would have all of v read
     scores = (q.view(seqs, kv_heads, -1, head_dim) @ k.transpose(2, 3)).float().view(seqs, heads, keys)
     scores = scores / math.sqrt(head_dim)
     if slopes is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from .swiglu import swiglu_packed
 
 FEW = 16  # rows up to which streaming is faster than cuBLAS
+TURNED = range(8, 33)  # rows for which MKL is faster if the weight stands on the left: 1.2 to 1.8 times
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -22,6 +23,9 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `reference`: x (…, in), weight (out, in), bias (out) → (…, out)."""
+    if turns(x):
+        y = (weight @ x.flatten(0, -2).t()).t().contiguous().view(*x.shape[:-1], -1)
+        return y if bias is None else y.add_(bias)
     if not streams(x, weight):
         return F.linear(x, weight, bias)
     from .linear_triton import linear
@@ -37,6 +41,12 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     from .linear_triton import linear
 
     return linear(x, weight, gate=True)
+
+
+def turns(x: Tensor) -> bool:
+    """Whether Wx is computed instead of xWᵀ."""
+    rows = x.numel() // x.shape[-1]
+    return x.device.type == "cpu" and x.dtype == torch.float32 and rows in TURNED and torch.backends.mkl.is_available()
 
 
 def streams(x: Tensor, weight: Tensor) -> bool:

@@ -26,6 +26,7 @@ from .channel import Assignment, Cancel, Failed, Hello, Report, Served, Submit, 
 
 NEWS_S = 0.25  # between two reports of numbers, while there is work
 COMPILERS = 2
+LOOK_S = 1.0  # how often an idle engine is asked whether it could go on
 
 Fields = tuple[Any, ...]  # of an Event
 
@@ -143,7 +144,9 @@ class Loop:
 
     def carry_out(self) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: self.orders or self.engine.busy)
+            while not self.changed.wait_for(lambda: self.orders or self.engine.busy, LOOK_S):
+                if why := self.engine.runner.lost():  # nobody asks for anything, and nobody would hear of it
+                    raise LMWorksError(why)
             orders, self.orders = self.orders, []
         for order in orders:
             order()
