@@ -106,8 +106,9 @@ class AsyncEngine:
             self.changed.notify()
         self.thread.join()
         if self.engine.driver is self:
-            for request_id in list(self.engine.requests):
-                self.engine.cancel(request_id)
+            if self.engine.failure is None:
+                for request_id in list(self.engine.requests):
+                    self.engine.cancel(request_id)
             self.engine.driver = None
 
     def work(self) -> None:

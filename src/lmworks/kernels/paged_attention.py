@@ -123,9 +123,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None) 
     queries, keys = len(q), k.shape[1]
     seen: Tensor | None = None
     if window or slopes is not None or 1 < queries < keys:
-        distance = torch.arange(keys - queries, keys, device=q.device).unsqueeze(1) - torch.arange(
-            keys, device=q.device
-        )
+        places = torch.arange(keys, device=q.device)
+        distance = places[keys - queries :].unsqueeze(1) - places
         seen = (distance >= 0) & (distance < window) if window else distance >= 0
         if slopes is not None:
             seen = (-slopes.view(-1, 1, 1) * distance).masked_fill(~seen, -math.inf)

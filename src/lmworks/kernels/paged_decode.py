@@ -39,15 +39,15 @@ def decode(q: Tensor, cache: LayerCache, pages: Pages, window: int = 0, slopes: 
     out = torch.zeros_like(q)
     lengths, order = pages.lengths.sort()
     counts = lengths.tolist()
-    per_key = cache.keys.shape[1] * cache.keys.shape[3]
+    per_block = cache.keys[0].numel()
     end = len(counts)
     while end and counts[end - 1]:
-        most = max(1, TOGETHER // (per_key * counts[end - 1]))
+        blocks = math.ceil(counts[end - 1] / cache.size)
+        most = max(1, TOGETHER // (per_block * blocks))
         begin = max(end - most, 0)
         while not counts[begin]:  # nobody's places stay 0
             begin += 1
         some = order[begin:end]
-        blocks = math.ceil(counts[end - 1] / cache.size)
         out[some] = together(q[some], cache, pages.tables[some, :blocks], lengths[begin:end], window, slopes)
         end = begin
     return out
