@@ -12,9 +12,11 @@ from .presets import PRESETS
 from .run import RunSpec
 from .schema import merge
 
+EXAMPLES = Path(__file__).parents[1] / "configs"  # a link to configs/ in a clone, a copy of it in a wheel
+
 
 def load_run(source: str | Path, overrides: Iterable[str] = ()) -> RunSpec:
-    """Read a spec: a TOML file, a run folder (its spec.toml), or the name of a model preset."""
+    """Read a spec: a TOML file, a run folder (its spec.toml), a model preset by name, or an example (configs/…)."""
     data = apply_overrides(read_source(source), overrides)
     data.setdefault("name", Path(source).stem if str(source) not in PRESETS else str(source))
     return RunSpec.from_dict(data)
@@ -31,6 +33,8 @@ def read_source(source: str | Path) -> dict[str, Any]:
         raise SpecError(f"cannot read {source}: {error.strerror}") from None
     if str(source) in PRESETS:
         return {"model": {"preset": str(source)}}
+    if path.parts[:1] == ("configs",) and ".." not in path.parts and (EXAMPLES.parent / path).is_file():
+        return read_toml(EXAMPLES.parent / path)
     if path.suffix == ".toml" or path.parent != Path("."):
         raise SpecError(f"no spec at {path}: the file does not exist")
     raise SpecError(f"'{source}' is neither a file nor a model preset{did_you_mean(str(source), PRESETS)}")
