@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lmworks.record import RunFolder, read_metrics
-from lmworks.spec import RunSpec
+from lmworks.spec import ModelSpec, RunSpec
 from lmworks.spec.load import apply_overrides
 from lmworks.train import Trainer, checkpoint
 
@@ -41,6 +42,17 @@ def make_spec(data: Path, *overrides: str) -> RunSpec:
         "log": {"eval_every": 0, "eval_batches": 1},
     }
     return RunSpec.from_dict(apply_overrides(table, overrides))
+
+
+def write_adapter(folder: Path, spec: ModelSpec, seed: int) -> None:
+    """A LoRA adapter as PEFT writes it, for one layer."""
+    luck = torch.Generator().manual_seed(seed)
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 64}))
+    start = "base_model.model.model.layers.0.mlp.down_proj.lora"
+    pair = {"A": (2, spec.ffn), "B": (spec.hidden, 2)}
+    tensors = {f"{start}_{which}.weight": torch.randn(*shape, generator=luck) for which, shape in pair.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def train(spec: RunSpec, run_dir: Path) -> Trainer:

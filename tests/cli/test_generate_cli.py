@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from forked import Forked
-from lmworks import LLM, ModelSpec, SamplingParams
+from lmworks import LLM, SamplingParams
 from lmworks.cli import generate
 from lmworks.cli.main import main
 from lmworks.engine.engine import Engine
 from lmworks.engine.request import Answer, Piece, Result, Told
 from lmworks.spec import LMWorksError, SpecError
 from lmworks.train.load import load_trained
-from tiny import make_spec, train
+from tiny import make_spec, train, write_adapter
 
 
 class Run(Protocol):
@@ -167,17 +165,6 @@ def test_adapters_of_one_batch(lmworks: Run, run_dir: Path, tmp_path: Path) -> N
         expected = [result.text for result in llm.generate(["x"] * 3, wishes)]
     assert [one["text"] for one in json.loads(out)] == expected
     assert expected[2] == plain and len(set(expected)) == 3
-
-
-def write_adapter(folder: Path, spec: ModelSpec, seed: int) -> None:
-    """As PEFT writes it, for one layer."""
-    luck = torch.Generator().manual_seed(seed)
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 64}))
-    start = "base_model.model.model.layers.0.mlp.down_proj.lora"
-    pair = {"A": (2, spec.ffn), "B": (spec.hidden, 2)}
-    tensors = {f"{start}_{which}.weight": torch.randn(*shape, generator=luck) for which, shape in pair.items()}
-    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def test_an_empty_prompt_begins_a_document(lmworks: Run, run_dir: Path) -> None:
