@@ -86,7 +86,7 @@ class House:
         task = asyncio.run_coroutine_threadsafe(uvicorn.Server.serve(server, [listening]), self.loop)
         self.opened.append((server, task))
         until(lambda: server.started)
-        return Api(listening.getsockname()[1], serving, self)
+        return Api(listening.getsockname()[1], serving, self, server)
 
     def idle(self) -> bool:
         """Nothing is left of any request."""
@@ -107,8 +107,8 @@ class House:
 class Api:
     """One server, and ways to talk to it."""
 
-    def __init__(self, port: int, serving: Serving, house: House) -> None:
-        self.port, self.serving, self.house = port, serving, house
+    def __init__(self, port: int, serving: Serving, house: House, server: Server) -> None:
+        self.port, self.serving, self.house, self.server = port, serving, house, server
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(
             base_url=self.url, timeout=60, trust_env=False, limits=httpx.Limits(max_connections=None)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from api_server import MODEL, Api, until
 
-from lmworks.serve import server, sse
+from lmworks.serve import connection, sse
 from lmworks.serve.limits import Entry
 
 GOOD = {"model": MODEL, "prompt": "Hi", "max_tokens": 2}
@@ -241,7 +241,7 @@ def test_a_body_that_never_comes(api: Api) -> None:
 
 def test_who_does_not_get_to_the_point_is_not_waited_for(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one who says nothing nor one who says a letter now and then."""
-    monkeypatch.setattr(server, "HEADER_SECONDS", 0.4)
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.4)
     for drip in (b"", b"x"):
         with socket.create_connection(("127.0.0.1", api.port)) as slow:
             words = b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from .tracing import Tracing
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 QUIET = {"/health", "/ready", "/metrics"}  # asked for every few seconds
+PART_BYTES = 65_536
 LEFT = 499  # the client did, before there was an answer: nobody receives this status, logs and metrics have it
 
 
@@ -41,11 +43,17 @@ class Door:
         headers, facts, seen = Headers(scope=scope), facts_of(scope), Seen()
         facts["request_id"] = request_id(headers.get("x-request-id"))
 
+        unread: Callable[[], bool] = scope.get("state", {}).get("unread", lambda: False)
+
         async def out(message: Message) -> None:
             if message["type"] == "http.response.start":
                 seen.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = facts["request_id"]
-            await send(message)
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = facts["request_id"]
+                if unread():
+                    sent["connection"] = "close"  # what is left of the request is not read
+            for part in parts(message):
+                await send(part)
 
         try:
             await self.inside(scope, receive, out, seen)
@@ -81,6 +89,16 @@ class Door:
             log.info("request", extra={**facts, "method": method, "path": path, "seconds": round(took, 6)})
         if self.tracing is not None and path not in QUIET:
             self.tracing.record(f"{method} {path}", facts, headers, seen.began, seen.began + took)
+
+
+def parts(message: Message) -> Iterator[Message]:
+    """A large body, bit by bit: each waits until the client has taken those before it."""
+    body = message.get("body", b"")
+    for start in range(0, len(body) - PART_BYTES, PART_BYTES):
+        yield {"type": message["type"], "body": body[start : start + PART_BYTES], "more_body": True}
+    if len(body) > PART_BYTES:
+        message = {**message, "body": body[(len(body) - 1) // PART_BYTES * PART_BYTES :]}
+    yield message
 
 
 def route_of(scope: Scope) -> str:

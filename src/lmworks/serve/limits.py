@@ -47,6 +47,8 @@ class Limits(Section):
 
     body_bytes: int = opt(4 * 2**20, "largest request", ge=1024)
     header_bytes: int = opt(32 * 2**10, "all headers of a request together", ge=1024)
+    connections: int = opt(4096, "connections at once, idle ones included", ge=1)
+    connections_per_address: int = opt(1024, "…from one address; behind a proxy all have the proxy's (0: any)", ge=0)
     queue: int = opt(256, "answers that may wait, beyond those that the engine computes at once", ge=0)
     queue_seconds: float = opt(60.0, "longest time that a request may wait for its turn (0: any)", ge=0)
     request_seconds: float = opt(600.0, "longest time that a request may take in all (0: any)", ge=0)

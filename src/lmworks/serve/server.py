@@ -3,74 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
+from functools import partial
 from types import FrameType
+from typing import Any
 
-import h11
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..spec import LMWorksError
-from .errors import body_of
-from .limits import Refusal
+from .connection import Connection, Crowd
 from .logs import log
 from .serving import Serving
 
-HEADER_SECONDS = 20.0  # for the headers of a request to arrive
 KEEP_ALIVE_S = 75  # longer than proxies keep idle connections: it is theirs to close them
 LAST_WORDS_S = 5.0  # for those who were cut off to be told so
-
-
-class Protocol(H11Protocol):
-    """What is no HTTP is told so as an error object; who does not get to the point is not waited for."""
-
-    deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.await_headers()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.headers_came()
-        super().connection_lost(exc)
-
-    def handle_events(self) -> None:
-        before = self.cycle
-        super().handle_events()
-        if self.cycle is not before:
-            self.headers_came()
-        elif self.deadline is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self.await_headers()  # another request has begun on this connection
-
-    def await_headers(self) -> None:
-        self.deadline = self.loop.call_later(HEADER_SECONDS, self.too_slow)
-
-    def headers_came(self) -> None:
-        if self.deadline is not None:
-            self.deadline.cancel()
-            self.deadline = None
-
-    def too_slow(self) -> None:
-        self.transport.abort()
-
-    def send_400_response(self, msg: str) -> None:
-        """Called where the request cannot be read: its headers are too long, or it is something else."""
-        refusal = Refusal(400, "invalid_http", "this is no valid HTTP request, or its headers are too long")
-        content = json.dumps(body_of(refusal)).encode()
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(content))),
-            ("connection", "close"),
-        ]
-        try:
-            for event in (h11.Response(status_code=400, headers=headers), h11.Data(content), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        except h11.LocalProtocolError:
-            pass  # an answer is under way: there is no place for another
-        self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -128,16 +76,17 @@ def make_server(
     tls_cert: str | None = None,
     tls_key: str | None = None,
 ) -> Server:
+    protocol: Any = partial(Connection, crowd=Crowd(serving.settings))
     config = uvicorn.Config(
         app,
-        http=Protocol,
+        loop="asyncio",
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        h11_max_incomplete_event_size=serving.settings.current().limits.header_bytes,
         timeout_graceful_shutdown=int(drain_seconds + LAST_WORDS_S),
         ssl_certfile=tls_cert,
         ssl_keyfile=tls_key,
