@@ -42,7 +42,12 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "no such catalogue": (["catalogue.toml"], ["cluster.catalogue", "chips.toml", "No such file"]),
     # keys
     "unknown section": (["section.toml"], ["unknown key 'optimizer'", "did you mean 'optim'"]),
-    "unknown key at the top": (["flat.toml"], ["unknown key 'lr'"]),
+    "unknown key at the top": (["flat.toml"], ["unknown key 'lr'", "did you mean 'optim.lr'?"]),
+    "a key without its section": (["tiny", "lr=1"], ["unknown key 'lr'", "did you mean 'optim.lr'?"]),
+    "a key as an option": (["tiny", "--lr", "1"], ["there is no option --lr", "did you mean 'optim.lr=1'?"]),
+    "a long one": (["tiny", "--learning-rate=3e-4"], ["no option --learning-rate", "did you mean 'optim.lr=3e-4'?"]),
+    "with its section": (["tiny", "--optim.lr", "1"], ["no option --optim.lr", "did you mean 'optim.lr=1'?"]),
+    "without a value": (["--global-batch", "--json"], ["did you mean 'data.global_batch=VALUE'?"]),
     "a name that leaves its folder": (["tiny", 'name="../x"'], ["name = '../x'"]),
     "an empty name": (["tiny", "name="], ["name = ''"]),
     "an engine that does not train yet": (["tiny", "parallel.engine=deepspeed"], ["parallel.engine = 'deepspeed'"]),
@@ -163,9 +168,17 @@ def test_a_full_disk_during_a_save(folder: Path, capsys: pytest.CaptureFixture[s
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-000002"]
 
 
+def test_a_misspelt_option_is_no_key(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = lmworks(capsys, "train", "tiny", "--max-restart", "3")
+    assert code == 2 and "--max-restarts" in err and "fault.max_restarts" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
+        (["generate", "tiny", "--prompt", "x", "--dtype", "bf16"], ["did you mean 'engine.dtype=bf16'?"]),
+        (["generate", "tiny", "--prompt", "x", "dtype=bf16"], ["did you mean 'engine.dtype'?"]),
+        (["plan", "search", "llama3-8b", "--cluster", "h100x256"], ["did you mean '256xh100'?"]),
         (["resume", "nowhere"], ["nowhere", "does not exist"]),
         (["resume", "good.toml"], ["good.toml", "it is a file"]),
         (["resume", "."], ["spec.toml"]),

@@ -43,6 +43,14 @@ def test_overrides(tmp_path: Path) -> None:
     assert spec.model.rope_scaling.factor == 2.0
 
 
+@pytest.mark.parametrize(("text", "steps"), [("1e3", 1000), ("2.5e3", 2500), ("1000.0", 1000), ("1_000", 1000)])
+def test_whole_numbers_may_be_written_as_floats(tmp_path: Path, text: str, steps: int) -> None:
+    file = write(tmp_path / "run.toml", f"[optim]\nsteps = {text}")
+    for spec in (load_run(file), load_run("tiny", [f"optim.steps={text}"])):
+        assert (spec.optim.steps, type(spec.optim.steps)) == (steps, int)
+        assert f"steps = {steps}\n" in dump_toml(spec.to_dict())
+
+
 def test_extends(tmp_path: Path) -> None:
     write(tmp_path / "base.toml", 'seed = 1\n[optim]\nlr = 1.0\nsteps = 10\n[model]\npreset = "tiny"')
     write(tmp_path / "deep" / "fast.toml", 'extends = "../base.toml"\n[optim]\nlr = 2.0')
@@ -112,11 +120,20 @@ def test_not_an_override(override: str) -> None:
     ("override", "message"),
     [
         ("optim.l=1", "unknown key 'optim.l'; did you mean 'lr'?"),
-        ("lr=1", "unknown key 'lr'"),
+        ("lr=1", "unknown key 'lr'; did you mean 'optim.lr'?"),
+        ("learning_rate=1", "unknown key 'learning_rate'; did you mean 'optim.lr'?"),
+        ("model.lr=1", "unknown key 'model.lr'; did you mean 'optim.lr'?"),
+        ("training.lr=1", "unknown key 'training'; did you mean 'optim.lr'?"),
+        ("optimizer=sgd", "unknown key 'optimizer'; did you mean 'optim.optimizer'?"),
+        ("every=3", "unknown key 'every'; did you mean 'checkpoint.every' or 'log.every'?"),
+        ("batch_size=4", "unknown key 'batch_size'; did you mean 'data.micro_batch' or 'data.global_batch'?"),
+        ("foo=4", "unknown key 'foo'; known: checkpoint, cluster, data,"),
         (".lr=1", "unknown key ''"),
         ("optim.lr.x=1", "optim.lr must be a number"),
         ("optim.lr=", "optim.lr must be a number, got ''"),
-        ("optim.steps=1e3", "optim.steps must be a whole number, got 1000.0"),
+        ("optim.steps=1.5e0", "optim.steps must be a whole number, got 1.5"),
+        ("optim.steps=1e30", "optim.steps is out of range: it does not fit in 64 bits"),
+        ("optim.steps=inf", "optim.steps must be a whole number, got inf"),
         ("model=tiny", "model: expected a table, got 'tiny'"),
     ],
 )

@@ -45,7 +45,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"experts": 2, "mlp": "gelu"}, "model.experts needs model.mlp = 'swiglu' and model.bias = false"),
     ({"shared_experts": 1}, "model.shared_experts needs model.experts > 0"),
     ({"layers": 0}, "model.layers = 0 is out of range: it must be at least 1"),
-    ({"layers": 2.0}, "model.layers must be a whole number, got 2.0"),
+    ({"layers": 2.5}, "model.layers must be a whole number, got 2.5"),
     ({"layers": True}, "model.layers must be a whole number, got True"),
     ({"layers": 10**30}, "model.layers is out of range: it does not fit in 64 bits"),
     ({"bias": 1}, "model.bias must be true or false, got 1"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..ahead import read_ahead
-from ..spec.errors import LMWorksError, SpecError
+from ..spec.errors import LMWorksError, SpecError, near_keys, suggestion
 from .output import Json, as_json, last_words, write
 
 if TYPE_CHECKING:
@@ -130,12 +130,14 @@ def adapters_of(given: Sequence[str] | None) -> dict[str, str]:
 
 
 def engine_options(overrides: Sequence[str] | None) -> dict[str, Any]:
+    from ..spec.engine import EngineSpec
     from ..spec.load import apply_overrides
 
     sections = apply_overrides({}, overrides or ())
     for name, value in sections.items():
         if name != "engine" or not isinstance(value, dict):
-            raise SpecError(f"'{name}' is no part of the engine; write engine.KEY=VALUE, e.g. engine.dtype=bf16")
+            near = suggestion(near_keys(name, EngineSpec.dotted_keys()))
+            raise SpecError(f"'{name}' is no part of the engine; write engine.KEY=VALUE, e.g. engine.dtype=bf16{near}")
     return dict(sections.get("engine", {}))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from .. import __version__
 from ..spec.errors import LMWorksError
 from . import (
     bench,
@@ -37,6 +38,7 @@ from . import (
     train,
     use,
 )
+from .override_hints import refuse_key_as_option
 from .ranks import leave_word, stop_with_starter
 
 
@@ -50,6 +52,9 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted from None
+        except Exception as error:
+            refuse_key_as_option(error, sys.argv[1:])
+            raise
 
 
 app = typer.Typer(
@@ -89,8 +94,18 @@ app.command("export")(checkpoint.export)
 app.command("quantize")(quantize.quantize)
 
 
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lmworks {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Plan, train and serve language models with one spec."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 PREEMPTED = 75  # exit code of a run that SIGTERM ended: EX_TEMPFAIL of sysexits.h, start it again
 
@@ -42,9 +42,32 @@ class TrainingError(LMWorksError):
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """'; did you mean …?' with what begins, abbreviates or is spelt almost like it, or else all that is known."""
     names = sorted(known)
+    if near := near_names(word, names):
+        return suggestion(near)
+    return f"; known: {', '.join(names)}" if names else ""
+
+
+def suggestion(names: Sequence[str]) -> str:
+    return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
+
+
+def near_names(word: str, names: Sequence[str]) -> list[str]:
     initials = "".join(part[:1] for part in word.lower().split("_"))  # learning_rate: lr
     near = [name for name in names if word and (name.lower().startswith(word.lower()) or name == initials)][:3]
-    near = near or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {' or '.join(map(repr, near))}?"
-    return f"; known: {', '.join(names)}" if names else ""
+    return near or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+
+
+def near_keys(word: str, keys: Iterable[str]) -> list[str]:
+    """Dotted keys (optim.lr) that a bare or misplaced word (lr) may stand for: at most three, the likeliest kind alone.
+
+    By their last part: it is the word, it is near it, or both have a part in common (batch_size: micro_batch).
+    """
+    last = {key: key.rpartition(".")[2] for key in keys}
+    parts = {part.rstrip("s") for part in word.lower().split("_")}
+    near = near_names(word, sorted(set(last.values())))
+    kinds = (
+        [key for key, name in last.items() if name == word.lower()],
+        [key for key, name in last.items() if name in near],
+        [key for key, name in last.items() if parts & {part.rstrip("s") for part in name.split("_")}],
+    )
+    return next((kind[:3] for kind in kinds if kind), [])

@@ -153,6 +153,7 @@ def parse_cluster(text: str, own: str = "") -> Cluster:
     parts = CLUSTER.fullmatch(text.strip())
     if not parts:
         raise SpecError(f"cluster {text!r}: write COUNTxGPU, e.g. 8xh100, or NODESxCOUNTxGPU, e.g. 2x8xh100")
+    refuse_backwards(text, own)
     name = find_gpu_name(parts["gpu"], own)
     counts = [read_count(text, parts[key]) for key in ("first", "second") if parts[key]]
     if len(counts) == 2:
@@ -166,6 +167,18 @@ def parse_cluster(text: str, own: str = "") -> Cluster:
         )
     per_node = min(count, usual)
     return Cluster(gpu=name, nodes=count // per_node, gpus_per_node=per_node, catalogue=own)
+
+
+BACKWARDS = re.compile(r"(?P<gpu>.+?)\s*[x×*:]\s*(?P<counts>[0-9]+(?:\s*[x×*:]\s*[0-9]+)?)")
+
+
+def refuse_backwards(text: str, own: str) -> None:
+    """h100x256: where this is an accelerator and a count, say how it is written."""
+    parts = BACKWARDS.fullmatch(text.strip())
+    known = {word for name, gpu in catalogue(own).items() for word in (spelling(name), *gpu.alias.split())}
+    if parts and spelling(parts["gpu"]) in known and spelling(text) not in known:
+        counts = "x".join(re.findall("[0-9]+", parts["counts"]))
+        raise SpecError(f"cluster {text!r}: counts come first; did you mean '{counts}x{parts['gpu']}'?")
 
 
 def read_count(text: str, digits: str) -> int:

@@ -12,10 +12,10 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from .errors import SpecError, did_you_mean
+from .errors import SpecError, did_you_mean, near_keys, near_names, suggestion
 
 
 def opt(
@@ -77,11 +77,17 @@ class Section:
         """Build from parsed TOML."""
         if not isinstance(data, Mapping):
             raise SpecError(f"{cls.section or 'spec'}: expected a table, got {data!r}")
-        fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        for name in data:
-            if name not in fields:
-                raise SpecError(f"unknown key '{cls.key(name)}'{did_you_mean(name, fields)}")
+        refuse_unknown(cls, data, cls.dotted_keys())
         return cls(**data)
+
+    @classmethod
+    def dotted_keys(cls) -> dict[str, dataclasses.Field[Any]]:
+        """Every key as the user writes it, e.g. `optim.lr`; those of the sections within are among them."""
+        found: dict[str, dataclasses.Field[Any]] = {}
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            inner = field_types(cls)[field.name]  # type: ignore[arg-type]
+            found |= inner.dotted_keys() if is_section(inner) else {cls.key(field.name): field}
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -104,6 +110,37 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Section)
+
+
+def refuse_unknown(cls: type[Section], data: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Name the first key that is none of this section's, or of one within it; `keys` are all that there are."""
+    hints = {field.name: field_types(cls)[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name, value in data.items():
+        if name not in hints:
+            near = meant(name, value, sorted(hints), keys)
+            raise SpecError(f"unknown key '{cls.key(name)}'{suggestion(near) or did_you_mean(name, hints)}")
+        if is_section(hints[name]) and isinstance(value, Mapping):
+            refuse_unknown(hints[name], value, keys)
+
+
+def meant(name: str, value: Any, here: Sequence[str], keys: Iterable[str]) -> list[str]:
+    """What an unknown key may stand for. A key of another section goes by its whole name, e.g. optim.lr for lr."""
+    if isinstance(value, Mapping):  # a section
+        return near_names(name, here) or near_keys(leaf(value), keys)
+    elsewhere = near_keys(name, keys)
+    exact = any(key.endswith(f".{name}") for key in elsewhere)
+    return elsewhere if exact else near_names(name, here) or elsewhere
+
+
+def leaf(table: Mapping[str, Any]) -> str:
+    """The last part of the first key in it: lr of {"lr": 1}."""
+    for name, value in table.items():
+        return leaf(value) if isinstance(value, Mapping) else name
+    return ""
+
+
 NAMES = {
     int: "a whole number",
     float: "a number",
@@ -115,10 +152,14 @@ NAMES = {
 
 
 def coerce(key: str, hint: Any, value: Any) -> Any:
-    """Check `value` against the annotated type. A table may become a section and an int a float; nothing else bends."""
+    """Check `value` against the annotated type. A table may become a section, an int a float, and a float that is
+    a whole number (1e3) an int; nothing else bends.
+    """
     origin = typing.get_origin(hint) or hint
-    if issubclass(origin, Section):
+    if is_section(origin):
         return value if isinstance(value, origin) else origin.from_dict(value)
+    if origin is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, int) and abs(value) >= 2**63:
         raise SpecError(f"{key} is out of range: it does not fit in 64 bits")
     if origin is float and fits(value, int):
