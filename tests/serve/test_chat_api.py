@@ -13,6 +13,9 @@ import pytest
 from api_server import MODEL, Api, until
 from tiny_engine import HELD
 
+from lmworks.data.tokenizer import ByteTokenizer
+from lmworks.engine.grammar import Grammars
+from lmworks.engine.params import SamplingParams
 from lmworks.serve.openai_types import ChatRequest
 from lmworks.serve.tool_calls import Reader, call_schema
 
@@ -79,11 +82,61 @@ def test_a_lone_call_where_one_is_wanted() -> None:
     assert len(reader.push(CALL + CALL)[1]) == 1
 
 
-def test_references_of_a_schema_still_point_somewhere() -> None:
-    parameters = {"$defs": {"P": {"type": "string"}}, "properties": {"p": {"$ref": "#/$defs/P"}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    body = ChatRequest.model_validate({"model": "m", "messages": MESSAGES, "tools": [tool]})
-    assert call_schema(body.tools or [])["$defs"] == {"P": {"type": "string"}}
+def tools_of(**schemas: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name, "parameters": one}} for name, one in schemas.items()]
+
+
+def referring(value: Any, **more: Any) -> dict[str, Any]:
+    """A schema whose definition `P` is this value alone."""
+    properties = {"p": {"$ref": "#/$defs/P"}}
+    return {"$defs": {"P": {"const": value}}, "type": "object", "properties": properties, "required": ["p"]} | more
+
+
+def allows(schema: dict[str, Any], answer: Any) -> bool:
+    """Whether the grammar lets a model write this, byte by byte."""
+    matcher = Grammars(ByteTokenizer(), 257).matcher(SamplingParams(json_schema=schema))
+    assert matcher is not None
+    for byte in json.dumps(answer).encode():
+        matcher.accept(byte)
+    return matcher.done
+
+
+def test_tools_with_definitions_of_one_name_keep_their_own(api: Api) -> None:
+    tools = tools_of(f=referring("mine", additionalProperties=False), g=referring(7, additionalProperties=False))
+    for name, value in (("f", "mine"), ("g", 7)):
+        wanted = {"type": "function", "function": {"name": name}}
+        for choice in (wanted, "required"):
+            (answer,) = chat(api, tools=tools, tool_choice=choice)["choices"]
+            (call,) = answer["message"]["tool_calls"]
+            own = {"f": "mine", "g": 7}[call["function"]["name"]]
+            assert json.loads(call["function"]["arguments"]) == {"p": own} and (choice == "required" or own == value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"$id": "https://example.com/same"}, {"$schema": "http://json-schema.org/draft-04/schema#"}, {"$id": 5}],
+    ids=["plain", "one id", "draft 4", "no id"],
+)
+def test_references_of_a_tool_stay_within_its_schema(more: dict[str, Any]) -> None:
+    tree = {"type": "object", "properties": {"child": {"$ref": "#"}}, "additionalProperties": False}
+    tools = tools_of(f=referring("mine", **more), g=referring(7, **more), tree=tree | more)
+    body = ChatRequest.model_validate({"model": "m", "messages": MESSAGES, "tools": tools})
+    schema = call_schema(body.tools or [])
+    for name, value in (("f", "mine"), ("g", 7)):
+        for said in ("mine", 7):
+            assert allows(schema, {"name": name, "arguments": {"p": said}}) == (said == value), (name, said)
+    assert allows(schema, {"name": "tree", "arguments": {"child": {"child": {}}}})
+    assert not allows(schema, {"name": "tree", "arguments": {"child": {"name": "f", "arguments": {"p": "mine"}}}})
+
+
+def test_line_separators_are_escaped_in_streams(api: Api) -> None:
+    """Clients that split lines as Python or JavaScript's regexes do would else cut an event in two."""
+    said = "a\u2028b\u2029c\u0085d"
+    body = {"model": MODEL, "messages": MESSAGES, "stream": True, "guided_choice": [said], "max_tokens": 50}
+    lines = [one for one in api.post("/v1/chat/completions", body).text.splitlines() if one]
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(one.removeprefix("data: ")) for one in lines[:-1]]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == said
 
 
 def test_streams_end_with_an_error_when_the_engine_dies_and_the_next_is_served(api: Api) -> None:

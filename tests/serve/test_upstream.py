@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import openai
 import pytest
 from api_server import MODEL, Api, House, until
 
+from lmworks.serve import forward
 from lmworks.serve.upstream import Upstream
 from lmworks.spec import SpecError
 
@@ -185,3 +186,44 @@ def test_an_address_is_shown_so_it_holds_no_password() -> None:
     with pytest.raises(SpecError, match="LMWORKS_UPSTREAM_KEY") as caught:
         Upstream("http://me:password@there/v1")
     assert "password" not in str(caught.value)
+
+
+def test_line_separators_of_unicode_pass_and_end_no_line(house: House) -> None:
+    """In server-sent events a line ends in CR or LF alone, however the bytes are cut."""
+    said = "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg"
+    chunk = {"id": "1", "choices": [{"index": 0, "text": said, "finish_reason": None}]}
+    raw = f"data: {json.dumps(chunk, ensure_ascii=False)}\r\n\r\ndata: [DONE]\r\n\r\n".encode()
+
+    async def bit_by_bit() -> AsyncIterator[bytes]:
+        for place in range(0, len(raw), 3):
+            yield raw[place : place + 3]
+
+    there = fake(house, lambda _: httpx.Response(200, content=bit_by_bit()))
+    found = there.post("/v1/completions", BODY | {"stream": True})
+    lines = found.text.splitlines()  # as strict a client as there is
+    assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["text"] == said
+    assert lines[1:] == ["", "data: [DONE]", ""]
+
+
+def test_an_event_without_an_end_is_not_kept(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "LONGEST_LINE", 1000)
+    found = fake(house, lambda _: sse("x" * 2000)).post("/v1/completions", BODY | {"stream": True})
+    assert found.status_code == 502 and found.json()["error"]["code"] == "upstream_invalid"
+
+
+def test_both_names_of_max_tokens_are_within_the_cap(house: House, tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(json.loads(request.content))
+        return httpx.Response(200, json={"usage": {"prompt_tokens": 1, "completion_tokens": 1}})
+
+    path = tmp_path / "keys.toml"
+    path.write_text('[[keys]]\nname = "a"\nsecret = "alices-secret"\nmax_tokens = 30\n')
+    api = fake(house, answer, path)
+    headers, body = {"authorization": "Bearer alices-secret"}, {"model": MODEL, "messages": MESSAGES}
+    for given in ({"max_completion_tokens": 5, "max_tokens": 90}, {"max_completion_tokens": 5}, {"max_tokens": 5}):
+        assert api.post("/v1/chat/completions", body | given, headers=headers).status_code == 200
+        assert {name: value for name, value in seen[-1].items() if name.startswith("max_")} == dict.fromkeys(given, 5)
+    refused = api.post("/v1/chat/completions", body | {"max_completion_tokens": 90, "max_tokens": 5}, headers=headers)
+    assert refused.status_code == 400 and len(seen) == 3

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from .serving import Caller, Serving
 from .sse import DONE, begun, line, while_connected
 from .upstream import CONNECT_S, Upstream
 
+LINE_END = re.compile(rb"[\r\n]")
+LONGEST_LINE = 16 * 2**20  # bytes of one event
 BYTES_A_TOKEN = 3  # of text, where nobody here can count: what is charged until the answer says
 
 
@@ -69,6 +72,8 @@ class Passing:
         most = asked if asked is not None else 16 if isinstance(body, CompletionRequest) else cap
         if asked is None and cap is not None:
             self.wire["max_tokens"] = min(most or cap, cap)
+        elif self.wire.get("max_completion_tokens") is not None and self.wire.get("max_tokens") is not None:
+            self.wire["max_tokens"] = asked  # whichever of the two it goes by, it is the one that was checked
         logprobs = body.logprobs if isinstance(body, CompletionRequest) else body.top_logprobs
         params = wishes(body, self.caller, max_tokens=max(1, most or 1), logprobs=logprobs)
         return self.serving.gate.enter(self.caller.limits, self.caller.key, card, params, lengths)
@@ -113,12 +118,12 @@ class Passing:
         with self.enter() as entry:
             self.caller.facts["asked"] = time.time()
             async with self.opened() as answer, self.charged(entry):
-                async for text in answer.aiter_lines():
+                async for text in lines_of(answer.aiter_bytes()):
                     if time.monotonic() > deadline:
                         raise Refusal(504, "request_timeout", f"the request was not finished within {seconds:g} s")
-                    if not text.startswith("data:"):
+                    if not text.startswith(b"data:"):
                         continue
-                    if (data := text[5:].strip()) == "[DONE]":
+                    if (data := text[5:].strip()) == b"[DONE]":
                         yield DONE
                         return
                     chunk = understood(data)
@@ -146,6 +151,20 @@ class Passing:
         usage = Usage(count_of(used.get("prompt_tokens")), count_of(used.get("completion_tokens")), count_of(cached))
         note(self.caller.facts, usage)
         entry.use(usage.prompt_tokens + usage.completion_tokens)
+
+
+async def lines_of(parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """A line of server-sent events ends in LF, CR or both (then an empty one follows), and nowhere else."""
+    held = bytearray()
+    async for part in parts:
+        *whole, last = LINE_END.split(part)
+        for one in whole:
+            yield bytes(held + one)
+            held.clear()
+        held += last
+        if len(held) > LONGEST_LINE:
+            raise Refusal(502, "upstream_invalid", "the server behind this one sent an event that has no end")
+    yield bytes(held)
 
 
 def understood(content: str | bytes) -> dict[str, Any]:

@@ -22,7 +22,10 @@ Found = TypeVar("Found")
 
 
 def line(chunk: Any) -> bytes:
-    return f"data: {encode(chunk)}\n\n".encode()
+    """These three end no line of server-sent events, but many clients split where Unicode does; JSON may escape them."""
+    text = encode(chunk)
+    text = text.replace("\u0085", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return f"data: {text}\n\n".encode()
 
 
 class EventStream(Response):

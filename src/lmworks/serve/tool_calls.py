@@ -59,15 +59,27 @@ def chosen(body: ChatRequest) -> list[Tool]:
 
 
 def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
-    """What a call of one of them looks like. Definitions move to the top, where references look for them."""
-    definitions: dict[str, Any] = {}
-    calls = []
+    """What a call of one of them looks like."""
+    calls, ids = [], set[str]()
     for tool in tools:
-        schema = dict(tool.function.parameters or ANY_OBJECT)
-        definitions |= schema.pop("$defs", {})
-        properties = {"name": {"const": tool.function.name}, "arguments": schema}
+        arguments = apart(tool.function.parameters or ANY_OBJECT, ids)
+        properties = {"name": {"const": tool.function.name}, "arguments": arguments}
         calls.append(ANY_OBJECT | {"properties": properties, "required": [*properties], "additionalProperties": False})
-    return {"anyOf": calls} | ({"$defs": definitions} if definitions else {})
+    return {"anyOf": calls}
+
+
+def apart(schema: dict[str, Any], ids: set[str]) -> dict[str, Any]:
+    """A schema inside another, as a resource with an id of its own: `#` in its references is then the schema itself,
+    not the whole, and no other schema's definitions are meant. Of two that bring the same id, the second gets another.
+    """
+    own = schema.get("$id")
+    if not isinstance(own, str) or own in ids:
+        own = f"urn:lmworks:tool:{len(ids)}"
+    ids.add(own)
+    found = schema | {"$id": own}
+    if "draft-04" in str(found.get("$schema")):  # which knows no $id
+        del found["$schema"]
+    return found
 
 
 # --- a call that may be made ------------------------------------------------------------------------------
