@@ -287,6 +287,20 @@ def test_any_token_that_ends_answers_may_end_one_with_a_shape() -> None:
     assert allowed == [{ord("b")}, {ord("a"), 7, ByteTokenizer.eot}]
 
 
+def test_an_end_of_text_that_is_an_ordinary_token_does_not_end_an_open_shape() -> None:
+    """Some models end their turn with a token that texts hold as well, a line break for one."""
+    pytest.importorskip("llguidance")
+    device = Typist(SPEC, ByteTokenizer.vocab_size, script=[*b'{"a":\n1}\n'])
+    engine = Engine(device, ByteTokenizer(), eos=[ord("\n")])
+    result = result_of(engine, Request([1], SamplingParams(max_tokens=30, json_schema={"type": "object"})))
+    assert (result.text, result.finish_reason) == ('{"a":\n1}', "stop")
+    open_ended = result_of(engine, Request([1], SamplingParams(max_tokens=30, regex=r'[{]"a":(\n1\\})*')))
+    assert (open_ended.text, open_ended.answers[0].stop_reason) == ('{"a":', ord("\n")), "where it may end, it ends"
+    asked = SamplingParams(max_tokens=30, json_schema={"type": "object"}, stop_token_ids=[ord("1")])
+    result = result_of(engine, Request([1], asked))
+    assert (result.text, result.answers[0].stop_reason) == ('{"a":\n', ord("1")), "who names a token means it"
+
+
 def test_an_answer_ends_when_nothing_can_follow() -> None:
     pytest.importorskip("llguidance")
     device = Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"yes, of course"])

@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Inner
-from tokenizers import decoders, models
 
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
 from lmworks.engine.grammar import KEPT, LIMITS, Grammars, Matcher, grammar, text_depth
@@ -41,7 +41,17 @@ def pieces() -> FileTokenizer:
     return FileTokenizer(inner, eot=1)
 
 
-TOKENIZERS: dict[str, Tokenizer] = {"bytes": ByteTokenizer(), "byte-level": bpe(), "pieces": pieces()}
+def thinking() -> FileTokenizer:
+    """Added tokens that are text (as Qwen's <think> and <tool_call> are), beside one that is special."""
+    tokenizer = bpe()
+    tokenizer.inner.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "</think>")])
+    tokenizer.inner.add_special_tokens([AddedToken("<|im_end|>")])
+    return FileTokenizer(tokenizer.inner, eot=0)
+
+
+TOKENIZERS: dict[str, Tokenizer] = {
+    "bytes": ByteTokenizer(), "byte-level": bpe(), "pieces": pieces(), "added": thinking(),
+}  # fmt: skip
 GRAMMARS = {name: Grammars(each, each.vocab_size + PADDING) for name, each in TOKENIZERS.items()}
 
 
@@ -132,6 +142,20 @@ def test_an_answer_may_spell_the_name_of_a_special_token(name: str) -> None:
     assert answer(name, 0, SamplingParams(json_schema={"const": end}))[0] == json.dumps(end)
 
 
+@pytest.mark.parametrize("shape", [{"choice": ["<think>"]}, {"regex": "<think>[a-z]{3}</think>x"}], ids=str)
+def test_an_answer_may_be_forced_to_hold_an_added_token(shape: dict[str, Any]) -> None:
+    for seed in range(4):
+        text, matcher = answer("added", seed, SamplingParams(**shape))
+        assert matcher.done and re.fullmatch(shape.get("regex", "<think>"), text)
+    assert answer("added", 0, SamplingParams(json_schema={"const": "<think>"}))[0] == '"<think>"'
+    matcher = GRAMMARS["added"].matcher(SamplingParams(**shape))
+    assert matcher is not None
+    tokenizer = TOKENIZERS["added"]
+    matcher.accept(tokenizer.encode("<think>")[0])  # and the token itself is as good as its letters
+    assert matcher.error is None
+    assert tokenizer.vocab_size - 1 not in allowed("added", matcher), "special tokens are never text"
+
+
 def allowed(name: str, matcher: Matcher) -> set[int]:
     mask = GRAMMARS[name].masks([matcher], "cpu")
     assert mask is not None
@@ -173,12 +197,24 @@ def test_rows_without_a_grammar_allow_everything() -> None:
     assert grammars.matcher(SamplingParams()) is None
 
 
-def test_blanks_end() -> None:
-    matcher = GRAMMARS["bytes"].matcher(SamplingParams(json_schema={"type": "array", "items": {"type": "integer"}}))
+@pytest.mark.parametrize("schema", [PERSON, {"type": "object"}], ids=["schema", "any object"])
+@pytest.mark.parametrize("blank", [" ", "\n", "\t", "\r"])
+def test_json_is_not_padded(schema: dict[str, Any], blank: str) -> None:
+    """A model that wants nothing but blanks gets at most one between two parts, and comes to an end."""
+    matcher = GRAMMARS["bytes"].matcher(SamplingParams(json_schema=schema))
     assert matcher is not None
-    for byte in b"[" + b" " * 32:
-        matcher.accept(byte)
-    assert matcher.error is None and ord(" ") not in allowed("bytes", matcher)
+    quoted, padded = False, ""
+    for letter in '{"name":"x","age":1,"tags":["a","b",3],"child":{"kind":"cat"}}':
+        for _ in range(0 if quoted else 9):
+            if ord(blank) in allowed("bytes", matcher):
+                matcher.accept(ord(blank))
+                padded += blank
+        matcher.accept(ord(letter))
+        padded, quoted = padded + letter, quoted != (letter == '"')
+        assert matcher.error is None, padded
+    assert matcher.done and not re.search(r"\s\s|[\t\r]", padded)
+    assert padded.count(blank) == (26 if blank in " \n" else 0)
+    jsonschema.validate(json.loads(padded), schema)
 
 
 def test_compiled_grammars_are_kept_within_a_bound() -> None:

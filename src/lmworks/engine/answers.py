@@ -48,7 +48,7 @@ def push(sequence: Sequence, token: int) -> tuple[str, Ending | None]:
 def read(sequence: Sequence, token: int) -> tuple[str, Ending | None]:
     """The same, as far as the token itself says: text may still wait."""
     long_enough = sequence.known - sequence.prompt >= sequence.params.min_tokens
-    if long_enough and token in sequence.request.ends:
+    if long_enough and token in sequence.request.ends and not within(sequence, token):
         return "", Ending("stop", token)
     shown = ""
     if sequence.text is not None:
@@ -58,6 +58,12 @@ def read(sequence: Sequence, token: int) -> tuple[str, Ending | None]:
     if sequence.matcher is not None and (ending := matched(sequence.matcher, token)) is not None:
         return shown, ending
     return shown, Ending("length") if sequence.known >= sequence.limit else None
+
+
+def within(sequence: Sequence, token: int) -> bool:
+    """A model's end of text may also be an ordinary token: in the middle of the answer's shape it is one."""
+    matcher = sequence.matcher
+    return matcher is not None and not matcher.complete and token not in sequence.params.stop_token_ids
 
 
 def matched(matcher: Matcher, token: int) -> Ending | None:

@@ -31,7 +31,8 @@ KEPT = 64  # compiled grammars that are kept for the next request with the same
 MOST_TEXT = 64 * 1024  # characters of a schema, a regex, or all choices together
 MOST_NESTING = 48  # levels of a schema; the library's own recursion is safe below 128
 MOST_OPTIONAL = 256  # optional properties of one object: work grows with their square
-MOST_WHITESPACE = 32  # between two parts of a JSON text; without a bound a model may go on with blanks for ever
+# Between two parts of a JSON text. With more, a model that likes blanks fills its answer with them.
+WHITESPACE = r"[\x20\x0A]"
 # A fraction of the library's own, which let a regex such as ((a{100}){100}){100} run for two seconds before a token.
 LIMITS = {
     "initial_lexer_fuel": 500_000,
@@ -58,6 +59,11 @@ class Matcher:
     def done(self) -> bool:
         """The answer is complete and nothing can follow: end it, whether or not an end of text was picked."""
         return self.inner.is_stopped() and not self.inner.is_error()
+
+    @property
+    def complete(self) -> bool:
+        """The answer may end here; more may be able to follow."""
+        return self.inner.is_accepting() and not self.inner.is_error()
 
     @property
     def error(self) -> str | None:
@@ -142,7 +148,7 @@ def grammar(params: SamplingParams) -> str:
     library = imported().LLMatcher
     if params.json_schema is not None:
         schema = checked_schema(params.json_schema)
-        blanks = {"whitespace_flexible": True, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MOST_WHITESPACE}}}"}
+        blanks = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
         try:
             return str(library.grammar_from_json_schema(schema, overrides={**blanks, "lenient": False}))
         except ValueError as error:
@@ -265,10 +271,13 @@ class FileVocabulary:
     def __init__(self, tokenizer: FileTokenizer, read: llguidance.LLTokenizer) -> None:
         self.eos_token_id, self.read = tokenizer.eot, read
         ids = range(read.vocab_size)
-        self.special_token_ids = [each for each in ids if read.is_special_token(each)]
+        added = tokenizer.inner.get_added_tokens_decoder()
+        # The library takes every added token for special. One that is not, as <think> often is, is text.
+        self.special_token_ids = [
+            each for each in ids if read.is_special_token(each) and (each not in added or added[each].special)
+        ]
         self.tokens = [read.decode_bytes([each]) for each in ids]
-        added = tokenizer.inner.get_added_tokens_decoder().values()
-        names = "|".join(re.escape(each.content) for each in added if each.special)
+        names = "|".join(re.escape(each.content) for each in added.values() if each.special)
         self.named = re.compile(f"(?={names})") if names else None
 
     def __call__(self, text: str) -> list[int]:

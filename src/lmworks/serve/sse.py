@@ -22,7 +22,7 @@ Found = TypeVar("Found")
 
 
 def line(chunk: Any) -> bytes:
-    """These three end no line of server-sent events, but many clients split where Unicode does; JSON may escape them."""
+    """Three letters end no line of server-sent events, but many clients split there, as Unicode does: escaped."""
     text = encode(chunk)
     text = text.replace("\u0085", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return f"data: {text}\n\n".encode()
