@@ -30,7 +30,7 @@ from lmworks.observe.serve_load import Arrivals, Lengths, Load
 
 SEQS = 16
 LENGTHS = Lengths(input=(16, 48), output=(16, 48))
-SLO = Slo(ttft=1.0, itl=0.1)
+SLO = Slo(ttft=1.0, tpot=0.1)
 TIMES = (0.5, 1.0, 2.0, 4.0)
 SECONDS = 10.0  # of arrivals, at each rate
 QUEUES = {"a queue of 16": 16, "a queue without end": 100_000}

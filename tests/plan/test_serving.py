@@ -15,7 +15,7 @@ from lmworks.plan.memory.reserve import reserve
 from lmworks.plan.serving.advice import choose
 from lmworks.plan.serving.batching import Lengths, chunks, steady, waiting
 from lmworks.plan.serving.inference import Deployment, Rates
-from lmworks.plan.serving.plans import Demand, Slo, candidates, degrees, likely, plan, times
+from lmworks.plan.serving.plans import Demand, Plan, Slo, candidates, degrees, likely, plan, times
 from lmworks.plan.serving.room import room
 from lmworks.plan.serving.served import Experts, Served, compute_format
 from lmworks.spec import PRESETS, ModelSpec, SpecError, catalogue
@@ -209,6 +209,24 @@ def test_a_looser_promise_is_cheaper_and_a_higher_rate_needs_more() -> None:
 
     assert gpus(200, 0.02) > gpus(200, 0.05)
     assert gpus(400, 0.05) == pytest.approx(2 * gpus(200, 0.05), abs=1)
+
+
+def test_a_promise_for_whole_requests() -> None:
+    """The first of 256 tokens and the 255 after it."""
+
+    def planned(e2e: float) -> Plan:
+        return plan(on("llama3-8b"), Demand(LENGTHS, Slo(e2e=e2e), rate=200))
+
+    tight, loose = planned(3.0), planned(6.0)
+    assert tight.times is not None and loose.times is not None
+    assert tight.times.e2e_quantile <= 3.0 < loose.times.e2e_quantile <= 6.0
+    assert tight.times.e2e == pytest.approx(tight.times.ttft + 255 * tight.times.tpot)
+    assert tight.gpus > loose.gpus
+    assert planned(0.5).refused.startswith("even one request at a time takes ttft")
+    with pytest.raises(SpecError, match=r"cannot keep the promise.*--slo e2e=[\d.]+") as error:
+        choose(served("llama3-70b"), H100, Demand(LENGTHS, Slo(e2e=0.1)))
+    promise = str(error.value).split("--slo ")[1].split(", or")[0]
+    assert not choose(served("llama3-70b"), H100, Demand(LENGTHS, Slo.parse(promise)))[0].refused
 
 
 def test_money() -> None:

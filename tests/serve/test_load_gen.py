@@ -301,7 +301,7 @@ def test_the_command(capsys, tmp_path):
         code, out, err = lmworks(capsys, *line.split(), *extra, "--json")
         assert code == 0, err
         found = json.loads(out)
-        assert found["completed"] == 12 and found["goodput"]["slo"] == {"ttft": 5.0, "itl": 5.0}
+        assert found["completed"] == 12 and found["goodput"]["slo"] == {"ttft": 5.0, "tpot": 5.0, "itl": 5.0}
         assert (tmp_path / "bench.png").read_bytes()[1:4] == b"PNG"
         code, out, err = lmworks(capsys, *line.split(), *extra[:2])
     assert code == 0 and "goodput" in out and "time to first token" in out and "p99" in out

@@ -32,7 +32,7 @@ LengthsFile = Annotated[
 Prefix = Annotated[
     str, typer.Option("--shared-prefix", metavar="TOKENS[xGROUPS]", help="What all prompts (of a group) begin with.")
 ]
-Promise = Annotated[str, typer.Option("--slo", help="Seconds promised to every request: ttft, itl, e2e.")]
+Promise = Annotated[str, typer.Option("--slo", help="Seconds promised to each request: ttft=0.5,tpot=0.05,e2e=10.")]
 EarlyEnd = Annotated[bool, typer.Option("--early-end", help="Let answers end early: not every server can forbid it.")]
 Key = Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="Sent as a bearer token.")]
 Seconds = Annotated[float, typer.Option("--timeout", min=0.001, help="Longest time for one request.")]
@@ -64,7 +64,7 @@ def serve(
 
     \b
     Examples:
-      lmworks bench serve --rate 8 --requests 500 --slo ttft=0.5,itl=0.05
+      lmworks bench serve --rate 8 --requests 500 --slo ttft=0.5,tpot=0.05
       lmworks bench serve --url http://gpu7:8000 --concurrency 64 --input 2048 --output 128 --json
       lmworks bench serve --rate 20 --burst 10 --shared-prefix 512x4 --plot bench.png
     """
@@ -110,7 +110,7 @@ def show(facts: dict[str, Any]) -> None:
         ["tokens in", f"{facts['input_tokens']:,}", f"{cached:,} found in the prefix cache" if cached else ""],
     ]
     if good["slo"]:
-        kept = ", ".join(f"{name} ≤ {duration(limit)}" for name, limit in good["slo"].items())
+        kept = ", ".join(f"{name} ≤ {duration(limit)}" for name, limit in good["slo"].items() if name != "itl")
         rows.append(["goodput", f"{good['requests_per_s']:.3g}/s", f"{good['share']:.1%} of all requests with {kept}"])
     print_table("", ["", "measured", ""], rows)
     names = {

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ..spec import LMWorksError, SpecError
+from ..spec import LMWorksError
+from ..spec.slo import parse_slo
 from .serve_client import Reply, Target, first_model, post
 from .serve_load import Endpoint, Load, Shot
 
@@ -31,34 +32,25 @@ HEAD_START_S = 0.05  # before the first request, so that none is late from the b
 
 @dataclass(frozen=True)
 class Slo:
-    """What every request was promised, in seconds. `itl` is the mean time between the tokens of one request."""
+    """What every request was promised, in seconds. `tpot` is the mean time between the tokens of one request."""
 
     ttft: float | None = None
-    itl: float | None = None
+    tpot: float | None = None
     e2e: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """ttft=0.5,itl=0.05. The planner's tpot is our itl."""
-        known = [one.name for one in fields(cls)]
-        found: dict[str, float] = {}
-        for part in filter(None, text.split(",")):
-            name, _, value = part.strip().partition("=")
-            name = "itl" if name == "tpot" else name
-            with suppress(ValueError):
-                if name in known and 0 < float(value) < float("inf"):
-                    found[name] = float(value)
-                    continue
-            raise SpecError(f"--slo {part!r}: write seconds, e.g. ttft=0.5,itl=0.05 (there are {', '.join(known)})")
-        return cls(**found)
+        """ttft=0.5,tpot=0.05,e2e=10; any may be left out."""
+        return cls(**parse_slo(text))
 
     def met(self, one: Outcome) -> bool:
-        limits = ((self.ttft, one.ttft), (self.itl, one.mean_gap), (self.e2e, one.e2e))
+        limits = ((self.ttft, one.ttft), (self.tpot, one.mean_gap), (self.e2e, one.e2e))
         return one.kind == "completed" and all(limit is None or value <= limit for limit, value in limits)
 
     @property
     def promised(self) -> dict[str, float]:
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+        kept = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+        return kept | ({"itl": self.tpot} if self.tpot is not None else {})  # as readers of older results know it
 
 
 @dataclass(frozen=True)

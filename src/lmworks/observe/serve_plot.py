@@ -25,7 +25,7 @@ def draw_bench(measured: Measured, path: Path) -> Path:
     grid = figure.subplots(2, 2)
     done, slo = measured.those("completed"), measured.slo
     spread(grid[0][0], "time to first token", [one.ttft for one in done], slo.ttft)
-    spread(grid[0][1], "time between tokens, mean of a request", [one.mean_gap for one in done], slo.itl)
+    spread(grid[0][1], "time between tokens, mean of a request", [one.mean_gap for one in done], slo.tpot)
     spread(grid[1][0], "whole request", [one.e2e for one in done], slo.e2e)
     over_time(grid[1][1], measured)
     count = f"{len(done)} of {len(measured.outcomes)} requests completed"

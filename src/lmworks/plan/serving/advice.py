@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...spec import Gpu, SpecError, catalogue
+from ...spec.slo import OBJECTIVES
 from .plans import Demand, Plan, Slo, candidates
 from .served import WEIGHT_FORMATS, Served, compute_format
 
@@ -38,14 +39,12 @@ def advice(found: list[Plan], served: Served, gpu: Gpu, demand: Demand, options:
 
 
 def excess(plan: Plan, slo: Slo) -> float:
-    return max(plan.idle.ttft_quantile / slo.ttft, plan.idle.tpot_quantile / slo.tpot)
+    return max(getattr(plan.idle, f"{name}_quantile") / getattr(slo, name) for name in OBJECTIVES)
 
 
 def promise(plan: Plan, slo: Slo) -> str:
     """What could be promised instead, a tenth above what an idle replica does."""
-    ttft = max(slo.ttft, 1.1 * plan.idle.ttft_quantile)
-    tpot = max(slo.tpot, 1.1 * plan.idle.tpot_quantile)
-    kept = {"ttft": ttft, "tpot": tpot}
+    kept = {name: max(getattr(slo, name), 1.1 * getattr(plan.idle, f"{name}_quantile")) for name in OBJECTIVES}
     return ",".join(f"{key}={value:.2g}" for key, value in kept.items() if value != float("inf"))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...spec import Gpu, SpecError
-from ...spec.errors import did_you_mean
+from ...spec.slo import OBJECTIVES, parse_slo
 from .batching import Lengths, Point, steady, waiting
 from .inference import Deployment, Rates, read_constants
 from .room import Room, room
@@ -33,10 +33,11 @@ class Slo:
 
     ttft: float = math.inf
     tpot: float = math.inf
+    e2e: float = math.inf
     quantile: float = 0.95
 
     def __post_init__(self) -> None:
-        for key in ("ttft", "tpot"):
+        for key in OBJECTIVES:
             if not getattr(self, key) > 0:
                 raise SpecError(f"slo: {key} = {getattr(self, key):g} s must be more than 0")
         if not 0.5 <= self.quantile < 1:
@@ -44,17 +45,11 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str, quantile: float = 0.95) -> Slo:
-        """'ttft=0.5,tpot=0.05', in seconds; either may be left out."""
-        given: dict[str, float] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            key, _, value = (word.strip() for word in part.partition("="))
-            if key not in ("ttft", "tpot"):
-                raise SpecError(f"slo: {key!r} is not promised here{did_you_mean(key, ('ttft', 'tpot'))}")
-            try:
-                given[key] = float(value)
-            except ValueError:
-                raise SpecError(f"slo: {part!r} is not KEY=SECONDS, e.g. ttft=0.5,tpot=0.05") from None
-        return cls(quantile=quantile, **given)
+        """'ttft=0.5,tpot=0.05,e2e=10', in seconds; any may be left out."""
+        return cls(quantile=quantile, **parse_slo(text))
+
+    def kept_by(self, at: Times) -> Any:
+        return (at.ttft_quantile <= self.ttft) & (at.tpot_quantile <= self.tpot) & (at.e2e_quantile <= self.e2e)
 
 
 @dataclass(frozen=True)
@@ -79,6 +74,8 @@ class Times:
     tpot: Any
     ttft_quantile: Any
     tpot_quantile: Any
+    e2e: Any  # the first token and those after it
+    e2e_quantile: Any  # both at their quantile: no less than the sum's own
 
 
 @dataclass(frozen=True)
@@ -137,11 +134,11 @@ def plan(deployment: Deployment, demand: Demand, price_hour: float = 0.0) -> Pla
     if most < 1:
         return replace(found, refused=no_room(found))
     found = replace(found, full=steady(deployment, lengths, float(most)))
-    if idle.ttft_quantile > slo.ttft or idle.tpot_quantile > slo.tpot:
-        return replace(found, refused=f"even one request at a time takes {seen(idle)}")
+    if not slo.kept_by(idle):
+        return replace(found, refused=f"even one request at a time takes {seen(idle, slo)}")
     batches = np.geomspace(IDLE, most, 800)
     at = times(deployment, demand, batches)
-    kept = (likely(batches, slo.quantile) <= most) & (at.ttft_quantile <= slo.ttft) & (at.tpot_quantile <= slo.tpot)
+    kept = (likely(batches, slo.quantile) <= most) & slo.kept_by(at)
     rates = np.maximum.accumulate(steady(deployment, lengths, batches).rate)
     best = float(rates[kept].max())
     replicas = max(1, math.ceil(demand.rate / best))
@@ -162,11 +159,15 @@ def times(deployment: Deployment, demand: Demand, batch: Any) -> Times:
     share = steady(deployment, lengths, batch).prefill_share
     own = 1e-3 * deployment.rates.request_ms + np.minimum(1.0, batch) * at.decode / 2 + at.prefill
     mean = waiting(share, at.added)
+    ttft = own + np.maximum(mean, waiting(share, at.added, quantile))  # a rare wait can be below its mean
+    tpot = steady(deployment, lengths, likely(batch, quantile)).tpot
     return Times(
         ttft=own + mean,
         tpot=at.tpot,
-        ttft_quantile=own + np.maximum(mean, waiting(share, at.added, quantile)),  # a rare wait can be below its mean
-        tpot_quantile=steady(deployment, lengths, likely(batch, quantile)).tpot,
+        ttft_quantile=ttft,
+        tpot_quantile=tpot,
+        e2e=own + mean + (lengths.output - 1) * at.tpot,
+        e2e_quantile=ttft + (lengths.output - 1) * tpot,
     )
 
 
@@ -183,8 +184,9 @@ def no_room(found: Plan) -> str:
     )
 
 
-def seen(at: Times) -> str:
-    return f"ttft {at.ttft_quantile:.3g} s, tpot {at.tpot_quantile:.3g} s"
+def seen(at: Times, slo: Slo) -> str:
+    whole = f", e2e {at.e2e_quantile:.3g} s" if slo.e2e != math.inf else ""
+    return f"ttft {at.ttft_quantile:.3g} s, tpot {at.tpot_quantile:.3g} s{whole}"
 
 
 # --- the choice -------------------------------------------------------------------------------------------

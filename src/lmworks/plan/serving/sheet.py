@@ -104,6 +104,8 @@ def tags(plan: Plan) -> dict[str, str]:
         "ttft": time,
         "ttft_quantile": "modelled",
         "tpot_quantile": "modelled",
+        "e2e": time,
+        "e2e_quantile": "modelled",
         "batch": time,
         "replicas": "modelled",
         "dollars_hour": "modelled",
