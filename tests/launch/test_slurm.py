@@ -10,11 +10,18 @@ import pytest
 
 from lmworks.launch import Allocation, Job, slurm_script
 from lmworks.spec import SpecError, load_run
+from typed import lmworks
 
 TWO = ("parallel.dp=2", "cluster.device=cpu")
 VARIANTS = {
     "plain": Allocation(),
     "everything": Allocation("1-12:00:00", "gpu", "team", "docker://nvcr.io/x y:1", 16, 120, False),
+    "site": Allocation(
+        qos="high",
+        lines=("--constraint=ib&h100", "#SBATCH --mail-user=a@b.c", '--comment="two words"'),
+        variables=("NCCL_DEBUG=INFO", "EMPTY=", 'HOSTILE=a\'b "c" $(touch broken) `x` \\ ;#\n=é'),
+        modules=("cuda/12.8", "a;b"),
+    ),
 }
 
 
@@ -47,6 +54,51 @@ def test_it_asks_for_what_the_layout_needs() -> None:
     assert "--nproc-per-node 8 --max-restarts 3" in slurm_script(again, Allocation())
     assert {"exclusive", "requeue"} <= directives(slurm_script(job, Allocation()))
     assert not any("gpus" in line for line in directives(slurm_script(two_ranks(), Allocation())))
+
+
+def test_what_a_site_asks_for() -> None:
+    script = slurm_script(two_ranks(), VARIANTS["site"])
+    assert {"qos=high", "constraint=ib&h100", "mail-user=a@b.c", 'comment="two words"'} <= directives(script)
+    assert script.index("#SBATCH --comment") < script.index("set -euo pipefail")  # sbatch reads no further
+
+
+def test_modules_and_variables_reach_the_ranks_as_they_were_given(tmp_path: Path) -> None:
+    """The script itself, run by bash up to where the ranks start, with a `module` that reads an unset variable."""
+    before = slurm_script(two_ranks(), VARIANTS["site"]).split("# A job that comes back")[0]
+    module = 'module() { echo "$UNSET loads $2"; }\n'
+    show = '\nprintf \'%s|\' "$NCCL_DEBUG" "$EMPTY" "$HOSTILE" "$OMP_NUM_THREADS"; [[ $- == *u* ]] && echo strict'
+    result = subprocess.run(["bash", "-c", module + before + show], capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    hostile = 'a\'b "c" $(touch broken) `x` \\ ;#\n=é'
+    assert result.stdout == f" loads cuda/12.8\n loads a;b\nINFO||{hostile}|1|strict\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--env", "NAME"], "--env 'NAME' is not NAME=VALUE"),
+        (["--env", "1A=2"], "--env '1A=2' is not NAME=VALUE"),
+        (["--env", "A B=2"], "--env 'A B=2' is not NAME=VALUE"),
+        (["--module", "a b"], "--module 'a b' must be one word"),
+        (["--qos", "a b"], "--qos 'a b' must be one word"),
+        (["--sbatch-line", "constraint=ib"], "--sbatch-line 'constraint=ib' is not an option of sbatch"),
+        (["--sbatch-line=--mem=0\nrm -r x"], "is not an option of sbatch on one line"),
+        (["--sbatch-line=--nodes=4"], "the script rests on its own --nodes"),
+        (["--sbatch-line=-N 4"], "the script rests on its own --N"),
+    ],
+)
+def test_what_a_site_cannot_ask_for(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = lmworks(capsys, "launch", "slurm", "tiny", *options)
+    assert (code, out) == (2, "")
+    assert message in err and err.count("\n") == 1
+
+
+def test_options_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    site = ["--qos", "high", "--module", "cuda", "--env", "A=1", "--env", "B=2", "--sbatch-line=--mem=0"]
+    code, out, _ = lmworks(capsys, "launch", "slurm", "tiny", *site)
+    assert code == 0 and {"qos=high", "mem=0"} <= directives(out)
+    assert "\nmodule load cuda\n" in out and "\nexport A=1\nexport B=2\n" in out
 
 
 @pytest.mark.parametrize("ask", [Allocation(time="soon"), Allocation(partition="a b"), Allocation(account="a\nb")])

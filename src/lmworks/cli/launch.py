@@ -33,10 +33,19 @@ def slurm(
     time: Annotated[str, typer.Option(help="Time limit, e.g. 1-12:00:00.")] = "",
     partition: Annotated[str, typer.Option(help="Partition to run in.")] = "",
     account: Annotated[str, typer.Option(help="Account to charge.")] = "",
+    qos: Annotated[str, typer.Option(help="Quality of service to run with.")] = "",
     container: Annotated[str, typer.Option(help="Image to run in, with the pyxis plugin.")] = "",
     cpus_per_node: Annotated[int, typer.Option(min=0, help="CPUs of a shared node (0: whole nodes).")] = 0,
     grace: Grace = 300,
     requeue: Annotated[bool, typer.Option(help="Queue again when the time is up.")] = True,
+    module: Annotated[list[str] | None, typer.Option(help="Environment module to load; may be repeated.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Variable for every rank; may be repeated.")
+    ] = None,
+    sbatch_line: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="One more #SBATCH line, e.g. --constraint=ib; may be repeated."),
+    ] = None,
     run_dir: RunDir = "",
     out: Out = None,
 ) -> None:
@@ -48,11 +57,15 @@ def slurm(
     Examples:
       lmworks launch slurm configs/tiny.toml parallel.dp=16 --nodes 2 --gpus-per-node 8 --time 4:00:00 -o tiny.sbatch
       lmworks launch slurm configs/tiny.toml parallel.dp=2 cluster.device=cpu --nodes 2 --cpus-per-node 4
+      lmworks launch slurm configs/tiny.toml --qos high --module cuda/12.8 --env NCCL_DEBUG=INFO --sbatch-line=--mem=0
     """
     from ..launch import Allocation, slurm_script
 
     job = make_job(spec, overrides, nodes, gpus_per_node, run_dir)
-    ask = Allocation(time, partition, account, container, cpus_per_node, grace, requeue)
+    ask = Allocation(
+        time, partition, account, container, cpus_per_node, grace, requeue,
+        qos, tuple(sbatch_line or ()), tuple(env or ()), tuple(module or ()),
+    )  # fmt: skip
     deliver(slurm_script(job, ask), out, "sbatch {}")
 
 

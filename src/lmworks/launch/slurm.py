@@ -10,6 +10,7 @@ from ..spec import SpecError
 from ..spec.errors import PREEMPTED
 from .job import Job, handing_on, one_word, waiting_for
 
+FIXED = ("nodes", "N", "ntasks", "n", "ntasks-per-node", "gpus-per-node", "signal")  # what the script rests on
 TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}")  # minutes, or [days-]hours:minutes:seconds
 
 
@@ -24,6 +25,10 @@ class Allocation:
     cpus_per_node: int = 0  # 0: whole nodes
     grace: int = 300  # seconds before the limit at which the run is asked to save and stop
     requeue: bool = True
+    qos: str = ""
+    lines: tuple[str, ...] = ()  # further #SBATCH options, e.g. --constraint=ib
+    variables: tuple[str, ...] = ()  # NAME=VALUE, exported to every rank
+    modules: tuple[str, ...] = ()  # environment modules, loaded before anything else
 
 
 def slurm_script(job: Job, ask: Allocation) -> str:
@@ -42,6 +47,7 @@ def header(job: Job, ask: Allocation) -> list[str]:
         "time": ask.time,
         "partition": ask.partition and one_word("--partition", ask.partition),
         "account": ask.account and one_word("--account", ask.account),
+        "qos": ask.qos and one_word("--qos", ask.qos),
         "output": "%x-%j.log",
         "open-mode": "append",
         "signal": f"B:USR1@{ask.grace}",
@@ -52,13 +58,42 @@ def header(job: Job, ask: Allocation) -> list[str]:
         f"# Run '{job.label}' on {job.nodes} × {job.per_node} ranks. Submit it with: sbatch THIS-FILE",
         *(f"#SBATCH --{name}={value}" for name, value in options.items() if value),
         *(f"#SBATCH --{name}" for name in switches),
+        *(f"#SBATCH {sbatch_option(line)}" for line in ask.lines),  # last: of two alike the second counts
         "",
         "set -euo pipefail",
     ]
 
 
+def sbatch_option(line: str) -> str:
+    """One more option of sbatch, with or without the directive in front of it."""
+    option = line.strip().removeprefix("#SBATCH").strip()
+    name = re.match(r"--?([A-Za-z][A-Za-z-]*)", option)
+    if not name or not option.isprintable():
+        raise SpecError(f"--sbatch-line {line!r} is not an option of sbatch on one line, e.g. --constraint=ib")
+    if name[1] in FIXED:
+        raise SpecError(f"--sbatch-line {line!r}: the script rests on its own --{name[1]}; see lmworks launch slurm -h")
+    return option
+
+
+def exported(variable: str) -> list[str]:
+    """The value as it was given: nothing in it is expanded."""
+    name, equals, value = variable.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
+        raise SpecError(f"--env {variable!r} is not NAME=VALUE, e.g. NCCL_DEBUG=INFO")
+    literal = ["# shellcheck disable=SC2016"] if set(value) & set("$`") else []
+    return [*literal, f"export {name}={shlex.quote(value)}"]
+
+
 def environment(ask: Allocation) -> list[str]:
+    modules = [
+        "# What sets modules up may read variables that are not set.",
+        "set +u",
+        *(f"module load {shlex.quote(one_word('--module', module))}" for module in ask.modules),
+        "set -u",
+        "",
+    ]
     return [
+        *(modules if ask.modules else []),
         "# One thread a rank for what runs on the CPU: ranks share the cores of a node.",
         'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
         "# A rank whose neighbour died raises instead of waiting for ever.",
@@ -70,6 +105,7 @@ def environment(ask: Allocation) -> list[str]:
         "# export GLOO_SOCKET_IFNAME=ib0    # the same for gloo: CPU ranks and checkpoints",
         "# export NCCL_IB_HCA=mlx5          # which InfiniBand or RoCE adapters to use",
         "# export NCCL_DEBUG=INFO           # what NCCL chose, and why",
+        *(line for variable in ask.variables for line in exported(variable)),
     ]
 
 
