@@ -82,7 +82,7 @@ def test_log_probabilities_that_were_asked_for_are_told(lmworks: Run, run_dir: P
     )
     with LLM(run_dir) as llm:
         (result,) = llm.generate("xy", SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0))
-    shown = json.loads(out)
+    (shown,) = json.loads(out)
     assert code == 0 and result.logprobs is not None and result.prompt_logprobs is not None
     assert [one["token"] for one in shown["logprobs"]] == shown["tokens"]
     assert [one["logprob"] for one in shown["logprobs"]] == [one.logprob for one in result.logprobs]
@@ -131,12 +131,29 @@ def test_lines_end_with_line_feeds_and_nothing_else(lmworks: Run, run_dir: Path,
         assert (code, err) == (0, "") and [one["prompt"] for one in json.loads(out)] == expected
 
 
+@pytest.mark.parametrize("prompts", [["x"], ["x", "y"]])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("options", [(), ("--greedy",)])
+def test_json_has_one_shape(lmworks: Run, run_dir: Path, prompts: list[str], n: int, options: tuple[str, ...]) -> None:
+    """A list of as many entries as prompts, each with the same keys, whatever was asked for."""
+    texts = [part for prompt in prompts for part in ("--prompt", prompt)]
+    code, out, _ = lmworks("generate", run_dir, *texts, "--n", str(n), "--max-tokens", "3", "--json", *options)
+    shown = json.loads(out)
+    assert code == 0 and [one["prompt"] for one in shown] == prompts
+    of_answer = {"text", "tokens", "finish_reason", "logprobs", "error"}
+    for one in shown:
+        assert one.keys() == {"prompt", "prompt_tokens", "prompt_logprobs", "answers", *of_answer}
+        assert [answer.keys() for answer in one["answers"]] == [of_answer] * n
+        assert {key: one[key] for key in of_answer} == one["answers"][0]
+        assert one["error"] is one["logprobs"] is one["prompt_logprobs"] is None
+
+
 def test_several_answers_differ_and_repeat_with_the_seed(lmworks: Run, run_dir: Path) -> None:
     arguments = ("generate", run_dir, "--prompt", "x", "--n", "3", "--temperature", "1.5", "--max-tokens", "12")
-    shown = json.loads(lmworks(*arguments, "--json")[1])
+    (shown,) = json.loads(lmworks(*arguments, "--json")[1])
     texts = [answer["text"] for answer in shown["answers"]]
     assert len(set(texts)) == 3 and shown["text"] == texts[0]
-    assert json.loads(lmworks(*arguments, "--json")[1]) == shown
+    assert json.loads(lmworks(*arguments, "--json")[1]) == [shown]
     assert lmworks(*arguments)[1].count("── 1 ──") == 1
 
 
@@ -168,7 +185,7 @@ def test_adapters_of_one_batch(lmworks: Run, run_dir: Path, tmp_path: Path) -> N
 
 
 def test_an_empty_prompt_begins_a_document(lmworks: Run, run_dir: Path) -> None:
-    shown = json.loads(lmworks("generate", run_dir, "--prompt", "", "--greedy", "--max-tokens", "5", "--json")[1])
+    (shown,) = json.loads(lmworks("generate", run_dir, "--prompt", "", "--greedy", "--max-tokens", "5", "--json")[1])
     with LLM(run_dir) as llm:
         assert shown["text"] == llm.generate([[256]], SamplingParams(temperature=0, max_tokens=5))[0].text
     assert shown["prompt"] == "" and shown["prompt_tokens"] == 1
@@ -215,7 +232,8 @@ def test_one_bad_answer_of_several_fails_alone(
     assert out.splitlines() == [line for place in range(prompts) for line in (f"── {place + 1} ──", *lines)]
     code, out, err = lmworks(*arguments, "--json")
     shown = json.loads(out)
-    first = shown if prompts == 1 else shown[0]
+    first = shown[0]
+    assert len(shown) == prompts
     assert (code, err) == (1, "") and [one.get("error") for one in first["answers"]] == [one.error for one in answers]
     assert first.get("error") == answers[0].error  # the first one stands on top
 
@@ -252,9 +270,16 @@ def test_answers_are_not_lost_when_the_engine_fails(
     prompts = ("--prompts", tmp_path / "p.jsonl", "--greedy", "--max-tokens", "3")
     arguments = ("generate", "tiny", "engine.max_seqs=1", *prompts)
     first, *others = json.loads(lmworks(*arguments, "--json")[1])
+    nothing = {
+        "text": "",
+        "tokens": [],
+        "logprobs": None,
+        "prompt_tokens": None,
+        "prompt_logprobs": None,
+        "answers": [],
+    }
     failed = [
-        {"prompt": one["prompt"], "text": "", "tokens": [], "finish_reason": "error", "error": "rank 1 is gone"}
-        for one in others
+        {"prompt": one["prompt"], **nothing, "finish_reason": "error", "error": "rank 1 is gone"} for one in others
     ]
     with monkeypatch.context() as patch:
         fail_after_the_first(patch, LMWorksError("rank 1 is gone"))

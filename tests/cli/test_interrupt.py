@@ -89,6 +89,7 @@ def test_answers_that_are_done_are_not_lost(
         found = json.loads(out)
         assert found[1:3] == everything[1:3]  # the short one, and the one that was refused
         unfinished = {"text": "", "tokens": [], "finish_reason": "cancelled", "error": "interrupted"}
+        unfinished |= {"logprobs": None, "prompt_tokens": None, "prompt_logprobs": None, "answers": []}
         assert [found[0], found[3]] == [{"prompt": [1, 2], **unfinished}, {"prompt": [5, 6], **unfinished}]
     else:
         answer = " ".join(map(str, everything[1]["tokens"]))

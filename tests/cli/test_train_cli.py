@@ -298,7 +298,7 @@ def test_greedy_text_is_what_the_model_itself_generates(lmworks: Run, finished: 
     arguments = ("generate", finished, "--prompt", "def x", "--max-tokens", "20", "--greedy")
     code, out, err = lmworks(*arguments, "--json")
     assert (code, err) == (0, "")
-    result = json.loads(out)
+    (result,) = json.loads(out)
     trained = load_trained(finished)
     ids = trained.tokenizer.encode("def x")
     expected = generate(trained.model, torch.tensor([ids]), 20, stop=trained.tokenizer.eot)[0, len(ids) :].tolist()

@@ -177,7 +177,7 @@ def test_one_process_uses_what_four_ranks_trained(trained: Path, capsys: pytest.
     code, out, _ = call(capsys, "eval", run, "--json")
     assert code == 0 and json.loads(out)["loss"] == pytest.approx(curve(run)[-1][5], rel=1e-6)
     code, out, _ = call(capsys, "generate", run, "--prompt", "def", "--max-tokens", "5", "--greedy", "--json")
-    assert code == 0 and len(json.loads(out)["tokens"]) == 5
+    assert code == 0 and len(json.loads(out)[0]["tokens"]) == 5
     code, out, _ = call(capsys, "report", run, "--json")
     assert code == 0 and Path(json.loads(out)["report"]).stat().st_size > 1000
     code, out, _ = call(capsys, "runs", run, "--json")

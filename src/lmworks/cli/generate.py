@@ -236,43 +236,47 @@ def answer_all(llm: LLM, wishes: Sequence[Wish], starts: Sequence[Prompt], for_p
 
 
 def programs_text(wishes: Sequence[Wish], results: Mapping[int, Result], end: BaseException | None = None) -> str:
-    """JSON, in order. Where some are missing, every prompt is in its place, with what ended it."""
+    """JSON: a list with an entry for each prompt, in order, and the same keys in all of them (docs/engine.md)."""
     from ..engine.quantize import finite
 
     shown = [
-        summary(prompt, results[place]) if place in results else {"prompt": prompt, **unfinished(end)}
+        entry(prompt, results[place]) if place in results else unfinished(prompt, end)
         for place, (prompt, _) in enumerate(wishes)
     ]
-    return as_json(finite(shown[0] if len(shown) == 1 else shown))  # a log-probability may be NaN
+    return as_json(finite(shown))  # a log-probability may be NaN
 
 
-def unfinished(end: BaseException | None) -> dict[str, Any]:
+def unfinished(prompt: Prompt, end: BaseException | None) -> dict[str, Any]:
+    """What stands in the place of a prompt that was not answered: what ended it."""
     reason, error = "cancelled", "interrupted"
     if isinstance(end, Exception):
         reason, error = "error", str(end) or type(end).__name__
-    return {"text": "", "tokens": [], "finish_reason": reason, "error": error}
+    first: dict[str, Any] = {"text": "", "tokens": [], "finish_reason": reason, "logprobs": None, "error": error}
+    return {"prompt": prompt, **first, "prompt_tokens": None, "prompt_logprobs": None, "answers": []}
 
 
-def summary(prompt: Prompt, result: Result) -> dict[str, Any]:
-    """One prompt and what it came to. With n > 1 all answers are listed; the first one stands on top as well."""
-    first = of_answer(result.answers[0])
-    told = {"prompt": prompt, **first, "prompt_tokens": len(result.prompt_token_ids)}
-    if result.prompt_logprobs is not None:
-        told["prompt_logprobs"] = [None if one is None else asdict(one) for one in result.prompt_logprobs]
-    if len(result.answers) > 1:
-        told["answers"] = [of_answer(one) for one in result.answers]
-    return told
+def entry(prompt: Prompt, result: Result) -> dict[str, Any]:
+    """One prompt and its answers; the first of them stands on top as well."""
+    answers, known = [of_answer(one) for one in result.answers], result.prompt_logprobs
+    return {
+        "prompt": prompt,
+        **answers[0],
+        "prompt_tokens": len(result.prompt_token_ids),
+        "prompt_logprobs": None if known is None else [None if one is None else asdict(one) for one in known],
+        "answers": answers,
+    }
 
 
 def of_answer(answer: Answer) -> dict[str, Any]:
     """Its tokens without the one that ended it, as its text is."""
     tokens = answer.token_ids[:-1] if isinstance(answer.stop_reason, int) else answer.token_ids
-    told = {"text": answer.text, "tokens": tokens, "finish_reason": answer.finish_reason}
-    if answer.logprobs is not None:
-        told["logprobs"] = [asdict(one) for one in answer.logprobs[: len(tokens)]]
-    if answer.error:
-        told["error"] = answer.error
-    return told
+    return {
+        "text": answer.text,
+        "tokens": tokens,
+        "finish_reason": answer.finish_reason,
+        "logprobs": None if answer.logprobs is None else [asdict(one) for one in answer.logprobs[: len(tokens)]],
+        "error": answer.error or None,
+    }
 
 
 def peoples_text(wishes: Sequence[Wish], results: Mapping[int, Result], _end: BaseException | None = None) -> str:
@@ -282,9 +286,9 @@ def peoples_text(wishes: Sequence[Wish], results: Mapping[int, Result], _end: Ba
         prompt, answers = wishes[place][0], [of_answer(one) for one in result.answers]
         start = prompt if isinstance(prompt, str) else ""
         told = [
-            f"error: {one['error']}" if "error" in one else start + one["text"] or " ".join(map(str, one["tokens"]))
+            f"error: {one['error']}" if one["error"] else start + one["text"] or " ".join(map(str, one["tokens"]))
             for one in answers
         ]
-        refused = all("error" in one for one in answers)  # as a whole: once is enough
+        refused = all(one["error"] for one in answers)  # as a whole: once is enough
         lines += [f"── {place + 1} ──", *(dict.fromkeys(told) if refused else told)]
     return "\n".join(lines)
