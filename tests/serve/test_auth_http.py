@@ -19,6 +19,7 @@ from lmworks.serve.keys import Settings, digest
 from lmworks.serve.logs import JSONLines
 
 ALICE, BOB, CAROL, DAVE = "alice-alice", "bob-bob-bob", "carol-carol", "dave-dave-dave"
+FRANK = "frank-frank"  # of whom nothing is refused before: that would be charged, too
 CONFIG = f"""
 [limits]
 n = 4
@@ -39,6 +40,10 @@ name = "dave"
 secret = "{DAVE}"
 tokens_per_minute = 1000
 max_tokens = 10
+[[keys]]
+name = "frank"
+secret = "{FRANK}"
+tokens_per_minute = 1000
 """
 BODY = {"model": MODEL, "prompt": "Hello", "max_tokens": 2}
 
@@ -117,7 +122,7 @@ def test_requests_a_minute_hold_among_many_clients_at_once(locked: Api) -> None:
 
 def test_tokens_a_minute_are_those_that_were_used(locked: Api) -> None:
     body = BODY | {"prompt": [7] * 100, "max_tokens": 10, "ignore_eos": True}
-    statuses = [locked.post("/v1/completions", body, headers=header(DAVE)).status_code for _ in range(12)]
+    statuses = [locked.post("/v1/completions", body, headers=header(FRANK)).status_code for _ in range(12)]
     assert statuses == [200] * 9 + [429] * 3, "110 tokens each, 1,000 a minute"
 
 

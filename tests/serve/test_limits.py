@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,11 @@ from lmworks.serve.limits import (
     KeyLimits,
     Limits,
     Refusal,
+    Visit,
     check_model,
     check_params,
     longest_answer,
+    size_of,
 )
 
 CARD = ModelCard("tiny", 0, context=512, vocab=257, max_seqs=4)
@@ -32,13 +36,31 @@ class House:
         self.limits = limits or Limits(queue=10_000)
         self.key = KeyLimits(name="alice", **key)
 
-    def enter(self, prompt: int = 1, max_tokens: int = 1, key: KeyLimits | None = None, answers: int = 1) -> Entry:
+    @contextmanager
+    def inside(self, key: KeyLimits | None = None) -> Iterator[Visit]:
+        visit = Visit(self.gate, key or self.key)
+        try:
+            visit.begin()
+            yield visit
+        finally:
+            visit.leave()
+
+    @contextmanager
+    def entered(
+        self, prompt: int = 1, max_tokens: int = 1, key: KeyLimits | None = None, answers: int = 1
+    ) -> Iterator[Entry]:
         params = SamplingParams(max_tokens=max_tokens, n=answers)
-        return self.gate.enter(self.limits, key or self.key, CARD, params, [prompt])
+        size = size_of(params, [prompt], 0, True)
+        with self.inside(key) as visit, self.gate.enter(visit, self.limits, CARD, params, size) as entry:
+            yield entry
+
+    def enter(self, **request: Any) -> None:
+        with self.entered(**request):
+            pass
 
     def comes_and_goes(self, **request: int) -> bool:
         try:
-            with self.enter(**request) as entry:
+            with self.entered(**request) as entry:
                 entry.use(request.get("prompt", 1) + request.get("max_tokens", 1))
         except Refusal:
             return False
@@ -129,7 +151,7 @@ def test_who_waits_as_long_as_told_comes_in() -> None:
 
 def test_tokens_are_charged_at_most_and_given_back() -> None:
     house = House(tokens_per_minute=100)
-    with house.enter(prompt=20, max_tokens=60) as entry:
+    with house.entered(prompt=20, max_tokens=60) as entry:
         with pytest.raises(Refusal, match="tokens a minute"):
             house.enter(prompt=20, max_tokens=1)
         entry.use(20)
@@ -142,9 +164,9 @@ def test_tokens_are_charged_at_most_and_given_back() -> None:
 
 def test_what_is_given_back_late_is_not_given_twice() -> None:
     house = House(tokens_per_minute=100)
-    with house.enter(prompt=20, max_tokens=80):
+    with house.entered(prompt=20, max_tokens=80):
         house.now += 61
-        with house.enter(prompt=50, max_tokens=50):
+        with house.entered(prompt=50, max_tokens=50):
             pass
     assert house.gate.ledgers["alice"].tokens.total == 0
     assert house.comes_and_goes(prompt=50, max_tokens=50)
@@ -162,11 +184,11 @@ def test_requests_at_once() -> None:
     house = House(concurrent=3)
     with ExitStack() as inside:
         for _ in range(3):
-            inside.enter_context(house.enter())
+            inside.enter_context(house.entered())
         with pytest.raises(Refusal, match="3 requests under way") as refusal:
             house.enter()
         assert (refusal.value.status, refusal.value.code) == (429, "concurrent_requests")
-        assert house.enter(key=KeyLimits(name="bob", concurrent=3))
+        house.enter(key=KeyLimits(name="bob", concurrent=3))
     assert house.comes_and_goes()
 
 
@@ -175,17 +197,20 @@ def test_a_full_house_takes_no_more() -> None:
     house = House(Limits(queue=6))
     with ExitStack() as inside:
         for number in range(5):
-            inside.enter_context(house.enter(answers=2, key=KeyLimits(name=str(number))))
+            inside.enter_context(house.entered(answers=2, key=KeyLimits(name=str(number))))
         with pytest.raises(Refusal, match="10 answers are under way") as refusal:
             house.enter()
         assert (refusal.value.status, refusal.value.retry_after) == (429, 1)
     assert house.gate.open["tiny"] == 0
-    assert house.comes_and_goes(answers=100)  # alone, it waits for nobody but itself
+    assert house.comes_and_goes(answers=10)
+    with pytest.raises(Refusal, match="at most 10 answers") as refusal:
+        house.enter(answers=11)  # alone as well: the engine and its queue hold no more
+    assert refusal.value.status == 400
 
 
 def test_a_request_that_fails_leaves_as_others_do() -> None:
     house = House(concurrent=1, tokens_per_minute=10)
-    with pytest.raises(ZeroDivisionError), house.enter(prompt=5, max_tokens=5):
+    with pytest.raises(ZeroDivisionError), house.entered(prompt=5, max_tokens=5):
         raise ZeroDivisionError
     assert house.comes_and_goes(prompt=5, max_tokens=5)
 
@@ -196,4 +221,86 @@ def test_a_limit_that_changes_counts_what_was() -> None:
         assert house.comes_and_goes()
     with pytest.raises(Refusal):
         house.enter(key=KeyLimits(name="alice", requests_per_minute=10))
-    assert house.enter(key=KeyLimits(name="alice", requests_per_minute=11))
+    house.enter(key=KeyLimits(name="alice", requests_per_minute=11))
+
+
+# --- what is charged and what is too much together --------------------------------------------------------
+
+
+def test_a_refused_request_is_charged() -> None:
+    """As a request; and its body, by its length, where nothing else was charged for it."""
+    house = House(requests_per_minute=2, tokens_per_minute=1000)
+    for _ in range(2):
+        with house.inside() as visit:
+            visit.bytes = 600  # and then it is found to be wrong
+    assert house.gate.ledgers["alice"].tokens.total == 2 * 200
+    with pytest.raises(Refusal, match="2 requests a minute"):
+        house.enter()
+
+
+def test_text_that_was_encoded_is_charged_once_and_whatever_comes_of_it() -> None:
+    house = House(tokens_per_minute=100)
+    with house.inside() as visit:
+        visit.bytes = 300
+        visit.work(40)  # as /tokenize does
+    ledger = house.gate.ledgers["alice"]
+    assert ledger.tokens.total == 40
+    params = SamplingParams(max_tokens=20)
+    with house.inside() as visit:
+        visit.work(40)
+        with house.gate.enter(visit, house.limits, CARD, params, size_of(params, [40], 0, True)) as entry:
+            assert ledger.tokens.total == 100
+            entry.use(45)
+    assert ledger.tokens.total == 85
+    with house.inside() as visit:
+        visit.work(40)
+        with pytest.raises(Refusal, match="try again in 60 s"):  # when it has room again, encoding included
+            house.gate.enter(visit, house.limits, CARD, params, size_of(params, [40], 0, True))
+    with pytest.raises(Refusal, match="tokens a minute"):
+        house.enter()  # now before anything is read
+    house.now += 60
+    assert house.comes_and_goes(prompt=40, max_tokens=20)
+
+
+def test_a_key_has_so_many_answers_at_once() -> None:
+    house = House(concurrent=4)
+    with pytest.raises(Refusal, match="at most 4 answers") as refusal:
+        house.enter(answers=5)
+    assert refusal.value.status == 400
+    with house.entered(answers=3):
+        with pytest.raises(Refusal, match="3 answers under way and may have 4") as refusal:
+            house.enter(answers=2)
+        assert refusal.value.status == 429
+        house.enter(answers=1)
+    assert house.gate.ledgers["alice"].open == 0
+
+
+def test_what_is_allowed_one_by_one_may_be_too_much_together() -> None:
+    params = SamplingParams(max_tokens=10, n=2, logprobs=4, prompt_logprobs=4)
+    size = size_of(params, [100, 200], echoed=1000, kept=True)
+    assert size.reported == 2 * (300 + 2 * 10) * 5
+    assert size.bytes == 2 * (1000 + 2 * 10 * 8 + 320 * 5 * 96) and size.extra == size.bytes - 2 * 2 * 10 * 8
+    assert size_of(params, [100, 200], 1000, kept=False).bytes == 0, "a stream is not kept"
+    for limits, what in (
+        (Limits(reported_logprobs=size.reported - 1), "would report 3200 log-probabilities"),
+        (Limits(answer_bytes=size.bytes - 1), f"may come to {size.bytes} bytes"),
+    ):
+        house = House(limits)
+        with house.inside() as visit, pytest.raises(Refusal, match=what) as refusal:
+            house.gate.enter(visit, limits, CARD, params, size)
+        assert (refusal.value.status, refusal.value.code) == (400, "limit_exceeded")
+
+
+def test_answers_are_kept_until_they_are_sent() -> None:
+    limits = Limits(kept_bytes=150_000)
+    house, params = House(limits), SamplingParams(max_tokens=40, logprobs=20)
+    size = size_of(params, [1], 0, True)
+    assert size.extra == 40 * 21 * 96
+    with house.inside() as visit:
+        with house.gate.enter(visit, limits, CARD, params, size):
+            pass
+        with house.inside() as other, pytest.raises(Refusal, match="80640 bytes") as refusal:
+            house.gate.enter(other, limits, CARD, params, size)  # the first has its answer, and does not read it
+        assert refusal.value.status == 429
+    with house.inside() as other:
+        house.gate.enter(other, limits, CARD, params, size)

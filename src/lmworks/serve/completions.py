@@ -50,7 +50,8 @@ async def prepared(
         max_tokens=1 if bare else room(caller, local, prompts, body.max_tokens, USUAL_TOKENS),
     )
     # What the prompt's tokens are worth is known at the end: then all is written at once.
-    job = Job(serving, caller, local, params, prompts, bool(body.stream) and not judged)
+    echoed = sum(len(text.encode()) for text in texts)
+    job = Job(serving, caller, local, params, prompts, bool(body.stream) and not judged, echoed)
     return Answering(job, body, texts, bare)
 
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import refusal_of, response_of
 from .limits import Refusal
 from .logs import Facts, facts_of, log, request_id
-from .serving import Serving
+from .serving import VISIT, Serving
 from .tracing import Tracing
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
@@ -58,6 +58,8 @@ class Door:
         try:
             await self.inside(scope, receive, out, seen)
         finally:
+            if VISIT in scope:
+                scope[VISIT].leave()
             self.close(scope, headers, facts, seen)
 
     async def inside(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:

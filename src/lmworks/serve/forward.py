@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from .backend import Usage
 from .jobs import note, wishes
-from .limits import Entry, Refusal
+from .limits import BYTES_A_TOKEN, Entry, Refusal, size_of
 from .openai_types import ChatRequest, CompletionRequest
 from .serving import Caller, Serving
 from .sse import DONE, begun, line, while_connected
@@ -25,7 +25,6 @@ from .upstream import CONNECT_S, Upstream
 
 LINE_END = re.compile(rb"[\r\n]")
 LONGEST_LINE = 16 * 2**20  # bytes of one event
-BYTES_A_TOKEN = 3  # of text, where nobody here can count: what is charged until the answer says
 
 
 async def forward(
@@ -76,7 +75,12 @@ class Passing:
             self.wire["max_tokens"] = asked  # whichever of the two it goes by, it is the one that was checked
         logprobs = body.logprobs if isinstance(body, CompletionRequest) else body.top_logprobs
         params = wishes(body, self.caller, max_tokens=max(1, most or 1), logprobs=logprobs)
-        return self.serving.gate.enter(self.caller.limits, self.caller.key, card, params, lengths)
+        judged = isinstance(body, CompletionRequest) and body.echo
+        if judged and params.logprobs is not None:
+            params = replace(params, prompt_logprobs=params.logprobs)
+        echoed = BYTES_A_TOKEN * sum(lengths) if judged else 0
+        size = size_of(params, lengths, echoed, kept=not body.stream)
+        return self.serving.gate.enter(self.caller.visit, self.caller.limits, card, params, size)
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[httpx.Response, None]:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from ..engine.params import SEEDS, SamplingParams
 from ..engine.request import Logprob
 from .backend import Ask, Event, Usage
-from .limits import Refusal, check_params, longest_answer
+from .limits import Refusal, check_params, longest_answer, size_of
 from .openai_answers import UsageObject
 from .openai_types import Sampling
 from .serving import Caller, Local, Serving
@@ -47,11 +47,13 @@ async def read_body(request: Request, caller: Caller, kind: type[Body]) -> tuple
         raise Refusal(415, "unsupported_media_type", "the body must be JSON: send content-type: application/json")
     if (declared := request.headers.get("content-length", "0")).isdecimal() and int(declared) > limit:
         raise too_large(limit)
+    caller.visit.begin()
     raw = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 raw += part
+                caller.visit.bytes = len(raw)
                 if len(raw) > limit:
                     raise too_large(limit)
     except TimeoutError:
@@ -110,17 +112,19 @@ class Job:
     params: SamplingParams
     prompts: list[list[int]]
     stream: bool
+    echoed: int = 0  # bytes of prompts that are repeated in their answers
 
     async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Events, each with the number of its prompt. Closing it takes back what is under way."""
-        limits, key, card = self.caller.limits, self.caller.key, self.local.backend.card
+        limits, card = self.caller.limits, self.local.backend.card
         if len(self.prompts) > limits.prompts:
             message = f"{len(self.prompts)} prompts in one request: at most {limits.prompts} are allowed"
             raise Refusal(400, "limit_exceeded", message, "prompt")
         facts = self.caller.facts
         facts["asked"] = time.time()
         lengths = [len(prompt) for prompt in self.prompts]
-        with self.serving.gate.enter(limits, key, card, self.params, lengths) as entry:
+        size = size_of(self.params, lengths, self.echoed, kept=not self.stream)
+        with self.serving.gate.enter(self.caller.visit, limits, card, self.params, size) as entry:
             asks = [self.ask(prompt) for prompt in self.prompts]
             made: dict[int, int] = {}  # tokens of answers so far, by prompt
             async with aclosing(merged(self.local, asks)) as found:

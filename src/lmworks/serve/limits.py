@@ -1,11 +1,16 @@
 """How much one request, one key and all together may ask for. Whatever is too much is refused before it costs anything.
 
-What a key may use in a minute is counted exactly: never more in any 60 seconds. Tokens are charged when a request
-comes in, as many as it could use at most, and what it did not use is given back when it leaves:
+What a key may use in a minute is counted exactly: never more in any 60 seconds. A request is charged when it begins,
+the tokens of its text when they have been made, and when it is let in as many as it could use at most; what it did not
+use is given back when it leaves:
 
-    with gate.enter(limits, key, card, params, [len(prompt)]) as entry:
+    visit = Visit(gate, key)
+    visit.begin()
+    visit.work(len(prompt))
+    with gate.enter(visit, limits, card, params, size) as entry:
         async for event in events:
             entry.use(…)
+    visit.leave()
 """
 
 from __future__ import annotations
@@ -26,6 +31,9 @@ from .backend import ModelCard
 
 MINUTE_S = 60.0
 BREATHER_S = 1.0  # what those are told to wait who find the house full
+BYTES_A_TOKEN = 3  # of text, where nobody has counted: what is charged
+TEXT_BYTES = 8  # of an answer's token, as JSON
+LOGPROB_BYTES = 96  # of one log-probability and its token, as JSON
 
 
 class Refusal(LMWorksError):
@@ -59,6 +67,9 @@ class Limits(Section):
     stop: int = opt(16, "stop strings and stop tokens of one request", ge=0)
     stop_chars: int = opt(256, "characters in one stop string", ge=1)
     logit_bias: int = opt(1024, "tokens whose logits one request may shift", ge=0)
+    reported_logprobs: int = opt(2**18, "log-probabilities in one answer: n × places × (logprobs + 1)", ge=0)
+    answer_bytes: int = opt(32 * 2**20, "largest answer that is not streamed, as far as can be told before", ge=1024)
+    kept_bytes: int = opt(2**29, "echoes and log-probabilities of all such answers together; beyond that 429", ge=1024)
     stuck_seconds: float = opt(30.0, "an engine that has work and takes no step for so long is not healthy", gt=0)
     kill_seconds: float = opt(120.0, "…and after so long is killed and started again (0: never)", ge=0)
 
@@ -73,7 +84,7 @@ class KeyLimits(Section):
     tenant: str = opt("", "keys of one tenant share cached prefixes (empty: the key's name)")
     requests_per_minute: int = opt(0, "requests in any 60 seconds", ge=0)
     tokens_per_minute: int = opt(0, "tokens in any 60 seconds, prompts and answers together", ge=0)
-    concurrent: int = opt(0, "requests at once", ge=0)
+    concurrent: int = opt(0, "answers at once: a request counts as prompts × n", ge=0)
     max_tokens: int = opt(0, "longest answer", ge=0)
     n: int = opt(0, "answers to one prompt", ge=0)
     priority: int = opt(0, "the smallest is served first", ge=-MAX_PRIORITY, le=MAX_PRIORITY)
@@ -109,6 +120,57 @@ def most(value: float, limit: float, param: str, what: str = "") -> None:
     if value > limit:
         said = f"{param} has {value:g} {what}" if what else f"{param} = {value:g}"
         raise Refusal(400, "limit_exceeded", f"{said}: at most {limit:g} are allowed", param)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a request comes to, as far as can be told before it is let in."""
+
+    prompts: list[int]  # tokens of each
+    answers: int  # that are computed: of all prompts together
+    reported: int = 0  # log-probabilities in what is shown
+    bytes: int = 0  # of an answer that is kept until it is complete
+    extra: int = 0  # of those, beyond the text of the answers: texts are mostly shorter than they may be
+
+    def tokens(self, params: SamplingParams) -> int:
+        return sum(self.prompts) + params.max_tokens * self.answers
+
+
+def size_of(params: SamplingParams, prompts: list[int], echoed: int, kept: bool) -> Size:
+    """`echoed`: bytes of prompts that are repeated in each of their answers. `kept`: it is not sent bit by bit."""
+    places = 0 if params.logprobs is None else params.max_tokens * len(prompts) * (params.logprobs + 1)
+    if params.prompt_logprobs is not None:
+        places += sum(prompts) * (params.prompt_logprobs + 1)
+    extra = params.n * (echoed + LOGPROB_BYTES * places) if kept else 0
+    text = params.n * TEXT_BYTES * params.max_tokens * len(prompts) if kept else 0
+    return Size(prompts, params.answers * len(prompts), params.n * places, text + extra, extra)
+
+
+def most_answers(limits: Limits, card: ModelCard) -> int:
+    """Those that are computed at once, and those that may wait."""
+    return max(1, card.max_seqs + limits.queue)
+
+
+def check_size(limits: Limits, key: KeyLimits, card: ModelCard, params: SamplingParams, size: Size) -> None:
+    """More than can ever be let in: what limits allow one by one may be too much together."""
+    asked = f"{len(size.prompts)} prompts with {params.answers} answers each"
+    together = min(most_answers(limits, card), key.concurrent or math.inf)
+    if size.answers > together:
+        raise Refusal(400, "limit_exceeded", f"{asked}: at most {together:g} answers at once", "n")
+    if size.reported > limits.reported_logprobs:
+        said = f"{asked} would report {size.reported} log-probabilities"
+        raise Refusal(400, "limit_exceeded", f"{said}: at most {limits.reported_logprobs} are allowed", "logprobs")
+    if size.bytes > limits.answer_bytes:
+        said = f"{asked} may come to {size.bytes} bytes: at most {limits.answer_bytes} are allowed"
+        raise Refusal(400, "limit_exceeded", f"{said}; lower max_tokens, or stream", "max_tokens")
+    if key.tokens_per_minute and size.tokens(params) > key.tokens_per_minute:
+        said = f"prompt and max_tokens come to {size.tokens(params)} tokens"
+        raise Refusal(
+            400,
+            "limit_exceeded",
+            f"{said}, and this key has {key.tokens_per_minute} a minute: ask for fewer",
+            "max_tokens",
+        )
 
 
 # --- many requests ----------------------------------------------------------------------------------------
@@ -157,7 +219,7 @@ class Ledger:
 
     requests: Window = field(default_factory=Window)
     tokens: Window = field(default_factory=Window)
-    open: int = 0
+    open: int = 0  # answers under way; a request that is still being read counts as one
 
 
 class Gate:
@@ -167,44 +229,98 @@ class Gate:
         self.clock = clock
         self.ledgers: defaultdict[str, Ledger] = defaultdict(Ledger)  # by the key's name
         self.open: defaultdict[str, int] = defaultdict(int)  # answers under way, by model
+        self.kept = 0  # bytes of echoes and log-probabilities that answers under way may come to
 
-    def enter(
-        self, limits: Limits, key: KeyLimits, card: ModelCard, params: SamplingParams, prompts: list[int]
-    ) -> Entry:
-        """For a request with prompts of so many tokens each; raises Refusal. Leave the entry when it has ended."""
-        ledger, now = self.ledgers[key.name], self.clock()
-        answers = params.answers * len(prompts)
-        tokens = sum(prompts) + params.max_tokens * answers
-        if key.concurrent and ledger.open >= key.concurrent:
-            raise too_many("concurrent_requests", f"this key has {key.concurrent} requests under way already", 1.0)
-        if key.tokens_per_minute and tokens > key.tokens_per_minute:
-            said = f"prompt and max_tokens come to {tokens} tokens, and this key has {key.tokens_per_minute} a minute"
-            raise Refusal(400, "limit_exceeded", f"{said}: ask for fewer", "max_tokens")
-        if key.requests_per_minute and (wait := ledger.requests.wait(now, 1, key.requests_per_minute)):
-            raise too_many("requests_per_minute", f"this key has {key.requests_per_minute} requests a minute", wait)
-        if key.tokens_per_minute and (wait := ledger.tokens.wait(now, tokens, key.tokens_per_minute)):
+    def enter(self, visit: Visit, limits: Limits, card: ModelCard, params: SamplingParams, size: Size) -> Entry:
+        """For a request whose size is known; raises Refusal. Leave the entry when it has ended."""
+        key, ledger, now = visit.key, visit.ledger, self.clock()
+        check_size(limits, key, card, params, size)
+        tokens = size.tokens(params)
+        others = ledger.open - visit.open
+        if key.concurrent and others + size.answers > key.concurrent:
+            message = f"this key has {others} answers under way and may have {key.concurrent}"
+            raise too_many("concurrent_requests", message, BREATHER_S)
+        if key.tokens_per_minute and ledger.tokens.wait(now, tokens - visit.worked, key.tokens_per_minute):
+            # A request that comes again is encoded again: what it cost by now is not given back.
+            wait = ledger.tokens.wait(now, tokens, key.tokens_per_minute)
             raise too_many("tokens_per_minute", f"this key has {key.tokens_per_minute} tokens a minute", wait)
-        if self.open[card.id] and self.open[card.id] + answers > card.max_seqs + limits.queue:
+        if self.open[card.id] + size.answers > most_answers(limits, card):
             raise too_many("queue_full", f"{self.open[card.id]} answers are under way, as many as may be", BREATHER_S)
-        return Entry(self, key, card.id, answers, tokens, now)
+        if self.kept and self.kept + size.extra > limits.kept_bytes:
+            message = f"{self.kept} bytes of echoes and log-probabilities are under way, as many as are kept at once"
+            raise too_many("answers_too_large", message, BREATHER_S)
+        return Entry(visit, card.id, size, tokens, now)
 
 
 def too_many(code: str, message: str, wait: float) -> Refusal:
     return Refusal(429, code, f"{message}: try again in {max(1, math.ceil(wait))} s", None, max(1, math.ceil(wait)))
 
 
+class Visit:
+    """A request, from its headers to the last byte of its answer. Whatever it costs is charged to its key."""
+
+    def __init__(self, gate: Gate, key: KeyLimits) -> None:
+        self.gate, self.key = gate, key
+        self.ledger = gate.ledgers[key.name]
+        self.open = 0  # answers that count as under way
+        self.bytes = 0  # of the body, not charged in another way so far
+        self.worked = 0  # tokens that were made of its text
+        self.kept = 0
+
+    def begin(self) -> None:
+        """Before anything of the body is read."""
+        key, ledger, now = self.key, self.ledger, self.gate.clock()
+        if key.concurrent and ledger.open >= key.concurrent:
+            raise too_many(
+                "concurrent_requests", f"this key has {key.concurrent} requests under way already", BREATHER_S
+            )
+        if key.requests_per_minute and (wait := ledger.requests.wait(now, 1, key.requests_per_minute)):
+            raise too_many("requests_per_minute", f"this key has {key.requests_per_minute} requests a minute", wait)
+        if key.tokens_per_minute and (wait := ledger.tokens.wait(now, 1, key.tokens_per_minute)):
+            raise too_many("tokens_per_minute", f"this key has {key.tokens_per_minute} tokens a minute", wait)
+        if key.requests_per_minute:
+            ledger.requests.add(now, 1)
+        self.count(1)
+
+    def count(self, answers: int) -> None:
+        self.ledger.open += answers - self.open
+        self.open = answers
+
+    def keep(self, size: int) -> None:
+        """Until the answer is sent."""
+        self.gate.kept += size - self.kept
+        self.kept = size
+
+    def work(self, tokens: int) -> None:
+        """Text became so many tokens: that is done, whatever becomes of the request."""
+        self.bytes = 0
+        self.charge(tokens)
+        self.worked += tokens
+
+    def charge(self, tokens: int) -> None:
+        if self.key.tokens_per_minute and tokens:
+            self.ledger.tokens.add(self.gate.clock(), tokens)
+
+    def leave(self) -> None:
+        """A body that was read and came to nothing is charged by its length."""
+        self.charge(self.bytes // BYTES_A_TOKEN)
+        self.bytes = 0
+        self.count(0)
+        self.keep(0)
+
+
 class Entry:
     """A request that was let in, until it leaves."""
 
-    def __init__(self, gate: Gate, key: KeyLimits, model: str, answers: int, tokens: int, now: float) -> None:
-        self.gate, self.model, self.answers, self.tokens = gate, model, answers, tokens
-        self.ledger = gate.ledgers[key.name]
+    def __init__(self, visit: Visit, model: str, size: Size, tokens: int, now: float) -> None:
+        self.visit, self.model, self.answers, self.tokens = visit, model, size.answers, tokens
         self.used = 0
-        self.ledger.open += 1
-        gate.open[model] += answers
-        if key.requests_per_minute:
-            self.ledger.requests.add(now, 1)
-        self.charge = self.ledger.tokens.add(now, tokens) if key.tokens_per_minute else None
+        visit.bytes = 0
+        visit.count(size.answers)
+        visit.keep(size.extra)
+        visit.gate.open[model] += size.answers
+        charged = bool(visit.key.tokens_per_minute)
+        self.charge = visit.ledger.tokens.add(now, max(0, tokens - visit.worked)) if charged else None
 
     def use(self, tokens: int) -> None:
         """Tokens that it really used, of prompts and answers."""
@@ -214,7 +330,7 @@ class Entry:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.ledger.open -= 1
-        self.gate.open[self.model] -= self.answers
+        self.visit.count(min(1, self.visit.open))
+        self.visit.gate.open[self.model] -= self.answers
         if self.charge is not None and self.used < self.tokens:
-            self.ledger.tokens.give_back(self.charge, self.tokens - self.used)
+            self.visit.ledger.tokens.give_back(self.charge, min(self.charge.amount, self.tokens - self.used))

@@ -13,12 +13,13 @@ from ..engine.chat import Chat
 from ..spec.errors import did_you_mean
 from .backend import Backend
 from .keys import Config, Settings, bearer
-from .limits import Gate, KeyLimits, Limits, Refusal, check_model
+from .limits import Gate, KeyLimits, Limits, Refusal, Visit, check_model
 from .logs import Facts, facts_of
 from .telemetry import Counts
 from .token_text import TokenTexts
 from .upstream import Upstream
 
+VISIT = "lmworks.visit"  # in a request's scope: left when its answer has been sent
 LONG_TEXT = 16_384  # characters whose encoding would keep others waiting: it is done in a thread
 
 Found = TypeVar("Found")
@@ -31,6 +32,7 @@ class Caller:
     key: KeyLimits
     config: Config
     facts: Facts  # what the log will say of this request
+    visit: Visit  # what it is charged
 
     @property
     def limits(self) -> Limits:
@@ -81,7 +83,8 @@ class Serving:
         facts["key"] = key.name
         if self.draining:
             raise Refusal(503, "shutting_down", "the server is shutting down", retry_after=1)
-        return Caller(key, config, facts)
+        visit = request.scope[VISIT] = Visit(self.gate, key)
+        return Caller(key, config, facts, visit)
 
     def find(self, caller: Caller, name: str | None) -> tuple[Model, str | None]:
         """The model of this name, and the adapter where the name is one's. No name: the only model there is."""
