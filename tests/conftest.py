@@ -38,6 +38,8 @@ def pytest_collection_finish() -> None:
         # Else a tenth of a second at every call.
         typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
         typer.testing.CliRunner().invoke(sys.modules["lmworks.cli.main"].app, ["models", "--json"])
+        table = importlib.import_module("lmworks.cli.table")  # whatever a test prints fits every terminal
+        vars(table).update(lay_out=importlib.import_module("fitting_tables").checked(table.lay_out))
     if {"lmworks.cli.main", "lmworks.observe.report"} & sys.modules.keys():
         # To draw the PNGs of a report takes longer than a small run: done where somebody looks at them.
         vars(importlib.import_module("lmworks.observe.report")).update(draw_plots=lambda folder, steps: [])

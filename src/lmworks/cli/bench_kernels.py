@@ -87,7 +87,8 @@ def show(facts: dict[str, Any]) -> None:
         for row in rows:
             if row["seconds"] and row["seconds"] > 0:
                 best[case_of(row)] = min(row["seconds"], best.get(case_of(row), row["seconds"]))
-        print_table(op, columns, [cells(row, best.get(case_of(row))) for row in rows])
+        shown = [cells(row, best.get(case_of(row))) for row in rows]
+        print_table(op, columns, shown, drop=("differs by", "memory", "floor", "of fastest"))
     if facts["winners"]:
         print_table(
             "Fastest of what training can choose from",

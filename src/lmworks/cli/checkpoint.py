@@ -53,7 +53,7 @@ def ls(source: Source, json: Json = False) -> None:
         [one.folder.name, one.step, one.time, binary_bytes(one.bytes), one.files, one.ranks or "-", one.status]
         for one in found
     ]
-    print_table("", columns, rows)
+    print_table("", columns, rows, drop=("files", "ranks"))
     for one in found:
         if one.reason:
             typer.echo(f"{one.folder.name}: {one.reason}", err=True)
@@ -208,7 +208,7 @@ def print_contents(held: Contents, tensors: bool) -> None:
             [one.name, one.dtype, " × ".join(map(str, one.shape)) or "-", one.pieces, binary_bytes(one.bytes)]
             for one in held.tensors
         ]
-        print_table("", ["tensor", "type", "shape", "pieces", "size"], rows)
+        print_table("", ["tensor", "type", "shape", "pieces", "size"], rows, drop=("pieces",))
 
 
 def print_verdict(verdict: Verdict) -> None:

@@ -195,4 +195,5 @@ def window(
         ]
         for row, one in zip(rows, texts, strict=True)
     ]
-    print_table("Sequences", head + (["text"] if text else []), cells)
+    columns = head + (["text"] if text else [])
+    print_table("Sequences", columns, cells, drop=("window", "top token", "its share", "repeated"))

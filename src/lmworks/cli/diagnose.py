@@ -56,7 +56,7 @@ def print_diagnosis(found: Diagnosis, stacks: bool) -> None:
         ]
         for one in found.ranks
     ]
-    print_table("Ranks", ["rank", "host", "process", "in", "waits in", "for s"], rows)
+    print_table("Ranks", ["rank", "host", "process", "in", "waits in", "for s"], rows, drop=("host",))
     if found.folder:
         typer.echo(f"reports, with stacks and the last collectives: {found.folder}")
     for one in found.ranks if stacks else ():

@@ -56,7 +56,8 @@ def print_catalogue(gpus: list[Gpu]) -> None:
     for gpu in gpus:
         figures = [getattr(gpu, field) for field in columns.values()]
         rows.append([gpu.name, *(f"{figure:g}" if figure else "-" for figure in figures)])
-    print_table("Accelerators: dense peaks in TFLOP/s, memory in GB = 1e9 bytes (-: unknown)", ["name", *columns], rows)
+    title = "Accelerators: dense peaks in TFLOP/s, memory in GB = 1e9 bytes (-: unknown)"
+    print_table(title, ["name", *columns], rows, drop=("fp32", "W", "fp16", "network GB/s", "link GB/s", "fp8"))
     typer.echo("lmworks hardware NAME names the sources; cluster.catalogue = FILE adds accelerators of your own")
 
 

@@ -29,4 +29,4 @@ def models(json: Json = False) -> None:
         [name, f"{s.params:,}", s.layers, s.hidden, s.heads, s.kv_heads, s.vocab, s.context]
         for name, s in specs.items()
     ]
-    print_table("Model presets", columns, rows)
+    print_table("Model presets", columns, rows, drop=("kv heads", "heads", "vocab", "context"))

@@ -59,25 +59,21 @@ def last_words() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table; columns whose cells are all numbers or start with a digit are right-aligned."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], drop: Sequence[str] = ()) -> None:
+    """A table that fits the terminal. `drop`: columns that may be left out of a narrow one, the first to go first.
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for index, column in enumerate(columns):
-        cells = [str(row[index]) for row in rows]
-        numeric = all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
-        # In a narrow terminal the first column, a name, folds; figures stay in one piece.
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=index > 0, overflow="fold")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    console = Console(markup=False, highlight=False)  # a name like [x] is text, not a style
-    if not console.is_terminal:  # a pipe has no width to respect: nothing is cut off
-        endless = console.options.update(max_width=10_000)
-        console.width = max(console.width, console.measure(table, options=endless).maximum)
-    console.print(table)
+    A pipe has no width to respect, unless COLUMNS gives it one.
+    """
+    from rich.console import Console
+
+    from .table import lay_out
+
+    console = Console(markup=False, highlight=False)
+    bounded = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    with console.capture() as captured:
+        for line in lay_out(title, columns, rows, console.width if bounded else None, drop):
+            console.print(line, soft_wrap=True)
+    write(captured.get(), nl=False)
 
 
 def write_file(path: Path, text: str, option: str) -> None:

@@ -167,7 +167,9 @@ def print_calls(job: RunSpec) -> None:
         if call.kind != "recv"
     ]
     if rows:
-        print_table("What rank 0 sends in a step", ["what", "how", "among", "calls", "bytes", "when"], rows)
+        print_table(
+            "What rank 0 sends in a step", ["what", "how", "among", "calls", "bytes", "when"], rows, ("when", "how")
+        )
 
 
 def print_time(prediction: Prediction, job: RunSpec) -> None:

@@ -145,4 +145,5 @@ def print_forecasts(found: list[Forecast], every: int, days: float) -> None:
         )
     columns = ["GPUs", "stops after", "saves", "stall", "best interval", "save", "replay", "restart", "ETTR"]
     columns += ["19 of 20 above", "formula", *([f"every {every} steps"] if every else [])]
-    print_table(f"{days:g} days, simulated; shares of the time", columns, rows)
+    less = ("formula", "save", "replay", "restart", "saves", "stall")
+    print_table(f"{days:g} days, simulated; shares of the time", columns, rows, less)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..plan.search.search import Found, Result
     from ..spec import RunSpec
 
+DROP = ("MWh", "GB sent", "free", "MFU", "tokens/s", "GiB a GPU")  # of the table of layouts, in a narrow terminal
+
 
 def search(
     spec: Spec,
@@ -195,10 +197,10 @@ def print_front(facts: dict[str, Any], show: int) -> None:
     several = bool(facts["fastest"])
     if several:
         rows = [cells(one, several) for one in facts["fastest"]]
-        print_table("The fastest layout of each cluster", columns, rows)
+        print_table("The fastest layout of each cluster", columns, rows, DROP)
     where = "" if several or not facts["front"] else f" on {facts['front'][0]['gpus']} × {facts['front'][0]['gpu']}"
     title = f"Sequences of {facts['seq']}, {facts['global_batch']} a step{where}; fastest first"
-    print_table(title, columns, [cells(one, several) for one in facts["front"][:show]])
+    print_table(title, columns, [cells(one, several) for one in facts["front"][:show]], DROP)
     bill = facts["front"][0]["bill"] if facts["front"] else None
     asking = [one["host_per_machine"] for one in facts["front"][:show] if one["host_per_machine"]]
     if asking:

@@ -78,7 +78,8 @@ def print_plans(plans: list[Plan]) -> None:
         ])  # fmt: skip
     columns = ["tp", "fit", "batch", f"TTFT {percent}", f"TPOT {percent}", "replicas", "GPUs", "$/M tokens", "why not"]
     served, gpu, lengths = first.deployment.served, first.deployment.gpu, first.demand.lengths
-    print_table(f"{served.name} on {gpu.name}, {lengths.input:,} tokens in, {lengths.output:,} out", columns, rows)
+    title = f"{served.name} on {gpu.name}, {lengths.input:,} tokens in, {lengths.output:,} out"
+    print_table(title, columns, rows, drop=("fit", "batch", "replicas"))
 
 
 def print_chosen(plan: Plan, engine: str) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..plan.tables.validate import Line, Report
 
 COLUMNS = ("source", "figure", "rows", "fitted", "p90", "bias", "blind", "same MFU", "MFU 40%", "worst row")
+DROP = ("worst row", "MFU 40%", "p90", "bias", "same MFU", "rows")
 PART_COLUMNS = ("what a step is priced from", "how", "rows", "median", "mean", "p90")
 Data = Annotated[
     Path | None, typer.Option("--data", metavar="DIR", help="A folder with bulk sets that are not part of LMWorks.")
@@ -55,7 +56,8 @@ def validate(
 
 
 def print_report(report: Report) -> None:
-    print_table("Mean absolute error against measurements, %", COLUMNS, [cells(line) for line in report.lines])
+    rows = [cells(line) for line in report.lines]
+    print_table("Mean absolute error against measurements, %", COLUMNS, rows, DROP)
     typer.echo(
         "in brackets: without rows that are suspect. no constant: nothing in it is fitted, so none can be left out"
     )
@@ -68,7 +70,8 @@ def print_report(report: Report) -> None:
 
 
 def print_parts(parts: list[Part]) -> None:
-    print_table("Errors of single kernels and collectives, %", PART_COLUMNS, [part_cells(part) for part in parts])
+    rows = [part_cells(part) for part in parts]
+    print_table("Errors of single kernels and collectives, %", PART_COLUMNS, rows, drop=("p90", "rows"))
     typer.echo(
         "unseen rows: kept out of the fit. left out: the whole system was. replayed: with the constants of today"
     )
@@ -147,7 +150,7 @@ def print_predictions(result: dict[str, Any]) -> None:
         for row in known
     ]
     if lines:
-        print_table("Predicted", columns, lines)
+        print_table("Predicted", columns, lines, drop=("allocated GiB", "MFU %", "between", "tokens/s"))
     for row in result["rows"]:
         if "error" in row:
             typer.echo(f"row {row['row']} {row['label']}: {row['error']}")

@@ -89,4 +89,5 @@ def show(facts: dict[str, Any]) -> None:
         ]
         for row in facts["batching"]
     ]
-    print_table("Decoding by batch: what is gained, and how much longer each answer waits", columns, steps)
+    title = "Decoding by batch: what is gained, and how much longer each answer waits"
+    print_table(title, columns, steps, drop=("p99", "efficiency"))

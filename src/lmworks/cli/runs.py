@@ -97,7 +97,8 @@ def print_list(listed: list[dict[str, Any]]) -> None:
         return
     columns = ["run", "params", "steps", "status", "loss", "val", "tok/s", "date"]
     readable = [row for row in listed if row["status"] != "unreadable"]
-    print_table("Runs", columns, [[row["path"], *figures(row).values()] for row in readable])
+    rows = [[row["path"], *figures(row).values()] for row in readable]
+    print_table("Runs", columns, rows, drop=("params", "date", "tok/s", "val"))
     for row in listed:
         if row["status"] == "unreadable":
             typer.echo(f"{row['path']}: {row['error']}", err=True)

@@ -62,7 +62,8 @@ def ddp_fsdp(
     if json:
         print_json({**found.to_dict(), "report": str(html), "markdown": str(markdown)})
     else:
-        print_table(f"{ranks} ranks, {found.spec.model.params:,} parameters", *overview_table(found))
+        less = ("calls", "as worked out", "peak")
+        print_table(f"{ranks} ranks, {found.spec.model.params:,} parameters", *overview_table(found), less)
         typer.echo(f"report: {html}   {markdown}")
     wrong = [outcome.name for outcome in found.outcomes if outcome.exact is False]
     if wrong:
@@ -110,5 +111,6 @@ def precision(
     if json:
         print_json({**found.to_dict(), "report": str(html), "markdown": str(markdown)})
     else:
-        print_table(f"{steps} steps, {found.spec.model.params:,} parameters", *overview_table(found))
+        less = ("bytes/parameter", "peak")
+        print_table(f"{steps} steps, {found.spec.model.params:,} parameters", *overview_table(found), less)
         typer.echo(f"report: {html}   {markdown}")

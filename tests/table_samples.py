@@ -1,0 +1,351 @@
+"""What prints each table of the command line: the command itself, or what it prints with, given figures of a real one.
+
+Runs and plans are asked for as they are typed. What takes minutes to measure is printed from results that are kept
+in benchmarks/results, or from a few figures of the same kind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lmworks.record import MetricsWriter, RunFolder
+from lmworks.spec import RunSpec
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+GPU = "cluster.gpu=H100-SXM-80GB"
+LAYOUT = (
+    "model.layers=8",
+    "parallel.dp=2",
+    "parallel.tp=2",
+    "parallel.pp=2",
+    "data.micro_batch=1",
+    "data.global_batch=8",
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    folder: Path
+    patch: pytest.MonkeyPatch
+    lmworks: Callable[..., tuple[int, str, str]]
+
+    def prints(self, *words: str) -> str:
+        code, out, error = self.lmworks(*words)
+        assert code == 0, error
+        return out
+
+
+def result(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def markdown(name: str) -> tuple[list[str], list[list[str]]]:
+    """The first table of a report that is kept."""
+    lines = [line for line in (RESULTS / name).read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return rows[0], [row for row in rows[2:10] if len(row) == len(rows[0])]
+
+
+def struck_run(folder: Path, name: str = "small") -> RunFolder:
+    """Saved, hit by a spike, killed, and taken up again."""
+    table = {"name": name, "model": {"preset": "tiny"}, "optim": {"steps": 6, "warmup": 0}, "checkpoint": {"every": 2}}
+    run = RunFolder.create(folder / "runs" / name, RunSpec.from_dict(table))
+    zero = datetime(2026, 11, 15, 12, tzinfo=UTC)
+
+    def write(file: Path, at: float, **fields: object) -> None:
+        time = (zero + timedelta(seconds=at)).isoformat(timespec="milliseconds")
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"time": time, **fields}) + "\n")
+
+    figures = {"step_s": 1.0, "checkpoint_s": 0.0, "tokens": 100, "tokens_per_s": 100.0, "loss": 2.0}
+    write(run.events_path, 0, kind="start", step=0, attempt=0)
+    for step in (1, 2, 3, 4):
+        write(run.metrics_path, step, step=step, attempt=0, **figures)
+    write(run.events_path, 2.5, kind="save", step=2, seconds=0.5, path="step-000002")
+    spike = {"reason": "spike_loss", "what": "loss 9.25 is high", "zscore": 12.34567, "cursor": 3, "action": "log"}
+    write(run.events_path, 3.75, kind="spike", step=4, data={}, **spike)
+    write(run.events_path, 13.5, kind="resume", step=2, attempt=1)
+    for step in (3, 4, 5, 6):
+        write(run.metrics_path, 12.5 + step, step=step, attempt=1, **figures)
+    write(run.events_path, 18.5, kind="finish", step=6)
+    with MetricsWriter(run.stats_path, 1) as lines:
+        parts = ("embed", "blocks.0.attention.output", "head")
+        keys = ("act_mean_abs", "act_rms", "act_max", "grad_norm", "param_norm", "update_ratio")
+        lines.write(4, {"parts": {name: dict.fromkeys(keys, 0.0001234) for name in parts}})
+    return run
+
+
+def show(sample: Sample) -> str:
+    struck_run(sample.folder)
+    return sample.prints("runs", "show", "small")
+
+
+def health(sample: Sample) -> None:
+    sample.prints("health", str(struck_run(sample.folder).path), "--stats")
+
+
+def listed(sample: Sample, *words: str) -> None:
+    for name in ("first-attempt-at-a-higher-learning-rate", "second"):
+        struck_run(sample.folder, name)
+    sample.prints("runs", *words)
+
+
+def compared(sample: Sample) -> None:
+    names = ("a", "b")
+    for name in names:
+        struck_run(sample.folder, name)
+    sample.prints("runs", "--compare", *(f"runs/{name}" for name in names))
+
+
+def demo(sample: Sample) -> None:
+    from lmworks.cli.demo import compare
+
+    run = struck_run(sample.folder)
+    run.prediction_path.write_text(json.dumps({"time": {"step_s": 0.5}, "memory": {"total": 2**20}, "params": 139584}))
+    compare(run)
+
+
+def diagnosed(sample: Sample) -> None:
+    from lmworks.cli.diagnose import print_diagnosis
+
+    host, place = "gpu-node-0123.cluster.example.org", "backward of step 17,345"
+    one = {"host": host, "state": "stopped (SIGSTOP)", "place": place, "waits_in": "all_reduce #81,234 of group dp"}
+    ranks = [SimpleNamespace(rank=rank, for_s=31.5 + rank, stacks="", **one) for rank in (0, 1023)]
+    found = SimpleNamespace(earlier={}, verdict=SimpleNamespace(text="rank 1023 did not come"), attempt=3, ranks=ranks)
+    found.folder = None
+    print_diagnosis(found, False)  # type: ignore[arg-type]
+
+
+def saved(sample: Sample) -> RunFolder:
+    run = struck_run(sample.folder)
+    one = run.checkpoints / "step-000002"
+    one.mkdir(parents=True)
+    return run
+
+
+def checkpoints(sample: Sample) -> None:
+    saved(sample)
+    sample.prints("checkpoint", "ls", "runs/small")
+
+
+def contents(sample: Sample) -> None:
+    from lmworks.cli.checkpoint import print_contents
+
+    tensor = {"dtype": "float32", "shape": (128256, 16384), "pieces": 1024, "bytes": 8_405_385_216}
+    held = SimpleNamespace(
+        folder=sample.folder, step=12_000, bytes=2**40, time="2026-11-15T12:00:00", torch="2.13.0", ranks=1024,
+        parallel={"tp": 8}, cursor=12_345, sections={"model": {"tensors": 1138, "bytes": 811_706_777_600}},
+        files={"rank-0000.safetensors": {"rank": 0, "bytes": 792_681_423}},
+        tensors=[SimpleNamespace(name="blocks.125.attention.output.weight exp_avg_sq", **tensor)],
+    )  # fmt: skip
+    print_contents(held, tensors=True)  # type: ignore[arg-type]
+
+
+def data(sample: Sample, *words: str) -> None:
+    from lmworks.data import prepare
+    from tiny import write_documents
+
+    folder = prepare([str(write_documents(sample.folder / "text.jsonl"))], sample.folder / "tokens", workers=1).folder
+    if words == ("inspect",):
+        sample.prints("data", "inspect", str(folder))
+        return
+    table = {"model": {"preset": "tiny"}, "data": {"path": str(folder), "seq": 16, "micro_batch": 1, "global_batch": 2}}
+    RunFolder.create(sample.folder / "run", RunSpec.from_dict(table))
+    sample.prints("data", "window", str(sample.folder / "run"), "--cursor", "1")
+
+
+def predicted(sample: Sample) -> None:
+    header = "model,gpus,gpu,seq,global_batch,dp,tp,pp\n"
+    (sample.folder / "rows.csv").write_text(header + "llama3-8b,8,H100-SXM-80GB,8192,16,8,1,1\n")
+    sample.prints("plan", "predict", "rows.csv")
+
+
+def measured_links(sample: Sample) -> None:
+    import numpy as np
+
+    from lmworks.cli.plan_calibrate import print_links
+    from lmworks.plan.devices.curves import Curve
+
+    times = {"all-reduce": {2: np.array([1.25e-5, 0.0123])}, "reduce-scatter": {16: np.array([1e-6, 123.0])}}
+    print_links(Curve("here", 0.0, (), "host", np.array([1024, 2**30]), times))
+
+
+def machine(sample: Sample) -> None:
+    from lmworks.cli.hardware import print_machine
+
+    point = SimpleNamespace(shape=(16384, 4096, 14336), rate=9.87e14)
+    rates = {"matmul.bf16": [point], "copy": [SimpleNamespace(shape=(2**30,), rate=4.2566e12)]}
+    facts = {"launch_s": 5.25e-6, "launch_backward_s": 1.1e-5, "memory_bytes": 150_754_820_096}
+    print_machine(SimpleNamespace(name="NVIDIA H200", rates=rates, **facts))  # type: ignore[arg-type]
+
+
+def bench_train(sample: Sample) -> None:
+    from lmworks.cli import bench_train
+
+    bench_train.show({"power": None, **next(row for row in result("train_gpu.json")["rows"] if "kernels" in row)})
+
+
+def bench_offline(sample: Sample) -> None:
+    from lmworks.cli import bench
+
+    facts = {
+        "model": "qwen3-0.6b", "device": "NVIDIA H200", "dtype": "bf16", "output_tokens_per_s": 23456.7, "power": None,
+        "requests": 256, "input_tokens": 65536, "output_tokens": 131072, "kv_use": {"peak": 0.987, "mean": 0.5,
+        "bytes": 2**36}, "inter_token_ms": {"p50": 12.3, "p99": 45.6}, "floor_s": 3.21, "startup_s": 18.6,
+        "prefill_s": 1.234, "prompt_tokens_per_s": 53123.4, "decode_s": 4.321, "host_share": 0.0123,
+        "mean_batch": 123.4, "occupancy": 0.876, "first_times": {"kernels": ["a"], "graphs": 12}, "preemptions": 0,
+        "steps": 1024, "decode_ms": {"1": 1.234, "256": 12.345}, "floors_ms": {"1": 1.0, "256": 10.5},
+        "weights": "1.11 GiB", "bandwidth_gbs": 4256.6,
+    }  # fmt: skip
+    bench.show(facts)
+
+
+def bench_kernels(sample: Sample) -> None:
+    from lmworks.cli import bench_kernels
+
+    facts = result("kernels_train.json")
+    bench_kernels.show({**facts, "rows": facts["rows"][::16]})
+
+
+def bench_serve(sample: Sample) -> None:
+    from lmworks.cli import bench_serve
+
+    for facts in result("serve_cpu.json")["loads"]["a queue of 16"]:
+        bench_serve.show({"url": "http://127.0.0.1:8000", **facts})
+
+
+def profile(sample: Sample) -> None:
+    from lmworks.cli import profile
+
+    row = {"batch": 64, "ms": 213.94, "p99_ms": 339.968, "floor_ms": 0.307, "tokens_per_s": 2990.0, "gain": 49.1}
+    facts = {
+        "model": "qwen3-0.6b", "device": "NVIDIA H200", "bandwidth_gbs": 4256.6, "cache": {"gbs": 3210.5},
+        "workload": {"prefill_s": 1.0, "decode_s": 4.0, "floor_s": 3.0, "output_tokens_per_s": 23456.0,
+        "inter_token_ms": {"p50": 12.3, "p99": 45.6}}, "host": {"share": 0.1, "launch_ms": 0.123, "wait_ms": 1.234},
+        "prefill": {"tokens_per_s": 53123.0}, "batching": [{**row, "slower": 1.3, "efficiency": 0.77}],
+    }  # fmt: skip
+    profile.show(facts)
+
+
+def quantized(sample: Sample) -> None:
+    from lmworks.cli.quantize import show
+
+    layer = SimpleNamespace(name="blocks.31.mlp.down.weight", error=0.012345, rounded_error=0.0234)
+    figures = {"bytes_before": 16_060_522_496, "bytes_after": 5_700_000_000, "limit": 0.01, "increase": 0.0042}
+    report = SimpleNamespace(worst=lambda count: [layer] * count, scheme="int4", **figures)
+    report.to_dict = lambda: {"perplexity_before": 6.1234, "perplexity_after": 6.1489}
+    show(report, Path("q"))  # type: ignore[arg-type]
+
+
+def simulated(sample: Sample) -> None:
+    from lmworks.cli.simulate import show
+
+    row = SimpleNamespace(kind="reduce-scatter", group="dp_shard", ranks=128, count=252, bytes=12_884_901_888)
+    held = {"parameters": 2**30, "gradients": 2**29, "activations": 3 * 2**30}
+    found = SimpleNamespace(parameters=8_030_261_248, parameter_bytes=2**34, collectives=[row], resident=held)
+    found.peak, found.peak_bytes, found.moment = held, sum(held.values()), "backward of the last micro-batch"
+    where = {"rank": 777, "world": 1024, "place": {"tp": 1}, "stages": [], "micro_batches": 16}
+    show(SimpleNamespace(simulation=found, how="exact", notes=[], seconds=3.0, **where))  # type: ignore[arg-type]
+
+
+def parity(sample: Sample) -> None:
+    from lmworks.study.parity import Result
+
+    calls = [{"count": 12, "kind": "all-gather", "group": "dp_shard", "bytes": 123456}] * 3
+    row = Result("fsdp2-tp2-sp", 4, 1e-7, 2.5e-6, "blocks.0.attention.qkv.weight", 3e-7, tokens=1024, collectives=calls)
+    sample.patch.setattr("lmworks.cli.parity.prove", lambda *_, **__: [row])
+    sample.lmworks("parity", "--layouts", "fsdp2")
+
+
+def chaos(sample: Sample) -> None:
+    from lmworks.study.chaos.trials import Outcome
+
+    found = [Outcome(**row) for row in result("chaos.json")]
+    sample.patch.setattr("lmworks.study.chaos.runner.harness", lambda out: nullcontext())
+    sample.patch.setattr("lmworks.study.chaos.runner.run_trials", lambda *_: found)
+    sample.lmworks("chaos", "--trials", "1")
+
+
+def study(sample: Sample, module: str, command: str, kept: str, columns: list[str]) -> None:
+    """The kept report has the same columns in another order."""
+    names, rows = markdown(kept)
+    table = columns, [[row[names.index(name)] for name in columns] for row in rows]
+    report = "lmworks.study.data_parallel_report" if command == "ddp-fsdp" else "lmworks.study.precision.report"
+    found = SimpleNamespace(spec=SimpleNamespace(model=SimpleNamespace(params=3_084_032)), outcomes=[])
+    sample.patch.setattr(f"{module}.study", lambda *_: found)
+    sample.patch.setattr(f"{report}.overview_table", lambda _: table)
+    sample.patch.setattr(f"{report}.write_reports", lambda *_: (Path("report.md"), Path("report.html")))
+    sample.prints("study", command, "tiny")
+
+
+def ddp_fsdp(sample: Sample) -> None:
+    columns = ["strategy", "tokens/s", "to DDP", "state", "peak", "sent a step", "calls", "as worked out", "start"]
+    study(sample, "lmworks.study.data_parallel", "ddp-fsdp", "ddp_fsdp_cpu.md", [*columns, "checkpoint"])
+
+
+def precision(sample: Sample) -> None:
+    columns = ["precision", "held-out loss", "gap", "speed", "peak", "bytes/parameter", "verdict"]
+    study(sample, "lmworks.study.precision.study", "precision", "precision_cpu.md", columns)
+
+
+def typed(*words: str) -> Callable[[Sample], object]:
+    return lambda sample: sample.prints(*words)
+
+
+def validated(sample: Sample) -> None:
+    """One source, and the parts that are printed beside all of them."""
+    from lmworks.cli.plan_validate import print_parts, print_report
+    from lmworks.plan.tables.components import components
+    from lmworks.plan.tables.replay import replay
+
+    print_report(replay(None, "torchtitan"))
+    print_parts(components(None))
+
+
+# What prints tables, and in which functions: by file and name, as the test finds them in the source.
+SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
+    (bench_offline, "bench.show"),
+    (bench_kernels, "bench_kernels.show"),
+    (bench_serve, "bench_serve.show"),
+    (bench_train, "bench_train.show bench_train.parts_table bench_train.kernels_table"),
+    (chaos, "chaos.chaos"),
+    (typed("chaos", "--list"), "chaos.show_list"),
+    (checkpoints, "checkpoint.ls"),
+    (contents, "checkpoint.print_contents"),
+    (lambda sample: data(sample, "inspect"), "data.show"),
+    (lambda sample: data(sample, "window"), "data.window"),
+    (demo, "demo.compare"),
+    (diagnosed, "diagnose.print_diagnosis"),
+    (typed("hardware"), "hardware.print_catalogue"),
+    (machine, "hardware.print_machine"),
+    (health, "health.show_stats"),
+    (typed("mesh", "tiny", *LAYOUT), "mesh.mesh"),
+    (typed("models"), "models.models"),
+    (parity, "parity.parity"),
+    (typed("pipeline", "tiny", *LAYOUT), "pipeline.print_stages pipeline.print_timeline"),
+    (typed("plan", "llama3-8b", GPU, *LAYOUT[1:]), "plan.print_memory plan.print_calls plan.print_time"),
+    (measured_links, "plan_calibrate.print_links"),
+    (typed("plan", "memory", "llama3-8b", GPU, *LAYOUT[1:]), "plan_memory.print_budget plan_memory.print_stages"),
+    (typed("plan", "reliability", "--gpus", "1024", "--every", "50"), "plan_reliability.print_forecasts"),
+    (typed("plan", "search", "gpt2-small", "--cluster", "2xh100", "--cluster", "2xa100"), "plan_search.print_front"),
+    (typed("plan", "serve", "llama3-70b", "--gpu", "H100-SXM-80GB"), "plan_serve.print_plans plan_serve.print_chosen"),
+    (validated, "plan_validate.print_report plan_validate.print_parts"),
+    (predicted, "plan_validate.print_predictions"),
+    (profile, "profile.show"),
+    (quantized, "quantize.show"),
+    (listed, "runs.print_list"),
+    (compared, "runs.print_comparison"),
+    (show, " ".join(f"runs_show.print_{part}" for part in ("attempts", "time", "interval", "events", "layers"))),
+    (simulated, "simulate.show"),
+    (ddp_fsdp, "study.ddp_fsdp"),
+    (precision, "study.precision"),
+]
