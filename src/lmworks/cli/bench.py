@@ -15,7 +15,7 @@ import typer
 
 from ..ahead import read_ahead
 from ..record.figures import binary_bytes, duration
-from . import bench_kernels, bench_serve, bench_train
+from . import bench_kernels, bench_serve, bench_train, complete
 from .generate import EngineOverrides, engine_options
 from .output import Json, print_json, print_table
 
@@ -28,7 +28,12 @@ app.command("serve")(bench_serve.serve)
 app.command("train")(bench_train.train)
 app.command("kernels")(bench_kernels.kernels)
 
-Model = Annotated[str, typer.Option("--model", help="A preset (random weights), or a folder with a model.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", help="A preset (random weights), or a folder with a model.", autocompletion=complete.sources
+    ),
+]
 Requests = Annotated[int, typer.Option("--requests", min=1, help="Requests, all at once.")]
 Input = Annotated[str, typer.Option("--input", metavar="LOW:HIGH", help="Tokens of a prompt, drawn evenly.")]
 Output = Annotated[str, typer.Option("--output", metavar="LOW:HIGH", help="Tokens of an answer, drawn evenly.")]

@@ -9,9 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from ..record.figures import binary_bytes, duration, short
+from . import complete
 from .output import Json, print_json, print_table, write_file
 
-Models = Annotated[list[str] | None, typer.Option("--model", help="A preset whose shapes are taken; may be repeated.")]
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", help="A preset whose shapes are taken; may be repeated.", autocompletion=complete.sources),
+]
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="OP", help="One op; may be repeated.")]
 Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Sequences (each model's own).")]
 Seq = Annotated[int | None, typer.Option("--seq", min=2, help="Their length (each model's own).")]

@@ -12,6 +12,7 @@ import typer
 
 from ..ahead import read_ahead
 from ..spec.errors import LMWorksError, SpecError, near_keys, suggestion
+from . import complete
 from .output import Json, as_json, last_words, write
 
 if TYPE_CHECKING:
@@ -19,10 +20,21 @@ if TYPE_CHECKING:
     from ..engine.request import Answer, Result
     from ..llm import LLM
 
-Source = Annotated[str, typer.Argument(metavar="MODEL", help="A folder (run, Hugging Face, quantized), or a preset.")]
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder (run, Hugging Face, quantized), or a preset.",
+        autocompletion=complete.sources,
+    ),
+]
 EngineOverrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[engine.KEY=VALUE]...", help="Changes to the engine, e.g. engine.dtype=bf16."),
+    typer.Argument(
+        metavar="[engine.KEY=VALUE]...",
+        help="Changes to the engine, e.g. engine.dtype=bf16.",
+        autocompletion=complete.engine_overrides,
+    ),
 ]
 Engine = Annotated[str, typer.Option("--engine", help="native, or vllm where it is installed.")]
 Step = Annotated[int | None, typer.Option("--step", help="Use the checkpoint of this step instead of the newest.")]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from . import complete
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def hardware(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One accelerator, with its sources.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="One accelerator, with its sources.", autocompletion=complete.gpus),
+    ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Measure this machine anew, and keep the result.")] = False,
     json: Json = False,
 ) -> None:

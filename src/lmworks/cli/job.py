@@ -6,11 +6,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from . import complete
+
 if TYPE_CHECKING:
     from ..plan.memory.host_need import HostNeed
 
 OnCluster = Annotated[
-    str | None, typer.Option("--cluster", help="What it runs on, e.g. 256xh100 or 2x8xa100 (by default the spec's).")
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="What it runs on, e.g. 256xh100 or 2x8xa100 (by default the spec's).",
+        autocompletion=complete.clusters,
+    ),
 ]
 Seq = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sequence (data.seq).")]
 MicroBatch = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences a rank runs at once.")]

@@ -113,7 +113,7 @@ def main() -> None:
     """Exit codes: 0 done, 1 the job failed, 2 bad usage, 75 SIGTERM (start it again), 130 interrupted."""
     stop_with_starter()
     try:
-        app()
+        app(prog_name="lmworks")
     except LMWorksError as error:
         rank = os.environ.get("RANK", "0")
         mine = rank == "0" or not error.agreed  # what every rank raises, the first one says

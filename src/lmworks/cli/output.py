@@ -14,10 +14,23 @@ from typing import Annotated, Any
 import typer
 
 from ..spec.errors import LMWorksError, SpecError
+from . import complete
 
-Spec = Annotated[str, typer.Argument(metavar="SPEC", help="A TOML file, a run folder, or the name of a model preset.")]
+Spec = Annotated[
+    str,
+    typer.Argument(
+        metavar="SPEC",
+        help="A TOML file, a run folder, or the name of a model preset.",
+        autocompletion=complete.sources,
+    ),
+]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the spec, e.g. optim.lr=3e-4.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[SECTION.KEY=VALUE]...",
+        help="Changes to the spec, e.g. optim.lr=3e-4.",
+        autocompletion=complete.overrides,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
 

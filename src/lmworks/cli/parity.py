@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import complete
 from .output import Json, Overrides, print_json, print_table
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ def parity(
     spec: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SPEC]", help="A TOML file, a run folder or a preset; by default small models of ours."
+            metavar="[SPEC]",
+            help="A TOML file, a run folder or a preset; by default small models of ours.",
+            autocompletion=complete.sources,
         ),
     ] = None,
     overrides: Overrides = None,

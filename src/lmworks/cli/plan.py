@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -31,6 +31,10 @@ class SpecOrCommand(TyperGroup):
         if args and not args[0].startswith("-") and args[0] not in self.commands:
             args = ["run", *args]
         return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        spec = self.commands["run"].params[0]
+        return [*super().shell_complete(ctx, incomplete), *spec.shell_complete(ctx, incomplete)]
 
 
 app = typer.Typer(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..spec.errors import SpecError
+from . import complete
 from .job import Dtype, GlobalBatch, Seq
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
 
@@ -27,7 +28,9 @@ def search(
     cluster: Annotated[
         list[str] | None,
         typer.Option(
-            "--cluster", help="What it may run on, e.g. 256xh100; several to compare (by default the spec's)."
+            "--cluster",
+            help="What it may run on, e.g. 256xh100; several to compare (by default the spec's).",
+            autocompletion=complete.clusters,
         ),
     ] = None,
     seq: Seq = None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import complete
 from .output import Json, Overrides, Spec, print_json, print_table
 
 if TYPE_CHECKING:
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 def serve(
     spec: Spec,
     overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option(help="Accelerator, e.g. h100 (lmworks hardware lists them).")] = "h100",
+    gpu: Annotated[
+        str, typer.Option(help="Accelerator, e.g. h100 (lmworks hardware lists them).", autocompletion=complete.gpus)
+    ] = "h100",
     rate: Annotated[float, typer.Option(help="Requests a second (0: as many as one replica can take).")] = 0.0,
     slo: Annotated[str, typer.Option(help="Promised seconds, e.g. ttft=0.5,tpot=0.05,e2e=10.")] = "",
     quantile: Annotated[float, typer.Option(help="Share of requests for which the promise is kept.")] = 0.95,

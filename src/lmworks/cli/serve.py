@@ -12,6 +12,7 @@ import typer
 from ..ahead import read_ahead
 from ..spec.errors import LMWorksError, SpecError, did_you_mean
 from ..spec.presets import PRESETS
+from . import complete
 from .generate import adapters_of, engine_options
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def serve(
         typer.Argument(
             metavar="[MODEL|NAME=MODEL]... [engine.KEY=VALUE]...",
             help="Run folders, Hugging Face folders or presets, each with a name of its own; changes to the engine.",
+            autocompletion=complete.models_and_engine,
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0: everywhere (then with keys).")] = "127.0.0.1",

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from . import complete
 from .output import Json, Overrides, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Compare ways to train by experiment, and write a report.")
@@ -19,7 +20,12 @@ SMALLER = ("tiny", ["name=precision", "model.layers=4", "model.hidden=128", "opt
 @app.command("ddp-fsdp")
 def ddp_fsdp(
     spec: Annotated[
-        str, typer.Argument(metavar="[SPEC]", help="A TOML file, a run folder, or a preset (by default a small model).")
+        str,
+        typer.Argument(
+            metavar="[SPEC]",
+            help="A TOML file, a run folder, or a preset (by default a small model).",
+            autocompletion=complete.sources,
+        ),
     ] = "",
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option("--ranks", min=2, help="Data-parallel ranks, all on this machine.")] = 2,
@@ -73,7 +79,12 @@ def ddp_fsdp(
 @app.command("precision")
 def precision(
     spec: Annotated[
-        str, typer.Argument(metavar="[SPEC]", help="A TOML file, a run folder, or a preset (by default a small model).")
+        str,
+        typer.Argument(
+            metavar="[SPEC]",
+            help="A TOML file, a run folder, or a preset (by default a small model).",
+            autocompletion=complete.sources,
+        ),
     ] = "",
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each training.")] = 200,
