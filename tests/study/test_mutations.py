@@ -76,6 +76,24 @@ def drop_routed_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(expert, "visit_elsewhere", lossy)
 
 
+def leave_partial_gradients(patch: pytest.MonkeyPatch) -> None:
+    """Each rank of sequence parallelism has seen half of the tokens; the other half's gradients are not added."""
+    patch.setattr(laid, "sum_gradients", lambda shards, group: None)
+
+
+def double_gradients(patch: pytest.MonkeyPatch) -> None:
+    """Summed where they were summed already. Clipping hides it from weights, and the loss is that of before."""
+    finish = laid.Laid.finish
+
+    def twice(self: laid.Laid) -> None:
+        finish(self)
+        for shard in self.shards if dist.is_initialized() else ():
+            if shard.leaf.grad is not None:
+                shard.leaf.grad *= 2
+
+    patch.setattr(laid.Laid, "finish", twice)
+
+
 @pytest.mark.parametrize(
     ("name", "plant"),
     [
@@ -97,3 +115,27 @@ def test_planted_bug_is_found(
     named = re.search(r"gradient of (\S+) differs by", result.failure)
     assert named, result.failure
     assert named[1] in {"embed.weight", "norm.weight", "head.weight"} or named[1].startswith("blocks.")
+
+
+@pytest.mark.parametrize(
+    ("name", "plant"),
+    [
+        ("bf16-ddp", forget_gradient_scale),
+        ("bf16-cp2", shift_mask),
+        ("bf16-tp2-sp", leave_partial_gradients),
+        ("fp16-fsdp2-tp2", double_gradients),
+    ],
+)
+def test_planted_bug_is_found_in_low_precision(
+    proof: Parity, monkeypatch: pytest.MonkeyPatch, name: str, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """Each is several times as large as the bound: the bound is wide enough for rounding, and not for this."""
+    layout = layouts()[name]
+    proof.alone(layout)
+    proof.alone(layout, "fp32")
+    plant(monkeypatch)
+    result = proof.prove(layout)
+    assert re.search(
+        r"the (loss|gradient of \S+|weight of \S+) is \S+ times as far from fp32 as on one rank", result.failure
+    )
+    assert result.times_one_rank is not None and result.times_one_rank > 5 * layout.tolerance.times_one_rank

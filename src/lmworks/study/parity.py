@@ -6,7 +6,6 @@ each step is compared, on every rank that holds a part of it, and each weight af
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 import time
@@ -20,13 +19,13 @@ from ..parallel.traffic import Row
 from ..spec import RunSpec, SpecError
 from ..spec.layouts import ZERO_CAUSE, Layout, zero_gradients
 from .agreement import disagreements
-from .compare import Worst, gradient_errors, rms_error, scalar_errors, weight_errors, worst
+from .compare import Worst, gradient_errors, scalar_errors, weight_errors, worst
 from .corpus import write_corpus
 from .ranks import RankFailed, on_ranks
+from .rounding import judged
 from .trial import STEPS, Trial, run_trials
 
 RULES: dict[str, dict[str, Any]] = {"sgd": {}, "adamw": {"optimizer": "adamw", "lr": 1e-3}}
-HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}  # relative error of rounding
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Result:
     worst_param_name: str = ""
     adamw_param: float = float("nan")  # after five steps of AdamW: reported, not judged
     grad_norm_diff: float = float("nan")
-    times_one_rank: float | None = None  # half precision: the error against fp32, in units of one rank's
+    times_one_rank: float | None = None  # low precision: the error against fp32 (see `rounding`)
     tokens: int = 0
     peak_bytes: int = 0  # of the rank that needs most
     peak_bytes_by_rank: list[int] = field(default_factory=list)
@@ -136,7 +135,7 @@ def judge(
         for rank, trial in enumerate(many)
         if trial.tokens != truth.tokens
     ]
-    times = None
+    times, cause = None, limit.cause or (ZERO_CAUSE if zero else "")
     if oracle is None:
         checks = [
             (f"the gradient of {gradient.name}", gradient.value, limit.gradient),
@@ -148,10 +147,9 @@ def judge(
             f"{what} differs by {off:.1e}, more than {most:g}" for what, off, most in checks if not off <= most
         ]
     else:
-        found = times_one_rank(truth, many, oracle["sgd"], HALF[spec.precision.dtype])
-        times = found.value
-        if not found.value <= limit.times_one_rank:
-            failures.append(f"{found.name} is {found.value:.2f} times as far from fp32 as on one rank")
+        judgement = judged(truth, many, oracle["sgd"], spec, limit.times_one_rank)
+        times, cause = judgement.times, judgement.cause or cause
+        failures += [judgement.failure] if judgement.failure else []
     peaks = [trial.peak_bytes for trial in observed]
     planned = spec.replace(optim=spec.optim.replace(**RULES[list(one)[-1]]))
     plan_diff = "; ".join(disagreements(planned, observed))
@@ -173,26 +171,11 @@ def judge(
         peak_bytes_by_rank=peaks,
         collectives=busiest(observed),
         plan_diff=plan_diff,
-        cause=limit.cause or (ZERO_CAUSE if zero else ""),
+        cause=cause,
         ok=not failures,
         failure="; ".join(failures),
         seconds=time.monotonic() - began,
     )
-
-
-def times_one_rank(one: Trial, many: list[Trial], oracle: Trial, rounding: float) -> Worst:
-    """The error against fp32 of the loss and of each gradient and weight, divided by that of one rank.
-
-    A loss is one number a step, and on one rank it may be right by chance. Its error counts as no less than what the
-    rounding of every token's loss leaves in their mean, rounding / √tokens.
-    """
-    least = rounding / math.sqrt(oracle.tokens / len(oracle.losses))
-    loss = max(rms_error(oracle.losses, trial.losses) for trial in many)
-    ratios = {"the loss": loss / max(rms_error(oracle.losses, one.losses), least)}
-    for what, errors in (("gradient", gradient_errors), ("weight", weight_errors)):
-        ours, its = errors(oracle, many), errors(oracle, [one])
-        ratios |= {f"the {what} of {name}": ours[name] / max(its[name], 1e-30) for name in its}
-    return worst(ratios)
 
 
 def busiest(ranks: list[Trial]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..model.moe import MoE
 from ..parallel.data import Shard
 from ..parallel.laid import Laid
 from ..parallel.traffic import Row, Traffic
@@ -48,6 +49,7 @@ class Trial:
     gradients: list[list[Tensor]] = field(default_factory=list)  # by step, of each piece; before clipping
     weights: list[Tensor] = field(default_factory=list)  # after the last step, of each piece
     buffers: dict[str, Tensor] = field(default_factory=dict)  # likewise, by name: state without a gradient
+    loads: list[dict[str, Tensor]] = field(default_factory=list)  # by step, how often experts were chosen, by block
     collectives: list[Row] = field(default_factory=list)  # of one step
     device: Resident = Resident()  # just before an update
     host: Resident = Resident()  # likewise, with offload
@@ -96,6 +98,18 @@ def record_step(trainer: Trainer, trial: Trial) -> None:
     trial.losses.append(values["loss"])
     trial.norms.append(values["grad_norm"])
     trial.tokens += values["tokens"]
+    trial.loads.append(expert_loads(trainer.laid))
+
+
+def expert_loads(laid: Laid) -> dict[str, Tensor]:
+    """How often each expert was chosen in the last step, by the number of its block."""
+    blocks = [(number, block) for part in laid.parts.values() for number, block in part.blocks.items()]
+    return {
+        number: moe.load.clone()
+        for number, block in blocks
+        for moe in block.modules()
+        if isinstance(moe, MoE) and moe.load is not None
+    }
 
 
 def watch_gradients(trainer: Trainer, kept: list[list[Tensor]]) -> None:
