@@ -14,7 +14,7 @@ import numpy as np
 
 from .balance import fullest, padded
 from .flops import keys_per_query
-from .ops import Kernel, Op, Workload, gemm
+from .ops import Kernel, Op, Workload, gemm, in_16_bits
 
 # Small passes over every token's scores, each way: logits in fp32, softmax, the largest, their sum and weights, who
 # goes where as a mask, counts by expert and by rank, sums of these, a sort, and the loss that balances.
@@ -175,6 +175,8 @@ def experts(load: Workload) -> list[Op]:
     the fullest rank; what is kept is counted as evenly spread.
     """
     m, w, t = load.model, load.width, load.tokens
+    shared = mlp(load, m.shared_experts * m.expert_ffn // load.tp, t) if m.shared_experts else []
+    load = load.routed
     slots, mine = t * m.top_k, m.experts // load.ep
     each = np.maximum(1, slots // mine)
     moved = w * slots * m.hidden
@@ -184,9 +186,7 @@ def experts(load: Workload) -> list[Op]:
     move = Op("dispatch", "experts", sorts, sorts, saved=(moved,))
     rows = padded(each * fullest(slots, load.ep))
     ops = [route, scores, move, *mlp(load, m.expert_ffn // load.tp, each, mine, rows)]
-    if m.shared_experts:
-        ops += mlp(load, m.shared_experts * m.expert_ffn // load.tp, t)
-    return ops
+    return in_16_bits(load, ops) + shared
 
 
 def block(load: Workload) -> list[Op]:
@@ -195,7 +195,7 @@ def block(load: Workload) -> list[Op]:
     out = product("attention out", load, load.q_width, m.hidden, dear=dear, bias=m.bias)
     first = [norm("attention norm", load), *attention(load), out, residual("attention residual", load, inner=True)]
     second = experts(load) if m.experts else mlp(load, m.ffn // load.tp, load.tokens)
-    return [*first, norm("mlp norm", load), *second, residual("mlp residual", load)]
+    return [*first, norm("mlp norm", load.routed), *second, residual("mlp residual", load)]
 
 
 def loss(load: Workload) -> list[Op]:

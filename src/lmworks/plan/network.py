@@ -17,6 +17,7 @@ from .ops import (
     attention,
     gemm,
     head_norm,
+    in_16_bits,
     linear,
     norm,
     residual,
@@ -71,6 +72,8 @@ def mlp(load: Workload, width: Any, prefix: str = "") -> list[Op]:
 
 def experts(load: Workload) -> list[Op]:
     """Router, rows grouped by expert, expert after expert, rows back: tokens × top_k slots, taken as spread evenly."""
+    shared = mlp(load, load.model.shared_experts * load.model.expert_ffn // load.tp, "shared ")
+    load = load.routed
     m, t, w, h = load.model, load.tokens, load.width, load.model.hidden
     ffn, slots = m.expert_ffn // load.tp, load.tokens * m.top_k
     count = m.experts // load.ep  # of this rank, which gets as many slots as it gives away
@@ -109,7 +112,7 @@ def experts(load: Workload) -> list[Op]:
         products,
         activation(load, ffn, slots / count, count),
     ]
-    return ops + (mlp(load, m.shared_experts * ffn, "shared ") if m.shared_experts else [])
+    return in_16_bits(load, ops) + (shared if m.shared_experts else [])
 
 
 def block(load: Workload) -> list[Op]:
@@ -128,7 +131,7 @@ def block(load: Workload) -> list[Op]:
     ]
     if m.experts:
         readers = 1 + 2 * (m.shared_experts > 0)
-        ops += [norm("mlp norm", load, readers), *experts(load)]
+        ops += [norm("mlp norm", load.routed, readers), *experts(load)]
     else:
         ops += [norm("mlp norm", load, 2 if m.mlp == "swiglu" else 1), *mlp(load, m.ffn // load.tp)]
     return [*ops, residual("mlp residual", load)]

@@ -16,6 +16,7 @@ numpy arrays, one element a candidate.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -57,6 +58,7 @@ class Kernel:
     flops: Number = 0.0
     shape: tuple[Any, ...] = ()  # of numbers
     count: Number = 1.0
+    wide: bool = False  # in 16 bits where the others are in 8
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,20 @@ class Workload:
         return self.cast and self.dtype != "fp8"
 
     @property
+    def cast_share(self) -> Any:
+        """Of a block's weights, those that are cast to 16 bits."""
+        if self.cast_weights or not self.routed.cast_weights:
+            return float(self.cast_weights)
+        routed = self.model.experts * self.model.mlp_matrix(self.model.expert_ffn)
+        return routed / self.ep / (self.model.block_params - routed + routed / self.ep)
+
+    @functools.cached_property
+    def routed(self) -> Self:
+        """As routers and experts see it: our own trainer has fp8 in linear layers, and neither is one."""
+        in_16_bits = self.model.experts and self.dtype == "fp8" and not self.software.narrow_experts
+        return replace(self, dtype="bf16") if in_16_bits else self
+
+    @property
     def made_again(self) -> bool:
         """What norms and activations give to a product in 8 bits is not kept, where a compiler has the whole block.
 
@@ -232,6 +248,17 @@ def chunk_rows(tokens: Number, columns: Number, device: str, width: int, in_plac
 def stream(elements: Number, *, kind: str = "stream", count: Number = 1) -> Kernel:
     """A pass that reads and writes `elements` × 4 bytes in all."""
     return Kernel(kind, bytes=4 * elements, count=count)
+
+
+def in_16_bits(load: Workload, ops: Iterable[Op]) -> list[Op]:
+    """Ops of a router and its experts: in 8 bits as others are only in code that has them so."""
+    if load.software.narrow_experts:
+        return list(ops)
+
+    def wide(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+        return tuple(replace(kernel, wide=True) for kernel in kernels)
+
+    return [replace(op, forward=wide(op.forward), backward=wide(op.backward)) for op in ops]
 
 
 def gemm(m: Any, k: Any, n: Any, count: Number = 1) -> Kernel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..spec import PrecisionSpec, RunSpec
 
@@ -41,6 +42,7 @@ class Software:
     logit_bytes: int = 0  # of one logit when the loss is highest (0: as its kind has it, see closed.py)
     every_second: bool = False  # selective recompute keeps every second product, not all
     stand_in: int = 0  # bytes a weight of what autograd is handed where a product adds to the gradient itself
+    narrow_experts: bool = True  # with products in 8 bits, those of routed experts are too
     casts: float = 5.0  # bytes moved for every number of a product's operands that is cast to 8 bits
     # Times that products of one GPU take over those of code with more between them: see DENSE.
     dense: float = 1.0
@@ -71,8 +73,9 @@ DENSE = 1.12
 
 DEEPSPEED = 5e8  # its default reduce_bucket_size, in weights
 
-EAGER = Software("lmworks", clips=2, cast=True, held_back=True)
-COMPILED = Software("lmworks-compile", clips=2, cast=True, fused=True, graph=True, sums=True, held_back=True)
+OWN: Any = {"clips": 2, "cast": True, "held_back": True, "narrow_experts": False}
+EAGER = Software("lmworks", **OWN)
+COMPILED = Software("lmworks-compile", fused=True, graph=True, sums=True, **OWN)
 
 SOFTWARE = {
     software.name: software

@@ -89,7 +89,7 @@ def at_lowest(case: Case, net: Network, part: Share, state: dict[str, Number], l
     stem, each, _ = kept(net, case.recompute)
     blocks = 1 + np.greater(case.offload_activations, 0)
     left = stem + blocks * each - stream_bytes(net)
-    cast = 2.0 * part.block * (net.load.cast_weights and case.zero < 3) * (blocks if case.recompute == "none" else 1)
+    cast = 2.0 * part.block * net.load.cast_share * (case.zero < 3) * (blocks if case.recompute == "none" else 1)
     first = np.equal(case.accumulation, 1) | (not later)
     return Moment(
         gradients=gradients_there(case, part, state, done, later),
@@ -195,7 +195,7 @@ def casts(case: Case, net: Network, part: Share, forward: bool) -> Number:
     They are kept with the activations of every micro-batch, or, of recomputed blocks, until the forward pass is over,
     and made again block by block.
     """
-    each = 2.0 * part.block * (net.load.cast_weights and case.zero < 3)
+    each = 2.0 * part.block * net.load.cast_share * (case.zero < 3)
     if case.recompute == "none":
         return part.under_way * part.layers * each
     return each * np.where(forward, part.layers, 1)

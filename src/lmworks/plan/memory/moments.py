@@ -175,7 +175,7 @@ def pieces(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[Piece]
     found = []
     for stage in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
         matrices = sum(w.size for w in held(spec, stage) if w.unit != ROOT and len(w.shape) > 1)
-        casts = 2.0 * matrices / len(stage.layers) * (net.load.cast_weights and not gathered)
+        casts = 2.0 * matrices / len(stage.layers) * net.load.cast_share * (not gathered)
         chosen = tuple(policies(spec, stage.layers))
         most = {rung: float(may_wait(net, rung)) for rung in RUNGS}
         found.append(Piece(stage, net, chosen, casts, tuple(sent(spec, chosen, most))))

@@ -36,7 +36,7 @@ class Pass:
         launches: Number = 0.0
         for part, kernel in kernels:
             key = (part, "casts" if part == "casts" else kernel.kind)
-            raw[key] = raw[key] + machine.seconds(kernel, dtype)
+            raw[key] = raw[key] + machine.seconds(kernel, "bf16" if kernel.wide and dtype == "fp8" else dtype)
             batched = kernel.kind == "gemm" and part == "attention"  # scores of all heads are one launch
             launches = launches + (1.0 if batched else kernel.count)
         return cls(dict(raw), launches)
@@ -91,7 +91,7 @@ def kernels(ops: Iterable[Op], direction: str) -> list[Named]:
 
 def narrow(found: Iterable[Named], width: float) -> list[Named]:
     """Passes that cast the operands of products to 8 bits: read for the largest, read again, written in one byte."""
-    products = [kernel for _, kernel in found if kernel.kind == "gemm"]
+    products = [kernel for _, kernel in found if kernel.kind == "gemm" and not kernel.wide]
     sizes = [(m * k + k * n, kernel.count) for kernel in products for m, k, n in [kernel.shape]]
     return [("casts", Kernel("stream", bytes=width * size, count=count)) for size, count in sizes]
 
