@@ -78,7 +78,7 @@ with the failures of a cluster of that size, at the catalogue's prices; set your
 
 
 def ask(reference: Reference, gpu: str) -> tuple[RunSpec, Question]:
-    wish = Wish(seq=reference.seq, micro_batch=1, global_batch=reference.batch)
+    wish = Wish(seq=reference.seq, micro_batch=1, global_batch=reference.batch, dtype="bf16")
     base = job(reference.model, [*reference.changes, f"name={reference.name}-{gpu}", "data.path=my-tokens"], wish)
     return base, question_of(base, f"{reference.gpus}x{gpu}")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from lmworks.plan.search.candidates import Question, Words, cases, cuts, legal, run_of, words
-from lmworks.spec import ModelSpec, RunSpec, SpecError
+from lmworks.plan.search.candidates import Question, Words, cases, cuts, legal, numbers, run_of, words
+from lmworks.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
 from lmworks.spec.hardware import parse_cluster
 from lmworks.spec.layout import LOOPED
 
@@ -25,7 +27,8 @@ def question(model: ModelSpec = SMALL, cluster: str = "16xh100", batch: int = 32
 
 
 def run_with(asked: Question, kind: Words, row: dict[str, int]) -> RunSpec:
-    base = RunSpec.from_dict({"model": asked.model.to_dict(), "data": {"seq": asked.seq}})
+    constant = {"cp_method": asked.constant.cp_method}
+    base = RunSpec.from_dict({"model": asked.model.to_dict(), "data": {"seq": asked.seq}, "parallel": constant})
     return run_of(asked, row | vars(kind) | {"offload_activations": 0}, base)
 
 
@@ -38,6 +41,32 @@ def test_every_candidate_is_a_legal_run_of_the_whole_cluster(model: ModelSpec) -
         spec = run_with(asked, kind, row)
         assert spec.parallel.world == 16
         assert spec.accumulation == row["accumulation"]
+
+
+@pytest.mark.parametrize("seq", [128, 24, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_degrees_are_those_that_the_spec_accepts(method: str, dtype: str, seq: int) -> None:
+    """In every number format and for both ways of context parallelism, on sequences of which few divide."""
+    asked = replace(question(batch=16, cp=2), constant=ParallelSpec(cp_method=method), dtype=dtype, seq=seq)
+    columns, axes = numbers(asked), ("tp", "pp", "micro_batch")
+    found = set(zip(*(columns[axis].tolist() for axis in axes), strict=True))
+    agreed = Counter[bool]()
+    for tp, pp, micro in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)):
+        dp = 8 // (tp * pp)
+        if not dp or 16 % (dp * micro):
+            continue
+        row = {"tp": tp, "cp": 2, "pp": pp, "ep": 1, "dp_shard": 1, "dp_replicate": dp, "virtual": 1}
+        try:
+            run_with(asked, Words(0, "gpipe" if pp > 1 else "1f1b", "none", "none"), row | {"micro_batch": micro})
+        except SpecError:
+            assert (tp, pp, micro) not in found
+            agreed[False] += 1
+        else:
+            assert (tp, pp, micro) in found
+            agreed[True] += 1
+    assert agreed[True] or (method, seq) == ("ring", 100) or dtype == "fp8"
+    assert agreed[False] or (method, dtype, seq) == ("ring", "bf16", 128)
 
 
 def test_what_was_not_priced_is_in_no_layout_that_is_found() -> None:

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 
 from lmworks.plan.case import Case
+from lmworks.plan.devices.machine import Machine
 from lmworks.plan.exact.shards import own_shapes
+from lmworks.plan.network import network
+from lmworks.plan.ops import Kernel, Workload
 from lmworks.plan.search.candidates import cases, question_of
 from lmworks.plan.step.bare import owned
 from lmworks.plan.step.comm import Weights
 from lmworks.plan.step.price import price
+from lmworks.plan.step.work import Pass
 from lmworks.spec import RunSpec, SpecError, catalogue, load_run
 
 H100 = catalogue()["H100-SXM-80GB"]
@@ -45,10 +49,32 @@ def test_a_key_changes_the_price(change: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_a_search_hears_what_is_kept(dtype: str) -> None:
-    question = question_of(run("precision.weights=bf16", "precision.states=bf16"), "8xh100", dtype)
+    alone = ("parallel.tp=1", "parallel.sp=false", "parallel.dp_shard=16", f"precision.dtype={dtype}")
+    question = question_of(run(*alone, "precision.weights=bf16", "precision.states=bf16"), "8xh100")
     _, found = next(cases(question))
     assert (found.software.weights, found.software.low, found.optimizer) == (2, 2, "adamw-bf16")
     assert dtype == "bf16" or not any(np.any(case.tp > 1) for _, case in cases(question))
+
+
+@pytest.mark.parametrize("compiled", ["true", "false"])
+def test_experts_are_not_in_8_bits(compiled: str) -> None:
+    """The trainer has fp8 in linear layers; a stack of experts is none, and the router decides in 16 bits."""
+    words = ["data.seq=4096", "data.micro_batch=2", "precision.dtype=fp8", f"parallel.compile={compiled}"]
+    spec = load_run("mixtral-8x7b", words)
+    m, machine = spec.model, Machine.of(H100)
+    block = network(Workload.of_case(Case.of(spec, H100))).block
+    products = [kernel for op in block for kernel in op.forward if kernel.kind == "gemm"]
+    wide = [kernel for kernel in products if kernel.wide]
+    narrow = [kernel for kernel in products if not kernel.wide]
+    visited = m.hidden * m.experts + m.top_k * m.mlp_matrix(m.expert_ffn)
+    assert sum(kernel.count * kernel.flops for kernel in wide) == pytest.approx(2 * 8192 * visited, rel=0.05)
+    assert sum(kernel.count * kernel.flops for kernel in narrow) == 2 * 8192 * m.attention_matrix
+
+    def seconds_in(kernels: list[Kernel], dtype: str) -> float:
+        return float(Pass.of([("matmul", kernel) for kernel in kernels], machine, dtype).seconds({"gemm": 1.0}))
+
+    assert seconds_in(wide, "fp8") == seconds_in(wide, "bf16")
+    assert seconds_in(narrow, "fp8") < 0.7 * seconds_in(narrow, "bf16")
 
 
 def test_overlapped_tensor_parallelism_is_faster() -> None:

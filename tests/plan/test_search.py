@@ -23,7 +23,7 @@ from lmworks.spec import RunSpec, SpecError
 
 
 def asked(model: str, cluster: str, batch: int, seq: int = 8192, **pinned: object) -> tuple[RunSpec, Question]:
-    base = job(model, [], Wish(seq=seq, micro_batch=1, global_batch=batch))
+    base = job(model, [], Wish(seq=seq, micro_batch=1, global_batch=batch, dtype="bf16"))
     return base, question_of(base, cluster, pinned=pinned)
 
 

@@ -22,7 +22,7 @@ OnCluster = Annotated[
 Seq = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sequence (data.seq).")]
 MicroBatch = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences a rank runs at once.")]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", min=1, help="Sequences of a step.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="Precision of products: bf16, fp16 or fp32.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="Precision of products: bf16, fp16, fp32 or fp8.")]
 UNKNOWN = "what a machine has is not in the catalogue, and a run is refused where there is no room"
 
 

@@ -10,14 +10,15 @@ import typer
 
 from ..spec.errors import SpecError
 from . import complete
+from .handoff import print_written, refuse_vocabulary
 from .job import Dtype, GlobalBatch, Seq
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
 
 if TYPE_CHECKING:
     from ..plan.search.candidates import Question
     from ..plan.search.explain import Verdict
+    from ..plan.search.request import Request
     from ..plan.search.search import Found, Result
-    from ..spec import RunSpec
 
 DROP = ("MWh", "GB sent", "free", "MFU", "tokens/s", "GiB a GPU")  # of the table of layouts, in a narrow terminal
 
@@ -39,14 +40,22 @@ def search(
     fix: Annotated[
         list[str] | None, typer.Option("--fix", help="Keep a part of the layout, e.g. tp=8 or recompute=none.")
     ] = None,
-    compiled: Annotated[bool, typer.Option("--compile/--eager", help="Blocks under torch.compile.")] = True,
+    compiled: Annotated[
+        bool | None, typer.Option("--compile/--eager", help="Blocks under torch.compile (unless the spec says no).")
+    ] = None,
     risk: Annotated[
         float, typer.Option("--risk", min=0.001, max=0.5, help="Probability of running out of memory that is taken.")
     ] = 0.1,
     explain: Annotated[
         str | None, typer.Option("--explain", help='Why not this layout: "tp=8 pp=4 zero=1 micro_batch=2".')
     ] = None,
-    tokens: Annotated[float, typer.Option("--tokens", min=1, help="Tokens to train on, for days and $.")] = 1e12,
+    tokens: Annotated[
+        float | None,
+        typer.Option("--tokens", min=1, help="Tokens to train on, for days, $ and --out (the spec's steps, or 1e12)."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="What --out trains on: a folder made by `lmworks data prepare`.")
+    ] = None,
     show: Annotated[int, typer.Option("--show", min=1, help="Rows of the table.")] = 12,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the fastest layout as a spec.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write an interactive page.")] = None,
@@ -57,25 +66,41 @@ def search(
     The table is the Pareto front, fastest first: every further row is slower and leaves more memory free. Times are of
     the closed form, the best 50 of a simulated timeline; `lmworks plan validate` says how wrong they are.
 
+    The layout of a spec file is what is searched for; a part of it that is typed (parallel.tp=8) is kept, as by --fix.
+
     \b
     Examples:
       lmworks plan search llama3-70b --cluster 256xh100 --seq 8192 --global-batch 1024
-      lmworks plan search llama3-8b --cluster 8xh100 --cluster 8xa100 --out best.toml
+      lmworks plan search llama3-70b precision.dtype=fp8 --cluster 256xh100 --global-batch 1024
+      lmworks plan search llama3-8b --cluster 8xh100 --tokens 15e9 --data data/mine --out best.toml
+      lmworks plan search llama3-8b --cluster 8xh100 --cluster 8xa100
       lmworks plan search llama3-70b --cluster 64xh100 --global-batch 512 --fix tp=8 --json
       lmworks plan search llama3-70b --cluster 64xh100 --global-batch 512 --explain "tp=8 zero=1"
     """
     from ..plan.search.candidates import question_of
     from ..plan.search.explain import explain as why
     from ..plan.search.explain import read_layout
+    from ..plan.search.handoff import chosen
+    from ..plan.search.request import read_request
     from ..plan.search.search import search as find
-    from ..plan.wish import Wish, job
+    from ..plan.wish import Wish
+    from ..spec.load import dump_toml
 
     began = time.perf_counter()
-    base = job(spec, overrides or (), Wish(seq=seq, micro_batch=1, global_batch=global_batch))
-    pinned = read_layout(fix or [])
-    questions = [
-        question_of(base, text, dtype or "bf16", compile=compiled, risk=risk, pinned=pinned) for text in cluster or [""]
-    ]
+    wish, fixed = Wish(seq=seq, global_batch=global_batch, dtype=dtype), read_layout(fix or [])
+    asked = read_request(
+        spec, overrides or (), wish, fixed, clusters=cluster or (), compile=compiled, tokens=tokens, data=data
+    )
+    base = asked.base
+    more: dict[str, Any] = {
+        "own": asked.cluster,
+        "compile": base.parallel.compile,
+        "risk": risk,
+        "pinned": asked.pinned,
+    }
+    questions = [question_of(base, text, **more) for text in cluster or [""]]
+    if out:
+        refuse_vocabulary(base)
     result = find(questions)
     verdict = why(questions[0], read_layout(explain.split()), base, result) if explain else None
     if not result.front and verdict is None:
@@ -88,14 +113,15 @@ def search(
         "legal": result.legal,
         "fitting": result.fitting,
         "seconds": time.perf_counter() - began,
-        "front": [row(found, base, tokens) for found in result.front],
-        "fastest": [row(found, base, tokens) for found in result.fastest] if len(questions) > 1 else [],
+        "front": [row(found, asked) for found in result.front],
+        "fastest": [row(found, asked) for found in result.fastest] if len(questions) > 1 else [],
         "explained": explained(verdict) if verdict else None,
     }
     if out and result.front:
-        from ..spec.load import dump_toml
-
-        write_file(out, dump_toml(result.front[0].spec(base).to_dict()), "--out")
+        place, written = chosen(result.front, asked)
+        write_file(out, dump_toml(written.to_dict()), "--out")
+        facts["written"] = {"path": str(out), "row": place, "steps": written.optim.steps}
+        facts["written"]["data"] = list(written.data.sources)
     if html:
         from ..observe.plan_page import search_page
 
@@ -108,7 +134,7 @@ def search(
     if verdict:
         print_verdict(verdict)
     if out and result.front:
-        typer.echo(f"wrote {out}; train it with: lmworks train {out}")
+        print_written(written, out, place)
     if html:
         typer.echo(f"page: {html}")
 
@@ -132,7 +158,7 @@ def no_room(question: Question, result: Result) -> str:
     return f"nothing fits on {where}: the most frugal layout needs {need:.1f} GiB of {room:.1f} GiB a GPU{hint}"
 
 
-def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
+def row(found: Found, asked: Request) -> dict[str, Any]:
     """One layout of the front, for programs."""
     from ..plan.devices.links import Fabric
     from ..plan.exact.collectives import collectives
@@ -140,7 +166,7 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
     from ..plan.memory.reserve import capacity, oom_probability, usable
     from ..plan.step.price import price as closed_form
 
-    price, question = found.price or closed_form(found.case), found.question
+    price, question, base = found.price or closed_form(found.case), found.question, asked.base
     spec, fabric = found.spec(base), Fabric.of(question.cluster, question.gpu)
     low, high = price.interval
     return {
@@ -162,7 +188,7 @@ def row(found: Found, base: RunSpec, tokens: float) -> dict[str, Any]:
         "headroom": found.headroom,
         "oom_probability": float(oom_probability(found.reserved, question.gpu)),
         "dollars_per_gtoken": found.dollars_per_gtoken if found.price_hour else None,
-        "bill": bill_of(found, tokens),
+        "bill": bill_of(found, asked.tokens_on(question)),
         "parts": {name: float(seconds) for name, seconds in price.parts.items()},
         "hidden": {name: float(seconds) for name, seconds in price.hidden.items()},
         "tags": price.tags,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from ..spec.errors import SpecError
+from ..spec import RunSpec, SpecError
 from ..spec.files import cache_root
+from ..spec.run import NO_DATA
 from .index import INDEX_FILE, VERSION, read_index
 from .pipeline import prepare
 from .progress import Progress, silent
@@ -15,6 +16,8 @@ from .tokenizer import bpe_size
 
 def resolve(path: str, progress: Progress = silent) -> Path:
     """Any number of processes may ask at once: one prepares, the others wait for it."""
+    if not path:
+        raise SpecError(NO_DATA)
     if path != "stdlib" and not path.startswith("stdlib:"):
         read_index(path)
         return Path(path)
@@ -28,3 +31,12 @@ def resolve(path: str, progress: Progress = silent) -> Path:
     if not (folder / INDEX_FILE).exists():
         prepare(["stdlib"], folder, tokenizer, progress=progress)
     return folder
+
+
+def refuse_vocabulary(spec: RunSpec, tokens: int) -> None:
+    """A tokenizer with more tokens than the model has rows for; fewer are no harm."""
+    if tokens > spec.model.vocab:
+        raise SpecError(
+            f"model.vocab = {spec.model.vocab} is less than the tokenizer's {tokens} tokens "
+            f"({', '.join(spec.data.sources)}); use at least {tokens}"
+        )

@@ -17,6 +17,10 @@ from .schema import Section, opt
 from .watch import WatchSpec
 
 RECOMPUTE = ("none", "selective", "mlp", "full", "budget")
+NO_DATA = (
+    'data.path = "" names no data: make some with `lmworks data prepare TEXT --out data/mine`, then '
+    "data.path=data/mine (or data.path=stdlib:bytes, the embedded corpus, to try it)"
+)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
 
 
@@ -27,7 +31,9 @@ class DataSpec(Section):
     section: ClassVar[str] = "data"
 
     path: str = opt(
-        "stdlib:bytes", "a folder made by `lmworks data prepare`, or stdlib:TOKENIZER for the embedded corpus"
+        "stdlib:bytes",
+        "a folder made by `lmworks data prepare`, or stdlib:TOKENIZER for the embedded corpus; empty in a plan that "
+        "names none, which cannot be started",
     )
     mix: dict[str, float] = opt({}, "several such folders with a weight each, instead of path")
     seq: int = opt(128, "tokens in one training sequence", ge=1)
@@ -46,6 +52,15 @@ class DataSpec(Section):
     @property
     def sources(self) -> dict[str, float]:
         return self.mix or {self.path: 1.0}
+
+    @property
+    def named(self) -> bool:
+        return bool(self.mix or self.path)
+
+    def refuse_unnamed(self) -> None:
+        """Before a run is started, or a job is written that starts it."""
+        if not self.named:
+            raise SpecError(NO_DATA)
 
 
 @dataclass(frozen=True)

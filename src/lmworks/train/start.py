@@ -19,17 +19,3 @@ def start_folder(run_dir: str | Path, spec: RunSpec, machine: Machine | None) ->
         prediction = {"params": spec.model.params, "notes": [str(error)]}
     folder = RunFolder.create(run_dir, spec)
     write_whole(folder.prediction_path, json.dumps(prediction, indent=2))
-
-
-def with_absolute_paths(spec: RunSpec) -> RunSpec:
-    """The resolved spec repeats the run from any folder."""
-
-    def absolute(path: str) -> str:
-        return path if not path or path.startswith("stdlib:") else str(Path(path).absolute())
-
-    mix = {absolute(path): weight for path, weight in spec.data.mix.items()}
-    return spec.replace(
-        data=spec.data.replace(path=absolute(spec.data.path), mix=mix),
-        checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)),
-        cluster=spec.cluster.replace(profile=absolute(spec.cluster.profile)),
-    )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from ..data import Batch, Batches, console_progress
+from ..data.cache import refuse_vocabulary
 from ..data.progress import silent
 from ..parallel.apply import lay_out
 from ..parallel.data import DataParallel
@@ -28,7 +29,8 @@ from ..plan.flops import model_flops_per_token
 from ..record import MetricsWriter, RunFolder, phase
 from ..record.checkpoint.digest import new_hash
 from ..record.checkpoint.remote import refuse_taken
-from ..spec import RunSpec, SpecError
+from ..spec import RunSpec
+from ..spec.paths import with_absolute_paths
 from .ahead import drop, may_look_ahead, stands_alone
 from .device import PeakMemory, find_gpu, make_deterministic, naming_gpu, pick_device
 from .evaluate import Evaluation, evaluate, held_out
@@ -45,7 +47,7 @@ from .rng import seed_everything
 from .saving import Saving
 from .signals import Interrupted, StopSignals
 from .sinks import Sink, open_sinks
-from .start import start_folder, with_absolute_paths
+from .start import start_folder
 from .step import Stepper
 from .watch import watching
 
@@ -95,13 +97,7 @@ class Trainer(Stepper):
         rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
         self.batches = together(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
         self.held_out = together(lambda: held_out(spec))
-        if self.batches.vocab_size > spec.model.vocab:
-            raise known(
-                SpecError(
-                    f"model.vocab = {spec.model.vocab} is less than the tokenizer's {self.batches.vocab_size} tokens "
-                    f"({', '.join(spec.data.sources)}); use at least {self.batches.vocab_size}"
-                )
-            )
+        together(lambda: refuse_vocabulary(spec, self.batches.vocab_size))
         self.weights = together(lambda: source_of(spec))
         self.step = self.cursor = 0
         self.detours = Detours({})

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...spec import Cluster, Gpu, ModelSpec, PrecisionSpec, RunSpec, SpecError
+from ...spec import Cluster, Gpu, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec, SpecError
 from ...spec.layout import IN_ROUNDS, LOOPED, SPLIT_BACKWARD, STAY, V_SHAPED
+from ...spec.precision import FP8_ALIGNED
 from ...spec.run import SCHEDULES
 from ..case import Case
+from ..exact.optimizers import optimizer_of
 from ..memory.reserve import RISK, room
 from ..software import COMPILED, EAGER, kept_in
 from ..wish import machines_of
@@ -47,6 +49,9 @@ class Question:
     risk: float = RISK  # of running out of memory, that is still taken
     pinned: Mapping[str, Any] = field(default_factory=dict)  # NUMBERS, WORDS and AWAY that are not open
     kept: PrecisionSpec = field(default_factory=PrecisionSpec)  # what weights and states are kept in
+    optimizer: str = "adamw"
+    # What no candidate changes: cp_method and reshard.
+    constant: ParallelSpec = field(default_factory=ParallelSpec)
 
     @property
     def precision(self) -> PrecisionSpec:
@@ -62,17 +67,20 @@ class Question:
         return room(self.gpu, self.risk)
 
 
-def question_of(base: RunSpec, cluster: str = "", dtype: str = "bf16", **more: Any) -> Question:
+def question_of(base: RunSpec, cluster: str = "", *, own: Cluster | None = None, **more: Any) -> Question:
     """A spec on a cluster as people type it, or on its own; what the spec says of networks and prices holds on both.
 
-    `more`: compile, risk and pinned, as in Question.
+    `own`: the spec's cluster, where `base` is without it (its layout has one rank). `more`: compile, risk and pinned,
+    as in Question.
     """
-    machines, gpu = machines_of(base.cluster, cluster)
+    machines, gpu = machines_of(own or base.cluster, cluster)
+    dtype, data = base.precision.dtype, base.data
     if not gpu.peak_flops(dtype):
         known = [name for name in ("bf16", "fp16", "fp32") if gpu.peak_flops(name)]
         raise SpecError(f"{gpu.name} has no known speed in {dtype}; it has one in {' and '.join(known) or 'nothing'}")
-    batch = base.data.global_batch if base.data.given["global_batch"] else SEQUENCES * machines.gpus
-    return Question(base.model, machines, gpu, base.data.seq, batch, dtype, **more, kept=base.precision)
+    batch = data.global_batch if data.given["global_batch"] else SEQUENCES * machines.gpus
+    more |= {"kept": base.precision, "optimizer": optimizer_of(base), "constant": base.parallel}
+    return Question(base.model, machines, gpu, data.seq, batch, dtype, **more)
 
 
 @dataclass(frozen=True)
@@ -101,15 +109,17 @@ def numbers(question: Question) -> Columns:
     rows: list[tuple[int, ...]] = []
     inside = [n for n in divisors(world) if n <= question.cluster.gpus_per_node or n == pinned.get("tp")]
     if question.dtype == "fp8":  # which tensor parallelism does not combine with
-        inside = [1]
+        inside = [1] if model.hidden % FP8_ALIGNED == 0 else []
     along = [n for n in divisors(world) if n == 1 or question.seq // n >= LEAST_TOKENS or n == pinned.get("cp")]
     for tp, cp, pp in itertools.product(inside, along, divisors(world)):
-        if world % (tp * cp * pp) or not cuts(model, question.seq, tp, cp, pp):
+        if world % (tp * cp * pp) or not cuts(model, question.seq, tp, cp, pp, question.constant.cp_method):
             continue
         dp = world // (tp * cp * pp)
         if question.global_batch % dp:
             continue
         each = [n for n in divisors(question.global_batch // dp) if n <= MICRO_BATCHES]
+        if question.dtype == "fp8":
+            each = [n for n in each if n * question.seq // cp % FP8_ALIGNED == 0]
         experts = [n for n in divisors(model.experts or 1) if n <= dp * cp]
         stages = [n for n in (1, *VIRTUAL) if n == 1 or 1 < pp <= model.layers // n]
         for ep, shard, micro, virtual in itertools.product(experts, divisors(dp), each, stages):
@@ -122,12 +132,22 @@ def numbers(question: Question) -> Columns:
     return {name: column[keep] for name, column in columns.items()}
 
 
-def cuts(model: ModelSpec, seq: int, tp: int, cp: int, pp: int) -> bool:
+def cuts(model: ModelSpec, seq: int, tp: int, cp: int, pp: int, method: str = "ring") -> bool:
     """Whether heads, MLP, vocabulary, sequence and layers divide (`spec.layout.tensor`, `context`)."""
     ffn = model.expert_ffn if model.experts else model.ffn
     whole = not (model.heads % tp or model.vocab % tp or ffn % tp)
     shared = not (model.kv_heads % tp and tp % model.kv_heads)
-    return whole and shared and seq % (2 * cp if cp > 1 else 1) == 0 and seq // cp % tp == 0 and pp <= model.layers
+    return whole and shared and seq // cp % tp == 0 and pp <= model.layers and spans(model, seq, tp, cp, method)
+
+
+def spans(model: ModelSpec, seq: int, tp: int, cp: int, method: str) -> bool:
+    """Whether a sequence can be spread over context-parallel ranks (`spec.layout.context`)."""
+    if cp == 1:
+        return True
+    if model.capacity or seq % (2 * cp if method == "ring" else cp):
+        return False
+    heads, kv_heads = model.heads // tp, max(1, model.kv_heads // tp)
+    return method == "ring" or not (heads % cp or (kv_heads % cp and cp % kv_heads))
 
 
 def legal(question: Question, kind: Words, columns: Columns) -> NDArray[np.bool_]:
@@ -166,6 +186,7 @@ def may_wait(model: ModelSpec, pp: NDArray[Any]) -> NDArray[np.bool_]:
 def cases(question: Question) -> Iterator[tuple[Words, Case]]:
     """All legal layouts, in cases of equal words; sequence parallelism goes with tensor parallelism."""
     columns = numbers(question)
+    constant = question.constant
     software = kept_in(COMPILED if question.compile else EAGER, question.precision)
     for kind in words(question):
         allowed = legal(question, kind, columns)
@@ -185,7 +206,9 @@ def cases(question: Question) -> Iterator[tuple[Words, Case]]:
                 **vars(kind),
                 sp=True,  # of one rank it is nothing
                 dtype=question.dtype,
-                optimizer="adamw-bf16" if question.kept.states == "bf16" else "adamw",
+                reshard=constant.reshard,
+                cp_method=constant.cp_method,
+                optimizer=question.optimizer,
                 offload_activations=question.pinned.get(AWAY, 0.0),
                 cluster=question.cluster,
             ),

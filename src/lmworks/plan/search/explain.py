@@ -63,6 +63,11 @@ def read_layout(texts: Iterable[str]) -> Layout:
         if not equals:
             raise SpecError(f"'{text}' is no part of a layout; write name=value, e.g. tp=8")
         layout[key.strip()] = parse_value(value.strip())
+    refuse_nonsense(layout)
+    return layout
+
+
+def refuse_nonsense(layout: Layout) -> None:
     for key, value in layout.items():
         if key not in (*NUMBERS, *WORDS, AWAY):
             raise SpecError(f"{key} is no part of a layout{did_you_mean(key, (*NUMBERS, *WORDS, AWAY))}")
@@ -73,7 +78,6 @@ def read_layout(texts: Iterable[str]) -> Layout:
         choices = {**MORE, "schedule": SCHEDULES}.get(key, (value,))
         if value not in choices:
             raise SpecError(f"{key} = {value!r}: it can be {', '.join(map(str, choices))}")
-    return layout
 
 
 def filled(question: Question, said: Layout) -> Layout:

@@ -16,7 +16,7 @@ from ...record import RunFolder, read_metrics
 from ...spec import RunSpec, SpecError, TrainingError, dump_toml
 from ...spec.errors import PREEMPTED
 from ...spec.files import write_whole
-from ...train.start import with_absolute_paths
+from ...spec.paths import with_absolute_paths
 from ..sections import open_folder
 from .verdict import Figures, figures, noise_of, verdict
 from .watched import LOOKED
