@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..spec.errors import SpecError, did_you_mean
+from .handoff import refuse_vocabulary
 from .output import Overrides, Spec, write_file
 
 if TYPE_CHECKING:
@@ -114,13 +115,16 @@ def ray(
     """
     from ..launch import Job, ray_driver
     from ..spec import load_run
+    from ..spec.paths import with_absolute_paths
 
     loaded = load_run(spec, overrides or ())
     world = loaded.parallel.world
     if workers not in (None, world):
         raise SpecError(f"--workers {workers}: the layout has {world} ranks (pp × dp × cp × tp), one a worker")
     folder = Path(run_dir or f"runs/{loaded.name}").absolute()
-    job = Job.of(loaded, spec, overrides or (), nodes=world, per_node=1, run_dir=str(folder))
+    refuse_vocabulary(loaded)
+    # Ray's workers start in folders of their own.
+    job = Job.of(with_absolute_paths(loaded), spec, overrides or (), nodes=world, per_node=1, run_dir=str(folder))
     storage = str(Path(job.run_dir).parent / "ray")
     deliver(ray_driver(job, storage), out, "python {}")
 
@@ -130,6 +134,7 @@ def make_job(source: str, overrides: list[str] | None, nodes: int | None, per_no
     from ..spec import load_run
 
     loaded = load_run(source, overrides or ())
+    refuse_vocabulary(loaded)
     return Job.of(loaded, source, overrides or (), nodes=nodes, per_node=per_node, run_dir=run_dir)
 
 

@@ -51,6 +51,7 @@ def train(
     from ..spec import load_run
 
     loaded = load_run(spec, overrides or ())
+    loaded.data.refuse_unnamed()
     target = run_dir or own_folder(loaded)
     again = ["resume", str(target), *(["--json"] if json else [])]
     if supervised(loaded, max_restarts):

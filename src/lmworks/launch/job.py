@@ -32,6 +32,7 @@ class Job:
         run_dir: str = "",
     ) -> Self:
         """Lay the spec's ranks over machines: those of the options, or else those of `cluster`."""
+        spec.data.refuse_unnamed()
         nodes, per_node = machines(spec, nodes, per_node)
         cluster = spec.cluster.replace(nodes=nodes, gpus_per_node=per_node)
         said = (f"cluster.nodes={nodes}", f"cluster.gpus_per_node={per_node}") if cluster != spec.cluster else ()
