@@ -17,6 +17,7 @@ from fake_device import FakeDevice, Launched, Work, alone
 from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.engine.blocks import IntegrityError
 from lmworks.engine.engine import Engine
+from lmworks.engine.grammar import grammar
 from lmworks.engine.offline import Offline
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.picked import Picked
@@ -347,6 +348,19 @@ def test_a_shape_that_grows_too_complex_says_so_and_ends_alone() -> None:
     heavy, light = (results[request.id] for request in requests)
     assert heavy is not None and "shape cannot be followed: it is too complex" in (heavy.error or "")
     assert light is not None and re.fullmatch("[ab]{40}", light.text)
+
+
+def test_a_grammar_that_came_compiled_is_not_compiled_in_the_middle_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others were compiled since, so that it is not kept any more."""
+    pytest.importorskip("llguidance")
+    engine = Engine(Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"yes, of course"]), ByteTokenizer())
+    params, grammars = SamplingParams(max_tokens=20, choice=["yes", "no"], n=2), engine.runner.grammars
+    assert grammars is not None
+    compiled = grammars.compile(grammar(params))
+    grammars.compiled.drop(grammar(params))
+    monkeypatch.setattr(grammars, "compile", lambda *_: pytest.fail("the engine's thread compiles"))
+    result = result_of(engine, Request([1], params, grammar=compiled))
+    assert [each.text for each in result.answers] == ["yes", "yes"]
 
 
 def test_a_shape_that_cannot_be_used_is_refused_alone() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,13 +16,14 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Inner
 
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
-from lmworks.engine.grammar import KEPT, LIMITS, Grammars, Matcher, grammar, text_depth
+from lmworks.engine.grammar import KEPT, KEPT_BYTES, LIMITS, Grammars, Matcher, grammar, text_depth
+from lmworks.engine.kept import Kept
 from lmworks.engine.params import SamplingParams
 from lmworks.engine.request import Request, Sequence
 from lmworks.engine.sampler import Sampler
 from lmworks.engine.text import Text
-from lmworks.engine.trial import Trial
-from lmworks.spec import SpecError
+from lmworks.engine.trial import FIRST, Budget, TooComplex, Trial, end
+from lmworks.spec import LMWorksError, SpecError
 
 PADDING = 40  # ids of the model that the tokenizer does not have
 
@@ -330,6 +333,8 @@ def test_no_shape_holds_up_the_others(name: str) -> None:
         matcher = grammars.matcher(SamplingParams(**HEAVY[name]))
     except SpecError as error:
         assert "complex" in str(error)
+        with pytest.raises(SpecError, match="complex"):
+            grammars.known(grammar(SamplingParams(**HEAVY[name])))  # the next time it is refused without a trial
         matcher = None
     times = [time.process_time() - start]
     for _ in range(25):
@@ -347,6 +352,10 @@ def test_no_shape_holds_up_the_others(name: str) -> None:
         assert "complex" in matcher.error
 
 
+def children(process: int) -> list[str]:
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+
+
 def test_what_died_of_a_grammar_is_there_for_the_next() -> None:
     """And nobody is left behind."""
     trial, simple = Trial(LIMITS), json.dumps({"lark": 'start: "a"+'})
@@ -357,14 +366,69 @@ def test_what_died_of_a_grammar_is_there_for_the_next() -> None:
     assert trial.process is first
     with pytest.raises(SpecError, match="too complex"):
         trial.check(grammar(SamplingParams(regex=r"\w*" * 20_000)))
-    assert first.poll() is not None
+    assert trial.process is first and first.poll() is None and not children(first.pid), "a fork of it died"
     trial.check(simple)
-    second = trial.process
-    assert second is not None
-    second.kill()
-    second.wait()
+    first.kill()
+    first.wait()
     trial.check(simple)  # one that was killed meanwhile
-    third = trial.process
-    assert third is not None
+    second = trial.process
+    assert second is not None and second is not first
     del trial
-    assert third.poll() is not None
+    assert second.poll() is not None
+
+
+def test_a_trial_that_is_ended_takes_its_fork_along() -> None:
+    trial = Trial(LIMITS)
+    with ThreadPoolExecutor(1) as pool:
+        heavy = pool.submit(trial.check, grammar(SamplingParams(regex=r"\w*" * 20_000)), Budget(1000, 2**33))
+        while trial.process is None or not (forked := children(trial.process.pid)):
+            time.sleep(0.01)
+        end(trial.process)
+        with pytest.raises(LMWorksError, match="was lost"):
+            heavy.result(60)
+    assert not Path(f"/proc/{forked[0]}").exists() or "(zombie)" in Path(f"/proc/{forked[0]}/status").read_text()
+
+
+def test_a_smaller_budget_refuses_for_now_and_the_full_one_for_good() -> None:
+    grammars = Grammars(ByteTokenizer(), 257)
+    slow = grammar(SamplingParams(json_schema={"type": "integer", "multipleOf": 99_991}))  # about a second
+    with pytest.raises(TooComplex, match=r"more than 0\.1 s"):
+        grammars.compile(slow, FIRST)
+    assert grammars.known(slow) is None, "neither compiled nor refused"
+    grammars.compile(slow)
+    assert grammars.known(slow) is not None
+    assert 10 * 2**20 < grammars.compiled.bytes < KEPT_BYTES, "its memory was measured"
+
+
+def test_refused_grammars_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(ByteTokenizer(), 257)
+    monkeypatch.setattr(grammars.refused, "most", 3)
+    tried: list[str] = []
+    check = Trial.check
+    monkeypatch.setattr(Trial, "check", lambda trial, text, budget: tried.append(text) or check(trial, text, budget))
+    for _ in range(2):
+        with pytest.raises(SpecError, match="unclosed group"):
+            grammars.matcher(SamplingParams(regex="(a"))
+        with pytest.raises(SpecError, match="banana"):
+            grammars.matcher(SamplingParams(json_schema={"type": "banana"}))
+    assert len(tried) == 2 and len(grammars.refused) == 2
+    for i in range(5):
+        with pytest.raises(SpecError):
+            grammars.matcher(SamplingParams(regex=f"({i}"))
+    assert len(grammars.refused) == 3 and len(grammars.compiled) == 0
+
+
+def test_what_is_kept_has_a_bound_in_number_and_size() -> None:
+    kept: Kept[str] = Kept(3, 100)
+    for key in "abc":
+        kept.put(key, key.upper(), 30)
+    assert kept.get("a") == "A" and kept.bytes == 90
+    kept.put("d", "D", 10)  # the fourth: b was used least
+    assert [*kept] == ["c", "a", "d"] and kept.bytes == 70
+    kept.put("e", "E", 80)  # too much with those before
+    assert [*kept] == ["d", "e"] and kept.get("c") is None
+    kept.put("f", "F", 101)
+    assert len(kept) == kept.bytes == 0, "larger than all may be"
+    kept.put("g", "G", 5)
+    kept.put("g", "G", 7)
+    assert kept.bytes == 7

@@ -24,7 +24,7 @@ from lmworks.engine.request import Request, Result
 from lmworks.serve import engine_loop, engine_process
 from lmworks.serve.backend import Ask, BackendError, Event
 from lmworks.serve.box import Box, joined
-from lmworks.serve.channel import Submit, Wire
+from lmworks.serve.channel import Wire
 from lmworks.serve.engine_loop import Loop
 from lmworks.serve.engine_process import EngineProcess, Patience
 from lmworks.spec import LMWorksError, SpecError
@@ -229,18 +229,6 @@ def test_who_leaves_before_a_shape_is_compiled_leaves_nothing(engine: EngineProc
         assert engine.state.metrics["prompt_tokens"] <= taken_in + 3  # one of two compilers may have been that far
 
     run(main())
-
-
-def test_nobody_compiles_for_those_who_left() -> None:
-    """Those who ask for large shapes and leave would else keep all others from theirs."""
-    compiled: list[SamplingParams] = []
-    grammars = SimpleNamespace(matcher=compiled.append)
-    loop = Loop(cast(Wire, None))
-    loop.engine = cast(Any, SimpleNamespace(runner=SimpleNamespace(grammars=grammars)))
-    loop.wanted.add(1)
-    for number in range(3):
-        loop.compile(Submit(number, Ask([1], replace(LONG, regex="a"))))
-    assert len(compiled) == len(loop.orders) == 1
 
 
 def test_an_engine_that_lost_a_rank_ends_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:

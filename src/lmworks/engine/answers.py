@@ -32,7 +32,7 @@ def prepare(sequence: Sequence, tokenizer: Tokenizer | None, grammars: Grammars 
     if tokenizer is not None and (params.stop or sequence.request.stream):
         sequence.text = Text(tokenizer, params.stop, params.include_stop, params.min_tokens)
     if grammars is not None and params.shaped:
-        sequence.matcher = grammars.matcher(params)
+        sequence.matcher = grammars.matcher(params, sequence.request.grammar)
 
 
 def push(sequence: Sequence, token: int) -> tuple[str, Ending | None]:

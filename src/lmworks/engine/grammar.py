@@ -8,31 +8,37 @@ with the request; one that grows too complex on the way ends its own answer (`Ma
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from queue import LifoQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-from ..spec import LMWorksError, SpecError
+from ..data.tokenizer import Tokenizer
+from ..spec import SpecError
+from .grammar_tokens import adapted, imported
+from .kept import Kept
 from .params import SamplingParams
-from .trial import Trial
+from .trial import FULL, Budget, TooComplex, Trial
 
 if TYPE_CHECKING:
     import llguidance
 
-KEPT = 64  # compiled grammars that are kept for the next request with the same
+KEPT, KEPT_BYTES = 64, 2**29  # compiled grammars that are kept for the next request with the same, and their memory
+KEPT_REFUSED = 1024  # of those that were refused, why
+TRIALS = 3  # processes that try grammars, at most
+SMALL = 4096  # characters of choices that are compiled in a few milliseconds, whatever they are
 MOST_TEXT = 64 * 1024  # characters of a schema, a regex, or all choices together
 MOST_NESTING = 48  # levels of a schema; the library's own recursion is safe below 128
 MOST_OPTIONAL = 256  # optional properties of one object: work grows with their square
 # Between two parts of a JSON text. With more, a model that likes blanks fills its answer with them.
 WHITESPACE = r"[\x20\x0A]"
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
 # A fraction of the library's own, which let a regex such as ((a{100}){100}){100} run for two seconds before a token.
 LIMITS = {
     "initial_lexer_fuel": 500_000,
@@ -77,29 +83,66 @@ class Grammars:
         """The mask is for `valid` tokens; `ends` are tokens that end a text, besides the tokenizer's own."""
         self.tokenizer, self.vocab = tokenizer, max(valid, tokenizer.vocab_size)
         self.ends = sorted({tokenizer.eot, *ends})
-        self.lock, self.trial = threading.Lock(), Trial(LIMITS)
-        self.compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the least used first
+        self.lock, self.reading = threading.Lock(), threading.Lock()
+        self.compiled: Kept[llguidance.LLMatcher] = Kept(KEPT, KEPT_BYTES)  # by the grammar's text
+        self.refused: Kept[str] = Kept(KEPT_REFUSED)  # why, by the digest of the text
+        self.trials: LifoQueue[Trial] = LifoQueue()
+        for _ in range(TRIALS):
+            self.trials.put(Trial(LIMITS))
         self.inner: llguidance.LLTokenizer | None = None
         self.executor: llguidance.LLExecutor | None = None
 
-    def matcher(self, params: SamplingParams) -> Matcher | None:
+    def matcher(self, params: SamplingParams, compiled: llguidance.LLMatcher | None = None) -> Matcher | None:
         """For one sequence; None: its answer may have any shape. A shape that cannot be used raises SpecError."""
-        if params.json_schema is None and params.regex is None and params.choice is None:
+        if not params.shaped:
             return None
-        text = grammar(params)
+        pristine = compiled or self.compile(grammar(params))
         with self.lock:
-            pristine = self.compiled.get(text)
+            return Matcher(pristine.deep_copy())
+
+    def compile(self, text: str, budget: Budget | None = FULL) -> llguidance.LLMatcher:
+        """What every answer of that grammar begins as. One that takes more than the budget raises TooComplex, and is
+        not known as refused unless it had the full one. No budget: it is known to be small, and not tried first.
+        """
+        if (found := self.known(text)) is not None:
+            return found
+        try:
+            size = 0 if budget is None else self.tried(text, budget)
+            found = compiled(self.tokens(), text)
+        except TooComplex as error:
+            if budget == FULL:
+                self.refuse(text, error)
+            raise
+        except SpecError as error:
+            self.refuse(text, error)
+            raise
+        with self.lock:
+            self.compiled.put(text, found, size)
+        return found
+
+    def known(self, text: str) -> llguidance.LLMatcher | None:
+        """None: it was neither compiled nor refused, or so long ago that it is forgotten."""
+        with self.lock:
+            if (why := self.refused.get(digest(text))) is not None:
+                raise SpecError(why)
+            return self.compiled.get(text)
+
+    def refuse(self, text: str, error: SpecError) -> None:
+        with self.lock:
+            self.refused.put(digest(text), str(error))
+
+    def tried(self, text: str, budget: Budget) -> int:
+        trial = self.trials.get()
+        try:
+            return trial.check(text, budget)
+        finally:
+            self.trials.put(trial)
+
+    def tokens(self) -> llguidance.LLTokenizer:
+        with self.reading:
             if self.inner is None:
                 self.inner = adapted(self.tokenizer, self.vocab, self.ends)
-        if pristine is None:
-            self.trial.check(text)
-            pristine = compiled(self.inner, text)
-        with self.lock:
-            self.compiled[text] = pristine
-            self.compiled.move_to_end(text)
-            while len(self.compiled) > KEPT:
-                self.compiled.popitem(last=False)
-            return Matcher(pristine.deep_copy())
+            return self.inner
 
     def masks(self, matchers: Sequence[Matcher | None], device: torch.device | str) -> Tensor | None:
         """(rows, words) int32 on the device, a bit for each token. None: every row allows every token.
@@ -133,14 +176,6 @@ def compiled(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatch
     return matcher
 
 
-def imported() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise LMWorksError("json_schema, regex and choice need llguidance: pip install 'lmworks[grammar]'") from None
-    return llguidance
-
-
 # --- what is asked for, in the library's words ---
 
 
@@ -163,6 +198,17 @@ def grammar(params: SamplingParams) -> str:
         raise SpecError("choice must be a list of texts, at least one, none of them empty")
     check_text("choice", "|".join(choices))
     return str(library.grammar_from_regex("|".join(map(literal, choices))))
+
+
+def simple(params: SamplingParams) -> bool:
+    """Whether it is compiled at once, whoever asks for it: any JSON object, or not too many choices."""
+    if params.choice is not None:
+        return sum(map(len, params.choice)) <= SMALL
+    return params.json_schema == ANY_OBJECT
+
+
+def digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
 
 
 def literal(text: str) -> str:
@@ -241,62 +287,3 @@ def explained(error: str) -> str:
     if "too many expressions" in line or "items; max is" in line or "fuel" in line or "too big" in line:
         return f"it is too complex ({line[:120]})"
     return line[:300]
-
-
-# --- the tokenizer ---
-
-
-class ByteVocabulary:
-    """`ByteTokenizer` as llguidance wants it."""
-
-    eos_token_id = ByteTokenizer.eot
-    bos_token_id = None
-    special_token_ids = (ByteTokenizer.eot,)
-
-    def __init__(self, vocab: int) -> None:
-        self.tokens = [*(bytes([byte]) for byte in range(256)), b"<eot>"]
-        self.tokens += [b""] * (vocab - len(self.tokens))
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text.encode("utf-8") if isinstance(text, str) else text)
-
-
-class FileVocabulary:
-    """`FileTokenizer` likewise. The library can read one by itself, but where an answer has to spell the name of a
-    special token, it would take that token. So names are given to it in two parts.
-    """
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: FileTokenizer, read: llguidance.LLTokenizer) -> None:
-        self.eos_token_id, self.read = tokenizer.eot, read
-        ids = range(read.vocab_size)
-        added = tokenizer.inner.get_added_tokens_decoder()
-        # The library takes every added token for special. One that is not, as <think> often is, is text.
-        self.special_token_ids = [
-            each for each in ids if read.is_special_token(each) and (each not in added or added[each].special)
-        ]
-        self.tokens = [read.decode_bytes([each]) for each in ids]
-        names = "|".join(re.escape(each.content) for each in added.values() if each.special)
-        self.named = re.compile(f"(?={names})") if names else None
-
-    def __call__(self, text: str) -> list[int]:
-        starts = [found.start() + 1 for found in self.named.finditer(text)] if self.named else []
-        parts = (text[begin:end] for begin, end in pairwise([0, *starts, len(text)]))
-        return [token for part in parts for token in self.read.tokenize_str(part)]
-
-
-def adapted(tokenizer: Tokenizer, vocab: int, ends: list[int]) -> llguidance.LLTokenizer:
-    """Which bytes each token stands for. Takes one to two seconds for a large vocabulary."""
-    library = imported()
-    try:
-        if isinstance(tokenizer, FileTokenizer):
-            read = library.LLTokenizer(tokenizer.inner.to_str(), n_vocab=vocab)
-            known: ByteVocabulary | FileVocabulary = FileVocabulary(tokenizer, read)
-        elif isinstance(tokenizer, ByteTokenizer):
-            known = ByteVocabulary(vocab)
-        else:
-            raise SpecError("json_schema, regex and choice need a tokenizer.json, or bytes")
-        return library.LLTokenizer(library.TokenizerWrapper(known), n_vocab=vocab, eos_token=ends)
-    except ValueError as error:
-        raise SpecError(f"json_schema, regex and choice do not work with this tokenizer: {error}") from None

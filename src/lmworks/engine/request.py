@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from .params import SamplingParams
 
 if TYPE_CHECKING:
+    import llguidance
+
     from .grammar import Matcher
     from .text import Text
 
@@ -137,6 +139,7 @@ class Request:
     tenant: str = ""  # requests share cached prefixes only within a tenant
     ends: tuple[int, ...] = ()  # tokens that end an answer: end of text, unless ignored, and params.stop_token_ids
     stream: bool = False  # text is wanted token by token
+    grammar: llguidance.LLMatcher | None = None  # what `params` ask for, where it was compiled before
     id: int = field(default_factory=itertools.count().__next__)
     arrived: float = field(default_factory=time.monotonic)
     sequences: list[Sequence] = field(default_factory=list)

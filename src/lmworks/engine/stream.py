@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from ..spec import LMWorksError, SpecError
 from .engine import Engine
+from .grammar import grammar
 from .request import Piece, Request
 
 CLOSED = "the engine was closed"
@@ -56,8 +57,8 @@ class AsyncEngine:
         request.stream = True
         grammars = self.engine.runner.grammars
         if request.params.shaped and grammars is not None:
-            # Compiled here, and then kept: it may take a second, and the engine's thread has others to serve.
-            await asyncio.to_thread(grammars.matcher, request.params)
+            # Compiled here: it may take a second, and the engine's thread has others to serve.
+            request.grammar = await asyncio.to_thread(lambda: grammars.compile(grammar(request.params)))
         consumer = Consumer(asyncio.get_running_loop())
         self.order(lambda: self.take_in(request, consumer), request.id, consumer)
         finished = False

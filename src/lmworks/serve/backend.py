@@ -49,7 +49,9 @@ class Ask:
     priority: int = 0
     tenant: str = ""
     stream: bool = True  # events as tokens come; False: one event for each answer, at its end
-    queue_seconds: float = 0.0  # longest time it may wait to be let in (0: any)
+    share: str = ""  # who asks: among those, the compiling of grammars is shared fairly
+    compile_seconds: float = 0.0  # longest time its grammar may take, waiting included (0: any)
+    queue_seconds: float = 0.0  # longest time it may wait to be let in, once that is there (0: any)
     request_seconds: float = 0.0  # longest time in all (0: any)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 

@@ -72,6 +72,7 @@ class Report(NamedTuple):
     """What the last steps brought."""
 
     steps: int  # since the start
+    compiled: list[int]  # requests with a grammar that is there now: the engine has them
     started: list[int]  # requests that were let in
     refused: list[tuple[int, str]]
     events: list[tuple[int, tuple[Any, ...]]]  # by request: the fields of an Event

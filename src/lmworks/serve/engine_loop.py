@@ -1,7 +1,8 @@
 """The engine's process: it takes in what the API sends, steps, and reports what each step brought.
 
-One thread steps the engine and writes. A second one reads; a shape to compile goes to a third, so that it holds up
-nobody. When the API's end of the wire is closed, or the API is gone in whatever way, the process ends at once.
+One thread steps the engine and writes. A second one reads; grammars are compiled by others (`compile_queue`), so that
+they hold up nobody. When the API's end of the wire is closed, or the API is gone in whatever way, the process ends at
+once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -23,9 +23,9 @@ from ..engine.request import Answer, Piece, Request, Result
 from ..spec import LMWorksError, SpecError
 from .backend import Ask, Usage
 from .channel import Assignment, Cancel, Failed, Hello, Report, Served, Submit, Wire, pack_tokenizer
+from .compile_queue import CompileQueue, Job
 
 NEWS_S = 0.25  # between two reports of numbers, while there is work
-COMPILERS = 2
 LOOK_S = 1.0  # how often an idle engine is asked whether it could go on
 
 Fields = tuple[Any, ...]  # of an Event
@@ -93,7 +93,9 @@ class Loop:
         self.wanted: set[int] = set()  # requests that somebody waits for
         self.orders: list[Callable[[], None]] = []
         self.changed = threading.Condition()  # guards both
-        self.compilers = ThreadPoolExecutor(COMPILERS, "compile")
+        self.compilers: CompileQueue | None = None
+        self.compiling: set[int] = set()  # requests whose grammar is not there yet; touched by `run` alone
+        self.compiled: list[int] = []  # to be reported
         self.refused: list[tuple[int, str]] = []
         self.steps = 0
         self.told = 0.0  # when numbers were last reported
@@ -108,28 +110,29 @@ class Loop:
             return
         with self.changed:
             self.wanted.add(message.number)
-        if message.ask.params.shaped and self.engine.runner.grammars is not None:
-            self.compilers.submit(self.compile, message)
-        else:
+        grammars = self.engine.runner.grammars
+        if not message.ask.params.shaped or grammars is None:
             self.order(lambda: self.take_in(message))
+            return
+        self.compilers = self.compilers or CompileQueue(grammars)
+        self.order(lambda: self.compiling.add(message.number))
+        number, ask = message
+        self.compilers.put(
+            Job(ask.share, ask.params, lambda: number in self.wanted, lambda found: self.compile_ended(message, found))
+        )
 
     def order(self, what: Callable[[], None]) -> None:
         with self.changed:
             self.orders.append(what)
             self.changed.notify()
 
-    def compile(self, message: Submit) -> None:
-        """The engine finds it compiled, then. One that cannot be is refused without troubling the engine."""
-        if message.number not in self.wanted:
-            return  # taken back while it waited for this thread
-        try:
-            assert self.engine.runner.grammars is not None
-            self.engine.runner.grammars.matcher(message.ask.params)
-        except BaseException as error:  # a panic of the library is no Exception
-            reason = str(error)
+    def compile_ended(self, message: Submit, found: Any) -> None:
+        """One that cannot be compiled is refused without troubling the engine."""
+        if isinstance(found, BaseException):
+            reason = str(found)
             self.order(lambda: self.refuse(message.number, reason))
         else:
-            self.order(lambda: self.take_in(message))
+            self.order(lambda: self.take_in(message, found))
 
     # --- the engine's thread ------------------------------------------------------------------------------
 
@@ -144,26 +147,39 @@ class Loop:
 
     def carry_out(self) -> None:
         with self.changed:
-            while not self.changed.wait_for(lambda: self.orders or self.engine.busy, LOOK_S):
+            while not self.changed.wait_for(lambda: self.orders or self.engine.busy, self.pause):
                 if why := self.engine.runner.lost():  # nobody asks for anything, and nobody would hear of it
                     raise LMWorksError(why)
+                if self.compiling:
+                    break  # a report says that we are there
             orders, self.orders = self.orders, []
         for order in orders:
             order()
 
-    def take_in(self, message: Submit) -> None:
+    @property
+    def pause(self) -> float:
+        return NEWS_S if self.compiling else LOOK_S
+
+    def take_in(self, message: Submit, grammar: Any = None) -> None:
         """Whatever goes wrong here is this request's own affair."""
+        self.compiling.discard(message.number)
         if message.number not in self.wanted:
-            return  # taken back while its shape was compiled
+            return  # taken back while its grammar was compiled
+        if message.ask.params.shaped:
+            self.compiled.append(message.number)
         try:
-            self.engine.add(request_of(message.number, message.ask))
+            request = request_of(message.number, message.ask)
+            request.grammar = grammar
+            self.engine.add(request)
         except BaseException as error:
             self.refuse(message.number, f"{type(error).__name__}: {error}")
 
     def refuse(self, number: int, reason: str) -> None:
+        self.compiling.discard(number)
         self.refused.append((number, reason))
 
     def cancel(self, number: int) -> None:
+        self.compiling.discard(number)
         self.engine.cancel(number)
 
     def report(self, pieces: list[Piece]) -> None:
@@ -178,15 +194,16 @@ class Loop:
             else:
                 events += [(number, fields) for fields in events_of(piece)]
         refused, self.refused = self.refused, []
+        compiled, self.compiled = self.compiled, []
         over = [piece.request.id for piece in pieces if piece.result is not None]
         with self.changed:
             self.wanted.difference_update(over, (number for number, _ in refused))
         idle, now = not self.engine.busy, time.monotonic()
         news = idle or now - self.told >= NEWS_S
-        if news or started or refused or events:
+        if news or started or compiled or refused or events:
             self.told = now if news else self.told
             metrics = asdict(self.engine.metrics) if news else None
-            self.wire.send(Report(self.steps, started, refused, events, metrics))
+            self.wire.send(Report(self.steps, compiled, started, refused, events, metrics))
 
 
 # --- what the engine says, as events ----------------------------------------------------------------------

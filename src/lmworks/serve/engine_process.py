@@ -5,7 +5,8 @@
 
 The process dies, or its loop fails: every open request hears so at once, and another process is started, later each
 time it does not last. It has work and takes no step: `state.stuck`, and after a while it is killed, which is the case
-before. The API dies: the process sees its wire end, and ends.
+before. Grammars that are being compiled are no work for the engine: they have a clock of their own. The API dies: the
+process sees its wire end, and ends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ TICK_S = 0.25  # how often it is looked whether the engine advances
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0  # before a process is started again; twice as long each time
 STEADY_S = 60.0  # a process that lasted so long starts the pauses anew
 SHUTTING_DOWN = "the server is shutting down"
+COMPILING = 64  # requests of one key that may wait for their grammars
 BACKLOG = 64 * 2**20  # bytes that a process may have left unread: one that hangs is not written to for ever
 ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
@@ -72,6 +74,7 @@ class EngineProcess:
         self.numbers = itertools.count()
         self.boxes: dict[int, Box] = {}
         self.owed: set[int] = set()  # requests that the process has not finished; consumers may be behind
+        self.compiling: dict[int, Ask] = {}  # those of them whose grammar is not compiled yet
         self.emptied = asyncio.Event()  # no request is open
         self.life: Life | None = None
         self.supervisor: asyncio.Task[None] | None = None
@@ -147,6 +150,8 @@ class EngineProcess:
             raise BackendError("dead", "the engine is being started again", self.retry_after)
         if life.writer.transport.get_write_buffer_size() > BACKLOG:
             raise BackendError("busy", "the engine does not keep up with what it is sent", 1.0)
+        if ask.params.shaped and self.grammars_of(ask) > COMPILING:
+            raise BackendError("busy", f"{COMPILING} grammars of this key wait to be compiled already", 1.0)
         number, box = next(self.numbers), Box(ask)
         try:
             life.writer.write(frame(Submit(number, ask)))
@@ -155,12 +160,23 @@ class EngineProcess:
         self.boxes[number] = box
         self.owed.add(number)
         self.emptied.clear()
-        loop = asyncio.get_running_loop()
-        if ask.queue_seconds:
-            box.timers.append(loop.call_later(ask.queue_seconds, self.waited, box))
-        if ask.request_seconds:
-            box.timers.append(loop.call_later(ask.request_seconds, self.overran, box))
+        if ask.params.shaped:
+            self.compiling[number] = ask
+            self.after(ask.compile_seconds, self.not_compiled, number, box)
+        else:
+            self.after(ask.queue_seconds, self.waited, number, box)
+        self.after(ask.request_seconds, self.overran, number, box)
         return number, box
+
+    def grammars_of(self, ask: Ask) -> int:
+        """How many would wait for whoever asks. The prompts of one request have the same."""
+        waiting = (each for each in self.compiling.values() if each.share == ask.share)
+        return len({id(each.params) for each in (ask, *waiting)})
+
+    def after(self, seconds: float, what: Callable[[int, Box], None], number: int, box: Box) -> None:
+        """0: never."""
+        if seconds:
+            box.timers.append(asyncio.get_running_loop().call_later(seconds, what, number, box))
 
     def leave(self, number: int) -> None:
         """Nobody waits for this request any more."""
@@ -173,18 +189,24 @@ class EngineProcess:
         if number in self.owed and life is not None:
             life.writer.write(frame(Cancel(number)))
         self.owed.discard(number)
+        self.compiling.pop(number, None)
 
     def hearing(self) -> Life | None:
         """The process, where it is there and ready."""
         life = self.life
         return life if life is not None and life.ready and not life.writer.is_closing() else None
 
-    def waited(self, box: Box) -> None:
+    def not_compiled(self, number: int, box: Box) -> None:
+        if number in self.compiling:
+            seconds = box.ask.compile_seconds
+            box.fail("timeout", f"the grammar of the answer was not compiled within {seconds:g} s", math.ceil(seconds))
+
+    def waited(self, _: int, box: Box) -> None:
         if not box.started:
             seconds = box.ask.queue_seconds
             box.fail("timeout", f"the request waited {seconds:g} s and could not be started", math.ceil(seconds))
 
-    def overran(self, box: Box) -> None:
+    def overran(self, _: int, box: Box) -> None:
         box.fail("timeout", f"the request was not finished within {box.ask.request_seconds:g} s")
 
     def fail_all(self, message: str, retry_after: float | None) -> None:
@@ -235,6 +257,7 @@ class EngineProcess:
         watch.cancel()
         self.life, self.stalled = None, 0.0
         self.owed.clear()
+        self.compiling.clear()
         lasted = time.monotonic() - life.began
         self.pause = FIRST_PAUSE_S if lasted > STEADY_S else min(2 * self.pause, LONGEST_PAUSE_S)
         self.expected = time.monotonic() + self.pause + self.boot
@@ -278,13 +301,19 @@ class EngineProcess:
             self.first.set_result(None)
 
     def take(self, report: Report, life: Life) -> None:
-        if report.steps != life.steps:
+        # Compiling needs no step: while there is nothing else to do, a report shows that the process is well.
+        if report.steps != life.steps or self.owed <= self.compiling.keys():
             life.steps, self.stalled = report.steps, 0.0
+        for number in report.compiled:
+            if self.compiling.pop(number, None) is not None:
+                box = self.boxes[number]
+                self.after(box.ask.queue_seconds, self.waited, number, box)
         for number in report.started:
             if number in self.boxes:
                 self.boxes[number].started = True
         for number, reason in report.refused:
             self.owed.discard(number)
+            self.compiling.pop(number, None)
             if number in self.boxes:
                 self.boxes[number].fail("refused", reason)
         for number, fields in report.events:

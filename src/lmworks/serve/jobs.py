@@ -152,6 +152,8 @@ class Job:
             config.tenant(key),
             # Whoever has tokens to use up pays for those that were made, also of an answer that he left.
             self.stream or key.tokens_per_minute > 0,
+            self.caller.share,
+            config.limits.compile_seconds,
             config.limits.queue_seconds,
             config.limits.request_seconds,
         )

@@ -58,6 +58,7 @@ class Limits(Section):
     connections: int = opt(4096, "connections at once, idle ones included", ge=1)
     connections_per_address: int = opt(1024, "…from one address; behind a proxy all have the proxy's (0: any)", ge=0)
     queue: int = opt(256, "answers that may wait, beyond those that the engine computes at once", ge=0)
+    compile_seconds: float = opt(30.0, "longest time for the grammar of a request, waiting included (0: any)", ge=0)
     queue_seconds: float = opt(60.0, "longest time that a request may wait for its turn (0: any)", ge=0)
     request_seconds: float = opt(600.0, "longest time that a request may take in all (0: any)", ge=0)
     max_tokens: int = opt(0, "longest answer (0: what the context holds)", ge=0)

@@ -33,6 +33,7 @@ class Caller:
     config: Config
     facts: Facts  # what the log will say of this request
     visit: Visit  # what it is charged
+    share: str = ""  # the name of the key, or without keys the address: what is shared fairly is shared among those
 
     @property
     def limits(self) -> Limits:
@@ -84,7 +85,8 @@ class Serving:
         if self.draining:
             raise Refusal(503, "shutting_down", "the server is shutting down", retry_after=1)
         visit = request.scope[VISIT] = Visit(self.gate, key)
-        return Caller(key, config, facts, visit)
+        address = request.client.host if request.client else ""
+        return Caller(key, config, facts, visit, key.name if config.keys else address)
 
     def find(self, caller: Caller, name: str | None) -> tuple[Model, str | None]:
         """The model of this name, and the adapter where the name is one's. No name: the only model there is."""

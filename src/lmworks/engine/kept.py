@@ -1,0 +1,42 @@
+"""What is kept for the next who asks for the same: so many, and so much of it, the least used leave first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Kept(Generic[Value]):
+    """Not safe for several threads."""
+
+    def __init__(self, most: int, most_bytes: int | None = None) -> None:
+        self.most, self.most_bytes = most, most_bytes
+        self.values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()  # the least used first
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self.values)
+
+    def get(self, key: Hashable) -> Value | None:
+        if key not in self.values:
+            return None
+        self.values.move_to_end(key)
+        return self.values[key][0]
+
+    def put(self, key: Hashable, value: Value, size: int = 0) -> None:
+        """One that is larger than all may be is not kept."""
+        self.drop(key)
+        self.values[key] = (value, size)
+        self.bytes += size
+        while len(self.values) > self.most or (self.most_bytes is not None and self.bytes > self.most_bytes):
+            self.drop(next(iter(self.values)))
+
+    def drop(self, key: Hashable) -> None:
+        _, size = self.values.pop(key, (None, 0))
+        self.bytes -= size

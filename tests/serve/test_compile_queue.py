@@ -1,0 +1,218 @@
+"""Grammars are compiled beside the engine, in a fair order, on a clock of their own; no engine is killed for them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import tiny_engine
+
+from lmworks.data.tokenizer import ByteTokenizer
+from lmworks.engine.grammar import Grammars
+from lmworks.engine.params import SamplingParams
+from lmworks.serve import engine_process
+from lmworks.serve.backend import Ask, BackendError
+from lmworks.serve.box import Box
+from lmworks.serve.channel import Report
+from lmworks.serve.compile_queue import CompileQueue, Job, Lane
+from lmworks.serve.engine_process import EngineProcess, Life, Patience
+from lmworks.spec import SpecError
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+CHOICE = SamplingParams(max_tokens=20, seed=1, choice=["yes", "no"])
+SCHEMA = SamplingParams(
+    max_tokens=20, seed=1, json_schema={"type": "object", "properties": {}, "additionalProperties": False}
+)
+
+
+def hostile(number: int) -> SamplingParams:
+    """Another one each time; to compile it takes more than all that is allowed."""
+    return SamplingParams(max_tokens=20, json_schema={"type": "integer", "multipleOf": 9_999_991 + 2 * number})
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def engine(run: Run) -> Iterator[EngineProcess]:
+    backend = EngineProcess("tiny", tiny_engine.fragile, Patience(stuck=1.5, kill=2.0))
+    run(backend.start())
+    yield backend
+    run(backend.close())
+
+
+async def outcome(backend: EngineProcess, ask: Ask) -> str | BackendError:
+    """Its text, or why there is none."""
+    try:
+        async with aclosing(backend.stream(ask)) as events:
+            return "".join([event.text async for event in events])
+    except BackendError as error:
+        return error
+
+
+async def left(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_keys_take_turns() -> None:
+    lane, done = Lane(), []
+    for key in "aaaabbc":
+        lane.put(Job(key, CHOICE, lambda: True, done.append))
+    turns = []
+    while (job := lane.take()) is not None:
+        turns.append(job.key)
+    assert "".join(turns) == "abcabaa"
+    lane.put(Job("a", CHOICE, lambda: True, done.append))
+    assert lane.take(busy={"a"}) is None and lane.take() is not None and lane.take() is None
+
+
+def test_a_healthy_engine_is_not_killed_for_grammars(engine: EngineProcess, run: Run) -> None:
+    """They take longer than an engine with work may go without a step."""
+
+    async def main() -> list[str | BackendError]:
+        sick = []
+
+        async def look() -> None:
+            while True:
+                sick.append(engine.state.stuck)
+                await asyncio.sleep(0.02)
+
+        looking = asyncio.create_task(look())
+        found = await asyncio.gather(*(outcome(engine, Ask([1], hostile(i), share="a")) for i in range(2)))
+        await left([looking])
+        assert not any(sick) and engine.restarts == 0
+        return found
+
+    began = time.monotonic()
+    for refused in run(main()):
+        assert isinstance(refused, BackendError) and refused.kind == "refused" and "too complex" in str(refused)
+    assert time.monotonic() - began > engine.patience.kill, "or nothing was tried"
+
+
+@pytest.mark.parametrize("share", ["other", "hostile"], ids=["of another key", "of the same key"])
+def test_an_honest_grammar_does_not_wait_for_hostile_ones(engine: EngineProcess, run: Run, share: str) -> None:
+    async def main() -> tuple[int, int]:
+        several = range(100, 112) if share == "other" else range(200, 212)
+        crowd = [asyncio.create_task(outcome(engine, Ask([1], hostile(i), share="hostile"))) for i in several]
+        while len(engine.compiling) < len(crowd):
+            await asyncio.sleep(0.01)
+        assert await outcome(engine, Ask([1], CHOICE, share=share)) in ("yes", "no")
+        choice = sum(not task.done() for task in crowd)
+        text = await outcome(engine, Ask([1], SCHEMA, share=share))
+        assert isinstance(text, str) and text.replace(" ", "").replace("\n", "") == "{}"
+        schema = sum(not task.done() for task in crowd)
+        await left(crowd)
+        assert engine.restarts == 0
+        return choice, schema
+
+    choice, schema = run(main())
+    assert choice >= 10, "hostile ones that were not even refused when the choice was answered"
+    assert schema >= 9
+
+
+def test_grammars_have_a_clock_of_their_own(engine: EngineProcess, run: Run) -> None:
+    """The time in the queue begins when the grammar is there."""
+    late = run(outcome(engine, Ask([1], hostile(300), compile_seconds=0.2, queue_seconds=60)))
+    assert isinstance(late, BackendError) and (late.kind, late.started, late.retry_after) == ("timeout", False, 1)
+    assert "not compiled within 0.2 s" in str(late)
+    again = run(outcome(engine, Ask([1], hostile(0), compile_seconds=60, queue_seconds=0.01)))
+    assert isinstance(again, BackendError) and again.kind == "refused" and "too complex" in str(again)
+    assert not engine.compiling and not engine.boxes
+
+    async def main() -> BackendError | None:
+        backend, box = EngineProcess("none", tiny_engine.tiny), Box(Ask([1], CHOICE, queue_seconds=0.01))
+        backend.boxes[1], backend.compiling[1] = box, box.ask
+        backend.take(Report(0, [1], [], [], [], None), cast(Life, SimpleNamespace(steps=0)))
+        assert not backend.compiling and box.error is None
+        await asyncio.wait_for(box.filled.wait(), 60)
+        return box.error
+
+    waited = run(main())
+    assert waited is not None and waited.kind == "timeout" and "could not be started" in str(waited)
+
+
+def test_a_process_that_hangs_while_it_compiles_is_noticed(engine: EngineProcess, run: Run) -> None:
+    async def main() -> None:
+        assert engine.life is not None
+        engine.patience = Patience(stuck=0.6, kill=0.0)
+        waiting = asyncio.create_task(outcome(engine, Ask([1], hostile(400))))
+        await asyncio.sleep(0)
+        os.kill(engine.life.process.pid, signal.SIGSTOP)
+        try:
+            while not engine.state.stuck:
+                await asyncio.sleep(0.01)
+        finally:
+            os.kill(engine.life.process.pid, signal.SIGCONT)
+        while engine.state.stuck:
+            await asyncio.sleep(0.01)
+        await left([waiting])
+
+    run(asyncio.wait_for(main(), 60))
+    assert engine.restarts == 0
+
+
+def test_one_key_has_so_many_grammars_in_the_queue(
+    engine: EngineProcess, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "COMPILING", 3)
+
+    async def main() -> None:
+        one = hostile(500)
+        prompts = [asyncio.create_task(outcome(engine, Ask([i], one, share="a"))) for i in range(1, 9)]
+        others = [asyncio.create_task(outcome(engine, Ask([1], hostile(i), share="a"))) for i in (501, 502)]
+        while len(engine.compiling) < 10:
+            await asyncio.sleep(0.01)
+        over = await outcome(engine, Ask([1], CHOICE, share="a"))
+        assert isinstance(over, BackendError) and (over.kind, over.retry_after) == ("busy", 1.0)
+        assert await outcome(engine, Ask([1], CHOICE, share="b")) in ("yes", "no")
+        await left([*prompts, *others])
+
+    run(main())
+
+
+def test_nobody_compiles_for_those_who_left() -> None:
+    """Those who ask for large shapes and leave would else keep all others from theirs."""
+    grammars = Grammars(ByteTokenizer(), 257)
+    queue, done, over = CompileQueue(grammars), list[Any](), threading.Event()
+    for number in range(3):
+        gone = SamplingParams(regex=f"a{{{number}}}b")
+        queue.put(Job("a", gone, lambda: False, done.append))
+    queue.put(Job("a", SamplingParams(regex="c"), lambda: True, lambda found: (done.append(found), over.set())))
+    assert over.wait(60) and len(done) == len(grammars.compiled) == 1
+
+
+def test_many_that_wait_for_the_same_slow_grammar_have_it_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, tried = Grammars(ByteTokenizer(), 257), list[Any]()
+    check = grammars.tried
+    monkeypatch.setattr(grammars, "tried", lambda text, budget: (tried.append(budget.seconds), check(text, budget))[1])
+    slow = SamplingParams(json_schema={"type": "integer", "multipleOf": 99_991})
+    queue, done, over = CompileQueue(grammars), list[Any](), threading.Semaphore(0)
+    for _ in range(12):
+        queue.put(Job("a", slow, lambda: True, lambda found: (done.append(found), over.release())))
+    assert all(over.acquire(timeout=60) for _ in range(12))
+    assert len(set(map(id, done))) == 1 and not isinstance(done[0], BaseException)
+    assert tried.count(2.0) == 1 and tried.count(0.1) <= 3, "three threads may begin with it at once"
+
+
+def test_what_a_job_comes_to_is_told_whatever_it_is() -> None:
+    queue, done, over = CompileQueue(Grammars(ByteTokenizer(), 257)), list[Any](), threading.Semaphore(0)
+    for params in (SamplingParams(regex="("), CHOICE, SamplingParams(choice=["x" * 70_000])):
+        queue.put(Job("a", params, lambda: True, lambda found: (done.append(found), over.release())))
+        assert over.acquire(timeout=60)
+    refused, compiled, long = done
+    assert isinstance(refused, SpecError) and "shape cannot be used" in str(refused)
+    assert not isinstance(compiled, BaseException)
+    assert isinstance(long, SpecError) and "characters" in str(long)
