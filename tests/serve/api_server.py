@@ -20,12 +20,14 @@ from openai import OpenAI
 
 from lmworks.model import GPT
 from lmworks.serve.app import make_app
+from lmworks.serve.backend import Words
 from lmworks.serve.channel import Served
 from lmworks.serve.engine_process import EngineProcess, Patience
 from lmworks.serve.keys import Settings
 from lmworks.serve.server import Server, bound, make_server
 from lmworks.serve.serving import Local, Serving
 from lmworks.serve.upstream import Upstream
+from lmworks.serve.workers import Speech
 
 MODEL = "tiny"
 # Knows tools, in the way of models that write <tool_call>.
@@ -72,12 +74,14 @@ class House:
         keys: Sequence[str] = (),
         upstream: Upstream | None = None,
         tls: tuple[str, str] | None = None,
+        words: Words | None = None,
         **options: Any,
     ) -> Api:
-        """Another server over the same engine (or over an upstream alone)."""
-        serving = Serving(
-            Settings(config, keys), [] if upstream else [Local(self.backend)], [upstream] if upstream else []
-        )
+        """Another server over the same engine (or over an upstream alone); `words`: with another tokenizer."""
+        local = Local(self.backend)
+        if words is not None:
+            local.speech = Speech("reworded", words)
+        serving = Serving(Settings(config, keys), [] if upstream else [local], [upstream] if upstream else [])
         if upstream:
             self.run(upstream.start())
         listening = bound("127.0.0.1", 0)
@@ -99,6 +103,7 @@ class House:
             server.seconds = 0.0
             server.serving.locals = []  # its engine goes on for the others
             task.result(30)
+            self.loop.call_soon_threadsafe(server.serving.workers.close)
         self.run(self.backend.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)

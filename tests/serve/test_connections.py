@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from api_server import MODEL, Api, House, until
 
-from lmworks.serve import connection, jobs, server
+from lmworks.serve import body, connection, server
 from lmworks.serve.connection import address_of
 
 COMPLETIONS = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -47,7 +47,7 @@ def hasty(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     """A server in which nothing may take long."""
     for name in ("HEADER_SECONDS", "LINGER_SECONDS", "WRITE_SECONDS", "GRACE_SECONDS"):
         monkeypatch.setattr(connection, name, 0.4)
-    for module in (connection, jobs):
+    for module in (connection, body):
         monkeypatch.setattr(module, "BODY_SECONDS", 0.4)
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 1)
     yield house.open()

@@ -8,8 +8,9 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from .body import read_body
 from .forward import forward
-from .jobs import Job, Total, collected, read_body
+from .jobs import Job, Total, collected
 from .openai_types import ChatRequest, CompletionRequest
 from .serving import Caller, Local, Serving
 from .sse import begun, encode, while_connected
@@ -35,7 +36,7 @@ async def answered(
     prepared: Callable[[Serving, Caller, Local, str | None, Body], Awaitable[Form]],
 ) -> Response:
     caller = serving.admit(request)
-    body, raw = await read_body(request, caller, kind)
+    body, raw = await read_body(serving, request, caller, kind)
     model, adapter = serving.find(caller, body.model)
     if isinstance(model, Upstream):
         return await forward(serving, caller, model, request, body, raw)

@@ -143,13 +143,20 @@ def add_answers(app: FastAPI, serving: Serving) -> None:
 
 
 def add_tokens(app: FastAPI, serving: Serving) -> None:
-    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=errors(REFUSED))
-    async def encode(request: Request) -> Tokenized:
+    @app.post(
+        "/tokenize", openapi_extra=takes(TokenizeRequest), response_model=Tokenized, responses=errors(REFUSED, BUSY)
+    )
+    async def encode(request: Request) -> Response:
         """Token ids of a text or a conversation."""
         return await tokenize.tokenize(serving, request)
 
-    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=errors(REFUSED))
-    async def decode(request: Request) -> Detokenized:
+    @app.post(
+        "/detokenize",
+        openapi_extra=takes(DetokenizeRequest),
+        response_model=Detokenized,
+        responses=errors(REFUSED, BUSY),
+    )
+    async def decode(request: Request) -> Response:
         """The text of token ids."""
         return await tokenize.detokenize(serving, request)
 

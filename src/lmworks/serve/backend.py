@@ -12,7 +12,7 @@ wrong with one answer alone is that answer's last event, with finish_reason "err
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -44,7 +44,7 @@ class BackendError(LMWorksError):
 class Ask:
     """One prompt and its wishes. A smaller priority is served first; prefixes are shared within a tenant."""
 
-    prompt: list[int]
+    prompt: Sequence[int]
     params: SamplingParams
     priority: int = 0
     tenant: str = ""

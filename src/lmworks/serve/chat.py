@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections import defaultdict
@@ -14,7 +13,6 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..engine.chat import Message as Said
 from ..engine.request import Logprob
 from .answer import answered
 from .backend import Event, Usage
@@ -32,13 +30,12 @@ from .openai_answers import (
     TokenLogprob,
     ToolCall,
 )
-from .openai_types import ChatRequest, JSONFormat, Message, ObjectFormat
-from .serving import Caller, Local, Serving, aside
+from .openai_types import ChatRequest, JSONFormat, ObjectFormat
+from .prompts import converse, prompted, size_of_chat
+from .serving import Caller, Local, Serving
 from .sse import DONE, line
 from .token_text import TokenTexts, finite, likeliest
 from .tool_calls import ANY_OBJECT, Reader, call_schema, chosen
-
-ROLES = {"developer": "system"}  # newer names of older roles, which templates know
 
 
 async def chat(serving: Serving, request: Request) -> Response:
@@ -46,7 +43,10 @@ async def chat(serving: Serving, request: Request) -> Response:
 
 
 async def prepared(serving: Serving, caller: Caller, local: Local, adapter: str | None, body: ChatRequest) -> Answering:
-    ids = await prompt_of(local, body)
+    tools = [] if body.tool_choice == "none" else body.tools or []
+    size = size_of_chat(body.messages, tools)
+    ids = await prompted(serving, caller, local, size, converse, body.messages, tools)
+    caller.visit.work(len(ids))
     if body.top_logprobs is not None and not body.logprobs:
         raise Refusal(400, "invalid_request", "top_logprobs needs logprobs = true", "top_logprobs")
     params = wishes(
@@ -59,35 +59,6 @@ async def prepared(serving: Serving, caller: Caller, local: Local, adapter: str 
     )
     params = replace(params, stop=(*params.stop, *local.chat.stop))
     return Answering(Job(serving, caller, local, params, [ids], bool(body.stream)), body)
-
-
-async def prompt_of(local: Local, body: ChatRequest) -> list[int]:
-    tools = [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    said = [spoken(message) for message in body.messages]
-    chat, size = local.chat, sum(len(str(one["content"])) for one in said)
-    return await aside(size, lambda: chat.encode(chat.render(said, tools)))
-
-
-def spoken(message: Message) -> Said:
-    """As chat templates know it."""
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
-    if content is None and not message.tool_calls:
-        raise Refusal(400, "invalid_request", f"a message of the role {message.role!r} has no content", "messages")
-    said: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content or ""}
-    if message.tool_calls:
-        said["tool_calls"] = [call.model_dump() | {"function": called(call.function)} for call in message.tool_calls]
-    return said | {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
-
-
-def called(function: Any) -> dict[str, Any]:
-    """Templates write arguments as JSON: they want them as values, not as text."""
-    try:
-        arguments = json.loads(function.arguments)
-    except (ValueError, RecursionError):
-        raise Refusal(400, "invalid_request", "arguments of an earlier tool call are not JSON", "messages") from None
-    return {"name": function.name, "arguments": arguments}
 
 
 def shape(body: ChatRequest) -> dict[str, Any] | None:

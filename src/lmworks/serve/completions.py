@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +20,7 @@ from .jobs import Job, Total, collected, room, total, usage_object, wishes
 from .limits import Refusal
 from .openai_answers import Completion, CompletionChoice, CompletionLogprobs, Finish
 from .openai_types import CompletionRequest
+from .prompts import encode, prompted
 from .serving import Caller, Local, Serving
 from .sse import DONE, line
 from .token_text import Offsets, TokenTexts, finite, likeliest
@@ -36,7 +37,12 @@ async def complete(serving: Serving, request: Request) -> Response:
 async def prepared(
     serving: Serving, caller: Caller, local: Local, adapter: str | None, body: CompletionRequest
 ) -> Answering:
-    texts, prompts = await encoded(local, body)
+    prompt = body.prompt
+    given = cast("list[Any]", [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt)
+    long = sum(len(one) for one in given if body.echo or isinstance(one, str))
+    known = local.backend.card.vocab
+    texts, prompts, made = await prompted(serving, caller, local, long, encode, given, known, bool(body.echo))
+    caller.visit.work(made)
     bare = bool(body.echo) and body.max_tokens == 0  # nothing but the prompt: one token is made and not shown
     if body.max_tokens == 0 and not bare:
         raise Refusal(400, "invalid_request", "max_tokens = 0 makes sense with echo = true alone", "max_tokens")
@@ -53,20 +59,6 @@ async def prepared(
     echoed = sum(len(text.encode()) for text in texts)
     job = Job(serving, caller, local, params, prompts, bool(body.stream) and not judged, echoed)
     return Answering(job, body, texts, bare)
-
-
-async def encoded(local: Local, body: CompletionRequest) -> tuple[list[str], list[list[int]]]:
-    """All prompts, as texts (where they are to be echoed) and as ids."""
-    prompt = body.prompt
-    lone = isinstance(prompt, str) or isinstance(prompt[0], int)
-    given = cast("list[str | list[int]]", [prompt] if lone else prompt)
-    ids = [await local.encode(one) if isinstance(one, str) else one for one in given]
-    if not body.echo:
-        return [], ids
-    known = local.backend.card.vocab
-    if any(token >= known for one in ids for token in one):
-        raise Refusal(400, "invalid_request", f"the prompt holds a token that is not below {known}", "prompt")
-    return [one if isinstance(one, str) else local.backend.words.decode(one) for one in given], ids
 
 
 @dataclass
@@ -150,7 +142,7 @@ def choice(index: int, text: str, logprobs: CompletionLogprobs | None, finish_re
     }
 
 
-def named(prompt: list[int], scored: Sequence[Logprob | None]) -> list[Logprob]:
+def named(prompt: Sequence[int], scored: Sequence[Logprob | None]) -> list[Logprob]:
     """Of a prompt's first token nothing is known but which it is: NaN."""
     return [one or Logprob(prompt[place], math.nan) for place, one in enumerate(scored)]
 

@@ -21,12 +21,12 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .body import BODY_SECONDS
 from .errors import body_of
 from .keys import Settings
 from .limits import Refusal
 
 HEADER_SECONDS = 20.0  # for the headers of a request to arrive
-BODY_SECONDS = 60.0  # for its body
 GRACE_SECONDS = 5.0  # beyond that, for whoever reads the body to say so
 WRITE_SECONDS = 30.0  # for a client to take what was written, or at least SLOWEST bytes of it a second
 SLOWEST = 4096

@@ -213,7 +213,7 @@ def request_of(number: int, ask: Ask) -> Request:
     """Of answers among which the best are chosen nothing can be shown before all have ended."""
     params = ask.params
     stream = ask.stream and params.answers == params.n
-    return Request(ask.prompt, params, ask.priority, ask.tenant, stream=stream, id=number)
+    return Request(list(ask.prompt), params, ask.priority, ask.tenant, stream=stream, id=number)
 
 
 def events_of(piece: Piece) -> list[Fields]:

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -16,12 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .backend import Usage
+from .body import LARGE
 from .jobs import note, wishes
 from .limits import BYTES_A_TOKEN, Entry, Refusal, size_of
 from .openai_types import ChatRequest, CompletionRequest
 from .serving import Caller, Serving
 from .sse import DONE, begun, line, while_connected
 from .upstream import CONNECT_S, Upstream
+from .workers import Speech
 
 LINE_END = re.compile(rb"[\r\n]")
 LONGEST_LINE = 16 * 2**20  # bytes of one event
@@ -36,8 +38,7 @@ async def forward(
     raw: bytes,
 ) -> Response:
     """The body goes on as it came, but for caps that our limits put on it."""
-    wire: dict[str, Any] = json.loads(raw, parse_constant=no_number)
-    passing = Passing(serving, caller, upstream, body, wire)
+    passing = Passing(serving, caller, upstream, body, raw)
     if body.stream:
         return await begun(request, passing.lines())
     return Response(await while_connected(request.receive, passing.whole()), media_type="application/json")
@@ -49,7 +50,8 @@ class Passing:
     caller: Caller
     upstream: Upstream
     body: CompletionRequest | ChatRequest
-    wire: dict[str, Any]
+    raw: bytes
+    changes: dict[str, Any] = field(default_factory=dict)  # fields that go on in another way than they came
 
     @property
     def path(self) -> str:
@@ -70,9 +72,9 @@ class Passing:
         )
         most = asked if asked is not None else 16 if isinstance(body, CompletionRequest) else cap
         if asked is None and cap is not None:
-            self.wire["max_tokens"] = min(most or cap, cap)
-        elif self.wire.get("max_completion_tokens") is not None and self.wire.get("max_tokens") is not None:
-            self.wire["max_tokens"] = asked  # whichever of the two it goes by, it is the one that was checked
+            self.changes["max_tokens"] = min(most or cap, cap)
+        elif isinstance(body, ChatRequest) and body.max_completion_tokens and body.max_tokens:
+            self.changes["max_tokens"] = asked  # whichever of the two it goes by, it is the one that was checked
         logprobs = body.logprobs if isinstance(body, CompletionRequest) else body.top_logprobs
         params = wishes(body, self.caller, max_tokens=max(1, most or 1), logprobs=logprobs)
         judged = isinstance(body, CompletionRequest) and body.echo
@@ -82,16 +84,22 @@ class Passing:
         size = size_of(params, lengths, echoed, kept=not body.stream)
         return self.serving.gate.enter(self.caller.visit, self.caller.limits, card, params, size)
 
+    async def content(self) -> bytes:
+        if len(self.raw) <= LARGE:
+            return changed(None, self.raw, self.changes)
+        return await self.serving.workers.run(self.caller.key.name, None, changed, self.raw, self.changes)
+
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[httpx.Response, None]:
         """The answer, once it has begun and is none of an error."""
         seconds = self.caller.limits.request_seconds or None
         timeout = httpx.Timeout(CONNECT_S, read=seconds, write=CONNECT_S)
-        headers = {"x-request-id": self.caller.facts["request_id"]}  # as our log has it
+        headers = {"x-request-id": self.caller.facts["request_id"], "content-type": "application/json"}
+        content = await self.content()
         self.upstream.open += 1
         try:
             async with self.upstream.client.stream(
-                "POST", f"{self.upstream.url}/{self.path}", json=self.wire, headers=headers, timeout=timeout
+                "POST", f"{self.upstream.url}/{self.path}", content=content, headers=headers, timeout=timeout
             ) as answer:
                 if answer.status_code != 200:
                     raise refusal_of_upstream(answer, await answer.aread())
@@ -116,7 +124,8 @@ class Passing:
     async def lines(self) -> AsyncGenerator[bytes, None]:
         """Usage is always asked for, to be counted; it is passed on where the client asked for it too."""
         wanted = bool(self.body.stream_options and self.body.stream_options.include_usage)
-        self.wire["stream_options"] = {**(self.wire.get("stream_options") or {}), "include_usage": True}
+        options = self.body.stream_options.model_dump(exclude_unset=True) if self.body.stream_options else {}
+        self.changes["stream_options"] = {**options, "include_usage": True}
         seconds = self.caller.limits.request_seconds or math.inf
         deadline = time.monotonic() + seconds
         with self.enter() as entry:
@@ -181,9 +190,9 @@ def understood(content: str | bytes) -> dict[str, Any]:
     return found
 
 
-def no_number(name: str) -> None:
-    """Python reads NaN and Infinity; those who speak JSON do not."""
-    raise Refusal(400, "invalid_json", f"{name} is no JSON")
+def changed(_: Speech | None, raw: bytes, changes: dict[str, Any]) -> bytes:
+    """A body with other values in some of its fields."""
+    return json.dumps(json.loads(raw) | changes).encode() if changes else raw
 
 
 def count_of(said: Any) -> int:

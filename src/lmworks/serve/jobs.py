@@ -7,10 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
-
-from pydantic import BaseModel
-from starlette.requests import Request
+from typing import Any
 
 from ..engine.params import SEEDS, SamplingParams
 from ..engine.request import Logprob
@@ -20,10 +17,7 @@ from .openai_answers import UsageObject
 from .openai_types import Sampling
 from .serving import Caller, Local, Serving
 
-BODY_SECONDS = 60.0  # for a body to arrive
 AHEAD = 64  # events of many prompts that may wait for a slow reader
-
-Body = TypeVar("Body", bound=BaseModel)
 
 # Our names of what a body may say.
 WISHES = {
@@ -38,31 +32,6 @@ WISHES = {
     "guided_regex": "regex",
     "guided_choice": "choice",
 }  # fmt: skip
-
-
-async def read_body(request: Request, caller: Caller, kind: type[Body]) -> tuple[Body, bytes]:
-    """The body, checked; and as it came."""
-    limit = caller.limits.body_bytes
-    if not request.headers.get("content-type", "application/json").lower().startswith("application/json"):
-        raise Refusal(415, "unsupported_media_type", "the body must be JSON: send content-type: application/json")
-    if (declared := request.headers.get("content-length", "0")).isdecimal() and int(declared) > limit:
-        raise too_large(limit)
-    caller.visit.begin()
-    raw = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                raw += part
-                caller.visit.bytes = len(raw)
-                if len(raw) > limit:
-                    raise too_large(limit)
-    except TimeoutError:
-        raise Refusal(408, "body_timeout", f"the body did not arrive within {BODY_SECONDS:g} s") from None
-    return kind.model_validate_json(bytes(raw)), bytes(raw)
-
-
-def too_large(limit: int) -> Refusal:
-    return Refusal(413, "body_too_large", f"the body has more than {limit} bytes, which is as many as may be sent")
 
 
 def wishes(body: Sampling, caller: Caller, **more: Any) -> SamplingParams:
@@ -110,16 +79,13 @@ class Job:
     caller: Caller
     local: Local
     params: SamplingParams
-    prompts: list[list[int]]
+    prompts: list[Sequence[int]]
     stream: bool
     echoed: int = 0  # bytes of prompts that are repeated in their answers
 
     async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Events, each with the number of its prompt. Closing it takes back what is under way."""
         limits, card = self.caller.limits, self.local.backend.card
-        if len(self.prompts) > limits.prompts:
-            message = f"{len(self.prompts)} prompts in one request: at most {limits.prompts} are allowed"
-            raise Refusal(400, "limit_exceeded", message, "prompt")
         facts = self.caller.facts
         facts["asked"] = time.time()
         lengths = [len(prompt) for prompt in self.prompts]
@@ -143,7 +109,7 @@ class Job:
                     made[place] = now
                     yield place, event
 
-    def ask(self, prompt: list[int]) -> Ask:
+    def ask(self, prompt: Sequence[int]) -> Ask:
         config, key = self.caller.config, self.caller.key
         return Ask(
             prompt,

@@ -54,6 +54,8 @@ class Limits(Section):
     section: ClassVar[str] = "limits"
 
     body_bytes: int = opt(4 * 2**20, "largest request", ge=1024)
+    depth: int = opt(128, "levels of nesting in a body", ge=8)
+    values: int = opt(2**17, "objects, lists and strings in a body", ge=64)
     header_bytes: int = opt(32 * 2**10, "all headers of a request together", ge=1024)
     connections: int = opt(4096, "connections at once, idle ones included", ge=1)
     connections_per_address: int = opt(1024, "…from one address; behind a proxy all have the proxy's (0: any)", ge=0)
@@ -64,6 +66,9 @@ class Limits(Section):
     max_tokens: int = opt(0, "longest answer (0: what the context holds)", ge=0)
     n: int = opt(16, "answers to one prompt", ge=1, le=MAX_N)
     prompts: int = opt(256, "prompts in one request", ge=1)
+    messages: int = opt(2048, "messages in one request, and parts and tool calls in all of them", ge=1)
+    tools: int = opt(128, "tools in one request", ge=0)
+    metadata: int = opt(64, "entries of metadata in one request", ge=0)
     logprobs: int = opt(20, "likeliest tokens that are reported at each place", ge=0, le=MAX_LOGPROBS)
     stop: int = opt(16, "stop strings and stop tokens of one request", ge=0)
     stop_chars: int = opt(256, "characters in one stop string", ge=1)

@@ -167,7 +167,7 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=BIGGEST)
     response_format: Format | None = None
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
 

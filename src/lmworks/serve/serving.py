@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import cached_property
 
 from starlette.requests import Request
 
@@ -18,11 +17,9 @@ from .logs import Facts, facts_of
 from .telemetry import Counts
 from .token_text import TokenTexts
 from .upstream import Upstream
+from .workers import Speech, Workers
 
 VISIT = "lmworks.visit"  # in a request's scope: left when its answer has been sent
-LONG_TEXT = 16_384  # characters whose encoding would keep others waiting: it is done in a thread
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -45,21 +42,18 @@ class Local:
     """A model whose engine is ours, with what is made of its tokenizer once."""
 
     backend: Backend
-    conversation: Chat | None = None
-    texts: TokenTexts | None = None
+
+    @cached_property
+    def speech(self) -> Speech:
+        return Speech(self.backend.name, self.backend.words)
 
     @property
     def chat(self) -> Chat:
-        self.conversation = self.conversation or self.backend.words.chat()
-        return self.conversation
+        return self.speech.chat
 
-    @property
+    @cached_property
     def token_texts(self) -> TokenTexts:
-        self.texts = self.texts or TokenTexts(self.backend.words.tokenizer)
-        return self.texts
-
-    async def encode(self, text: str) -> list[int]:
-        return await aside(len(text), lambda: self.backend.words.encode(text))
+        return TokenTexts(self.backend.words.tokenizer)
 
 
 Model = Local | Upstream
@@ -74,6 +68,7 @@ class Serving:
     upstreams: list[Upstream] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     gate: Gate = field(default_factory=Gate)
+    workers: Workers = field(default_factory=Workers)
     draining: bool = False
 
     def admit(self, request: Request) -> Caller:
@@ -117,6 +112,7 @@ class Serving:
         await asyncio.gather(
             *(model.backend.start() for model in self.locals), *(one.start() for one in self.upstreams)
         )
+        await self.workers.warm()
 
     async def drain(self, seconds: float) -> int:
         """Takes no more requests; how many were cut off."""
@@ -127,12 +123,8 @@ class Serving:
         await asyncio.gather(
             *(model.backend.close() for model in self.locals), *(one.close() for one in self.upstreams)
         )
+        self.workers.close()
 
 
 def listed(names: dict[str, tuple[Model, str | None]]) -> str:
     return ", ".join(sorted(names)) or "none at the moment"
-
-
-async def aside(size: int, work: Callable[[], Found]) -> Found:
-    """In a thread, where there is much of it: the streams of others go on meanwhile."""
-    return await asyncio.to_thread(work) if size > LONG_TEXT else work()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from ..data.tokenizer import ByteTokenizer
 from ..engine.chat import find_template, read_config, token_text
-from .chat import spoken
-from .jobs import read_body
+from .body import read_body
 from .limits import Refusal
-from .openai_answers import Detokenized, Tokenized, TokenizerInfo
+from .openai_answers import TokenizerInfo
 from .openai_types import DetokenizeRequest, TokenizeRequest
-from .serving import Caller, Local, Serving, aside
+from .prompts import conversed_text, decode, encoded_text, prompted, size_of_chat
+from .serving import Caller, Local, Serving
+from .sse import encode
 from .upstream import Upstream
 
 
@@ -22,37 +24,37 @@ def ours(serving: Serving, caller: Caller, name: str | None) -> Local:
     return model
 
 
-async def tokenize(serving: Serving, request: Request) -> Tokenized:
+async def tokenize(serving: Serving, request: Request) -> Response:
     caller = serving.admit(request)
-    body, _ = await read_body(request, caller, TokenizeRequest)
+    body, _ = await read_body(serving, request, caller, TokenizeRequest)
     local = ours(serving, caller, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise Refusal(400, "invalid_request", "give either prompt or messages", "prompt")
     if body.messages is not None:
-        said = [spoken(message) for message in body.messages]
-        size = sum(len(one["content"]) for one in said)
-        ids = await aside(size, lambda: local.chat.encode(local.chat.render(said)))
+        size = size_of_chat(body.messages, ())
+        count, ids = await prompted(serving, caller, local, size, conversed_text, body.messages)
+    elif (text := body.prompt or "") == end_of_text(local):
+        count, ids = 1, f"[{local.backend.words.known().eot}]".encode()
     else:
-        words, text = local.backend.words, body.prompt or ""
-        encode = words.encode if body.add_special_tokens else words.known().encode
-        ids = special(local, text) or await aside(len(text), lambda: encode(text))
-    return {"count": len(ids), "max_model_len": local.backend.card.context, "tokens": ids}
+        count, ids = await prompted(serving, caller, local, len(text), encoded_text, text, body.add_special_tokens)
+    caller.visit.work(count)
+    told = f'{{"count":{count},"max_model_len":{local.backend.card.context},"tokens":'.encode()
+    return Response(told + ids + b"}", media_type="application/json")
 
 
-def special(local: Local, text: str) -> list[int]:
-    """The name of the end-of-text token alone is that token: so clients learn its id. Within a text it is text."""
-    tokenizer = local.backend.words.known()
-    return [tokenizer.eot] if text == local.token_texts.text(tokenizer.eot) else []
+def end_of_text(local: Local) -> str:
+    """The name of that token alone is the token: so clients learn its id. Within a text it is text."""
+    return local.token_texts.text(local.backend.words.known().eot)
 
 
-async def detokenize(serving: Serving, request: Request) -> Detokenized:
+async def detokenize(serving: Serving, request: Request) -> Response:
     caller = serving.admit(request)
-    body, _ = await read_body(request, caller, DetokenizeRequest)
+    body, _ = await read_body(serving, request, caller, DetokenizeRequest)
     local = ours(serving, caller, body.model)
     known = local.backend.card.vocab
-    if any(token >= known for token in body.tokens):
-        raise Refusal(400, "invalid_request", f"the model's tokens are 0 to {known - 1}", "tokens")
-    return {"prompt": await aside(len(body.tokens), lambda: local.backend.words.decode(body.tokens))}
+    text = await prompted(serving, caller, local, len(body.tokens), decode, body.tokens, known)
+    caller.visit.work(len(body.tokens))
+    return Response(encode({"prompt": text}), media_type="application/json")
 
 
 def tokenizer_info(serving: Serving, request: Request, model: str | None) -> TokenizerInfo:

@@ -1,0 +1,176 @@
+"""The body of a request: its bytes and nesting are bounded while it is read, its counts before it is validated.
+
+Work that grows with what a stranger sent is done where it holds up nobody: bodies of more than LARGE bytes are parsed
+in a worker process (`serve.workers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from .limits import Limits, Refusal
+from .openai_types import CompletionRequest, DetokenizeRequest
+from .serving import Caller, Serving
+from .workers import Speech
+
+BODY_SECONDS = 60.0  # for a body to arrive
+LARGE = 65_536  # bytes that take milliseconds to parse
+SHAPE_CHARS = 65_536  # of a schema, a regex or all choices together: the engine compiles no more
+# A string, closed; or open (group 1) at the end of what came so far.
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|(")(?:[^"\\]++|\\.)*+\\?\Z', re.DOTALL)
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+OPENING = b"[{"
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class Nesting:
+    """How deep JSON is nested, and of how many objects, lists and strings it is made: told part by part, as it comes.
+
+    Numbers are not counted: prompts may be token ids.
+    """
+
+    def __init__(self, depth: int, values: int) -> None:
+        self.deepest, self.most = depth, values
+        self.depth = self.containers = self.quotes = 0
+        self.open = b""  # the beginning of a string that the last part did not end
+
+    def feed(self, part: bytes) -> None:
+        """Raises Refusal. Invalid JSON may pass: that is for the parser to say."""
+        self.quotes += part.count(b'"') - part.count(b'\\"')
+        self.check()
+        text = self.open + part
+        outside = STRING.sub(rb"\1", text)
+        self.open = b""
+        if outside.endswith(b'"'):
+            escaped = (len(text) - len(text.rstrip(b"\\"))) % 2
+            self.open = b'"\\' if escaped else b'"'
+        brackets = outside.translate(None, NO_BRACKETS)
+        self.containers += brackets.count(b"[") + brackets.count(b"{")
+        self.check()
+        for bracket in brackets:
+            self.depth += 1 if bracket in OPENING else -1
+            if self.depth > self.deepest:
+                raise Refusal(400, "limit_exceeded", f"the body is nested deeper than {self.deepest} levels")
+
+    def check(self) -> None:
+        if self.containers + self.quotes // 2 > self.most:
+            raise Refusal(400, "limit_exceeded", f"the body has more than {self.most} objects, lists and strings")
+
+
+async def read_body(serving: Serving, request: Request, caller: Caller, kind: type[Body]) -> tuple[Body, bytes]:
+    """The body, checked; and as it came. It is charged from here on."""
+    raw = await received(request, caller)
+    if len(raw) <= LARGE:
+        return parse(None, raw, kind, caller.limits), raw
+    return await serving.workers.run(caller.key.name, None, parse, raw, kind, caller.limits), raw
+
+
+async def received(request: Request, caller: Caller) -> bytes:
+    limits = caller.limits
+    if not request.headers.get("content-type", "application/json").lower().startswith("application/json"):
+        raise Refusal(415, "unsupported_media_type", "the body must be JSON: send content-type: application/json")
+    if (declared := request.headers.get("content-length", "0")).isdecimal() and int(declared) > limits.body_bytes:
+        raise too_large(limits.body_bytes)
+    caller.visit.begin()
+    raw, nesting = bytearray(), Nesting(limits.depth, limits.values)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                raw += part
+                caller.visit.bytes = len(raw)
+                if len(raw) > limits.body_bytes:
+                    raise too_large(limits.body_bytes)
+                nesting.feed(part)
+    except TimeoutError:
+        raise Refusal(408, "body_timeout", f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    return bytes(raw)
+
+
+def too_large(limit: int) -> Refusal:
+    return Refusal(413, "body_too_large", f"the body has more than {limit} bytes, which is as many as may be sent")
+
+
+def parse(_: Speech | None, raw: bytes, kind: type[Body], limits: Limits) -> Body:
+    """In this process or in another. Token ids come back as arrays, which are passed on in no time."""
+    found = json_of(raw)
+    if isinstance(found, dict):
+        check_counts(found, limits)
+    body = kind.model_validate(found)
+    if b"NaN" in raw or b"Infinity" in raw:
+        json_of(raw, allow_inf_nan=False)  # where a schema holds them: those who speak JSON do not read them
+    if isinstance(body, CompletionRequest):
+        body.prompt = packed(body.prompt)
+    if isinstance(body, DetokenizeRequest):
+        body.tokens = packed(body.tokens)
+    return body
+
+
+def json_of(raw: bytes, allow_inf_nan: bool = True) -> Any:
+    try:
+        return from_json(raw, allow_inf_nan=allow_inf_nan)
+    except ValueError as error:
+        raise Refusal(400, "invalid_json", f"the body is no JSON: {error}") from None
+
+
+def packed(prompt: Any) -> Any:
+    """Lists of token ids as arrays; texts as they are."""
+    if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
+        return array("i", prompt)
+    return [packed(one) for one in prompt] if isinstance(prompt, list) else prompt
+
+
+# --- counts -----------------------------------------------------------------------------------------------
+
+
+def check_counts(body: dict[str, Any], limits: Limits) -> None:
+    """Before a validator, a template or a tokenizer looks at each of so many items."""
+    for param, count, limit, what in counts(body, limits):
+        if count > limit:
+            raise Refusal(400, "limit_exceeded", f"{param} has {count} {what}: at most {limit} are allowed", param)
+
+
+def counts(body: dict[str, Any], limits: Limits) -> Iterator[tuple[str, int, int, str]]:
+    prompt, messages = body.get("prompt"), items(body.get("messages"))
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    yield "prompt", len(cast("list[Any]", prompt)) if several else 1, limits.prompts, "prompts"
+    yield "messages", len(messages), limits.messages, "messages"
+    for field, what in (("content", "parts of messages"), ("tool_calls", "tool calls")):
+        yield (
+            "messages",
+            sum(len(items(one.get(field))) for one in messages if isinstance(one, dict)),
+            limits.messages,
+            what,
+        )
+    yield "tools", len(items(body.get("tools"))), limits.tools, "tools"
+    yield "stop", len(items(body.get("stop"))), limits.stop, "strings"
+    yield "stop_token_ids", len(items(body.get("stop_token_ids"))), limits.stop, "tokens"
+    yield "logit_bias", len(items(body.get("logit_bias"))), limits.logit_bias, "tokens"
+    yield "metadata", len(items(body.get("metadata"))), limits.metadata, "entries"
+    for param, found in shapes(body):
+        yield param, characters(found), SHAPE_CHARS, "characters"
+
+
+def items(found: Any) -> Any:
+    return found if isinstance(found, list | dict) else ()
+
+
+def shapes(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the engine is asked to compile."""
+    yield from ((param, body[param]) for param in ("guided_json", "guided_regex", "guided_choice") if param in body)
+    wanted = body.get("response_format")
+    if isinstance(wanted, dict) and isinstance(wanted.get("json_schema"), dict):
+        yield "response_format", wanted["json_schema"].get("schema")
+
+
+def characters(found: Any) -> int:
+    return len(found) if isinstance(found, str) else len(json.dumps(found, separators=(",", ":")))

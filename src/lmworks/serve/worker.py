@@ -1,0 +1,22 @@
+"""`python -m lmworks.serve.worker FD`: a worker process of the API, which holds the other end of the socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+from .channel import Wire
+from .workers import serve
+
+if __name__ == "__main__":
+    # Service managers tell every process to end: this one ends when the API has no more use for it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    with suppress(ConnectionError, StopIteration):
+        serve(Wire(connection))
+    os._exit(0)
