@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from lmworks.observe import report
+from lmworks.observe.page import SCRIPT
 from lmworks.observe.report import smooth, write_report
-from lmworks.observe.svg import Line, average, line_chart, thin, ticks
+from lmworks.observe.svg import Line, Marks, average, line_chart, thin, ticks
 from lmworks.record import MetricsWriter
 
 VOID = {"meta", "circle", "line", "polyline", "polygon"}
@@ -71,7 +72,7 @@ def test_events_and_spec_are_in_it(make_run):
     folder.event("finish", 4)
     page = Page(write_report(folder).read_text())
     assert "interrupted" not in page.text.split("|")[:5]
-    assert re.search(r"\|2\|resume\|attempt = 1\|", page.text)
+    assert "|2|resume|attempt 2 went on after step 2|" in page.text
     assert "2 attempts" in page.text
     assert folder.spec_path.read_text().strip() in page.text
 
@@ -105,6 +106,63 @@ def test_charts_are_well_formed(make_run):
         )
         for value in " ".join(numbers).replace(",", " ").split():
             assert -1 <= float(value) <= 641
+
+
+def struck(make_run):
+    folder = make_run(steps=4)
+    folder.event("save", 2, path="step-000002", bytes=2**20, seconds=0.5, write_s=0.0)
+    what = {"what": "loss 9 is 12 robust deviations above 3", "action": "log", "cursor": 2, "reason": "spike_loss"}
+    folder.event("spike", 3, **what, data={"sources": {"tokens": 8}, "samples": [16, 23]})
+    folder.event("restart", 2, attempt=1, launch="x", restarts=1, cause="rank 1 was killed", lost=2)
+    folder.event("resume", 2, attempt=1)
+    return folder
+
+
+def test_events_are_sentences_with_their_date_on_one_line(make_run):
+    text = write_report(struck(make_run)).read_text()
+    page = Page(text)
+    assert "|3|spike|loss 9 is 12 robust deviations above 3|" in page.text
+    assert "|save|saved step-000002 (1 MiB); training waited 500 ms|" in page.text
+    rows = re.findall(r"<tr><td class=whole>(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)</td>", text)
+    assert len(rows) == 6  # start, finish, and the four above
+    assert not re.search(r"[{}]|&#x27;", text[text.index("What happened") : text.index("The spec")])
+    assert ".whole { white-space: nowrap; }" in text
+
+
+def test_spikes_restarts_and_saves_are_on_the_loss(make_run):
+    text = write_report(struck(make_run)).read_text()
+    loss, *others = [json.loads(attrs["data-chart"]) for tag, attrs in Page(text).tags if tag == "svg"]
+    assert {mark["name"]: mark["points"] for mark in loss["marks"]} == {
+        "spike or NaN (1)": [[3, "loss 9 is 12 robust deviations above 3"]],
+        # of the two events that a restart writes, the one that has its cause
+        "restart or rewind (1)": [
+            [2, "all ranks were started again (restart 1), 2 steps to be taken again: rank 1 was killed"]
+        ],
+        "save (1)": [[2, "saved step-000002 (1 MiB); training waited 500 ms"]],
+    }
+    assert [other["marks"] for other in others] == [[]] * 5
+    drawn = re.search(r"<svg.*?</svg>", text, re.DOTALL)[0]
+    for style, glyph in (("spike", "▼"), ("restart", "■"), ("save", "◆")):
+        assert re.search(rf'<g class="mark {style}"><g><title>[^<]+</title>.*?>{glyph}</text>', drawn)
+        assert f'<li class="mark {style}"><b>{glyph}</b>' in text
+
+
+def test_marks_that_cannot_be_told_apart_are_one():
+    marks = Marks("save", "save", "◆", [(step, f"at {step}") for step in range(-5, 1001)], low=True)
+    chart = line_chart([Line("loss", [(0, 1.0), (1000, 2.0)], "s0")], marks=[marks])
+    assert 100 < chart.count("◆") < 200
+    places = [float(x) for x in re.findall(r'class="mid" x="([\d.]+)"[^>]*>◆', chart)]
+    assert all(78 <= x <= 640 for x in places)
+
+
+def test_axes_have_names(make_run):
+    text = write_report(make_run()).read_text()
+    for drawing, y in zip(
+        re.findall(r"<svg.*?</svg>", text, re.DOTALL),
+        ("nats a token", "learning rate", "tokens/s", "norm", "time of a step", "MiB"),
+        strict=True,
+    ):
+        assert re.findall(r'<text class="axis title mid"[^>]*>([^<]*)<', drawing) == ["step", y]
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -180,3 +238,7 @@ def test_smoothing_does_not_lag():
 
 def test_a_flat_line_can_be_drawn():
     assert "NaN" not in line_chart([Line("flat", [(1, 0.0), (2, 0.0)], "s0")], zero=True)
+
+
+def test_no_string_of_the_script_is_broken_by_a_newline():
+    assert all(line.count('"') % 2 == 0 and line.count("`") % 2 == 0 for line in SCRIPT.splitlines())

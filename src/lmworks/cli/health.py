@@ -54,12 +54,14 @@ def health(
 
 def show(found: list[Finding], done: list[dict[str, Any]], folder: RunFolder) -> None:
     """A finding takes two lines, which fit into a terminal where a table of sentences would not."""
+    from ..record.sentences import sentence
+
     for one in found:
         where = "" if one.cursor is None else f" (cursor {one.cursor})"
         typer.echo(f"step {one.step}{where}: {one.what}")
         typer.echo(f"    {one.cause}: {one.why}; done: {one.action}")
     for event in done:
-        typer.echo(f"step {event['step']}: {told(event)}")
+        typer.echo(f"step {event['step']}: {sentence(event)}")
     cursors = {f.cursor for f in found if f.cause in ("data", "unclear") and f.cursor is not None}
     for cursor in sorted(cursors)[:3]:
         typer.echo(f"see its data: lmworks data window {folder.path} --cursor {cursor}")
@@ -67,15 +69,6 @@ def show(found: list[Finding], done: list[dict[str, Any]], folder: RunFolder) ->
 
 def counted(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
-
-
-def told(event: dict[str, Any]) -> str:
-    if event["kind"] == "skip":
-        return f"skipped windows {event['from_cursor']} to {event['to_cursor'] - 1} ({event['reason']})"
-    if event["kind"] == "rewind":
-        return f"went back from step {event['from_step']} to step {event['to_step']} ({event['reason']})"
-    until = f"up to step {event['until']}" if event["until"] else "to the end"
-    return f"learning rate × {event['factor']:g} {until} ({event['reason']})"
 
 
 def show_stats(lines: list[dict[str, Any]]) -> None:

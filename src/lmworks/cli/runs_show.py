@@ -150,6 +150,7 @@ def print_events(told: Sequence[Mapping[str, Any]], found: Account) -> None:
     from datetime import datetime
 
     from ..record.figures import clock
+    from ..record.sentences import sentence
 
     if not told:
         return
@@ -159,7 +160,7 @@ def print_events(told: Sequence[Mapping[str, Any]], found: Account) -> None:
             clock((datetime.fromisoformat(event["time"]) - began).total_seconds()),
             event["step"],
             event["kind"],
-            details(event),
+            sentence(event),
         ]
         for event in told[-SHOWN:]
     ]
@@ -176,12 +177,3 @@ def print_layers(newest: Sequence[Mapping[str, Any]]) -> None:
             [name, *(f"{part[key]:.3g}" if key in part else "-" for key in columns)] for name, part in parts.items()
         ]
         print_table(f"Layers at step {line['step']:,}", ["part", *columns], rows)
-
-
-def details(event: Mapping[str, Any]) -> str:
-    """Its fields in one line; what is nested or long is in events.jsonl."""
-    plain = {key: value for key, value in event.items() if key not in ("time", "kind", "step", "nonfinite")}
-    said = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in plain.items()
-            if value is not None and not isinstance(value, dict)]  # fmt: skip
-    line = ", ".join(said)
-    return line if len(line) <= 120 else f"{line[:119]}…"

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from ..record.figures import binary_bytes, duration, short
-from .page import SCRIPT, page, table
+from .page import page, table
 from .svg import Line, line_chart, stacked_chart
 
 Facts = Mapping[str, Any]
@@ -37,9 +37,7 @@ def engine_page(facts: Facts) -> str:
         parts_table(facts),
         note(host_note(facts["host"])),
     ]
-    # Charts of this page are over batches, too, so the readout names no steps.
-    script = SCRIPT.replace("`step ${step}:", "`at ${step}:")
-    return page(f"{facts['model']} · engine", "\n".join(body), ".charts + .card { margin-top: 14px; }", script)
+    return page(f"{facts['model']} · engine", "\n".join(body), ".charts + .card { margin-top: 14px; }")
 
 
 def tiles(facts: Facts) -> str:
@@ -70,8 +68,10 @@ def batching_charts(rows: Sequence[Facts]) -> dict[str, str]:
 
     times = [line("a step", "ms", "s0"), line("the slowest of 100", "p99_ms", "s1"), line("floor", "floor_ms", "s2")]
     return {
-        "Milliseconds of a decoding step, by batch": line_chart(times, zero=True),
-        "Output tokens a second, by batch": line_chart([line("tokens/s", "tokens_per_s", "s0")], zero=True),
+        "Milliseconds of a decoding step, by batch": line_chart(times, zero=True, x="batch", y="ms"),
+        "Output tokens a second, by batch": line_chart(
+            [line("tokens/s", "tokens_per_s", "s0")], zero=True, x="batch", y="tokens/s"
+        ),
     }
 
 
@@ -105,11 +105,11 @@ def workload_charts(steps: Facts) -> dict[str, str]:
         for x, prompt, decoding in zip(at, steps["prompt_tokens"], steps["decoding"], strict=True)
     ]
     return {
-        "Milliseconds": line_chart([line("a step", "ms", "s0")], zero=True),
-        "Tokens": stacked_chart(["of prompts", "of answers"], tokens, short),
-        "Sequences that decode": line_chart([line("decoding", "decoding", "s0")], zero=True),
+        "Milliseconds": line_chart([line("a step", "ms", "s0")], zero=True, y="ms"),
+        "Tokens": stacked_chart(["of prompts", "of answers"], tokens, short, "tokens"),
+        "Sequences that decode": line_chart([line("decoding", "decoding", "s0")], zero=True, y="sequences"),
         "Part of the cache that is held": line_chart(
-            [line("held", "kv_use", "s3")], zero=True, show=lambda part: f"{part:.0%}"
+            [line("held", "kv_use", "s3")], zero=True, show=lambda part: f"{part:.0%}", y="share"
         ),
     }
 

@@ -44,6 +44,7 @@ th, td { text-align: left; padding: 6px 16px 6px 0; border-bottom: 1px solid var
 tr:last-child td { border-bottom: 0; }
 th { color: var(--soft); font-weight: 500; font-size: 13px; }
 .number { text-align: right; white-space: nowrap; }
+.whole { white-space: nowrap; }
 td:last-child, th:last-child { padding-right: 0; }
 td code { overflow-wrap: anywhere; }
 code, pre { font: 13px/1.5 ui-monospace, monospace; }
@@ -52,7 +53,8 @@ summary { cursor: pointer; font-weight: 600; }
 details pre { margin-top: 10px; }
 svg { display: block; width: 100%; height: auto; }
 svg .grid { stroke: var(--grid); } svg .cursor { stroke: var(--soft); stroke-dasharray: 3 3; }
-svg .axis { fill: var(--soft); font-size: 12px; } .end { text-anchor: end; } .mid { text-anchor: middle; }
+svg .axis { fill: var(--soft); font-size: 12px; } svg .title { font-weight: 600; }
+.end { text-anchor: end; } .mid { text-anchor: middle; }
 polyline { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round; }
 polyline.faint { stroke-width: 1; opacity: .38; }
 polygon { fill: var(--c); stroke: var(--card); stroke-width: .5; }
@@ -60,17 +62,27 @@ circle { fill: var(--c); }
 .s0 { --c: var(--s0); } .s1 { --c: var(--s1); } .s2 { --c: var(--s2); } .s3 { --c: var(--s3); } .s4 { --c: var(--s4); }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 0; padding: 0; list-style: none; }
 .legend, .readout { font-size: 13px; color: var(--soft); font-variant-numeric: tabular-nums; }
-.readout { margin: 2px 0; min-height: 1.5em; color: var(--ink); }
+.readout { margin: 2px 0; min-height: 1.5em; color: var(--ink); white-space: pre-line; }
+.mark line { stroke: var(--c); stroke-width: 1; opacity: .7; } .mark text { fill: var(--c); font-size: 12px; }
+.legend b { color: var(--c); font-weight: 400; margin-right: 6px; }
+.spike { --c: var(--bad); } .restart { --c: var(--idle); } .save { --c: var(--good); }
 .legend i { display: inline-block; width: 12px; height: 3px; border-radius: 2px; background: var(--c);
   margin-right: 6px; vertical-align: middle; } .legend .faint i { opacity: .45; }
 .empty { color: var(--soft); }
+@media (max-width: 640px) {
+  main { padding: 20px 14px 48px; }
+  .tiles { grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 10px; }
+  .scroll table { width: max-content; min-width: 100%; }
+  .scroll td { max-width: 70vw; }
+  svg .axis, svg .mark text { font-size: 17px; }
+}
 @media print { body { background: none; } .card { break-inside: avoid; } }
 """
 
 # Names the values under the pointer; everything it shows is in the chart's own data-chart attribute.
 SCRIPT = """
 for (const svg of document.querySelectorAll("svg[data-chart]")) {
-  const { place, lines } = JSON.parse(svg.dataset.chart);
+  const { place, x: name, lines, marks } = JSON.parse(svg.dataset.chart);
   const cursor = svg.querySelector(".cursor"), readout = svg.parentElement.querySelector(".readout");
   const nearest = (points, x) => points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a);
   svg.addEventListener("pointermove", event => {
@@ -83,7 +95,10 @@ for (const svg of document.querySelectorAll("svg[data-chart]")) {
       const [from, value] = nearest(line.points, step);
       return `${line.name} ${value}` + (from === step ? "" : ` (at ${from})`);
     });
-    readout.textContent = `step ${step}:  ${values.join("  ·  ")}`;
+    const close = Math.abs(place.high - place.low) / 100;
+    const near = marks.flatMap(mark => mark.points.filter(([x]) => Math.abs(x - wanted) <= close)
+      .map(([x, text]) => `${mark.name} at ${x}: ${text}`));
+    readout.textContent = [`${name} ${step}:  ${values.join("  ·  ")}`, ...near].join("\\n");
   });
   svg.addEventListener("pointerleave", () => {
     cursor.setAttribute("visibility", "hidden"); readout.textContent = "\\u00a0";
@@ -100,15 +115,13 @@ def page(title: str, body: str, style: str = "", script: str = SCRIPT) -> str:
     )
 
 
-def table(columns: list[str], rows: list[list[str]], numeric: int = 0) -> str:
-    """Cells are text, escaped here; the last `numeric` columns are figures."""
+def table(columns: list[str], rows: list[list[str]], numeric: int = 0, whole: int = 0) -> str:
+    """Cells are text, escaped here; the last `numeric` columns are figures, the first `whole` stay on one line."""
 
     def cells(tag: str, row: list[str]) -> str:
         first_number = len(columns) - numeric
-        return "".join(
-            f"<{tag}{' class=number' if index >= first_number else ''}>{escape(cell)}</{tag}>"
-            for index, cell in enumerate(row)
-        )
+        kinds = (" class=number" if i >= first_number else " class=whole" if i < whole else "" for i in range(len(row)))
+        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
 
     lines = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f'<div class="card scroll"><table><tr>{cells("th", columns)}</tr>{lines}</table></div>'

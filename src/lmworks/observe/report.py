@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from ..record import RunFolder, read_metrics
 from ..record.figures import binary_bytes, clock, duration, short
+from ..record.sentences import sentence
 from ..spec import LMWorksError
 from ..spec.files import write_whole
 from . import prediction
 from .page import page, table
 from .plots import draw_plots
 from .summary import Steps, Summary, summarize
-from .svg import Line, Points, line_chart, stacked_chart
+from .svg import Line, Marks, Points, line_chart, stacked_chart
 
 PARTS = {
     "forward_backward_s": "forward and backward",
@@ -24,6 +24,12 @@ PARTS = {
     "data_s": "waiting for data",
 }
 MOST_EVENTS = 200
+# What is marked on the loss: name, CSS class, glyph, and the kinds of events.
+MARKED = (
+    ("spike or NaN", "spike", "▼", ("spike", "fault", "corrupt")),
+    ("restart or rewind", "restart", "■", ("restart", "resume", "rewind")),
+    ("save", "save", "◆", ("save",)),
+)
 
 
 def write_report(folder: RunFolder) -> Path:
@@ -34,7 +40,7 @@ def write_report(folder: RunFolder) -> Path:
         heading(summary),
         tiles(summary),
         predicted(folder, steps),
-        charts(steps, pngs),
+        charts(steps, folder.events(), pngs),
         events(folder),
         specification(folder),
     ]
@@ -94,7 +100,17 @@ def predicted(folder: RunFolder, steps: Steps) -> str:
     return f"<h2>Predicted against measured</h2>{table(columns, rows, numeric=3)}{note}"
 
 
-def charts(steps: Steps, pngs: Sequence[Path]) -> str:
+def marks(happened: Steps) -> list[Marks]:
+    """Spikes, restarts and saves; a restart writes two events at one step, the first of which has its cause."""
+    found = []
+    for name, style, glyph, kinds in MARKED:
+        events = {event["step"]: event for event in reversed(happened) if event["kind"] in kinds}
+        points = [(step, sentence(events[step])) for step in sorted(events)]
+        found.append(Marks(f"{name} ({len(points):,})", style, glyph, points, low=style == "save"))
+    return found
+
+
+def charts(steps: Steps, happened: Steps, pngs: Sequence[Path]) -> str:
     loss = points(steps, "loss")
     memory, unit = scaled(points(steps, "memory_bytes"))
     cards = {
@@ -105,12 +121,14 @@ def charts(steps: Steps, pngs: Sequence[Path]) -> str:
                 Line("validation", points(steps, "val_loss"), "s1", dots=True),
             ],
             show="{:.4g}".format,
+            y="nats a token",
+            marks=marks(happened),
         ),
-        "Learning rate": line_chart([Line("lr", points(steps, "lr"), "s0")], zero=True, show="{:.3g}".format),
-        "Throughput, tokens/s": line_chart([Line("tokens/s", points(steps, "tokens_per_s"), "s0")], zero=True),
-        "Gradient norm, before clipping": line_chart([Line("norm", points(steps, "grad_norm"), "s0")], zero=True),
+        "Learning rate": one_line(steps, "lr", "learning rate", "{:.3g}".format),
+        "Throughput": one_line(steps, "tokens_per_s", "tokens/s"),
+        "Gradient norm, before clipping": one_line(steps, "grad_norm", "norm"),
         "Where a step's time goes": parts_chart(steps),
-        f"Peak memory, {unit}": line_chart([Line(unit, memory, "s0")], zero=True, show="{:.4g}".format),
+        "Peak memory": line_chart([Line(unit, memory, "s0")], zero=True, show="{:.4g}".format, y=unit),
     }
     figures = "".join(f'<div class="card"><h3>{title}</h3>{chart}</div>' for title, chart in cards.items())
     if pngs:
@@ -118,6 +136,10 @@ def charts(steps: Steps, pngs: Sequence[Path]) -> str:
     else:
         note = 'PNG files of these plots need matplotlib: <code>pip install "lmworks[plots]"</code>'
     return f'<h2>Over the run</h2><div class="charts">{figures}</div><p class="note">{note}</p>'
+
+
+def one_line(steps: Steps, key: str, name: str, show: Callable[[float], str] = short) -> str:
+    return line_chart([Line(name, points(steps, key), "s0")], zero=True, show=show, y=name)
 
 
 def parts_chart(steps: Steps) -> str:
@@ -129,7 +151,7 @@ def parts_chart(steps: Steps) -> str:
             rows.append(
                 (step["step"], [*parts, max(0.0, step["step_s"] - sum(parts)), step.get("checkpoint_s") or 0.0])
             )
-    return stacked_chart([*PARTS.values(), "the rest", "checkpoint"], rows, duration)
+    return stacked_chart([*PARTS.values(), "the rest", "checkpoint"], rows, duration, "time of a step")
 
 
 def events(folder: RunFolder) -> str:
@@ -141,14 +163,14 @@ def events(folder: RunFolder) -> str:
         [
             event["time"][:19].replace("T", " "),
             f"{event['step']:,}",
-            event["kind"],
-            ", ".join(f"{key} = {plain(value)}" for key, value in event.items() if key not in ("time", "kind", "step")),
+            event["kind"].replace("_", " "),
+            sentence(event),
         ]
         for event in shown
     ]
     hidden = len(happened) - len(shown)
     note = f'<p class="note">{hidden:,} earlier ones are in <code>events.jsonl</code>.</p>' if hidden else ""
-    return f"<h2>What happened</h2>{table(['time (UTC)', 'step', 'event', 'details'], rows)}{note}"
+    return f"<h2>What happened</h2>{table(['time (UTC)', 'step', 'event', 'what happened'], rows, whole=3)}{note}"
 
 
 def specification(folder: RunFolder) -> str:
@@ -178,7 +200,3 @@ def smooth(line: Points) -> Points:
 
 def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
-
-
-def plain(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

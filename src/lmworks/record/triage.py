@@ -8,7 +8,7 @@ unclear    computed once, on ordinary data
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +50,23 @@ def of_step(event: dict[str, Any], again: dict[str, Any] | None) -> Finding:
 def cause_of(event: dict[str, Any], again: dict[str, Any] | None) -> tuple[str, str]:
     if event.get("transient"):
         return "machine", "computed again, it was finite"
-    odd = next((row for row in event.get("data", {}).get("odd", ()) if abs(row["z"]) >= ODD), None)
-    if odd is not None:
-        usual = event["data"]["usual_bits"]
-        return "data", f"sample {odd['sample']} has {odd['entropy_bits']:.2f} bits a token, usual is {usual:.2f}"
+    if odd := odd_sample(event):
+        return "data", odd
     if event["kind"] == "fault":
         return "numbers", "the same when computed again, on ordinary data"
     if again is not None:
         return "numbers", "the same when computed again (health.rerun), on ordinary data"
     return "unclear", "ordinary data; with health.rerun = true it would have been computed again"
+
+
+def odd_sample(event: Mapping[str, Any]) -> str:
+    """The sequence of the batch that is least like those before it; empty where all are ordinary."""
+    data = event.get("data") or {}
+    for row in data.get("odd", ()):
+        if abs(row["z"]) >= ODD:
+            bits, usual = row["entropy_bits"], data["usual_bits"]
+            return f"sample {row['sample']} has {bits:.2f} bits a token, usual is {usual:.2f}"
+    return ""
 
 
 def of_copies(event: dict[str, Any]) -> Finding:

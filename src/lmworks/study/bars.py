@@ -46,7 +46,7 @@ def as_svg(bars: Bars) -> str:
         beyond = max(x, LABEL + (mark or 0.0) * unit)
         rows.append(f'<text class="axis" x="{beyond + 6:.1f}" y="{top + 16}">{escape(bars.show(sum(values)))}</text>')
     picture = f'<svg viewBox="0 0 {WIDTH} {len(bars.names) * ROW}" role="img">{"".join(rows)}</svg>'
-    keys = legend([(part, f"s{index}") for index, part in enumerate(bars.parts)]) if len(bars.parts) > 1 else ""
+    keys = legend([(part, f"s{index}", "") for index, part in enumerate(bars.parts)]) if len(bars.parts) > 1 else ""
     note = f'<p class="note">dashed: {escape(bars.mark)}</p>' if bars.mark else ""
     return f"<h3>{escape(bars.title)}</h3>{picture}{keys}{note}"
 

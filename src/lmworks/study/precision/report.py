@@ -117,10 +117,12 @@ def curves(study: Study) -> Section:
     charts = {
         "Training loss": chart({one.name: smoothed(one, "loss") for one in study.outcomes}),
         "Gap of the training loss to fp32, second half": chart(gaps),
-        "Gradient norm, before clipping": chart({one.name: smoothed(one, "grad_norm") for one in study.outcomes}),
+        "Gradient norm, before clipping": chart(
+            {one.name: smoothed(one, "grad_norm") for one in study.outcomes}, "norm"
+        ),
     }
     if any(scales.values()):
-        charts["Loss scale, log₂"] = chart(scales)
+        charts["Loss scale, log₂"] = chart(scales, "log₂ of the scale")
     return Section("Curves", text, [], [], charts=charts)
 
 
@@ -128,9 +130,9 @@ def smoothed(outcome: Outcome, key: str) -> Points:
     return smooth(outcome.training.curve(key))
 
 
-def chart(lines: Mapping[str, Points]) -> str:
+def chart(lines: Mapping[str, Points], y: str = "nats a token") -> str:
     drawn = [Line(name, points, name) for name, points in lines.items() if points]
-    return line_chart(drawn, show="{:.4g}".format)
+    return line_chart(drawn, show="{:.4g}".format, y=y)
 
 
 def evaluations(study: Study) -> Section:
