@@ -129,7 +129,7 @@ def row_of(result: Result) -> list[str]:
         figure(result.worst_param),
         figure(result.adamw_param),
         figure(result.grad_norm_diff),
-        "-" if result.times_one_rank is None else f"{result.times_one_rank:.2f}",
+        "-" if result.times_one_rank is None else f"{result.times_one_rank:.2f} of {result.times_one_rank_limit:.2f}",
         str(result.tokens),
         f"{result.peak_bytes / 1e3:,.0f} kB",
         "; ".join(f"{c['count']} {c['kind']} {c['group']} {c['bytes'] / 1e3:,.0f} kB" for c in result.collectives),

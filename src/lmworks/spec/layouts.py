@@ -18,12 +18,11 @@ SECTIONS = ("model", "data", "precision", "parallel")
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a layout may be from one rank. Wider than this only with a written cause."""
+    """How far a layout may be from one rank in fp32 (study.rounding has the rest). Wider only with a written cause."""
 
     loss: float = 1e-6  # |Δ| / |loss|
     gradient: float = 1e-5  # ‖Δ‖ / ‖g‖ of each weight, and of the norm of all
     weights: float = 1e-5  # ‖Δ‖ / ‖w‖ of each after five steps of SGD
-    times_one_rank: float = 2.0  # in bf16 and fp16 instead: error against fp32, in units of one rank's
     cause: str = ""
 
 

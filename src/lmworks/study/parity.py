@@ -42,6 +42,7 @@ class Result:
     adamw_param: float = float("nan")  # after five steps of AdamW: reported, not judged
     grad_norm_diff: float = float("nan")
     times_one_rank: float | None = None  # low precision: the error against fp32 (see `rounding`)
+    times_one_rank_limit: float | None = None  # what that may be
     tokens: int = 0
     peak_bytes: int = 0  # of the rank that needs most
     peak_bytes_by_rank: list[int] = field(default_factory=list)
@@ -135,7 +136,7 @@ def judge(
         for rank, trial in enumerate(many)
         if trial.tokens != truth.tokens
     ]
-    times, cause = None, limit.cause or (ZERO_CAUSE if zero else "")
+    furthest, cause = None, limit.cause or (ZERO_CAUSE if zero else "")
     if oracle is None:
         checks = [
             (f"the gradient of {gradient.name}", gradient.value, limit.gradient),
@@ -147,8 +148,8 @@ def judge(
             f"{what} differs by {off:.1e}, more than {most:g}" for what, off, most in checks if not off <= most
         ]
     else:
-        judgement = judged(truth, many, oracle["sgd"], spec, limit.times_one_rank)
-        times, cause = judgement.times, judgement.cause or cause
+        judgement = judged(truth, many, oracle["sgd"], spec)
+        furthest, cause = judgement.worst, judgement.cause or cause
         failures += [judgement.failure] if judgement.failure else []
     peaks = [trial.peak_bytes for trial in observed]
     planned = spec.replace(optim=spec.optim.replace(**RULES[list(one)[-1]]))
@@ -165,7 +166,8 @@ def judge(
         worst_param_name=weights.name,
         adamw_param=adamw.value,
         grad_norm_diff=norms,
-        times_one_rank=times,
+        times_one_rank=furthest.value if furthest else None,
+        times_one_rank_limit=furthest.most if furthest else None,
         tokens=truth.tokens,
         peak_bytes=max(peaks),
         peak_bytes_by_rank=peaks,
