@@ -131,6 +131,13 @@ class DeepSpeedEngine:
         pieces = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
         return list(getattr(self.zero, pieces))
 
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of weights and moments, where it lies."""
+        for index, flat in enumerate(self.flats()):
+            yield f"the weights of parameter group {index}", flat.detach()
+            for key in self.moments:
+                yield f"{key} of parameter group {index}", self.zero.optimizer.state[flat][key]
+
     def start_moments(self) -> None:
         """What the first step would start from, so that a checkpoint can be loaded before it."""
         import torch

@@ -52,6 +52,8 @@ def cause_of(event: dict[str, Any], again: dict[str, Any] | None) -> tuple[str, 
         return "machine", "computed again, it was finite"
     if odd := odd_sample(event):
         return "data", odd
+    if "values" in event:  # of a tensor of the state, looked at before a save
+        return "unclear", "found before a save: the update made it, or the machine"
     if event["kind"] == "fault":
         return "numbers", "the same when computed again, on ordinary data"
     if again is not None:

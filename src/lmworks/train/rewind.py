@@ -39,7 +39,7 @@ def rewind(trainer: Trainer, trouble: Trouble) -> None:
     """
     corrupt = trouble.kind == "corruption"  # every checkpoint was compared before it was saved, and the data are good
     taken, bad, now = trainer.step, trainer.cursor, trainer.health.memory
-    failed = taken if corrupt else taken + 1
+    failed = taken if trouble.taken else taken + 1
     # What was gone back to is sound: a trouble soon after lies in the data that followed, not further back.
     at_most = failed - 1 if corrupt else max(failed - trainer.spec.health.rewind_steps, now.rewound_to)
     root = trainer.folder.checkpoints
@@ -57,7 +57,7 @@ def rewind(trainer: Trainer, trouble: Trouble) -> None:
     trainer.health.memory.rewound_to = target
     trainer.event("rewind", failed, from_step=taken, to_step=target, reason=trouble.kind)
     if not corrupt:
-        skip(trainer, bad + 1, trouble.kind)
+        skip(trainer, bad if trouble.taken else bad + 1, trouble.kind)  # the cursor has passed what was taken
     trainer.save()
     from_lead(lambda: drop_after(root, target))
 

@@ -58,4 +58,4 @@ def go_back(run: Stepper, difference: Difference) -> None:
     run.health.note(run.cursor)
     digests = {str(rank): digest for rank, digest in difference.digests.items()}  # as JSON has it
     run.health.memory.suspects = {"step": run.step, "part": difference.part, "digests": digests}
-    raise NotTaken(Trouble("corruption", "rewind", difference.what))
+    raise NotTaken(Trouble("corruption", "rewind", difference.what, taken=True))

@@ -26,6 +26,7 @@ class Trouble:
     what: str  # in words
     where: str = ""  # it began, in words that go on from those
     facts: dict[str, Any] = field(default_factory=dict)  # for the event
+    taken: bool = False  # its step was, before it was found
 
 
 class NotTaken(Exception):

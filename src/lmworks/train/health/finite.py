@@ -1,0 +1,82 @@
+"""Before every save, and after every load: weights and optimizer states are finite.
+
+A NaN in an optimizer's state makes weights NaN in an update whose loss and gradient were fine. A checkpoint of that
+step would be the newest, and every resume would fail in its first step. So it is not saved, and not gone on from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...parallel.world import known
+from ...spec import TrainingError
+from .nonfinite import everywhere
+from .watch import NotTaken, Trouble
+
+if TYPE_CHECKING:
+    from ..step import Stepper
+
+Named = Iterable[tuple[str, Tensor]]
+
+
+def check_state(run: Stepper) -> None:
+    """Every rank, between a step and its save. The run goes back where health.nonfinite says so, or ends."""
+    found = [(rank, bad) for rank, bad in enumerate(everywhere(first_bad(held(run)), run.mesh)) if bad]
+    if not found:
+        return
+    rank, (name, count) = found[0]
+    what = f"{name} has {count:,} value{'' if count == 1 else 's'} of NaN or Inf"
+    where = "" if run.mesh is None else f" on rank {rank}"
+    action = run.spec.health.nonfinite
+    facts = {"parameter": name, "rank": None if run.mesh is None else rank, "values": count}
+    run.event("fault", reason="nonfinite", action=action, cursor=run.cursor - 1, what=what + where, **facts)
+    if action == "rewind" and not run.health.exhausted(run.cursor):
+        run.health.note(run.cursor)
+        raise NotTaken(Trouble("nonfinite", "rewind", what, where, taken=True))
+    raise known(
+        TrainingError(
+            f"step {run.step}: after the update {what}{where}; nothing of it was saved, and the newest checkpoint "
+            f"is from before: go on from it with lmworks resume {run.folder.path}; if it happens again, lower optim.lr "
+            f"in {run.folder.spec_path}"
+        )
+    )
+
+
+def held(run: Stepper) -> Iterator[tuple[str, Tensor]]:
+    """What this rank holds of the state that a checkpoint keeps, where it lies."""
+    if run.engine is not None:
+        yield from run.engine.pieces()
+        return
+    for shard in run.laid.shards:
+        yield shard.name, shard.leaf.detach()
+        for key, value in run.optimizer.state.get(shard.leaf, {}).items():
+            yield f"{shard.name}.{key}", value
+    yield from run.laid.buffers().items()
+
+
+def tensors_of(tree: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Of a state in sections, as it is saved and loaded; this rank's part of those that are cut."""
+    for section, table in tree.items():
+        for name, value in table.items():
+            yield f"{section}.{name}", value.to_local() if hasattr(value, "to_local") else value
+
+
+@torch.no_grad()
+def first_bad(named: Named) -> tuple[str, int] | None:
+    """The first tensor that is not finite, and in how many values. One read from each device where all are."""
+    devices: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, tensor in named:
+        if tensor.is_floating_point() and tensor.numel():
+            devices[tensor.device].append((name, tensor))
+    for some in devices.values():
+        norms = torch._foreach_norm([tensor for _, tensor in some])  # one pass, with a finite sum if all are finite
+        fine = torch.stack([norm.double() for norm in norms]).isfinite().tolist()
+        for (name, tensor), good in zip(some, fine, strict=True):
+            if not good and (count := tensor.numel() - int(tensor.isfinite().sum())):  # squares alone may overflow
+                return name, count
+    return None
