@@ -44,6 +44,16 @@ def test_a_damaged_index_is_left_to_who_needs_it(tmp_path: Path, index: str) -> 
     assert not ahead.read_ahead(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../outside.safetensors", "{outside}", "sub/../../outside.safetensors"])
+def test_a_file_of_another_folder_is_not_read(tmp_path: Path, name: str) -> None:
+    folder, outside = tmp_path / "folder" / "sub", tmp_path / "folder" / "outside.safetensors"
+    folder.mkdir(parents=True)
+    outside.write_bytes(b"x" * 100)
+    index = {"weight_map": {"embed": name.format(outside=outside)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert ahead.weight_files(folder) == []
+
+
 def test_a_preset_has_nothing_to_read() -> None:
     assert not ahead.read_ahead("llama3-8b")
 

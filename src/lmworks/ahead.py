@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Thread
 
 from .plan.memory.host import available_bytes
+from .spec.names import unsafe_name
 
 THREADS = 4
 PIECE = 8 * 2**20  # bytes asked for at once
@@ -39,7 +40,8 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return []
-    return sorted(folder / name for name in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return sorted(folder / name for name in names if not unsafe_name(name))
 
 
 def skim(pieces: list[tuple[Path, int]]) -> None:

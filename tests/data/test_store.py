@@ -119,6 +119,11 @@ def test_a_folder_without_index_is_not_finished(copied: Copied, tmp_path: Path) 
         (lambda raw: json.dumps({"version": 1}), "is damaged"),
         (lambda raw: json.dumps({**json.loads(raw), "splits": {"train": [{"nam": 1}]}}), "is damaged"),
         (lambda raw: "\udcff", "is damaged"),
+        (
+            lambda raw: raw.replace('"train-00000"', '"../train-00000"'),
+            r"names a shard '\.\./train-00000': it is",
+        ),
+        (lambda raw: raw.replace('"train-00000"', '"/data/train-00000"'), "names a shard '/data/train-00000'"),
     ],
 )
 def test_a_damaged_index_is_named(copied: Copied, change: Callable[[str], str], message: str) -> None:

@@ -329,6 +329,19 @@ def break_the_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}')
 
 
+def weights_above(folder: Path) -> None:
+    """Whole and right, and beside the folder: only the name in the index leads there."""
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def weights_anywhere(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    index = {"weight_map": {"model.norm.weight": str(folder.parent / "model.safetensors")}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def ask_for_a_billion_layers(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
@@ -358,6 +371,8 @@ BREAKS = {
         break_the_index,
         r"model\.safetensors\.index\.json: its weight_map does not say which file",
     ),
+    "above": (weights_above, r"index\.json: its weight_map names a file '\.\./model\.safetensors': it is a path"),
+    "anywhere": (weights_anywhere, r"index\.json: its weight_map names a file '/.*/model\.safetensors': it is a path"),
     "shard": (lose_a_shard, r"model-00002-of-\d+\.safetensors: .* names this file, but it is not there"),
 }  # fmt: skip
 

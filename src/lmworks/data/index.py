@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import DataError
+from ..spec.names import unsafe_name
 
 VERSION = 1
 INDEX_FILE = "index.json"
@@ -101,9 +102,13 @@ def read_index(folder: str | Path) -> Index:
         raise DataError(f"{path} has version {found!r}, this lmworks reads version {VERSION}; prepare the folder again")
     try:
         splits = {name: tuple(Shard(**shard) for shard in shards) for name, shards in raw["splits"].items()}
-        return Index(**{**raw, "splits": splits, "sources": tuple(raw["sources"])})
+        index = Index(**{**raw, "splits": splits, "sources": tuple(raw["sources"])})
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged ({error}); prepare the folder again") from None
+    for shard in (shard for shards in splits.values() for shard in shards):
+        if why := unsafe_name(shard.name):
+            raise DataError(f"{path} names a shard {shard.name!r:.80}: {why}; prepare the folder again")
+    return index
 
 
 def missing(folder: Path) -> str:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..spec import CheckpointError, ModelSpec, SpecError
+from ..spec.names import unsafe_name
 from .hf_config import family_of_config, spec_of_config
 from .hf_layout import Stored, layout
 from .room import make_room
@@ -107,6 +108,9 @@ def weight_files(folder: Path) -> list[Path]:
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
         raise CheckpointError(f"{folder / INDEX}: its weight_map does not say which file holds each tensor")
     files = sorted(set(table.values()))
+    for name in files:
+        if why := unsafe_name(name):
+            raise CheckpointError(f"{folder / INDEX}: its weight_map names a file {name!r:.200}: {why}")
     if missing := [name for name in files if not (folder / name).exists()]:
         raise CheckpointError(f"{folder / missing[0]}: {INDEX} names this file, but it is not there")
     return [folder / name for name in files]
