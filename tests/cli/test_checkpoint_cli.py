@@ -135,7 +135,7 @@ def save_two(rank: int, root: Path, meta: dict[str, Any]) -> None:
 
 def test_several_ranks_are_told_apart(lmworks: Run, tmp_path: Path) -> None:
     """Pieces of two ranks are counted, put together again, and each damaged file is laid to the rank that wrote it."""
-    from lmworks.record.checkpoint.contents import saved_tensors
+    from lmworks.record.checkpoint.index import read_index
     from lmworks.train.export import read_tensor
 
     root = tmp_path / "checkpoints"
@@ -149,7 +149,7 @@ def test_several_ranks_are_told_apart(lmworks: Run, tmp_path: Path) -> None:
     }
     assert "by 2 ranks\nlayout: tp=2;" in lmworks("checkpoint", "show", root)[1]
     step = root / "step-000001"
-    index = saved_tensors(step, checkpoint.verify(step))
+    index = read_index(step, checkpoint.verify(step))
     assert torch.equal(read_tensor(step, index["model.rows"]), torch.arange(12.0).reshape(4, 3))
     assert torch.equal(read_tensor(step, index["model.columns"]), torch.arange(8.0).reshape(2, 4))
     flip_a_bit(step / "rank-00001.safetensors")

@@ -103,8 +103,8 @@ def test_a_fresh_process_reads_it(tmp_path: Path) -> None:
     expected = state_of(3)["model"]["embed.weight"].double().sum().item()
     assert result.stdout.split() == ["3", expected.hex()], result.stdout
     assert result.stderr == ""  # no warning about process groups reaches the user
-    assert [entry["bytes"] for entry in manifest.verify(folder).files.values()] == [
-        (folder / name).stat().st_size for name in manifest.verify(folder).files
+    assert [entry["bytes"] for entry in checkpoint.verify(folder).files.values()] == [
+        (folder / name).stat().st_size for name in checkpoint.verify(folder).files
     ]
 
 
@@ -118,7 +118,7 @@ def test_files_of_several_chunks(tmp_path: Path, hash: str) -> None:
         "optim": {"m": torch.arange(5 * mib, dtype=torch.float32)},
     }
     folder = checkpoint.save(tmp_path, 1, state, {}, hash=hash)
-    (entry,) = [entry for name, entry in manifest.verify(folder).files.items() if name == SHARD]
+    (entry,) = [entry for name, entry in checkpoint.verify(folder).files.items() if name == SHARD]
     assert len(entry["digests"]) == 5 and entry["bytes"] > 76 * mib
     found: dict[str, Any] = {"model": None, "optim": {"m": torch.zeros(5 * mib, dtype=torch.float64)}}
     checkpoint.load(tmp_path, found, refused=NEVER)
@@ -263,9 +263,9 @@ def test_every_bit_of_every_file_counts(tmp_path: Path) -> None:
         for position in range(0, len(whole), max(1, len(whole) // 40)):
             path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
             with pytest.raises(CheckpointError, match=path.name):
-                manifest.verify(folder)
+                checkpoint.verify(folder)
         path.write_bytes(whole)
-    assert manifest.verify(folder).step == 1
+    assert checkpoint.verify(folder).step == 1
 
 
 def test_all_refused(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps({**fields, "format": 99}))
     manifest.commit(folder)
     with pytest.raises(CheckpointError, match="has format 99; this version of LMWorks reads 2"):
-        manifest.verify(folder)
+        checkpoint.verify(folder)
 
 
 def test_a_stray_file_harms_nobody(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_killed_at_every_system_call_that_matters(tmp_path: Path, may_fork: None
 
             died = killed(fork(die_at_point))
             for folder in checkpoint.committed(root):
-                manifest.verify(folder)
+                checkpoint.verify(folder)
             step, refused = load(root)
             assert step in (before, 3), point
             assert all("COMMITTED is missing" in reason for reason in refused), refused
@@ -418,7 +418,7 @@ def test_killed_at_random(tmp_path: Path, may_fork: None) -> None:
         os.close(ready)
         os.close(tell)
         for folder in checkpoint.committed(tmp_path):
-            manifest.verify(folder)
+            checkpoint.verify(folder)
         step, _ = load(tmp_path)
         assert (step or 0) > last
         last = step or 0

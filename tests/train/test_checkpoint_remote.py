@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +80,33 @@ def test_a_copy_that_is_damaged_is_refused_and_the_one_before_it_is_taken(tmp_pa
     system.pipe_file(f"{root}/step-000002/{file}", bytes(content))
     step, refused = load(tmp_path / "new", url)
     assert step == 1 and len(refused) == 1 and f"step-000002/{file}" in refused[0]
+
+
+@pytest.mark.parametrize("name", ["../../../escaped", "{outside}/escaped", "sub/escaped", "..", "a\0b"])
+def test_a_copy_that_names_files_elsewhere_writes_nothing_there(tmp_path: Path, url: str, name: str) -> None:
+    """Its digests are right: whoever can write there can hash. Nothing is fetched, and the copy before is taken."""
+    for step in (1, 2):
+        remote.upload(save(tmp_path / "here", step), url, ALL)
+    system, root = fsspec.core.url_to_fs(url)
+    (tmp_path / "outside").mkdir()
+    name, there = name.format(outside=tmp_path / "outside"), f"{root}/step-000002"
+    fields = json.loads(system.cat_file(f"{there}/manifest.json"))
+    fields["files"][name] = fields["files"]["rank-00000.safetensors"]
+    system.pipe_file(f"{there}/manifest.json", json.dumps(fields).encode())
+    marker = hashlib.sha256(system.cat_file(f"{there}/manifest.json")).hexdigest()
+    system.pipe_file(f"{there}/COMMITTED", marker.encode())
+    if name.startswith("../"):
+        system.pipe_file(f"{there}/{name}", b"theirs")
+    before = everything(tmp_path)
+    new = tmp_path / "run" / "checkpoints"
+    step, refused = load(new, url)
+    assert step == 1 and len(refused) == 1 and f"step-000002/manifest.json names a file {name!r}" in refused[0]
+    assert {path for path in everything(tmp_path) - before if new not in path.parents} == {new, new.parent}
+    assert {path.name for path in new.iterdir()} == {"step-000001"}
+
+
+def everything(root: Path) -> set[Path]:
+    return set(root.rglob("*"))
 
 
 def test_a_copy_without_its_marker_is_none(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +25,8 @@ from ..model.hf_config import family_of_spec
 from ..model.hf_write import SHARD_BYTES, write_hf
 from ..model.tensor_files import TORCH_DTYPES
 from ..parallel.precision import DTYPES
-from ..record.checkpoint.contents import saved_tensors
 from ..record.checkpoint.digest import read_all
+from ..record.checkpoint.index import SavedTensor, read_index
 from ..record.checkpoint.manifest import Manifest
 from ..record.checkpoint.survey import Place, locate
 from ..spec import CheckpointError, RunSpec, SpecError
@@ -121,7 +120,7 @@ def spec_of(folder: Path, manifest: Manifest) -> RunSpec:
 
 def reader(folder: Path, manifest: Manifest, parameters: dict[str, Tensor]) -> Callable[[str], Tensor]:
     """Gives each parameter of the model by name. One that is missing or has another shape is refused here and now."""
-    index = saved_tensors(folder, manifest)
+    index = read_index(folder, manifest)
     wanted = {f"model.{name}" for name in parameters}
     if surplus := [name for name in index if name.startswith("model.") and name not in wanted]:
         raise CheckpointError(f"{folder} has {surplus[0]}, which the run's model does not have")
@@ -129,29 +128,29 @@ def reader(folder: Path, manifest: Manifest, parameters: dict[str, Tensor]) -> C
         saved = index.get(f"model.{name}")
         if saved is None:
             raise CheckpointError(f"{folder} does not have model.{name}, which the run's model has")
-        if saved["shape"] != list(parameter.shape):
-            there, here = tuple(saved["shape"]), tuple(parameter.shape)
-            raise CheckpointError(f"{folder}: model.{name} is {there} there, but {here} in the run's model")
+        if saved.shape != tuple(parameter.shape):
+            here = tuple(parameter.shape)
+            raise CheckpointError(f"{folder}: model.{name} is {saved.shape} there, but {here} in the run's model")
     return lambda name: read_tensor(folder, index[f"model.{name}"]).to(parameters[name].dtype)
 
 
-def read_tensor(folder: Path, saved: dict[str, Any]) -> Tensor:
+def read_tensor(folder: Path, saved: SavedTensor) -> Tensor:
     """One whole tensor, from the pieces of as many ranks as it was cut over."""
-    whole = torch.empty(saved["shape"], dtype=TORCH_DTYPES[saved["dtype"]])
-    for file, start, offsets, sizes in saved["pieces"]:
-        box = whole[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
-        piece = box if box.is_contiguous() else torch.empty(sizes, dtype=whole.dtype)
+    whole = torch.empty(saved.shape, dtype=TORCH_DTYPES[saved.dtype])
+    for piece in saved.pieces:
+        box = whole[tuple(slice(first, first + size) for first, size in zip(piece.offsets, piece.sizes, strict=True))]
+        room = box if box.is_contiguous() else torch.empty(piece.sizes, dtype=whole.dtype)
         try:
-            descriptor = os.open(folder / file, os.O_RDONLY)
+            descriptor = os.open(folder / piece.file, os.O_RDONLY)
             try:
-                read_all(descriptor, [as_bytes(piece)], start)
+                read_all(descriptor, [as_bytes(room)], piece.start)
             finally:
                 os.close(descriptor)
         except (OSError, EOFError) as error:
             reason = getattr(error, "strerror", None) or "it ends before its end"
-            raise CheckpointError(f"cannot read {folder / file}: {reason}") from None
-        if piece is not box:
-            box.copy_(piece)
+            raise CheckpointError(f"cannot read {folder / piece.file}: {reason}") from None
+        if room is not box:
+            box.copy_(room)
     return whole
 
 

@@ -11,8 +11,9 @@ import torch
 from ..data import Tokenizer, load_tokenizer, resolve
 from ..model import GPT
 from ..record import RunFolder
-from ..record.checkpoint.manifest import refusal
-from ..spec import CheckpointError, RunSpec
+from ..record.checkpoint.manifest import Manifest, refusal
+from ..spec import CheckpointError, RunSpec, SpecError
+from ..spec.resumed import refused_changes
 from . import checkpoint
 from .device import pick_device
 
@@ -48,7 +49,13 @@ def load_trained(run_dir: str | Path, step: int | None = None) -> Trained:
         model = GPT(spec.model)
     model.to_empty(device=pick_device(spec.cluster))
     refused = Refusals()
-    manifest = checkpoint.load(folder.checkpoints, {"model": model.state_dict()}, step=step, refused=refused)
+
+    def check(manifest: Manifest) -> None:
+        if changes := refused_changes(manifest.meta.get("spec", {}), spec, "model."):
+            raise SpecError(f"{folder.spec_path} has {'; '.join(changes)} in step {manifest.step}; put it back")
+
+    state = {"model": model.state_dict()}
+    manifest = checkpoint.load(folder.checkpoints, state, step=step, refused=refused, check=check)
     if manifest is None:
         raise CheckpointError(f"{folder.path} has no checkpoint yet; train it with: lmworks resume {folder.path}")
     refused.say_instead(manifest.step)

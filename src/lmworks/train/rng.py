@@ -52,3 +52,25 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
 def as_float(value: float | None) -> Tensor:
     """float64, exact; NaN stands for 'no second Gaussian is waiting'."""
     return torch.tensor(math.nan if value is None else value, dtype=torch.float64)
+
+
+def wrong_rng(state: dict[str, Any]) -> str:
+    """Why generators would not take a state that was read; empty where they would. Tried on others than ours."""
+    usual = {name: value for name, value in rng_state().items() if not name.startswith("cuda")}
+    for name, value in usual.items():
+        there = state.get(name)
+        if not isinstance(there, Tensor) or there.shape != value.shape or there.dtype != value.dtype:
+            return f"rng.{name} is missing or not {value.dtype} {tuple(value.shape)}"
+    for name, value in state.items():
+        if name not in usual and not (name.removeprefix("cuda").isdigit() and value.dtype == torch.uint8):
+            return f"rng.{name} is of no generator"
+    version, *words = state["python"].tolist()
+    *keys, position, has_gauss = state["numpy"].tolist()
+    try:
+        random.Random().setstate((version, tuple(words), None))
+        mersenne = np.random.RandomState()
+        mersenne.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, 0.0))
+        torch.Generator().set_state(state["torch"])
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        return str(error).partition("\n")[0]
+    return ""

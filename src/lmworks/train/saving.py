@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Any
 from ..parallel.weights import is_hf
 from ..parallel.world import from_lead, is_lead, known, together
 from ..record import RunFolder
+from ..record.checkpoint.checked import DamagedError
 from ..record.checkpoint.copies import Copied, Copies
-from ..record.checkpoint.manifest import refusal, vouched
+from ..record.checkpoint.folders import set_aside
+from ..record.checkpoint.manifest import Manifest, refusal, vouched
 from ..spec import CheckpointError, DataError, LMWorksError, SpecError
+from ..spec.resumed import refused_changes
 from . import checkpoint
 from .checkpoint.background import Background, Ended
-from .rng import rng_state, set_rng_state
+from .checkpoint.reasons import first_reason
+from .health.finite import first_bad, tensors_of
+from .meta import wrong_meta
+from .rng import rng_state, set_rng_state, wrong_rng
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -138,23 +144,40 @@ class Saving:
     def load_saved(self, step: int | None) -> bool:
         trainer = self.trainer
         state: dict[str, Any] = {**trainer.state(), "rng": None}
-        manifest = checkpoint.load(self.root, state, refused=self.refused, step=step, remote=self.spec.remote)
+        manifest = checkpoint.load(
+            self.root,
+            state,
+            refused=self.refused,
+            step=step,
+            remote=self.spec.remote,
+            check=self.check,
+            accept=accept,
+        )
         if manifest is None:
             from_lead(self.refuse_lost)
             return False
-        if manifest.meta["data"] != trainer.batches.digest:
-            raise known(
-                DataError(
-                    f"{', '.join(trainer.spec.data.sources)} holds other tokens than those this run was trained on; "
-                    "bring the old data back, or start a new run"
-                )
-            )
         trainer.take(state)
         set_rng_state(state["rng"])
         trainer.loss_scale.load_state_dict(manifest.meta["loss_scale"])
         trainer.health.load_state_dict(manifest.meta.get("health", {}))
         trainer.step, trainer.cursor = manifest.step, manifest.meta["cursor"]
         return True
+
+    def check(self, manifest: Manifest) -> None:
+        """Whether the run may go on from it: what it remembers makes sense, and neither spec nor data are others."""
+        trainer, meta = self.trainer, manifest.meta
+        if why := wrong_meta(manifest):
+            raise DamagedError(why)
+        if changes := refused_changes(meta["spec"], trainer.spec):
+            raise SpecError(
+                f"{trainer.folder.spec_path} has {'; '.join(changes)} in step {manifest.step}: a resumed run cannot "
+                f"change that; put it back, or begin a new run with checkpoint.init = '{trainer.folder.path}'"
+            )
+        if meta["data"] != trainer.batches.digest:
+            raise DataError(
+                f"{', '.join(trainer.spec.data.sources)} holds other tokens than those this run was trained on; "
+                "bring the old data back, or start a new run"
+            )
 
     def refuse_lost(self) -> None:
         """A run that has saved does not begin anew because its checkpoints are out of sight."""
@@ -176,9 +199,37 @@ class Saving:
             raise known(SpecError(f"checkpoint.init = {start!r} has no checkpoint to start from"))
         self.trainer.take(state)
 
+    def set_aside_later(self) -> None:
+        """After a step was chosen to go on from: later ones belong to a line that is given up, and must not be found.
+
+        They are kept, since nobody said that they are bad. Copies of them go when this step has been copied again.
+        """
+        step, place = self.trainer.step, self.root / f"set-aside-{self.trainer.attempt}"
+        steps = from_lead(lambda: set_aside(self.root, step, place))
+        if not steps or not self.trainer.lead:
+            return
+        self.trainer.event("set_aside", step, attempt=self.trainer.attempt, steps=steps, path=place.name)
+        if not self.trainer.quiet:
+            print(f"checkpoints after step {step} are in {place} now: {', '.join(map(str, steps))}", flush=True)
+        if self.copies is not None:
+            self.copies.add(self.root / f"step-{step:06d}")
+
     def refused(self, path: Path, reason: str) -> None:
         self.trainer.event("refused", checkpoint.step_of(path), path=path.name, reason=reason)
         print(refusal(path, reason), file=sys.stderr, flush=True)
+
+
+def accept(state: dict[str, Any]) -> None:
+    """Whether a run can go on from what was read: generators that take their state, and nothing that is NaN or Inf."""
+    if why := wrong_rng(state["rng"]):
+        raise DamagedError(f"its random states are malformed: {why}")
+    sections = {key: state[key] for key in ("model", "optim")}
+    if found := first_reason(lambda: not_finite(first_bad(tensors_of(sections)))):
+        raise DamagedError(found[0])
+
+
+def not_finite(bad: tuple[str, int] | None) -> str | None:
+    return bad and f"{bad[0]} has {bad[1]:,} values that are NaN or Inf"
 
 
 def bytes_of(folder: Path) -> int:

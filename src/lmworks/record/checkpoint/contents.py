@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .manifest import INDEX, Files, Manifest, content_of, read_manifest
+from .index import SavedTensor, read_index
+from .manifest import Files, read_manifest
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Contents:
 def contents(folder: Path) -> Contents:
     """Of a checkpoint that was saved to the end and has all its files; the index is verified, the tensors are not."""
     manifest = read_manifest(folder)
-    tensors = [shape_of(name, entry) for name, entry in saved_tensors(folder, manifest).items()]
+    tensors = [shape_of(name, entry) for name, entry in read_index(folder, manifest).items()]
     tensors.sort(key=by_name)
     sections: dict[str, dict[str, int]] = {}
     for tensor in tensors:
@@ -65,18 +63,10 @@ def contents(folder: Path) -> Contents:
     return Contents(*about, manifest.meta.get("cursor"), parallel, manifest.files, sections, tensors)
 
 
-def saved_tensors(folder: Path, manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """{name: {path, dtype, shape, pieces: [[file, first byte, offsets, sizes], …]}}, verified."""
-    tensors: dict[str, dict[str, Any]] = json.loads(content_of(folder / INDEX, manifest))["tensors"]
-    return tensors
-
-
 def by_name(tensor: Shape) -> list[str]:
     """The tenth block after the ninth."""
     return [part.zfill(9) if part.isdigit() else part for part in tensor.name.split(".")]
 
 
-def shape_of(name: str, entry: dict[str, Any]) -> Shape:
-    bits = re.search(r"\d+", entry["dtype"])  # F8_E4M3: 8; BOOL has none, and takes a byte
-    count = math.prod(entry["shape"]) * (int(bits[0]) if bits else 8) // 8
-    return Shape(name, entry["dtype"], entry["shape"], count, len(entry["pieces"]))
+def shape_of(name: str, saved: SavedTensor) -> Shape:
+    return Shape(name, saved.dtype, list(saved.shape), saved.bytes, len(saved.pieces))

@@ -23,6 +23,8 @@ HASHERS = 4  # threads; more than one only where a disk outruns a core
 AHEAD = 2 * HASHERS  # chunks that may wait to be hashed: what they hold stays in memory
 MOST_PARTS = 1000  # of one call to the system, which takes 1,024
 
+HEX_DIGITS = {"sha256": 64, "xxh3": 32}  # of a digest, by what `checkpoint.hash` may be
+
 Parts = list[memoryview]
 
 
@@ -45,7 +47,9 @@ def write_file(path: Path, pieces: Iterable[memoryview], algorithm: str) -> dict
 
 def new_hash(algorithm: str) -> Callable[[], Any]:
     """What `hashlib.sha256` is, for any of the spec's `checkpoint.hash`."""
-    if algorithm != "xxh3":
+    if algorithm not in HEX_DIGITS:
+        raise CheckpointError(f"checkpoint.hash = {algorithm!r} is not known; use {' or '.join(HEX_DIGITS)}")
+    if algorithm == "sha256":
         return hashlib.sha256
     try:
         from xxhash import xxh3_128

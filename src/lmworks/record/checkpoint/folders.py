@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ...spec import CheckpointError
 from ...spec.files import sync_folder
-from .manifest import FOLDER, MARKER, commit, step_of, verify
+from .index import verify
+from .manifest import FOLDER, MARKER, commit, step_of
 
 LEFTOVER = re.compile(r"\.step-[0-9]+\.tmp-([0-9]+)-[0-9]+")
 
@@ -94,6 +95,20 @@ def surplus(root: Path, keep: Keep, saved: Path | None = None) -> list[Path]:
         if match and not is_other_process(int(match[1])):
             found.append(path)
     return found
+
+
+def set_aside(root: Path, step: int, place: Path) -> list[int]:
+    """Move every checkpoint after `step` to `place`, where no resume finds it; returns their steps.
+
+    The newest first: killed in between, what is left is a run that stands earlier on the same line.
+    """
+    later = [folder for folder in folders(root) if step_of(folder) > step]
+    for folder in later:
+        place.mkdir(exist_ok=True)
+        folder.rename(place / folder.name)
+        sync_folder(place)
+        sync_folder(root)
+    return sorted({step_of(folder) for folder in later})
 
 
 def sweep(root: Path) -> None:

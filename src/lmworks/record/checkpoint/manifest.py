@@ -24,7 +24,9 @@ from typing import Any
 
 from ...spec import CheckpointError
 from ...spec.files import write_whole
-from .digest import CHUNK, digest_of, new_hash, wrong_chunk
+from ...spec.names import unsafe_name
+from .checked import DamagedError, expect, is_whole, json_object, shown
+from .digest import CHUNK, HEX_DIGITS, digest_of, new_hash, wrong_chunk
 
 FORMAT = 2
 INDEX = "index.json"
@@ -33,10 +35,6 @@ MARKER = "COMMITTED"
 FOLDER = re.compile(r"step-([0-9]+)(\.replaced-[0-9]+)?")
 
 Files = dict[str, dict[str, Any]]  # name → {"bytes", "rank" that wrote it, "digests" of its chunks}
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint that cannot be used, where an older one may be."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +81,6 @@ def commit(folder: Path) -> None:
     write_whole(folder / MARKER, hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest())
 
 
-def verify(folder: Path) -> Manifest:
-    """Read every byte of a checkpoint and return its manifest, or raise with the file that is wrong, and its rank."""
-    manifest = read_manifest(folder)
-    for name in manifest.files:
-        check_file(folder / name, manifest)
-    return manifest
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest, where every file that it names is there in full. Their content is not read."""
     manifest = vouched(folder)
@@ -106,13 +96,54 @@ def vouched(folder: Path) -> Manifest:
     text = read(path, "nothing says what the checkpoint should hold")
     if hashlib.sha256(text).hexdigest() != digest:
         raise DamagedError(f"{path} is not the one that {MARKER} vouches for (checksum mismatch)")
-    fields = json.loads(text)
-    if fields.get("format") != FORMAT:
-        raise DamagedError(f"{path} has format {fields.get('format')}; this version of LMWorks reads {FORMAT}")
-    manifest = Manifest(**fields)
+    manifest = parsed(text, path)
     if manifest.step != step:
         raise DamagedError(f"{path} belongs to step {manifest.step}, not to {folder.name}")
     return manifest
+
+
+def parsed(text: bytes, path: Path | str) -> Manifest:
+    """The manifest that is written so, if every field is what it should be; `path` is where it comes from."""
+    fields = json_object(text, path)
+    if fields.get("format") != FORMAT:
+        raise DamagedError(f"{path} has format {shown(fields.get('format'))}; this version of LMWorks reads {FORMAT}")
+    known = {field.name for field in dataclasses.fields(Manifest)}
+    for key in ("step", "meta", "files"):
+        expect(key in fields, path, f"it has no '{key}'")
+    for key in fields:
+        expect(key in known, path, f"it has a key {shown(key)}, which this version of LMWorks does not know")
+    manifest = Manifest(**fields)
+    expect(is_whole(manifest.step), path, f"step = {shown(manifest.step)} is not a whole number")
+    expect(isinstance(manifest.meta, dict), path, f"meta = {shown(manifest.meta)} is not an object")
+    expect(isinstance(manifest.files, dict), path, f"files = {shown(manifest.files)} is not an object")
+    hashes = " or ".join(HEX_DIGITS)
+    expect(manifest.hash in list(HEX_DIGITS), path, f"hash = {shown(manifest.hash)} is not known; it must be {hashes}")
+    expect(is_whole(manifest.chunk, 1), path, f"chunk = {shown(manifest.chunk)} is not a number of bytes")
+    for key in ("time", "torch"):
+        expect(isinstance(getattr(manifest, key), str), path, f"{key} is not a string")
+    expect(INDEX in manifest.files, path, f"files does not list {INDEX}")
+    for name, entry in manifest.files.items():
+        check_entry(name, entry, manifest, path)
+    return manifest
+
+
+def check_entry(name: str, entry: Any, manifest: Manifest, path: Path | str) -> None:
+    """One file: a plain name, and as many digests as it has chunks."""
+    if why := unsafe_name(name) or ("it is not a rank's" if name in (MANIFEST, MARKER) else ""):
+        raise DamagedError(f"{path} names a file {shown(name)}: {why}")
+    expect(isinstance(entry, dict), path, f"files['{name}'] is not an object")
+    for key in ("bytes", "rank"):
+        value = entry.get(key)
+        expect(is_whole(value), path, f"files['{name}'] has {key} = {shown(value)} instead of a whole number")
+    digests, digits = entry.get("digests"), HEX_DIGITS[manifest.hash]
+    expect(
+        isinstance(digests, list) and all(isinstance(one, str) and len(one) == digits for one in digests),
+        path,
+        f"the digests of files['{name}'] are not those of {manifest.hash}, {digits} digits each",
+    )
+    chunks = max(1, -(-entry["bytes"] // manifest.chunk))
+    found = f"{len(digests)} digests for {entry['bytes']} bytes in chunks of {manifest.chunk}"
+    expect(len(digests) == chunks, path, f"files['{name}'] has {found}; {chunks} belong there")
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

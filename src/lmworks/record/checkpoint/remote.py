@@ -7,7 +7,6 @@ or not at all. Files go up as they are; what is brought back is verified like an
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -15,8 +14,9 @@ from typing import Any
 
 from ...spec import CheckpointError, SpecError
 from ...spec.files import sync_folder
+from .checked import DamagedError
 from .folders import Keep, discard, put_in_place, work_folder
-from .manifest import FOLDER, MANIFEST, MARKER, DamagedError, step_of, vouched
+from .manifest import FOLDER, MANIFEST, MARKER, parsed, step_of, vouched
 
 STREAMS = 4  # files that travel at once
 
@@ -122,11 +122,10 @@ def download(url: str, final: Path) -> None:
         text = system.cat_file(f"{source}/{MANIFEST}")
         if hashlib.sha256(text).hexdigest() != system.cat_file(f"{source}/{MARKER}").decode(errors="replace").strip():
             raise DamagedError(f"{source}/{MANIFEST} is not the one that {MARKER} vouches for (checksum mismatch)")
+        files = parsed(text, f"{source}/{MANIFEST}").files  # plain names: none leads out of the folder
         (work / MANIFEST).write_bytes(text)
         with ThreadPoolExecutor(STREAMS) as pool:
-            list(
-                pool.map(lambda name: system.get_file(f"{source}/{name}", str(work / name)), json.loads(text)["files"])
-            )
+            list(pool.map(lambda name: system.get_file(f"{source}/{name}", str(work / name)), files))
         sync_folder(work)
         put_in_place(work, final)
     except DamagedError:

@@ -16,7 +16,19 @@ from pathlib import Path
 from ...spec import CheckpointError, SpecError
 from ..folder import RunFolder
 from .folders import LEFTOVER, folders, is_other_process
-from .manifest import FOLDER, MANIFEST, MARKER, Manifest, check_file, check_size, read_manifest, step_of, vouched
+from .index import read_index
+from .manifest import (
+    FOLDER,
+    INDEX,
+    MANIFEST,
+    MARKER,
+    Manifest,
+    check_file,
+    check_size,
+    read_manifest,
+    step_of,
+    vouched,
+)
 
 FILES = 2  # that are read at once, each by several threads
 
@@ -209,6 +221,8 @@ def check(path: Path, manifest: Manifest) -> Wrong | None:
     try:
         check_size(path, manifest)
         check_file(path, manifest)
+        if path.name == INDEX:
+            read_index(path.parent, manifest)
     except CheckpointError as error:
         return Wrong(path.name, manifest.files[path.name]["rank"], str(error))
     return None

@@ -1,7 +1,8 @@
 """Saving and loading the state of a run, whatever its layout."""
 
 from ...record.checkpoint.folders import Keep, committed, folders, intact, prune
-from ...record.checkpoint.manifest import Manifest, commit, step_of, verify
+from ...record.checkpoint.index import verify
+from ...record.checkpoint.manifest import Manifest, commit, step_of
 from .store import find, load, save
 
 __all__ = [

@@ -7,7 +7,6 @@ needs is read all the same, shared out over them: a checkpoint is taken whole or
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -28,9 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ...model.tensor_files import TORCH_DTYPES
-from ...parallel.world import is_lead, together
+from ...parallel.world import is_lead, known
+from ...record.checkpoint.checked import DamagedError
 from ...record.checkpoint.digest import AHEAD, digest_of, hashers, new_hash, read_all
-from ...record.checkpoint.manifest import INDEX, DamagedError, Manifest, damaged, unreadable
+from ...record.checkpoint.index import Index, SavedTensor
+from ...record.checkpoint.manifest import INDEX, Manifest, damaged, unreadable
 from ...spec import CheckpointError
 from .plan import as_bytes
 from .reasons import first_reason
@@ -38,17 +39,15 @@ from .reasons import first_reason
 Chunks = set[tuple[str, int]]  # (file, number of the chunk in it)
 
 
-def read(folder: Path, manifest: Manifest, index: bytes, state: dict[str, Any]) -> None:
+def read(folder: Path, manifest: Manifest, index: Index, state: dict[str, Any]) -> None:
     """Fill `state` in place. A section that is None gets whatever was saved; one that is not there is not read."""
-    tensors = json.loads(index)["tensors"]
     for section, content in state.items():
         if content is None:
-            state[section] = blank(tensors, section)
+            state[section] = blank(index, section)
     planner = StrictPlanner(folder)
-    planner.set_up_planner(state, metadata_of(tensors), is_lead())
+    planner.set_up_planner(state, metadata_of(index), is_lead())
     here = names_everywhere(planner.state_dict)
-    plan = together(lambda: planner.planned(here))
-    wants = wants_of(plan, planner, tensors)
+    wants = wants_of(planned(planner, here), planner, index)
     chunks = needed(wants, manifest.chunk)
     chunks |= share(chunks, manifest)
 
@@ -62,6 +61,22 @@ def read(folder: Path, manifest: Manifest, index: bytes, state: dict[str, Any]) 
     if found := first_reason(try_to):
         reason, rank = found
         raise DamagedError(f"{reason}, as rank {rank} found" if dist.is_initialized() else reason)
+
+
+def planned(planner: StrictPlanner, here: set[str]) -> LoadPlan:
+    """What this rank needs; a mismatch on one rank is one for all."""
+    plans: list[LoadPlan] = []
+
+    def try_to() -> str | None:
+        try:
+            plans.append(planner.planned(here))
+        except MismatchError as error:
+            return str(error)
+        return None
+
+    if found := first_reason(try_to):
+        raise known(MismatchError(found[0]))
+    return plans[0]
 
 
 # --- what is needed -----------------------------------------------------------------------------------
@@ -82,7 +97,7 @@ class Want:
         self.left = self.stop - self.start
 
 
-def wants_of(plan: LoadPlan, planner: DefaultLoadPlanner, tensors: dict[str, Any]) -> list[Want]:
+def wants_of(plan: LoadPlan, planner: DefaultLoadPlanner, tensors: Index) -> list[Want]:
     by_piece: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
     for item in plan.items:
         by_piece[item.storage_index].append(item)
@@ -90,23 +105,23 @@ def wants_of(plan: LoadPlan, planner: DefaultLoadPlanner, tensors: dict[str, Any
     return sorted(wants, key=lambda want: (want.file, want.start))
 
 
-def want_of(items: list[ReadItem], planner: DefaultLoadPlanner, tensor: dict[str, Any]) -> Want:
+def want_of(items: list[ReadItem], planner: DefaultLoadPlanner, tensor: SavedTensor) -> Want:
     """The run from the first byte that any of `items` needs of their piece to the last."""
-    offsets = list(items[0].storage_index.offset or ())
-    file, at, _, sizes = next(piece for piece in tensor["pieces"] if piece[2] == offsets)
-    dtype = TORCH_DTYPES[tensor["dtype"]]
-    strides = torch.empty(sizes, device="meta").stride()
+    offsets = tuple(items[0].storage_index.offset or ())
+    piece = next(piece for piece in tensor.pieces if piece.offsets == offsets)
+    dtype = TORCH_DTYPES[tensor.dtype]
+    strides = torch.empty(piece.sizes, device="meta").stride()
 
     def position(point: Iterable[int]) -> int:
         return sum(index * stride for index, stride in zip(point, strides, strict=True))
 
     first = min(position(item.storage_offsets) for item in items)
     last = max(position(a + n - 1 for a, n in zip(item.storage_offsets, item.lengths, strict=True)) for item in items)
-    start, stop = at + first * dtype.itemsize, at + (last + 1) * dtype.itemsize
+    start, stop = piece.start + first * dtype.itemsize, piece.start + (last + 1) * dtype.itemsize
     target = planner.resolve_tensor(items[0]).detach()
     exact = len(items) == 1 and target.numel() == last + 1 - first and target.is_contiguous()
     if exact and target.device.type == "cpu" and target.dtype == dtype:
-        return Want(file, start, stop, as_bytes(target))
+        return Want(piece.file, start, stop, as_bytes(target))
     room = torch.empty(last + 1 - first, dtype=dtype)
 
     def finish() -> None:
@@ -114,7 +129,7 @@ def want_of(items: list[ReadItem], planner: DefaultLoadPlanner, tensor: dict[str
             box = room.as_strided(item.lengths, strides, position(item.storage_offsets) - first)
             planner.resolve_tensor(item).detach().copy_(box)
 
-    return Want(file, start, stop, as_bytes(room), finish)
+    return Want(piece.file, start, stop, as_bytes(room), finish)
 
 
 def needed(wants: list[Want], size: int) -> Chunks:
@@ -197,6 +212,10 @@ def confirm(path: Path, number: int, check: Future[str], manifest: Manifest) -> 
 # --- names and shapes ---------------------------------------------------------------------------------
 
 
+class MismatchError(CheckpointError):
+    """A checkpoint of another model or optimizer than the state that it is to fill."""
+
+
 class StrictPlanner(DefaultLoadPlanner):
     """Refuses a state of other names or shapes before anything is read, so that no model is half overwritten."""
 
@@ -206,23 +225,21 @@ class StrictPlanner(DefaultLoadPlanner):
 
     def planned(self, here: set[str]) -> LoadPlan:
         """`here`: the names of all ranks."""
-        saved = self.metadata.state_dict_metadata if self.metadata else {}
+        saved: dict[str, Any] = dict(self.metadata.state_dict_metadata) if self.metadata else {}
         sections = {path[0] for path in self.mappings.values()}
         lacking = [name for name in self.state_dict if name not in saved]
         surplus = [name for name in saved if name.split(".")[0] in sections and name not in here]
-        if any(name.endswith(".low") for name in (*lacking, *surplus)):
-            raise CheckpointError(
-                f"{self.folder} was saved with another precision.weights or precision.master than this run has; go on "
-                "with those, or begin a new run whose checkpoint.init is this one's folder"
-            )
         if lacking:
-            raise CheckpointError(f"{self.folder} does not have {some(lacking)}, which this run has")
+            raise MismatchError(f"{self.folder} does not have {some(lacking)}, which this run has")
         if surplus:
-            raise CheckpointError(f"{self.folder} has {some(surplus)}, which this run does not have")
+            raise MismatchError(f"{self.folder} has {some(surplus)}, which this run does not have")
         for name, value in self.state_dict.items():
             there, ours = shape(saved[name]), shape(value)
             if there != ours:
-                raise CheckpointError(f"{self.folder}: {name} is {there} there, but {ours} in this run")
+                raise MismatchError(f"{self.folder}: {name} is {there} there, but {ours} in this run")
+            kinds = saved[name].properties.dtype, value.dtype
+            if kinds[0] != kinds[1] and not all(kind.is_floating_point for kind in kinds):  # floats may be converted
+                raise MismatchError(f"{self.folder}: {name} is {kinds[0]} there, but {kinds[1]} in this run")
         return self.create_local_plan()
 
 
@@ -246,24 +263,24 @@ def some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
-def metadata_of(tensors: dict[str, Any]) -> Metadata:
+def metadata_of(index: Index) -> Metadata:
     """The index in DCP's words."""
     found: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        chunks = [ChunkStorageMetadata(torch.Size(a), torch.Size(n)) for _, _, a, n in tensor["pieces"]]
-        properties = TensorProperties(TORCH_DTYPES[tensor["dtype"]])
-        found[name] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+    for name, tensor in index.items():
+        chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in tensor.pieces]
+        properties = TensorProperties(TORCH_DTYPES[tensor.dtype])
+        found[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     return Metadata(found)
 
 
-def blank(tensors: dict[str, Any], section: str) -> dict[str, Any]:
+def blank(index: Index, section: str) -> dict[str, Any]:
     """An empty copy of a section as it was saved, to be filled."""
     tree: dict[str, Any] = {}
-    for tensor in tensors.values():
-        top, *path, last = tensor["path"]
+    for tensor in index.values():
+        top, *path, last = tensor.path
         if top == section:
             table = tree
             for part in path:
                 table = table.setdefault(part, {})
-            table[last] = torch.empty(tensor["shape"], dtype=TORCH_DTYPES[tensor["dtype"]])
+            table[last] = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
     return tree

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,25 +19,24 @@ import torch.distributed as dist
 
 from ...parallel.world import from_lead, is_lead, known
 from ...record import phase
+from ...record.checkpoint.checked import DamagedError
 from ...record.checkpoint.digest import write_file
 from ...record.checkpoint.folders import Keep, committed, discard, folders, prune, put_in_place, work_folder
+from ...record.checkpoint.index import Index, read_index, verify
 from ...record.checkpoint.manifest import (
     INDEX,
     MARKER,
-    DamagedError,
     Files,
     Manifest,
-    content_of,
     read_manifest,
     seal,
     shard_name,
     step_of,
-    verify,
 )
 from ...record.checkpoint.remote import download, steps_there
 from ...spec import CheckpointError
 from .plan import Plan, contents, make
-from .read import read
+from .read import MismatchError, read
 from .reasons import first_reason
 
 T = TypeVar("T")
@@ -126,6 +126,8 @@ def load(
     refused: Callable[[Path, str], None],
     step: int | None = None,
     remote: str = "",
+    check: Callable[[Manifest], None] | None = None,
+    accept: Callable[[dict[str, Any]], None] | None = None,
 ) -> Manifest | None:
     """Load the newest intact checkpoint (or the one of `step`) into `state`; None where there is none.
 
@@ -133,16 +135,25 @@ def load(
     that is not in `state` is not read (weights alone, say). A damaged checkpoint is reported to `refused`
     and the one before it is taken; where none is left in `root`, those copied to `remote` are. Bytes are verified as
     they are read, so what is in `state` counts only once this has returned.
+
+    `check` looks at the manifest before anything is read, on the lead: it raises DamagedError where an older checkpoint
+    may do, and another error where that would not help. What it lets pass is of this run, so tensors of other names or
+    shapes than `state` has are damage, too. `accept` does the same with what was read, alike on every rank.
     """
     reasons: list[str] = []
     for folder, address in candidates(root, step, remote):
         phase.enter("load.find")
         try:
-            manifest, index = opened(folder, address)
+            manifest, index = opened(folder, address, check)
             filled = dict(state)
             phase.enter("load.read")
             read(folder, manifest, index, filled)
-        except DamagedError as error:
+            if accept is not None:
+                with of_folder(folder):
+                    accept(filled)
+        except (DamagedError, MismatchError) as error:
+            if check is None and isinstance(error, MismatchError):
+                raise
             reason = str(error)
             if from_lead(lambda folder=folder, reason=reason: refuse(folder, reason, refused)) or step is not None:  # type: ignore[misc]
                 reasons.append(reason)
@@ -169,15 +180,18 @@ def refuse(folder: Path, reason: str, refused: Callable[[Path, str], None]) -> b
     return (folder / MARKER).exists()
 
 
-def opened(folder: Path, remote: str) -> tuple[Manifest, bytes]:
+def opened(folder: Path, remote: str, check: Callable[[Manifest], None] | None) -> tuple[Manifest, Index]:
     """Manifest and index, read by the lead for all."""
 
-    def look() -> tuple[Manifest, bytes] | str:
+    def look() -> tuple[Manifest, Index] | str:
         try:
             if remote:
                 download(remote, folder)
             manifest = read_manifest(folder)
-            return manifest, content_of(folder / INDEX, manifest)
+            if check is not None:
+                with of_folder(folder):
+                    check(manifest)
+            return manifest, read_index(folder, manifest)
         except DamagedError as error:
             return str(error)
 
@@ -185,6 +199,15 @@ def opened(folder: Path, remote: str) -> tuple[Manifest, bytes]:
     if isinstance(found, str):
         raise DamagedError(found)
     return found
+
+
+@contextmanager
+def of_folder(folder: Path) -> Iterator[None]:
+    """Whoever looks at what a checkpoint holds need not know where it lies."""
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError(f"{folder}: {error}") from None
 
 
 def refuse_nothing_left(root: Path, reasons: list[str], step: int | None) -> None:
