@@ -5,13 +5,22 @@ One fork of ranks trains every layout of its size, and goes on with copies of th
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
+import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from crafted import rewrite_index
 from layouts import SPARSE, Job, do, layout
+from lmworks.cli.main import main
 from lmworks.record import RunFolder
 from lmworks.spec import RunSpec
+from lmworks.train.load import load_trained
 from tiny import curve, differences, saved
 
 FSDP2 = ("parallel.strategy=fsdp2",)
@@ -28,6 +37,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "cp": ("parallel.cp=2",),
     "pp": ("parallel.pp=2", "model.tie_embeddings=true"),
     "ep": ("parallel.dp=2", "parallel.ep=2", *SPARSE),
+    "fsdp1-moe": ("parallel.dp=2", "parallel.strategy=fsdp1", *SPARSE),
     "tp-fsdp2": ("parallel.tp=2", "parallel.sp=true", "parallel.dp=2", *FSDP2),
     "hsdp": ("parallel.dp_replicate=2", "parallel.dp_shard=2", *FSDP2),
     "zbv": ("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4", "model.tie_embeddings=true"),
@@ -38,7 +48,7 @@ VARIATIONS = ("zero-2", "cp", "hsdp", "fsdp1-tp")  # of what stays; `make test-s
 MOVES = [
     ("fsdp2", "one"), ("one", "tp"), ("pp", "fsdp2"), ("zero-1", "ddp"), ("tp-fsdp2", "pp"), ("fsdp1", "fsdp2"),
     ("fsdp2", "fsdp1"), ("ep", "one-moe"), ("one-moe", "ep"), ("offload", "zero-2"), ("zbv", "tp-fsdp2"),
-    ("fsdp1-tp", "one"),
+    ("fsdp1-tp", "one"), ("fsdp1-moe", "one-moe"), ("fsdp1-moe", "ep"), ("one-moe", "fsdp1-moe"),
 ]  # fmt: skip
 
 
@@ -83,3 +93,47 @@ def test_another_layout_takes_a_checkpoint_up_exactly_and_at_the_same_data(runs:
     before, after = curve(source)[2], curve(target)[2]
     assert after[1] == pytest.approx(before[1], rel=1e-6)  # the loss of the next step
     assert after[5] == pytest.approx(before[5], rel=1e-5)  # and after it, on held-out data
+
+
+def test_one_process_uses_what_fsdp1_trained_with_experts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bias by which experts are chosen has the model's own name, so that everybody finds it."""
+    run, name = runs / "fsdp1-moe", "model.blocks.0.mlp.choice_bias"
+    assert saved(run).keys() == saved(runs / "one-moe").keys()
+    assert saved(run)[name].any()
+    bias = load_trained(run).model.state_dict()[name.removeprefix("model.")]
+    assert differences({name: bias}, {name: saved(run)[name]}) == []
+    losses = [json.loads(said_by(capsys, "eval", each, "--json"))["loss"] for each in (run, runs / "one-moe")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    told = said_by(capsys, "generate", run, "--prompt", "def", "--max-tokens", "5", "--greedy", "--json")
+    assert len(json.loads(told)["tokens"]) == 5
+
+
+def said_by(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    with mock.patch.object(sys, "argv", ["lmworks", *map(str, arguments)]), contextlib.suppress(SystemExit):
+        main()
+    out = capsys.readouterr()
+    assert not out.err
+    return out.out
+
+
+def test_names_that_fsdp1_left_in_earlier_checkpoints_are_read(runs: Path, tmp_path: Path) -> None:
+    """As `…_fsdp_wrapped_module.mlp.choice_bias`; the bytes are those of a checkpoint that was written so."""
+    run = tmp_path / "run"
+    shutil.copytree(runs / "fsdp1-moe", run)
+    wrap_names(run / "checkpoints" / "step-000003")
+    assert differences(saved(run, 3), saved(runs / "fsdp1-moe", 3)) == []
+    assert load_trained(run).step == 3
+
+
+def wrap_names(folder: Path) -> None:
+    def wrapped(name: str) -> str:
+        return name.replace(".mlp.choice_bias", "._fsdp_wrapped_module.mlp.choice_bias")
+
+    def change(index: dict[str, Any]) -> dict[str, Any]:
+        tensors = {
+            wrapped(n): {**one, "path": [wrapped(key) for key in one["path"]]} for n, one in index["tensors"].items()
+        }
+        assert len(tensors.keys() - index["tensors"].keys()) == 2  # a bias a layer
+        return {"tensors": tensors}
+
+    rewrite_index(folder, change)

@@ -35,6 +35,11 @@ def take_low(weight: Tensor) -> Tensor | None:
     return low
 
 
+def unwrapped(name: str) -> str:
+    """The model's own name of a parameter, buffer or module. FSDP1 alone adds to it, where it has wrapped a block."""
+    return name.replace("_fsdp_wrapped_module.", "").removesuffix("._fsdp_wrapped_module")
+
+
 class DataParallel(Protocol):
     loss_factor: float  # the loss is multiplied by this, so that what the strategy averages comes out as a sum
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from ..model import GPT
 from ..model.gpt import Block
 from ..spec import ParallelSpec, RunSpec
-from .data import Shard
+from .data import Shard, unwrapped
 from .fsdp2 import compute_dtype, reduce_dtype
 from .mesh import Mesh
 
@@ -60,7 +60,7 @@ class FSDP1:
                 forward_prefetch=True,
             )
         rows = None if kind == ShardingStrategy.NO_SHARD else "flat"
-        named = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in self.fsdp.named_parameters()}
+        named = {unwrapped(name): p for name, p in self.fsdp.named_parameters()}
         self.made = [Shard(name, parameter, shapes[name], rows) for name, parameter in named.items()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from ..record import phase
 from ..spec import RunSpec
 from ..spec.layout import V_SHAPED
 from .alone import Alone
-from .data import DataParallel, Shard
+from .data import DataParallel, Shard, unwrapped
 from .mesh import Mesh
 from .precision import run_in
 from .splits import Splits
@@ -131,7 +131,7 @@ class Laid:
 
     def buffers(self) -> dict[str, Tensor]:
         """What is part of the model's state and not trained by gradients; equal on all ranks that have it."""
-        return {name: buffer for part in self.parts.values() for name, buffer in part.named_buffers()}
+        return {unwrapped(name): buffer for part in self.parts.values() for name, buffer in part.named_buffers()}
 
     def after_load(self) -> None:
         """After the leaves were filled from a checkpoint."""

@@ -89,7 +89,7 @@ def run_trial(trainer: Trainer, optim: OptimSpec, observe: bool) -> Trial:
     trial.collectives, trial.device, trial.host = traffic.table(), reader.device, reader.host
     trial.pieces = [Piece(shard.name, where(shard, laid)) for shard in laid.shards]
     trial.weights = [shard.leaf.detach().clone() for shard in laid.shards]
-    trial.buffers = {name: buffer for part in laid.parts.values() for name, buffer in part.named_buffers()}
+    trial.buffers = laid.buffers()
     return trial
 
 

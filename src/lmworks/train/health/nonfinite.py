@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...model import GPT
-from ...parallel.data import Shard
+from ...parallel.data import Shard, unwrapped
 from ...parallel.mesh import Mesh
 
 FROM_WEIGHT = ", from the weight"
@@ -48,7 +48,7 @@ class FirstBadModule:
     def __enter__(self) -> Self:
         for stage, part in self.parts.items():
             for name, module in part.named_modules():
-                self.handles.append(module.register_forward_hook(self.hook(stage, name), with_kwargs=True))
+                self.handles.append(module.register_forward_hook(self.hook(stage, unwrapped(name)), with_kwargs=True))
                 if module._compiled_call_impl is not None:  # compiled code would not call the hooks inside
                     self.compiled.append((module, module._compiled_call_impl))
                     module._compiled_call_impl = None
