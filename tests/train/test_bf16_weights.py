@@ -14,7 +14,7 @@ from lmworks.kernels.adamw import joined
 from lmworks.model.gpt import initial_weight
 from lmworks.parallel.alone import Alone
 from lmworks.parallel.data import Shard
-from lmworks.spec import CheckpointError, OptimSpec, PrecisionSpec
+from lmworks.spec import OptimSpec, PrecisionSpec, SpecError
 from lmworks.train import Trainer
 from lmworks.train.export import export
 from lmworks.train.optim import make_optimizer
@@ -145,7 +145,7 @@ def test_other_formats_are_refused_and_can_start_a_new_run(dataset: Path, tmp_pa
     assert 'weights = "fp32"' in text
     changed = text.replace('weights = "fp32"', 'weights = "bf16"').replace('dtype = "fp32"', 'dtype = "bf16"')
     spec_file.write_text(changed.replace("steps = 2", "steps = 4"))
-    with pytest.raises(CheckpointError, match=r"saved with another precision.weights or precision.master"):
+    with pytest.raises(SpecError, match=r'precision.weights = "bf16", was "fp32" in step 2: .* checkpoint.init'):
         resume(tmp_path / "run")
     spec_file.write_text(text)
     trainer = built(make_spec(dataset, *BF16, f"checkpoint.init={tmp_path / 'run'}"), tmp_path / "next")

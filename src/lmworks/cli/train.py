@@ -81,29 +81,35 @@ def resume(
         int | None,
         typer.Option("--ranks", min=1, help="Go on with this many ranks, fewer than the layout has (fault.elastic)."),
     ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=1, help="Go on from the checkpoint of this step; later ones are set aside."),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Go on with a run from its newest intact checkpoint.
+    """Go on with a run from its newest intact checkpoint, or from that of a step.
 
     \b
     Examples:
       lmworks resume runs/tiny
       lmworks resume runs/tiny --max-restarts 3
       lmworks resume runs/wide --ranks 2
+      lmworks resume runs/tiny --step 100
     """
     from ..record import RunFolder
 
     folder = RunFolder.open(run)
     spec = folder.spec()
     if supervised(spec, max_restarts) or (ranks is not None and "RANK" not in os.environ):
-        again = ["resume", str(run), *(["--json"] if json else [])]
+        chosen = ["--step", str(step)] if step is not None else []
+        again = ["resume", str(run), *chosen, *(["--json"] if json else [])]
         supervise(spec, folder, again, again, restarts_of(spec, max_restarts), ranks)
         return
     from ..parallel.world import leaving
     from ..train import Trainer
 
     with leaving():
-        run_to_the_end(Trainer.resume(run, quiet=json), json)
+        run_to_the_end(Trainer.resume(run, step=step, quiet=json), json)
 
 
 def supervised(spec: RunSpec, max_restarts: int | None) -> bool:

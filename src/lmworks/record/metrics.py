@@ -33,24 +33,31 @@ class StepMetrics(TypedDict, total=False):
     val_loss: float  # on the steps that evaluate
     loss_scale: float  # fp16
     step_skew: float  # busy time of the busiest rank over that of the median one; with several ranks
+    rewound: bool  # of the first step after an older checkpoint was chosen to go on from
     nonfinite: dict[str, str]  # added by the writer: the keys that are null because they were nan, inf or -inf
 
 
 class MetricsWriter(LineWriter):
-    """Appends steps, each stamped with this process's attempt and the time."""
+    """Appends steps, each stamped with this process's attempt and the time.
 
-    def __init__(self, path: Path, attempt: int) -> None:
+    `rewound`: its first line says that what is there of that step and later ones is void.
+    """
+
+    def __init__(self, path: Path, attempt: int, rewound: bool = False) -> None:
         super().__init__(path)
-        self.attempt = attempt
+        self.attempt, self.rewound = attempt, rewound
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        self.append({"step": step, "attempt": self.attempt, "time": now(), **values})
+        mark = {"rewound": True} if self.rewound else {}
+        self.append({"step": step, "attempt": self.attempt, "time": now(), **mark, **values})
+        self.rewound = False
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps in order, each once: the line of its highest attempt.
 
-    An attempt that goes back to an earlier step has rewound: what was written of that step and later ones is void.
+    An attempt that goes back to an earlier step has rewound: what was written of that step and later ones is void. So
+    it is where a resume was told to begin at an older step than the newest.
     """
     steps: dict[int, dict[str, Any]] = {}
     last, at = -1, 0  # attempt and step of the line before
@@ -58,7 +65,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if not isinstance(line.get("step"), int) or not isinstance(line.get("attempt"), int):
             raise LMWorksError(f"{path}, line {number} is damaged: it has no whole 'step' and 'attempt'")
         step, attempt = line["step"], line["attempt"]
-        if last == attempt and step <= at:
+        if (last == attempt and step <= at) or line.get("rewound"):
             steps = {number: old for number, old in steps.items() if number < step}
         last, at = attempt, step
         if step not in steps or attempt >= steps[step]["attempt"]:

@@ -16,6 +16,7 @@ from ..record import RunFolder
 from ..record.attempts import CAUSE, RESTARTS, Attempt, attempts, crashed_twice
 from ..record.checkpoint.folders import committed
 from ..record.checkpoint.manifest import step_of
+from ..record.jsonl import read_lines
 from ..spec import RunSpec, TrainingError
 from ..spec.elastic import fitted
 
@@ -46,6 +47,22 @@ def begun(folder: RunFolder) -> bool:
         return False
     past = attempts(folder)
     return restarts() > 0 or bool(past and launch() and past[-1].launch == launch())
+
+
+def chosen_step(folder: RunFolder, step: int | None) -> int | None:
+    """The step that a resume was told to begin at; None where this launch has begun there before.
+
+    Ranks that are started over with the same command go on from what they have saved since.
+    """
+    begun = (event for event in folder.events() if event["kind"] == "resume")
+    return None if launch() and any(event.get("launch") == launch() for event in begun) else step
+
+
+def has_rewound(folder: RunFolder) -> bool:
+    """Whether checkpoints were set aside since the last line of metrics: those of their steps are void."""
+    lines = [line["attempt"] for line in read_lines(folder.metrics_path) if isinstance(line.get("attempt"), int)]
+    last = max(lines, default=-1)
+    return any(event["kind"] == "set_aside" and event["attempt"] > last for event in folder.events())
 
 
 def patience_s() -> float:

@@ -37,11 +37,12 @@ from .evaluate import Evaluation, evaluate, held_out
 from .feed import Feed
 from .figures import Reader
 from .health.corruption import check_replicas
+from .health.finite import check_state
 from .health.watch import Health, NotTaken
 from .optim import make_optimizer
 from .profile import Profiler
 from .progress import Progress
-from .restart import Detours, note_restart, over_started, patience_s, who_runs
+from .restart import Detours, chosen_step, has_rewound, note_restart, over_started, patience_s, who_runs
 from .rewind import move_on
 from .rng import seed_everything
 from .saving import Saving
@@ -56,6 +57,7 @@ class Trainer(Stepper):
     """`Trainer(spec, run_dir).run()` starts a run, `Trainer.resume(run_dir).run()` goes on with one."""
 
     feed: Feed | None = None  # while it loops
+    begin_at: int | None = None  # the step to resume from, where one was chosen
 
     def __init__(
         self, spec: RunSpec, run_dir: str | Path, *, machine: Machine | None = None, quiet: bool = False
@@ -68,11 +70,15 @@ class Trainer(Stepper):
         self.folder = RunFolder(Path(run_dir))
 
     @classmethod
-    def resume(cls, run_dir: str | Path, *, quiet: bool = False) -> Self:
-        """Take up a run at its newest intact checkpoint, or at step 0 where there is none yet."""
+    def resume(cls, run_dir: str | Path, *, step: int | None = None, quiet: bool = False) -> Self:
+        """Take up a run at its newest intact checkpoint, or at step 0 where there is none yet.
+
+        With `step` at the checkpoint of that step: those after it are set aside.
+        """
         folder = RunFolder.open(run_dir)
         trainer = cls.__new__(cls)
         trainer.meet(folder.spec(), quiet)
+        trainer.begin_at = from_lead(lambda: chosen_step(folder, step))
         trainer.prepare()
         trainer.folder = folder
         return trainer
@@ -137,7 +143,9 @@ class Trainer(Stepper):
             try:
                 self.build()
                 stack.callback(self.saving.close)
-                self.load()
+                self.load(self.begin_at)
+                if self.begin_at is not None:
+                    self.saving.set_aside_later()
             except Exception as error:
                 cause = explained(error, self.watchdog)
                 if cause is not error:
@@ -156,7 +164,8 @@ class Trainer(Stepper):
                 if self.lead:
                     progress = Progress(optim.steps, self.step, self.spec.log.every, self.quiet)
                     self.progress = writers.enter_context(progress)
-                    self.metrics = writers.enter_context(MetricsWriter(self.folder.metrics_path, attempt))
+                    metrics = MetricsWriter(self.folder.metrics_path, attempt, has_rewound(self.folder))
+                    self.metrics = writers.enter_context(metrics)
                     self.sinks = open_sinks(self.spec.log, self.folder, self.spec, self.step)
                 try:
                     return self.loop()
@@ -202,6 +211,8 @@ class Trainer(Stepper):
                     drop(self)
                 if spec.health.hash_every and (saved or self.step % spec.health.hash_every == 0):
                     check_replicas(self)
+                if saved:
+                    check_state(self)
             except NotTaken as refused:
                 move_on(self, refused, time.perf_counter() - began)
                 continue
