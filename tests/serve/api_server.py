@@ -72,7 +72,7 @@ class House:
         self,
         config: Path | None = None,
         keys: Sequence[str] = (),
-        upstream: Upstream | None = None,
+        upstream: Upstream | list[Upstream] | None = None,
         tls: tuple[str, str] | None = None,
         words: Words | None = None,
         **options: Any,
@@ -81,9 +81,10 @@ class House:
         local = Local(self.backend)
         if words is not None:
             local.speech = Speech("reworded", words)
-        serving = Serving(Settings(config, keys), [] if upstream else [local], [upstream] if upstream else [])
-        if upstream:
-            self.run(upstream.start())
+        behind = [upstream] if isinstance(upstream, Upstream) else upstream or []
+        serving = Serving(Settings(config, keys), [] if behind else [local], behind)
+        for one in behind:
+            self.run(one.start())
         listening = bound("127.0.0.1", 0)
         server = make_server(make_app(serving, **options), serving, 30.0, *(tls or ()))
         # The engine is the house's own: not started and closed with each server.

@@ -242,3 +242,37 @@ def test_other_sites_are_let_in_by_name_alone(locked: Api, house: House) -> None
     assert wrong.status_code == 400 and "access-control-allow-origin" in wrong.headers, "errors can be read, too"
     other = open_to_one.http.get("/health", headers={"origin": "https://evil.example"})
     assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({}, None),
+        ({"host": "localhost"}, None),
+        ({"host": "LocalHost:8000"}, None),
+        ({"host": "127.0.0.1:1"}, None),
+        ({"host": "[::1]:8000"}, None),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, None),
+        ({"origin": "https://app.example"}, None),
+        ({"host": "evil.example"}, "foreign_host"),
+        ({"host": "127.0.0.1.evil.example:80"}, "foreign_host"),
+        ({"host": "localhost.evil.example"}, "foreign_host"),
+        ({"host": "192.0.2.1"}, "foreign_host"),
+        ({"origin": "https://evil.example"}, "foreign_origin"),
+        ({"origin": "null"}, "foreign_origin"),
+        ({"host": "localhost:8000", "origin": "http://localhost:9000"}, "foreign_origin"),
+    ],
+)
+def test_a_local_server_without_keys_is_not_for_foreign_pages(
+    house: House, headers: dict[str, str], code: str | None
+) -> None:
+    """DNS rebinding: a page's own name, which its author lets stand for 127.0.0.1."""
+    api = house.open(local=True, origins=["https://app.example"])
+    for found in (api.http.get("/health", headers=headers), api.post("/v1/completions", BODY, headers=headers)):
+        assert found.status_code == (200 if code is None else 403), found.text
+        assert code is None or found.json()["error"]["code"] == code
+
+
+def test_with_keys_names_do_not_matter(house: House) -> None:
+    api = house.open(keys=[ALICE], local=True)
+    assert api.post("/v1/completions", BODY, headers={**header(ALICE), "host": "my.name"}).status_code == 200

@@ -164,3 +164,10 @@ def test_single_tokens_as_text() -> None:
     places = Offsets(texts)
     text = inner.decode(ids)
     assert [places.next(token) for token in [*ids, 0]][-4:] == [len(text) - 2, len(text) - 1, len(text) - 1, len(text)]
+
+
+def test_a_top_k_of_minus_one_is_none(api: Api) -> None:
+    """As vLLM has it."""
+    wishes = {"seed": 5, "temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
+    texts = [api.complete(**wishes, **more)["choices"][0]["text"] for more in ({"top_k": -1}, {"top_k": 0}, {})]
+    assert texts[0] == texts[1] == texts[2]

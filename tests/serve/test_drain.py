@@ -69,6 +69,12 @@ def test_sigterm_finishes_what_is_under_way() -> None:
         reading = Reading(url)
         until(lambda: reading.lines)
         process.send_signal(signal.SIGTERM)
+        until(lambda: not answers(url))
+        ready = httpx.get(f"{url}/ready", trust_env=False)
+        refused = httpx.post(f"{url}/v1/completions", json=STREAM, trust_env=False)
+        assert (ready.status_code, ready.json()["status"]) == (503, "draining"), "before nobody is there any more"
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert refused.headers["connection"] == "close" and int(refused.headers["retry-after"]) >= 1
         until(lambda: not connects(url))
         reading.join(60)
         assert process.wait(30) == 0

@@ -74,7 +74,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "negative temperature": (COMPLETIONS, {"temperature": -0.1}, "temperature"),
     "endless temperature": (COMPLETIONS, {"temperature": 1e999}, "temperature"),
     "top_p above 1": (COMPLETIONS, {"top_p": 1.1}, "top_p"),
-    "top_k of -1": (COMPLETIONS, {"top_k": -1}, "top_k"),
+    "top_k of -2": (COMPLETIONS, {"top_k": -2}, "top_k"),
     "penalty of 3": (COMPLETIONS, {"presence_penalty": 3}, "presence_penalty"),
     "a thousand logprobs": (COMPLETIONS, {"logprobs": 1000}, "logprobs"),
     "logprobs that are true": (COMPLETIONS, {"logprobs": True}, "logprobs"),

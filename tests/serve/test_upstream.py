@@ -227,3 +227,86 @@ def test_both_names_of_max_tokens_are_within_the_cap(house: House, tmp_path: Pat
         assert {name: value for name, value in seen[-1].items() if name.startswith("max_")} == dict.fromkeys(given, 5)
     refused = api.post("/v1/chat/completions", body | {"max_completion_tokens": 90, "max_tokens": 5}, headers=headers)
     assert refused.status_code == 400 and len(seen) == 3
+
+
+# --- several of one name ----------------------------------------------------------------------------------
+
+
+class Behind:
+    """A server that can be told to fail."""
+
+    def __init__(self, name: str, *served: str) -> None:
+        self.served, self.asked = served or (MODEL,), 0
+        self.answer: Handler = lambda _: httpx.Response(200, json={"id": name, "usage": {"prompt_tokens": 1}})
+        self.upstream = Upstream(f"http://{name}/v1", None, httpx.MockTransport(self.handle))
+
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/models"):
+            return down(request) if self.answer is down else httpx.Response(200, json=self.models())
+        self.asked += 1
+        return self.answer(request)
+
+    def models(self) -> dict[str, Any]:
+        return {"data": [{"id": name} for name in self.served]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_next_one_is_asked_where_one_fails(house: House, stream: bool) -> None:
+    one, other = Behind("one"), Behind("other")
+    api = house.open(upstream=[one.upstream, other.upstream])
+    chunk = {"id": "other", "choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}
+    if stream:
+        other.answer = lambda _: sse(chunk, "[DONE]")
+    for failing in (
+        down,
+        lambda _: httpx.Response(500),
+        lambda _: httpx.Response(503),
+        lambda _: httpx.Response(429, headers={"retry-after": "9"}),
+    ):
+        one.answer, one.asked, other.asked, one.upstream.up = failing, 0, 0, True
+        found = api.post("/v1/completions", BODY | {"stream": stream})
+        assert found.status_code == 200 and "other" in found.text
+        assert (one.asked, other.asked) == (1, 1)
+    one.answer = lambda _: httpx.Response(400, json={"error": {"message": "no", "code": "wrong"}})
+    one.upstream.up, other.asked = True, 0
+    assert api.post("/v1/completions", BODY | {"stream": stream}).json()["error"]["code"] == "wrong"
+    assert other.asked == 0, "what is wrong with the request is wrong everywhere"
+    until(lambda: one.upstream.open == other.upstream.open == 0)
+
+
+def test_one_that_is_down_is_asked_last_and_where_all_fail_the_first_reason_is_told(house: House) -> None:
+    one, other = Behind("one"), Behind("other")
+    api = house.open(upstream=[one.upstream, other.upstream])
+    one.answer = down
+    for _ in range(3):
+        assert api.post("/v1/completions", BODY).json()["id"] == "other"
+    assert (one.asked, other.asked) == (1, 3), "once is enough to know"
+    other.answer = lambda _: httpx.Response(503, headers={"retry-after": "7"})
+    found = api.post("/v1/completions", BODY)
+    assert (found.status_code, found.json()["error"]["code"]) == (502, "upstream_failed")
+    assert found.headers["retry-after"] == "7" and one.asked == 2
+
+
+def test_readiness_is_of_a_model(house: House) -> None:
+    one, other = Behind("one", "a", "both"), Behind("other", "b", "both")
+    api = house.open(upstream=[one.upstream, other.upstream])
+    assert api.http.get("/ready").status_code == 200
+    one.answer = down
+    house.run(one.upstream.look())
+    statuses = {name: api.http.get("/ready", params={"model": name}).status_code for name in ("a", "b", "both", "c")}
+    assert statuses == {"a": 503, "b": 200, "both": 200, "c": 503}
+    assert api.http.get("/ready").status_code == 503 and api.http.get("/health").status_code == 503
+    other.served = ("a", "b", "both")
+    house.run(other.upstream.look())
+    assert api.http.get("/ready").status_code == 200, "each model has one that answers"
+
+
+def test_where_others_are_is_told_to_those_with_a_key(house: House) -> None:
+    api = house.open(keys=["a-key-of-ours"], upstream=Behind("secret-place").upstream)
+    for path in ("/health", "/ready", "/metrics"):
+        for shown in ({}, {"authorization": "Bearer wrong-wrong"}):
+            found = api.http.get(path, headers=shown)
+            assert found.status_code == 200 and "secret-place" not in found.text
+    known = api.http.get("/health", headers={"authorization": "Bearer a-key-of-ours"})
+    assert list(known.json()["models"]) == ["http://secret-place/v1"]
+    assert list(api.http.get("/health").json()["models"]) == ["upstream-1"]

@@ -78,6 +78,7 @@ def serve(
     check_files(config, tls_cert, tls_key)
     import_server()
     from ..serve.app import make_app
+    from ..serve.door import loopback
     from ..serve.logs import log_as_json
     from ..serve.server import bound, make_server
     from ..serve.tracing import tracing_from_environment
@@ -93,7 +94,7 @@ def serve(
         log_as_json()
         scheme = "http" if tls_cert is None else "https"
         typer.echo(f"{scheme}://{host}:{listening.getsockname()[1]} (models are being loaded)", err=True)
-        app = make_app(serving, cors or (), tracing)
+        app = make_app(serving, cors or (), tracing, loopback(host))
         make_server(app, serving, drain_seconds, *(str(path) for path in (tls_cert, tls_key) if path)).run([listening])
     if tracing is not None:
         tracing.close()

@@ -39,7 +39,7 @@ async def answered(
     body, raw = await read_body(serving, request, caller, kind)
     model, adapter = serving.find(caller, body.model)
     if isinstance(model, Upstream):
-        return await forward(serving, caller, model, request, body, raw)
+        return await forward(serving, caller, request, body, raw)
     answer = await prepared(serving, caller, model, adapter, body)
     if body.stream:
         return await begun(request, answer.lines())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -32,8 +32,13 @@ REFUSED = {400: "cannot be served as it is", 401: "no key, or a wrong one", 404:
 BUSY = {429: "too much at once: see retry-after", 503: "not now: see retry-after"}
 
 
-def make_app(serving: Serving, origins: Sequence[str] = (), tracing: Tracing | None = None) -> FastAPI:
-    """For models that have been started. `origins`: pages of other sites that may call it (CORS)."""
+def make_app(
+    serving: Serving, origins: Sequence[str] = (), tracing: Tracing | None = None, local: bool = False
+) -> FastAPI:
+    """For models that have been started. `origins`: pages of other sites that may call it (CORS).
+
+    `local`: it listens on this machine alone; without keys it then refuses what a foreign page could send.
+    """
     app = FastAPI(
         title="LMWorks",
         version=__version__,
@@ -49,7 +54,7 @@ def make_app(serving: Serving, origins: Sequence[str] = (), tracing: Tracing | N
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["retry-after", "x-request-id"],
         )
-    app.add_middleware(Door, serving=serving, tracing=tracing)
+    app.add_middleware(Door, serving=serving, tracing=tracing, local=local, origins=tuple(origins))
     for kind in (HTTPException, LMWorksError, ValidationError):
         app.add_exception_handler(kind, told)
     add_models(app, serving)
@@ -168,14 +173,16 @@ def add_tokens(app: FastAPI, serving: Serving) -> None:
 
 def add_state(app: FastAPI, serving: Serving) -> None:
     @app.get("/health", responses={503: {"model": Health, "description": "an engine is down, or hangs"}})
-    async def healthy() -> Health:
+    async def healthy(request: Request) -> Health:
         """Whether all engines run and advance."""
-        return answered(health(serving), ("ok", "draining"))
+        state = health(serving, serving.trusts(request))
+        return answered(state, state["status"] in ("ok", "draining"))
 
     @app.get("/ready", responses={503: {"model": Health, "description": "send requests elsewhere"}})
-    async def ready() -> Health:
-        """Whether requests may be sent here."""
-        return answered(health(serving), ("ok",))
+    async def ready(request: Request, model: str | None = None) -> Health:
+        """Whether requests may be sent here: for each model, or for one of them."""
+        state, well = health(serving, serving.trusts(request)), serving.ready(model)
+        return answered({**state, "status": "ok" if well else not_ready(state)}, well)
 
     @app.get("/", include_in_schema=False)
     async def playground() -> Response:
@@ -188,5 +195,9 @@ def add_state(app: FastAPI, serving: Serving) -> None:
         return Response(telemetry.written(serving), media_type=telemetry.CONTENT_TYPE)
 
 
-def answered(state: Health, good: tuple[str, ...]) -> Any:
-    return JSONResponse(state, 200 if state["status"] in good else 503)
+def not_ready(state: Health) -> Literal["draining", "unhealthy"]:
+    return "draining" if state["status"] == "draining" else "unhealthy"
+
+
+def answered(state: Health, well: bool) -> Any:
+    return JSONResponse(state, 200 if well else 503)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +34,16 @@ class Seen:
 
 
 class Door:
-    def __init__(self, app: ASGIApp, serving: Serving, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        serving: Serving,
+        tracing: Tracing | None = None,
+        local: bool = False,
+        origins: Sequence[str] = (),
+    ) -> None:
         self.app, self.serving, self.tracing = app, serving, tracing
+        self.local, self.origins = local, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,8 +59,8 @@ class Door:
                 seen.status = message["status"]
                 sent = MutableHeaders(scope=message)
                 sent["x-request-id"] = facts["request_id"]
-                if unread():
-                    sent["connection"] = "close"  # what is left of the request is not read
+                if unread() or self.serving.draining:
+                    sent["connection"] = "close"  # what is left of the request is not read, or there will be no other
             for part in parts(message):
                 await send(part)
 
@@ -75,8 +84,11 @@ class Door:
                 await response_of(error)(scope, receive, send)
 
     def look(self, scope: Scope) -> None:
-        """The protocol bounds headers that come bit by bit; those that come at once are measured here."""
-        limit = self.serving.settings.current().limits.header_bytes
+        """What can be told of a request by its headers."""
+        config = self.serving.settings.current()
+        if self.local and not config.keys:
+            check_local(Headers(scope=scope), self.origins)
+        limit = config.limits.header_bytes
         if sum(len(name) + len(value) for name, value in scope["headers"]) > limit:
             raise Refusal(431, "headers_too_large", f"the headers have more than {limit} bytes, as many as may be sent")
 
@@ -91,6 +103,29 @@ class Door:
             log.info("request", extra={**facts, "method": method, "path": path, "seconds": round(took, 6)})
         if self.tracing is not None and path not in QUIET:
             self.tracing.record(f"{method} {path}", facts, headers, seen.began, seen.began + took)
+
+
+def check_local(headers: Headers, origins: Sequence[str]) -> None:
+    """A server for this machine, without keys: any page in a browser here could reach it.
+
+    By a name that its author lets stand for this machine (DNS rebinding), which Host tells; or as another origin.
+    """
+    host, origin = headers.get("host"), headers.get("origin")
+    if host is not None and not loopback(host):
+        message = f"this server is for this machine: it does not answer to the name {host[:80]!r}, only to localhost"
+        raise Refusal(403, "foreign_host", message)
+    if origin is not None and origin not in origins and origin.partition("://")[2] != host:
+        message = f"pages of {origin[:80]!r} may not use this server: start it with --cors ORIGIN, or with keys"
+        raise Refusal(403, "foreign_origin", message)
+
+
+def loopback(host: str) -> bool:
+    """Of a Host header, with or without a port."""
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    try:
+        return name.lower() == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def parts(message: Message) -> Iterator[Message]:

@@ -32,13 +32,12 @@ LONGEST_LINE = 16 * 2**20  # bytes of one event
 async def forward(
     serving: Serving,
     caller: Caller,
-    upstream: Upstream,
     request: Request,
     body: CompletionRequest | ChatRequest,
     raw: bytes,
 ) -> Response:
     """The body goes on as it came, but for caps that our limits put on it."""
-    passing = Passing(serving, caller, upstream, body, raw)
+    passing = Passing(serving, caller, serving.upstreams_of(body.model), body, raw)
     if body.stream:
         return await begun(request, passing.lines())
     return Response(await while_connected(request.receive, passing.whole()), media_type="application/json")
@@ -48,7 +47,7 @@ async def forward(
 class Passing:
     serving: Serving
     caller: Caller
-    upstream: Upstream
+    upstreams: list[Upstream]  # that have the model: the first to be asked first
     body: CompletionRequest | ChatRequest
     raw: bytes
     changes: dict[str, Any] = field(default_factory=dict)  # fields that go on in another way than they came
@@ -59,7 +58,7 @@ class Passing:
 
     def enter(self) -> Entry:
         """Past the limits. Caps that the request does not know of are written into it."""
-        body, card = self.body, self.upstream.card(self.body.model)
+        body, card = self.body, self.upstreams[0].card(self.body.model)
         lengths = lengths_of(body)
         caps = [self.caller.limits.max_tokens, self.caller.key.max_tokens]
         if card.context:
@@ -75,7 +74,8 @@ class Passing:
             self.changes["max_tokens"] = min(most or cap, cap)
         elif isinstance(body, ChatRequest) and body.max_completion_tokens and body.max_tokens:
             self.changes["max_tokens"] = asked  # whichever of the two it goes by, it is the one that was checked
-        logprobs = body.logprobs if isinstance(body, CompletionRequest) else body.top_logprobs
+        chat_logprobs = (body.top_logprobs or 0) if isinstance(body, ChatRequest) and body.logprobs else None
+        logprobs = body.logprobs if isinstance(body, CompletionRequest) else chat_logprobs
         params = wishes(body, self.caller, max_tokens=max(1, most or 1), logprobs=logprobs)
         judged = isinstance(body, CompletionRequest) and body.echo
         if judged and params.logprobs is not None:
@@ -92,26 +92,56 @@ class Passing:
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[httpx.Response, None]:
         """The answer, once it has begun and is none of an error."""
+        upstream, answer = await self.reached(await self.content())
+        upstream.open += 1
+        try:
+            yield answer
+        except httpx.TimeoutException:
+            raise took_too_long() from None
+        except httpx.HTTPError:
+            raise unreachable() from None
+        finally:
+            upstream.open -= 1
+            await answer.aclose()
+
+    async def reached(self, content: bytes) -> tuple[Upstream, httpx.Response]:
+        """By the first that answers. What one refuses for good, the others would; what it cannot do, they may."""
+        refusal = unreachable()
+        for place, upstream in enumerate(self.upstreams):
+            try:
+                return upstream, await self.asked(upstream, content)
+            except Refusal as error:
+                # The first reason is the one to tell: the others were asked because of it.
+                refusal = error if place == 0 else refusal
+                if error.code == "upstream_timeout" or (error.status < 500 and error.status != 429):
+                    break
+        raise refusal
+
+    async def asked(self, upstream: Upstream, content: bytes) -> httpx.Response:
         seconds = self.caller.limits.request_seconds or None
         timeout = httpx.Timeout(CONNECT_S, read=seconds, write=CONNECT_S)
         headers = {"x-request-id": self.caller.facts["request_id"], "content-type": "application/json"}
-        content = await self.content()
-        self.upstream.open += 1
+        request = upstream.client.build_request(
+            "POST", f"{upstream.url}/{self.path}", content=content, headers=headers, timeout=timeout
+        )
+        upstream.open += 1
         try:
-            async with self.upstream.client.stream(
-                "POST", f"{self.upstream.url}/{self.path}", content=content, headers=headers, timeout=timeout
-            ) as answer:
-                if answer.status_code != 200:
-                    raise refusal_of_upstream(answer, await answer.aread())
-                yield answer
+            answer = await upstream.client.send(request, stream=True)
+            if answer.status_code == 200:
+                return answer
+            try:
+                raise refusal_of_upstream(answer, await answer.aread())
+            finally:
+                await answer.aclose()
+        except (httpx.ConnectTimeout, httpx.NetworkError) as error:
+            upstream.fail(error)
+            raise unreachable() from None
         except httpx.TimeoutException:
-            raise Refusal(504, "upstream_timeout", "the server behind this one took too long") from None
+            raise took_too_long() from None
         except httpx.HTTPError:
-            raise Refusal(
-                502, "upstream_unreachable", "the server behind this one cannot be reached", None, 1
-            ) from None
+            raise unreachable() from None
         finally:
-            self.upstream.open -= 1
+            upstream.open -= 1
 
     async def whole(self) -> bytes:
         with self.enter() as entry:
@@ -178,6 +208,14 @@ async def lines_of(parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         if len(held) > LONGEST_LINE:
             raise Refusal(502, "upstream_invalid", "the server behind this one sent an event that has no end")
     yield bytes(held)
+
+
+def unreachable() -> Refusal:
+    return Refusal(502, "upstream_unreachable", "the server behind this one cannot be reached", None, 1)
+
+
+def took_too_long() -> Refusal:
+    return Refusal(504, "upstream_timeout", "the server behind this one took too long")
 
 
 def understood(content: str | bytes) -> dict[str, Any]:

@@ -37,6 +37,8 @@ WISHES = {
 def wishes(body: Sampling, caller: Caller, **more: Any) -> SamplingParams:
     """As the engine knows them, and as far as they are allowed. `more` are what the body says in other words."""
     given = {ours: value for name, ours in WISHES.items() if (value := getattr(body, name, None)) is not None}
+    if body.top_k == -1:
+        given["top_k"] = 0
     if body.seed is not None:
         given["seed"] = body.seed % SEEDS
     if body.stream_options is not None and not body.stream:

@@ -47,7 +47,7 @@ class Sampling(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Beyond OpenAI's: as vLLM calls them.
-    top_k: int | None = Field(None, ge=0, le=BIGGEST)
+    top_k: int | None = Field(None, ge=-1, le=BIGGEST, description="0 and -1: any")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
     min_tokens: Count | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 from functools import partial
 from types import FrameType
@@ -18,6 +19,7 @@ from .logs import log
 from .serving import Serving
 
 KEEP_ALIVE_S = 75  # longer than proxies keep idle connections: it is theirs to close them
+NOTICE_S = 3.0
 LAST_WORDS_S = 5.0  # for those who were cut off to be told so
 
 
@@ -27,11 +29,13 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, serving: Serving, seconds: float) -> None:
         super().__init__(config)
         self.serving, self.seconds = serving, seconds
+        self.notice = 0.0  # seconds for a balancer to hear of the end before it finds nobody there
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             os._exit(128 + sig)  # the engine's process sees its wire end, and follows
         self.should_exit = True
+        self.notice = min(NOTICE_S, self.seconds) if sig == signal.SIGTERM else 0.0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """The models first: nobody can connect before they are ready. Returns when all is over."""
@@ -49,7 +53,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.info("shutting down", extra={"seconds": self.seconds})
         draining = asyncio.create_task(self.serving.drain(self.seconds))
-        await asyncio.sleep(0)  # `draining` is set before anything else comes in
+        await asyncio.sleep(self.notice)  # new requests are told `shutting_down`, and /ready is 503
         await super().shutdown(sockets)
         log.info("shut down", extra={"cut_off": await draining})
 

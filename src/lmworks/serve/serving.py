@@ -83,6 +83,15 @@ class Serving:
         address = request.client.host if request.client else ""
         return Caller(key, config, facts, visit, key.name if config.keys else address)
 
+    def trusts(self, request: Request) -> bool:
+        """It comes with a key."""
+        shown = bearer(request.headers.get("authorization"))
+        config = self.settings.current()
+        try:
+            return bool(config.keys and shown and config.authenticate(shown))
+        except Refusal:
+            return False
+
     def find(self, caller: Caller, name: str | None) -> tuple[Model, str | None]:
         """The model of this name, and the adapter where the name is one's. No name: the only model there is."""
         visible = self.visible(caller)
@@ -107,6 +116,23 @@ class Serving:
             found |= {card.id: (model, None), **{adapter: (model, adapter) for adapter in card.adapters}}
         allowed = caller.key.models
         return {name: one for name, one in found.items() if not allowed or name in allowed}
+
+    def upstreams_of(self, name: str) -> list[Upstream]:
+        """Those that have a model: first those that answer, with the fewest requests under way."""
+        having = [one for one in self.upstreams if any(card.id == name for card in one.cards)]
+        return sorted(having, key=lambda one: (not one.up, one.open))
+
+    def ready(self, model: str | None = None) -> bool:
+        """Whether each model (or this one) has an engine or a server behind us that takes requests."""
+        served: dict[str, bool] = {}
+        for upstream in self.upstreams:
+            for card in upstream.cards:
+                served[card.id] = served.get(card.id, False) or upstream.state.healthy
+        for local in self.locals:
+            card = local.backend.card
+            served |= dict.fromkeys((card.id, *card.adapters), local.backend.state.healthy)
+        wanted = served.values() if model is None else [served.get(model, False)]
+        return not self.draining and bool(served) and all(wanted)
 
     async def start(self) -> None:
         await asyncio.gather(

@@ -64,10 +64,14 @@ class Upstream:
             self.cards = [card_of(one) for one in answer.json()["data"]]
             self.up, self.last_error = True, None
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            said = f"{type(error).__name__}: {error}"
-            if self.last_error is None:
-                log.warning("upstream does not answer", extra={"upstream": self.url, "reason": said})
-            self.up, self.last_error = False, said
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """It is asked last, until it answers again."""
+        said = f"{type(error).__name__}: {error}"
+        if self.last_error is None:
+            log.warning("upstream does not answer", extra={"upstream": self.url, "reason": said})
+        self.up, self.last_error = False, said
 
     async def close(self) -> None:
         if self.poller is not None:
