@@ -128,7 +128,7 @@ def pick_device(spec: EngineSpec) -> torch.device:
     if device.index:  # kernels are launched on a thread's current device, and every thread begins with the first
         raise SpecError(f"engine.device = {spec.device!r}: choose a GPU with CUDA_VISIBLE_DEVICES, and say 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise LMWorksError(f"engine.device = {spec.device!r}, but no CUDA device is there; use 'cpu' or 'auto'")
+        raise SpecError(f"engine.device = {spec.device!r}, but no CUDA device is there; use 'cpu' or 'auto'")
     return device
 
 

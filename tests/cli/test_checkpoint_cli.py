@@ -293,7 +293,7 @@ def test_places_are_known_from_within(lmworks: Run, run: Path, monkeypatch: pyte
 @pytest.mark.parametrize("command", ["show", "verify", "export"])
 def test_an_unknown_step_is_told_which_there_are(lmworks: Run, run: Path, tmp_path: Path, command: str) -> None:
     more = [str(tmp_path / "out")] if command == "export" else []
-    said = refusal(lmworks("checkpoint", command, run, *more, "--step", "7"), 1)
+    said = refusal(lmworks("checkpoint", command, run, *more, "--step", "7"), 2)
     assert said.endswith("has no checkpoint of step 7; steps there: 30, 20, 10")
 
 

@@ -52,12 +52,12 @@ def test_a_separator_may_be_escaped(lmworks: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "culprit"),
     [
-        (["prepare", "gone.txt", "--out", "{}/o"], 1, "gone.txt"),
+        (["prepare", "gone.txt", "--out", "{}/o"], 2, "gone.txt"),
         (["prepare", "stdlib", "--out", "{}/o", "--tokenizer", "bpe:7"], 2, "bpe:7"),
         (["prepare", "stdlib", "--out", "{}/o", "--val-fraction", "2"], 2, "--val-fraction 2"),
         (["prepare", "{}/a.jsonl", "--out", "{}/o"], 1, "a.jsonl line 1"),
-        (["prepare", "{}/a.jsonl", "--out", "{}/a.jsonl"], 1, "a.jsonl"),
-        (["inspect", "{}/nothing"], 1, "nothing"),
+        (["prepare", "{}/a.jsonl", "--out", "{}/a.jsonl"], 2, "a.jsonl"),
+        (["inspect", "{}/nothing"], 2, "nothing"),
         (["inspect", "stdlib:word"], 2, "stdlib:word"),
     ],
 )

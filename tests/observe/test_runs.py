@@ -104,8 +104,8 @@ def test_overlay(make_run, tmp_path, lmworks):
     assert said.endswith("loss curves: loss.png\n")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     code, _, error = lmworks("runs", "--plot", "loss.docx")
-    assert code == 1
-    assert error.startswith("lmworks: error: cannot write loss.docx: Format 'docx' is not supported")
+    assert code == 2
+    assert error == "lmworks: error: --plot loss.docx: name a file that ends in .png, .svg, .pdf\n"
 
 
 def test_a_pipe_gets_whole_names(make_run, tmp_path, lmworks):

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..record.figures import binary_bytes, duration, short
+from ..spec.files import refuse_unwritable
 from . import complete
 from .output import Json, print_json, print_table, write_file
 
@@ -60,6 +61,8 @@ def kernels(
         raise SpecError(f"--device {device}: {error}") from None
     if record:
         kernel_bench.refuse_record(place)
+    if out is not None:
+        refuse_unwritable(out, "--out")
 
     def keep(facts: dict[str, Any]) -> None:
         if out is not None:

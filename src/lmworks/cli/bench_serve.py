@@ -80,6 +80,10 @@ def serve(
     load = Load(
         requests, Arrivals(rate, burst, concurrency), drawn, prefix, groups, ignore_eos=not early_end, seed=seed
     )
+    if plot is not None:
+        from ..observe.plots import refuse_plot
+
+        refuse_plot(plot, "--plot")
     measured = bench_serve(url, load, promise, model=model, endpoint=endpoint.value, key=api_key, timeout=timeout)
     facts = measured.to_dict()
     if plot is not None:

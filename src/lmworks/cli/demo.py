@@ -32,11 +32,16 @@ def demo(
     """
     from ..observe.report import write_report
     from ..plan.predict import predict
+    from ..record import RunFolder
     from ..spec import load_run
+    from ..spec.files import refuse_unwritable
     from ..train import Trainer
     from .plan import find_machine, print_memory, print_time
     from .train import free_folder
 
+    target = run_dir or free_folder("demo")
+    RunFolder(target).refuse_taken()
+    refuse_unwritable(target, "--run-dir")
     heading(1, "Data: the standard library of this Python, as tokens")
     spec = load_run(SPEC)
     baseline = bigram_baseline(spec)
@@ -50,7 +55,7 @@ def demo(
     typer.echo(f"so training takes {spec.optim.steps:,} steps")
 
     heading(3, "Train")
-    trainer = Trainer(spec, run_dir or free_folder("demo"), machine=machine)
+    trainer = Trainer(spec, target, machine=machine)
     result = trainer.run()
     report = write_report(trainer.folder)
 

@@ -138,6 +138,9 @@ def adapters_of(given: Sequence[str] | None) -> dict[str, str]:
         if name in folders:
             raise SpecError(f"--adapter {one}: two adapters are called {name!r}; give one another name")
         folders[name] = folder
+    for name, folder in folders.items():
+        if not Path(folder).is_dir():
+            raise SpecError(f"--adapter {name}={folder}: there is no such folder")
     return folders
 
 

@@ -42,6 +42,10 @@ def pipeline(
     run = load_run(spec, overrides or ())
     if run.parallel.pp == 1:
         raise SpecError("parallel.pp = 1 is no pipeline: give more ranks, e.g. parallel.pp=2")
+    if png:
+        from ..observe.plots import refuse_plot
+
+        refuse_plot(png, "--png")
     if measure and needs_ranks(run):
         options = [*(["--png", str(png)] if png else []), *(["--json"] if json else [])]
         start_ranks(run, ["pipeline", spec, *(overrides or ()), "--measure", *options])

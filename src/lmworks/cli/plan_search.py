@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..spec.errors import SpecError
+from ..spec.files import refuse_unwritable
 from . import complete
 from .handoff import print_written, refuse_vocabulary
 from .job import Dtype, GlobalBatch, Seq
@@ -99,6 +100,9 @@ def search(
         "pinned": asked.pinned,
     }
     questions = [question_of(base, text, **more) for text in cluster or [""]]
+    for option, path in (("--out", out), ("--html", html)):
+        if path:
+            refuse_unwritable(path, option)
     if out:
         refuse_vocabulary(base)
     result = find(questions)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..spec.errors import SpecError
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ def predict(
         print_json(result)
     else:
         print_predictions(result)
+    if all("error" in row for row in result["rows"]):
+        raise SpecError(f"{rows}: no row of it can be predicted")
 
 
 def print_predictions(result: dict[str, Any]) -> None:

@@ -128,10 +128,11 @@ def calibrate_on(place: str, tokens: int, model: GPT, tokenizer: Tokenizer | Non
     from ..data import TokenData
     from ..engine.quantize import Calibration
     from ..spec import DataError, SpecError
+    from ..spec.errors import NoSuchData
 
     spec, path = model.spec, Path(place)
     if not path.exists() and path.suffix:
-        raise DataError(f"--calibration {place}: there is no such text, and no such folder of prepared data")
+        raise NoSuchData(f"--calibration {place}: there is no such text, and no such folder of prepared data")
     if path.is_file():
         if tokenizer is None:
             raise SpecError("a text needs a tokenizer, and the model has none beside it; give prepared data instead")

@@ -47,10 +47,12 @@ def runs(
       lmworks runs runs/sweep --json
       lmworks runs --compare runs/tiny runs/tiny-2 --plot loss.png
     """
-    from ..observe.plots import overlay
+    from ..observe.plots import overlay, refuse_plot
     from ..observe.runs import compare_runs, find_runs, list_runs, locate
     from ..spec import SpecError
 
+    if plot:
+        refuse_plot(plot, "--plot")
     if compare:
         if len(places or ()) < 2:
             raise SpecError("--compare needs at least two runs, e.g. `lmworks runs --compare runs/a runs/b`")

@@ -53,7 +53,7 @@ def ddp_fsdp(
       lmworks study ddp-fsdp cpu-10m --only fsdp2-reshard,zero-1 --no-jobs --json
     """
     from ..spec import TrainingError, load_run
-    from ..study.data_parallel import study
+    from ..study.data_parallel import choose, study
     from ..study.data_parallel_report import overview_table, write_reports
     from ..study.sections import open_folder
 
@@ -62,6 +62,7 @@ def ddp_fsdp(
         spec, changes = SMALL[0], [*SMALL[1], *changes]
     names = [name.strip() for name in only.split(",") if name.strip()]
     loaded = load_run(spec, changes)
+    choose(names)  # what is not known is refused before a folder is made
     open_folder(out)
     found = study(loaded, ranks, steps, names, jobs, lambda line: typer.echo(f"  {line}", err=True))
     markdown, html = write_reports(found, out)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..spec.errors import DataError
+from ..spec.errors import DataError, NoSuchData
 from ..spec.names import unsafe_name
 
 VERSION = 1
@@ -92,7 +92,7 @@ def read_index(folder: str | Path) -> Index:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(missing(folder)) from None
+        raise NoSuchData(missing(folder)) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..spec.errors import DataError, SpecError
-from ..spec.files import write_whole
+from ..spec.files import refuse_unwritable, write_whole
 from .assemble import assemble, held_out
 from .encode import Job, as_digests, content_digest, encode_part, open_tokenizer, read_encoded
 from .folder import begin_result, begin_work, end_work, exclusive, swap_in, up_to_date
@@ -85,6 +85,9 @@ def prepare(
     if workers < 0:
         raise SpecError(f"--workers {workers} is out of range: it must be at least 0 (0: one a core)")
     out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise SpecError(f"--out {out} is a file; name a folder for the data")
+    refuse_unwritable(out, "--out")
     try:
         parts = [part for source in sources for part in parts_of(source, reading, out)]
         fingerprint = request.fingerprint(parts)

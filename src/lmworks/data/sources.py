@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..spec.errors import DataError, SpecError
+from ..spec.errors import DataError, NoSuchData, SpecError
 from . import readers
 
 STDLIB_LEAVES_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -55,7 +55,7 @@ def parts_of(source: str, reading: Reading, out: Path) -> list[Part]:
     if path.is_dir():
         return file_parts(source, folder_files(path, reading.glob, out), reading)
     if not path.is_file():
-        raise DataError(
+        raise NoSuchData(
             f"no source at {source!r}: give a file, a folder, stdlib, or hf:NAME for a Hugging Face dataset"
         )
     if path.suffix == ".jsonl":
@@ -112,7 +112,7 @@ def folder_files(folder: Path, glob: str, out: Path) -> list[str]:
     own = [path for path in found if not path.resolve().is_relative_to(out.resolve())]
     visible = [path for path in own if not any(name.startswith(".") for name in path.relative_to(folder).parts)]
     if not visible:
-        raise DataError(f"no file in {folder} matches {glob!r}; choose others with --glob, e.g. '**/*.py'")
+        raise NoSuchData(f"no file in {folder} matches {glob!r}; choose others with --glob, e.g. '**/*.py'")
     return [str(path) for path in sorted(visible, key=lambda path: path.relative_to(folder).parts)]
 
 

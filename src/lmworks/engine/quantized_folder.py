@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from ..model.hf import one_line, read_json
 from ..model.tensor_files import Span, save_tensors, spans
 from ..model.upload import STAGED, Lane, in_lanes
 from ..spec import CheckpointError, ModelSpec, SpecError
-from ..spec.files import write_whole
+from ..spec.files import refuse_unwritable, write_whole
 from .outline import Outline
 from .quantize import Report
 from .quantized_model import SCHEMES, QuantLinear, scheme_named, scheme_of
@@ -52,9 +51,7 @@ def refuse_others(out: Path) -> None:
         raise SpecError(f"{out} is a file; name a folder for the quantized model")
     if out.is_dir() and any(out.iterdir()) and not is_quantized(out):
         raise SpecError(f"{out} is not empty and holds no quantized model; name another folder")
-    above = next(folder for folder in out.resolve().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise SpecError(f"{out}: nothing can be written into {above}; name another folder")
+    refuse_unwritable(out, "--out")
 
 
 def save_quantized(

@@ -21,7 +21,7 @@ from ..data.progress import Progress, silent
 from ..plan.devices.curves import wire_share
 from ..plan.devices.profile import Profile
 from ..spec import SpecError, recognise
-from ..spec.files import write_whole
+from ..spec.files import refuse_unwritable, write_whole
 from .collectives import group_sizes, measure_collectives
 from .measure import device_name, digits, measure
 from .sizes import FULL, QUICK
@@ -112,9 +112,7 @@ def refuse_taken(path: Path) -> None:
             raise SpecError(f"--out {path}: a file of that name is there and is no profile; choose another")
     except OSError as error:
         raise SpecError(f"--out {path}: {error.strerror}") from None
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise SpecError(f"--out {path}: nothing can be written in {above}")
+    refuse_unwritable(path, "--out")
 
 
 def save(profile: Profile, path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..record import RunFolder, read_metrics
 from ..spec import LMWorksError, SpecError
+from ..spec.files import refuse_unwritable
 from .summary import Steps
 
 CURVES = {  # file: (keys with their label, y axis)
@@ -15,6 +16,7 @@ CURVES = {  # file: (keys with their label, y axis)
     "lr": ({"lr": ""}, "learning rate"),
     "throughput": ({"tokens_per_s": ""}, "tokens/s"),
 }
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def draw_plots(folder: RunFolder, steps: Steps) -> list[Path]:
@@ -43,6 +45,15 @@ def overlay(folders: Sequence[RunFolder], out: Path) -> Path:
         curve(axes, read_metrics(folder.metrics_path), "loss", folder.path.name)
     axes.legend(frameon=False)
     return save(figure, out)
+
+
+def refuse_plot(path: Path, option: str) -> None:
+    """Before the work that is to be drawn: no matplotlib, a kind of file that it does not write, or no place for it."""
+    if not has_matplotlib():
+        raise SpecError(f'{option} needs matplotlib: pip install "lmworks[plots]"')
+    if path.suffix.lower() not in PICTURES:
+        raise SpecError(f"{option} {path}: name a file that ends in {', '.join(PICTURES)}")
+    refuse_unwritable(path, option)
 
 
 def has_matplotlib() -> bool:

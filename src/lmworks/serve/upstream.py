@@ -7,6 +7,7 @@ import logging
 import time
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -25,6 +26,8 @@ class Upstream:
     def __init__(self, url: str, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`url` ends in /v1, as clients know it. `api_key` is what we show there: keys of our own clients stay here."""
         self.url = url.rstrip("/")
+        if not self.url.startswith(("http://", "https://")) or not urlsplit(self.url).hostname:
+            raise SpecError(f"--upstream {url!r} is not an address, e.g. http://host:8000/v1")
         if "@" in self.url or "?" in self.url:
             raise SpecError(
                 "--upstream: the address is shown in /health and in logs: set a key as LMWORKS_UPSTREAM_KEY"

@@ -35,6 +35,14 @@ class CheckpointError(LMWorksError):
     """A checkpoint is missing, damaged, or could not be written."""
 
 
+class NoSuchData(SpecError, DataError):
+    """The request names data that are not there."""
+
+
+class NoSuchCheckpoint(SpecError, CheckpointError):
+    """The request names a checkpoint that is not there."""
+
+
 class TrainingError(LMWorksError):
     """The run cannot go on (a loss that is not finite, a device that is not there)."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .errors import SpecError
+
 
 def write_whole(path: Path, content: bytes | str) -> None:
     """The name appears, or changes what it stands for, only once all bytes are on the disk."""
@@ -27,6 +29,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def refuse_unwritable(path: Path, option: str) -> None:
+    """Before any work is done for it: nothing can be made at `path`. `option` names it in the error."""
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        why = "" if above.is_dir() else " (Not a directory)"
+        raise SpecError(f"{option} {path}: nothing can be written into {above}{why}; name another place")
 
 
 def cache_root() -> Path:

@@ -30,7 +30,7 @@ from ..record.checkpoint.index import SavedTensor, read_index
 from ..record.checkpoint.manifest import Manifest
 from ..record.checkpoint.survey import Place, locate
 from ..spec import CheckpointError, RunSpec, SpecError
-from ..spec.files import write_whole
+from ..spec.files import refuse_unwritable, write_whole
 from . import checkpoint
 from .checkpoint.plan import as_bytes
 from .load import Refusals
@@ -94,6 +94,7 @@ def refuse_others(out: Path) -> None:
             raise SpecError(f"{out} is a file; name a folder for the export")
         if out.is_dir() and any(out.iterdir()) and not (out / MARKER).is_file():
             raise SpecError(f"{out} is not empty and not an earlier export; name another folder")
+        refuse_unwritable(out, "the export")
     except OSError as error:
         raise SpecError(f"cannot write {out}: {error.strerror}") from None
 

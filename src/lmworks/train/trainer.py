@@ -30,6 +30,7 @@ from ..record import MetricsWriter, RunFolder, phase
 from ..record.checkpoint.digest import new_hash
 from ..record.checkpoint.remote import refuse_taken
 from ..spec import RunSpec
+from ..spec.files import refuse_unwritable
 from ..spec.paths import with_absolute_paths
 from .ahead import drop, may_look_ahead, stands_alone
 from .device import PeakMemory, find_gpu, make_deterministic, naming_gpu, pick_device
@@ -64,6 +65,7 @@ class Trainer(Stepper):
     ) -> None:
         self.meet(spec, quiet)
         from_lead(RunFolder(Path(run_dir)).refuse_taken)  # at once, not after data were prepared
+        from_lead(lambda: refuse_unwritable(Path(run_dir), "--run-dir"))
         from_lead(lambda: refuse_taken(spec.checkpoint.remote))
         self.prepare()
         from_lead(lambda: start_folder(run_dir, with_absolute_paths(spec), machine))  # as written, however many started
@@ -99,12 +101,12 @@ class Trainer(Stepper):
             make_deterministic()
         together(lambda: refuse_impossible(spec, self.device))
         together(lambda: new_hash(spec.checkpoint.hash))
+        self.weights = together(lambda: source_of(spec))
         from_lead(self.open_data)  # the embedded corpus is made on first use, by one rank
         rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
         self.batches = together(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
         self.held_out = together(lambda: held_out(spec))
         together(lambda: refuse_vocabulary(spec, self.batches.vocab_size))
-        self.weights = together(lambda: source_of(spec))
         self.step = self.cursor = 0
         self.detours = Detours({})
         gpu = find_gpu(spec.cluster, self.device)

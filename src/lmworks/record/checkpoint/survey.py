@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...spec import CheckpointError, SpecError
+from ...spec.errors import NoSuchCheckpoint
 from ..folder import RunFolder
 from .folders import LEFTOVER, folders, is_other_process
 from .index import read_index
@@ -63,7 +64,7 @@ class Place:
             if step_of(folder) == wanted:
                 return folder
         there = ", ".join(str(step) for step in dict.fromkeys(map(step_of, found)))
-        raise CheckpointError(f"{self.root} has no checkpoint of step {wanted}; steps there: {there}")
+        raise NoSuchCheckpoint(f"{self.root} has no checkpoint of step {wanted}; steps there: {there}")
 
 
 def locate(path: Path) -> Place:

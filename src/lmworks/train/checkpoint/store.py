@@ -35,6 +35,7 @@ from ...record.checkpoint.manifest import (
 )
 from ...record.checkpoint.remote import download, steps_there
 from ...spec import CheckpointError
+from ...spec.errors import NoSuchCheckpoint
 from .plan import Plan, contents, make
 from .read import MismatchError, read
 from .reasons import first_reason
@@ -215,7 +216,7 @@ def refuse_nothing_left(root: Path, reasons: list[str], step: int | None) -> Non
         raise known(CheckpointError(f"no usable checkpoint in {root}: {'; '.join(reasons)}"))
     if step is not None:
         there = ", ".join(str(step_of(folder)) for folder in committed(root)) or "none"
-        raise known(CheckpointError(f"{root} has no checkpoint of step {step}; steps there: {there}"))
+        raise known(NoSuchCheckpoint(f"{root} has no checkpoint of step {step}; steps there: {there}"))
 
 
 def find(root: Path, refused: Callable[[Path, str], None], step: int | None = None) -> tuple[Path, Manifest] | None:
