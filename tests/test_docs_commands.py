@@ -141,12 +141,17 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
     for page, name in (("serving.md", "serve.toml"), ("spec.md", "my-gpus.toml")):
         (folder / name).write_text(last_toml(ROOT / "docs" / page).replace('"…"', f'"{"0" * 64}"'), encoding="utf-8")
+    (folder / "chatml.jinja").write_text(code(ROOT / "docs/serving.md", "jinja")[0], encoding="utf-8")
     (folder / "runs.csv").write_text("model,gpu,gpus,seq,micro_batch,global_batch\nllama3-8b,H100,8,8192,1,8\n")
     return folder
 
 
 def last_toml(page: Path) -> str:
-    return re.findall(r"^```toml\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)[-1]
+    return code(page, "toml")[-1]
+
+
+def code(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def shell(script: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -77,6 +77,47 @@ def test_ids_are_those_of_transformers(folder: Path, template: str, where: str) 
     assert len(tokenizer.encode("<|im_start|>")) > 1  # in a text it stays a text
 
 
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+THINKING = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ who | default('') }}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"enable_thinking": False}, {"who": ["a", 1]}, {"add_generation_prompt": False}, {"eos_token": "!"}],
+    ids=str,
+)
+def test_variables_and_tools_reach_the_template_as_in_transformers(folder: Path, variables: dict[str, Any]) -> None:
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    how = {"chat_template": THINKING, "tokenize": True, "return_dict": False, "add_generation_prompt": True} | variables
+    tokenizer = load_tokenizer(folder)
+    chat = Chat.of(folder, tokenizer, tokenizer.encode, THINKING)
+    for tools in ([], TOOLS):
+        expected = theirs.apply_chat_template(TALK, tools=tools or None, **how)
+        assert chat.encode(chat.render(TALK, tools, variables)) == expected
+
+
+def test_a_template_of_ones_choice_comes_before_the_folders(folder: Path) -> None:
+    write_config(folder, "theirs")
+    tokenizer = load_tokenizer(folder)
+    assert Chat.of(folder, tokenizer, tokenizer.encode, "{{ eos_token }}mine").render(TALK) == "<|im_end|>mine"
+    (folder / "tokenizer_config.json").unlink()  # a run of ours has none: its end of text is known all the same
+    chat = Chat.of(folder, tokenizer, tokenizer.encode, "{{ messages[0].role }}{{ eos_token }}")
+    assert chat.encode(chat.render(TALK)) == [*tokenizer.encode("user"), tokenizer.eot] and chat.stop == ()
+    bytes_alone = ByteTokenizer()
+    chat = Chat.of(None, bytes_alone, bytes_alone.encode, "a{{ eos_token }}b{{ eos_token }}")
+    assert chat.encode(chat.render(TALK)) == [97, 256, 98, 256]
+
+
+def test_what_only_a_template_knows_is_refused_without_one() -> None:
+    for tools, variables, said in ((TOOLS, {}, "no tools"), ((), {"a": 1}, "no chat_template_kwargs")):
+        with pytest.raises(SpecError, match=rf"{said} \(lmworks serve --chat-template FILE"):
+            plain(TALK[:1], tools, variables)
+
+
 def test_without_a_template_it_is_a_dialogue() -> None:
     tokenizer = ByteTokenizer()
     chat = Chat.of(None, tokenizer, tokenizer.encode)

@@ -34,6 +34,7 @@ MODEL = "tiny"
 TEMPLATE = """
 {%- if tools %}Tools: {{ tools | tojson }}
 {% endif %}
+{%- if mood %}[{{ mood }}]{% endif %}
 {%- for message in messages %}<{{ message.role }}>{{ message.content }}
 {%- for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}
 {% endfor %}

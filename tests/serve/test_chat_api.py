@@ -62,6 +62,21 @@ def test_the_template_sees_the_conversation(api: Api) -> None:
     assert chat(api, messages=said, max_tokens=1)["usage"]["prompt_tokens"] == found["count"]
 
 
+def test_variables_for_the_chat_template(api: Api) -> None:
+    def written(**more: Any) -> str:
+        return bytes(api.post("/tokenize", {"messages": MESSAGES} | more).json()["tokens"]).decode()
+
+    assert written(chat_template_kwargs={"mood": "glad"}) == f"[glad]{written()}"
+    assert written(chat_template_kwargs={"add_generation_prompt": False}) == written().removesuffix("<assistant>")
+    assert '"name": "f"' in written(tools=tools_of(f={}))
+    usual, moody = (chat(api, max_tokens=1, **more) for more in ({}, {"chat_template_kwargs": {"mood": "glad"}}))
+    assert moody["usage"]["prompt_tokens"] == usual["usage"]["prompt_tokens"] + len("[glad]")
+    taken = api.post(
+        "/v1/chat/completions", {"model": MODEL, "messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}
+    )
+    assert taken.status_code == 400 and "tools is a field of the request" in taken.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("cut", range(1, len(CALL)))
 def test_calls_are_found_wherever_the_text_is_cut(cut: int) -> None:
     reader = Reader()

@@ -131,6 +131,13 @@ def test_the_curl_line_of_the_help_works(api: Api, capsys: pytest.CaptureFixture
         (["tiny", "--tls-cert", __file__], "--tls-key"),
         (["tiny", "--api-key", "short"], "easy to guess"),
         (["tiny", "--host", "203.0.113.1"], "203.0.113.1"),
+        (
+            ["tiny", "--chat-template", "missing.jinja"],
+            r"template missing\.jinja: cannot be read \(No such file",
+        ),
+        (["tiny", "--chat-template", sys.executable], r"--chat-template .*: cannot be read"),
+        (["tiny", "a=tiny", "--chat-template", __file__], "write NAME=FILE, with one of the models tiny, a"),
+        (["tiny", "--chat-template", f"tny={__file__}"], "no model is called 'tny'; did you mean 'tiny'"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_line(arguments: list[str], said: str) -> None:

@@ -47,6 +47,13 @@ def serve(
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter of the (only) model.")
     ] = None,
+    chat_template: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]FILE",
+            help="A Jinja chat template (of the model NAME) to use instead of the model's own; a run has none.",
+        ),
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate (PEM): serve HTTPS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
     cors: Annotated[
@@ -62,6 +69,7 @@ def serve(
     Examples:
       lmworks serve runs/demo
       lmworks serve chat=exported/demo engine.dtype=bf16 --host 0.0.0.0 --config serve.toml
+      lmworks serve runs/mine --chat-template chatml.jinja
       lmworks serve --upstream http://127.0.0.1:8001/v1
     \b
     Then:
@@ -76,6 +84,7 @@ def serve(
     if (tls_cert is None) != (tls_key is None):
         raise SpecError("--tls-cert and --tls-key go together")
     check_files(config, tls_cert, tls_key)
+    templates = templates_of(chat_template or [], names)
     import_server()
     from ..serve.app import make_app
     from ..serve.door import loopback
@@ -84,7 +93,7 @@ def serve(
     from ..serve.tracing import tracing_from_environment
 
     keys = [*(api_key or ()), *filter(None, [os.environ.get(KEY)])]
-    serving = assemble(names, options, step, seed, adapter or [], upstream or [], config, keys)
+    serving = assemble(names, options, step, seed, adapter or [], templates, upstream or [], config, keys)
     if host in ANYWHERE and not serving.settings.current().keys:
         typer.echo(
             "lmworks: warning: anyone who can reach this machine can use these models: no keys are set", err=True
@@ -133,12 +142,39 @@ def split(given: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
     return names, engine_options(overrides)
 
 
+def templates_of(given: list[str], names: dict[str, str]) -> dict[str, str]:
+    """Texts of chat templates, by the model's name. What is wrong with one is said now, not by its first request."""
+    from ..engine.chat import compile_template
+
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, file = one.partition("=") if "=" in one and not Path(one).exists() else ("", "", one)
+        if not name and len(names) != 1:
+            raise SpecError(f"--chat-template {one}: write NAME=FILE, with one of the models {', '.join(names)}")
+        name = name or next(iter(names))
+        if name not in names:
+            raise SpecError(f"--chat-template {one}: no model is called {name!r}{did_you_mean(name, names)}")
+        if name in found:
+            raise SpecError(f"--chat-template {one}: the model {name!r} has one already")
+        try:
+            found[name] = Path(file).read_text(encoding="utf-8")
+            compile_template(found[name], {})
+        except (OSError, ValueError) as error:
+            raise SpecError(
+                f"--chat-template {one}: cannot be read ({getattr(error, 'strerror', None) or error})"
+            ) from None
+        except SpecError as error:
+            raise SpecError(f"--chat-template {one}: {error}") from None
+    return found
+
+
 def assemble(
     names: dict[str, str],
     options: dict[str, Any],
     step: int | None,
     seed: int,
     adapters: list[str],
+    templates: dict[str, str],
     upstreams: list[str],
     config: Path | None,
     keys: list[str],
@@ -155,13 +191,20 @@ def assemble(
     patience = Patience(limits.stuck_seconds, limits.kill_seconds)
     folders = adapters_of(adapters)
     models = [
-        Local(EngineProcess(name, partial(made, source, options, step, seed, folders), patience))
+        Local(EngineProcess(name, partial(made, source, options, step, seed, folders, templates.get(name)), patience))
         for name, source in names.items()
     ]
     return Serving(settings, models, [Upstream(url, os.environ.get(UPSTREAM_KEY)) for url in upstreams])
 
 
-def made(source: str, options: dict[str, Any], step: int | None, seed: int, adapters: dict[str, str]) -> Served:
+def made(
+    source: str,
+    options: dict[str, Any],
+    step: int | None,
+    seed: int,
+    adapters: dict[str, str],
+    chat_template: str | None = None,
+) -> Served:
     """In the engine's own process."""
     read_ahead(source)
     from ..loading import is_hf, is_preset
@@ -173,4 +216,4 @@ def made(source: str, options: dict[str, Any], step: int | None, seed: int, adap
     for name, where in adapters.items():
         engine.add_adapter(name, Path(where))
     folder = None if is_preset(source) else Path(source).resolve()
-    return Served(engine, folder, is_hf(folder))
+    return Served(engine, folder, is_hf(folder), chat_template)

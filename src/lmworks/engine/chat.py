@@ -10,20 +10,27 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..data import Tokenizer
-from ..data.tokenizer import FileTokenizer
+from ..data.tokenizer import END_OF_TEXT, FileTokenizer
 from ..spec import SpecError
 
 Message = Mapping[str, Any]  # role: system, user or assistant; content (and what else a template knows: tool_calls …)
 Tools = Sequence[Mapping[str, Any]]  # functions that the model may call, in OpenAI's words
+Variables = Mapping[str, Any]  # that a template may know besides: enable_thinking …
 Encode = Callable[[str], list[int]]
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+OURS = ("messages", "tools")  # variables of a template that are not the caller's to set
+NONE: Variables = {}
+
+
+class EncodeSpecial(Protocol):
+    def __call__(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
 
 
 class Render(Protocol):
-    def __call__(self, messages: Sequence[Message], tools: Tools = ()) -> str: ...
+    def __call__(self, messages: Sequence[Message], tools: Tools = (), variables: Variables = NONE) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -35,13 +42,19 @@ class Chat:
     stop: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, folder: Path | None, tokenizer: Tokenizer, encode: Encode) -> Chat:
-        """The template of a model's folder, if it has one. `encode` makes a prompt of plain text."""
+    def of(cls, folder: Path | None, tokenizer: Tokenizer, encode: Encode, template: str | None = None) -> Chat:
+        """The template of a model's folder, if it has one, or the given one. `encode` makes a prompt of plain text."""
         config = read_config(folder) if folder else {}
-        source = find_template(folder, config) if folder else None
+        source = template if template is not None or folder is None else find_template(folder, config)
         if source is None:
             return cls(plain, encode, (f"\n{NAMES['user']}:",))
-        return cls(compile_template(source, config), with_special_tokens(tokenizer))
+        known = config or {"eos_token": name_of(tokenizer, tokenizer.eot)}  # a run has no config beside its tokenizer
+        return cls(compile_template(source, known), with_special_tokens(tokenizer))
+
+    @property
+    def templated(self) -> bool:
+        """Whether a template writes the prompt, special tokens by their names."""
+        return self.render is not plain
 
     def prompt(self, messages: Sequence[Message], room: int) -> tuple[list[int], list[Message]]:
         """Ids of at most `room` tokens, and the messages in them: where all are too many, the oldest leave first.
@@ -60,11 +73,13 @@ class Chat:
         return ids, kept
 
 
-def plain(messages: Sequence[Message], tools: Tools = ()) -> str:
+def plain(messages: Sequence[Message], tools: Tools = (), variables: Variables = NONE) -> str:
     """For models that know no roles: a dialogue as one would write it down."""
-    strange = next((message["role"] for message in messages if message["role"] not in NAMES), None)
-    if tools or strange is not None:
-        raise SpecError(f"this model has no chat template: it knows no {'tools' if tools else f'role {strange!r}'}")
+    strange = [f"role {one['role']!r}" for one in messages if one["role"] not in NAMES]
+    unknown = ["tools"] * bool(tools) + strange + ["chat_template_kwargs"] * bool(variables)
+    if unknown:
+        how = "lmworks serve --chat-template FILE gives it one"
+        raise SpecError(f"this model has no chat template: it knows no {unknown[0]} ({how})")
     said = "".join(f"{NAMES[message['role']]}: {message['content']}\n" for message in messages)
     return f"{said}{NAMES['assistant']}:"
 
@@ -116,16 +131,18 @@ def compile_template(source: str, config: Mapping[str, Any]) -> Render:
     )
     environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    variables = {name: token_text(config[name]) for name in TOKENS if config.get(name)}
+    tokens = {name: token_text(config[name]) for name in TOKENS if config.get(name)}
     try:
         template = environment.from_string(source)
     except TemplateError as error:
         raise SpecError(f"the chat template of this model cannot be read: {error}") from None
 
-    def render(messages: Sequence[Message], tools: Tools = ()) -> str:
+    def render(messages: Sequence[Message], tools: Tools = (), variables: Variables = NONE) -> str:
+        if taken := [name for name in OURS if name in variables]:
+            raise SpecError(f"chat_template_kwargs: {taken[0]} is a field of the request itself")
         told = {"messages": [dict(one) for one in messages], "tools": [dict(one) for one in tools] or None}
         try:
-            return template.render(**told, add_generation_prompt=True, **variables)
+            return template.render({**tokens, "add_generation_prompt": True, **variables, **told})
         except Exception as error:  # a template is a program: it may fail in any way
             raise SpecError(f"the chat template of this model refuses these messages: {error}") from None
 
@@ -137,15 +154,30 @@ def token_text(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else str(token)
 
 
-def with_special_tokens(tokenizer: Tokenizer) -> Encode:
-    """What a template wrote: "<|im_start|>" is the token of that name. A tokenizer apart: elsewhere texts are texts."""
+def name_of(tokenizer: Tokenizer, token: int) -> str:
+    """Of a special token."""
+    name = tokenizer.inner.id_to_token(token) if isinstance(tokenizer, FileTokenizer) else None
+    return name or END_OF_TEXT
+
+
+def with_special_tokens(tokenizer: Tokenizer) -> EncodeSpecial:
+    """What a template wrote: "<|im_start|>" is the token of that name. A tokenizer apart: elsewhere texts are texts.
+
+    With `add_special_tokens` what the model wants at the beginning of a text is put there, too.
+    """
     if not isinstance(tokenizer, FileTokenizer):
-        return tokenizer.encode
+        return lambda text, add_special_tokens=False: around_ends(tokenizer, text)
     inner = type(tokenizer.inner).from_str(tokenizer.inner.to_str())
     inner.encode_special_tokens = False
 
-    def encode(text: str) -> list[int]:
-        ids: list[int] = inner.encode(text, add_special_tokens=False).ids
+    def encode(text: str, add_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     return encode
+
+
+def around_ends(tokenizer: Tokenizer, text: str) -> list[int]:
+    """For a tokenizer whose only special token ends a text."""
+    first, *rest = (tokenizer.encode(part) for part in text.split(END_OF_TEXT))
+    return [*first, *(token for part in rest for token in (tokenizer.eot, *part))]

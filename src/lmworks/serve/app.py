@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -29,6 +31,7 @@ from .tracing import Tracing
 
 BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 REFUSED = {400: "cannot be served as it is", 401: "no key, or a wrong one", 404: "no such model"}
+LONGEST_PATH = 80  # letters of a path that is compared with others, and repeated
 BUSY = {429: "too much at once: see retry-after", 503: "not now: see retry-after"}
 
 
@@ -65,9 +68,27 @@ def make_app(
     return app
 
 
-async def told(_: Request, error: Exception) -> Response:
+async def told(request: Request, error: Exception) -> Response:
     """What is wrong with a request. What is wrong with us, the door tells."""
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        error.detail = not_there(request)
     return response_of(error)
+
+
+def not_there(request: Request) -> str:
+    """Which endpoints there are, and which of them was probably meant."""
+    method, path = request.method, request.url.path
+    served = {
+        route.path_format: sorted(route.methods or ())
+        for route in request.app.routes
+        if isinstance(route, APIRoute) and route.include_in_schema
+    }
+    if path in served:
+        return f"{path} takes {' and '.join(served[path])}, not {method[:20]}"
+    near = get_close_matches(path, served, 1, cutoff=0.8) if len(path) <= LONGEST_PATH else []
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    listed = ", ".join(f"{' '.join(methods)} {one}" for one, methods in served.items())
+    return f"there is no {method[:20]} {path[:LONGEST_PATH]}{meant}; there are {listed}"
 
 
 def errors(*tables: dict[int, str]) -> dict[int | str, dict[str, Any]]:

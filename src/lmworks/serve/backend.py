@@ -14,11 +14,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..data.tokenizer import FileTokenizer, Tokenizer
-from ..engine.chat import Chat
+from ..engine.chat import Chat, EncodeSpecial, with_special_tokens
 from ..engine.params import SamplingParams
 from ..engine.request import Logprob
 from ..spec import LMWorksError, SpecError
@@ -124,21 +125,29 @@ class Words:
     tokenizer: Tokenizer | None
     begin_of_text: bool = False  # prompts begin as `transformers` would have them: a Hugging Face folder
     folder: Path | None = None  # where a chat template may lie
+    chat_template: str | None = None  # to use instead of the folder's
 
-    def encode(self, text: str) -> list[int]:
-        """A prompt as the model wants it."""
+    def encode(self, text: str, add_special_tokens: bool | None = None, parse_special: bool = False) -> list[int]:
+        """A prompt as the model wants it, or as is said. Names of special tokens are text, unless they are parsed."""
         tokenizer = self.known()
-        if self.begin_of_text and isinstance(tokenizer, FileTokenizer):
-            ids: list[int] = tokenizer.inner.encode(text, add_special_tokens=True).ids
+        add = self.begin_of_text if add_special_tokens is None else add_special_tokens
+        if parse_special:
+            return self.encode_special(text, add)
+        if isinstance(tokenizer, FileTokenizer):
+            ids: list[int] = tokenizer.inner.encode(text, add_special_tokens=add).ids
             return ids
         return tokenizer.encode(text)
+
+    @cached_property
+    def encode_special(self) -> EncodeSpecial:
+        return with_special_tokens(self.known())
 
     def decode(self, ids: list[int]) -> str:
         return self.known().decode(ids)
 
     def chat(self) -> Chat:
         """How conversations become prompts; compiles the template, so keep it."""
-        return Chat.of(self.folder, self.known(), self.encode)
+        return Chat.of(self.folder, self.known(), self.encode, self.chat_template)
 
     def known(self) -> Tokenizer:
         if self.tokenizer is None:

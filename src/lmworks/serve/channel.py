@@ -32,6 +32,7 @@ class Served:
     engine: Engine
     folder: Path | None = None  # where a chat template may lie
     begin_of_text: bool = False  # text prompts begin as `transformers` would have them (Hugging Face folders)
+    chat_template: str | None = None  # to use instead of the folder's
 
 
 Factory = Callable[[], Served]  # picklable: a function of a module, or functools.partial of one
@@ -57,6 +58,7 @@ class Hello(NamedTuple):
     tokenizer: bytes
     folder: Path | None
     begin_of_text: bool
+    chat_template: str | None
 
 
 class Submit(NamedTuple):

@@ -43,9 +43,7 @@ async def chat(serving: Serving, request: Request) -> Response:
 
 
 async def prepared(serving: Serving, caller: Caller, local: Local, adapter: str | None, body: ChatRequest) -> Answering:
-    tools = [] if body.tool_choice == "none" else body.tools or []
-    size = size_of_chat(body.messages, tools)
-    ids = await prompted(serving, caller, local, size, converse, body.messages, tools)
+    ids = await prompted(serving, caller, local, size_of_chat(body), converse, body)
     caller.visit.work(len(ids))
     if body.top_logprobs is not None and not body.logprobs:
         raise Refusal(400, "invalid_request", "top_logprobs needs logprobs = true", "top_logprobs")

@@ -41,7 +41,8 @@ async def prepared(
     given = cast("list[Any]", [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt)
     long = sum(len(one) for one in given if body.echo or isinstance(one, str))
     known = local.backend.card.vocab
-    texts, prompts, made = await prompted(serving, caller, local, long, encode, given, known, bool(body.echo))
+    special = (body.add_special_tokens, bool(body.parse_special))
+    texts, prompts, made = await prompted(serving, caller, local, long, encode, given, known, bool(body.echo), special)
     caller.visit.work(made)
     bare = bool(body.echo) and body.max_tokens == 0  # nothing but the prompt: one token is made and not shown
     if body.max_tokens == 0 and not bare:

@@ -80,6 +80,7 @@ def hello(served: Served) -> Hello:
         pack_tokenizer(engine.tokenizer),
         served.folder,
         served.begin_of_text,
+        served.chat_template,
     )
 
 

@@ -292,7 +292,7 @@ class EngineProcess:
         assert self.first is not None
         if self.hello is None:
             tokenizer = await asyncio.to_thread(unpack_tokenizer, hello.tokenizer)
-            self.speech = Words(tokenizer, hello.begin_of_text, hello.folder)
+            self.speech = Words(tokenizer, hello.begin_of_text, hello.folder, hello.chat_template)
         self.hello, self.metrics = hello, {}
         life.ready = time.monotonic()
         self.boot = life.ready - life.began

@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 
 from ..engine.params import SamplingParams
 from ..spec import LMWorksError
+from . import unknown_fields
 from .backend import BackendError, Kind
 from .limits import Refusal
 
@@ -73,8 +74,13 @@ def invalid(error: ValidationError) -> Refusal:
     if error.error_count() > MANY:
         return Refusal(400, "invalid_request", f"the body is wrong in {error.error_count()} places")
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    first = max((one for one in found if one["loc"][:1] == found[0]["loc"][:1]), key=lambda one: len(one["loc"]))
+    lacking = [1] if (found[0]["type"], len(found[0]["loc"])) == ("missing", 1) else []  # may be there, misspelt
+    same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1] or len(one["loc"]) in lacking]
+    first = max(same, key=lambda one: (len(one["loc"]), one["type"] == "extra_forbidden"))
     where = ".".join(str(part) for part in first["loc"] if not FORM.search(str(part)))
+    if first["type"] == "extra_forbidden":
+        message = f"{where[:80]}: there is no such field{unknown_fields.hint(error.title, first['loc'])}"
+        return Refusal(400, "invalid_request", message, where)
     code = "invalid_json" if first["type"] == "json_invalid" else "invalid_request"
     return Refusal(400, code, f"{where}: {first['msg']}" if where else first["msg"], where or None)
 

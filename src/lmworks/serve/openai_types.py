@@ -21,6 +21,11 @@ Tokens = Annotated[list[Count], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
+SPECIAL = "put what the tokenizer wants at the beginning of a text (a begin-of-text token) there"
+PARSE = "read the names of special tokens in the text as these tokens; else they are text"
+VARIABLES = "variables for the chat template, such as enable_thinking"
+
+
 class Strict(BaseModel):
     """No field that is not known, and no "5" for 5."""
 
@@ -75,6 +80,8 @@ class CompletionRequest(Sampling):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=BIGGEST)
     suffix: None = Field(None, description="not supported")
+    add_special_tokens: bool | None = Field(None, description=SPECIAL)
+    parse_special: bool | None = Field(None, description=PARSE)
 
 
 # --- chat -------------------------------------------------------------------------------------------------
@@ -170,6 +177,8 @@ class ChatRequest(Sampling):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=VARIABLES)
+    add_special_tokens: bool | None = Field(None, description=f"{SPECIAL}, before what the chat template writes")
 
 
 # --- tokens -----------------------------------------------------------------------------------------------
@@ -181,7 +190,10 @@ class TokenizeRequest(Strict):
     model: Name | None = Field(None, description="needed where several are served")
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-    add_special_tokens: bool = Field(True, description="what the model wants at the beginning of a text")
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=VARIABLES)
+    add_special_tokens: bool | None = Field(None, description=SPECIAL)
+    parse_special: bool | None = Field(None, description=PARSE)
 
 
 class DetokenizeRequest(Strict):

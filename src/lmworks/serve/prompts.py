@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..engine.chat import Message as Said
 from .limits import Refusal
-from .openai_types import Message, Tool
+from .openai_types import ChatRequest, Message, TokenizeRequest
 from .serving import Caller, Local, Serving
 from .workers import Speech
 
@@ -23,6 +23,8 @@ ROLES = {"developer": "system"}  # newer names of older roles, which templates k
 
 Found = TypeVar("Found")
 Ids = Sequence[int]
+Special = tuple[bool | None, bool]  # add_special_tokens, parse_special
+Conversation = ChatRequest | TokenizeRequest
 
 
 async def prompted(
@@ -37,9 +39,13 @@ async def prompted(
 # --- texts ------------------------------------------------------------------------------------------------
 
 
-def encode(speech: Speech, prompts: list[str | Ids], known: int, echo: bool) -> tuple[list[str], list[Ids], int]:
+def encode(
+    speech: Speech, prompts: list[str | Ids], known: int, echo: bool, special: Special
+) -> tuple[list[str], list[Ids], int]:
     """Prompts as texts (where they are to be echoed) and as ids, and how many of those were made here."""
-    ids: list[Ids] = [array("i", speech.words.encode(one)) if isinstance(one, str) else one for one in prompts]
+    ids: list[Ids] = [
+        array("i", speech.words.encode(one, *special)) if isinstance(one, str) else one for one in prompts
+    ]
     made = sum(len(found) for one, found in zip(prompts, ids, strict=True) if isinstance(one, str))
     if not echo:
         return [], ids, made
@@ -52,9 +58,9 @@ def check_tokens(prompts: list[Ids], known: int, param: str) -> None:
         raise Refusal(400, "invalid_request", f"{param} holds a token that is not below {known}", param)
 
 
-def encoded_text(speech: Speech, text: str, special_tokens: bool) -> tuple[int, bytes]:
+def encoded_text(speech: Speech, text: str, special: Special) -> tuple[int, bytes]:
     """How many ids, and the ids as JSON: to make that of a million takes as long as to encode them."""
-    ids = speech.words.encode(text) if special_tokens else speech.words.known().encode(text)
+    ids = speech.words.encode(text, *special)
     return len(ids), json.dumps(ids).encode()
 
 
@@ -66,11 +72,12 @@ def decode(speech: Speech, tokens: Ids, known: int) -> str:
 # --- conversations ----------------------------------------------------------------------------------------
 
 
-def size_of_chat(messages: Sequence[Message], tools: Sequence[Tool]) -> int:
+def size_of_chat(body: Conversation) -> int:
     """What `prompted` goes by. Tools, calls and many messages go to another process."""
-    if len(messages) > FEW or any(message.tool_calls for message in messages):
+    if len(body.messages or ()) > FEW or any(message.tool_calls for message in body.messages or ()):
         return SHORT + 1
-    return sum(map(length, messages)) + sum(len(str(tool)) for tool in tools[:FEW])
+    others = [*(body.tools or ())[:FEW], body.chat_template_kwargs or ""]
+    return sum(map(length, body.messages or ())) + sum(len(str(one)) for one in others)
 
 
 def length(message: Message) -> int:
@@ -78,14 +85,18 @@ def length(message: Message) -> int:
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
-def converse(speech: Speech, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
-    said = [spoken(message) for message in messages]
-    given = [tool.model_dump(exclude_none=True) for tool in tools]
-    return array("i", speech.chat.encode(speech.chat.render(said, given)))
+def converse(speech: Speech, body: Conversation) -> Ids:
+    said = [spoken(message) for message in body.messages or ()]
+    unwanted = isinstance(body, ChatRequest) and body.tool_choice == "none"
+    tools = [] if unwanted else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    text = speech.chat.render(said, tools, body.chat_template_kwargs or {})
+    if body.add_special_tokens is None:
+        return array("i", speech.chat.encode(text))
+    return array("i", speech.words.encode(text, body.add_special_tokens, parse_special=speech.chat.templated))
 
 
-def conversed_text(speech: Speech, messages: Sequence[Message]) -> tuple[int, bytes]:
-    ids = list(converse(speech, messages, ()))
+def conversed_text(speech: Speech, body: Conversation) -> tuple[int, bytes]:
+    ids = list(converse(speech, body))
     return len(ids), json.dumps(ids).encode()
 
 

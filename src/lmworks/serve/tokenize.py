@@ -31,12 +31,12 @@ async def tokenize(serving: Serving, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise Refusal(400, "invalid_request", "give either prompt or messages", "prompt")
     if body.messages is not None:
-        size = size_of_chat(body.messages, ())
-        count, ids = await prompted(serving, caller, local, size, conversed_text, body.messages)
+        count, ids = await prompted(serving, caller, local, size_of_chat(body), conversed_text, body)
     elif (text := body.prompt or "") == end_of_text(local):
         count, ids = 1, f"[{local.backend.words.known().eot}]".encode()
     else:
-        count, ids = await prompted(serving, caller, local, len(text), encoded_text, text, body.add_special_tokens)
+        special = (body.add_special_tokens, bool(body.parse_special))
+        count, ids = await prompted(serving, caller, local, len(text), encoded_text, text, special)
     caller.visit.work(count)
     told = f'{{"count":{count},"max_model_len":{local.backend.card.context},"tokens":'.encode()
     return Response(told + ids + b"}", media_type="application/json")
@@ -69,5 +69,5 @@ def tokenizer_info(serving: Serving, request: Request, model: str | None) -> Tok
         "eos_token": local.token_texts.text(tokenizer.eot),
         "bos_token": names["bos_token"],
         "pad_token": names["pad_token"],
-        "chat_template": find_template(words.folder, config) if words.folder else None,
+        "chat_template": words.chat_template or (find_template(words.folder, config) if words.folder else None),
     }
