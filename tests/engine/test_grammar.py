@@ -115,6 +115,18 @@ def test_json_fits_its_schema(name: str) -> None:
         jsonschema.validate(json.loads(text), PERSON)
 
 
+def test_alternatives_of_one_of_are_chosen_from() -> None:
+    """Also such that a value could fit several of: pydantic writes them for unions."""
+    shapes = [
+        {"type": "object", "properties": {key: {"type": "integer", "maximum": 9}}, "required": [key]} for key in "ab"
+    ]
+    closed = [shape | {"additionalProperties": False} for shape in shapes]
+    GRAMMARS["bytes"].matcher(SamplingParams(json_schema={"oneOf": shapes}))
+    for seed in range(4):
+        text, _ = answer("bytes", seed, SamplingParams(max_tokens=600, json_schema={"oneOf": closed}))
+        jsonschema.validate(json.loads(text), {"oneOf": closed})
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_regex_matches_the_whole_answer(name: str) -> None:
     pattern = r"(red|green){1,3} [0-9]{2,5}(\.[0-9]+)?é?"
@@ -268,6 +280,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "$ref to elsewhere": ({"json_schema": {"$ref": "https://example.com/x.json"}}, "not present"),
     "exploding": ({"json_schema": exploding()}, "cannot be used"),
     "never": ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "nsatisfiable"),
+    "definitions that are a list": ({"json_schema": {"type": "string", "$defs": [1]}}, "defs must be an object"),
+    "definitions that are text": ({"json_schema": {"definitions": "x"}}, "definitions must be an object"),
     "unknown type": ({"json_schema": {"type": "banana"}}, "banana"),
     "unknown keyword": ({"json_schema": {"not": {"type": "null"}}}, "not"),
     "a number": ({"json_schema": 5}, "must be an object"),

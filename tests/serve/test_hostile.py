@@ -123,6 +123,15 @@ BODIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
         shaped({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}),
         None,
     ),
+    "schema whose definitions are a list": (CHATS, shaped({"type": "object", "$defs": [1]}), None),
+    "tool whose definitions are a number": (
+        CHATS,
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"$defs": 5}}}],
+            "tool_choice": "required",
+        },
+        None,
+    ),
     "schema as a list": (CHATS, shaped([1]), None),
     "unknown format": (CHATS, {"response_format": {"type": "yaml"}}, "response_format"),
     "token to detokenize beyond": ("/detokenize", {"tokens": [10**6]}, "tokens"),

@@ -184,8 +184,10 @@ def grammar(params: SamplingParams) -> str:
     if params.json_schema is not None:
         schema = checked_schema(params.json_schema)
         blanks = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+        # Where alternatives overlap, no parser can tell on the way that only one of them will fit in the end.
+        options = {**blanks, "lenient": False, "coerce_one_of": True}
         try:
-            return str(library.grammar_from_json_schema(schema, overrides={**blanks, "lenient": False}))
+            return str(library.grammar_from_json_schema(schema, overrides=options))
         except ValueError as error:
             raise SpecError(f"json_schema cannot be read: {explained(str(error))}") from None
     if params.regex is not None:
@@ -238,6 +240,8 @@ def checked_schema(schema: Mapping[str, Any] | str) -> str:
     if not isinstance(schema, Mapping):
         raise SpecError(f"json_schema must be an object, not {type(schema).__name__}")
     for part in parts(schema):
+        if part is schema or "$id" in part:  # elsewhere it may be the name of a property
+            check_definitions(part)
         properties, required = part.get("properties"), part.get("required")
         if isinstance(properties, Mapping):
             needed = {each for each in required if isinstance(each, str)} if isinstance(required, list | tuple) else ()
@@ -250,6 +254,13 @@ def checked_schema(schema: Mapping[str, Any] | str) -> str:
         raise SpecError(f"json_schema cannot be written as JSON: {error}") from None
     check_text("json_schema", text)
     return text
+
+
+def check_definitions(schema: Mapping[str, Any]) -> None:
+    """The library passes over definitions that are none, and says so only where one is referred to."""
+    for name in ("$defs", "definitions"):
+        if not isinstance(found := schema.get(name, {}), Mapping):
+            raise SpecError(f"json_schema: {name} must be an object, not {type(found).__name__}")
 
 
 def text_depth(text: str) -> int:
