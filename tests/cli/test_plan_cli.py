@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from lmworks.observe import probe as probing
+from lmworks.plan.devices.machine import Machine, Rate
+from lmworks.record.figures import duration
 from lmworks.spec import catalogue
 from typed import lmworks
 
@@ -31,6 +35,27 @@ def test_plan_for_a_named_accelerator(capsys: pytest.CaptureFixture[str]) -> Non
     assert result["fits"] is True
     assert result["machine"] == {"name": "H200-SXM-141GB", "device": "cuda", "tag": "fitted"}
     assert result["step_s"] > 0
+
+
+def test_a_table_by_a_busy_machine_says_so_and_shows_the_range(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path))
+    kinds = ("stream", "strided", "exp", "tanh", "optimizer", "gemm.fp32", "attention.fp32", "attention_backward.fp32")
+    shapes = {"gemm.fp32": (1.0,) * 3, "attention.fp32": (1.0,) * 2, "attention_backward.fp32": (1.0,) * 2}
+    rates = {kind: (Rate(shapes.get(kind, (1.0,)), 1e11),) for kind in kinds}
+    machine = Machine("a machine", "cpu", "measured", rates, 1e-6, 1e-6, 10**9)
+    for noise in (1.0, 8.0):
+        monkeypatch.setattr(probing, "probe", lambda _, progress, noise=noise: replace(machine, noise=noise))
+        probing.cache_path(torch.device("cpu")).unlink(missing_ok=True)
+        _, out, _ = lmworks(capsys, "plan", "tiny", "cluster.device=cpu")
+        low, high = json.loads(lmworks(capsys, "plan", "tiny", "cluster.device=cpu", "--json")[1])["interval"]
+        span = f"{duration(low)} to {duration(high)}"
+        assert f"nine in ten such predictions lie within {span}" in out
+        assert (f", busy while it was measured: {span}" in out) == (noise > 1)
+        assert ("runs took 8.0 × what they take alone" in out) == (noise > 1)
+    _, out, _ = lmworks(capsys, "hardware", "--probe")
+    assert "runs took 8.0 × what they take alone" in out
 
 
 def test_plan_measures_this_machine(

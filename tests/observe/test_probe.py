@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
+from lmworks.data.progress import Progress
 from lmworks.observe import probe as probing
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.network import network, optimizer
@@ -43,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: Machine) -> 
     """An empty cache, and a probe that measures nothing but how often it is asked."""
     asked: list[torch.device] = []
 
-    def pretend(device: torch.device) -> Machine:
+    def pretend(device: torch.device, progress: Progress) -> Machine:
         asked.append(device)
         return machine
 
@@ -63,11 +65,38 @@ def test_a_machine_is_measured_once(calls: list[torch.device], machine: Machine)
     assert len(calls) == 2
 
 
-def test_what_a_busy_machine_showed_is_not_kept(
+def test_what_a_busy_machine_showed_is_believed_for_minutes(
     calls: list[torch.device], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probing, "probe", lambda _device: dataclasses.replace(machine, noise=2.0))
-    assert probing.this_machine(CPU).noise == 2.0
+    busy = dataclasses.replace(machine, noise=2.0)
+    monkeypatch.setattr(probing, "probe", lambda _device, progress: busy)
+    before = datetime.now(UTC) - timedelta(seconds=1)
+    assert probing.this_machine(CPU) == busy == probing.cached_machine(CPU)
+    later = datetime.now(UTC) + probing.FRESH
+    assert probing.cached_machine(CPU, later - timedelta(minutes=1)) == busy
+    assert probing.cached_machine(CPU, later) is None
+    assert probing.cached_machine(CPU, before - timedelta(hours=1)) is None  # a clock that was set back
+    monkeypatch.setattr(probing, "probe", lambda _device, progress: machine)
+    assert probing.this_machine(CPU, refresh=True) == machine
+    assert probing.cached_machine(CPU, later + timedelta(days=900)) == machine
+
+
+def test_a_busy_machine_does_not_replace_what_a_quiet_one_showed(
+    calls: list[torch.device], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert probing.this_machine(CPU) == machine
+    busy = dataclasses.replace(machine, noise=2.0)
+    monkeypatch.setattr(probing, "probe", lambda _device, progress: busy)
+    assert probing.this_machine(CPU, refresh=True) == busy
+    assert probing.cached_machine(CPU) == machine
+
+
+def test_a_cache_without_a_date_is_not_believed(
+    calls: list[torch.device], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "about", lambda: {"date": "lately"})
+    monkeypatch.setattr(probing, "probe", lambda _device, progress: dataclasses.replace(machine, noise=2.0))
+    probing.this_machine(CPU)
     assert probing.cached_machine(CPU) is None
 
 

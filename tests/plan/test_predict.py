@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,21 @@ def test_json_shape() -> None:
     assert result["tokens_per_s"] == pytest.approx(spec.tokens_per_step / result["step_s"])
     assert set(result["step_parts"]) <= set(result["tags"])
     assert set(result["tags"].values()) <= {"measured", "modelled"}
+
+
+def test_a_range_reaches_from_a_machine_alone_to_one_as_busy_as_it_was() -> None:
+    quiet, busy = make_machine(), replace(make_machine(), noise=8.0)
+    told, range_told = (predict(make_run(), machine).to_dict() for machine in (quiet, busy))
+    step = told["step_s"]
+    assert range_told["step_s"] == step  # rates are of the machine alone
+    assert told["interval"] == pytest.approx([0.85 * step, 1.3 * step]) and told["quiet"] is True
+    assert range_told["interval"] == pytest.approx([0.65 * step, 8 * 1.3 * step]) and range_told["quiet"] is False
+    assert (told["noise"], range_told["noise"]) == (1.0, 8.0)
+    named = predict(load_run("tiny", ["cluster.gpu=h100"]), Machine.of(catalogue()["H100-SXM-80GB"])).to_dict()
+    assert named["interval"] and named["quiet"] is named["noise"] is None
+    mixed = load_run("tiny", ["parallel.recompute=budget", "parallel.recompute_budget=0.001"])
+    time = predict(mixed, busy).time
+    assert time and time.interval == pytest.approx((0.65 * time.total, 8 * 1.3 * time.total))
 
 
 def test_without_a_machine_no_time_is_made_up() -> None:

@@ -99,7 +99,12 @@ def foreseen(said: dict[str, Any]) -> list[list[str]]:
         return [["planned", "-", said["note"]]]
     rows = []
     if said["step_s"]:
-        rows.append(["step, planned", duration(said["step_s"]), f"{said['step_error']:+.1%} ({said['by']} rates)"])
+        low, high = said["interval"]
+        busy = (
+            "" if said.get("quiet", True) else f", machine busy: runs took {said['noise']:.1f} × what they take alone"
+        )
+        about = f"{said['step_error']:+.1%} ({said['by']} rates{busy}); expected {duration(low)} to {duration(high)}"
+        rows.append(["step, planned", duration(said["step_s"]), about])
     off = said["allocated_error"]
     rows.append(["allocated, planned", binary_bytes(said["allocated_bytes"]), "" if off is None else f"{off:+.1%}"])
     if "reserved_bytes" in said:

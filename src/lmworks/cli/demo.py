@@ -103,22 +103,23 @@ def bigram_baseline(spec: RunSpec) -> float:
 
 
 def fit_to_time(spec: RunSpec, prediction: Prediction, seconds: float) -> RunSpec:
-    """As many steps as the planner thinks fit, within limits: a busy machine looks slower than it is."""
+    """As many steps as the planner thinks fit, within limits, if the machine stays as busy as it is."""
     if not prediction.time:
         return spec
-    steps = round(seconds / prediction.time.total)
+    steps = round(seconds / (prediction.time.total * (prediction.machine.noise if prediction.machine else 1.0)))
     return spec.replace(optim=spec.optim.replace(steps=min(max(steps, FEWEST), MOST)))
 
 
 def compare(folder: RunFolder) -> None:
-    from ..observe.prediction import compare
+    from ..observe.prediction import busy_words, compare, read_prediction
     from ..record import read_metrics
 
-    rows = [
-        [row.label, row.show(row.predicted), row.show(row.measured), "–" if row.ratio is None else f"{row.ratio:.2f}"]
-        for row in compare(folder, read_metrics(folder.metrics_path))
-    ]
-    print_table("", ["", "predicted", "measured", "ratio"], rows)
+    rows = compare(folder, read_metrics(folder.metrics_path))
+    columns = ["", "predicted", "measured", "ratio", "expected"]
+    print_table(busy_words(read_prediction(folder)), columns, [[row.label, *row.cells] for row in rows])
+    for row in rows:
+        if row.why:
+            typer.secho(row.why, fg="yellow")
 
 
 def complete(run: Path, prompt: str) -> str:

@@ -83,3 +83,15 @@ def print_machine(machine: Machine) -> None:
     print_table(f"Measured: {machine.name}", ["kernel", "size", "rate"], rows)
     typer.echo(f"one small op: {duration(machine.launch_s)} forward, {duration(machine.launch_backward_s)} backward")
     typer.echo(f"memory: {binary_bytes(machine.memory_bytes)} ({machine.memory_bytes / 1e9:.3g} GB)")
+    print_busy(machine)
+
+
+def print_busy(machine: Machine) -> None:
+    """That others used it while it was measured, and what that means for its figures; nothing where it was quiet."""
+    if machine.quiet:
+        return
+    typer.secho(
+        f"this machine was busy while it was measured: runs took {machine.noise:.1f} × what they take alone. Figures "
+        "are of the machine alone, ranges reach to one that stays as busy; lmworks hardware --probe measures it again",
+        fg="yellow",
+    )

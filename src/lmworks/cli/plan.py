@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .hardware import print_busy
 from .job import print_host
 from .output import Json, Overrides, Spec, print_json, print_table
 from .plan_calibrate import calibrate
@@ -118,9 +119,13 @@ def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
         return Machine.of(cluster.accelerator)
     if no_probe:
         return None
-    from ..observe.probe import this_machine
+    from ..data.progress import console_progress
+    from ..observe.probe import cached_machine, this_machine
 
-    return this_machine(cluster)
+    if machine := cached_machine(cluster):
+        return machine
+    with console_progress() as progress:
+        return this_machine(cluster, progress=progress)
 
 
 def fits(prediction: Prediction) -> bool | None:
@@ -194,21 +199,18 @@ def print_time(prediction: Prediction, job: RunSpec) -> None:
         for part, seconds in sorted(time.parts.items(), key=lambda item: -item[1])
         if seconds
     ]
-    print_table(f"Time of one step on {machine.name}", ["part", "time", "share", "rests on"], rows)
+    low, high = time.interval
+    span = "" if machine.quiet else f", busy while it was measured: {duration(low)} to {duration(high)}"
+    print_table(f"Time of one step on {machine.name}{span}", ["part", "time", "share", "rests on"], rows)
     flops = prediction.flops.model / time.total
     typer.echo(
         f"step {duration(time.total)}, {short(time.tokens_per_s)} tokens/s, {short(flops)}FLOP/s of the model's own"
         + shares(prediction, job)
     )
-    if time.interval:
-        low, high = time.interval
-        typer.echo(f"nine in ten such predictions lie within {duration(low)} to {duration(high)}")
+    typer.echo(f"nine in ten such predictions lie within {duration(low)} to {duration(high)}")
     for note in time.notes:
         typer.echo(f"note: {note}")
-    if machine.noise > 1.3:
-        typer.echo(
-            f"this machine was busy while it was measured (runs took {machine.noise:.1f} × the fastest): expect better"
-        )
+    print_busy(machine)
     if machine.tag != "measured":
         typer.echo(f"{machine.name} was not at hand: see lmworks plan validate for how good such predictions are")
 

@@ -61,11 +61,6 @@ def print_profile(profile: Profile) -> None:
     print_machine(profile.machine)
     if profile.curve:
         print_links(profile.curve)
-    if profile.machine.noise > 1.3:
-        typer.echo(
-            f"this machine was busy meanwhile (runs took {profile.machine.noise:.1f} × the fastest): measure it again "
-            "when it is quiet"
-        )
 
 
 def print_links(curve: Curve) -> None:

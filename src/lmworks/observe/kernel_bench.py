@@ -29,8 +29,9 @@ from ..spec import LMWorksError, ModelSpec, SpecError, dump_toml
 from ..spec.errors import did_you_mean
 from ..spec.files import write_whole
 from .calibrate import about
+from .clock import Clock
 from .kernel_ops import BOTH, FORWARD, OPS, Case, Place, Work
-from .measure import DTYPES, Clock, device_name, digits
+from .measure import DTYPES, device_name, digits
 from .roofline import measured_ceilings
 
 # Sequences and their length by model: those of the training figures in docs/training.md.
@@ -173,7 +174,7 @@ def measure(clock: Clock, case: Case, model: str, roof: Roof, rounds: int) -> It
     times: dict[str, list[float]] = {name: [] for name in off}
     for _ in range(rounds):
         for name, found in times.items():
-            found.append(clock.once(works[name]))
+            found.append(clock.once(works[name]).wall)
     for name in works:
         seconds = statistics.median(times[name]) if name in times else None
         yield about_case(name, name in case.choices, seconds=seconds, memory_bytes=memory[name], off=off.get(name),

@@ -2,15 +2,13 @@
 
 Each kind of kernel in `plan/ops.py` is run at some sizes, as training runs it: products in their three layouts
 (forward, gradient of the input, gradient of the weight), attention both ways, passes over memory, fused AdamW, and ops
-too small to cost anything but their launch. The median of several runs is kept.
+too small to cost anything but their launch. What each takes on a machine that is left alone is kept (`clock.py`).
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,69 +19,11 @@ import torch.nn.functional as F
 from ..data.progress import Progress, silent
 from ..plan.devices.machine import Machine, Rate
 from ..plan.flops import keys_per_query
+from .clock import Clock
 from .sizes import Sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LAUNCHING = 2_000_000  # cycles that a GPU spends idly while the host launches: about a millisecond
-RUNS = 6  # the fewest of one point, the first of them to warm up
 LONG = 4  # an optimizer's pass takes so much longer than other points
-
-
-class Clock:
-    """Seconds of one call: the median of at least five runs after a warm-up, within a share of the time there is.
-
-    The median, as a training step gets what is usual, not what is best; a machine busy with other work betrays
-    itself by `noise`. Before each run other memory is written: in training, too, an op finds its operands where the ops
-    in between have pushed them. A GPU is kept busy while the host launches what is measured: the time is the device's.
-    """
-
-    def __init__(self, device: torch.device, patience: float, progress: Progress = silent) -> None:
-        self.device, self.patience, self.progress = device, patience, progress
-        self.others = torch.zeros(2**23 if device.type == "cpu" else 2**25, device=device)
-        self.noise: list[float] = []  # median over fastest run of each point
-
-    def begin(self, stage: str, seconds: float, points: int) -> None:
-        self.stage, self.points, self.done = stage, points, 0
-        self.share, self.deadline = seconds / points, time.perf_counter() + self.patience * seconds
-
-    def has_time(self, expected_s: float) -> bool:
-        """False for what is so slow here that it would take more than what is left."""
-        return time.perf_counter() + RUNS * expected_s < self.deadline
-
-    def once(self, work: Callable[[], object]) -> float:
-        self.others.add_(1)
-        if self.device.type == "cpu":
-            start = time.perf_counter()
-            work()
-            return time.perf_counter() - start
-        torch.cuda._sleep(LAUNCHING)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        work()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3
-
-    def by_host(self, work: Callable[[], object]) -> float:
-        """Until the host is done, whatever the device still does."""
-        start = time.perf_counter()
-        work()
-        took = time.perf_counter() - start
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return took
-
-    def __call__(self, work: Callable[[], object], by_host: bool = False) -> float:
-        run = self.by_host if by_host else self.once
-        deadline = time.perf_counter() + self.share
-        run(work)
-        times = [run(work) for _ in range(RUNS - 1)]
-        while time.perf_counter() < deadline:
-            times.append(run(work))
-        self.noise.append(statistics.median(times) / min(times))
-        self.done += 1
-        self.progress(self.stage, min(self.done, self.points), self.points)
-        return statistics.median(times)
 
 
 def measure(device: torch.device, seconds: float, sizes: Sizes, progress: Progress = silent) -> Machine:
@@ -114,7 +54,7 @@ def measure(device: torch.device, seconds: float, sizes: Sizes, progress: Progre
         launch_s=launch,
         launch_backward_s=launch_backward,
         memory_bytes=memory_bytes(device),
-        noise=digits(statistics.median(clock.noise)),
+        noise=digits(clock.noise),
     )
 
 

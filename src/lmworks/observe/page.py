@@ -32,6 +32,7 @@ h3 { font-size: 14px; margin: 0 0 8px; }
 .pill { font-size: 13px; font-weight: 600; padding: 1px 10px; border-radius: 99px; border: 1px solid currentColor; }
 .finished { color: var(--good); } .failed { color: var(--bad); } .running { color: var(--busy); }
 .interrupted, .new { color: var(--idle); }
+.outside, .note.outside { color: var(--bad); font-weight: 600; } .note.busy { color: var(--idle); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(220px, 1fr)); gap: 14px; margin-top: 20px; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; }
 .tiles dt { color: var(--soft); font-size: 13px; }
@@ -115,13 +116,28 @@ def page(title: str, body: str, style: str = "", script: str = SCRIPT) -> str:
     )
 
 
+class Marked(str):
+    """A cell of a table with a class of its own, e.g. to be coloured by."""
+
+    mark: str
+
+    def __new__(cls, text: str, mark: str) -> Marked:
+        cell = super().__new__(cls, text)
+        cell.mark = mark
+        return cell
+
+
 def table(columns: list[str], rows: list[list[str]], numeric: int = 0, whole: int = 0) -> str:
     """Cells are text, escaped here; the last `numeric` columns are figures, the first `whole` stay on one line."""
 
+    def kind(index: int, cell: str) -> str:
+        name = "number" if index >= len(columns) - numeric else "whole" if index < whole else ""
+        if isinstance(cell, Marked):
+            return f' class="{name} {cell.mark}"'
+        return f" class={name}" if name else ""
+
     def cells(tag: str, row: list[str]) -> str:
-        first_number = len(columns) - numeric
-        kinds = (" class=number" if i >= first_number else " class=whole" if i < whole else "" for i in range(len(row)))
-        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
+        return "".join(f"<{tag}{kind(i, cell)}>{escape(cell)}</{tag}>" for i, cell in enumerate(row))
 
     lines = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f'<div class="card scroll"><table><tr>{cells("th", columns)}</tr>{lines}</table></div>'

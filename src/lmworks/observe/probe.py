@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import platform
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import torch
 
+from ..data.progress import Progress, silent
 from ..plan.devices.machine import FORMAT, Machine
 from ..plan.devices.profile import Profile, load_profile, profile_of
 from ..spec import Cluster, SpecError
@@ -19,11 +21,12 @@ from ..spec.files import cache_root
 from .calibrate import QUICK_SECONDS, about, calibrate, save
 from .measure import device_name
 
-BUSY = 1.3  # noise above which a measurement is not kept: it would say the machine is slower than it is
+VERSION = 2  # of how it is measured: 1 took what a machine did under a steady load for all it can do
+FRESH = timedelta(minutes=10)  # how long a measurement of a busy machine is believed
 
 
 def cache_path(device: torch.device) -> Path:
-    key = (platform.node(), device_name(device), torch.get_num_threads(), torch.__version__, FORMAT)
+    key = (platform.node(), device_name(device), torch.get_num_threads(), torch.__version__, FORMAT, VERSION)
     return cache_root() / f"probe-{hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}.toml"
 
 
@@ -35,19 +38,28 @@ def pick(cluster: Cluster) -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
-def probe(device: str | torch.device = "cpu", seconds: float = QUICK_SECONDS) -> Machine:
-    return calibrate(torch.device(device), seconds, ranks=1, quick=True).machine
+def probe(device: str | torch.device = "cpu", seconds: float = QUICK_SECONDS, progress: Progress = silent) -> Machine:
+    return calibrate(torch.device(device), seconds, ranks=1, quick=True, progress=progress).machine
 
 
-def cached_machine(cluster: Cluster) -> Machine | None:
-    """What was measured earlier about this machine; None where nothing was, or not by this version."""
+def cached_machine(cluster: Cluster, now: datetime | None = None) -> Machine | None:
+    """What was measured earlier about this machine; None where nothing was, not by this version, or some time ago while
+    others used it."""
     if cluster.profile:
         return profiled(cluster)
-    path = cache_path(pick(cluster))
     try:
-        return load_profile(path).machine
+        profile = load_profile(cache_path(pick(cluster)))
     except SpecError:  # no cache, or not one of ours: measured again when asked
         return None
+    return profile.machine if profile.machine.quiet or fresh(profile, now or datetime.now(UTC)) else None
+
+
+def fresh(profile: Profile, now: datetime) -> bool:
+    try:
+        age = now - datetime.fromisoformat((profile.made or {})["date"])
+    except (KeyError, TypeError, ValueError):  # a file that somebody edited
+        return False
+    return timedelta(0) <= age < FRESH
 
 
 def profiled(cluster: Cluster) -> Machine:
@@ -61,13 +73,15 @@ def profiled(cluster: Cluster) -> Machine:
     return machine
 
 
-def this_machine(cluster: Cluster, *, refresh: bool = False) -> Machine:
-    """The cached measurement, or a new one, kept unless the machine was busy or the folder cannot be written."""
-    machine = None if refresh else cached_machine(cluster)
-    if machine is None:
-        device = pick(cluster)
-        machine = probe(device)
-        if machine.noise <= BUSY:
-            with suppress(SpecError):  # else measured again next time
-                save(Profile(machine, made=about()), cache_path(device))
+def this_machine(cluster: Cluster, *, refresh: bool = False, progress: Progress = silent) -> Machine:
+    """The cached measurement, or a new one. That of a busy machine is kept for some minutes, but not in the place of a
+    better one."""
+    before = cached_machine(cluster)
+    if before and not refresh:
+        return before
+    device = pick(cluster)
+    machine = probe(device, progress=progress)
+    if machine.quiet or not (before and before.quiet):
+        with suppress(SpecError):  # where nothing can be written: measured again next time
+            save(Profile(machine, made=about()), cache_path(device))
     return machine

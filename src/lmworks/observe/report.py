@@ -13,7 +13,7 @@ from ..record.sentences import sentence
 from ..spec import LMWorksError
 from ..spec.files import write_whole
 from . import prediction
-from .page import page, table
+from .page import Marked, page, table
 from .plots import draw_plots
 from .summary import Steps, Summary, summarize
 from .svg import Line, Marks, Points, line_chart, stacked_chart
@@ -84,20 +84,19 @@ def tiles(summary: Summary) -> str:
 
 
 def predicted(folder: RunFolder, steps: Steps) -> str:
-    rows = [
-        [
-            row.label,
-            row.show(row.predicted),
-            row.show(row.measured),
-            "–" if row.ratio is None else f"{row.ratio:.2f}",
-        ]
-        for row in prediction.compare(folder, steps)
-    ]
-    if not rows:
+    found = prediction.compare(folder, steps)
+    if not found:
         return ""
-    columns = ["figure", "predicted", "measured", "measured ÷ predicted"]
-    note = '<p class="note">Measured: the peak for memory, the median over steps for the rest.</p>'
-    return f"<h2>Predicted against measured</h2>{table(columns, rows, numeric=3)}{note}"
+    columns = ["figure", "predicted", "measured", "measured ÷ predicted", "expected"]
+    rows: list[list[str]] = []
+    for row in found:
+        said, measured, ratio, expected = row.cells
+        rows.append([row.label, said, measured, Marked(ratio, "outside") if row.outside else ratio, expected])
+    busy = prediction.busy_words(prediction.read_prediction(folder))
+    notes = [f'<p class="note outside">{escape(row.why)}</p>' for row in found if row.why]
+    notes += [f'<p class="note busy">{escape(busy)}</p>'] if busy else []
+    notes.append('<p class="note">Measured: the peak for memory, the median over steps for the rest.</p>')
+    return f"<h2>Predicted against measured</h2>{table(columns, rows, numeric=4)}{''.join(notes)}"
 
 
 def marks(happened: Steps) -> list[Marks]:

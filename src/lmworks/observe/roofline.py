@@ -22,7 +22,8 @@ from ..plan.devices.machine import Machine, Rate
 from ..plan.step.one_device import step_time
 from ..plan.step_flops import step_flops
 from ..spec import Gpu, RunSpec
-from .measure import DTYPES, Clock
+from .clock import Clock
+from .measure import DTYPES
 
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square product
 SLOW_SIDE = 256  # on a CPU, in formats that few of them have instructions for

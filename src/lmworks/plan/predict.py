@@ -39,8 +39,10 @@ class Prediction:
             "host_bytes": self.memory.host,
             "host_parts": self.memory.host_parts.to_dict(),
             "step_s": time.total if time else None,
-            "interval": list(time.interval) if time and time.interval else None,
+            "interval": list(time.interval) if time else None,
             "tokens_per_s": time.tokens_per_s if time else None,
+            "quiet": machine.quiet if machine and machine.tag == "measured" else None,
+            "noise": machine.noise if machine and machine.tag == "measured" else None,
             "step_parts": time.parts if time else None,
             "machine": {"name": machine.name, "device": machine.device, "tag": machine.tag} if machine else None,
             "tags": {"memory": "modelled", **(time.tags if time else {})},
@@ -79,12 +81,15 @@ def within_budget(spec: RunSpec, machine: Machine) -> StepTime | None:
         return None
     parts: dict[str, float] = defaultdict(float)
     tags: dict[str, str] = {}
+    low = high = 0.0
     for policy, blocks in Counter(policies(spec, range(spec.model.layers))).items():
         alike = spec.replace(parallel=spec.parallel.replace(recompute=policy, recompute_budget=0.0))
         time = time_of(alike, machine)
         if time is None:
             return None
         tags |= time.tags
+        share = blocks / spec.model.layers
+        low, high = (sum(each) for each in zip((low, high), (share * end for end in time.interval), strict=True))
         for part, seconds in time.parts.items():
-            parts[part] += seconds * blocks / spec.model.layers
-    return StepTime(dict(parts), tags, spec.tokens_per_step)
+            parts[part] += seconds * share
+    return StepTime(dict(parts), tags, spec.tokens_per_step, (low, high))

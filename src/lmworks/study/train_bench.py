@@ -194,12 +194,14 @@ def compared(spec: RunSpec, device: torch.device, step_s: float, measured: dict[
     except SpecError as error:  # no figure is better than one that is made up
         return {"note": str(error)}
     seconds, total = said.time.total if said.time else None, said.memory.total
-    facts = {"step_s": seconds, "step_error": seconds / step_s - 1 if seconds else None}
+    facts: dict[str, Any] = {"step_s": seconds, "step_error": seconds / step_s - 1 if seconds else None}
     added = measured["allocated"]  # 0 on a CPU whose process had freed as much before
     facts |= {"allocated_bytes": total, "allocated_error": total / added - 1 if added else None}
     if measured["reserved"]:
         foreseen = float(reserved(total))
         facts |= {"reserved_bytes": foreseen, "reserved_error": foreseen / measured["reserved"] - 1}
+    facts |= {"interval": list(said.time.interval) if said.time else None}
+    facts |= {"quiet": said.machine.quiet, "noise": said.machine.noise} if said.machine else {}
     by = said.machine.tag if said.machine else None
     return facts | {"by": by, "parts": said.time.parts if said.time else None}
 

@@ -21,6 +21,7 @@ from .rates import GpuRates, gpu_rates
 
 FULL_GPU = 1e15  # FLOPs that fill any GPU
 FORMAT = 4  # of a profile; one written by another version is measured again
+QUIET = 1.3  # noise of a machine that was left alone, at most
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Machine:
     launch_s: float = 0.0  # host time of one small op, forward
     launch_backward_s: float = 0.0
     memory_bytes: int = 0
-    noise: float = 1.0  # median run over fastest run while it was measured: well above 1, something else was running
+    noise: float = 1.0  # time of usual runs while it was measured, over what `rates` give: above QUIET, others ran too
     laws: GpuRates | None = None
     gains: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
@@ -54,6 +55,11 @@ class Machine:
     def tags(self) -> dict[str, str]:
         """What each kind of kernel rests on: `gemm.bf16`, `attention`, `stream` …"""
         return {**(self.laws.tags if self.laws else {}), **dict.fromkeys(self.rates, "measured")}
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it was left alone while it was measured."""
+        return self.noise <= QUIET
 
     def covers(self, dtype: str) -> bool:
         return f"gemm.{dtype}" in self.tags
