@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..record.figures import binary_bytes, duration, short
+from .job import Force, OnDevice, asked, on_device
 from .output import Json, Overrides, Spec, print_json, print_table
 from .ranks import needs_ranks, start_ranks
 
@@ -15,7 +16,13 @@ Kernels = Annotated[bool, typer.Option("--profile", help="Also record one step: 
 
 
 def train(
-    spec: Spec, overrides: Overrides = None, steps: Steps = 20, profile: Kernels = False, json: Json = False
+    spec: Spec,
+    overrides: Overrides = None,
+    steps: Steps = 20,
+    profile: Kernels = False,
+    device: OnDevice = "",
+    force: Force = False,
+    json: Json = False,
 ) -> None:
     """Train a few steps as the spec says, and set tokens/s, MFU and memory beside their limits and the planner's word.
 
@@ -31,16 +38,16 @@ def train(
     """
     from ..spec import load_run
 
-    loaded = load_run(spec, overrides or ())
+    loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     if needs_ranks(loaded):
         options = ["--steps", str(steps), *(["--profile"] if profile else []), *(["--json"] if json else [])]
-        start_ranks(loaded, ["bench", "train", spec, *(overrides or ()), *options])
+        start_ranks(loaded, ["bench", "train", spec, *(overrides or ()), *options, *asked(device, force)], force)
         return
     from ..parallel.world import leaving
     from ..study.train_bench import bench_train
 
     with leaving():
-        facts = bench_train(loaded, steps, kernels=profile)
+        facts = bench_train(loaded, steps, kernels=profile, force=force)
     if facts is None:
         return
     if json:

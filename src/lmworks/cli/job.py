@@ -19,6 +19,10 @@ OnCluster = Annotated[
         autocompletion=complete.clusters,
     ),
 ]
+OnDevice = Annotated[
+    str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to run (by default as cluster.device says).")
+]
+Force = Annotated[bool, typer.Option("--force", help="Start even what does not fit into the memory of this machine.")]
 Seq = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sequence (data.seq).")]
 MicroBatch = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences a rank runs at once.")]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", min=1, help="Sequences of a step.")]
@@ -36,3 +40,13 @@ def print_host(each: float, whole: float, ranks: int, parts: HostNeed | None, th
     if parts:
         found = [f"{name} {size / 2**30:.1f} GiB" for name, size in parts.to_dict().items() if size]
         typer.echo(f"of a machine: {', '.join(found)}")
+
+
+def asked(device: str, force: bool) -> list[str]:
+    """The same two options, for the ranks that are started."""
+    return [*(["--device", device] if device else []), *(["--force"] if force else [])]
+
+
+def on_device(device: str) -> list[str]:
+    """--device, as a change to the spec."""
+    return [f"cluster.device={device}"] if device else []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from .. import __version__
+from ..record.oom import as_oom
 from ..spec.errors import LMWorksError
 from . import (
     bench,
@@ -115,14 +116,25 @@ def main() -> None:
     try:
         app(prog_name="lmworks")
     except LMWorksError as error:
-        rank = os.environ.get("RANK", "0")
-        mine = rank == "0" or not error.agreed  # what every rank raises, the first one says
-        if mine and not error.said:
-            typer.echo(f"lmworks: error: {error}" if rank == "0" else f"lmworks: error: rank {rank}: {error}", err=True)
-        leave_word(error, said=mine or error.said)
-        sys.exit(error.exit_code)
+        fail(error)
+    except Exception as error:
+        cause = as_oom(error)
+        if not isinstance(cause, LMWorksError):
+            raise
+        fail(cause)
     except (Interrupted, KeyboardInterrupt):
         if os.environ.get("RANK", "0") == "0":
             with suppress(OSError):  # a pipe's reader was interrupted too
                 typer.echo("lmworks: interrupted", err=True)
         sys.exit(130)
+
+
+def fail(error: LMWorksError) -> NoReturn:
+    """One line, an exit code, and word to whoever started this rank."""
+    rank = os.environ.get("RANK", "0")
+    mine = rank == "0" or not error.agreed  # what every rank raises, the first one says
+    if mine and not error.said:
+        who = "" if rank == "0" or str(error).startswith(f"rank {rank}: ") else f"rank {rank}: "
+        typer.echo(f"lmworks: error: {who}{error}", err=True)
+    leave_word(error, said=mine or error.said)
+    sys.exit(error.exit_code)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import complete
+from .job import Force
 from .output import Json, Overrides, print_json, print_table
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def parity(
         float, typer.Option("--timeout", min=1, metavar="SECONDS", help="How long the ranks of a layout may take.")
     ] = 120,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown, for a document.")] = False,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Train a small model on one rank and under each layout, and compare all that they compute.
@@ -61,7 +63,8 @@ def parity(
     if spec is not None and "=" in spec:  # `parity model.layers=4`: there is no spec to change
         raise SpecError(f"'{spec}' changes a spec, but none is given; e.g. lmworks parity tiny {spec}")
     given, chosen = choose_layouts(spec, overrides or [], layouts)
-    results = prove(given, chosen, keep_going, skip_illegal=given is not None and layouts == "all", timeout=timeout)
+    skip = given is not None and layouts == "all"
+    results = prove(given, chosen, keep_going, skip_illegal=skip, timeout=timeout, force=force)
     if json:
         print_json([result.to_dict() for result in results])
     elif markdown:
@@ -93,14 +96,19 @@ def choose_layouts(
 
 
 def prove(
-    given: dict[str, Any] | None, chosen: list[Layout], keep_going: bool, skip_illegal: bool, timeout: float
+    given: dict[str, Any] | None,
+    chosen: list[Layout],
+    keep_going: bool,
+    skip_illegal: bool,
+    timeout: float,
+    force: bool,
 ) -> list[Result]:
     """Results so far are shown as they come."""
     from ..spec import SpecError
     from ..study.parity import parity as proofs
 
     results: list[Result] = []
-    with proofs(given, timeout=timeout) as proof:
+    with proofs(given, timeout=timeout, force=force) as proof:
         for number, layout in enumerate(chosen, 1):
             place = f"[{number}/{len(chosen)}] {layout.name}"
             try:

@@ -10,13 +10,15 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..plan.memory.host import oom_kills
+from ..record.oom import ChildPeaks
 from ..spec.errors import PREEMPTED
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ class Ended:
     cause: str = ""  # as far as it is known outside of the run's own records
     final: bool = False  # to start them again would end the same way
     said: bool = True  # by a rank, on standard error
+    rank: int = field(default=0, compare=False)  # which of them
+    oom: bool = False  # the kernel killed it, for want of memory
+    resident: int | None = None  # bytes: the highest that was seen of it
 
     @property
     def exit_code(self) -> int:
@@ -48,12 +53,14 @@ def needs_ranks(spec: RunSpec) -> bool:
     return (spec.parallel.world > 1 or spec.parallel.offload == "full") and "RANK" not in os.environ
 
 
-def start_ranks(spec: RunSpec, arguments: list[str]) -> None:
+def start_ranks(spec: RunSpec, arguments: list[str], force: bool = False) -> None:
     """Run `lmworks …arguments` on every rank, and end as they ended."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
+    preflight(spec, ranks_here(spec), force)
     try:
-        ended = run_ranks(ranks_here(spec), arguments, spec.fault.deadline_s)
+        ranks = ranks_here(spec)
+        ended = out_of_memory(run_ranks(ranks, arguments, spec.fault.deadline_s), spec, ranks)
     except SignalException as stopped:
         raise typer.Exit(128 + stopped.sigval) from None
     if ended.code < 0 or not ended.said:
@@ -93,10 +100,13 @@ def run_ranks(
             max_restarts=0,  # the agent would start anything again; `supervise` looks at the cause
             monitor_interval=0.1,
         )
+        kills = oom_kills()
         try:
-            elastic_launch(config, sys.executable)(*PROGRAM, *arguments)
+            with ChildPeaks() as peaks:
+                elastic_launch(config, sys.executable)(*PROGRAM, *arguments)
         except ChildFailedError as error:
-            return judge(error.failures, Path(logs))
+            ended = judge(error.failures, Path(logs))
+            return by_oom_killer(ended, error.failures, peaks, kills) if ended.code == -signal.SIGKILL else ended
         finally:
             for name in passed:
                 os.environ.pop(name, None)
@@ -114,10 +124,40 @@ def judge(failures: Mapping[int, Any], logs: Path) -> Ended:
     final = any(word["final"] for word in words)
     code = first.exitcode
     if code < 0:
-        return Ended(code, f"rank {rank} was ended by {signal.Signals(-code).name}", final)
+        return Ended(code, f"rank {rank} was ended by {signal.Signals(-code).name}", final, rank=rank)
     own = read_word(Path(first.error_file))
     # What all ranks know the first one says, unless the agent, which saw another end, stopped it before it could.
-    return Ended(code, own["message"] if own else "", final, not own or any(word["said"] for word in words))
+    return Ended(code, own["message"] if own else "", final, not own or any(word["said"] for word in words), rank)
+
+
+def by_oom_killer(ended: Ended, failures: Mapping[int, Any], peaks: ChildPeaks, before: int | None) -> Ended:
+    """Whether the kernel's OOM killer sent the SIGKILL: it has ended somebody since, of this group or machine."""
+    after = oom_kills()
+    if before is None or after is None or after <= before:
+        return ended
+    return replace(ended, oom=True, resident=peaks.bytes.get(failures[ended.rank].pid))
+
+
+def out_of_memory(ended: Ended, spec: RunSpec, ranks: int) -> Ended:
+    """With what was predicted for the rank that was killed, and what it was last seen with."""
+    from ..plan.memory.fit import peak_rows, total
+    from ..plan.memory.host_need import host_need
+    from ..plan.memory.host_room import gib
+    from ..spec import SpecError
+
+    if not ended.oom:
+        return ended
+    predicted = "predicted for it: unknown"
+    with suppress(SpecError):
+        if devices(spec) is None:
+            peak = total(peak_rows(spec, ended.rank, "cpu"))
+            predicted = f"predicted {gib(peak)} a rank beside its runtime, {ranks} ranks on this machine"
+        else:
+            host = host_need(spec, ended.rank, "cuda").total
+            predicted = f"predicted {gib(host)} of host memory beside its runtime, {ranks} ranks on this machine"
+    seen = f"last seen with {gib(ended.resident)} resident" if ended.resident else "its memory was not seen"
+    cause = f"rank {ended.rank} ran out of memory: the kernel's OOM killer ended it (SIGKILL); {predicted}; {seen}"
+    return replace(ended, cause=cause)
 
 
 def blame(code: int) -> int:
@@ -192,8 +232,21 @@ def ranks_here(spec: RunSpec, wanted: int | None = None) -> int:
         return fewer[0]
     raise SpecError(
         f"the layout needs {ranks} GPUs and this machine has {here}: start it on several with "
-        "torchrun or `lmworks launch`, or set cluster.device = 'cpu'"
+        "torchrun or `lmworks launch`, or run it on the CPU with --device cpu"
     )
+
+
+def preflight(spec: RunSpec, ranks: int, force: bool) -> None:
+    """Refuse, before any rank is started, what this machine has no GPU or no memory for."""
+    import torch
+
+    from ..parallel.preflight import refuse_missing_gpu, refuse_oversized
+    from ..spec.elastic import fitted
+
+    refuse_missing_gpu(spec.cluster)
+    if not force:
+        device = "cpu" if devices(spec) is None else "cuda"
+        refuse_oversized(fitted(spec, ranks), torch.device(device), starting=True)
 
 
 def devices(spec: RunSpec) -> int | None:

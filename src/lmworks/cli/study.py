@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from . import complete
+from .job import Force, OnDevice, on_device
 from .output import Json, Overrides, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Compare ways to train by experiment, and write a report.")
@@ -39,6 +40,7 @@ def ddp_fsdp(
     jobs: Annotated[
         bool, typer.Option(help="Also start a real job of each, kill a rank, and resume: about half a minute each.")
     ] = True,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Train one model under DDP, FSDP1, FSDP2 and ZeRO-1/2/3 (and DeepSpeed), and compare.
@@ -64,7 +66,7 @@ def ddp_fsdp(
     loaded = load_run(spec, changes)
     choose(names)  # what is not known is refused before a folder is made
     open_folder(out)
-    found = study(loaded, ranks, steps, names, jobs, lambda line: typer.echo(f"  {line}", err=True))
+    found = study(loaded, ranks, steps, names, jobs, lambda line: typer.echo(f"  {line}", err=True), force)
     markdown, html = write_reports(found, out)
     if json:
         print_json({**found.to_dict(), "report": str(html), "markdown": str(markdown)})
@@ -95,6 +97,8 @@ def precision(
     only: Annotated[
         str, typer.Option("--only", help="Precisions to hold against fp32, e.g. bf16,fp8-rowwise (by default all).")
     ] = "",
+    device: OnDevice = "",
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Train one model in fp32, bf16, fp16 and fp8, and tell what each of them costs and loses.
@@ -117,8 +121,8 @@ def precision(
     if not spec or "=" in spec:
         spec, changes = SMALLER[0], [*SMALLER[1], *changes]
     names = [name.strip() for name in only.split(",") if name.strip()]
-    loaded = load_run(spec, [*changes, f"optim.steps={steps}"])
-    found = study(loaded, out, names, lambda line: typer.echo(f"  {line}", err=True))
+    loaded = load_run(spec, [*changes, f"optim.steps={steps}", *on_device(device)])
+    found = study(loaded, out, names, lambda line: typer.echo(f"  {line}", err=True), force)
     markdown, html = write_reports(found)
     if json:
         print_json({**found.to_dict(), "report": str(html), "markdown": str(markdown)})

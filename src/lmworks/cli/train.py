@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .job import Force, OnDevice, asked, on_device
 from .output import Json, Overrides, Spec, print_json
 from .ranks import needs_ranks
 from .supervise import supervise
@@ -34,6 +35,8 @@ def train(
         Path | None, typer.Option("--run-dir", help="Where the run is kept (by default runs/NAME).")
     ] = None,
     max_restarts: MaxRestarts = None,
+    device: OnDevice = "",
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Train a model as the spec says, and leave a run folder behind.
@@ -45,20 +48,21 @@ def train(
       lmworks train gpt2-small data.path=data/code precision.dtype=bf16
       lmworks train configs/tiny.toml parallel.dp=2 parallel.strategy=fsdp2
       lmworks train configs/tiny.toml parallel.dp=2 --max-restarts 3
+      lmworks train configs/tiny.toml cluster.gpu=h100 --device cpu
       torchrun --nproc-per-node 4 -m lmworks.train configs/tiny.toml parallel.dp=2 parallel.tp=2
     """
     from ..record import RunFolder
     from ..spec import load_run
 
-    loaded = load_run(spec, overrides or ())
+    loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     loaded.data.refuse_unnamed()
     target = run_dir or own_folder(loaded)
-    again = ["resume", str(target), *(["--json"] if json else [])]
+    again = ["resume", str(target), *asked(device, force), *(["--json"] if json else [])]
     if supervised(loaded, max_restarts):
         RunFolder(target).refuse_taken()
-        options = ["--run-dir", str(target), *(["--json"] if json else [])]
+        options = ["--run-dir", str(target), *asked(device, force), *(["--json"] if json else [])]
         first = ["train", spec, *(overrides or ()), *options]
-        supervise(loaded, RunFolder(target), first, again, restarts_of(loaded, max_restarts))
+        supervise(loaded, RunFolder(target), first, again, restarts_of(loaded, max_restarts), force=force)
         return
     from ..observe.probe import cached_machine
     from ..parallel.world import is_lead, leaving
@@ -67,11 +71,11 @@ def train(
 
     # Every rank looks before it meets the others, and the folder is made after they met: all see the same.
     if begun(RunFolder(target)):
-        resume(target, json=json)
+        resume(target, device=device, force=force, json=json)
         return
     machine = cached_machine(loaded.cluster) if is_lead() else None  # rank 0 writes what is predicted
     with leaving():
-        run_to_the_end(Trainer(loaded, target, machine=machine, quiet=json), json)
+        run_to_the_end(Trainer(loaded, target, machine=machine, quiet=json, force=force), json)
 
 
 def resume(
@@ -85,6 +89,8 @@ def resume(
         int | None,
         typer.Option("--step", min=1, help="Go on from the checkpoint of this step; later ones are set aside."),
     ] = None,
+    device: OnDevice = "",
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Go on with a run from its newest intact checkpoint, or from that of a step.
@@ -97,19 +103,20 @@ def resume(
       lmworks resume runs/tiny --step 100
     """
     from ..record import RunFolder
+    from ..spec import load_run
 
     folder = RunFolder.open(run)
-    spec = folder.spec()
+    spec = load_run(run, on_device(device))
     if supervised(spec, max_restarts) or (ranks is not None and "RANK" not in os.environ):
         chosen = ["--step", str(step)] if step is not None else []
-        again = ["resume", str(run), *chosen, *(["--json"] if json else [])]
-        supervise(spec, folder, again, again, restarts_of(spec, max_restarts), ranks)
+        again = ["resume", str(run), *chosen, *asked(device, force), *(["--json"] if json else [])]
+        supervise(spec, folder, again, again, restarts_of(spec, max_restarts), ranks, force)
         return
     from ..parallel.world import leaving
     from ..train import Trainer
 
     with leaving():
-        run_to_the_end(Trainer.resume(run, step=step, quiet=json), json)
+        run_to_the_end(Trainer.resume(run, step=step, quiet=json, device=device, force=force), json)
 
 
 def supervised(spec: RunSpec, max_restarts: int | None) -> bool:
@@ -133,7 +140,7 @@ def run_to_the_end(trainer: Trainer, json: bool) -> None:
         raise
     except Exception:  # a second Ctrl-C is none: it does not wait for a report
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with contextlib.suppress(LMWorksError):  # a full disk has no room for the report either
+        with contextlib.suppress(LMWorksError, MemoryError):  # a full disk, or memory, has no room for it either
             if trainer.lead and folder.metrics_path.exists():
                 write_report(folder)
         signal.signal(signal.SIGINT, before)

@@ -9,11 +9,12 @@ from ..plan.pipelines.stages import split_layers
 from ..plan.policies import within_budget
 from ..spec import RunSpec, SpecError
 from .deepspeed import load_deepspeed
-from .host_room import refuse_full_host
+from .preflight import refuse_oversized
 from .tensor import refuse_async_tp
 
 
-def refuse_impossible(spec: RunSpec, device: torch.device) -> None:
+def refuse_impossible(spec: RunSpec, device: torch.device, force: bool = False) -> None:
+    """`force`: what does not fit into memory is tried all the same."""
     layout = spec.parallel
     if spec.model.attention == "flash" and not runs_on(device):
         raise SpecError(
@@ -30,4 +31,5 @@ def refuse_impossible(spec: RunSpec, device: torch.device) -> None:
     if layout.recompute == "budget":
         stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
         within_budget(spec, max(len(stage.layers) for stage in stages))
-    refuse_full_host(spec, device)
+    if not force:
+        refuse_oversized(spec, device)

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..record.oom import as_oom
 from ..spec import Grid, LMWorksError, ParallelSpec, SpecError, TrainingError
 from .meeting import kept_by_agent, private_store
 from .mesh import Mesh
@@ -114,7 +115,7 @@ def together(work: Callable[[], T]) -> T:
     try:
         result = work()
     except Exception as error:
-        failure = error
+        failure = as_oom(error)
     failures: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, as_message(failure))
     for rank, message in enumerate(failures):
@@ -133,8 +134,8 @@ def from_lead(work: Callable[[], T]) -> T:
         try:
             outcome[0] = work()
         except Exception as error:
-            failure = error
-            outcome[1] = as_message(error)
+            failure = as_oom(error)
+            outcome[1] = as_message(failure)
     dist.broadcast_object_list(outcome, src=0)
     if failure is not None:
         raise known(failure)
@@ -230,14 +231,24 @@ class Elsewhere(LMWorksError):
 def as_message(error: Exception | None) -> tuple[str, int] | None:
     if error is None:
         return None
-    code = error.exit_code if isinstance(error, LMWorksError) else TrainingError.exit_code
-    return f"{error}" if isinstance(error, LMWorksError) else f"{type(error).__name__}: {error}", code
+    return told(error), error.exit_code if isinstance(error, LMWorksError) else TrainingError.exit_code
+
+
+def told(error: BaseException) -> str:
+    """In words for other ranks."""
+    cause = as_oom(error) if isinstance(error, Exception) else error
+    return str(cause) if isinstance(cause, LMWorksError) else f"{type(error).__name__}: {error}"
 
 
 def rebuilt(message: tuple[str, int], rank: int) -> Elsewhere:
-    error = Elsewhere(f"rank {rank}: {message[0]}" if rank else message[0])
+    error = Elsewhere(by_rank(message[0], rank))
     error.exit_code, error.agreed = message[1], True
     return error
+
+
+def by_rank(message: str, rank: int) -> str:
+    """With the rank before it, where it is not the first and does not say so itself."""
+    return f"rank {rank}: {message}" if rank and not message.startswith(f"rank {rank}: ") else message
 
 
 def known(error: Exception) -> Exception:

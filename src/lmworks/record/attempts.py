@@ -27,6 +27,7 @@ class Attempt:
     launch: str = ""  # of the agent that started it
     done: bool = False
     cause: str = NO_WORD  # of its end, where that was not meant
+    moved: bool = False  # whether it took a step
 
     @property
     def failed_in(self) -> int:
@@ -49,7 +50,7 @@ def attempts(folder: RunFolder) -> list[Attempt]:
             found[number] = replace(found[number], cause=event["error"] or NO_WORD)
     for line in read_lines(folder.metrics_path):  # the last line of an attempt counts: it may have gone back
         if line.get("attempt") in found:
-            found[line["attempt"]] = replace(found[line["attempt"]], step=line["step"])
+            found[line["attempt"]] = replace(found[line["attempt"]], step=line["step"], moved=True)
     return list(found.values())
 
 

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from ..parallel.deepspeed import load_deepspeed
+from ..parallel.preflight import refuse_oversized
 from ..plan.exact.calls import by_kind
 from ..plan.exact.collectives import collectives
 from ..plan.exact.residency import Resident, resident
+from ..plan.memory.moments import Row
 from ..plan.memory.sheet import MemorySheet, memory
 from ..spec import Cluster, RunSpec, SpecError
 from .holdings import Holdings, observe
@@ -97,10 +99,15 @@ def study(
     names: Iterable[str] = (),
     jobs: bool = True,
     say: Callable[[str], None] = lambda _: None,
+    force: bool = False,
 ) -> Study:
-    """Compare `names` (none: all). `jobs`: also start, kill and resume a real job of each."""
+    """Compare `names` (none: all). `jobs`: also start, kill and resume a real job of each. `force`: even where they do
+    not fit into memory.
+    """
     chosen, missing = choose(list(names))
     specs = {name: with_layout(spec, ranks, layout_of(name)) for name in chosen}
+    if not force:
+        refuse_too_many(specs, ranks)
     if any(name in DEEPSPEED for name in chosen):
         load_deepspeed("cpu")  # once: each forked rank would take seconds for it
     with tempfile.TemporaryDirectory(prefix="lmworks-study-") as scratch:
@@ -119,6 +126,16 @@ def study(
                 job = run_job(one, work / "jobs" / typed(name))
             found.append(outcome(name, one, held[name], seconds[name], seconds[BASE], job))
     return Study(spec, ranks, rounds, machine(), found, missing)
+
+
+def refuse_too_many(specs: dict[str, RunSpec], ranks: int) -> None:
+    """Every rank holds all strategies at once when it takes their steps in turns."""
+
+    def others(changed: RunSpec, rank: int) -> list[Row]:
+        laid_out = [with_layout(changed, ranks, layout_of(name)) for name in specs if name != BASE]
+        return [Row("other strategies", memory(one, rank=rank).total, "in the same processes") for one in laid_out]
+
+    refuse_oversized(specs[BASE], torch.device("cpu"), beside=others, own_layout=False)
 
 
 def typed(name: str) -> str:

@@ -41,7 +41,7 @@ class Holdings:
 
 def observe(rank: int, spec: RunSpec, folder: Path) -> Holdings:
     """For `on_ranks`: train three steps, and tell of the third."""
-    trainer = Trainer(spec, folder, quiet=True)
+    trainer = Trainer(spec, folder, quiet=True, force=True)  # the study has counted all that it builds
     ledger, seen = Ledger(), Traffic(trainer.mesh)
     read: list[tuple[Resident, dict[str, str]]] = []
     with ExitStack() as modes:

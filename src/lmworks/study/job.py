@@ -50,7 +50,7 @@ def run_job(spec: RunSpec, folder: Path) -> Job:
     )
     file.write_text(dump_toml(long.to_dict()))
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-m", "lmworks", "train", str(file), "--run-dir", str(run.path)]
+    command = [sys.executable, "-m", "lmworks", "train", str(file), "--run-dir", str(run.path), "--force"]
     with open(folder / "errors.txt", "w+", encoding="utf-8") as errors:
         began = time.monotonic()
         process = subprocess.Popen(
@@ -131,7 +131,7 @@ def try_resume(ranks: int, run: Path, step: int) -> str:
 
 def resume_one_step(rank: int, run: Path) -> tuple[int, float]:
     """For `on_ranks`: as `lmworks resume` does, for one step."""
-    trainer = Trainer.resume(run, quiet=True)
+    trainer = Trainer.resume(run, quiet=True, force=True)
     trainer.build()
     trainer.load()
     values = take_step(trainer)

@@ -6,6 +6,7 @@ each step is compared, on every rank that holds a part of it, and each weight af
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import time
@@ -15,7 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..parallel.traffic import Row
+import torch
+
+from ..parallel.preflight import refuse_oversized
+from ..parallel.traffic import Row as Traffic
+from ..plan.exact.shards import own_shapes
+from ..plan.memory.moments import Row
 from ..spec import RunSpec, SpecError
 from ..spec.layouts import ZERO_CAUSE, Layout, zero_gradients
 from .agreement import disagreements
@@ -26,6 +32,9 @@ from .rounding import judged
 from .trial import STEPS, Trial, run_trials
 
 RULES: dict[str, dict[str, Any]] = {"sgd": {}, "adamw": {"optimizer": "adamw", "lr": 1e-3}}
+# Bytes for each weight of a rank: gradients of five steps, the weight and its place, and both of these again of AdamW.
+KEPT = 5 * 4 + 2 * (4 + 8)
+COPIES = 3  # of that at once, measured: with its rank, on its way, with who compares
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,14 @@ class Parity:
     """
 
     def __init__(
-        self, root: Path, given: dict[str, Any] | None = None, quick: bool = False, timeout: float = 120
+        self,
+        root: Path,
+        given: dict[str, Any] | None = None,
+        quick: bool = False,
+        timeout: float = 120,
+        force: bool = False,
     ) -> None:
-        self.root, self.given, self.quick, self.timeout = root, given, quick, timeout
+        self.root, self.given, self.quick, self.timeout, self.force = root, given, quick, timeout, force
         self.rules = {"sgd": RULES["sgd"]} if quick else RULES
         self.data = None if given is not None else write_corpus(root)
         self.known: dict[str, dict[str, Trial]] = {}
@@ -79,6 +93,8 @@ class Parity:
             raise SpecError(
                 "parallel.engine = 'deepspeed' keeps its gradients to itself; parity compares 'native' ones"
             )
+        if not self.force:
+            refuse_oversized(spec, torch.device("cpu"), beside=compared_rows, own_layout=False)
         one = self.alone(layout)
         try:
             ranks = self.train(spec)
@@ -107,10 +123,22 @@ class Parity:
 
 
 @contextmanager
-def parity(given: dict[str, Any] | None = None, quick: bool = False, timeout: float = 120) -> Iterator[Parity]:
+def parity(
+    given: dict[str, Any] | None = None, quick: bool = False, timeout: float = 120, force: bool = False
+) -> Iterator[Parity]:
     """With a folder for data and runs that lasts as long as it."""
     with tempfile.TemporaryDirectory(prefix="lmworks-parity-") as root:
-        yield Parity(Path(root), given, quick, timeout)
+        yield Parity(Path(root), given, quick, timeout, force)
+
+
+def compared_rows(spec: RunSpec, rank: int) -> list[Row]:
+    """What a rank keeps of its trials, on its way to the process that compares, and there; one rank's beside it."""
+    own = KEPT * sum(math.prod(shape) for _, shape in own_shapes(spec, rank))
+    found = [Row("gradients and weights to compare", COPIES * own, f"{KEPT} B for each weight, {COPIES} copies")]
+    if rank == 0:
+        trials = 1 if spec.precision.dtype == "fp32" else 2  # in its own precision, and in fp32
+        found.append(Row("what one rank computed", trials * KEPT * spec.model.params, f"{trials} × {KEPT} B a weight"))
+    return found
 
 
 def judge(
@@ -182,7 +210,7 @@ def judge(
 
 def busiest(ranks: list[Trial]) -> list[dict[str, Any]]:
     """Each kind of collective as the rank has it that calls it most: stages of a pipeline differ."""
-    rows: dict[tuple[str, str, int], Row] = {}
+    rows: dict[tuple[str, str, int], Traffic] = {}
     for row in (row for trial in ranks for row in trial.collectives):
         key = row.kind, row.group, row.ranks
         if key not in rows or row.bytes > rows[key].bytes:

@@ -23,7 +23,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import TCPStore
 
-from ..spec import LMWorksError, TrainingError
+from ..parallel.world import told
+from ..spec import TrainingError
 
 MEET_S = 30.0  # ranks of one machine meet within a second; on a loaded one within a few
 
@@ -131,8 +132,7 @@ def enter(
         torch.save(value, content)  # as bytes: a tensor that is sent lives only as long as its sender
         answer.send((True, content.getvalue()))
     except BaseException as error:
-        message = str(error) if isinstance(error, LMWorksError) else f"{type(error).__name__}: {error}"
-        answer.send((False, (message, traceback.format_exc())))
+        answer.send((False, (told(error), traceback.format_exc())))
 
 
 def say_where_it_hangs(timeout: float) -> None:

@@ -45,11 +45,14 @@ WARM_UP = 3  # steps: the first compiles and makes optimizer states, the second 
 TOLD = 60  # kernels of a profile
 
 
-def bench_train(spec: RunSpec, steps: int = 20, *, kernels: bool = False) -> dict[str, Any] | None:
-    """Every rank calls it, and the first gets the answer. `kernels`: also what a profiled step is made of."""
+def bench_train(spec: RunSpec, steps: int = 20, *, kernels: bool = False, force: bool = False) -> dict[str, Any] | None:
+    """Every rank calls it, and the first gets the answer.
+
+    `kernels`: also what a profiled step is made of. `force`: even where it does not fit into memory.
+    """
     spec = on_some_data(unsaved(in_good_health(spec)))
     with tempfile.TemporaryDirectory(prefix="lmworks-bench-") as folder:
-        trainer = Trainer(spec, Path(folder) / "run", quiet=True)
+        trainer = Trainer(spec, Path(folder) / "run", quiet=True, force=force)
         device = trainer.device
         ceilings = [measured_ceilings(device, spec.precision.dtype)] if trainer.lead else []
         try:

@@ -60,7 +60,7 @@ def run_trials(
     rank: int, spec: RunSpec, folder: Path, rules: dict[str, dict[str, Any]], observe: bool
 ) -> dict[str, Trial]:
     """Train from the start with each of `rules` (changes to `optim`), by the same ranks; observe the last."""
-    trainer = Trainer(spec, folder, quiet=True)
+    trainer = Trainer(spec, folder, quiet=True, force=True)  # parity has counted what it keeps as well
     *_, last = rules
     return {rule: run_trial(trainer, spec.optim.replace(**rules[rule]), observe and rule == last) for rule in rules}
 

@@ -19,7 +19,9 @@ def take_turns(rank: int, specs: dict[str, RunSpec], folder: Path, rounds: int) 
     """For `on_ranks`, or one process: seconds of each spec's step in every round, until the last rank has taken it."""
     trainers = {}
     for name, spec in specs.items():
-        trainers[name] = Trainer(spec, folder / name.replace(" ", "-"), quiet=True)
+        trainers[name] = Trainer(
+            spec, folder / name.replace(" ", "-"), quiet=True, force=True
+        )  # who calls has counted them all
         trainers[name].build()
     seconds: dict[str, list[float]] = {name: [] for name in specs}
     names = list(specs)

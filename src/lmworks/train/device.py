@@ -13,13 +13,14 @@ import torch
 
 from ..model import GPT
 from ..parallel.alone import Alone
-from ..spec import Cluster, Gpu, ModelSpec, OptimSpec, RunSpec, TrainingError, recognise
+from ..record import oom
+from ..spec import Cluster, Gpu, ModelSpec, OptimSpec, RunSpec, SpecError, TrainingError, recognise
 from .optim import make_optimizer
 
 
 def pick_device(cluster: Cluster) -> torch.device:
     if cluster.device == "cuda" and not torch.cuda.is_available():
-        raise TrainingError("cluster.device = 'cuda', but no CUDA device is there; use 'cpu' or 'auto'")
+        raise SpecError("cluster.device = 'cuda', but no CUDA device is there; use 'cpu' or 'auto'")
     use_cuda = cluster.device != "cpu" and torch.cuda.is_available()
     if not use_cuda:
         return torch.device("cpu")
@@ -31,6 +32,11 @@ def pick_device(cluster: Cluster) -> torch.device:
         )
     grow_segments()
     return torch.device("cuda", local)
+
+
+def on_device(spec: RunSpec, device: str) -> RunSpec:
+    """The run on the `device` of a command line; empty: as its spec says."""
+    return spec.replace(cluster=spec.cluster.replace(device=device)) if device else spec
 
 
 def grow_segments() -> None:
@@ -107,11 +113,7 @@ def resident_now() -> int:
 
 def resident_peak() -> int:
     """Highest resident set of this process, in bytes."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    if (known := oom.resident_peak()) is not None:
+        return known
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -21,6 +21,7 @@ from ..parallel.data import DataParallel
 from ..parallel.deepspeed import DeepSpeedEngine
 from ..parallel.possible import refuse_impossible
 from ..parallel.precision import LossScale
+from ..parallel.preflight import refuse_missing_gpu
 from ..parallel.state import take, training_state
 from ..parallel.weights import source_of
 from ..parallel.world import explained, from_lead, is_lead, join, known, together
@@ -33,13 +34,14 @@ from ..spec import RunSpec
 from ..spec.files import refuse_unwritable
 from ..spec.paths import with_absolute_paths
 from .ahead import drop, may_look_ahead, stands_alone
-from .device import PeakMemory, find_gpu, make_deterministic, naming_gpu, pick_device
+from .device import PeakMemory, find_gpu, make_deterministic, naming_gpu, on_device, pick_device
 from .evaluate import Evaluation, evaluate, held_out
 from .feed import Feed
 from .figures import Reader
 from .health.corruption import check_replicas
 from .health.finite import check_state
 from .health.watch import Health, NotTaken
+from .oom import figures_of, named, naming
 from .optim import make_optimizer
 from .profile import Profiler
 from .progress import Progress
@@ -59,47 +61,58 @@ class Trainer(Stepper):
 
     feed: Feed | None = None  # while it loops
     begin_at: int | None = None  # the step to resume from, where one was chosen
+    began: int | None = None  # the step after which this start goes on
 
     def __init__(
-        self, spec: RunSpec, run_dir: str | Path, *, machine: Machine | None = None, quiet: bool = False
+        self,
+        spec: RunSpec,
+        run_dir: str | Path,
+        *,
+        machine: Machine | None = None,
+        quiet: bool = False,
+        force: bool = False,  # even where it does not fit into memory
     ) -> None:
         self.meet(spec, quiet)
         from_lead(RunFolder(Path(run_dir)).refuse_taken)  # at once, not after data were prepared
         from_lead(lambda: refuse_unwritable(Path(run_dir), "--run-dir"))
         from_lead(lambda: refuse_taken(spec.checkpoint.remote))
-        self.prepare()
+        self.prepare(force)
         from_lead(lambda: start_folder(run_dir, with_absolute_paths(spec), machine))  # as written, however many started
         self.folder = RunFolder(Path(run_dir))
 
     @classmethod
-    def resume(cls, run_dir: str | Path, *, step: int | None = None, quiet: bool = False) -> Self:
+    def resume(
+        cls, run_dir: str | Path, *, step: int | None = None, quiet: bool = False, device: str = "", force: bool = False
+    ) -> Self:
         """Take up a run at its newest intact checkpoint, or at step 0 where there is none yet.
 
-        With `step` at the checkpoint of that step: those after it are set aside.
+        With `step` at the checkpoint of that step: those after it are set aside. With `device` there, whatever the spec
+        says.
         """
         folder = RunFolder.open(run_dir)
         trainer = cls.__new__(cls)
-        trainer.meet(folder.spec(), quiet)
+        trainer.meet(on_device(folder.spec(), device), quiet)
         trainer.begin_at = from_lead(lambda: chosen_step(folder, step))
-        trainer.prepare()
+        trainer.prepare(force)
         trainer.folder = folder
         return trainer
 
     def meet(self, spec: RunSpec, quiet: bool) -> None:
         """Find the device and the other ranks, and lay the run over as many as there are."""
         self.spec = over_started(with_absolute_paths(spec))
+        refuse_missing_gpu(spec.cluster)
         self.device = pick_device(spec.cluster)
         self.spec = naming_gpu(self.spec, self.device)
         self.mesh = join(self.spec.parallel, self.device, self.spec.watch.timeout_s)
         self.lead = is_lead()
         self.quiet = quiet or not self.lead
 
-    def prepare(self) -> None:
+    def prepare(self, force: bool = False) -> None:
         """Everything that can be refused is refused here, before a folder is made or a file is written."""
         spec = self.spec
         if spec.deterministic:
             make_deterministic()
-        together(lambda: refuse_impossible(spec, self.device))
+        together(lambda: refuse_impossible(spec, self.device, force))
         together(lambda: new_hash(spec.checkpoint.hash))
         self.weights = together(lambda: source_of(spec))
         from_lead(self.open_data)  # the embedded corpus is made on first use, by one rank
@@ -121,7 +134,7 @@ class Trainer(Stepper):
         phase.enter("init")
         self.memory = PeakMemory(self.device)
         seed_everything(self.spec.seed)
-        self.laid = together(lambda: lay_out(self.spec, self.mesh, self.device, self.weights))
+        self.laid = together(lambda: naming(self, lambda: lay_out(self.spec, self.mesh, self.device, self.weights)))
         self.optimizer = make_optimizer(self.laid.shards, self.spec.optim, self.spec.precision, self.spec.seed)
         self.engine = None
         if self.spec.parallel.engine == "deepspeed":  # it takes model and optimizer over
@@ -149,10 +162,11 @@ class Trainer(Stepper):
                 if self.begin_at is not None:
                     self.saving.set_aside_later()
             except Exception as error:
-                cause = explained(error, self.watchdog)
+                cause = explained(named(error, self), self.watchdog)
                 if cause is not error:
                     raise cause from error
                 raise
+            self.began = self.step
             if self.step == optim.steps:
                 if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
                     self.event("finish")
@@ -188,8 +202,8 @@ class Trainer(Stepper):
 
     def end_with(self, error: Exception) -> None:
         """Record why the run ends. Where that is another rank's failure, raise it instead of what it led to here."""
-        cause = explained(error, self.watchdog)
-        self.event("interrupt" if isinstance(cause, Interrupted) else "fail", error=str(cause))
+        cause = explained(named(error, self), self.watchdog)
+        self.event("interrupt" if isinstance(cause, Interrupted) else "fail", error=str(cause), **figures_of(cause))
         if cause is not error:
             raise cause from error
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from ...spec import LMWorksError
 from .one import train_one
 
-folder, name = sys.argv[1:]
+folder, name, *force = sys.argv[1:]
 try:
-    train_one(Path(folder), name)
+    train_one(Path(folder), name, force == ["--force"])
 except LMWorksError as error:
     print(f"lmworks: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

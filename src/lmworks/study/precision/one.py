@@ -30,11 +30,11 @@ from .ways import BASE
 ROUNDS = 10  # of steps in turns
 
 
-def train_one(folder: Path, name: str) -> None:
+def train_one(folder: Path, name: str, force: bool = False) -> None:
     """What came of it is in NAME.json, the reason of a failure too. Whoever stops it stops the study."""
     spec, result = load_run(str(folder / f"{name}.toml")), folder / f"{name}.json"
     try:
-        train(folder / name, spec)
+        train(folder / name, spec, force)
         found = {**facts(spec), "seconds": pace(folder, name, spec)}
     except Interrupted:
         raise
@@ -45,8 +45,9 @@ def train_one(folder: Path, name: str) -> None:
     write_whole(result, json.dumps(found, indent=2))
 
 
-def train(folder: Path, spec: RunSpec) -> None:
-    trainer = Watched.resume(folder) if RunFolder(folder).spec_path.exists() else Watched(spec, folder)
+def train(folder: Path, spec: RunSpec, force: bool) -> None:
+    begun = RunFolder(folder).spec_path.exists()
+    trainer = Watched.resume(folder, force=force) if begun else Watched(spec, folder, force=force)
     trainer.run()
     write_report(trainer.folder)
 

@@ -12,11 +12,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ...parallel.preflight import refuse_missing_gpu, refuse_oversized
+from ...plan.memory.moments import Row
+from ...plan.memory.sheet import memory
 from ...record import RunFolder, read_metrics
 from ...spec import RunSpec, SpecError, TrainingError, dump_toml
 from ...spec.errors import PREEMPTED
 from ...spec.files import write_whole
 from ...spec.paths import with_absolute_paths
+from ...train.device import pick_device
 from ..sections import open_folder
 from .verdict import Figures, figures, noise_of, verdict
 from .watched import LOOKED
@@ -117,10 +121,22 @@ def row(outcome: Outcome) -> dict[str, Any]:
 # --- the runs -------------------------------------------------------------------------------------------
 
 
-def study(spec: RunSpec, folder: Path, names: Iterable[str] = (), say: Callable[[str], None] = lambda _: None) -> Study:
-    """Train in each of `names` (none: all) under `folder`. What is finished there is not trained again."""
+def study(
+    spec: RunSpec,
+    folder: Path,
+    names: Iterable[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+    force: bool = False,
+) -> Study:
+    """Train in each of `names` (none: all) under `folder`. What is finished there is not trained again.
+
+    `force`: even where they do not fit into memory.
+    """
     ways = choose(names)
     specs = {way: spec_of(spec, way) for way in ways}
+    refuse_missing_gpu(spec.cluster)
+    if not force:
+        refuse_pair(specs[BASE])
     for way, one in specs.items():
         refuse_another(folder / way.name, one)
     open_folder(folder)
@@ -131,8 +147,17 @@ def study(spec: RunSpec, folder: Path, names: Iterable[str] = (), say: Callable[
             continue
         say(f"{head}: {way.what}")
         write_whole(folder / f"{way.name}.toml", dump_toml(with_absolute_paths(one).to_dict()))
-        train_apart(folder, way.name)
+        train_apart(folder, way.name, force)
     return judge(spec, folder, [read(folder, way, one) for way, one in specs.items()])
+
+
+def refuse_pair(base: RunSpec) -> None:
+    """A precision takes steps in turns with fp32, which needs the most, in one process. (Each asks its GPU itself.)"""
+
+    def beside(changed: RunSpec, rank: int) -> list[Row]:
+        return [Row("another precision", memory(changed, rank=rank).total, "whose steps are taken in turns with it")]
+
+    refuse_oversized(base, pick_device(base.cluster), starting=True, beside=beside, own_layout=False)
 
 
 def refuse_another(folder: Path, spec: RunSpec) -> None:
@@ -154,10 +179,10 @@ def result_of(folder: Path, name: str, otherwise: dict[str, Any]) -> dict[str, A
     return found if isinstance(found, dict) else otherwise
 
 
-def train_apart(folder: Path, name: str) -> None:
+def train_apart(folder: Path, name: str, force: bool) -> None:
     """In a process of its own, which goes on where it was stopped, and talks on standard error alone."""
     (folder / f"{name}.json").unlink(missing_ok=True)
-    process = subprocess.Popen([sys.executable, *PROGRAM, str(folder), name], stdout=2)
+    process = subprocess.Popen([sys.executable, *PROGRAM, str(folder), name, *(["--force"] if force else [])], stdout=2)
     before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         code = process.wait()
