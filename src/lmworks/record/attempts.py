@@ -8,7 +8,7 @@ death, and to any kind of agent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .folder import RunFolder
 from .jsonl import read_lines
@@ -27,7 +27,7 @@ class Attempt:
     launch: str = ""  # of the agent that started it
     done: bool = False
     cause: str = NO_WORD  # of its end, where that was not meant
-    moved: bool = False  # whether it took a step
+    moved: bool = field(default=False, compare=False)  # whether it took a step
 
     @property
     def failed_in(self) -> int:
