@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..record.oom import as_oom
-from ..spec.errors import LMWorksError
+from ..spec.errors import LMWorksError, last_line
 from . import (
     bench,
     chaos,
@@ -135,6 +135,6 @@ def fail(error: LMWorksError) -> NoReturn:
     mine = rank == "0" or not error.agreed  # what every rank raises, the first one says
     if mine and not error.said:
         who = "" if rank == "0" or str(error).startswith(f"rank {rank}: ") else f"rank {rank}: "
-        typer.echo(f"lmworks: error: {who}{error}", err=True)
+        typer.echo(last_line(f"{who}{error}", error.exit_code), err=True)
     leave_word(error, said=mine or error.said)
     sys.exit(error.exit_code)

@@ -19,7 +19,7 @@ import typer
 
 from ..plan.memory.host import oom_kills
 from ..record.oom import ChildPeaks
-from ..spec.errors import PREEMPTED
+from ..spec.errors import PREEMPTED, last_line
 
 if TYPE_CHECKING:
     from ..spec import LMWorksError, RunSpec
@@ -64,7 +64,7 @@ def start_ranks(spec: RunSpec, arguments: list[str], force: bool = False) -> Non
     except SignalException as stopped:
         raise typer.Exit(128 + stopped.sigval) from None
     if ended.code < 0 or not ended.said:
-        typer.echo(f"lmworks: error: {ended.cause}", err=True)
+        typer.echo(last_line(ended.cause, ended.code), err=True)
     if ended.code:
         raise typer.Exit(ended.exit_code)
 

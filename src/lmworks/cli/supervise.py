@@ -13,13 +13,11 @@ import typer
 
 from ..record import RunFolder
 from ..record.attempts import CAUSE, NO_WORD, RESTARTS, attempts
-from ..spec.errors import PREEMPTED
+from ..spec.errors import PREEMPTED, STOPPED, last_line
 from .ranks import Ended, new_launch, out_of_memory, preflight, ranks_here, run_ranks
 
 if TYPE_CHECKING:
     from ..spec import RunSpec
-
-ASKED = (PREEMPTED, 128 + signal.SIGINT)  # exit codes of a run that was asked to stop, and did
 
 
 def supervise(
@@ -44,7 +42,7 @@ def supervise(
             world = ranks_here(spec, ranks)
             ended = out_of_memory(run_ranks(world, arguments, spec.fault.deadline_s, launch, told), spec, world)
             cause = ended.cause or recorded(folder)
-            if not ended.code or ended.final or ended.code in ASKED:
+            if not ended.code or ended.final or ended.code in STOPPED:
                 break
             if ended.oom and not moved(folder):
                 break  # the next start would take as much, and end so too
@@ -71,7 +69,7 @@ def end_as(ended: Ended, folder: RunFolder) -> None:
         more = "" if ended.oom else "; the run can be resumed"
         typer.echo(f"lmworks: error: {ended.cause}{more}", err=True)
     elif not ended.said:
-        typer.echo(f"lmworks: error: {ended.cause}", err=True)
+        typer.echo(last_line(ended.cause, ended.code), err=True)
     if ended.code:
         raise typer.Exit(ended.exit_code)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 PREEMPTED = 75  # exit code of a run that SIGTERM ended: EX_TEMPFAIL of sysexits.h, start it again
 
+STOPPED = (PREEMPTED, 130)  # exit codes of a job that was asked to stop (SIGTERM, Ctrl-C) and did: no error
+
 
 class LMWorksError(Exception):
     """Something the user can mend. The command line prints it as one line, without a traceback."""
@@ -45,6 +47,11 @@ class NoSuchCheckpoint(SpecError, CheckpointError):
 
 class TrainingError(LMWorksError):
     """The run cannot go on (a loss that is not finite, a device that is not there)."""
+
+
+def last_line(message: str, exit_code: int) -> str:
+    """What the command says of its end on standard error."""
+    return f"lmworks: {message}" if exit_code in STOPPED else f"lmworks: error: {message}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from ...plan.memory.moments import Row
 from ...plan.memory.sheet import memory
 from ...record import RunFolder, read_metrics
 from ...spec import RunSpec, SpecError, TrainingError, dump_toml
-from ...spec.errors import PREEMPTED
+from ...spec.errors import STOPPED
 from ...spec.files import write_whole
 from ...spec.paths import with_absolute_paths
 from ...train.device import pick_device
@@ -27,7 +27,6 @@ from .watched import LOOKED
 from .ways import BASE, SEED, Way, choose, spec_of, spots
 
 PROGRAM = ("-m", "lmworks.study.precision")
-STOPPED = (PREEMPTED, 128 + signal.SIGINT)  # exit codes of a training that was asked to stop, and can go on
 
 
 @dataclass(frozen=True)
