@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from lmworks.record import RunFolder
 from lmworks.study.chaos import trials
 from lmworks.study.chaos.draw import Trial, draw_trial
 from lmworks.study.chaos.faults import BY_NAME, FAULTS
+from lmworks.study.chaos.judge import broken_promise
 from lmworks.study.chaos.runner import harness, run_trials
 from lmworks.study.chaos.trials import Harness, Outcome
 from lmworks.train import Trainer
@@ -52,7 +54,11 @@ ALSO = [
     ("missing", "save.prune", "one", "async"),
     ("data-missing", "start", "one", "sync"),
 ]
-COMMANDS = [("kill-rank", "backward", "ddp2", "async"), ("kill-agent", "save.commit", "ddp2", "sync")]
+COMMANDS = [
+    ("kill-rank", "backward", "ddp2", "async"),
+    ("kill-agent", "save.commit", "ddp2", "sync"),
+    ("kill-agent", "save.write", "ddp2", "async"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +97,7 @@ def test_nothing_is_lost(jobs: Harness, cases: list[tuple[str, str, str, str]]) 
 def test_the_command_restarts_its_ranks_and_outlives_its_agent(jobs: Harness) -> None:
     found = strike(jobs, [dataclasses.replace(chosen(case, n), job="command") for n, case in enumerate(COMMANDS)])
     assert [(o.fault, o.verdict, o.problem) for o in found if not o.ok] == []
-    assert [o.attempts for o in found] == [1, 2]  # the agent restarts a rank by itself; nobody restarts the agent
+    assert [o.attempts for o in found] == [1, 2, 2]  # the agent restarts a rank by itself; nobody restarts the agent
 
 
 def test_a_full_disk_is_tried_without_the_right_to_mount_one(jobs: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,3 +220,28 @@ def test_the_first_trials_go_through_every_legal_pair_and_are_the_same_each_time
     assert drawn == [draw_trial(3, number) for number in range(len(pairs) + 20)]
     assert drawn != [draw_trial(4, number) for number in range(len(pairs) + 20)]
     assert all(trial.layout in BY_NAME[trial.fault].layouts for trial in drawn)
+
+
+@pytest.mark.parametrize(
+    ("events", "said", "broken"),
+    [
+        ([("save", 4), ("interrupt", 4), ("resume", 4)], "lmworks: error: the agent was killed", ""),
+        ([("save", 2), ("interrupt", 4), ("resume", 2)], "", "step 4 was taken and not saved"),
+        ([("save", 2), ("fail", 4), ("resume", 2)], "", "the job ended with 'fail' instead of a save: why"),
+        (
+            [("save", 4), ("interrupt", 4)],
+            "a\nframe #3: c10d::TCPStore\n",
+            "it printed a stack: frame #3: c10d::TCPStore",
+        ),
+        ([("save", 6), ("finish", 6)], "", ""),
+    ],
+)
+def test_what_is_promised_when_an_agent_is_killed_is_compared(
+    tmp_path: Path, events: list[tuple[str, int]], said: str, broken: str
+) -> None:
+    """A resume that ends bitwise where it should does not show that the save was made."""
+    (tmp_path / "run").mkdir()
+    run = RunFolder(tmp_path / "run")
+    for kind, step in [("start", 0), *events]:
+        run.event(kind, step, error="why")
+    assert broken_promise(tmp_path, said) == broken

@@ -12,18 +12,22 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
 
 from layouts import Job, do, layout, with_meshes
-from lmworks.record import phase
+from lmworks.observe.hang import from_life
+from lmworks.record import RunFolder, phase
 from lmworks.record.checkpoint import process
 from lmworks.record.checkpoint.folders import work_folder
+from lmworks.record.life import read_writers
+from lmworks.record.life import state_of as state_of_process
 from lmworks.spec import CheckpointError, RunSpec
 from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer, checkpoint
-from lmworks.train.checkpoint.background import Background
+from lmworks.train.checkpoint.background import Background, Ended
 from tiny import curve, differences, events, saved
 from writer_faults import die_at, failing, hang
 
@@ -109,6 +113,50 @@ def test_a_rank_enters_the_phases_of_its_writer(tmp_path: Path, monkeypatch: pyt
 
 
 # --- a writer in trouble ------------------------------------------------------------------------------
+
+
+def test_a_stopped_writer_is_given_up_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs that save alone: the next one has a new writer."""
+    monkeypatch.setattr(process, "STOPPED_S", 0.5)
+    root = tmp_path / "checkpoints"
+    saves = background(root)
+    pid = saves.writer.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    while state_of_process(saves.writer.beat) != "stopped":
+        time.sleep(0.01)
+    saves.save(2, state_of(2), {})
+    assert saves.poll() is None
+    (writer,) = from_life(RunFolder(tmp_path), {}).writers
+    assert (writer.rank, writer.pid, writer.state, writer.checkpoint) == (0, pid, "stopped", "step-000002")
+    ended = saves.settle()
+    assert ended is not None
+    assert ended.error == f"its writer process (pid {pid}) is stopped (by SIGSTOP or a debugger)"
+    assert not read_writers(tmp_path)
+    saves.save(3, state_of(3), {})
+    assert saves.settle() == Ended(3, root / "step-000003", ANY, ANY, "")
+    saves.close()
+    assert committed(root) == [3]
+
+
+def test_a_writer_whose_file_system_hangs_is_given_up_and_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe that nobody reads: to open it waits for ever, as a server that does not answer makes it."""
+    root = tmp_path / "checkpoints"
+    saves = Background(root, checkpoint.Keep(), state_of(0), NOW, timeout_s=2.0)
+    pid = saves.writer.process.pid
+    work = work_folder(root / "step-000002", os.getpid(), 1)
+    work.mkdir(parents=True)
+    os.mkfifo(work / "rank-00000.safetensors")
+    saves.save(2, state_of(2), {})
+    ended = saves.settle()
+    assert ended is not None
+    assert ended.error == f"its writer process (pid {pid}) has stood still for 2 s: does the file system hang?"
+    said = capsys.readouterr().err
+    assert f"the writer process of rank 0 (pid {pid}) has stood still for 1 s in step-000002; it is given up" in said
+    saves.save(3, state_of(3), {})
+    assert saves.settle() == Ended(3, root / "step-000003", ANY, ANY, "")
+    saves.close()
 
 
 @pytest.fixture

@@ -92,17 +92,21 @@ def test_torchrun_starts_ranks_again_and_they_take_up_their_run(spec: Path, stra
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_ranks_whose_agent_is_killed_save_and_end_and_the_run_goes_on(
-    spec: Path, straight: Path, tmp_path: Path
+    spec: Path, straight: Path, tmp_path: Path, asynchronous: str
 ) -> None:
     run = tmp_path / "run"
-    process = start("train", spec, "--run-dir", run, "--max-restarts", "1")
+    saves = f"checkpoint.asynchronous={asynchronous}"
+    process = start("train", spec, saves, "--run-dir", run, "--max-restarts", "1")
     wait_until(came_to(run, 7), process)
     process.kill()
-    process.communicate(timeout=120)  # its pipes are closed when the ranks are gone
+    _, said = process.communicate(timeout=120)  # its pipes are closed when the ranks are gone
     assert not RunFolder(run).held()
     (stopped,) = events(run, "interrupt")
-    assert "SIGTERM" in stopped["error"] and (run / "checkpoints" / f"step-{stopped['step']:06d}").exists()
+    assert stopped["error"].startswith("the agent that started the ranks was killed: stopped after step ")
+    assert said.splitlines() == [f"lmworks: error: {stopped['error']}"]  # and no stack
+    assert (run / "checkpoints" / f"step-{stopped['step']:06d}").exists()
     process = start("resume", run)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said

@@ -42,8 +42,14 @@ def print_diagnosis(found: Diagnosis, stacks: bool) -> None:
         typer.echo(f"attempt {number} ended so: {text} (more with --attempt {number})")
     if found.verdict is not None:
         typer.echo(f"attempt {found.attempt}: {found.verdict.text}")
-    elif not found.ranks:
-        typer.echo(f"{found.run}: no hang is on record, and no rank of several is training now")
+    for text in found.failed_saves:
+        typer.echo(text)
+    for writer in found.writers:
+        of = f"the writer process of rank {writer.rank} on {writer.host} (pid {writer.pid})"
+        typer.echo(f"{of} is {writer.state}, at {writer.checkpoint} for {writer.for_s:.1f} s")
+    if found.verdict is None and not found.ranks:
+        if not (found.writers or found.failed_saves):
+            typer.echo(f"{found.run}: no hang is on record, and no rank of several is training now")
         return
     rows = [
         [

@@ -84,6 +84,7 @@ def run_ranks(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(deadline_s) + AFTER_DEADLINE_S))
     os.environ.setdefault("TORCHELASTIC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a C++ stack for every call to a store that is gone
     quieten()
     passed = {STARTED_BY: str(os.getpid()), **(variables or {})}
     os.environ.update(passed)

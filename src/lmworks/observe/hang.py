@@ -10,7 +10,7 @@ from typing import Any
 
 from ..record import RunFolder
 from ..record.hang import Report, Verdict, attempts, group_name, judge, read_reports
-from ..record.life import UNSEEN, Beat, read_beats, state_of
+from ..record.life import UNSEEN, Beat, read_beats, read_writers, state_of
 from ..spec import SpecError
 
 
@@ -26,6 +26,18 @@ class RankNow:
 
 
 @dataclass(frozen=True)
+class WriterNow:
+    """The process that writes a rank's part of an asynchronous save that is under way."""
+
+    rank: int
+    host: str
+    pid: int
+    state: str
+    checkpoint: str
+    for_s: float  # since it was given the job
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     run: str
     attempt: int | None  # None: of a run under way, or whose ranks ended without a word
@@ -33,6 +45,8 @@ class Diagnosis:
     folder: str | None
     ranks: tuple[RankNow, ...]
     earlier: dict[int, str] = field(default_factory=dict)  # of a run under way: what stopped its attempts before
+    writers: tuple[WriterNow, ...] = ()
+    failed_saves: tuple[str, ...] = ()  # of the last attempt, with what became of their writers
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,7 +74,7 @@ def diagnose(run: RunFolder, attempt: int | None = None) -> Diagnosis:
         if rank not in reports
     ]
     both = sorted([*ranks, *silent], key=lambda one: one.rank)
-    return Diagnosis(str(run.path), number, verdict, str(folder), tuple(both))
+    return Diagnosis(str(run.path), number, verdict, str(folder), tuple(both), failed_saves=failed_saves(run))
 
 
 def read_verdict(folder: Path) -> Verdict | None:
@@ -74,7 +88,23 @@ def from_life(run: RunFolder, known: dict[int, Path]) -> Diagnosis:
     ranks = tuple(from_beat(beat, now, None) for beat in read_beats(run.path).values())
     verdicts = {number: read_verdict(folder) for number, folder in sorted(known.items())}
     earlier = {number: verdict.text for number, verdict in verdicts.items() if verdict is not None}
-    return Diagnosis(str(run.path), None, None, None, ranks, earlier)
+    writers = tuple(writer_now(beat, now) for beat in read_writers(run.path).values())
+    return Diagnosis(str(run.path), None, None, None, ranks, earlier, writers, failed_saves(run))
+
+
+def writer_now(beat: Beat, now: float) -> WriterNow:
+    name, for_s = f"step-{beat.step:06d}", round(now - beat.time, 1)
+    return WriterNow(beat.rank, beat.host, beat.pid, state_of(beat), name, for_s)
+
+
+def failed_saves(run: RunFolder) -> tuple[str, ...]:
+    found: list[str] = []
+    for event in run.events():
+        if event["kind"] in ("start", "resume"):
+            found = []
+        elif event["kind"] == "save_failed":
+            found.append(f"{event['path']} was not saved: {event['error']}")
+    return tuple(found)
 
 
 def from_report(report: Report, world: int) -> RankNow:

@@ -7,7 +7,6 @@ restarts does not tell generations apart: every node counts for itself, and a no
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from datetime import timedelta
@@ -25,10 +24,6 @@ def private_store(limit: timedelta) -> Store:
     store, rank, world = next(rendezvous("env://", timeout=limit))
     name = meet(store, rank, world, time.monotonic() + limit.total_seconds())
     return PrefixStore(f"lmworks/{name}", store)
-
-
-def kept_by_agent() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def meet(store: Store, rank: int, world: int, give_up: float) -> str:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from ..record.oom import as_oom
 from ..spec import Grid, LMWorksError, ParallelSpec, SpecError, TrainingError
-from .meeting import kept_by_agent, private_store
+from . import agent
+from .meeting import private_store
 from .mesh import Mesh
 
 T = TypeVar("T")
@@ -69,7 +70,8 @@ def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) 
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives on record; older versions record none
     limit = timedelta(seconds=1.5 * timeout_s + LATER_S)
     if not dist.is_initialized():
-        store = private_store(limit) if kept_by_agent() else None
+        agent.remember()
+        store = private_store(limit) if agent.kept_by_agent() else None
         rank = int(os.environ["RANK"])
         dist.init_process_group(BACKENDS[device.type], timeout=limit, store=store, rank=rank, world_size=started)
     mesh = Mesh(Grid.of(parallel), device.type)
@@ -169,6 +171,8 @@ def explained(error: Exception, onlooker: Onlooker | None = None) -> Exception:
         leave_words(store, message, code, dist.get_rank())
         return error
     words = find_words(store, onlooker)
+    if words is None and agent.gone():
+        words = (agent.KILLED, TrainingError.exit_code, NOBODY)
     if words is None and onlooker is not None:
         found = onlooker.why()
         words = (found, TrainingError.exit_code, NOBODY) if found else None
@@ -188,6 +192,8 @@ Words = tuple[str, int, int]  # what happened, the exit code, who says it of him
 
 
 def leave_words(store: Any, message: str, code: int, rank: int) -> None:
+    if agent.gone():
+        return
     with suppress(RuntimeError):  # the store may be gone too
         store.compare_set(LAST_WORDS, "", json.dumps([message, code, rank]))
 
@@ -210,6 +216,8 @@ def find_words(store: Any, onlooker: Onlooker | None, patience_s: float = 2.0) -
 
 
 def read_words(store: Any) -> Words | None:
+    if agent.gone():
+        return None
     with suppress(RuntimeError):
         if store.check([LAST_WORDS]):
             message, code, rank = json.loads(store.get(LAST_WORDS))

@@ -93,6 +93,29 @@ def started_at(pid: int) -> int:
         return 0
 
 
+def moved(beat: Beat) -> tuple[int, ...]:
+    """Changes whenever a process of this host computes, reads or writes; empty where that cannot be told."""
+    try:
+        ticks = read_stat(f"/proc/{beat.pid}/stat")[11:13]
+        with open(f"/proc/{beat.pid}/io", encoding="utf-8") as file:
+            counts = [line.split()[1] for line in file][:4]
+    except (OSError, IndexError):
+        return ()
+    return tuple(map(int, (*ticks, *counts)))
+
+
+def read_writers(run: Path) -> dict[int, Beat]:
+    """Writer processes of asynchronous saves that are at one now, by rank."""
+    found: dict[int, Beat] = {}
+    for path in sorted((run / "watch").glob("writer-*.life")):
+        try:
+            beat = Beat.read(path.read_bytes())
+        except (OSError, ValueError, TypeError):
+            continue
+        found[beat.rank] = beat
+    return found
+
+
 def state_of(beat: Beat) -> str:
     """running, stopped or gone; unknown where this is another host, or no Linux."""
     if beat.host != socket.gethostname() or not Path("/proc/self/stat").exists():

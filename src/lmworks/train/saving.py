@@ -71,7 +71,7 @@ class Saving:
         self.stalled = time.perf_counter() - began
         if not wait:
             return True
-        ended = background.settle()
+        ended = background.finish()
         self.stalled = time.perf_counter() - began
         self.ended(ended)
         return not from_lead(lambda: ended.error if ended else "")
@@ -139,7 +139,14 @@ class Saving:
             self.load_start()
         if self.spec.asynchronous and self.background is None:
             state = {**self.trainer.state(), "rng": rng_state()}
-            self.background = Background(self.root, self.keep, state, self.trainer.device, self.spec.hash)
+            self.background = Background(
+                self.root,
+                self.keep,
+                state,
+                self.trainer.device,
+                self.spec.hash,
+                self.trainer.spec.watch.timeout_s,
+            )
 
     def load_saved(self, step: int | None) -> bool:
         trainer = self.trainer

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
+from ..parallel import agent
 from ..spec.errors import PREEMPTED, LMWorksError
 
 ONE_REQUEST_S = 3.0  # two SIGTERMs within this time are one request: see `watch`
@@ -29,9 +30,9 @@ class Interrupted(LMWorksError):
     """The run was asked to stop, and did so where it can be resumed."""
 
     def __init__(self, number: int, step: int, folder: Path) -> None:
-        super().__init__(
-            f"stopped by {signal.Signals(number).name} after step {step}; go on with: lmworks resume {folder}"
-        )
+        name = signal.Signals(number).name
+        why = f"{agent.KILLED}: stopped" if agent.gone() else f"stopped by {name}"  # the kernel sends the ranks one
+        super().__init__(f"{why} after step {step}; go on with: lmworks resume {folder}")
         self.exit_code = PREEMPTED if number == signal.SIGTERM else 128 + number
 
 

@@ -54,6 +54,7 @@ class Fault:
     saves: tuple[str, ...] = ("sync", "async")
     keys: tuple[str, ...] = ()  # changes to the spec, for the fault to be looked for
     exit_code: int | None = None  # of every rank, where one is promised
+    saves_last: bool = False  # struck in steps it saves the last one that it takes, and says so in plain words
     command: bool = False  # only the real command has what is struck
     lead: bool = False  # rank 0 does it: the others must come to the place later than it
     sudden: bool = False  # strikes from outside, so it may do so in the middle of a phase too
@@ -71,7 +72,8 @@ class Fault:
 FAULTS = (
     Fault("kill-rank", "kill -9 of a rank", ("init", *STEP, *SAVE, *LOAD), "same", sudden=True),
     Fault("kill-agent", "kill -9 of the agent", ("forward", "save.write", "save.commit", "load.read"), "same",
-          layouts=("ddp2", "pp2"), command=True),
+          cause=r"the agent that started the ranks was killed", named_in=("forward", "save.write", "save.commit"),
+          layouts=("ddp2", "pp2"), command=True, saves_last=True),
     Fault("kill-writer", "kill -9 of the asynchronous writer", ("save.write", "save.seal", "save.commit"), "same",
           cause=r"writer", saves=("async",)),
     Fault("shrink", "kill -9 of a rank, and it does not come back", ("forward", "save.commit"), "close",

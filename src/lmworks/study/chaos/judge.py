@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...train import checkpoint
 from .faults import TOLERANCE
 from .rank import Log, read_samples
 
+STACK = re.compile(r"frame #\d+: |Exception raised from|Traceback \(most recent call last\)")
 CURVE = ("loss", "lr", "grad_norm", "tokens", "val_loss")  # what a line of metrics.jsonl has that is not time or memory
 
 
@@ -133,6 +135,24 @@ def forgotten_saves(events: list[dict[str, Any]]) -> list[str]:
             case "resume" if event["step"] < last and not excused:
                 return [f"step {last} was saved, but a resume went on from step {event['step']}"]
     return []
+
+
+def broken_promise(folder: Path, said: str) -> str:
+    """Of a job whose ranks were left alone: they take their step, save it, and say in plain words why they end."""
+    first: list[dict[str, Any]] = []
+    for event in RunFolder(folder / "run").events():
+        if event["kind"] == "resume":
+            break
+        first.append(event)
+    end = first[-1]
+    if end["kind"] == "finish":  # it was the last step
+        return ""
+    if end["kind"] != "interrupt":
+        return f"the job ended with {end['kind']!r} instead of a save: {end.get('error', '')}"
+    if not any(event["kind"] == "save" and event["step"] == end["step"] for event in first):
+        return f"step {end['step']} was taken and not saved"
+    stack = next((line for line in said.splitlines() if STACK.search(line)), "")
+    return f"it printed a stack: {stack}" if stack else ""
 
 
 def evidence(folder: Path, said: str) -> list[str]:

@@ -15,7 +15,7 @@ from ...spec import RunSpec, dump_toml
 from .acts import done, write_acts
 from .draw import Trial, spec_of
 from .jobs import Ended, run_command, run_forked
-from .judge import evidence, losses_of
+from .judge import broken_promise, evidence, losses_of
 from .strike import FILLER
 
 ATTEMPTS = 4  # a job that was struck once or twice and is not done after so many never will be
@@ -164,6 +164,10 @@ class Harness:
                 return "unnamed", cause, "it did not stop"
             if kind.exit_code is not None and [set(end.codes) for end in early[-1:]] != [{kind.exit_code}]:
                 return "unnamed", cause, f"exit codes {early[-1].codes if early else 0} instead of {kind.exit_code}"
+        if kind.saves_last and trial.phase in kind.named_in:
+            broken = broken_promise(folder, ended[0].said)
+            if broken:
+                return "lost", cause, broken
         lost = losses_of(folder, self.straight_folder(trial), exact=trial.verdict != "close")
         return ("lost" if lost else trial.verdict), cause, "; ".join(lost).replace(f"{folder}/", "")
 
