@@ -190,4 +190,4 @@ def test_a_narrow_run_keeps_when_and_at_which_step(sample: Sample, monkeypatch: 
     out = show(sample)
     (line,) = [line for line in out.splitlines() if "spike" in line]
     assert line.split()[:3] == ["0:04", "4", "spike"]
-    assert "12.35" in out
+    assert "loss 9.25 is high" in out
