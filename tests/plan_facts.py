@@ -122,5 +122,6 @@ def search_facts(**changes):
         "seconds": 0.5,
         "front": front,
         "fastest": [],
+        "fronts": [],
         "explained": None,
     } | changes

@@ -74,7 +74,31 @@ EXPECTED = [
 
 def test_the_fastest_layout_is_shown_first(page):
     assert shown(page) == EXPECTED[0]
-    assert "No pipeline" in page.inner_text("#timeline")
+    assert page.inner_text("#which") == "Fastest layout"
+
+
+def test_what_would_be_empty_is_not_there(visit):
+    facts = search_facts()
+    facts["front"][0]["collectives"] = []
+    page = visit(search_page(facts))
+    assert not page.is_visible("#pipeline") and not page.is_visible("#exchanges")  # one rank, no pipeline
+    page.click("#pareto [data-index='1']")
+    assert page.is_visible("#pipeline") and page.is_visible("#exchanges")
+    assert page.inner_text("#which") == "Layout chosen"
+    bare = "boxes => boxes.filter(box => box.checkVisibility() && !box.innerText.trim()).length"
+    assert page.locator(".card").evaluate_all(bare) == 0
+
+
+def test_each_cluster_has_a_line_of_its_own(visit):
+    facts = search_facts()
+    other = [one | {"gpu": "A100-SXM-80GB", "tokens_per_s": one["tokens_per_s"] / 2} for one in facts["front"][1:]]
+    page = visit(search_page(facts | {"fronts": [facts["front"], other], "fastest": [facts["front"][0], other[0]]}))
+    lines = page.locator("#pareto .frontier").evaluate_all(
+        "all => all.map(line => [line.dataset.cluster, line.points.numberOfItems])"
+    )
+    assert dict(lines) == {"8 × H100-SXM-80GB": 4, "8 × A100-SXM-80GB": 3}
+    assert texts(page, "#pareto .legend li") == ["8 × A100-SXM-80GB", "8 × H100-SXM-80GB"]
+    assert page.inner_text("#chosen") == "tp=1, pp=1, recompute none on 8 × H100-SXM-80GB"
 
 
 @pytest.mark.parametrize("index", [1, 2])
@@ -95,12 +119,12 @@ def test_a_row_of_the_table_shows_its_layout(page):
 def test_tiles(page):
     page.click("#pareto [data-index='2']")
     assert [text.split("\n") for text in texts(page, "#tiles .card")] == [
+        ["cost", "$200k", "for 1T tokens, and 4 MWh"],
+        ["time", "20 days", "97.5% of it training, 3 stops"],
         ["step", "2 s", "1.6 s to 2.5 s"],
         ["tokens/s", "131k", "16.4k a GPU, 8 GPUs"],
         ["MFU", "40.0%", "HFU 50.0%"],
         ["memory", "45.0 GiB", "44% of the GPU stays free"],
-        ["cost", "$200k", "for 1T tokens, and 4 MWh"],
-        ["time", "20 days", "97.5% of it training, 3 stops"],
     ]
 
 

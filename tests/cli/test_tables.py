@@ -43,6 +43,14 @@ def test_prose_gives_way_before_figures() -> None:
     ]
 
 
+def test_prose_may_begin_with_a_figure() -> None:
+    rows = [["8 × H100-SXM-80GB: tp=4, dp=2 ZeRO-2, micro-batch 1", "34.5"]]
+    assert plain(table.lay_out("", ["layout", "GiB"], rows, 40))[3:5] == [
+        " 8 × H100-SXM-80GB: tp=4, dp=2      34.5",
+        " ZeRO-2, micro-batch 1",
+    ]
+
+
 def test_columns_go_in_their_order_and_are_named() -> None:
     columns, row = ["name", "fp32", "bf16", "GB/s"], ["H100-SXM-80GB", "67", "989", "3350"]
     lines = plain(table.lay_out("", columns, [row], 28, drop=("GB/s", "fp32")))

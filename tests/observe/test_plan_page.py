@@ -9,6 +9,9 @@ import pytest
 
 from lmworks.observe import plan_page
 from lmworks.observe.plan_page import memory_page, own, search_page, thinned
+from lmworks.plan.search.candidates import question_of
+from lmworks.plan.search.search import search
+from lmworks.spec import load_run
 from plan_facts import GIB, layout, memory_facts, search_facts, verdict_facts
 from typed import lmworks
 
@@ -99,6 +102,60 @@ def test_the_front_as_a_table():
     assert "12,345 legal layouts, 321 fit, 4 on the front" in text
     assert "tp=1, pp=2, recompute none|210k|1.25 s|64.0%|60.0|25%|125|1|2|4|none|" in text
     assert "The same in all of them: GPU H100-SXM-80GB, GPUs 8, context parallel 1, expert parallel 1" in text
+
+
+def two_clusters():
+    """Four layouts on H100s, and the same on half the price and speed of 16 A100s."""
+    facts = search_facts()
+    other = [one | {"gpu": "A100-SXM-80GB", "gpus": 16, "step_s": 2 * one["step_s"]} for one in facts["front"]]
+    other = [one | {"bill": one["bill"] | {"dollars": 25e3 * one["step_s"]}} for one in other]
+    fronts = [facts["front"], other]
+    return facts | {"fronts": fronts, "fastest": [front[0] for front in fronts]}
+
+
+def test_the_answer_and_its_cost_come_first():
+    text = search_page(search_facts())
+    page = Page(text)
+    assert (
+        "Fastest: 10 days and $100k for 1T tokens, with tp=1, pp=1, recompute none on 8 × H100-SXM-80GB.|" in page.text
+    )
+    assert "Cheapest" not in page.text  # on one cluster it is the fastest
+    places = [text.index(f'id="{name}"') for name in ("tiles", "controls", "pareto", "front", "memory", "waterfall")]
+    assert places == sorted(places) and text.index("Fastest: 10 days") < places[0]
+
+
+def test_a_price_that_nobody_knows():
+    facts = search_facts()
+    for one in facts["front"]:
+        one["bill"]["dollars"] = None
+    assert "10 days and a price that is not known (cluster.price_hour sets it)" in Page(search_page(facts)).text
+
+
+def test_each_cluster_has_its_own_front():
+    page = Page(search_page(two_clusters()))
+    assert (
+        "Cheapest: 10 days and $50k for 1T tokens, with tp=1, pp=1, recompute none on 16 × A100-SXM-80GB.|" in page.text
+    )
+    assert "8 × H100-SXM-80GB|tp=1, pp=1, recompute none|10|100k|262k|80.0%|70.0|" in page.text
+    assert "16 × A100-SXM-80GB|tp=1, pp=1, recompute none|10|50k|262k|80.0%|70.0|" in page.text
+    carried = [(one["gpus"], one["step_s"]) for one in page.facts["front"]]
+    assert carried == [(8, 1.0), (8, 1.25), (8, 2.0), (16, 2.0), (16, 2.5), (8, 4.0), (16, 4.0), (16, 8.0)]
+    assert "cluster|GPU|" in page.text  # what points are coloured by
+    assert "Cluster by cluster" not in Page(search_page(search_facts())).text
+
+
+def test_the_search_finds_a_front_for_each_cluster():
+    base = load_run("tiny", [])
+    questions = [question_of(base, text, own=base.cluster) for text in ("2xh100", "2xa100")]
+    found = search(questions)
+    assert [{one.question.gpu.name for one in front} for front in found.fronts] == [
+        {questions[0].gpu.name},
+        {questions[1].gpu.name},
+    ]
+    for front in found.fronts:  # every further one is slower and leaves more memory free
+        assert [one.step_s for one in front] == sorted(one.step_s for one in front)
+        assert [one.reserved for one in front] == sorted((one.reserved for one in front), reverse=True)
+    assert search(questions[:1]).fronts == ()
 
 
 def test_filters_are_of_what_differs():

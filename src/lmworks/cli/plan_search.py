@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,6 +120,7 @@ def search(
         "seconds": time.perf_counter() - began,
         "front": [row(found, asked) for found in result.front],
         "fastest": [row(found, asked) for found in result.fastest] if len(questions) > 1 else [],
+        "fronts": [[row(found, asked) for found in each] for each in result.fronts] if html or json else [],
         "explained": explained(verdict) if verdict else None,
     }
     if out and result.front:
@@ -129,8 +131,11 @@ def search(
     if html:
         from ..observe.plan_page import search_page
 
-        rows = [{**one, "timeline": spans_of(found)} for one, found in zip(facts["front"], result.front, strict=True)]
-        write_file(html, search_page({**facts, "front": rows}), "--html")
+        drawn = {
+            "front": with_timelines(facts["front"], result.front),
+            "fronts": [with_timelines(*each) for each in zip(facts["fronts"], result.fronts, strict=True)],
+        }
+        write_file(html, search_page({**facts, **drawn}), "--html")
     if json:
         print_json(facts)
         return
@@ -205,6 +210,10 @@ def bill_of(found: Found, tokens: float) -> dict[str, float | None]:
     """Dollars and kWh are None where the catalogue has no price or no power."""
     bill = {"tokens": tokens, **vars(found.bill(tokens))}
     return {key: None if value == 0 and key in ("dollars", "kwh") else float(value) for key, value in bill.items()}
+
+
+def with_timelines(rows: list[dict[str, Any]], layouts: Sequence[Found]) -> list[dict[str, Any]]:
+    return [{**row, "timeline": spans_of(found)} for row, found in zip(rows, layouts, strict=True)]
 
 
 def spans_of(found: Found) -> list[list[Any]] | None:

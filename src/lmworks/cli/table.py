@@ -29,8 +29,11 @@ class Column:
 
     @cached_property
     def right(self) -> bool:
-        """Figures stand to the right, under one another."""
-        return all(FIGURE.match(cell.plain) or cell.plain in ("-", "–", "") for cell in self.cells)
+        """Figures stand to the right, under one another. What has many words is prose, also if it begins with one."""
+        return all(
+            cell.plain in ("-", "–", "") or (FIGURE.match(cell.plain) and len(cell.plain.split()) <= 4)
+            for cell in self.cells
+        )
 
     @cached_property
     def widest(self) -> int:

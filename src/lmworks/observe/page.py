@@ -75,7 +75,7 @@ circle { fill: var(--c); }
   .tiles { grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 10px; }
   .scroll table { width: max-content; min-width: 100%; }
   .scroll td { max-width: 70vw; }
-  svg .axis, svg .mark text { font-size: 17px; }
+  svg[data-chart] text { font-size: 17px; }
 }
 @media print { body { background: none; } .card { break-inside: avoid; } }
 """

@@ -180,6 +180,8 @@ function timelineChart(spans, width, readout) {
 
 // --- the front: speed against free memory ---
 
+const clusterOf = one => `${one.gpus} × ${one.gpu}`;
+
 function paretoChart(layouts, width, chosen, colourOf) {
   const height = Math.max(260, Math.min(400, width * 0.5)), left = 62, right = 16, top = 26, bottom = 44;
   const xs = layouts.map(one => 100 * one.headroom), ys = layouts.map(one => one.tokens_per_s);
@@ -198,7 +200,11 @@ function paretoChart(layouts, width, chosen, colourOf) {
     el("line", { class: "grid", x1: x(value), x2: x(value), y1: top, y2: height - bottom }),
     el("text", { class: "axis mid", x: x(value), y: height - bottom + 17 }, `${digits(value)}%`));
   const order = layouts.map((_, index) => index).sort((a, b) => xs[a] - xs[b]);
-  const line = order.map(index => `${x(xs[index]).toFixed(1)},${y(ys[index]).toFixed(1)}`).join(" ");
+  const fronts = new Map(); // what lies on one line can be had on one cluster
+  for (const index of order) {
+    const cluster = clusterOf(layouts[index]), spot = `${x(xs[index]).toFixed(1)},${y(ys[index]).toFixed(1)}`;
+    fronts.set(cluster, [...(fronts.get(cluster) || []), spot]);
+  }
   const points = order.map(index => {
     const one = layouts[index], is = one === chosen;
     return el("circle", { class: `point${is ? " chosen" : ""}`, cx: x(xs[index]), cy: y(ys[index]), r: (is ? 9 : 6.5) * (width < 500 ? 0.75 : 1),
@@ -208,7 +214,8 @@ function paretoChart(layouts, width, chosen, colourOf) {
   });
   return el("svg", { class: "plot", width, height, viewBox: `0 0 ${width} ${height}`, role: "radiogroup",
     "aria-label": "layouts by tokens a second and free memory" },
-    ...marks, el("polyline", { class: "frontier", points: line }),
+    ...marks, ...[...fronts].map(([cluster, spots]) =>
+      el("polyline", { class: "frontier", points: spots.join(" "), "data-cluster": cluster })),
     el("text", { class: "axis", x: 8, y: 12 }, "tokens/s"),
     el("text", { class: "axis end", x: width - right, y: height - 6 }, "memory of a GPU that stays free"), ...points);
 }

@@ -12,10 +12,12 @@ function memoryPage() {
 function searchPage() {
   const layouts = facts.front.map((one, index) => ({ ...one, index }));
   const rows = [...document.querySelectorAll("#front tbody tr")];
+  const several = new Set(layouts.map(clusterOf)).size > 1;
   let chosen = layouts[0], visible = layouts;
 
   const width = () => Math.max(280, at("pareto").clientWidth); // a hidden page has none
-  const value = (one, key) => key === "reserved" ? one.memory.reserved : key in one.layout ? one.layout[key] : one[key];
+  const value = (one, key) => key === "reserved" ? one.memory.reserved : key === "cluster" ? clusterOf(one)
+    : key in one.layout ? one.layout[key] : one[key];
   const compare = (a, b) => typeof a === "number" ? a - b : String(a).localeCompare(String(b));
   const describe = one => `${one.text} · ${short(one.tokens_per_s)} tokens/s · ${gib(one.memory.reserved)}, ` +
     `${percent(one.headroom, 0)} of the GPU free`;
@@ -47,13 +49,13 @@ function searchPage() {
 
   function drawTiles() {
     const bill = chosen.bill, tiles = [
+      ["cost", bill.dollars == null ? "not known" : `$${short(bill.dollars)}`, bill.dollars == null
+        ? "cluster.price_hour sets it" : `for ${short(bill.tokens)} tokens` + (bill.kwh == null ? "" : `, and ${quantity(1e3 * bill.kwh, "Wh")}`)],
+      ["time", `${digits(bill.hours / 24)} days`, `${percent(bill.goodput)} of it training, ${digits(bill.stops)} stops`],
       ["step", duration(chosen.step_s), `${duration(chosen.interval[0])} to ${duration(chosen.interval[1])}`],
       ["tokens/s", short(chosen.tokens_per_s), `${short(chosen.tokens_per_s_per_gpu)} a GPU, ${chosen.gpus} GPUs`],
       ["MFU", percent(chosen.mfu), `HFU ${percent(chosen.hfu)}`],
       ["memory", gib(chosen.memory.reserved), `${percent(chosen.headroom, 0)} of the GPU stays free`],
-      ["cost", bill.dollars == null ? "–" : `$${short(bill.dollars)}`,
-        `for ${short(bill.tokens)} tokens` + (bill.kwh == null ? "" : `, and ${quantity(1e3 * bill.kwh, "Wh")}`)],
-      ["time", `${digits(bill.hours / 24)} days`, `${percent(bill.goodput)} of it training, ${digits(bill.stops)} stops`],
     ];
     put("tiles", ...tiles.map(([name, figure, note]) =>
       el("div", { class: "card" }, el("dt", {}, name), el("dd", {}, figure, el("small", {}, note)))));
@@ -61,12 +63,12 @@ function searchPage() {
 
   function drawTimeline() {
     const spans = chosen.timeline;
+    at("pipeline").hidden = chosen.layout.pp === 1; // every rank runs all layers: there is nothing to draw
     at("zoom").parentElement.hidden = !spans;
     at("timeline-readout").textContent = "\u00a0";
     if (spans) put("timeline", ...timelineChart(spans, Math.max(640, width()) * at("zoom").value, at("timeline-readout")));
-    else put("timeline", el("p", { class: "empty" }, chosen.layout.pp > 1
-      ? "This page carries no timeline of this layout: only the fastest have one."
-      : "No pipeline: every rank runs all layers of its micro-batches, one after the other."));
+    else put("timeline", el("p", { class: "empty" },
+      "This page carries no timeline of this layout: only the fastest have one."));
   }
 
   // As wide as it takes to tell the passes of a rank apart.
@@ -81,9 +83,9 @@ function searchPage() {
       sums.set(key, { ...sum, count: sum.count + call.count, bytes: sum.bytes + call.bytes });
     }
     const line = call => [call.ranks, short(call.count), quantity(call.bytes, "B")];
-    put("collectives", sums.size ? table(["kind", "over", "ranks", "calls a step", "bytes a step"],
-      [...sums.values()].map(call => [call.kind, call.group, ...line(call)]), 3)
-      : el("p", { class: "empty" }, "Nothing is exchanged."));
+    at("exchanges").hidden = !sums.size;
+    put("collectives", table(["kind", "over", "ranks", "calls a step", "bytes a step"],
+      [...sums.values()].map(call => [call.kind, call.group, ...line(call)]), 3));
     const told = ["kind", "group", "what", "when", "link"].filter(key => calls.some(call => key in call));
     put("all-collectives", table([...told, "ranks", "calls a step", "bytes a step"],
       calls.map(call => [...told.map(key => call[key]), ...line(call)]), 3));
@@ -92,7 +94,8 @@ function searchPage() {
   function drawChosen() {
     // Free memory is counted from the whole of it.
     const capacity = chosen.capacity || chosen.memory.reserved / (1 - chosen.headroom);
-    at("chosen").textContent = chosen.text;
+    at("which").textContent = chosen === layouts[0] ? "Fastest layout" : "Layout chosen";
+    at("chosen").textContent = chosen.text + (several ? ` on ${clusterOf(chosen)}` : "");
     drawTiles();
     put("memory", ...memoryBars(chosen.stages, capacity, chosen.usable));
     put("memory-table", memoryTable(chosen.stages));

@@ -6,6 +6,7 @@ with a choice is drawn in the browser, by plan_charts.js (the drawings) and plan
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..record.figures import binary_bytes, duration, short
-from .page import page
+from .page import page, table
 
 Facts = Mapping[str, Any]
 
@@ -39,9 +40,9 @@ CHOICES = {
 MOST_SPANS = 100_000  # of all timelines of a page: about 3 MB
 
 
-def money(dollars: float | None) -> str:
+def money(dollars: float | None, sign: str = "") -> str:
     """None where nobody knows the price."""
-    return "–" if dollars is None else short(dollars)
+    return "–" if dollars is None else f"{sign}{short(dollars)}"
 
 
 def memory_page(facts: Facts) -> str:
@@ -68,17 +69,18 @@ def memory_page(facts: Facts) -> str:
 
 
 def search_page(facts: Facts) -> str:
-    """The Pareto front to choose from, and everything that is predicted of the chosen layout."""
-    front = facts["front"]
-    gpus = " or ".join(dict.fromkeys(f"{one['gpus']} × {one['gpu']}" for one in front))
+    """The answer and what it costs; then the Pareto front of each cluster to choose from, and all of what is predicted
+    of the layout chosen."""
+    front = sorted(itertools.chain(*facts["fronts"]), key=lambda one: one["step_s"]) or facts["front"]
+    gpus = " or ".join(dict.fromkeys(map(cluster_of, front)))
     found = f"{facts['legal']:,} legal layouts, {facts['fitting']:,} fit, {len(front)} on the front"
     lead = f"sequences of {facts['seq']:,} tokens, {facts['global_batch']:,} a step · {found}"
     body = [heading(facts["model"], f"{gpus} · {lead}" if gpus else lead), explained(facts.get("explained"))]
     if front:
-        body += [choosing(front), chosen()]
+        body += [answer(front), clusters(facts["fastest"]), choosing(front), details()]
     else:
         body.append('<p class="card">No layout fits.</p>')
-    return document(facts["model"], body, {**facts, "front": affordable(front)})
+    return document(facts["model"], body, {**facts, "front": affordable(front), "fronts": [], "fastest": []})
 
 
 def document(title: str, body: Sequence[str], facts: Facts) -> str:
@@ -121,11 +123,54 @@ def explained(verdict: Facts | None) -> str:
     return f"<h2>Asked about: {escape(asked)}</h2>" + card("", f"<p>{escape(verdict['text'])}</p>{wayout}")
 
 
+def answer(front: Sequence[Facts]) -> str:
+    """In words, so that it stands there whatever is chosen later; and the tiles of what is chosen."""
+    fastest = front[0]
+    said = [f"Fastest: {offer(fastest)}"]
+    priced = [one for one in front if one["bill"]["dollars"] is not None]
+    cheapest = min(priced, key=lambda one: one["bill"]["dollars"], default=fastest)
+    if cheapest["bill"]["dollars"] != fastest["bill"]["dollars"]:
+        said.append(f"Cheapest: {offer(cheapest)}")
+    sentences = "".join(f"<p>{escape(sentence)}.</p>" for sentence in said)
+    return (
+        f'<div class="card answer">{sentences}</div>'
+        '<h2><span id="which">Fastest layout</span>: <span id="chosen" aria-live="polite"></span></h2>'
+        '<dl class="tiles" id="tiles"></dl>'
+    )
+
+
+def offer(one: Facts) -> str:
+    bill, unknown = one["bill"], "a price that is not known (cluster.price_hour sets it)"
+    price = unknown if bill["dollars"] is None else money(bill["dollars"], "$")
+    took = f"{bill['hours'] / 24:.3g} days and {price} for {short(bill['tokens'])} tokens"
+    return f"{took}, with {one['text']} on {cluster_of(one)}"
+
+
+def clusters(fastest: Sequence[Facts]) -> str:
+    """Side by side what each cluster does at its fastest; nothing where only one was asked about."""
+    if len(fastest) < 2:
+        return ""
+    columns = ["cluster", "fastest layout", "days", "$", "tokens/s", "MFU", "GiB a GPU"]
+    rows = [
+        [
+            cluster_of(one),
+            one["text"],
+            f"{one['bill']['hours'] / 24:.3g}",
+            money(one["bill"]["dollars"]),
+            short(one["tokens_per_s"]),
+            "–" if one["mfu"] is None else f"{one['mfu']:.1%}",
+            f"{one['memory']['reserved'] / 2**30:.1f}",
+        ]
+        for one in sorted(fastest, key=lambda one: one["bill"]["hours"])
+    ]
+    return f"<h2>Cluster by cluster</h2>{table(columns, rows, numeric=5, whole=1)}"
+
+
 def choosing(front: Sequence[Facts]) -> str:
     """Filters, the plot and the table of alternatives."""
     choices = {key: values for key in CHOICES if len(values := values_of(front, key)) > 1}
     return (
-        f"<h2>Which layout</h2>{controls(front, choices)}"
+        f"<h2>Other layouts</h2>{controls(front, choices)}"
         + card("Speed against free memory", '<div id="pareto"></div><p class="readout" id="pareto-readout"></p>')
         + f"<h2>Alternatives</h2>{alternatives(front, list(choices))}{in_common(front)}"
     )
@@ -134,7 +179,9 @@ def choosing(front: Sequence[Facts]) -> str:
 def controls(front: Sequence[Facts], choices: Mapping[str, Sequence[Any]]) -> str:
     reserved = [one["memory"]["reserved"] / 2**30 for one in front]
     low, high = math.floor(min(reserved)), math.ceil(max(reserved))
-    colour = "".join(f'<option value="{key}">{CHOICES[key]}</option>' for key in choices or ["recompute"])
+    several = len({cluster_of(one) for one in front}) > 1
+    colour = '<option value="cluster">cluster</option>' if several else ""
+    colour += "".join(f'<option value="{key}">{CHOICES[key]}</option>' for key in choices or ["recompute"])
     selects = "".join(
         f'<label>{CHOICES[key]}<select data-filter="{key}"><option value="">any</option>'
         + "".join(f"<option>{escape(str(value))}</option>" for value in values)
@@ -182,26 +229,30 @@ def in_common(front: Sequence[Facts]) -> str:
     return f'<p class="note">The same in all of them: {escape(told)}.</p>' if told else ""
 
 
-def chosen() -> str:
-    """Where the browser draws the layout that was chosen."""
+def details() -> str:
+    """Where the browser draws the layout that was chosen; a section that would be empty is hidden."""
     zoom = '<label>zoom<input id="zoom" type="range" min="1" max="16" step="1" value="1"></label>'
     return (
-        '<h2>The layout chosen: <span id="chosen" aria-live="polite"></span></h2><dl class="tiles" id="tiles"></dl>'
         "<h2>Memory by pipeline rank</h2>"
         + card("", '<div id="memory"></div><details><summary>In figures, GiB</summary>'
                '<div class="scroll" id="memory-table"></div></details>')
         + "<h2>Where a step's time goes</h2>"
         + card("", '<div id="waterfall"></div>')
-        + "<h2>The pipeline in time</h2>"
+        + '<section id="pipeline"><h2>The pipeline in time</h2>'
         + card("", f'<div class="controls">{zoom}</div><div class="timeline" id="timeline" tabindex="0"></div>'
                '<p class="readout" id="timeline-readout"></p>')
-        + "<h2>What the first rank exchanges in a step</h2>"
+        + '</section><section id="exchanges"><h2>What the first rank exchanges in a step</h2>'
         + card("", '<div class="scroll" id="collectives"></div><details><summary>Every call</summary>'
                '<div class="scroll" id="all-collectives"></div></details>')
+        + "</section>"
     )  # fmt: skip
 
 
 # --- figures --------------------------------------------------------------------------------------------
+
+
+def cluster_of(one: Facts) -> str:
+    return f"{one['gpus']} × {one['gpu']}"
 
 
 def value_of(one: Facts, key: str) -> Any:

@@ -91,6 +91,7 @@ class Result:
     legal: int
     fitting: int
     fastest: tuple[Found, ...] = ()  # of every cluster that was asked about and has room, on the front or not
+    fronts: tuple[tuple[Found, ...], ...] = ()  # of each of several such clusters by itself
 
 
 def search(questions: Iterable[Question]) -> Result:
@@ -98,9 +99,14 @@ def search(questions: Iterable[Question]) -> Result:
     counted: Counter[str] = Counter()
     each = [layouts for question in questions if (layouts := fitting(question, counted))]
     first = front([layout for layouts in each for layout in layouts])
-    best = [layout.repriced() for layout in first[:REPRICED]]
     fastest = [min(layouts, key=lambda layout: layout.step_s).repriced() for layouts in each]
-    return Result((*front(best), *first[REPRICED:]), counted["legal"], counted["fitting"], tuple(fastest))
+    fronts = [refined(front(layouts)) for layouts in each] if len(each) > 1 else []
+    return Result(refined(first), counted["legal"], counted["fitting"], tuple(fastest), tuple(fronts))
+
+
+def refined(found: Sequence[Found]) -> tuple[Found, ...]:
+    """A front whose best are priced again with a simulated timeline."""
+    return (*front([layout.repriced() for layout in found[:REPRICED]]), *found[REPRICED:])
 
 
 def fitting(question: Question, counted: Counter[str]) -> list[Found]:
