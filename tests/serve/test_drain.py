@@ -52,13 +52,14 @@ def answers(url: str) -> bool:
 class Reading(threading.Thread):
     """A stream that is read in the background."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "none needed") -> None:
         super().__init__(daemon=True)
-        self.url, self.lines = url, list[str]()
+        self.url, self.key, self.lines = url, key, list[str]()
         self.start()
 
     def run(self) -> None:
-        where, options = f"{self.url}/v1/completions", {"json": STREAM, "timeout": 60, "trust_env": False}
+        where, headers = f"{self.url}/v1/completions", {"authorization": f"Bearer {self.key}"}
+        options = {"json": STREAM, "headers": headers, "timeout": 60, "trust_env": False}
         with suppress(httpx.TransportError), httpx.stream("POST", where, **options) as answer:  # type: ignore[arg-type]
             for line in answer.iter_lines():
                 self.lines += [line] if line else []

@@ -59,6 +59,9 @@ def serve(
     cors: Annotated[
         list[str] | None, typer.Option(metavar="ORIGIN", help="A site whose pages may call this API; off by default.")
     ] = None,
+    api_processes: Annotated[
+        int, typer.Option(min=1, max=64, help="Processes that speak HTTP, where one does not keep up with the engine.")
+    ] = 1,
     drain_seconds: Annotated[float, typer.Option(min=0, help="Time to finish requests after SIGTERM.")] = 30.0,
     step: Annotated[int | None, typer.Option(help="Of a run: the checkpoint of this step, not the newest.")] = None,
     seed: Annotated[int, typer.Option(help="Of requests that bring none, and of a preset's random weights.")] = 0,
@@ -87,13 +90,15 @@ def serve(
     templates = templates_of(chat_template or [], names)
     import_server()
     from ..serve.app import make_app
+    from ..serve.core import Core, FrontSpec
     from ..serve.door import loopback
     from ..serve.logs import log_as_json
-    from ..serve.server import bound, make_server
+    from ..serve.server import NOTICE_S, bound, make_server
     from ..serve.tracing import tracing_from_environment
 
     keys = [*(api_key or ()), *filter(None, [os.environ.get(KEY)])]
-    serving = assemble(names, options, step, seed, adapter or [], templates, upstream or [], config, keys)
+    behind = [] if api_processes > 1 else upstream or []  # of several API processes each has them itself
+    serving = assemble(names, options, step, seed, adapter or [], templates, behind, config, keys)
     if host in ANYWHERE and not serving.settings.current().keys:
         typer.echo(
             "lmworks: warning: anyone who can reach this machine can use these models: no keys are set", err=True
@@ -103,8 +108,23 @@ def serve(
         log_as_json()
         scheme = "http" if tls_cert is None else "https"
         typer.echo(f"{scheme}://{host}:{listening.getsockname()[1]} (models are being loaded)", err=True)
-        app = make_app(serving, cors or (), tracing, loopback(host))
-        make_server(app, serving, drain_seconds, *(str(path) for path in (tls_cert, tls_key) if path)).run([listening])
+        tls = tuple(str(path) for path in (tls_cert, tls_key) if path)
+        if api_processes > 1:
+            fronts = FrontSpec(
+                processes=api_processes,
+                config=config,
+                keys=keys,
+                upstreams=upstream or [],
+                upstream_key=os.environ.get(UPSTREAM_KEY),
+                origins=tuple(cors or ()),
+                local=loopback(host),
+                drain_seconds=drain_seconds,
+                tls=tls,
+            )
+            Core(serving, fronts, listening, min(NOTICE_S, drain_seconds)).run()
+        else:
+            app = make_app(serving, cors or (), tracing, loopback(host))
+            make_server(app, serving, drain_seconds, *tls).run([listening])
     if tracing is not None:
         tracing.close()
 

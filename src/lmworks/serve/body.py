@@ -81,7 +81,7 @@ async def received(request: Request, caller: Caller) -> bytes:
         raise Refusal(415, "unsupported_media_type", "the body must be JSON: send content-type: application/json")
     if (declared := request.headers.get("content-length", "0")).isdecimal() and int(declared) > limits.body_bytes:
         raise too_large(limits.body_bytes)
-    caller.visit.begin()
+    await caller.visit.start()
     raw, nesting = bytearray(), Nesting(limits.depth, limits.values)
     try:
         async with asyncio.timeout(BODY_SECONDS):

@@ -41,8 +41,8 @@ SPARE_FILES = 128  # descriptors that are needed for other things than connectio
 class Crowd:
     """How many connections there are, and from where."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, processes: int = 1) -> None:
+        self.settings, self.processes = settings, processes
         self.total = 0
         self.addresses: Counter[str] = Counter()
         self.files = open_files(settings.current().limits.connections + SPARE_FILES)
@@ -52,10 +52,10 @@ class Crowd:
         self.total += 1
         self.addresses[address] += 1
         limits = self.settings.current().limits
-        most = min(limits.connections, self.files - SPARE_FILES)
+        most = min(-(-limits.connections // self.processes), self.files - SPARE_FILES)
         if self.total > most:
             return crowded(f"the server has {most} connections, as many as it may have")
-        each = limits.connections_per_address
+        each = -(-limits.connections_per_address // self.processes)
         if each and self.addresses[address] > each:
             return crowded(f"your address has {each} connections to this server, as many as it may have")
         return None

@@ -56,7 +56,7 @@ class Passing:
     def path(self) -> str:
         return "chat/completions" if isinstance(self.body, ChatRequest) else "completions"
 
-    def enter(self) -> Entry:
+    async def enter(self) -> Entry:
         """Past the limits. Caps that the request does not know of are written into it."""
         body, card = self.body, self.upstreams[0].card(self.body.model)
         lengths = lengths_of(body)
@@ -82,7 +82,7 @@ class Passing:
             params = replace(params, prompt_logprobs=params.logprobs)
         echoed = BYTES_A_TOKEN * sum(lengths) if judged else 0
         size = size_of(params, lengths, echoed, kept=not body.stream)
-        return self.serving.gate.enter(self.caller.visit, self.caller.limits, card, params, size)
+        return await self.serving.enter(self.caller.visit, self.caller.limits, card, params, size)
 
     async def content(self) -> bytes:
         if len(self.raw) <= LARGE:
@@ -144,7 +144,7 @@ class Passing:
             upstream.open -= 1
 
     async def whole(self) -> bytes:
-        with self.enter() as entry:
+        with await self.enter() as entry:
             self.caller.facts["asked"] = time.time()
             async with self.opened() as answer, self.charged(entry):
                 content = await answer.aread()
@@ -158,7 +158,7 @@ class Passing:
         self.changes["stream_options"] = {**options, "include_usage": True}
         seconds = self.caller.limits.request_seconds or math.inf
         deadline = time.monotonic() + seconds
-        with self.enter() as entry:
+        with await self.enter() as entry:
             self.caller.facts["asked"] = time.time()
             async with self.opened() as answer, self.charged(entry):
                 async for text in lines_of(answer.aiter_bytes()):

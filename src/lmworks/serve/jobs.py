@@ -92,7 +92,7 @@ class Job:
         facts["asked"] = time.time()
         lengths = [len(prompt) for prompt in self.prompts]
         size = size_of(self.params, lengths, self.echoed, kept=not self.stream)
-        with self.serving.gate.enter(self.caller.visit, limits, card, self.params, size) as entry:
+        with await self.serving.enter(self.caller.visit, limits, card, self.params, size) as entry:
             asks = [self.ask(prompt) for prompt in self.prompts]
             made: dict[int, int] = {}  # tokens of answers so far, by prompt
             async with aclosing(merged(self.local, asks)) as found:

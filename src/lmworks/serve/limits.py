@@ -288,6 +288,10 @@ class Visit:
             ledger.requests.add(now, 1)
         self.count(1)
 
+    async def start(self) -> None:
+        """`begin`, wherever it is counted: see `serve.front`."""
+        self.begin()
+
     def count(self, answers: int) -> None:
         self.ledger.open += answers - self.open
         self.open = answers

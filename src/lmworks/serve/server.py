@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -31,6 +33,15 @@ class Server(uvicorn.Server):
         self.serving, self.seconds = serving, seconds
         self.notice = 0.0  # seconds for a balancer to hear of the end before it finds nobody there
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Where there are several processes, one of them tells the others."""
+        if self.serving.core is not None:
+            yield
+            return
+        with super().capture_signals():
+            yield
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             os._exit(128 + sig)  # the engine's process sees its wire end, and follows
@@ -40,6 +51,7 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """The models first: nobody can connect before they are ready. Returns when all is over."""
         await self.serving.start()
+        await self.serving.workers.warm()
         try:
             await super().serve(sockets)
         finally:
@@ -79,8 +91,11 @@ def make_server(
     drain_seconds: float = 30.0,
     tls_cert: str | None = None,
     tls_key: str | None = None,
+    *,
+    processes: int = 1,
 ) -> Server:
-    protocol: Any = partial(Connection, crowd=Crowd(serving.settings))
+    """One of so many `processes` on a socket: each takes its share of the connections."""
+    protocol: Any = partial(Connection, crowd=Crowd(serving.settings, processes))
     config = uvicorn.Config(
         app,
         loop="asyncio",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
+from prometheus_client import Metric
 from starlette.requests import Request
 
 from ..engine.chat import Chat
+from ..engine.params import SamplingParams
 from ..spec.errors import did_you_mean
-from .backend import Backend
+from .backend import Backend, ModelCard
 from .keys import Config, Settings, bearer
-from .limits import Gate, KeyLimits, Limits, Refusal, Visit, check_model
+from .limits import Entry, Gate, KeyLimits, Limits, Refusal, Size, Visit, check_model
 from .logs import Facts, facts_of
 from .telemetry import Counts
 from .token_text import TokenTexts
@@ -59,6 +62,18 @@ class Local:
 Model = Local | Upstream
 
 
+class Counting(Protocol):
+    """Limits that are counted in another process."""
+
+    others: list[Metric]  # what other API processes counted
+
+    def visit(self, key: KeyLimits) -> Visit: ...
+
+    async def enter(
+        self, visit: Visit, limits: Limits, card: ModelCard, params: SamplingParams, size: Size
+    ) -> Entry: ...
+
+
 @dataclass
 class Serving:
     """The models behind the API, and the state of the API itself."""
@@ -70,6 +85,13 @@ class Serving:
     gate: Gate = field(default_factory=Gate)
     workers: Workers = field(default_factory=Workers)
     draining: bool = False
+    core: Counting | None = None  # of several API processes: where the limits are counted
+
+    async def enter(self, visit: Visit, limits: Limits, card: ModelCard, params: SamplingParams, size: Size) -> Entry:
+        """Past the limits, or a Refusal."""
+        if self.core is None:
+            return self.gate.enter(visit, limits, card, params, size)
+        return await self.core.enter(visit, limits, card, params, size)
 
     def admit(self, request: Request) -> Caller:
         """Before anything of the body is read."""
@@ -79,7 +101,7 @@ class Serving:
         facts["key"] = key.name
         if self.draining:
             raise Refusal(503, "shutting_down", "the server is shutting down", retry_after=1)
-        visit = request.scope[VISIT] = Visit(self.gate, key)
+        visit = request.scope[VISIT] = Visit(self.gate, key) if self.core is None else self.core.visit(key)
         address = request.client.host if request.client else ""
         return Caller(key, config, facts, visit, key.name if config.keys else address)
 
@@ -138,7 +160,6 @@ class Serving:
         await asyncio.gather(
             *(model.backend.start() for model in self.locals), *(one.start() for one in self.upstreams)
         )
-        await self.workers.warm()
 
     async def drain(self, seconds: float) -> int:
         """Takes no more requests; how many were cut off."""

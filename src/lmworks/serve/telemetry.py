@@ -127,4 +127,29 @@ def written(serving: Serving) -> bytes:
     """All of it, as Prometheus reads it."""
     registry = CollectorRegistry()
     registry.register(Engines(serving))
-    return generate_latest(serving.counts.registry) + generate_latest(registry)
+    counts = serving.counts.registry
+    if serving.core is not None:
+        counts = CollectorRegistry()
+        counts.register(Sums([*serving.counts.registry.collect(), *serving.core.others]))
+    return generate_latest(counts) + generate_latest(registry)
+
+
+class Sums(Collector):
+    """Counts of several processes, added up."""
+
+    def __init__(self, found: list[Metric]) -> None:
+        self.found = found
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for metric in self.found:
+            families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            totals = sums.setdefault(metric.name, {})
+            for sample in metric.samples:
+                place = (sample.name, tuple(sample.labels.items()))
+                totals[place] = totals.get(place, 0.0) + sample.value
+        for name, family_of in families.items():
+            for (sample_name, labels), value in sums[name].items():
+                family_of.add_sample(sample_name, dict(labels), value)
+            yield family_of
