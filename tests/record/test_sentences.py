@@ -43,6 +43,10 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"kind": "refused", "path": "step-2", "reason": "a bit"}, "checkpoint step-2 was refused: a bit"),
     (
+        {"kind": "set_aside", "step": 20, "attempt": 2, "steps": [40, 60], "path": "set-aside-2"},
+        "checkpoints of steps 40, 60 were moved to set-aside-2: the run goes on from step 20",
+    ),
+    (
         {"kind": "overflow", "loss_scale": 65536.0, "next_scale": 32768.0},
         "fp16 overflow: the step was left out; loss scale 65536 → 32768",
     ),

@@ -128,6 +128,10 @@ SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "copy": lambda event: f"copied {event['path']} to {event['remote']} in {duration(event['seconds'])}",
     "copy_failed": lambda event: f"{event['path']} could not be copied to {event['remote']}: {event['error']}",
     "refused": lambda event: f"checkpoint {event['path']} was refused: {event['reason']}",
+    "set_aside": lambda event: (
+        f"checkpoints of steps {', '.join(map(str, event['steps']))} were moved to {event['path']}: "
+        f"the run goes on from step {event['step']}"
+    ),
     "overflow": lambda event: (
         f"fp16 overflow: the step was left out; loss scale {event['loss_scale']:g} → {event['next_scale']:g}"
     ),
