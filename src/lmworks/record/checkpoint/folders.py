@@ -103,11 +103,14 @@ def set_aside(root: Path, step: int, place: Path) -> list[int]:
     The newest first: killed in between, what is left is a run that stands earlier on the same line.
     """
     later = [folder for folder in folders(root) if step_of(folder) > step]
-    for folder in later:
-        place.mkdir(exist_ok=True)
-        folder.rename(place / folder.name)
-        sync_folder(place)
-        sync_folder(root)
+    try:
+        for folder in later:
+            place.mkdir(exist_ok=True)
+            folder.rename(place / folder.name)
+            sync_folder(place)
+            sync_folder(root)
+    except OSError as error:
+        raise CheckpointError(f"cannot move checkpoints after step {step} to {place}: {error.strerror}") from None
     return sorted({step_of(folder) for folder in later})
 
 
