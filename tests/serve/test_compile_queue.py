@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -46,7 +47,7 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def engine(run: Run) -> Iterator[EngineProcess]:
-    backend = EngineProcess("tiny", tiny_engine.fragile, Patience(stuck=1.5, kill=2.0))
+    backend = EngineProcess("tiny", tiny_engine.fragile, Patience(stuck=3.0, kill=3.5))
     run(backend.start())
     yield backend
     run(backend.close())
@@ -105,7 +106,7 @@ def test_a_healthy_engine_is_not_killed_for_grammars(engine: EngineProcess, run:
 @pytest.mark.parametrize("share", ["other", "hostile"], ids=["of another key", "of the same key"])
 def test_an_honest_grammar_does_not_wait_for_hostile_ones(engine: EngineProcess, run: Run, share: str) -> None:
     async def main() -> tuple[int, int]:
-        several = range(100, 112) if share == "other" else range(200, 212)
+        several = range(100, 108) if share == "other" else range(200, 208)
         crowd = [asyncio.create_task(outcome(engine, Ask([1], hostile(i), share="hostile"))) for i in several]
         while len(engine.compiling) < len(crowd):
             await asyncio.sleep(0.01)
@@ -119,8 +120,8 @@ def test_an_honest_grammar_does_not_wait_for_hostile_ones(engine: EngineProcess,
         return choice, schema
 
     choice, schema = run(main())
-    assert choice >= 10, "hostile ones that were not even refused when the choice was answered"
-    assert schema >= 9
+    assert choice >= 7, "hostile ones that were not even refused when the choice was answered"
+    assert schema >= 6
 
 
 def test_grammars_have_a_clock_of_their_own(engine: EngineProcess, run: Run) -> None:
@@ -148,17 +149,16 @@ def test_a_process_that_hangs_while_it_compiles_is_noticed(engine: EngineProcess
     async def main() -> None:
         assert engine.life is not None
         engine.patience = Patience(stuck=0.6, kill=0.0)
-        waiting = asyncio.create_task(outcome(engine, Ask([1], hostile(400))))
-        await asyncio.sleep(0)
         os.kill(engine.life.process.pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(outcome(engine, Ask([1], CHOICE)))
         try:
             while not engine.state.stuck:
                 await asyncio.sleep(0.01)
+            assert len(engine.compiling) == 1
         finally:
             os.kill(engine.life.process.pid, signal.SIGCONT)
-        while engine.state.stuck:
-            await asyncio.sleep(0.01)
-        await left([waiting])
+        assert await waiting in ("yes", "no")
+        assert not engine.state.stuck
 
     run(asyncio.wait_for(main(), 60))
     assert engine.restarts == 0
@@ -168,19 +168,29 @@ def test_one_key_has_so_many_grammars_in_the_queue(
     engine: EngineProcess, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_process, "COMPILING", 3)
+    one, two, three = (replace(CHOICE, choice=["yes", f"no {number}"]) for number in range(3))
 
     async def main() -> None:
-        one = hostile(500)
-        prompts = [asyncio.create_task(outcome(engine, Ask([i], one, share="a"))) for i in range(1, 9)]
-        others = [asyncio.create_task(outcome(engine, Ask([1], hostile(i), share="a"))) for i in (501, 502)]
-        while len(engine.compiling) < 10:
-            await asyncio.sleep(0.01)
-        over = await outcome(engine, Ask([1], CHOICE, share="a"))
+        assert engine.life is not None
+        os.kill(engine.life.process.pid, signal.SIGSTOP)  # so that all of them wait
+        try:
+            asks = [
+                *(Ask([i], one, share="a") for i in range(1, 9)),
+                Ask([1], two, share="a"),
+                Ask([1], three, share="a"),
+            ]
+            tasks = [asyncio.create_task(outcome(engine, ask)) for ask in asks]
+            await asyncio.sleep(0)
+            assert len(engine.compiling) == 10, "the prompts of one request have one grammar"
+            over = await outcome(engine, Ask([1], CHOICE, share="a"))
+            other = asyncio.create_task(outcome(engine, Ask([1], CHOICE, share="b")))
+            await asyncio.sleep(0)
+        finally:
+            os.kill(engine.life.process.pid, signal.SIGCONT)
         assert isinstance(over, BackendError) and (over.kind, over.retry_after) == ("busy", 1.0)
-        assert await outcome(engine, Ask([1], CHOICE, share="b")) in ("yes", "no")
-        await left([*prompts, *others])
+        assert all(isinstance(text, str) for text in await asyncio.gather(*tasks, other))
 
-    run(main())
+    run(asyncio.wait_for(main(), 60))
 
 
 def test_nobody_compiles_for_those_who_left() -> None:
