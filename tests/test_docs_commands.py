@@ -27,7 +27,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 SMALL_RUN = "optim.steps=2 checkpoint.every=2 log.eval_every=0 log.eval_batches=1"
-SMALL_SHAPE = "model.layers=1 model.hidden=64 model.heads=2 model.ffn=64 data.seq=32 data.micro_batch=1 --steps 1"
+SMALL_BATCH = "data.seq=32 data.micro_batch=1"
+SMALL_SHAPE = "model.layers=1 model.hidden=64 model.heads=2 model.kv_heads=2 model.ffn=64"
 
 NOT_HERE = {
     r"^make |^source |^pip (install|wheel)": "sets up the environment that this test runs in",
@@ -39,8 +40,8 @@ NOT_HERE = {
 REFUSED = {r"^lmworks train configs/reference/": "GPU"}  # where there is none; a word of the message
 SHORTER = {
     r"train configs/small.toml": SMALL_RUN,
-    r"^lmworks train gpt2-small": f"{SMALL_RUN} data.seq=32 data.micro_batch=1 data.global_batch=1",
-    r"^lmworks bench train (gpt2-small|llama3-1b)": f"{SMALL_SHAPE} parallel.compile=false",
+    r"^lmworks train gpt2-small": f"{SMALL_RUN} {SMALL_BATCH} data.global_batch=1",
+    r"^lmworks bench train (gpt2-small|llama3-1b)": f"{SMALL_SHAPE} {SMALL_BATCH} parallel.compile=false --steps 1",
     r"^lmworks bench offline": "--model tiny --quick",
     r"^lmworks bench kernels": "--model tiny --batch 1 --seq 16 --rounds 1",
     r"^lmworks profile engine": "--model tiny --requests 4",
@@ -56,9 +57,10 @@ STANDS_FOR = {  # addresses, folders and sizes of the page's own world
     "--shared-prefix 512x4": "--shared-prefix 8x4",
     "--only linear_cross_entropy --model llama3-8b": "--only linear_cross_entropy",
     "data.path=YOUR-TOKENS": "data.path=data/code",
+    "--data DIR": "--data src/lmworks/plan/tables/published",
 }
 NEEDS = {  # what a line finds there
-    r"runs/tiny": "[ -d runs/tiny ] || lmworks train configs/tiny.toml --run-dir runs/tiny",
+    r"^lmworks (?!train).*runs/tiny": "[ -d runs/tiny ] || lmworks train configs/tiny.toml --run-dir runs/tiny",
     r"^lmworks bench serve": '[ -n "$server" ] || serve lmworks serve runs/demo',
     r"^lmworks serve --upstream": "lmworks serve demo=runs/demo --port 8001 & upstream=$!",
     r"^mkdir -p runs/copied": "cp runs/copied/spec.toml . && mv runs/copied runs/lost",
@@ -82,7 +84,7 @@ refused() {  # WORD COMMAND…: exit code 2, and a message that holds the word
 """
 STAGE = """
 set -eu
-lmworks train configs/tiny.toml --run-dir runs/demo optim.steps=20
+lmworks train configs/small.toml --run-dir runs/demo optim.steps=5 log.eval_batches=1
 lmworks export runs/demo exported/demo
 cp -r exported/demo exported/small
 cp -r runs/demo runs/code
