@@ -110,7 +110,8 @@ def demo(sample: Sample) -> None:
     from lmworks.cli.demo import compare
 
     run = struck_run(sample.folder)
-    run.prediction_path.write_text(json.dumps({"time": {"step_s": 0.5}, "memory": {"total": 2**20}, "params": 139584}))
+    said = {"step_s": 0.5, "interval": [0.325, 0.9], "tokens_per_s": 200.0, "memory_bytes": 2**20, "params": 139584}
+    run.prediction_path.write_text(json.dumps({**said, "quiet": False, "noise": 1.5}))
     compare(run)
 
 
@@ -184,7 +185,8 @@ def machine(sample: Sample) -> None:
 
     point = SimpleNamespace(shape=(16384, 4096, 14336), rate=9.87e14)
     rates = {"matmul.bf16": [point], "copy": [SimpleNamespace(shape=(2**30,), rate=4.2566e12)]}
-    facts = {"launch_s": 5.25e-6, "launch_backward_s": 1.1e-5, "memory_bytes": 150_754_820_096}
+    facts = {"launch_s": 5.25e-6, "launch_backward_s": 1.1e-5, "memory_bytes": 150_754_820_096, "quiet": False}
+    facts["noise"] = 8.25
     print_machine(SimpleNamespace(name="NVIDIA H200", rates=rates, **facts))  # type: ignore[arg-type]
 
 

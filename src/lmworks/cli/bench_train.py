@@ -106,12 +106,11 @@ def foreseen(said: dict[str, Any]) -> list[list[str]]:
         return [["planned", "-", said["note"]]]
     rows = []
     if said["step_s"]:
-        low, high = said["interval"]
-        busy = (
-            "" if said.get("quiet", True) else f", machine busy: runs took {said['noise']:.1f} × what they take alone"
-        )
-        about = f"{said['step_error']:+.1%} ({said['by']} rates{busy}); expected {duration(low)} to {duration(high)}"
-        rows.append(["step, planned", duration(said["step_s"]), about])
+        rows.append(["step, planned", duration(said["step_s"]), f"{said['step_error']:+.1%} ({said['by']} rates)"])
+        if said.get("interval"):  # older results have none
+            busy = said.get("quiet") is False
+            load = f"the machine was busy: runs took {said['noise']:.1f} × what they take alone" if busy else ""
+            rows.append(["step, expected", " to ".join(map(duration, said["interval"])), load])
     off = said["allocated_error"]
     rows.append(["allocated, planned", binary_bytes(said["allocated_bytes"]), "" if off is None else f"{off:+.1%}"])
     if "reserved_bytes" in said:
