@@ -20,6 +20,7 @@ import tokenizers
 from api_server import MODEL, Api, House, until
 
 from lmworks.data.tokenizer import FileTokenizer, train_bpe
+from lmworks.serve import answer
 from lmworks.serve.backend import Words
 
 LONGEST = 0.05  # seconds of CPU in one callback
@@ -144,3 +145,26 @@ def test_the_loop_goes_on(spoken: Api, beat: Beat, name: str) -> None:
     assert status == expected or (not status and expected in (400, 413) and len(content) > MIB), found[:500]
     assert beat.longest < LONGEST and others < OTHERS, (beat.longest, others)
     until(lambda: spoken.serving.workers.busy.total() == 0)
+
+
+def test_a_large_answer_is_written_bit_by_bit(
+    house: House, api: Api, beat: Beat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """161,280 log-probabilities: no callback of the loop, and no call that holds the lock in a thread, takes long."""
+    longest, plain = [0.0], answer.encode
+
+    def timed(value: Any) -> str:
+        began = time.thread_time()
+        found = plain(value)
+        longest[0] = max(longest[0], time.thread_time() - began)
+        return found
+
+    monkeypatch.setattr(answer, "encode", timed)
+    wishes = {"prompt": "a", "max_tokens": 480, "n": 16, "logprobs": 20, "ignore_eos": True}
+    status, found = post(api, COMPLETIONS, body(**wishes))
+    told = json.loads(found.partition(b"\r\n\r\n")[2])
+    assert status == 200 and told["usage"]["completion_tokens"] == 16 * 480
+    scored = [one["logprobs"] for one in told["choices"]]
+    assert {len(one[name]) for one in scored for name in one} == {480}
+    assert all(20 <= len(top) <= 21 for one in scored for top in one["top_logprobs"])
+    assert beat.longest < LONGEST and longest[0] < LONGEST, (beat.longest, longest)

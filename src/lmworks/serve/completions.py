@@ -16,7 +16,7 @@ from starlette.responses import Response
 from ..engine.request import Logprob
 from .answer import answered
 from .backend import Event, Usage
-from .jobs import Job, Total, collected, room, total, usage_object, wishes
+from .jobs import Job, Total, aside, collected, room, total, usage_object, wishes
 from .limits import Refusal
 from .openai_answers import Completion, CompletionChoice, CompletionLogprobs, Finish
 from .openai_types import CompletionRequest
@@ -111,7 +111,8 @@ class Answering:
         if not self.job.stream:  # a judged prompt: one chunk an answer
             found = await collected(self.job)
             usage = found.usage
-            for one in self.whole(found)["choices"]:
+            whole = await aside(self.job, lambda: self.whole(found))
+            for one in whole["choices"]:
                 yield line({**self.completion([one]), **more})
         else:
             offsets: dict[int, Offsets] = {}  # by answer: those that have begun

@@ -28,6 +28,8 @@ from .compile_queue import CompileQueue, Job
 NEWS_S = 0.25  # between two reports of numbers, while there is work
 LOOK_S = 1.0  # how often an idle engine is asked whether it could go on
 
+MOST_SCORES = 16_384  # log-probabilities in one report
+
 Fields = tuple[Any, ...]  # of an Event
 
 
@@ -204,7 +206,10 @@ class Loop:
         if news or started or compiled or refused or events:
             self.told = now if news else self.told
             metrics = asdict(self.engine.metrics) if news else None
-            self.wire.send(Report(self.steps, compiled, started, refused, events, metrics))
+            first, *rest = batches(events)
+            self.wire.send(Report(self.steps, compiled, started, refused, first, metrics))
+            for batch in rest:
+                self.wire.send(Report(self.steps, [], [], [], batch, None))
 
 
 # --- what the engine says, as events ----------------------------------------------------------------------
@@ -232,6 +237,20 @@ def events_of(piece: Piece) -> list[Fields]:
         return []
     whole = [answer_fields(index, answer, request) for index, answer in enumerate(result.answers)]
     return [(*fields, None, None) for fields in whole[:-1]] + [(*whole[-1], final, prompt_logprobs)]
+
+
+def batches(events: list[tuple[int, Fields]]) -> list[list[tuple[int, Fields]]]:
+    """At least one. Log-probabilities of many answers travel apart: the API reads one message at a time."""
+    found: list[list[tuple[int, Fields]]] = [[]]
+    weight = 0
+    for event in events:
+        scored = event[1][3]
+        weight += len(scored) * (len(scored[0].top) + 1) if scored else 0
+        if weight > MOST_SCORES and found[-1]:
+            found.append([])
+            weight = 0
+        found[-1].append(event)
+    return found
 
 
 def answer_fields(index: int, answer: Answer, request: Request) -> Fields:

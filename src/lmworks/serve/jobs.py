@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..engine.params import SEEDS, SamplingParams
 from ..engine.request import Logprob
@@ -16,6 +16,8 @@ from .limits import Refusal, check_params, longest_answer, size_of
 from .openai_answers import UsageObject
 from .openai_types import Sampling
 from .serving import Caller, Local, Serving
+
+Found = TypeVar("Found")
 
 AHEAD = 64  # events of many prompts that may wait for a slow reader
 
@@ -201,6 +203,11 @@ class Total:
             self.usage = total(self.usage, event.final)
         if event.prompt_logprobs is not None:
             self.prompt_logprobs[place] = event.prompt_logprobs
+
+
+async def aside(job: Job, work: Callable[[], Found]) -> Found:
+    """With log-probabilities an answer may take long to write down: in a thread, which lets the loop run in between."""
+    return await asyncio.to_thread(work) if job.params.logprobs is not None else work()
 
 
 async def collected(job: Job) -> Total:
