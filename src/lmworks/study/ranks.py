@@ -102,7 +102,8 @@ def collect(answers: dict[Connection, int], timeout: float, late: type[RankFaile
                 raise RankFailed(f"rank {rank} died without a word") from None
             if not ok:
                 message, details = content
-                error = RankFailed(f"rank {rank}: {message}")
+                own = f"rank {rank}: "
+                error = RankFailed(message if message.startswith(own) else own + message)
                 error.add_note(details)
                 raise error
             found[rank] = content

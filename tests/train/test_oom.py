@@ -1,0 +1,201 @@
+"""An OOM that happens all the same is named as one: by rank, with what was predicted and measured."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import typer
+
+from lmworks.cli import ranks, supervise
+from lmworks.plan.memory import host
+from lmworks.plan.memory.fit import peak_rows, total
+from lmworks.record import RunFolder
+from lmworks.record.oom import OutOfMemory, as_oom, asked_bytes, is_oom
+from lmworks.spec import RunSpec
+from lmworks.study.ranks import RankFailed, on_ranks
+from lmworks.train import Trainer
+from lmworks.train.oom import named
+from tiny import before_step, built, events, make_spec, write_spec
+
+GIB, MIB = 2**30, 2**20
+CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"  # noqa: E501
+GPU = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.1 GiB of which 1.2 GiB is free."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (RuntimeError(CPU), 4 * GIB),
+        (torch.OutOfMemoryError(GPU), 20 * GIB),
+        (RuntimeError("std::bad_alloc"), None),
+        (MemoryError(), None),
+        (OSError(12, "Cannot allocate memory"), None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), None),
+    ],
+)
+def test_errors_of_allocators_are_known(error: Exception, asked: int | None) -> None:
+    assert is_oom(error) and asked_bytes(error) == asked
+    cause = as_oom(error)
+    assert isinstance(cause, OutOfMemory) and cause.final and cause.exit_code == 1
+    assert str(cause).startswith("out of memory: ") and "\n" not in str(cause)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), OSError(28, "No space left"), ValueError("memory")])
+def test_other_errors_are_left_alone(error: Exception) -> None:
+    assert not is_oom(error) and as_oom(error) is error
+
+
+def limit_address_space(room: int) -> None:
+    """To what this process has, and `room` bytes more."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+
+
+LIMITED = """
+import sys
+import lmworks.observe.report, torch._dynamo
+from lmworks.train.device import warm_runtime
+from test_oom import limit_address_space
+warm_runtime()
+limit_address_space(600 * 2**20)
+from lmworks.__main__ import command
+command()
+"""
+
+
+@pytest.mark.parametrize("force", [False, True], ids=["refused", "forced"])
+def test_one_rank_under_a_limit_ends_in_one_line(force: bool, dataset: Path, tmp_path: Path) -> None:
+    """A real process, whose allocations really fail."""
+    spec = make_spec(dataset, "data.micro_batch=65536", "data.global_batch=65536", "cluster.device=cpu")
+    peak = total(peak_rows(spec, 0, "cpu"))
+    assert peak > 4 * GIB
+    run, here = tmp_path / "run", Path(__file__).parent
+    words = ["train", str(write_spec(spec, tmp_path / "spec.toml")), "--run-dir", str(run), *["--force"] * force]
+    environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent}"}
+    done = subprocess.run([sys.executable, "-c", LIMITED, *words], env=environment, capture_output=True, text=True)
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("lmworks: error: "), done.stderr
+    if not force:
+        assert done.returncode == 2 and "; data.micro_batch=" in done.stderr and not run.exists()
+        return
+    assert done.returncode == 1
+    assert re.search(
+        rf"out of memory in \w+ of step 1: \S+ GiB more could not be allocated; predicted {peak / GIB:.3g} GiB at its "
+        r"peak, measured 0\.\d+ GiB \(cpu\)",
+        done.stderr,
+    )
+    (fail,) = events(run, "fail")
+    assert (fail["cause"], fail["predicted_bytes"]) == ("oom", peak)
+    assert 0 < fail["measured_bytes"] < 700 * MIB
+
+
+def run_short_of_memory(rank: int, spec: RunSpec, folder: Path) -> None:
+    trainer = Trainer(spec, folder, quiet=True, force=True)
+    if rank == 1:
+        before_step(trainer, 1, lambda: limit_address_space(100 * MIB))
+    trainer.run()
+
+
+@pytest.mark.parametrize("experts", [(), ("model.experts=4", "model.expert_ffn=64")], ids=["dense", "experts"])
+def test_the_rank_that_ran_out_is_named(experts: tuple[str, ...], dataset: Path, tmp_path: Path) -> None:
+    words = ("parallel.dp=2", "data.micro_batch=4096", "data.global_batch=8192", "cluster.device=cpu", *experts)
+    spec = make_spec(dataset, *words)
+    peak = total(peak_rows(spec, 1, "cpu"))
+    with pytest.raises(RankFailed) as error:
+        on_ranks(2, run_short_of_memory, spec, tmp_path / "run", timeout=100)
+    said = rf"rank 1: out of memory in \w+ of step 1.*; predicted {peak / GIB:.3g} GiB at its peak, measured \S+ GiB"
+    assert re.match(said, str(error.value)), error.value
+
+
+def test_after_a_step_it_is_worth_another_try(dataset: Path, tmp_path: Path) -> None:
+    trainer = built(make_spec(dataset), tmp_path / "run")
+    for began, step, final in ((None, 0, True), (4, 4, True), (4, 5, False)):
+        trainer.began, trainer.step = began, step
+        error = named(RuntimeError(CPU), trainer)
+        assert isinstance(error, OutOfMemory) and error.final is final
+        assert "4 GiB more could not be allocated" in str(error)
+
+
+# --- the kernel's OOM killer ------------------------------------------------------------------------------
+
+# Stands in for a rank: takes 80 MiB, has the counter of the kernel raised, and is killed as that would.
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+if os.environ["RANK"] != "1":
+    time.sleep(60)
+held = bytearray(os.urandom(1)) * (80 * 2**20)
+time.sleep(1.5)
+if sys.argv[1] == "oom":
+    Path(sys.argv[2]).write_text("low 0\\noom_kill 4\\n")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """memory.events of the control group of this process, in which three were killed before."""
+    monkeypatch.setattr(host, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(host, "CGROUPS", tmp_path / "cgroup")
+    for name, text in {"proc/self/cgroup": "0::/\n", "cgroup/memory.events": "low 0\noom_kill 3\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(ranks, "PROGRAM", ("-c", KILLED))
+    monkeypatch.delenv("RANK", raising=False)
+    return tmp_path / "cgroup/memory.events"
+
+
+def supervised(spec: RunSpec, folder: RunFolder, words: list[str], restarts: int) -> int:
+    with pytest.raises(typer.Exit) as ended:
+        supervise.supervise(spec, folder, words, words, restarts)
+    return ended.value.exit_code
+
+
+def test_a_rank_that_the_oom_killer_ended(
+    counter: Path, dataset: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Real processes and a real SIGKILL; the counter is a file of ours. It is not started again: it took no step."""
+    spec = make_spec(dataset, "parallel.dp=2", "cluster.device=cpu")
+    folder = RunFolder.create(tmp_path / "run", spec)
+    folder.event("start", 0, attempt=0)
+    assert supervised(spec, folder, ["oom", str(counter)], 3) == 128 + signal.SIGKILL
+    said = capfd.readouterr().err
+    peak = total(peak_rows(spec, 1, "cpu"))
+    found = re.fullmatch(
+        r"lmworks: error: rank 1 ran out of memory: the kernel's OOM killer ended it \(SIGKILL\); predicted "
+        rf"{peak / GIB:.3g} GiB a rank beside its runtime, 2 ranks on this machine; "
+        r"last seen with (\S+) GiB resident\n",
+        said,
+    )
+    assert found and 80 * MIB < float(found[1]) * GIB < 200 * MIB, said
+    (fail,) = events(folder.path, "fail")
+    assert fail["cause"] == "oom" and 80 * MIB < fail["measured_bytes"] < 200 * MIB
+
+
+def test_any_other_sigkill_is_none(counter: Path, dataset: Path, tmp_path: Path, capfd: Any) -> None:
+    spec = make_spec(dataset, "parallel.dp=2", "cluster.device=cpu")
+    assert supervised(spec, RunFolder(tmp_path / "run"), ["kill"], 0) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == "lmworks: error: rank 1 was ended by SIGKILL; the run can be resumed\n"
+
+
+def test_after_steps_the_ranks_are_started_again(dataset: Path, tmp_path: Path) -> None:
+    """As often as allowed: another process may have taken the memory."""
+    spec = make_spec(dataset, "parallel.dp=2", "cluster.device=cpu")
+    folder = RunFolder.create(tmp_path / "run", spec)
+    folder.event("start", 0, attempt=0)
+    folder.metrics_path.write_text('{"step": 1, "attempt": 0, "loss": 1.0}\n')
+    killed = ranks.Ended(-9, "rank 1 was ended by SIGKILL", rank=1, oom=True)
+    with mock.patch.object(supervise, "run_ranks", return_value=killed) as start:
+        supervised(spec, folder, ["x"], 2)
+    assert start.call_count == 3
