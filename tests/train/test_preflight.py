@@ -270,3 +270,15 @@ def test_the_reference_run_is_refused(
         start.assert_not_called()
     assert " for the 8 ranks on this machine, 7" in err and "gradients 27 GiB, " in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_is_refused_before_it_loads(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    RunFolder.create(run, make_spec(dataset))
+    give(monkeypatch, 4 * MIB)
+    words = ("quantize", str(run), "--scheme", "int4", "--out", str(tmp_path / "out"))
+    code, _, err = lmworks(capsys, *words)
+    assert code == 2 and "and 0.00391 GiB are free: states between blocks " in err and "; --tokens " in err
+    assert "has no checkpoint yet" in lmworks(capsys, *words, "--force")[2]

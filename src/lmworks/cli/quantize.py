@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .job import Force
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def quantize(
         ),
     ] = None,
     step: Annotated[int | None, typer.Option("--step", help="Use the checkpoint of this step.")] = None,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Make a model smaller, measure what it lost, and refuse it where that is too much.
@@ -62,6 +64,8 @@ def quantize(
     if group not in GROUPS:
         raise SpecError(f"--group {group} is not one of: {', '.join(map(str, GROUPS))}")
     refuse_others(out)
+    if not force:
+        refuse_large(source, scheme, tokens)
     model, text, about = load(source, calibration, tokens, step)
     try:
         report = run(model, scheme, text, group=group, limit=limit, progress=watch if sys.stderr.isatty() else None)
@@ -74,6 +78,29 @@ def quantize(
         print_json({"out": str(out), **report.to_dict()})
     else:
         show(report, out)
+
+
+def refuse_large(source: Path, scheme: str, tokens: int) -> None:
+    """What does not fit into memory, before it is loaded."""
+    import torch
+
+    from ..engine.quantize_memory import refuse_oversized
+    from ..engine.quantized_folder import is_quantized
+    from ..loading import is_hf
+    from ..model.hf import described
+    from ..record import RunFolder
+    from ..train.device import pick_device
+
+    if is_hf(source):
+        if is_quantized(source):
+            return  # refused for that
+        cuda = torch.cuda.is_available()
+        device, width = torch.device("cuda" if cuda else "cpu"), 2 if cuda else 4
+        model = described(source)[1]
+    else:
+        spec = RunFolder.open(source).spec()
+        device, width, model = pick_device(spec.cluster), 4, spec.model
+    refuse_oversized(str(source), model, scheme, tokens, width, device)
 
 
 def watch(layer: LayerReport) -> None:

@@ -48,15 +48,23 @@ def refuse_oversized(
     if starting and device.type != "cpu":
         return
     if device.type == "cpu":
-        ranks, limits = list(ranks_here(spec)), Limits(available_bytes(), process_bytes())
+        ranks = list(ranks_here(spec))
     else:
-        ranks, limits = [int(os.environ.get("RANK") or 0)], Limits(each=free_on(device), what="GPU memory")
+        ranks = [int(os.environ.get("RANK") or 0)]
+    limits = free_for(device)
 
     def rows(changed: RunSpec, rank: int) -> list[Row]:
         return [*beside(changed, rank), *([Row("runtime", RUNTIME, "Python, PyTorch, libraries")] if starting else [])]
 
     if why := refusal(placed(spec, device), ranks, device.type, limits, rows, own_layout):
         raise SpecError(why)
+
+
+def free_for(device: torch.device) -> Limits:
+    """What is free: of a CPU's memory for all processes together, of a GPU's for this one."""
+    if device.type == "cpu":
+        return Limits(available_bytes(), process_bytes())
+    return Limits(each=free_on(device), what="GPU memory")
 
 
 def free_on(device: torch.device) -> int:
