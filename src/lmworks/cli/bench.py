@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..ahead import read_ahead
+from ..data.progress import activity
 from ..record.figures import binary_bytes, duration
 from . import bench_kernels, bench_serve, bench_train, complete
 from .generate import EngineOverrides, engine_options
+from .loading_text import loading
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
@@ -70,7 +72,8 @@ def offline(
 
     work = make_workload(requests, input, output, seed, quick)
     llm, startup_s = started(model, overrides, seed)
-    with llm:
+    with llm, activity() as doing:
+        doing(f"serving {work.requests} requests", 0, 0)
         facts = {"model": model, **bench_offline(llm.native, work), "startup_s": startup_s}
     if json:
         print_json(facts)
@@ -81,11 +84,13 @@ def offline(
 def started(model: str, overrides: list[str] | None, seed: int) -> tuple[LLM, float]:
     """The model after its first token, and the seconds from the start of this process to it."""
     read_ahead(model)
-    from ..engine.params import SamplingParams
-    from ..llm import LLM
+    with activity() as doing:
+        doing(loading(model), 0, 0)
+        from ..engine.params import SamplingParams
+        from ..llm import LLM
 
-    llm = LLM(model, seed=seed, **engine_options(overrides))
-    llm.generate([[1]], SamplingParams(max_tokens=1, ignore_eos=True), progress=False)
+        llm = LLM(model, seed=seed, **engine_options(overrides))
+        llm.generate([[1]], SamplingParams(max_tokens=1, ignore_eos=True), progress=False)
     return llm, process_age()
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..data.progress import activity
 from ..record.figures import binary_bytes, duration, short
 from .job import Force, OnDevice, asked, on_device
 from .output import Json, Overrides, Spec, print_json, print_table
@@ -46,8 +47,9 @@ def train(
     from ..parallel.world import leaving
     from ..study.train_bench import bench_train
 
-    with leaving():
-        facts = bench_train(loaded, steps, kernels=profile, force=force)
+    with leaving(), activity() as doing:
+        doing(f"preparing {loaded.name}: {loaded.model.params:,} parameters", 0, 0)
+        facts = bench_train(loaded, steps, kernels=profile, force=force, progress=doing)
     if facts is None:
         return
     if json:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..ahead import read_ahead
+from ..data.progress import activity
 from ..spec.errors import LMWorksError, SpecError, near_keys, suggestion
 from . import complete
+from .loading_text import loading
 from .output import Json, as_json, last_words, write
 
 if TYPE_CHECKING:
@@ -116,15 +118,17 @@ def open_llm(
 ) -> LLM:
     """The model with its engine, from what was typed."""
     read_ahead(model)
-    from ..llm import LLM
+    with activity() as doing:
+        doing(loading(model, step), 0, 0)
+        from ..llm import LLM
 
-    llm = LLM(model, engine=engine, step=step, seed=seed, **engine_options(overrides))
-    try:
-        for name, folder in adapters.items():
-            llm.add_adapter(name, folder)
-    except LMWorksError:
-        llm.close()
-        raise
+        llm = LLM(model, engine=engine, step=step, seed=seed, **engine_options(overrides))
+        try:
+            for name, folder in adapters.items():
+                llm.add_adapter(name, folder)
+        except LMWorksError:
+            llm.close()
+            raise
     return llm
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .job import Force
+from .loading_text import loading
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ..engine.calibrate_quant import LayerReport
     from ..engine.quantize import Calibration, Report
     from ..model import GPT
+    from ..spec import ModelSpec
 
 SHOWN = 8  # layers in the table
 TOKENIZER_FILES = (
@@ -111,11 +113,14 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
     """The model, the text to calibrate on, and what goes into the folder beside the weights."""
     import torch
 
+    from ..data import load_tokenizer
+    from ..data.progress import activity
     from ..data.tokenizer import ByteTokenizer
     from ..engine.quantized_folder import is_quantized
     from ..loading import hf_eos, hf_tokenizer, is_hf
     from ..model import GPT
-    from ..model.hf import load_hf
+    from ..model.hf import described, load_hf
+    from ..record import RunFolder
     from ..spec import SpecError
     from ..train.load import load_trained
 
@@ -127,21 +132,27 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
         if not calibration:
             raise SpecError("a Hugging Face folder has no held-out data: give --calibration, a text or a data folder")
         device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-        model = load_hf(GPT, source, dtype=dtype, device=device)
         files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
         about: dict[str, Any] = {"files": files, "eos": hf_eos(source)}
-        return model, calibrate_on(calibration, tokens, model, hf_tokenizer(source)), about
-    trained = load_trained(source, step)
-    data = next(iter(trained.spec.data.sources))
-    is_bytes = isinstance(trained.tokenizer, ByteTokenizer)
+        # What is asked for is there, or said to be missing, before gigabytes of weights are read.
+        text = calibrate_on(calibration, tokens, described(source)[1], hf_tokenizer(source))
+        with activity() as doing:
+            doing(loading(source), 0, 0)
+            return load_hf(GPT, source, dtype=dtype, device=device), text, about
+    spec = RunFolder.open(source).spec()
+    data = next(iter(spec.data.sources))
+    tokenizer = load_tokenizer(resolved(data))
+    is_bytes = isinstance(tokenizer, ByteTokenizer)
     about = {
         "tokenizer": "bytes" if is_bytes else "",
         "files": [] if is_bytes else [resolved(data) / "tokenizer.json"],
-        "eos": [trained.tokenizer.eot],
-        "vocab": trained.tokenizer.vocab_size,
+        "eos": [tokenizer.eot],
+        "vocab": tokenizer.vocab_size,
     }
-    seq = trained.spec.data.seq
-    return trained.model, calibrate_on(calibration or data, tokens, trained.model, trained.tokenizer, seq), about
+    text = calibrate_on(calibration or data, tokens, spec.model, tokenizer, spec.data.seq)
+    with activity() as doing:
+        doing(loading(source, step), 0, 0)
+        return load_trained(source, step).model, text, about
 
 
 def resolved(data: str) -> Path:
@@ -150,14 +161,14 @@ def resolved(data: str) -> Path:
     return resolve(data)
 
 
-def calibrate_on(place: str, tokens: int, model: GPT, tokenizer: Tokenizer | None, seq: int = 1024) -> Calibration:
+def calibrate_on(place: str, tokens: int, spec: ModelSpec, tokenizer: Tokenizer | None, seq: int = 1024) -> Calibration:
     """From a text file, or from the held-out part of prepared data."""
     from ..data import TokenData
     from ..engine.quantize import Calibration
     from ..spec import DataError, SpecError
     from ..spec.errors import NoSuchData
 
-    spec, path = model.spec, Path(place)
+    path = Path(place)
     if not path.exists() and path.suffix:
         raise NoSuchData(f"--calibration {place}: there is no such text, and no such folder of prepared data")
     if path.is_file():

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ..data.progress import activity
 from .generate import Step
+from .loading_text import loading
 from .output import Json, print_json
 from .train import RunDir
 
@@ -29,9 +31,12 @@ def evaluate(
     from ..train.evaluate import held_out
     from ..train.load import load_trained
 
-    trained = load_trained(run, step)
-    data = held_out(trained.spec)
-    result = measure(trained.model, data, trained.spec, batches)
+    with activity() as doing:
+        doing(loading(run, step), 0, 0)
+        trained = load_trained(run, step)
+        data = held_out(trained.spec)
+        doing("measuring the loss on held-out data", 0, 0)
+        result = measure(trained.model, data, trained.spec, batches)
     bits_per_byte = result.loss / math.log(2) / data.bytes_per_token
     summary = {
         "run": str(run),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import IO
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage ("tokenize"), how much is done, and how much there is in all (0: unknown)."""
@@ -46,3 +51,89 @@ def plain_lines() -> Progress:
             print(f"{stage}: {done} of {total}" if total else stage, file=sys.stderr, flush=True)
 
     return say
+
+
+# --- what takes how long nobody knows -----------------------------------------------------------------------
+
+DRAWN_S = 0.2  # between two updates of a live line
+TICK_S = 1.0  # and where nothing changes but the clock
+FIRST_S, AGAIN_S = 10.0, 60.0  # where there is no terminal: when a line is written, and how often after that
+
+
+@contextmanager
+def activity() -> Iterator[Progress]:
+    """Say on standard error what is going on: a live line with its seconds on a terminal, elsewhere a line where it
+    takes long. Of several ranks the first one speaks.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield silent
+        return
+    shown = Activity(sys.stderr)
+    try:
+        yield shown
+    except BaseException:
+        shown.close(failed=True)
+        raise
+    shown.close()
+
+
+class Activity:
+    """Called as a `Progress`; a thread of its own keeps the clock, for stages that say nothing meanwhile."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.stream = stream
+        self.live = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.stage, self.done, self.total = "", 0, 0
+        self.began = self.drawn = time.monotonic()
+        self.spoken = 0  # lines about this stage, where there is no terminal
+        self.lock, self.ended = threading.Lock(), threading.Event()
+        self.clock = threading.Thread(target=self.tick, name="lmworks-activity", daemon=True)
+        self.clock.start()
+
+    def __call__(self, stage: str, done: int = 0, total: int = 0) -> None:
+        with self.lock:
+            new = stage != self.stage
+            if new:
+                self.finish()
+                self.stage, self.began, self.spoken = stage, time.monotonic(), 0
+            self.done, self.total = done, total
+            if self.live and (new or time.monotonic() - self.drawn > DRAWN_S):
+                self.draw()
+
+    def tick(self) -> None:
+        while not self.ended.wait(TICK_S if self.live else 0.1):
+            with self.lock:
+                due = FIRST_S + AGAIN_S * self.spoken
+                if self.stage and (self.live or time.monotonic() - self.began >= due):
+                    self.draw()
+
+    def draw(self) -> None:
+        seconds, self.drawn = time.monotonic() - self.began, time.monotonic()
+        counted = f": {self.done} of {self.total}" if self.total else ""
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            self.write(f"\r\x1b[2K{f'{self.stage}{counted} … {int(seconds)} s'[:width]}")
+        else:
+            self.spoken += 1
+            self.write(f"{self.stage}{counted} … {int(seconds)} s so far\n")
+
+    def finish(self) -> None:
+        """The line stays, with what it took."""
+        if self.stage and (self.live or self.spoken):
+            begin = "\r\x1b[2K" if self.live else ""
+            self.write(f"{begin}{self.stage}: {time.monotonic() - self.began:.1f} s\n")
+
+    def close(self, failed: bool = False) -> None:
+        self.ended.set()
+        with self.lock:
+            if not failed:
+                self.finish()
+            elif self.live and self.stage:
+                self.write("\n")  # what went wrong is said on a line of its own
+            self.stage = ""
+        self.clock.join()
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # nobody is left to read it
+            self.stream.write(text)
+            self.stream.flush()

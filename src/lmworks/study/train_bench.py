@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
+from ..data.progress import Progress, silent
 from ..observe.measure import device_name, memory_bytes
 from ..observe.power import watched_power
 from ..observe.probe import cached_machine, probe
@@ -45,7 +46,9 @@ WARM_UP = 3  # steps: the first compiles and makes optimizer states, the second 
 TOLD = 60  # kernels of a profile
 
 
-def bench_train(spec: RunSpec, steps: int = 20, *, kernels: bool = False, force: bool = False) -> dict[str, Any] | None:
+def bench_train(
+    spec: RunSpec, steps: int = 20, *, kernels: bool = False, force: bool = False, progress: Progress = silent
+) -> dict[str, Any] | None:
     """Every rank calls it, and the first gets the answer.
 
     `kernels`: also what a profiled step is made of. `force`: even where it does not fit into memory.
@@ -54,9 +57,10 @@ def bench_train(spec: RunSpec, steps: int = 20, *, kernels: bool = False, force:
     with tempfile.TemporaryDirectory(prefix="lmworks-bench-") as folder:
         trainer = Trainer(spec, Path(folder) / "run", quiet=True, force=force)
         device = trainer.device
+        progress(f"measuring products and memory of {device_name(device)}", 0, 0)
         ceilings = [measured_ceilings(device, spec.precision.dtype)] if trainer.lead else []
         try:
-            measured = take_steps(trainer, steps, kernels)
+            measured = take_steps(trainer, steps, kernels, progress)
         except torch.OutOfMemoryError as error:
             raise TrainingError(
                 f"the step does not fit into the {memory_bytes(device) / 2**30:.0f} GiB of {device_name(device)}; "
@@ -93,12 +97,13 @@ def on_some_data(spec: RunSpec) -> RunSpec:
     return spec if spec.data.named else spec.replace(data=spec.data.replace(path="stdlib:bytes"))
 
 
-def take_steps(trainer: Trainer, steps: int, kernels: bool) -> dict[str, Any]:
+def take_steps(trainer: Trainer, steps: int, kernels: bool, progress: Progress = silent) -> dict[str, Any]:
     """Build, warm up, and time."""
     device = trainer.device
     if not trainer.spec.checkpoint.init:
         trainer.weights = drawn_on(device, trainer.spec.seed)
     began = time.perf_counter()
+    progress(f"building {trainer.spec.model.params:,} parameters on {device_name(device)}", 0, 0)
     trainer.build()
     total = WARM_UP + steps + 1  # a run's last step launches none ahead, and ends by as much sooner: it is not timed
     losses, ends, waits = [], [], []
@@ -114,6 +119,10 @@ def take_steps(trainer: Trainer, steps: int, kernels: bool) -> dict[str, Any]:
                     recorded = stack.enter_context(recording(device))
                 losses.append(one_step(trainer, total - number))
             ends.append(time.perf_counter())
+            if number < WARM_UP:
+                progress("warm-up", number + 1, WARM_UP)
+            else:
+                progress("timing", number + 1 - WARM_UP, total - WARM_UP)
             waits.append(trainer.reader.waited)
     timed = ends[WARM_UP - 1 : WARM_UP + steps]
     seconds = [after - before for before, after in pairwise(timed)]

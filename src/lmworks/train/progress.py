@@ -55,6 +55,11 @@ class Progress:
             width = len(str(self.total))
             print(f"step {step:>{width}}/{self.total}  {self.describe(values)}", file=self.console.file, flush=True)
 
+    def head(self, text: str) -> None:
+        """For people at a terminal: a log has the run folder beside it."""
+        if self.bar:
+            self.note(text)
+
     def note(self, text: str) -> None:
         if self.bar:
             self.bar.console.print(text, markup=False)

@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 
 from ..data import Batch, Batches, console_progress
 from ..data.cache import refuse_vocabulary
-from ..data.progress import silent
+from ..data.progress import activity, silent
 from ..parallel.apply import lay_out
 from ..parallel.data import DataParallel
 from ..parallel.deepspeed import DeepSpeedEngine
@@ -34,6 +34,7 @@ from ..spec import RunSpec
 from ..spec.files import refuse_unwritable
 from ..spec.paths import with_absolute_paths
 from .ahead import drop, may_look_ahead, stands_alone
+from .banner import banner, name_device
 from .device import PeakMemory, find_gpu, make_deterministic, naming_gpu, on_device, pick_device
 from .evaluate import Evaluation, evaluate, held_out
 from .feed import Feed
@@ -156,9 +157,11 @@ class Trainer(Stepper):
             self.attempt = attempt
             self.watchdog = stack.enter_context(watching(self.spec.watch, self.folder, attempt, self.mesh))
             try:
-                self.build()
-                stack.callback(self.saving.close)
-                self.load(self.begin_at)
+                with activity() if not self.quiet else nullcontext(silent) as doing:
+                    doing(f"building {self.spec.model.params:,} parameters on {name_device(self.device)}", 0, 0)
+                    self.build()
+                    stack.callback(self.saving.close)
+                    self.load(self.begin_at)
                 if self.begin_at is not None:
                     self.saving.set_aside_later()
             except Exception as error:
@@ -180,6 +183,8 @@ class Trainer(Stepper):
                 if self.lead:
                     progress = Progress(optim.steps, self.step, self.spec.log.every, self.quiet)
                     self.progress = writers.enter_context(progress)
+                    for line in banner(self.spec, self.folder, self.device, self.step):
+                        self.progress.head(line)
                     metrics = MetricsWriter(self.folder.metrics_path, attempt, has_rewound(self.folder))
                     self.metrics = writers.enter_context(metrics)
                     self.sinks = open_sinks(self.spec.log, self.folder, self.spec, self.step)
