@@ -147,7 +147,7 @@ def say(page, text):
 
 
 def answers(page):
-    return [text.strip() for text in page.locator("article.assistant p").all_text_contents()]
+    return [text.strip() for text in page.locator("article.assistant .words").all_text_contents()]
 
 
 def picture(page, name, tmp_path):

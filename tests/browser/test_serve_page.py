@@ -328,3 +328,51 @@ def test_every_field_has_a_name(page):
       .filter(one => !(one.labels?.length || one.getAttribute("aria-label") || one.textContent.trim()))
       .map(one => one.id)""")
     assert nameless == []
+
+
+def test_an_empty_conversation_says_what_to_do(page):
+    assert "No messages yet" in page.inner_text("#empty")
+    page.click("#empty button >> nth=0")
+    assert page.input_value("#prompt") == "Explain the KV cache in three sentences."
+    page.press("#prompt", "Enter")
+    over(page)
+    assert not page.is_visible("#empty")
+    page.click("#clear")
+    assert page.is_visible("#empty") and said(page) == []
+
+
+MARKDOWN = """# Title
+Some **bold** and *soft* and `x < 1` [here](https://example.org/a).
+
+- one
+- <b>two</b>
+
+```python
+def f():
+    return "<img src=x onerror=alert(1)>"
+```
+> [no](javascript:alert(1))"""
+
+
+def test_markdown_is_drawn_and_html_is_text(page):
+    blocks = page.evaluate("text => markdown(text).map(one => one.outerHTML)", MARKDOWN)
+    assert blocks == [
+        "<h3>Title</h3>",
+        "<p>Some <strong>bold</strong> and <em>soft</em> and <code>x &lt; 1</code> "
+        '<a href="https://example.org/a" rel="noopener noreferrer nofollow" target="_blank" '
+        'title="https://example.org/a">here</a>.</p>',
+        "<ul><li>one</li><li>&lt;b&gt;two&lt;/b&gt;</li></ul>",
+        '<pre><code>def f():\n    return "&lt;img src=x onerror=alert(1)&gt;"</code></pre>',
+        "<blockquote><p>[no](javascript:alert(1))</p></blockquote>",
+    ]
+    # Half an answer: a fence without an end is code, a lone star is a star.
+    assert page.evaluate("markdown('```\\na *').map(one => one.outerHTML)") == ["<pre><code>a *</code></pre>"]
+    assert page.evaluate("markdown('2 * 3 * 4').map(one => one.outerHTML)") == ["<p>2 * 3 * 4</p>"]
+
+
+def test_code_of_an_answer_is_monospace(page):
+    say(page, "use `x=1` here")
+    over(page)
+    code = page.locator("article.assistant code")
+    assert code.inner_text() == "x=1"
+    assert "monospace" in code.evaluate("one => getComputedStyle(one).fontFamily")

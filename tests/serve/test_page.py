@@ -9,6 +9,8 @@ from html.parser import HTMLParser
 
 from api_server import Api
 
+from lmworks.serve.page import own, page
+
 
 class Inside(HTMLParser):
     """Scripts and styles as a browser sees them, and all that would be loaded or run from elsewhere."""
@@ -46,3 +48,18 @@ def test_the_page_allows_itself_and_nothing_else(api: Api) -> None:
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
     assert policy["connect-src"] == "'self'"
     assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", answer.text)
+
+
+def test_the_page_begins_with_an_empty_state_and_plain_labels() -> None:
+    text = page().html.decode()
+    assert '<div id="empty">' in text and "No messages yet" in text
+    labels = re.findall(r"<(?:label|dt)[^>]*>([^<]+)<", text)
+    assert {"Model", "API key", "Temperature", "Top-p", "Max tokens", "Seed", "System prompt"} <= set(labels)
+    assert {"Requests running", "Requests waiting", "Output tokens/s", "Preemptions"} <= set(labels)
+
+
+def test_an_answer_is_made_of_elements_and_never_parsed_as_html() -> None:
+    script = own("page_markdown.js")
+    assert "document.createElement" in script
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|DOMParser|ContextualFragment|Function\(", script)
+    assert "https?:" in script  # no other address becomes a link

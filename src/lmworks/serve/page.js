@@ -25,7 +25,7 @@ async function fetchText(path) {
 async function loadModels() {
   const { status, text } = await fetchText("/v1/models").catch(() => ({ status: 0, text: "" }));
   if (status === 401) {
-    complain("This server wants an API key.");
+    complain("This server wants an API key: enter it above.");
     element("key").focus();
   } else if (status !== 200) {
     complain("The server does not say which models it has.");
@@ -161,7 +161,8 @@ class Stopwatch {
 
 function bubble(role, name) {
   const article = document.createElement("article"), head = document.createElement("header");
-  const words = document.createElement("p");
+  const words = document.createElement("div");
+  words.className = "words";
   article.className = role;
   head.textContent = name;
   article.append(head, words);
@@ -181,13 +182,18 @@ async function say() {
   if (!text) return;
   const body = request(text);
   element("prompt").value = "";
-  following(() => { bubble("user", "you").words.textContent = text; });
+  following(() => { bubble("user", "you").words.append(made("p", text)); });
   const answer = bubble("assistant", body.model);
-  let said = "";
+  let said = "", due = 0;
+  const paint = () => {
+    due = 0;
+    following(() => answer.words.replaceChildren(...markdown(said)));
+  };
   try {
-    const ended = await ask(body, piece => following(() => {
-      answer.words.textContent = said = (said + piece).trimStart(); // many templates leave the first space to the model
-    }));
+    const ended = await ask(body, piece => {
+      said = (said + piece).trimStart(); // many templates leave the first space to the model
+      due ||= requestAnimationFrame(paint); // not for every token: a long answer is long to draw
+    }).finally(() => { cancelAnimationFrame(due); paint(); });
     if (ended !== "stop") answer.head.textContent += ended === "stopped" ? " · stopped" : ` · ended: ${ended}`;
     messages.push({ role: "user", content: text }, { role: "assistant", content: said });
   } catch (error) {
@@ -269,7 +275,7 @@ function turnTo(wanted) {
 function clear() {
   messages.length = 0;
   before = null;
-  element("log").replaceChildren();
+  for (const article of document.querySelectorAll("#log article")) article.remove();
   element("text").value = "";
   complain("");
   busy(false);
@@ -278,7 +284,7 @@ function clear() {
 
 function dye(theme) {
   document.documentElement.dataset.theme = theme;
-  element("theme").textContent = theme === "dark" ? "light" : "dark"; // what a click would do
+  element("theme").textContent = theme === "dark" ? "Light theme" : "Dark theme"; // what a click would do
   element("theme").setAttribute("aria-pressed", String(theme === "dark"));
 }
 
@@ -298,6 +304,10 @@ element("send").addEventListener("click", send);
 element("stop").addEventListener("click", stop);
 element("undo").addEventListener("click", takeBack);
 element("clear").addEventListener("click", clear);
+for (const example of document.querySelectorAll("#empty button")) example.addEventListener("click", () => {
+  element("prompt").value = example.textContent;
+  element("prompt").focus();
+});
 element("tab-chat").addEventListener("click", () => turnTo("chat"));
 element("tab-completion").addEventListener("click", () => turnTo("completion"));
 document.querySelector("[role=tablist]").addEventListener("keydown", event => {

@@ -22,7 +22,7 @@ class Page:
 
 @cache
 def page() -> Page:
-    style, script = own("page.css"), own("page_engine.js") + own("page.js")
+    style, script = own("page.css"), own("page_engine.js") + own("page_markdown.js") + own("page.js")
     html = own("page.html").replace("/*style*/", style).replace("/*script*/", script)
     policy = {
         "default-src": "'none'",
