@@ -95,7 +95,7 @@ def read_index(folder: str | Path) -> Index:
         raise NoSuchData(missing(folder)) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}); prepare the folder again") from None
     found = raw.get("version") if isinstance(raw, dict) else None
     if found != VERSION:

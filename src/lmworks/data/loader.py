@@ -10,10 +10,12 @@ may reach over the end of one. The last tokens of a source, fewer than a sequenc
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +28,10 @@ from .cache import resolve
 from .mixture import Mixture
 from .permute import key_of, permute
 from .progress import Progress, silent
-from .store import TokenData
+from .store import AGAIN, TokenData
 from .tokenizer import Tokenizer, load_tokenizer
 
+PR_SET_PDEATHSIG = 1  # of Linux, <sys/prctl.h>
 IGNORED = -100  # a target that is not counted; cross_entropy's own default
 
 
@@ -82,6 +85,8 @@ class Batches:
         self.mixture = Mixture.of(data.sources)
         self.sources = [TokenData.open(resolve(path, progress), split, verify=False) for path in data.sources]
         check_same_tokenizer(self.sources)
+        for source in self.sources:
+            source.verify_tokenizer()
         self.source_windows = np.array([windows_of(source, self.seq) for source in self.sources])
         if data.verify:
             for source in self.sources:
@@ -116,7 +121,14 @@ class Batches:
             # Else the loader draws from the global generator, and dropout after a resume is not what it was.
             generator=torch.Generator(),
         )
-        yield from loader
+        iterator = iter(loader)
+        try:
+            for batches in iterator:
+                if isinstance(batches, DataError):
+                    raise batches
+                yield batches
+        finally:
+            end_workers(iterator)
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(source, window of that source) of each sample."""
@@ -136,6 +148,8 @@ class Batches:
         for row, (number, window) in enumerate(zip(sources.tolist(), windows.tolist(), strict=True)):
             source, start = self.sources[number], window * self.seq
             rows[row] = source.read(start, start + self.seq + 1)
+            if rows[row].max() >= source.index.vocab_size:
+                refuse_token(source, start, rows[row])
             if self.document_mask:
                 begins[row, source.document_starts(start + 1, start + self.seq + 1) - start] = 1
         tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
@@ -182,14 +196,35 @@ class Batches:
         return "+".join(source.index.digest for source in self.sources)
 
 
-class Cursors(torch.utils.data.Dataset[list[Batch]]):
-    """The map-style view of the stream that DataLoader wants."""
+class Cursors(torch.utils.data.Dataset[list[Batch] | DataError]):
+    """The map-style view of the stream that DataLoader wants. What a worker raises comes back with its traceback in
+    the text, so errors that users can mend are returned."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
 
-    def __getitem__(self, cursor: int) -> list[Batch]:
-        return self.batches.at(cursor)
+    def __getitem__(self, cursor: int) -> list[Batch] | DataError:
+        try:
+            return self.batches.at(cursor)
+        except DataError as error:
+            return error
+
+
+def end_workers(iterator: Any) -> None:
+    """The loader asks its workers to end, and leaves behind one that cannot hear it (SIGSTOP)."""
+    if hasattr(iterator, "_workers"):
+        iterator._shutdown_workers()
+        for worker in iterator._workers:
+            if worker.is_alive():
+                worker.kill()
+
+
+def refuse_token(source: TokenData, start: int, tokens: NDArray[np.int64]) -> None:
+    first = int((tokens >= source.index.vocab_size).argmax())
+    raise DataError(
+        f"{source.place(start + first)}: token id {int(tokens[first]):,} is not below the vocabulary's size of "
+        f"{source.index.vocab_size:,}; {AGAIN}"
+    )
 
 
 def leave_signals_to_trainer(worker: int) -> None:
@@ -197,8 +232,16 @@ def leave_signals_to_trainer(worker: int) -> None:
 
     A second SIGTERM is meant: it comes from whoever lost patience, or from the training process cleaning up.
     """
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def die_with_parent() -> None:
+    """By the kernel (Linux), since a worker that is stopped cannot look whether its parent lives."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def windows_of(source: TokenData, seq: int) -> int:

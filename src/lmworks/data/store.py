@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..spec.errors import DataError
-from .index import OFFSET_DTYPE, Index, Shard, read_index
+from .index import OFFSET_DTYPE, TOKENIZER_FILE, Index, Shard, read_index
 
 AGAIN = "prepare the folder again (the same `lmworks data prepare` mends it) or copy it anew"
 
@@ -74,9 +74,29 @@ class TokenData:
         pieces = []
         while start < stop:
             base, end = int(self._starts[first]), min(stop, int(self._starts[first + 1]))
+            self.refuse_cut(self._tokens[first], self.shards[first].bin)
             pieces.append(self._tokens[first][start - base : end - base])
             start, first = end, first + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self._tokens[0][:0]])
+
+    def refuse_cut(self, mapped: np.memmap[Any, Any], name: str) -> None:
+        """A file that is cut short while it is mapped: to read beyond its end would end this process (SIGBUS)."""
+        found = mapped._mmap.size()  # type: ignore[attr-defined]  # of the file that is mapped, whatever has its name now
+        if found < mapped.nbytes:
+            raise DataError(
+                f"{self.folder / name} was truncated while it is in use: {found:,} bytes of {mapped.nbytes:,}; {AGAIN}"
+            )
+
+    def place(self, position: int) -> str:
+        """The file of a token, and where in it."""
+        number = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return f"{self.folder / self.shards[number].bin} at token {position - int(self._starts[number]):,}"
+
+    def verify_tokenizer(self) -> None:
+        """That ids still mean what they meant when the text was encoded."""
+        path = self.folder / TOKENIZER_FILE
+        if self.index.tokenizer != "bytes" and sha256_of(path) != self.index.tokenizer_sha256:
+            raise DataError(f"{path} is not the tokenizer that the tokens were made with; {AGAIN}")
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.int64]:
         """Positions in [start, stop) at which a document begins."""
@@ -85,6 +105,7 @@ class TokenData:
             base = int(self._starts[number])
             if base >= stop:
                 break
+            self.refuse_cut(self._offsets[number], self.shards[number].idx)
             offsets = self._offsets[number][:-1]  # the last entry is the length
             low, high = np.searchsorted(offsets, [start - base, stop - base])
             found.append(np.asarray(offsets[low:high]) + base)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,12 +58,24 @@ class FileTokenizer:
         self.eot = eot
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
+        with plain_panics("the tokenizer cannot encode this text"):
+            ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self.inner.decode(list(ids), skip_special_tokens=True)
         return text
+
+
+@contextmanager
+def plain_panics(what: str) -> Iterator[None]:
+    """A panic of the library, which is written in Rust, is no `Exception`: a regular expression that it cannot run."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: the tokenizers library fails in it ({' '.join(str(error).split())[:300]})") from None
 
 
 def load_tokenizer(folder_or_name: str | Path) -> Tokenizer:
@@ -83,7 +96,10 @@ def read_tokenizer(path: Path, eot: int | str = "") -> FileTokenizer:
     if not path.is_file():
         raise DataError(f"no tokenizer at {path}: the file does not exist")
     try:
-        inner = tokenizers.Tokenizer.from_file(str(path))
+        with plain_panics(f"{path} cannot be used"):
+            inner = tokenizers.Tokenizer.from_file(str(path))
+    except DataError:
+        raise
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"{path} is not a tokenizer.json: {str(error).splitlines()[0]}") from None
     if isinstance(eot, int):

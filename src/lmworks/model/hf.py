@@ -121,6 +121,8 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
+    except RecursionError:
+        raise CheckpointError(f"{path}: cannot be read as JSON (it is nested too deeply)") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({one_line(error)})") from None
     if not isinstance(data, dict):
@@ -132,9 +134,22 @@ def described(folder: Path) -> tuple[str, ModelSpec]:
     """What config.json says that the weights are of."""
     config = read_json(folder / CONFIG)
     try:
-        return family_of_config(config), spec_of_config(config)
+        family, spec = family_of_config(config), spec_of_config(config)
+        refuse_beyond_all(spec)
+        return family, spec
     except SpecError as error:
         raise SpecError(f"{folder / CONFIG}: {error}") from None
+
+
+LARGEST = 2**24  # of any one dimension: products of two, in bytes, are numbers that PyTorch can count to
+
+
+def refuse_beyond_all(spec: ModelSpec) -> None:
+    """A config that is damaged, or made to be: weights of such a shape cannot even be described."""
+    for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "expert_ffn"):
+        value = getattr(spec, name)
+        if value > LARGEST:
+            raise SpecError(f"model.{name} would be {value:,}, more than any model has (at most {LARGEST:,})")
 
 
 def one_line(error: Exception) -> str:

@@ -39,7 +39,7 @@ from typing import Any, Self
 
 from ..spec import RunSpec, SpecError, dump_toml, load_run
 from ..spec.files import write_whole
-from . import hang
+from . import hang, life
 from .jsonl import LineWriter, read_lines
 
 
@@ -150,15 +150,56 @@ class RunFolder:
             descriptor = os.open(self.events_path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise SpecError(f"cannot write {self.events_path}: {error.strerror}") from None
+        mine = False
         try:
             give_up = time.monotonic() + patience_s
-            while not lock(descriptor, fcntl.LOCK_EX):
+            while not (taken := lock(descriptor, fcntl.LOCK_EX)):
+                if taken is None and (mine := self.take_file()):
+                    break
                 if time.monotonic() > give_up:
-                    raise SpecError(f"{self.path} is in use: another process is training this run")
+                    raise SpecError(f"{self.path} is in use: {self.holder()}")
                 time.sleep(0.05)
             yield
         finally:
             os.close(descriptor)
+            if mine:
+                self.holder_path.unlink(missing_ok=True)
+
+    # --- where the file system has no locks -------------------------------------------------------------
+
+    @property
+    def holder_path(self) -> Path:
+        return self.path / "held.json"
+
+    def take_file(self) -> bool:
+        """A file that only one can create says who holds the run. One whose process is gone is taken over."""
+        beat = life.own_beat(0)
+        for _ in range(2):
+            try:
+                with open(self.holder_path, "xb") as file:
+                    file.write(beat.first())
+                return True
+            except FileExistsError:
+                found = self.read_holder()
+                if found is None or life.state_of(found) != "gone":
+                    return False
+                self.holder_path.unlink(missing_ok=True)
+            except OSError as error:
+                raise SpecError(f"cannot write {self.holder_path}: {error.strerror}") from None
+        return False
+
+    def read_holder(self) -> life.Beat | None:
+        try:
+            return life.Beat.read(self.holder_path.read_bytes() + life.Beat.second(0.0, "init", 0))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def holder(self) -> str:
+        found = self.read_holder()
+        if found is None:
+            return "another process is training this run"
+        who = f"process {found.pid} on {found.host} is training this run"
+        return f"{who}; this file system has no locks, so if that is not so, remove {self.holder_path}"
 
     def held(self) -> bool:
         """Whether a process (this one too) is training the run now."""
@@ -167,19 +208,23 @@ class RunFolder:
         except OSError:
             return False
         try:
-            return not lock(descriptor, fcntl.LOCK_SH)
+            free = lock(descriptor, fcntl.LOCK_SH)
+            if free is not None:
+                return not free
+            holder = self.read_holder()
+            return holder is not None and life.state_of(holder) != "gone"
         finally:
             os.close(descriptor)
 
 
-def lock(descriptor: int, kind: int) -> bool:
-    """False where another open file has the lock. A file system without locks cannot tell: taken as free."""
+def lock(descriptor: int, kind: int) -> bool | None:
+    """False where another open file has the lock; None where the file system has no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        pass
+        return None
     return True
 
 

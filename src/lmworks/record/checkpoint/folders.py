@@ -135,6 +135,9 @@ def intact(folder: Path) -> bool:
 def discard(folder: Path) -> None:
     """The marker goes first: half a folder must not look committed. What cannot be removed is tried again next time."""
     try:
+        if folder.is_symlink():  # what it points to is somebody else's
+            folder.unlink()
+            return
         (folder / MARKER).unlink(missing_ok=True)
     except OSError:
         return

@@ -1,0 +1,122 @@
+"""Prepared data that change, or are wrong, while a run reads them: one line that names the file, and no signal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmworks.data import Batches
+from lmworks.data.pipeline import prepare
+from lmworks.data.tokenizer import plain_panics
+from lmworks.model.hf import described
+from lmworks.record import RunFolder, folder
+from lmworks.record.checkpoint.folders import MARKER, discard
+from lmworks.spec import CheckpointError, DataError, SpecError
+from lmworks.spec.run import DataSpec
+
+
+@pytest.fixture
+def copy(dataset: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(dataset, tmp_path / "data"))
+
+
+def batches(path: Path) -> Batches:
+    return Batches(DataSpec(path=str(path), seq=16, micro_batch=2, verify=False), seed=0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shard_truncated_under_a_run_is_named(copy: Path, workers: int) -> None:
+    """Not SIGBUS, in a worker as little as here."""
+    made = batches(copy)
+    shard = sorted(copy.glob("train-*.bin"))[0]
+    os.truncate(shard, 10)
+    with pytest.raises(DataError, match=f"{shard.name} was truncated while it is in use: 10 bytes of ") as caught:
+        for _ in made.stream(0, 50, workers):
+            pass
+    assert "\n" not in str(caught.value)
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_its_place(copy: Path) -> None:
+    made = batches(copy)
+    shard = sorted(copy.glob("train-*.bin"))[0]
+    tokens = np.memmap(shard, made.sources[0].index.token_dtype, mode="r+")
+    tokens[20] = 60_000
+    tokens.flush()
+    with pytest.raises(DataError, match=rf"{shard.name} at token 20: token id 60,000 is not below .* size of 257"):
+        for cursor in range(made.windows):
+            made.at(cursor)
+
+
+def test_a_stopped_worker_does_not_outlive_the_stream(copy: Path) -> None:
+    stream = batches(copy).stream(0, 50, workers=1)
+    next(stream)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    worker = int(children[-1])
+    os.kill(worker, signal.SIGSTOP)
+    stream.close()  # type: ignore[attr-defined]
+    path = Path(f"/proc/{worker}/stat")
+    assert not path.exists() or ") Z" in path.read_text() or os.waitpid(worker, 0)
+
+
+def test_pruning_does_not_follow_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "elsewhere", tmp_path / "step-000001"
+    target.mkdir()
+    (target / MARKER).write_text("committed")
+    link.symlink_to(target)
+    discard(link)
+    assert not link.is_symlink() and (target / MARKER).exists()
+
+
+def test_where_there_are_no_locks_a_file_says_who_holds_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(descriptor: int, kind: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(folder.fcntl, "flock", unsupported)
+    run, other = RunFolder(tmp_path), RunFolder(tmp_path)
+    with run.hold():
+        assert other.held()
+        with pytest.raises(SpecError, match=f"in use: process {os.getpid()} on .* no locks"), other.hold():
+            pass
+    assert not other.held()
+    child = os.fork()
+    if not child:
+        run.take_file()
+        os._exit(0)  # as if killed: the file stays
+    os.waitpid(child, 0)
+    assert run.holder_path.exists() and not run.held()
+    with run.hold():
+        assert run.held()
+    assert not run.holder_path.exists()
+
+
+def test_a_panic_of_the_tokenizers_library_is_one_line() -> None:
+    panic = type("PanicException", (BaseException,), {})
+    with pytest.raises(DataError, match=r"^x: the tokenizers library fails in it \(Onig: over\)$"), plain_panics("x"):
+        raise panic("Onig:\nover")
+
+
+def test_a_config_beyond_all_models_or_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    sizes = '"num_attention_heads":4,"num_hidden_layers":2,"intermediate_size":64,"vocab_size":260'
+    text = f'{{"model_type":"llama","architectures":["LlamaForCausalLM"],"hidden_size":1e12,{sizes}}}'
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SpecError, match=r"model.hidden would be 1,000,000,000,000, more than any model has"):
+        described(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        described(tmp_path)
+
+
+def test_an_edited_tokenizer_under_unchanged_shards_is_noticed(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"document {n} says something" for n in range(200)))
+    prepare([str(text)], tmp_path / "bpe", tokenizer="bpe:300", workers=1, val_fraction=0)
+    batches(tmp_path / "bpe")
+    path = tmp_path / "bpe" / "tokenizer.json"
+    path.write_text(path.read_text() + " ")
+    with pytest.raises(DataError, match=r"tokenizer\.json is not the tokenizer that the tokens were made with"):
+        batches(tmp_path / "bpe")
