@@ -294,7 +294,7 @@ def test_readiness_is_of_a_model(house: House) -> None:
     one.answer = down
     house.run(one.upstream.look())
     statuses = {name: api.http.get("/ready", params={"model": name}).status_code for name in ("a", "b", "both", "c")}
-    assert statuses == {"a": 503, "b": 200, "both": 200, "c": 503}
+    assert statuses == {"a": 503, "b": 200, "both": 200, "c": 404}
     assert api.http.get("/ready").status_code == 503 and api.http.get("/health").status_code == 503
     other.served = ("a", "b", "both")
     house.run(other.upstream.look())

@@ -199,7 +199,9 @@ def add_state(app: FastAPI, serving: Serving) -> None:
         state = health(serving, serving.trusts(request))
         return answered(state, state["status"] in ("ok", "draining"))
 
-    @app.get("/ready", responses={503: {"model": Health, "description": "send requests elsewhere"}})
+    elsewhere = {503: {"model": Health, "description": "send requests elsewhere"}}
+
+    @app.get("/ready", responses={**errors({404: "no such model"}), **elsewhere})
     async def ready(request: Request, model: str | None = None) -> Health:
         """Whether requests may be sent here: for each model, or for one of them."""
         state, well = health(serving, serving.trusts(request)), serving.ready(model)

@@ -153,6 +153,8 @@ class Serving:
         for local in self.locals:
             card = local.backend.card
             served |= dict.fromkeys((card.id, *card.adapters), local.backend.state.healthy)
+        if model is not None and model not in served and not self.draining:
+            raise Refusal(404, "model_not_found", f"the model {model[:80]!r} is not served", "model")
         wanted = served.values() if model is None else [served.get(model, False)]
         return not self.draining and bool(served) and all(wanted)
 
