@@ -117,13 +117,14 @@ def demo(sample: Sample) -> None:
 
 def diagnosed(sample: Sample) -> None:
     from lmworks.cli.diagnose import print_diagnosis
+    from lmworks.observe.hang import Diagnosis
 
     host, place = "gpu-node-0123.cluster.example.org", "backward of step 17,345"
     one = {"host": host, "state": "stopped (SIGSTOP)", "place": place, "waits_in": "all_reduce #81,234 of group dp"}
     ranks = [SimpleNamespace(rank=rank, for_s=31.5 + rank, stacks="", **one) for rank in (0, 1023)]
-    found = SimpleNamespace(earlier={}, verdict=SimpleNamespace(text="rank 1023 did not come"), attempt=3, ranks=ranks)
-    found.folder = None
-    print_diagnosis(found, False)  # type: ignore[arg-type]
+    verdict = SimpleNamespace(text="rank 1023 did not come")
+    found = Diagnosis("runs/tiny", 3, verdict, None, tuple(ranks))  # type: ignore[arg-type]
+    print_diagnosis(found, False)
 
 
 def saved(sample: Sample) -> RunFolder:

@@ -333,10 +333,10 @@ def test_a_bare_error_is_recorded_as_a_failure(dataset: Path, tmp_path: Path) ->
     trainer = Trainer(make_spec(dataset), tmp_path / "run", quiet=True)
 
     def fail() -> None:
-        raise RuntimeError("out of memory")
+        raise RuntimeError("no kernel image is available")
 
     before_step(trainer, 3, fail)
     with pytest.raises(RuntimeError):
         trainer.run()
     (event,) = events(tmp_path / "run", "fail")
-    assert event["step"] == 2 and event["error"] == "out of memory"
+    assert event["step"] == 2 and event["error"] == "no kernel image is available"
