@@ -48,7 +48,7 @@ SHORTER = {
     r"^lmworks bench serve": "--requests 4 --input 8:16 --output 4:8",
     r"^lmworks chaos (?!--list|.*--trial )": "--trials 1",
     r"^lmworks plan calibrate": "--quick --minutes 0.1",
-    r"^lmworks study precision": "--steps 2",
+    r"^lmworks study precision": "--steps 8",
 }
 STANDS_FOR = {  # addresses, folders and sizes of the page's own world
     "file:///backup/": "file://$PWD/backup/",
