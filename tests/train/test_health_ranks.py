@@ -12,6 +12,7 @@ import torch
 from layouts import layout, with_meshes
 from lmworks.record import RunFolder
 from lmworks.record.stats import read_stats
+from lmworks.record.triage import findings
 from lmworks.spec import LMWorksError, RunSpec
 from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
@@ -68,6 +69,37 @@ def test_ranks_skip_and_rewind_together_and_name_the_module_of_one_of_them(datas
         (fault,) = events(folder, "fault")
         assert (fault["module"], fault["rank"], fault["cursor"]) == (module, 1, 16)
         assert [line[1] for line in curve(folder)] == pytest.approx([line[1] for line in curve(one)], rel=1e-4)
+
+
+@with_meshes
+def spoil_replica(rank: int, cases: dict[Path, RunSpec], weight: str) -> list[str]:
+    """Before step 3 the last rank's copy of a weight, or its shard of it, is NaN."""
+    said = []
+    for folder, spec in cases.items():
+        trainer = Trainer(spec, folder, quiet=True)
+
+        def spoil(trainer: Trainer = trainer) -> None:
+            if rank == spec.parallel.world - 1:
+                next(shard.leaf for shard in trainer.laid.shards if shard.name == weight).data.fill_(float("nan"))
+
+        before_step(trainer, 3, spoil)
+        with pytest.raises(LMWorksError) as caught:
+            trainer.run()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_weight_that_is_nan_on_one_replica_is_named_with_its_rank(dataset: Path, tmp_path: Path) -> None:
+    weight = "blocks.1.mlp.down.weight"
+    specs = {tmp_path / name: watched(dataset, *keys) for name, keys in {"ddp": DDP, "fsdp2": FSDP2}.items()}
+    first, second = on_ranks(2, spoil_replica, specs, weight)
+    assert first == second
+    for folder, said in zip(specs, first, strict=True):
+        assert f"from the weight {weight} on rank 1" in said, folder
+        (fault,) = events(folder, "fault")
+        assert (fault["parameter"], fault["rank"]) == (weight, 1)
+        (found,) = findings(events(folder, "fault"))  # what `lmworks health` prints
+        assert f"from the weight {weight} on rank 1" in found.what
 
 
 # --- copies that differ --------------------------------------------------------------------------------

@@ -47,8 +47,9 @@ def face(
     """The passes to update the weights with; or NotTaken, or the error that ends the run."""
     nonfinite = troubles[0].kind == "nonfinite"
     if nonfinite:
-        parameter, where = first_nonfinite(run.laid.shards, run.mesh)
-        troubles = [replace(troubles[0], where=where, facts={**troubles[0].facts, "parameter": parameter})]
+        parameter, rank, where = first_nonfinite(run.laid.shards, run.mesh)
+        facts = {**troubles[0].facts, "parameter": parameter, "rank": rank}
+        troubles = [replace(troubles[0], where=where, facts=facts)]
     if again is not None and (nonfinite or run.spec.health.rerun):
         passed, troubles = look_again(run, troubles, passed, again, drawn)
     for trouble in troubles:
@@ -89,10 +90,10 @@ def look_again(
 
 def by_module(trouble: Trouble, module: str | None, rank: int | None, transient: bool) -> Trouble:
     """A bad weight explains itself; after a bad module every gradient is bad, and none of them tells anything."""
-    where, facts = trouble.where, {**trouble.facts, "module": module, "rank": rank, "transient": transient}
+    where, facts = trouble.where, {**trouble.facts, "module": module, "transient": transient}
     if module and not where.startswith(FROM_WEIGHT):
         where = f", first in the output of {module}" + ("" if rank is None else f" on rank {rank}")
-        facts["parameter"] = None
+        facts |= {"parameter": None, "rank": rank}
     if transient:
         where += "; computed again it is finite, so the machine failed, not the data"
     return replace(trouble, where=where, facts=facts)

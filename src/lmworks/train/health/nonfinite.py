@@ -16,19 +16,23 @@ from ...parallel.mesh import Mesh
 FROM_WEIGHT = ", from the weight"
 
 
-def first_nonfinite(shards: list[Shard], mesh: Mesh | None) -> tuple[str | None, str]:
-    """The weight that is not finite, or the gradient in which it began, on whichever rank; and how to say it."""
+def first_nonfinite(shards: list[Shard], mesh: Mesh | None) -> tuple[str | None, int | None, str]:
+    """The weight that is not finite, or the gradient in which it began; its rank; and how to say both.
+
+    No rank where there is one only, or where all have it: a gradient that was reduced is bad everywhere.
+    """
     weight = next((shard.name for shard in shards if not shard.leaf.isfinite().all()), None)
     # Backward runs from the last parameter to the first, so the last bad gradient is where it began.
     broken = (s.name for s in reversed(shards) if s.leaf.grad is not None and not s.leaf.grad.isfinite().all())
     names = everywhere((weight, next(broken, None)), mesh)
-    for found in (pair[0] for pair in names):
+    weights = [(name, rank) for rank, (name, _) in enumerate(names) if name]
+    gradients = [(name, rank) for rank, (_, name) in enumerate(names) if name][::-1]
+    for found, said in ((weights, FROM_WEIGHT), (gradients, ", first in the gradient of")):
         if found:
-            return found, f"{FROM_WEIGHT} {found}"
-    for found in (pair[1] for pair in reversed(names)):
-        if found:
-            return found, f", first in the gradient of {found}"
-    return None, ""
+            name, rank = found[0]
+            alone = len(found) < len(names)
+            return name, rank if alone else None, f"{said} {name}" + (f" on rank {rank}" if alone else "")
+    return None, None, ""
 
 
 class FirstBadModule:
