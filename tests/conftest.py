@@ -20,6 +20,7 @@ import typer.testing
 # and two processes with a thread a core each wait for one another more than they compute.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["LMWORKS_CACHE"] = tempfile.mkdtemp(prefix="lmworks-test-cache-")
+os.environ.pop("COLUMNS", None)  # of the terminal that tests are started from: what they print is as wide as it is
 # A process that may not leave its bytecode behind compiles all of LMWorks again, and so does every one that it starts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

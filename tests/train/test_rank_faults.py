@@ -5,10 +5,14 @@ Also: what all of them must find the same (a held-out loss, a skipped step, a ru
 
 from __future__ import annotations
 
+import errno
 import multiprocessing as mp
+import os
 import resource
 import signal
 import socket
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -114,7 +118,7 @@ def test_a_rank_that_fails_before_the_first_step_tells_the_others(
         for process in ranks:
             process.join(120)
     assert [process.exitcode for process in ranks] == [0, 1]
-    assert (tmp_path / "said").read_text() == "Elsewhere: rank 1: MemoryError: no room"
+    assert (tmp_path / "said").read_text().startswith("Elsewhere: rank 1: out of memory in init")
     assert not (tmp_path / "run" / "hangs").exists()
     assert "MemoryError: no room" in capfd.readouterr().err
 
@@ -191,3 +195,22 @@ def test_a_run_done_twice_is_the_same_run(dataset: Path, tmp_path: Path) -> None
         assert differences(saved(one), saved(other)) == []
         assert curve(one) == curve(other)
         assert RunFolder(one).spec().deterministic
+
+
+@with_meshes
+def begin_on_a_full_disk(rank: int, spec: RunSpec, run: Path) -> tuple[str, bool]:
+    """The second rank cannot write where the others look for its signs of life."""
+    trainer = Trainer(spec, run, quiet=True)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    broken = mock.patch("lmworks.train.watch.watchdog.write_whole", side_effect=full)
+    with broken if rank == 1 else nullcontext(), pytest.raises(LMWorksError) as caught:
+        trainer.run()
+    alive = any(thread.name == "watchdog" for thread in threading.enumerate())
+    return str(caught.value), alive
+
+
+def test_a_full_disk_before_the_first_step_is_one_line(dataset: Path, tmp_path: Path) -> None:
+    first, second = on_ranks(2, begin_on_a_full_disk, layout(dataset, *FSDP2), tmp_path / "run")
+    place = tmp_path / "run" / "watch" / "rank-1.life"
+    assert first == (f"rank 1: cannot write {place}: No space left on device", False)
+    assert second == (f"cannot write {place}: No space left on device", False)

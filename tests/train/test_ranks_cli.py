@@ -219,7 +219,7 @@ def test_an_export_leaves_other_folders_alone(
         assert code == 2 and said in error and len(error.splitlines()) == 1
     assert [path.name for path in theirs.iterdir()] == ["config.json"]
     code, _, error = call(capsys, "export", trained / "tp", tmp_path / "new", "--step", "7")
-    assert code == 1 and "no checkpoint of step 7" in error and not (tmp_path / "new").exists()
+    assert code == 2 and "no checkpoint of step 7" in error and not (tmp_path / "new").exists()
     train(layout(dataset, *SPARSE), tmp_path / "sparse")
     code, _, error = call(capsys, "export", tmp_path / "sparse", tmp_path / "new")
     assert code == 2 and len(error.splitlines()) == 1 and not (tmp_path / "new").exists(), error

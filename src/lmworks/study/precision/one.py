@@ -45,7 +45,7 @@ def train_one(folder: Path, name: str, force: bool = False) -> None:
     write_whole(result, json.dumps(found, indent=2))
 
 
-def train(folder: Path, spec: RunSpec, force: bool) -> None:
+def train(folder: Path, spec: RunSpec, force: bool = False) -> None:
     begun = RunFolder(folder).spec_path.exists()
     trainer = Watched.resume(folder, force=force) if begun else Watched(spec, folder, force=force)
     trainer.run()

@@ -178,7 +178,7 @@ def result_of(folder: Path, name: str, otherwise: dict[str, Any]) -> dict[str, A
     return found if isinstance(found, dict) else otherwise
 
 
-def train_apart(folder: Path, name: str, force: bool) -> None:
+def train_apart(folder: Path, name: str, force: bool = False) -> None:
     """In a process of its own, which goes on where it was stopped, and talks on standard error alone."""
     (folder / f"{name}.json").unlink(missing_ok=True)
     process = subprocess.Popen([sys.executable, *PROGRAM, str(folder), name, *(["--force"] if force else [])], stdout=2)

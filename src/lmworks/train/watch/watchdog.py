@@ -22,10 +22,11 @@ import torch.distributed as dist
 
 from ... import parallel
 from ...parallel.mesh import Mesh
+from ...parallel.world import together
 from ...record import RunFolder, phase
 from ...record.hang import judge
 from ...record.life import Beat, own_beat, read_beats, read_stat, state_of
-from ...spec import Grid, LMWorksError, WatchSpec
+from ...spec import Grid, LMWorksError, TrainingError, WatchSpec
 from ...spec.files import write_whole
 from .alarm import ASK, Alarm, blank, end
 from .flight import Flight
@@ -43,7 +44,12 @@ def watching(spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh | None
         yield None
         return
     watchdog = Watchdog(spec, folder, attempt, mesh)
-    watchdog.start()
+    try:
+        together(watchdog.start)  # a full disk ends all ranks, with one line
+    except BaseException:
+        if watchdog.thread.is_alive():
+            watchdog.stop()
+        raise
     try:
         yield watchdog
     except BaseException:
@@ -72,13 +78,16 @@ class Watchdog:
         self.thread = threading.Thread(target=self.loop, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        self.sign_path.parent.mkdir(parents=True, exist_ok=True)  # NFS may not show yet what rank 0 has made
         beat = own_beat(self.rank, self.attempt)
-        write_whole(self.sign_path, beat.first() + beat.second(beat.time, beat.phase, beat.step))
-        with self.sign_path.open("r+b") as file:
-            self.sign = mmap.mmap(file.fileno(), 0)
+        try:
+            self.sign_path.parent.mkdir(parents=True, exist_ok=True)  # NFS may not show yet what rank 0 has made
+            write_whole(self.sign_path, beat.first() + beat.second(beat.time, beat.phase, beat.step))
+            with self.sign_path.open("r+b") as file:
+                self.sign = mmap.mmap(file.fileno(), 0)
+            self.stacks: IO[str] = self.sign_path.with_suffix(".stacks").open("w")
+        except OSError as error:
+            raise TrainingError(f"cannot write {self.sign_path}: {error.strerror}") from None
         self.at = len(beat.first())
-        self.stacks: IO[str] = self.sign_path.with_suffix(".stacks").open("w")
         faulthandler.register(ASK, self.stacks, all_threads=True)
         phase.listeners.append(self.progress)
         self.thread.start()
