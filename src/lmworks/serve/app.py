@@ -199,7 +199,7 @@ def add_state(app: FastAPI, serving: Serving) -> None:
         state = health(serving, serving.trusts(request))
         return answered(state, state["status"] in ("ok", "draining"))
 
-    elsewhere = {503: {"model": Health, "description": "send requests elsewhere"}}
+    elsewhere: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "send requests elsewhere"}}
 
     @app.get("/ready", responses={**errors({404: "no such model"}), **elsewhere})
     async def ready(request: Request, model: str | None = None) -> Health:
