@@ -117,16 +117,16 @@ def main() -> None:
         app(prog_name="lmworks")
     except LMWorksError as error:
         fail(error)
-    except Exception as error:
-        cause = as_oom(error)
-        if not isinstance(cause, LMWorksError):
-            raise
-        fail(cause)
     except (Interrupted, KeyboardInterrupt):
         if os.environ.get("RANK", "0") == "0":
             with suppress(OSError):  # a pipe's reader was interrupted too
                 typer.echo("lmworks: interrupted", err=True)
         sys.exit(130)
+    except Exception as error:
+        cause = as_oom(error)
+        if not isinstance(cause, LMWorksError):
+            raise
+        fail(cause)
 
 
 def fail(error: LMWorksError) -> NoReturn:
