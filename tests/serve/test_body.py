@@ -134,10 +134,12 @@ def test_work_is_done_in_another_process_with_the_tokenizer_of_the_model() -> No
     async def use() -> None:
         workers = Workers(1)
         try:
-            texts, (ids, given), made = await workers.run("a", speech, encode, ["Hé", array("i", [65])], 257, True)
+            plain = (None, False)
+            prompts = ["Hé", array("i", [65])]
+            texts, (ids, given), made = await workers.run("a", speech, encode, prompts, 257, True, plain)
             assert (texts, list(ids), list(given), made) == (["Hé", "A"], list("Hé".encode()), [65], 3)
             with pytest.raises(Refusal, match="not below 257") as refusal:
-                await workers.run("a", speech, encode, [array("i", [300])], 257, True)
+                await workers.run("a", speech, encode, [array("i", [300])], 257, True, plain)
             assert (refusal.value.status, refusal.value.param) == (400, "prompt")
             pid = await workers.run("a", None, nap, 0)
             assert pid != os.getpid() and pid == await workers.run("a", None, nap, 0), "it is used again"
