@@ -97,7 +97,7 @@ def never_send(rank: int, mesh: Mesh) -> None:
 def test_a_stopped_rank_is_named_by_the_state_of_its_process(tmp_path: Path) -> None:
     verdict = hang(tmp_path, stop_itself, dp=2)
     assert verdict["text"] == (
-        "rank 0 waits in all_reduce #5 of group world (backward of step 3); rank 1 is stopped "
+        "rank 0 waits in all_reduce #7 of group world (backward of step 3); rank 1 is stopped "
         "(by SIGSTOP or a debugger), last seen in forward of step 3: rank 1 is the cause"
     )
     assert (verdict["kind"], verdict["ranks"]) == ("stopped", [1])
