@@ -38,7 +38,7 @@ HEADERS_END = re.compile(rb"\n\r?\n")
 SPARE_FILES = 128  # descriptors that are needed for other things than connections
 
 
-class Crowd:
+class ConnectionLimiter:
     """How many connections there are, and from where."""
 
     def __init__(self, settings: Settings, processes: int = 1) -> None:
@@ -54,10 +54,10 @@ class Crowd:
         limits = self.settings.current().limits
         most = min(-(-limits.connections // self.processes), self.files - SPARE_FILES)
         if self.total > most:
-            return crowded(f"the server has {most} connections, as many as it may have")
+            return too_many(f"the server has {most} connections, as many as it may have")
         each = -(-limits.connections_per_address // self.processes)
         if each and self.addresses[address] > each:
-            return crowded(f"your address has {each} connections to this server, as many as it may have")
+            return too_many(f"your address has {each} connections to this server, as many as it may have")
         return None
 
     def leave(self, address: str) -> None:
@@ -72,7 +72,7 @@ class Crowd:
         return self.total > 2 * self.settings.current().limits.connections
 
 
-def crowded(message: str) -> Refusal:
+def too_many(message: str) -> Refusal:
     return Refusal(503, "too_many_connections", message, retry_after=1)
 
 
@@ -167,12 +167,12 @@ class Connection(H11Protocol):
 
     wire: Wire
 
-    def __init__(self, *given: Any, crowd: Crowd, **named: Any) -> None:
+    def __init__(self, *given: Any, limiter: ConnectionLimiter, **named: Any) -> None:
         super().__init__(*given, **named)
-        header_bytes = crowd.settings.current().limits.header_bytes
+        header_bytes = limiter.settings.current().limits.header_bytes
         self.conn: Framing = Framing(h11.SERVER, header_bytes)
         self.app_state = {**self.app_state, "unread": self.unread}
-        self.crowd, self.address = crowd, ""
+        self.limiter, self.address = limiter, ""
         self.deadline: asyncio.TimerHandle | None = None  # of headers, body, or the end
         self.left = False  # nothing that comes is listened to any more
         self.unparsed = b""
@@ -188,16 +188,16 @@ class Connection(H11Protocol):
         self.wire = Wire(transport, self)
         super().connection_made(self.wire)  # type: ignore[arg-type]
         self.address = address_of(self.client)
-        refusal = self.crowd.enter(self.address)
+        refusal = self.limiter.enter(self.address)
         self.due(HEADER_SECONDS)
         if refusal is not None:
-            if self.crowd.overrun:
+            if self.limiter.overrun:
                 transport.abort()
             else:
                 self.refuse(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.crowd.leave(self.address)
+        self.limiter.leave(self.address)
         self.due(None)
         if self.watch is not None:
             self.watch.cancel()

@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ..spec import LMWorksError
-from .connection import Connection, Crowd
+from .connection import Connection, ConnectionLimiter
 from .logs import log
 from .serving import Serving
 
@@ -98,7 +98,7 @@ def make_server(
     processes: int = 1,
 ) -> Server:
     """One of so many `processes` on a socket: each takes its share of the connections."""
-    protocol: Any = partial(Connection, crowd=Crowd(serving.settings, processes))
+    protocol: Any = partial(Connection, limiter=ConnectionLimiter(serving.settings, processes))
     config = uvicorn.Config(
         app,
         loop="asyncio",
