@@ -140,12 +140,11 @@ def test_the_spec_travels_unchanged() -> None:
     assert RunSpec.from_dict(tomllib.loads(text)).to_dict() == what.spec.to_dict()
 
 
-def test_shellcheck_accepts_the_start_script(tmp_path: Path) -> None:
+def test_shellcheck_accepts_the_start_script(shellcheck: str, tmp_path: Path) -> None:
     script = tmp_path / "start.sh"
     what = Job.of(load_run("tiny"), "tiny", run_dir="runs/it's here")
     script.write_text(applied("job", what)["ConfigMap"]["data"]["start.sh"])
-    command = [Path(sys.executable).with_name("shellcheck"), "--shell=bash", script]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run([shellcheck, "--shell=bash", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 
