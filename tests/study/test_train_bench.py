@@ -146,7 +146,10 @@ def test_what_does_not_fit_is_said_in_one_line(dataset: Path, quick: Path, monke
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
     monkeypatch.setattr(train_bench, "take_steps", full)
-    with pytest.raises(TrainingError, match=r"does not fit into the \d+ GiB.*lower data.micro_batch"):
+    with pytest.raises(
+        TrainingError,
+        match=r"^out of memory in .*: 20 GiB more .*; predicted \S+ GiB .* has \S+ GiB: lower data.micro_batch",
+    ):
         bench_train(make_spec(dataset))
     assert not list(quick.glob("lmworks*"))
 

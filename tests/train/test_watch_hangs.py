@@ -183,7 +183,7 @@ def test_who_slept_too_long_looks_once_more(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(world, "time", Pausing())
     seen = iter([None, "rank 1 is gone"])
     onlooker = SimpleNamespace(gone=lambda: next(seen))
-    assert world.find_words(dist.HashStore(), onlooker) == ("rank 1 is gone", 1, world.NOBODY)
+    assert world.find_words(dist.HashStore(), onlooker) == world.Words("rank 1 is gone", 1, world.NOBODY)
     assert world.find_words(dist.HashStore(), None) is None
 
 

@@ -14,6 +14,7 @@ from ..spec.errors import LMWorksError, SpecError, did_you_mean
 from ..spec.presets import PRESETS
 from . import complete
 from .generate import adapters_of, engine_options
+from .loading_text import loading
 
 if TYPE_CHECKING:
     from ..serve.channel import Served
@@ -108,6 +109,8 @@ def serve(
         log_as_json()
         scheme = "http" if tls_cert is None else "https"
         typer.echo(f"{scheme}://{host}:{listening.getsockname()[1]} (models are being loaded)", err=True)
+        for source in names.values():
+            typer.echo(loading(source, step), err=True)
         tls = tuple(str(path) for path in (tls_cert, tls_key) if path)
         if api_processes > 1:
             fronts = FrontSpec(

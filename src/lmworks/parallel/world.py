@@ -10,10 +10,10 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -118,11 +118,11 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:
         failure = as_oom(error)
-    failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, as_message(failure))
-    for rank, message in enumerate(failures):
-        if message is not None:
-            raise known(failure) if failure is not None and rank == dist.get_rank() else rebuilt(message, rank)
+    failures: list[Words | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, as_message(failure, dist.get_rank()) if failure is not None else None)
+    for words in failures:
+        if words is not None:
+            raise known(failure) if failure is not None and words.rank == dist.get_rank() else rebuilt(words)
     return result
 
 
@@ -137,12 +137,12 @@ def from_lead(work: Callable[[], T]) -> T:
             outcome[0] = work()
         except Exception as error:
             failure = as_oom(error)
-            outcome[1] = as_message(failure)
+            outcome[1] = as_message(failure, 0)
     dist.broadcast_object_list(outcome, src=0)
     if failure is not None:
         raise known(failure)
     if outcome[1] is not None:
-        raise rebuilt(outcome[1], 0)
+        raise rebuilt(outcome[1])
     return outcome[0]
 
 
@@ -167,35 +167,39 @@ def explained(error: Exception, onlooker: Onlooker | None = None) -> Exception:
         return error
     store = dist.distributed_c10d._get_default_store()
     if not is_loss(error):
-        message, code = as_message(error) or ("", 1)
-        leave_words(store, message, code, dist.get_rank())
+        leave_words(store, as_message(error, dist.get_rank()))
         return error
     words = find_words(store, onlooker)
     if words is None and agent.gone():
-        words = (agent.KILLED, TrainingError.exit_code, NOBODY)
+        words = Words(agent.KILLED)
     if words is None and onlooker is not None:
         found = onlooker.why()
-        words = (found, TrainingError.exit_code, NOBODY) if found else None
+        words = Words(found) if found else None
     if words is None:
-        words = ("another rank is gone without a word", TrainingError.exit_code, NOBODY)
-    message, code, rank = words
-    if rank == NOBODY:
-        lost = TrainingError(f"{message}; the run can be resumed")
+        words = Words("another rank is gone without a word")
+    if words.rank == NOBODY:
+        lost = TrainingError(f"{words.message}; the run can be resumed")
         lost.lost = True
         return known(lost)
-    told = rebuilt((message, code), rank)
+    told = rebuilt(words)
     told.said = told.lost = True
     return told
 
 
-Words = tuple[str, int, int]  # what happened, the exit code, who says it of himself
+class Words(NamedTuple):
+    """What a rank tells the others of an error."""
+
+    message: str
+    code: int = TrainingError.exit_code
+    rank: int = NOBODY  # whose error it is
+    facts: Mapping[str, Any] = {}
 
 
-def leave_words(store: Any, message: str, code: int, rank: int) -> None:
+def leave_words(store: Any, words: Words) -> None:
     if agent.gone():
         return
     with suppress(RuntimeError):  # the store may be gone too
-        store.compare_set(LAST_WORDS, "", json.dumps([message, code, rank]))
+        store.compare_set(LAST_WORDS, "", json.dumps(words))
 
 
 def find_words(store: Any, onlooker: Onlooker | None, patience_s: float = 2.0) -> Words | None:
@@ -208,8 +212,8 @@ def find_words(store: Any, onlooker: Onlooker | None, patience_s: float = 2.0) -
         if words is not None:
             return words
         if gone is not None:
-            leave_words(store, gone, TrainingError.exit_code, NOBODY)
-            return gone, TrainingError.exit_code, NOBODY
+            leave_words(store, Words(gone))
+            return Words(gone)
         if last:
             return None
         time.sleep(0.05)
@@ -220,8 +224,7 @@ def read_words(store: Any) -> Words | None:
         return None
     with suppress(RuntimeError):
         if store.check([LAST_WORDS]):
-            message, code, rank = json.loads(store.get(LAST_WORDS))
-            return message, code, rank
+            return Words(*json.loads(store.get(LAST_WORDS)))
     return None
 
 
@@ -236,10 +239,10 @@ class Elsewhere(LMWorksError):
     """Another rank failed and reports it; this one only ends."""
 
 
-def as_message(error: Exception | None) -> tuple[str, int] | None:
-    if error is None:
-        return None
-    return told(error), error.exit_code if isinstance(error, LMWorksError) else TrainingError.exit_code
+def as_message(error: Exception, rank: int) -> Words:
+    if isinstance(error, LMWorksError):
+        return Words(told(error), error.exit_code, rank, error.facts)
+    return Words(told(error), rank=rank)
 
 
 def told(error: BaseException) -> str:
@@ -248,9 +251,9 @@ def told(error: BaseException) -> str:
     return str(cause) if isinstance(cause, LMWorksError) else f"{type(error).__name__}: {error}"
 
 
-def rebuilt(message: tuple[str, int], rank: int) -> Elsewhere:
-    error = Elsewhere(by_rank(message[0], rank))
-    error.exit_code, error.agreed = message[1], True
+def rebuilt(words: Words) -> Elsewhere:
+    error = Elsewhere(by_rank(words.message, words.rank))
+    error.exit_code, error.facts, error.agreed = words.code, words.facts, True
     return error
 
 

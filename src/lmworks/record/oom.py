@@ -27,7 +27,8 @@ class OutOfMemory(TrainingError):
         self, message: str, predicted: int | None = None, measured: int | None = None, final: bool = True
     ) -> None:
         super().__init__(message)
-        self.predicted, self.measured, self.final = predicted, measured, final
+        self.final = final
+        self.facts = {"cause": "oom", "predicted_bytes": predicted, "measured_bytes": measured}
 
 
 def is_oom(error: BaseException) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 PREEMPTED = 75  # exit code of a run that SIGTERM ended: EX_TEMPFAIL of sysexits.h, start it again
 
@@ -18,6 +19,7 @@ class LMWorksError(Exception):
     said = False  # the rank where it happened has said it
     lost = False  # it is the end of another rank: nothing more can be exchanged with that one
     final = False  # to start again would end the same way
+    facts: Mapping[str, Any] = {}  # what an event of the run records of it beside the message
 
 
 class SpecError(LMWorksError):

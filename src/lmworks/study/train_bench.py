@@ -31,15 +31,18 @@ from ..observe.roofline import Ceilings, datasheet_ceilings, floor, measured_cei
 from ..parallel.weights import Source
 from ..parallel.world import known
 from ..plan.devices.machine import Machine
+from ..plan.memory.host_room import gib
 from ..plan.memory.reserve import reserved
 from ..plan.predict import Prediction, predict
 from ..plan.step_flops import StepFlops, step_flops
+from ..record.oom import OutOfMemory
 from ..spec import RunSpec, SpecError, TrainingError
 from ..train import Trainer
 from ..train.ahead import drop
 from ..train.device import find_gpu
 from ..train.feed import Feed
 from ..train.health.watch import NotTaken
+from ..train.oom import naming
 from ..train.profile import recorder
 
 WARM_UP = 3  # steps: the first compiles and makes optimizer states, the second and third may compile again
@@ -60,12 +63,13 @@ def bench_train(
         progress(f"measuring products and memory of {device_name(device)}", 0, 0)
         ceilings = [measured_ceilings(device, spec.precision.dtype)] if trainer.lead else []
         try:
-            measured = take_steps(trainer, steps, kernels, progress)
-        except torch.OutOfMemoryError as error:
-            raise TrainingError(
-                f"the step does not fit into the {memory_bytes(device) / 2**30:.0f} GiB of {device_name(device)}; "
-                "lower data.micro_batch, or use parallel.recompute=selective or precision.weights=bf16"
-            ) from error
+            measured = naming(trainer, lambda: take_steps(trainer, steps, kernels, progress))
+        except OutOfMemory as error:
+            error.args = (
+                f"{error}; {device_name(device)} has {gib(memory_bytes(device))}: lower data.micro_batch, or use "
+                "parallel.recompute=selective or precision.weights=bf16",
+            )
+            raise
         except NotTaken as refused:
             raise known(
                 TrainingError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..plan.memory.fit import peak_rows, total
 from ..plan.memory.host_room import gib
@@ -64,10 +64,3 @@ def measured_bytes(trainer: Trainer) -> int | None:
     """As prediction.json counts: what the run added."""
     memory = getattr(trainer, "memory", None)  # there is one from `build` on
     return memory.read() if memory is not None else None
-
-
-def figures_of(error: Exception) -> dict[str, Any]:
-    """What an event says of it beside the words."""
-    if not isinstance(error, OutOfMemory):
-        return {}
-    return {"cause": "oom", "predicted_bytes": error.predicted, "measured_bytes": error.measured}

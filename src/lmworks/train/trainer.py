@@ -30,7 +30,7 @@ from ..plan.flops import model_flops_per_token
 from ..record import MetricsWriter, RunFolder, phase
 from ..record.checkpoint.digest import new_hash
 from ..record.checkpoint.remote import refuse_taken
-from ..spec import RunSpec
+from ..spec import LMWorksError, RunSpec
 from ..spec.files import refuse_unwritable
 from ..spec.paths import with_absolute_paths
 from .ahead import drop, may_look_ahead, stands_alone
@@ -42,7 +42,7 @@ from .figures import Reader
 from .health.corruption import check_replicas
 from .health.finite import check_state
 from .health.watch import Health, NotTaken
-from .oom import figures_of, named, naming
+from .oom import named, naming
 from .optim import make_optimizer
 from .profile import Profiler
 from .progress import Progress
@@ -208,7 +208,8 @@ class Trainer(Stepper):
     def end_with(self, error: Exception) -> None:
         """Record why the run ends. Where that is another rank's failure, raise it instead of what it led to here."""
         cause = explained(named(error, self), self.watchdog)
-        self.event("interrupt" if isinstance(cause, Interrupted) else "fail", error=str(cause), **figures_of(cause))
+        facts = cause.facts if isinstance(cause, LMWorksError) else {}
+        self.event("interrupt" if isinstance(cause, Interrupted) else "fail", error=str(cause), **facts)
         if cause is not error:
             raise cause from error
 
