@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import UNSHARD, _Action, _add_unshard_reshard
 
+from lmworks.parallel.traffic import Row
 from lmworks.plan import software
 from lmworks.plan.exact.calls import Here
 from lmworks.plan.exact.collectives import collectives, fetched
@@ -63,7 +64,7 @@ def simulated() -> dict[str, Report]:
 @pytest.mark.parametrize("name", LARGE)
 def test_a_rank_of_hundreds_sends_and_holds_what_is_simulated(simulated: dict[str, Report], name: str) -> None:
     (spec, rank), found = LARGE[name], simulated[name].simulation
-    assert not differing(planned_calls(spec, rank), counted(found.collectives))
+    assert not differing(planned_calls(spec, rank), counted(found.collectives, spec, rank))
     held = resident(spec, rank)
     assert held.parameters + held.parameter_padding == found.resident[PARAMETERS]
     assert held.gradients + held.gradient_padding == found.resident[GRADIENTS]
@@ -133,7 +134,7 @@ def both_losses(_rank: int) -> tuple[list[str], list[int]]:
     plain = simulate(spec, 0, exact=True).simulation
     software.IN_PLACE = True
     found = simulate(spec, 0, exact=True).simulation
-    return differing(planned_calls(spec, 0), counted(found.collectives)), [plain.peak_bytes, found.peak_bytes]
+    return differing(planned_calls(spec, 0), counted(found.collectives, spec, 0)), [plain.peak_bytes, found.peak_bytes]
 
 
 def test_a_loss_in_place_is_planned_as_it_is_simulated() -> None:
@@ -141,3 +142,11 @@ def test_a_loss_in_place_is_planned_as_it_is_simulated() -> None:
     ((unplanned, (in_torch, in_place)),) = on_ranks(1, both_losses, launched=False, timeout=120)
     assert not unplanned
     assert in_place - in_torch == pytest.approx(2 * 4096 * 64_128 - 6 * 2**27, rel=0.05)
+
+
+def test_axes_with_the_same_ranks_are_one_group() -> None:
+    """PyTorch 2.11 has one process group for all of them, 2.13 one for each."""
+    spec = large(LLAMA, 4, 8, pp=2, dp=4)
+    tables = [counted([Row("all-reduce", axis, 4, 1, 8)], spec, 0) for axis in ("dp_replicate", "dp", "dp_cp")]
+    assert tables == [{("all-reduce", "dp_replicate"): (1, 8)}] * 3
+    assert counted([Row("all-reduce", "pp", 2, 1, 8)], spec, 0) == {("all-reduce", "pp"): (1, 8)}

@@ -138,7 +138,8 @@ def test_a_simulated_rank_sends_and_holds_what_a_real_one_does(
 ) -> None:
     spec, found, known = accumulating(LAYOUTS[layout]), predictions[layout].simulation, measured[layout]
     assert found.collectives == known.collectives
-    assert not differing(planned_calls(spec, spec.parallel.world - 1), counted(found.collectives))
+    rank = spec.parallel.world - 1
+    assert not differing(planned_calls(spec, rank), counted(found.collectives, spec, rank))
     assert (found.parameters, found.parameter_bytes) == (known.parameters, known.parameter_bytes)
     for category in (PARAMETERS, OPTIMIZER, GRADIENTS):
         assert found.resident[category] == known.resident[category], category

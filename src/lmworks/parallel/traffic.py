@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..spec.grid import AXES, JOINED, shorten
+from ..spec.grid import shorten
 from .mesh import Mesh
 
 # Operator → (kind, the argument that holds the message, whether that argument is only one rank's part of it).
@@ -169,11 +169,7 @@ def mesh_names(mesh: Mesh) -> dict[str, str]:
 
 
 def axis_of(members: list[int], mesh: Mesh | None) -> str | None:
-    """The simplest axis with exactly these ranks: one of the grid, then axes that act together, then all ranks."""
-    here = sorted(members)
-    if mesh:
-        experts = ("ep", "edp") if mesh.grid.ep > 1 else ()
-        for axis in (*AXES, *experts, *sorted(JOINED, key=lambda joined: len(JOINED[joined]))):
-            if mesh.size(axis) > 1 and here == sorted(mesh.grid.group(axis, dist.get_rank())):
-                return axis
-    return "world" if len(here) == dist.get_world_size() else None
+    """The simplest axis with exactly these ranks."""
+    if mesh is not None:
+        return mesh.grid.axis_of(members, dist.get_rank())
+    return "world" if len(members) == dist.get_world_size() else None

@@ -107,6 +107,15 @@ class Grid:
             seen.setdefault(group[0], group)
         return [seen[first] for first in sorted(seen)]
 
+    def axis_of(self, members: list[int], rank: int) -> str | None:
+        """The simplest axis on which `rank` has exactly these: one of the grid, then joined axes, then all ranks."""
+        here = sorted(members)
+        experts = ("ep", "edp") if self.ep > 1 else ()
+        for axis in (*AXES, *experts, *sorted(JOINED, key=lambda joined: len(JOINED[joined]))):
+            if self.size(axis) > 1 and here == sorted(self.group(axis, rank)):
+                return axis
+        return "world" if len(here) == self.world else None
+
     def table(self, rank: int = 0) -> list[tuple[str, int, str, str]]:
         """(axis, ranks in a group, the group of `rank`, what its members exchange) of every axis in use."""
         axes = [*AXES, *(("ep", "edp") if self.ep > 1 else ())]

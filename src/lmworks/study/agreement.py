@@ -24,6 +24,7 @@ class Counted(Calls, Protocol):
     def ranks(self) -> int: ...
 
 
+NAMED = (*AXES, *JOINED, "ep", "edp", "world")  # groups that the grid knows
 Table = dict[tuple[str, str], tuple[int, int]]  # (kind, group) → (count, bytes)
 
 
@@ -41,7 +42,7 @@ def disagreements(spec: RunSpec, ranks: list[Trial]) -> list[str]:
         planned_parts = [(weight.name, math.prod(shape)) for weight, shape in own_shapes(spec, rank)]
         if sorted(updated) != sorted(planned_parts):
             found.append(f"rank {rank} updates other parts of weights than the planner says")
-    return found + traffic(spec, [counted(trial.collectives) for trial in ranks])
+    return found + traffic(spec, [counted(trial.collectives, spec, rank) for rank, trial in enumerate(ranks)])
 
 
 def traffic(spec: RunSpec, ranks: list[Table]) -> list[str]:
@@ -67,7 +68,7 @@ def differing(plan: Table, real: Table) -> list[tuple[tuple[str, str], tuple[int
 
 
 def planned_calls(spec: RunSpec, rank: int) -> Table:
-    return counted(collectives(spec, rank), Grid.of(spec.parallel), rank)
+    return counted(collectives(spec, rank), spec, rank)
 
 
 def all_to_all(table: Table) -> int:
@@ -78,28 +79,25 @@ def said(figures: tuple[int, int]) -> str:
     return f"{figures[0]} times with {figures[1]:,} bytes"
 
 
-def counted(rows: Iterable[Counted], grid: Grid | None = None, rank: int = 0) -> Table:
-    """By kind and group, without groups of one rank. With a grid, groups of the planner are named as `Traffic` does."""
+def counted(rows: Iterable[Counted], spec: RunSpec, rank: int) -> Table:
+    """By kind and group, without groups of one rank."""
+    grid = Grid.of(spec.parallel)
     table: Table = {}
     for row in rows:
         if row.ranks > 1:
-            key = row.kind, row.group if grid is None else counted_name(grid, row.group, rank)
+            key = row.kind, simplest_name(grid, row.group, rank)
             count, size = table.get(key, (0, 0))
             table[key] = count + row.count, size + row.bytes
     return table
 
 
-def counted_name(grid: Grid, group: str, rank: int) -> str:
-    """A process group of one axis has that axis' name; all ranks, or a pipeline's ends, that of the simplest axis."""
+def simplest_name(grid: Grid, group: str, rank: int) -> str:
+    """One name for all axes with the same ranks: whether these share a process group depends on PyTorch's version."""
     if group == "ends":
         line = grid.group("pp", rank)
         members = [line[0], line[-1]]
-    elif grid.size(group) < grid.world:
-        return group
-    else:
+    elif group in NAMED:
         members = grid.group(group, rank)
-    experts = ("ep", "edp") if grid.ep > 1 else ()
-    for axis in (*AXES, *experts, *sorted(JOINED, key=lambda joined: len(JOINED[joined]))):
-        if grid.size(axis) > 1 and sorted(members) == sorted(grid.group(axis, rank)):
-            return axis
-    return "world" if len(members) == grid.world else shorten(members)
+    else:  # ranks by their numbers
+        return group
+    return grid.axis_of(members, rank) or shorten(members)
