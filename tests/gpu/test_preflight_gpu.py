@@ -50,6 +50,9 @@ def test_an_oom_is_named_with_predicted_and_measured_memory(tmp_path: Path) -> N
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     (failed,) = [event for event in events if event["kind"] == "fail"]
     assert failed["cause"] == "oom" and failed["predicted_bytes"] > 0.9 * total
+    ended = lmworks("bench", "train", *shape, "--steps", "1", "--force", cwd=tmp_path)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
+    assert "out of memory in" in ended.stderr and "predicted" in ended.stderr and "data.micro_batch" in ended.stderr
 
 
 def test_a_spec_that_names_this_gpu_trains(tmp_path: Path) -> None:
