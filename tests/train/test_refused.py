@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from lmworks.cli import train as command
-from lmworks.parallel import world
+from lmworks.parallel import pipeline, world
 from lmworks.parallel.possible import refuse_impossible
 from lmworks.parallel.precision import LossScale
 from lmworks.parallel.world import join
 from lmworks.record import RunFolder
-from lmworks.spec import Cluster, LMWorksError, ParallelSpec, PrecisionSpec, SpecError, TrainingError
+from lmworks.spec import Cluster, LMWorksError, ParallelSpec, PrecisionSpec, SpecError, TrainingError, load_run
 from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
 from lmworks.train.device import pick_device
@@ -47,6 +47,20 @@ def test_a_run_that_is_changed_to_fp16_starts_its_scale_anew() -> None:
     assert scale.scale == 512
     scale.load_state_dict({"scale": 64.0, "good": 3})
     assert (scale.scale, scale.good) == (64, 3)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "1f1b"])
+def test_schedules_that_an_older_pytorch_cannot_run(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with 2.11, where the metadata of such a node is no attribute."""
+    monkeypatch.setattr(pipeline, "splits_backward", lambda: False)
+    spec = load_run(
+        "tiny", ["model.layers=4", "parallel.pp=2", f"parallel.schedule={schedule}", "data.global_batch=32"]
+    )
+    if schedule == "1f1b":
+        refuse_impossible(spec, torch.device("cpu"))
+        return
+    with pytest.raises(SpecError, match=r"parallel\.schedule = 'zbv' needs a newer PyTorch"):
+        refuse_impossible(spec, torch.device("cpu"))
 
 
 def test_a_folder_that_is_taken_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

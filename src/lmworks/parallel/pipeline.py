@@ -30,7 +30,8 @@ from torch.distributed.pipelining import (
 )
 
 from ..plan.pipelines.orders import stages_of
-from ..spec import RunSpec, TrainingError
+from ..spec import RunSpec, SpecError, TrainingError
+from ..spec.layout import SPLIT_BACKWARD
 from .mesh import Mesh
 from .precision import DTYPES
 from .timeline import Recorder
@@ -45,6 +46,35 @@ SEVERAL: dict[str, Any] = {
 }
 
 Inputs = dict[str, Any]  # the keywords of GPT.forward for one micro-batch
+
+
+class Same(torch.autograd.Function):
+    """A node of a graph that is written in Python, as our kernels' are."""
+
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def splits_backward() -> bool:
+    """Whether PyTorch takes gradients up to a node that is written in Python: 2.11 does not, 2.13 does."""
+    node = Same.apply(torch.ones((), requires_grad=True)).grad_fn
+    try:
+        return node._input_metadata is not None
+    except RuntimeError:
+        return False
+
+
+def refuse_split_backward(schedule: str) -> None:
+    if schedule in SPLIT_BACKWARD and not splits_backward():
+        raise SpecError(
+            f"parallel.schedule = {schedule!r} needs a newer PyTorch (tried with 2.13) than {torch.__version__}, which "
+            "cannot take gradients of inputs apart from those of weights; use '1f1b' or 'interleaved'"
+        )
 
 
 class PartStage(PipelineStage):
@@ -145,6 +175,7 @@ class Pipeline:
         name, micro_batches = self.spec.parallel.schedule, self.spec.accumulation
         if name in SINGLE:
             return SINGLE[name](self.stages[0], micro_batches, loss_fn=self.scaled_loss, scale_grads=False)
+        refuse_split_backward(name)
         # The schedule itself says when a stage is gathered and let go. Where FSDP did so too after every forward pass,
         # a split backward pass would look for its gradients on weights that are no longer there.
         for module in fsdp_units(self.modules):

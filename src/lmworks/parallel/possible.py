@@ -9,6 +9,7 @@ from ..plan.pipelines.stages import split_layers
 from ..plan.policies import within_budget
 from ..spec import RunSpec, SpecError
 from .deepspeed import load_deepspeed
+from .pipeline import refuse_split_backward
 from .preflight import refuse_oversized
 from .tensor import refuse_async_tp
 
@@ -22,6 +23,8 @@ def refuse_impossible(spec: RunSpec, device: torch.device, force: bool = False) 
         )
     if layout.async_tp:
         refuse_async_tp(device.type)
+    if layout.pp > 1:
+        refuse_split_backward(layout.schedule)
     if layout.engine == "deepspeed":
         load_deepspeed(device.type)
     if spec.precision.dtype == "fp8":
