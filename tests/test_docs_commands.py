@@ -28,7 +28,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 SMALL_RUN = "optim.steps=2 checkpoint.every=2 log.eval_every=0 log.eval_batches=1"
 SMALL_BATCH = "data.seq=32 data.micro_batch=1"
-SMALL_SHAPE = "model.layers=1 model.hidden=64 model.heads=2 model.kv_heads=2 model.ffn=64"
+SMALL_SHAPE = "model.vocab=512 model.layers=1 model.hidden=64 model.heads=2 model.kv_heads=2 model.ffn=64"
 
 NOT_HERE = {
     r"^make |^source |^pip (install|wheel)": "sets up the environment that this test runs in",
