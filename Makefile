@@ -46,7 +46,7 @@ $(VENV)-deepspeed/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 test-deepspeed: $(VENV)-deepspeed/.ready  ## ZeRO through DeepSpeed on two CPU ranks, in an environment of its own
-	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pytest -m deepspeed tests/parallel/test_deepspeed.py tests/study/test_data_parallel_study.py
+	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pytest -m deepspeed tests/parallel/test_deepspeed.py tests/bench/test_data_parallel_study.py
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check --no-cache .  # a cached answer outlives the file that made it wrong

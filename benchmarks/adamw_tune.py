@@ -1,6 +1,6 @@
 """How the update of bf16 weights should share out its work on this GPU, and what a whole model's costs.
 
-`TILE`, `WARPS`, `TURNS` and `SMALL` of kernels/adamw_triton.py are varied; what wins is then written there by hand.
+`TILE`, `WARPS`, `TURNS` and `SMALL` of adamw_triton.py are varied; what wins is then written there by hand.
 
     python benchmarks/adamw_tune.py            # about a minute on an H200
     python benchmarks/adamw_tune.py --quick    # one format and one model, nothing written
@@ -15,9 +15,9 @@ import torch
 from common import write_result
 from torch import Tensor
 
-from lmworks.kernels import adamw_triton
-from lmworks.kernels.adamw import Rule, Slot, adamw
-from lmworks.parallel.data import Shard
+from lmworks.kernels.training import adamw_triton
+from lmworks.kernels.training.adamw import Rule, Slot, adamw
+from lmworks.parallel.data_parallel import Shard
 from lmworks.plan.exact.weights import weights
 from lmworks.spec import ModelSpec, OptimSpec, PrecisionSpec
 from lmworks.train.optim import make_optimizer

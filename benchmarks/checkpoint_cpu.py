@@ -33,10 +33,10 @@ from common import write_result
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lmworks.record.checkpoint.folders import Keep
-from lmworks.study.ranks import on_ranks
-from lmworks.train import checkpoint
-from lmworks.train.checkpoint.background import Background
+from lmworks import checkpoint
+from lmworks.checkpoint.async_save import Background
+from lmworks.checkpoint.format.folders import Keep
+from lmworks.parallel.local_ranks import on_ranks
 
 TENSORS = 48  # of equal size: those of a small transformer and its moments
 BLOCK = 16 * 2**20

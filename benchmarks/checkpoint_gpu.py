@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from common import write_result
 
-from lmworks.record.checkpoint.folders import Keep
-from lmworks.train import checkpoint
-from lmworks.train.checkpoint.background import Background
+from lmworks import checkpoint
+from lmworks.checkpoint.async_save import Background
+from lmworks.checkpoint.format.folders import Keep
 
 LIMIT = 0.05
 LAYERS = 32

@@ -19,10 +19,10 @@ from typing import Any
 import torch._inductor.config
 from common import commit, write_result
 
-from lmworks.kernels import choose
-from lmworks.observe.power import power_words
+from lmworks.bench.power import power_words
+from lmworks.bench.train import bench_train
+from lmworks.kernels import dispatch
 from lmworks.spec import load_run
-from lmworks.study.train_bench import bench_train
 
 GPT2 = [
     "gpt2-small", "model.vocab=50304", "model.bias=false", "data.micro_batch=64", "data.seq=1024",
@@ -54,7 +54,7 @@ LIMIT_S = 150
 def run(option: str, arguments: list[str], steps: int) -> dict[str, Any]:
     """In this process."""
     for op, way in WAYS.get(option, {}).items():
-        measured = [ops for ops in choose.table().values() if op in ops]
+        measured = [ops for ops in dispatch.table().values() if op in ops]
         if not measured:
             sys.exit(f"{op} was not measured on any device, and PyTorch does it anyway: lmworks bench kernels --record")
         for ops in measured:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from common import write_result
 
-from lmworks.kernels import rms_norm_triton, rope_triton, swiglu_fp8_triton, swiglu_triton
+from lmworks.kernels import rms_norm_triton, rope_triton, swiglu_triton
+from lmworks.kernels.training import swiglu_fp8_triton
 
 COPY = 4.27e12  # bytes/s, read and written, of a copy on an H200
 SHAPES = {  # tokens, hidden, ffn, heads, kv_heads, head_dim

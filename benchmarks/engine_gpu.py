@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from common import RESULTS, commit, write_result
 
-from lmworks.engine.engine import Engine
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.quantized_model import apply_quantization
-from lmworks.engine.request import Request
+from lmworks.bench.engine import BATCHES, Bench
+from lmworks.bench.engine_workload import Workload
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.request import Request
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.quantization.quantized_model import apply_quantization
 from lmworks.loading import Loaded, make_engine, random_model
-from lmworks.observe.engine_bench import BATCHES, Bench
-from lmworks.observe.workload import Workload
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec
 
 NAME = "engine_gpu"
@@ -163,12 +163,12 @@ def answer_greedily(engine: Engine, batch: int, tokens: int = 256) -> dict[str, 
 
 FIRST_TOKEN = """
 import json, sys
-from lmworks.ahead import read_ahead
+from lmworks.weight_prefetch import read_ahead
 read_ahead(sys.argv[1])  # as the commands do it
 from lmworks.cli.bench import process_age
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Request
-from lmworks.engine.rehearsal import rehearsal
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.core.request import Request
+from lmworks.engine.core.kernel_warmup import rehearsal
 from lmworks.loading import load, make_engine, pick_device, outline_of
 from lmworks.spec import EngineSpec
 import torch

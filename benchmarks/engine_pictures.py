@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lmworks import LLM, SamplingParams
-from lmworks.engine.engine import Engine
-from lmworks.engine.request import Request, Sequence
-from lmworks.observe.engine_trace import Trace, decodes, watched
+from lmworks.bench.engine_trace import Trace, decodes, watched
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.request import Request, Sequence
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 COLOURS = ("#7fb3e6", "#f0b27a", "#9fd3a1", "#c9a7dd", "#f4a6a0", "#b9c0c9")

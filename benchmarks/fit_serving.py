@@ -21,7 +21,7 @@ import numpy as np
 
 from lmworks.plan.serving.batching import Lengths, steady, waiting
 from lmworks.plan.serving.inference import CONSTANTS, Deployment, Rates
-from lmworks.plan.serving.served import Experts, Linear, Served, mlp
+from lmworks.plan.serving.served_model import Experts, Linear, Served, mlp
 from lmworks.plan.tables.kernels import SYSTEMS
 from lmworks.spec import ModelSpec, catalogue
 

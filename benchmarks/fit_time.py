@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from lmworks.plan.case import Case
 from lmworks.plan.software import SOFTWARE
-from lmworks.plan.step.bare import Bare
 from lmworks.plan.step.constants import FITTED, Constants
 from lmworks.plan.step.price import weigh
+from lmworks.plan.step.uncalibrated import Bare
 from lmworks.plan.tables.rows import Job
 from lmworks.plan.tables.sources import SOURCES, Measured
 from lmworks.spec import ModelSpec, catalogue

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lmworks.kernels.add_norm import add_rms_norm
-from lmworks.kernels.paged_attention import LayerCache, Pages, paged_attention
-from lmworks.kernels.paged_store import place
+from lmworks.kernels.inference.kv_cache_write import place
+from lmworks.kernels.inference.paged_attention import LayerCache, Pages, paged_attention
 from lmworks.kernels.swiglu import swiglu_packed
+from lmworks.kernels.training.add_norm import add_rms_norm
 
 BANDWIDTH = 4.27e12  # bytes/s, of a copy on an H200
 MATMUL = 763e12  # FLOP/s, of a large bf16 product there
@@ -159,7 +159,7 @@ def prefill_rows(prompts: list[tuple[int, int, int, int]]) -> list[list[Any]]:
 
 def sweep_rows(stored: torch.dtype) -> list[list[Any]]:
     """What `paged_attention_triton.choose` chooses from: 16 heads on 8, of 128."""
-    from lmworks.kernels.paged_attention_triton import Config, launch
+    from lmworks.kernels.inference.paged_attention_triton import Config, launch
 
     cuts = ((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 3))
     decoding = [Config(16, tile, warps, stages) for tile, warps, stages in cuts]

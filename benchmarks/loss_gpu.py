@@ -31,11 +31,11 @@ from unittest import mock
 import torch
 from common import RESULTS, commit, write_result
 
-from lmworks.kernels import choose
+from lmworks.bench.train import one_step
+from lmworks.kernels import dispatch
 from lmworks.spec import RunSpec, load_run
-from lmworks.study.train_bench import one_step
 from lmworks.train import Trainer
-from lmworks.train.feed import Feed
+from lmworks.train.prefetcher import Feed
 
 WINDOW = 20  # steps
 PLAIN_RUN = "plain"
@@ -111,7 +111,9 @@ def run(name: str, seed: int, steps: int, tiny: bool) -> dict[str, Any]:
     began = time.perf_counter()
     base, overrides = TINY if tiny else MODEL, PLAIN if name == PLAIN_RUN else PATHS[name].overrides
     spec = load_run(base[0], [*base[1:], *overrides, f"seed={seed}", f"optim.steps={steps}"])
-    plain = mock.patch.object(choose, "fastest", lambda *_, **__: choose.TORCH) if name == PLAIN_RUN else nullcontext()
+    plain = (
+        mock.patch.object(dispatch, "fastest", lambda *_, **__: dispatch.TORCH) if name == PLAIN_RUN else nullcontext()
+    )
     with plain:
         losses = losses_of(spec, steps)
     return {"path": name, "seed": seed, "seconds": time.perf_counter() - began, "losses": losses}

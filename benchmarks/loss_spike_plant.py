@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.spec import LMWorksError, RunSpec, load_run
-from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
 
 WORDS = [

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lmworks.data import resolve
 from lmworks.model import GPT
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.spec import RunSpec, load_run
-from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
 
 RANKS, ROUNDS, STEPS, WARM = 2, 8, 4, 3

@@ -22,13 +22,13 @@ from common import write_result
 from parallel_cases import CASES, DENSE, MOE, Case, symbols, value
 
 from lmworks.data import resolve
-from lmworks.parallel.traffic import Traffic
+from lmworks.parallel.comm_counter import Traffic
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.plan.pipelines.bubble import ideal_idle, in_flight
 from lmworks.plan.pipelines.orders import actions
 from lmworks.plan.pipelines.schedule import durations, idle_shares, simulate, stage_times
 from lmworks.spec import RunSpec
 from lmworks.spec.run import SCHEDULES
-from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
 
 PAGE = Path(__file__).parent.parent / "docs" / "parallelism.md"

@@ -21,7 +21,7 @@ from common import write_result
 from plan_check import on_device
 
 from lmworks.data import Batch
-from lmworks.parallel import apply
+from lmworks.parallel import parallelize
 from lmworks.parallel.world import join, leave
 from lmworks.spec import load_run
 from lmworks.train.optim import make_optimizer
@@ -41,8 +41,8 @@ def stepper(model: str, strategy: str) -> Any:
     spec = load_run(model, [*MODELS[model], *CASE, f"parallel.strategy={name}"])
     device = torch.device("cuda", 0)
     mesh = None if strategy == "plain" else join(spec.parallel, device)
-    with mock.patch.object(apply, "lonely", (lambda *_: False) if hooks else apply.lonely):
-        laid = apply.lay_out(spec, mesh, device, on_device(device))
+    with mock.patch.object(parallelize, "lonely", (lambda *_: False) if hooks else parallelize.lonely):
+        laid = parallelize.lay_out(spec, mesh, device, on_device(device))
     optimizer = make_optimizer(laid.shards, spec.optim, spec.precision, spec.seed)
     tokens = torch.randint(0, spec.model.vocab, (spec.data.micro_batch, spec.data.seq), device=device)
     batch = Batch(tokens, tokens)

@@ -11,10 +11,10 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from lmworks.observe.timeline import draw_png
-from lmworks.parallel.ring import chunk_starts
+from lmworks.parallel.ring_attention import chunk_starts
 from lmworks.plan.pipelines.orders import actions
 from lmworks.plan.pipelines.schedule import durations, simulate, stage_times
+from lmworks.report.pipeline_timeline import draw_png
 from lmworks.spec import Grid
 from lmworks.spec.run import SCHEDULES
 

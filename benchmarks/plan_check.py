@@ -33,12 +33,12 @@ import torch._dynamo
 from common import RESULTS, write_result
 from torch import Tensor
 
+from lmworks.bench.probe import probe
 from lmworks.data import Batch
-from lmworks.kernels.choose import nearest
-from lmworks.observe.probe import probe
-from lmworks.parallel.apply import lay_out
-from lmworks.parallel.norms import squared_norm
-from lmworks.parallel.weights import Source, source_of
+from lmworks.kernels.dispatch import nearest
+from lmworks.parallel.grad_norm import squared_norm
+from lmworks.parallel.initial_weights import Source, source_of
+from lmworks.parallel.parallelize import lay_out
 from lmworks.plan import software
 from lmworks.plan.case import Case
 from lmworks.plan.devices.machine import Machine

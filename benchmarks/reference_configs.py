@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmworks.plan.cluster_request import Wish, job
 from lmworks.plan.search.candidates import Question, question_of
 from lmworks.plan.search.search import Found, search
-from lmworks.plan.wish import Wish, job
 from lmworks.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
 from lmworks.spec.load import dump_toml
 from lmworks.spec.schema import Section

@@ -25,8 +25,8 @@ from matplotlib.figure import Figure
 from serve_overhead import byte_model, measure, served
 from serve_overhead import show as show_overhead
 
-from lmworks.observe.serve_bench import Slo, bench_serve
-from lmworks.observe.serve_load import Arrivals, Lengths, Load
+from lmworks.bench.serve import Slo, bench_serve
+from lmworks.bench.serve_workload import Arrivals, Lengths, Load
 
 SEQS = 16
 LENGTHS = Lengths(input=(16, 48), output=(16, 48))

@@ -31,9 +31,9 @@ from typing import Any
 from common import write_result
 
 from lmworks import LLM, SamplingParams
+from lmworks.bench.serve import Slo, bench_serve
+from lmworks.bench.serve_workload import Arrivals, Lengths, Load
 from lmworks.cli.generate import engine_options
-from lmworks.observe.serve_bench import Slo, bench_serve
-from lmworks.observe.serve_load import Arrivals, Lengths, Load
 
 PATIENCE_S = 300.0  # for a server to come up
 

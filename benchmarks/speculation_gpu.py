@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from common import RESULTS, write_result
 
-from lmworks.engine.engine import Engine
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Request, Sequence
-from lmworks.engine.speculate import Speculator
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.request import Request, Sequence
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.speculative.verification import Speculator
 from lmworks.loading import load, make_engine
 from lmworks.spec import EngineSpec
 

@@ -29,8 +29,8 @@ from typing import Any
 
 from common import RESULTS, commit, write_result
 
-from lmworks.observe.power import power_words
-from lmworks.observe.roofline import Ceilings, floor
+from lmworks.bench.power import power_words
+from lmworks.bench.roofline import Ceilings, floor
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.memory.reserve import reserved
 from lmworks.plan.memory.sheet import memory

@@ -32,7 +32,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts its back
 
 def pytest_collection_finish() -> None:
     """Do here, once, what PyTorch and Typer do on first use: a forked rank that had to would do little else."""
-    if "lmworks.study.ranks" in sys.modules:
+    if "lmworks.parallel.local_ranks" in sys.modules:
         for name in ("numpy.ma", "torch._dynamo"):
             importlib.import_module(name)
         importlib.import_module("lmworks.train.device").warm_runtime()
@@ -42,16 +42,21 @@ def pytest_collection_finish() -> None:
         typer.testing.CliRunner().invoke(sys.modules["lmworks.cli.main"].app, ["models", "--json"])
         table = importlib.import_module("lmworks.cli.table")  # whatever a test prints fits every terminal
         vars(table).update(lay_out=importlib.import_module("fitting_tables").checked(table.lay_out))
-    if {"lmworks.cli.main", "lmworks.observe.report"} & sys.modules.keys():
+    if {"lmworks.cli.main", "lmworks.report.run_report"} & sys.modules.keys():
         # To draw the PNGs of a report takes longer than a small run: done where somebody looks at them.
-        vars(importlib.import_module("lmworks.observe.report")).update(draw_plots=lambda folder, steps: [])
+        vars(importlib.import_module("lmworks.report.run_report")).update(draw_plots=lambda folder, steps: [])
     gc.freeze()  # else each forked rank copies the pages of all that was imported when it looks for garbage
     gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: a worker takes a file at a time, and one that begins late would keep the others waiting."""
-    order = {name: place for place, name in enumerate(("study", "train", "parallel", "kernels", "engine", "serve"))}
+    order = {
+        name: place
+        for place, name in enumerate(
+            ("prove", "bench", "train", "checkpoint", "parallel", "kernels", "engine", "serve")
+        )
+    }
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
@@ -74,9 +79,9 @@ def signal_handlers() -> Iterator[None]:
 @pytest.fixture
 def plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """A report has its PNGs drawn."""
-    from lmworks.observe import plots, report
+    from lmworks.report import plots, run_report
 
-    monkeypatch.setattr(report, "draw_plots", plots.draw_plots)
+    monkeypatch.setattr(run_report, "draw_plots", plots.draw_plots)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lmworks.record.checkpoint.manifest import INDEX, MANIFEST, commit
+from lmworks.checkpoint.format.manifest import INDEX, MANIFEST, commit
 
 Change = Callable[[Any], Any]  # of parsed JSON, in place; or returns what is to be there instead
 

@@ -11,11 +11,11 @@ from typing import Any
 from unittest import mock
 
 from lmworks.parallel import world
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.world import from_lead
 from lmworks.record import RunFolder
 from lmworks.spec import Grid, RunSpec, dump_toml
-from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
 from tiny import before_step, make_spec
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels.paged_attention import LayerCache, Pages
+from lmworks.kernels.inference.paged_attention import LayerCache, Pages
 
 NOWHERE = 2**30  # a number of a block that must never be followed
 

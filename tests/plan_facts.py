@@ -1,6 +1,6 @@
 """What `lmworks plan memory` and `lmworks plan search` say (`--json`), in figures that are easy to check.
 
-tests/observe/test_plan_page.py holds the keys to those of the commands.
+tests/report/test_plan_page.py holds the keys to those of the commands.
 """
 
 GIB = 2**30

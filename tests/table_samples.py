@@ -117,7 +117,7 @@ def demo(sample: Sample) -> None:
 
 def diagnosed(sample: Sample) -> None:
     from lmworks.cli.diagnose import print_diagnosis
-    from lmworks.observe.hang import Diagnosis
+    from lmworks.diagnose.hang import Diagnosis
 
     host, place = "gpu-node-0123.cluster.example.org", "backward of step 17,345"
     one = {"host": host, "state": "stopped (SIGSTOP)", "place": place, "waits_in": "all_reduce #81,234 of group dp"}
@@ -261,7 +261,7 @@ def simulated(sample: Sample) -> None:
 
 
 def parity(sample: Sample) -> None:
-    from lmworks.study.parity import Result
+    from lmworks.prove.parity import Result
 
     calls = [{"count": 12, "kind": "all-gather", "group": "dp_shard", "bytes": 123456}] * 3
     row = Result("fsdp2-tp2-sp", 4, 1e-7, 2.5e-6, "blocks.0.attention.qkv.weight", 3e-7, tokens=1024, collectives=calls)
@@ -270,11 +270,11 @@ def parity(sample: Sample) -> None:
 
 
 def chaos(sample: Sample) -> None:
-    from lmworks.study.chaos.trials import Outcome
+    from lmworks.prove.chaos.trials import Outcome
 
     found = [Outcome(**row) for row in result("chaos.json")]
-    sample.patch.setattr("lmworks.study.chaos.runner.harness", lambda out: nullcontext())
-    sample.patch.setattr("lmworks.study.chaos.runner.run_trials", lambda *_: found)
+    sample.patch.setattr("lmworks.prove.chaos.runner.harness", lambda out: nullcontext())
+    sample.patch.setattr("lmworks.prove.chaos.runner.run_trials", lambda *_: found)
     sample.lmworks("chaos", "--trials", "1")
 
 
@@ -282,7 +282,7 @@ def study(sample: Sample, module: str, command: str, kept: str, columns: list[st
     """The kept report has the same columns in another order."""
     names, rows = markdown(kept)
     table = columns, [[row[names.index(name)] for name in columns] for row in rows]
-    report = "lmworks.study.data_parallel_report" if command == "ddp-fsdp" else "lmworks.study.precision.report"
+    report = "lmworks.bench.data_parallel_report" if command == "ddp-fsdp" else "lmworks.bench.precision.report"
     found = SimpleNamespace(spec=SimpleNamespace(model=SimpleNamespace(params=3_084_032)), outcomes=[])
     sample.patch.setattr(f"{module}.study", lambda *_: found)
     sample.patch.setattr(f"{report}.overview_table", lambda _: table)
@@ -292,12 +292,12 @@ def study(sample: Sample, module: str, command: str, kept: str, columns: list[st
 
 def ddp_fsdp(sample: Sample) -> None:
     columns = ["strategy", "tokens/s", "to DDP", "state", "peak", "sent a step", "calls", "as worked out", "start"]
-    study(sample, "lmworks.study.data_parallel", "ddp-fsdp", "ddp_fsdp_cpu.md", [*columns, "checkpoint"])
+    study(sample, "lmworks.bench.data_parallel", "ddp-fsdp", "ddp_fsdp_cpu.md", [*columns, "checkpoint"])
 
 
 def precision(sample: Sample) -> None:
     columns = ["precision", "held-out loss", "gap", "speed", "peak", "bytes/parameter", "verdict"]
-    study(sample, "lmworks.study.precision.study", "precision", "precision_cpu.md", columns)
+    study(sample, "lmworks.bench.precision.study", "precision", "precision_cpu.md", columns)
 
 
 def typed(*words: str) -> Callable[[Sample], object]:

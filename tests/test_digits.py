@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from lmworks.bench.engine_workload import read_range
+from lmworks.bench.serve_workload import read_prefix
+from lmworks.checkpoint.format.folders import LEFTOVER, folders
 from lmworks.cli.checkpoint import parse_bytes
 from lmworks.data.tokenizer import bpe_size
 from lmworks.launch.slurm import TIME
 from lmworks.model.hf_write import WEIGHTS
-from lmworks.observe.serve_load import read_prefix
-from lmworks.observe.workload import read_range
 from lmworks.plan.devices.profile import ProfileError, read_links
 from lmworks.plan.software import SOFTWARE
 from lmworks.plan.tables.columns import Row
 from lmworks.plan.tables.rows import recompute_of
-from lmworks.record.checkpoint.folders import LEFTOVER, folders
 from lmworks.record.hang import attempts
 from lmworks.spec import LMWorksError, SpecError
 from lmworks.spec.hardware import parse_cluster

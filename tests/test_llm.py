@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 import lmworks
 from lmworks import LLM, SamplingParams, loading
+from lmworks.engine.core.request import Answer, Piece, Request, Result
 from lmworks.engine.offline import Offline
-from lmworks.engine.request import Answer, Piece, Request, Result
 from lmworks.model import GPT, generate
 from lmworks.spec import CheckpointError, EngineSpec, LMWorksError, ModelSpec, SpecError
 from tiny import make_spec, train
@@ -113,7 +113,7 @@ def test_a_run_is_served_where_the_engine_says(dataset: Path, tmp_path: Path, mo
 def test_a_quantised_folder_is_served(dataset: Path, tmp_path: Path) -> None:
     """int8 rounds to nearest, so the served tokens are those of the network with its weights rounded by hand."""
     from lmworks.cli.quantize import quantize
-    from lmworks.engine.quantized_model import apply_quantization
+    from lmworks.engine.quantization.quantized_model import apply_quantization
 
     trainer = train(make_spec(dataset), tmp_path / "run")
     quantize(tmp_path / "run", "int8", tmp_path / "small", limit=10.0)
@@ -503,6 +503,6 @@ def test_seeds(preset: LLM) -> None:
     ("source", "said"), [("tiny", "tp = 3 does not divide the model's"), ("nowhere", "neither a folder nor a preset")]
 )
 def test_ranks_are_not_started_for_what_cannot_be_cut(source: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmworks.engine.ranks.Lead", None)  # calling it would be a TypeError
+    monkeypatch.setattr("lmworks.engine.tensor_parallel.executor.Lead", None)  # calling it would be a TypeError
     with pytest.raises(SpecError, match=said):
         LLM(source, tp=3)

@@ -9,39 +9,39 @@ from pathlib import Path
 
 import pytest
 
-from lmworks import ahead
+from lmworks import weight_prefetch
 
 
 def test_every_byte_of_the_weights_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[Path, int]] = []
-    monkeypatch.setattr(ahead, "PIECE", 10)
-    monkeypatch.setattr(ahead, "skim", lambda pieces: read.extend(pieces))
+    monkeypatch.setattr(weight_prefetch, "PIECE", 10)
+    monkeypatch.setattr(weight_prefetch, "skim", lambda pieces: read.extend(pieces))
     for name, size in (("a.safetensors", 25), ("b.safetensors", 10), ("consolidated.safetensors", 99)):
         (tmp_path / name).write_bytes(b"x" * size)
     index = {"weight_map": {"embed": "a.safetensors", "head": "b.safetensors", "norm": "a.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    for thread in ahead.read_ahead(tmp_path):
+    for thread in weight_prefetch.read_ahead(tmp_path):
         thread.join()
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     assert sorted(read) == [(a, 0), (a, 10), (a, 20), (b, 0)]
 
 
 def test_a_file_that_is_gone_is_left_to_who_needs_it(tmp_path: Path) -> None:
-    ahead.skim([(tmp_path / "gone.safetensors", 0)])
+    weight_prefetch.skim([(tmp_path / "gone.safetensors", 0)])
 
 
 def test_what_does_not_fit_into_memory_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    monkeypatch.setattr(ahead, "available_bytes", lambda: 2 * ahead.PIECE)
-    assert ahead.read_ahead(tmp_path)
-    monkeypatch.setattr(ahead, "available_bytes", lambda: 2 * ahead.PIECE - 1)
-    assert not ahead.read_ahead(tmp_path)
+    monkeypatch.setattr(weight_prefetch, "available_bytes", lambda: 2 * weight_prefetch.PIECE)
+    assert weight_prefetch.read_ahead(tmp_path)
+    monkeypatch.setattr(weight_prefetch, "available_bytes", lambda: 2 * weight_prefetch.PIECE - 1)
+    assert not weight_prefetch.read_ahead(tmp_path)
 
 
 @pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
 def test_a_damaged_index_is_left_to_who_needs_it(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert not ahead.read_ahead(tmp_path)
+    assert not weight_prefetch.read_ahead(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "{outside}", "sub/../../outside.safetensors"])
@@ -51,14 +51,14 @@ def test_a_file_of_another_folder_is_not_read(tmp_path: Path, name: str) -> None
     outside.write_bytes(b"x" * 100)
     index = {"weight_map": {"embed": name.format(outside=outside)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert ahead.weight_files(folder) == []
+    assert weight_prefetch.weight_files(folder) == []
 
 
 def test_a_preset_has_nothing_to_read() -> None:
-    assert not ahead.read_ahead("llama3-8b")
+    assert not weight_prefetch.read_ahead("llama3-8b")
 
 
 def test_it_is_there_before_torch_is() -> None:
-    code = "import sys, lmworks.ahead, lmworks.cli.generate, lmworks.cli.serve; print('torch' in sys.modules)"
+    code = "import sys, lmworks.weight_prefetch, lmworks.cli.generate, lmworks.cli.serve; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lmworks import checkpoint
 from lmworks.record import RunFolder, read_metrics
 from lmworks.spec import ModelSpec, RunSpec
 from lmworks.spec.load import apply_overrides
-from lmworks.train import Trainer, checkpoint
+from lmworks.train import Trainer
 
 WORDS = ["def", "return", "for", "in", "x", "y", "if", "not", "self", "import"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .engine.params import SamplingParams as SamplingParams
+    from .engine.core.sampling_params import SamplingParams as SamplingParams
     from .llm import LLM as LLM
     from .model import GPT as GPT
     from .spec import Cluster as Cluster
@@ -25,7 +25,7 @@ EXPORTS = {
     "LLM": "lmworks.llm",
     "ModelSpec": "lmworks.spec",
     "RunSpec": "lmworks.spec",
-    "SamplingParams": "lmworks.engine.params",
+    "SamplingParams": "lmworks.engine.core.sampling_params",
     "Trainer": "lmworks.train",
 }
 

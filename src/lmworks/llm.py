@@ -14,13 +14,13 @@ from typing import Any, Protocol, Self
 
 from .data import Tokenizer
 from .data.tokenizer import FileTokenizer
-from .engine.chat import Chat
-from .engine.drift import DriftMonitor
-from .engine.engine import Engine
+from .engine.chat_template import Chat
+from .engine.core.engine import Engine
+from .engine.core.request import Answer, Piece, Result, Told, tell_nobody
+from .engine.core.sampling_params import SamplingParams, index
 from .engine.offline import CLOSED, Offline
-from .engine.params import SamplingParams, index
-from .engine.quantized_folder import is_quantized
-from .engine.request import Answer, Piece, Result, Told, tell_nobody
+from .engine.quantization.drift import DriftMonitor
+from .engine.quantization.folder import is_quantized
 from .engine.vllm import VLLM
 from .loading import hf_tokenizer, is_hf, is_preset, serve
 from .spec import EngineSpec, LMWorksError, SpecError

@@ -10,11 +10,11 @@ import torch
 
 from .data import Tokenizer, load_tokenizer
 from .data.tokenizer import read_tokenizer
-from .engine.draft import Ahead, Draft
-from .engine.engine import Engine
-from .engine.ngram import NGram
-from .engine.outline import Outline
-from .engine.quantized_folder import (
+from .engine.core.engine import Engine
+from .engine.core.kernel_warmup import rehearsal
+from .engine.core.meta_model import Outline
+from .engine.core.model_runner import DTYPES, Runner
+from .engine.quantization.folder import (
     QuantizedWeights,
     check_digests,
     is_quantized,
@@ -23,9 +23,9 @@ from .engine.quantized_folder import (
     quantized_outline,
     quantized_vocab,
 )
-from .engine.rehearsal import rehearsal
-from .engine.runner import DTYPES, Runner
-from .engine.speculate import Speculator
+from .engine.speculative.draft_model import Ahead, Draft
+from .engine.speculative.ngram import NGram
+from .engine.speculative.verification import Speculator
 from .model import GPT
 from .model.gpt import initial_weight
 from .model.hf import HFWeights, described, load_hf, read_json
@@ -35,7 +35,7 @@ from .spec.errors import did_you_mean
 from .spec.presets import PRESETS
 
 if TYPE_CHECKING:
-    from .engine.ranks import Ranks
+    from .engine.tensor_parallel.executor import Ranks
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
         model = load_hf(GPT, folder, dtype=dtype, device=device)
         return Loaded(model.eval(), hf_tokenizer(folder), hf_eos(folder))
     refuse_nothing(folder)
-    from .train.load import load_trained  # not above: the trainer takes seconds to load, and others do without it
+    from .train.load_run import load_trained  # not above: the trainer takes seconds to load, and others do without it
 
     trained = load_trained(folder, step)
     # It lies where the run would go on training, which need not be where it is served.
@@ -186,8 +186,8 @@ def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> 
         with rehearsal(outline_of(source), spec, pick_device(spec)):
             loaded = load(source, spec, step, seed)
         return loaded, make_engine(loaded, spec, seed)
-    from .engine.ranks import Lead  # not above: PyTorch's distributed parts take seconds to load
-    from .engine.share import check_shares
+    from .engine.tensor_parallel.executor import Lead  # not above: PyTorch's distributed parts take seconds to load
+    from .engine.tensor_parallel.tp_shards import check_shares
 
     if (outline := outline_of(source)) is not None:
         check_shares(outline, spec.tp)  # before others are started, who would only add their own complaints

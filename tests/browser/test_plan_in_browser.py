@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lmworks.observe.plan_page import memory_page, search_page
+from lmworks.report.plan_page import memory_page, search_page
 from plan_facts import GIB, memory_facts, search_facts
 from typed import lmworks
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmworks.observe.report import write_report
+from lmworks.report.run_report import write_report
 from table_samples import struck_run
 
 pytestmark = pytest.mark.browser

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from lmworks.bench import engine
 from lmworks.cli.bench import process_age
 from lmworks.cli.main import main
-from lmworks.observe import engine_bench
 
 
 def lmworks(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -49,9 +49,9 @@ def test_people_see_a_clock_and_first_times(
     power = {"watts": 650.0, "limit_watts": 700.0, "joules": 1e4, "clock_mhz": 1725.4, "max_clock_mhz": 1980}
     power |= {"celsius": 61, "held_back": {"power cap": 0.5}, "samples": 9}
     seen = SimpleNamespace(between=lambda *_: power)
-    monkeypatch.setattr(engine_bench, "watched_power", lambda _device: nullcontext(seen))
+    monkeypatch.setattr(engine, "watched_power", lambda _device: nullcontext(seen))
     met = {"kernels": ["forward_kernel"], "graphs": 2}
-    monkeypatch.setattr(engine_bench.Bench, "first_times", lambda _bench: nullcontext(met))
+    monkeypatch.setattr(engine.Bench, "first_times", lambda _bench: nullcontext(met))
     monkeypatch.setattr(sys, "argv", ["lmworks", "bench", "offline", "--model", "tiny", "--requests", "1"])
     with pytest.raises(SystemExit) as end:
         main()

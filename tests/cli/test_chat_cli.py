@@ -15,7 +15,7 @@ import pytest
 from lmworks import LLM, SamplingParams
 from lmworks.cli.chat import Talk
 from lmworks.cli.main import main
-from lmworks.engine.chat import plain
+from lmworks.engine.chat_template import plain
 from lmworks.spec import SpecError
 from tiny import make_spec, train
 
@@ -105,7 +105,7 @@ def test_a_message_that_the_template_refuses_ends_no_talk(
             raise SpecError("the chat template of this model refuses these messages: no")
         return plain(messages)
 
-    monkeypatch.setattr("lmworks.engine.chat.plain", picky)
+    monkeypatch.setattr("lmworks.engine.chat_template.plain", picky)
     talked, prompts = talk(llm, ["bad", "def"], monkeypatch)
     assert "refuses these messages: no" in capsys.readouterr().err
     assert prompts == ["User: def\nAssistant:"] and len(talked.messages) == 2
@@ -159,7 +159,7 @@ def test_at_a_terminal_control_d_leaves(
 def test_a_model_with_a_template_is_talked_to_in_its_own_way(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lmworks.train.load import load_trained
+    from lmworks.train.load_run import load_trained
 
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}>"})

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import typed
+from lmworks import checkpoint
+from lmworks.checkpoint.format.folders import work_folder
 from lmworks.cli.checkpoint import progress_unless
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder
-from lmworks.record.checkpoint.folders import work_folder
-from lmworks.study.ranks import on_ranks
-from lmworks.train import checkpoint
 from tiny import events, flip_a_bit, make_spec, train
 
 Run = Callable[..., tuple[int, str, str]]
@@ -135,7 +135,7 @@ def save_two(rank: int, root: Path, meta: dict[str, Any]) -> None:
 
 def test_several_ranks_are_told_apart(lmworks: Run, tmp_path: Path) -> None:
     """Pieces of two ranks are counted, put together again, and each damaged file is laid to the rank that wrote it."""
-    from lmworks.record.checkpoint.index import read_index
+    from lmworks.checkpoint.format.index import read_index
     from lmworks.train.export import read_tensor
 
     root = tmp_path / "checkpoints"
@@ -244,7 +244,7 @@ def test_prune_leaves_a_run_a_run_alone_that_is_being_trained(lmworks: Run, run:
 
 def test_nobody_takes_a_run_up_while_it_is_pruned(lmworks: Run, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[bool] = []
-    monkeypatch.setattr("lmworks.record.checkpoint.folders.discard", lambda folder: held.append(RunFolder(run).held()))
+    monkeypatch.setattr("lmworks.checkpoint.format.folders.discard", lambda folder: held.append(RunFolder(run).held()))
     assert "cannot remove" in refusal(lmworks("checkpoint", "prune", run, "--keep", "1"), 1)
     assert held == [True] and not RunFolder(run).held()
 

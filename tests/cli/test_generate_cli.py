@@ -14,10 +14,10 @@ from forked import Forked
 from lmworks import LLM, SamplingParams
 from lmworks.cli import generate
 from lmworks.cli.main import main
-from lmworks.engine.engine import Engine
-from lmworks.engine.request import Answer, Piece, Result, Told
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.request import Answer, Piece, Result, Told
 from lmworks.spec import LMWorksError, SpecError
-from lmworks.train.load import load_trained
+from lmworks.train.load_run import load_trained
 from tiny import make_spec, train, write_adapter
 
 

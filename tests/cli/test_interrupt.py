@@ -16,9 +16,9 @@ import pytest
 from forked import Forked
 from lmworks.cli import generate, main
 from lmworks.cli.output import last_words, write
-from lmworks.engine.engine import Engine
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.request import Answer
 from lmworks.engine.offline import Offline
-from lmworks.engine.request import Answer
 
 BENCH = ("bench", "offline", "--model", "tiny", "--requests", "2")
 GENERATE = ("generate", "tiny", "--prompts", "ids.jsonl")
@@ -199,7 +199,7 @@ def test_nobody_is_left_to_read_it() -> None:
     """As in `… 2>&1 | tee log`, where a terminal interrupts both."""
     script = (
         "import os, signal, sys\n"
-        "from lmworks.engine.engine import Engine\n"
+        "from lmworks.engine.core.engine import Engine\n"
         "reads, writes = os.pipe()\n"
         "os.close(reads)\n"
         "step = Engine.step\n"

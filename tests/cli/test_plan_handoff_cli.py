@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from lmworks.bench.train import on_some_data
 from lmworks.cli import handoff
 from lmworks.data import prepare
+from lmworks.plan.cluster_request import Wish
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.memory.run_budget import budget_of
 from lmworks.plan.predict import predict
@@ -20,9 +22,7 @@ from lmworks.plan.search.candidates import question_of
 from lmworks.plan.search.handoff import chosen
 from lmworks.plan.search.request import read_request
 from lmworks.plan.search.search import search
-from lmworks.plan.wish import Wish
 from lmworks.spec import Cluster, RunSpec, SpecError, load_run
-from lmworks.study.train_bench import on_some_data
 from typed import lmworks
 
 DENSE = ["llama3-8b", "--cluster", "8xh100", "--seq", "4096", "--global-batch", "64"]

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from lmworks.cli.main import app
-from lmworks.engine.quantized_folder import load_quantized
+from lmworks.engine.quantization.folder import load_quantized
 from lmworks.spec import LMWorksError
-from lmworks.train.load import load_trained
+from lmworks.train.load_run import load_trained
 from tiny import make_spec, train
 
 
@@ -57,7 +57,7 @@ def test_a_quantized_folder_is_not_quantized_again(run: Path, tmp_path: Path) ->
 
 
 def test_a_model_that_lost_too_much_is_not_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.kernels import quantized
+    from lmworks.kernels.inference import quantized
 
     plain = quantized.int8_quantize
 

@@ -74,7 +74,7 @@ def test_quantize_asks_before_it_loads(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("lmworks.train.load.load_trained", refuse)
+    monkeypatch.setattr("lmworks.train.load_run.load_trained", refuse)
     for text in (tmp_path / "nowhere.txt", tmp_path / "short.txt"):
         asked = ("--scheme", "int8", "--out", str(tmp_path / "q"), "--calibration", str(text))
         code, _, err = lmworks(capsys, "quantize", str(tmp_path / "run"), *asked)

@@ -19,7 +19,7 @@ from lmworks.record import RunFolder, read_metrics
 from lmworks.spec import LMWorksError, load_run
 from lmworks.train import Trainer
 from lmworks.train.evaluate import evaluate, held_out
-from lmworks.train.load import load_trained
+from lmworks.train.load_run import load_trained
 from tiny import (
     Crash,
     before_step,
@@ -240,7 +240,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_failed(
     def full(*_: Any) -> None:
         raise LMWorksError("cannot write report.html: No space left on device")
 
-    monkeypatch.setattr("lmworks.observe.report.write_report", full)
+    monkeypatch.setattr("lmworks.report.run_report.write_report", full)
     monkeypatch.setattr("lmworks.train.step.squared_norm", lambda *_: torch.tensor(float("nan")))
     spec = write_spec(make_spec(dataset), tmp_path / "spec.toml")
     code, _, err = lmworks("train", spec, "--run-dir", tmp_path / "run")

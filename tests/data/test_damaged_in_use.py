@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lmworks.checkpoint.format.folders import MARKER, discard
 from lmworks.data import Batches
 from lmworks.data.pipeline import prepare
 from lmworks.data.tokenizer import plain_panics
 from lmworks.model.hf import described
 from lmworks.record import RunFolder, folder
-from lmworks.record.checkpoint.folders import MARKER, discard
 from lmworks.spec import CheckpointError, DataError, SpecError
 from lmworks.spec.run import DataSpec
 

@@ -12,10 +12,10 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmworks.engine.grammar import Grammars
-from lmworks.engine.picked import Picked, PromptLogprobs
-from lmworks.engine.request import UNKNOWN, Logprob, Sequence
-from lmworks.engine.scheduler import Step
+from lmworks.engine.core.request import UNKNOWN, Logprob, Sequence
+from lmworks.engine.core.scheduler import Step
+from lmworks.engine.core.step_output import Picked, PromptLogprobs
+from lmworks.engine.grammars.grammar import Grammars
 from lmworks.spec import EngineSpec
 
 EMPTY = 0

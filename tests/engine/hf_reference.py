@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks.engine.engine import Engine
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Request, Result
-from lmworks.engine.runner import Runner
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.request import Request, Result
+from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.model import GPT
 from lmworks.model.hf import load_hf
 from lmworks.spec import EngineSpec

@@ -9,10 +9,10 @@ from fake_device import FakeDevice, Work
 from test_text import SENTENCES
 
 from lmworks.data.tokenizer import ByteTokenizer, Tokenizer
-from lmworks.engine.engine import Engine
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.picked import Picked
-from lmworks.engine.request import Request, Result
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.request import Request, Result
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.core.step_output import Picked
 from lmworks.spec import EngineSpec
 
 SPEC = EngineSpec(block=4, blocks=64, context=64, max_seqs=8, max_batch_tokens=32)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from lmworks.engine.batch import Batch, Layout, Packer, decoding_frame, mixed_frame, unpack
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import UNKNOWN, Request, Sequence
-from lmworks.engine.scheduler import Chunk, Step
+from lmworks.engine.core.request import UNKNOWN, Request, Sequence
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.core.scheduler import Chunk, Step
+from lmworks.engine.core.step_input import Batch, Layout, Packer, decoding_frame, mixed_frame, unpack
 from lmworks.spec import EngineSpec
 
 SPEC = EngineSpec(context=160, block=4, max_seqs=16, max_batch_tokens=2000)

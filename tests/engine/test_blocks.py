@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lmworks.engine.blocks import IntegrityError, Pool, block_hash, root_hash
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import UNKNOWN, Request, Sequence
+from lmworks.engine.core.block_manager import IntegrityError, Pool, block_hash, root_hash
+from lmworks.engine.core.request import UNKNOWN, Request, Sequence
+from lmworks.engine.core.sampling_params import SamplingParams
 
 
 def sequence(tokens: list[int], tenant: str = "", adapter: str | None = None) -> Sequence:

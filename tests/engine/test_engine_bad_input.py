@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_device import FakeDevice, alone
 
-from lmworks.engine.engine import Engine
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Request
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.request import Request
+from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.spec import EngineSpec, SpecError
 
 VOCAB = 50

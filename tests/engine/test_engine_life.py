@@ -15,16 +15,16 @@ import torch
 from fake_device import FakeDevice, Launched, Work, alone
 
 from lmworks.data.tokenizer import ByteTokenizer
-from lmworks.engine.blocks import IntegrityError
-from lmworks.engine.engine import Engine
-from lmworks.engine.grammar import grammar
+from lmworks.engine.async_engine import AsyncEngine, Consumer, send
+from lmworks.engine.core.block_manager import IntegrityError
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.request import Piece, Request, Result, State
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.core.scheduler import Step
+from lmworks.engine.core.step_output import Picked
+from lmworks.engine.grammars.grammar import grammar
 from lmworks.engine.offline import Offline
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.picked import Picked
-from lmworks.engine.request import Piece, Request, Result, State
-from lmworks.engine.runner import Runner
-from lmworks.engine.scheduler import Step
-from lmworks.engine.stream import AsyncEngine, Consumer, send
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from fake_device import FakeDevice, alone
 
-from lmworks.engine.blocks import IntegrityError, Pool
-from lmworks.engine.engine import Engine
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Piece, Request, Result, Sequence
-from lmworks.engine.runner import Runner
-from lmworks.engine.scheduler import Scheduler, Step
+from lmworks.engine.core.block_manager import IntegrityError, Pool
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.request import Piece, Request, Result, Sequence
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.core.scheduler import Scheduler, Step
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec
 

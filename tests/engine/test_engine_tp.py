@@ -13,11 +13,11 @@ import pytest
 from hf_reference import VOCAB, compare, random_prompts, reference_model
 
 from lmworks import LLM, SamplingParams
-from lmworks.engine import ranks
-from lmworks.engine.outline import Outline
-from lmworks.engine.ranks import Ends, Lead, Words
-from lmworks.engine.runner import Runner
-from lmworks.engine.share import check_shares
+from lmworks.engine.core.meta_model import Outline
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.tensor_parallel import executor
+from lmworks.engine.tensor_parallel.executor import Ends, Lead, Words
+from lmworks.engine.tensor_parallel.tp_shards import check_shares
 from lmworks.model import GPT
 from lmworks.spec import LMWorksError, ModelSpec, SpecError
 from tiny import make_spec, train
@@ -176,7 +176,7 @@ def test_a_follower_that_never_comes(llama: Path, monkeypatch: pytest.MonkeyPatc
         pipe = subprocess.PIPE
         return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(3)"], stdin=pipe, stdout=pipe)
 
-    monkeypatch.setattr(ranks, "follower", short_lived)
+    monkeypatch.setattr(executor, "follower", short_lived)
     with pytest.raises(LMWorksError, match="rank 1: it ended with exit code 3"):
         LLM(llama, tp=2, **SMALL)
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from lmworks.data.tokenizer import ByteTokenizer
-from lmworks.engine.draft import Ahead, Draft
-from lmworks.engine.engine import Engine
-from lmworks.engine.ngram import NGram
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Request, Result
-from lmworks.engine.runner import Runner
-from lmworks.engine.speculate import Speculator
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.request import Request, Result
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.speculative.draft_model import Ahead, Draft
+from lmworks.engine.speculative.ngram import NGram
+from lmworks.engine.speculative.verification import Speculator
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec
 

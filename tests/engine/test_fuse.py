@@ -10,9 +10,9 @@ import torch
 from test_runner import SHAPES, answered, lively, prompts_of, runner_of
 from torch import Tensor
 
-from lmworks.engine.fuse import FusedAttention, FusedBlock, FusedMLP, Turns, Unfused, fuse
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.quantized_model import apply_quantization
+from lmworks.engine.core.fusion import FusedAttention, FusedBlock, FusedMLP, Turns, Unfused, fuse
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.quantization.quantized_model import apply_quantization
 from lmworks.model import GPT, generate, rope
 from lmworks.model.gpt import Linear
 from lmworks.spec import LMWorksError, ModelSpec, SpecError

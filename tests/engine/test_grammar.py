@@ -16,13 +16,13 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Inner
 
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
-from lmworks.engine.grammar import KEPT, KEPT_BYTES, LIMITS, Grammars, Matcher, grammar, text_depth
-from lmworks.engine.kept import Kept
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Request, Sequence
-from lmworks.engine.sampler import Sampler
-from lmworks.engine.text import Text
-from lmworks.engine.trial import FIRST, Budget, TooComplex, Trial, end
+from lmworks.engine.core.detokenizer import Text
+from lmworks.engine.core.request import Request, Sequence
+from lmworks.engine.core.sampler import Sampler
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.grammars.grammar import KEPT, KEPT_BYTES, LIMITS, Grammars, Matcher, grammar, text_depth
+from lmworks.engine.grammars.grammar_sandbox import FIRST, Budget, TooComplex, Trial, end
+from lmworks.engine.grammars.lru_cache import Kept
 from lmworks.spec import LMWorksError, SpecError
 
 PADDING = 40  # ids of the model that the tokenizer does not have

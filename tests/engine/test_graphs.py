@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks.engine import graphs as graphs_module
-from lmworks.engine.batch import Layout, Packer, decoding_frame, mixed_frame
-from lmworks.engine.frames import Prompts, buffer_size, sizes_up_to, worth_recording
-from lmworks.engine.graphs import Graphs
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Request, Sequence
-from lmworks.engine.sampler import Wants
-from lmworks.engine.scheduler import Chunk, Step
+from lmworks.engine.core import cuda_graphs as graphs_module
+from lmworks.engine.core.cuda_graphs import Graphs
+from lmworks.engine.core.graph_buckets import Prompts, buffer_size, sizes_up_to, worth_recording
+from lmworks.engine.core.request import Request, Sequence
+from lmworks.engine.core.sampler import Wants
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.core.scheduler import Chunk, Step
+from lmworks.engine.core.step_input import Layout, Packer, decoding_frame, mixed_frame
 from lmworks.spec import EngineSpec, ModelSpec
 
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from test_runner import Unrecorded
 from torch import Tensor
 
-from lmworks.engine import lora
-from lmworks.engine.engine import Engine
-from lmworks.engine.ngram import NGram
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.runner import Runner
-from lmworks.engine.speculate import Speculator
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.lora.adapters import adapters
+from lmworks.engine.speculative.ngram import NGram
+from lmworks.engine.speculative.verification import Speculator
 from lmworks.model import GPT
 from lmworks.spec import CheckpointError, LMWorksError, ModelSpec, SpecError
 
@@ -322,8 +322,8 @@ def test_one_that_does_not_fit_changes_nothing(tmp_path: Path, monkeypatch: pyte
     engine = engine_with("llama", {"first": made["first"]}, tmp_path)
     params = [SamplingParams(temperature=0, max_tokens=6, logprobs=0, adapter=name) for name in ("first", None)]
     before = answers(engine, [[1, 2, 3]] * 2, params)
-    room = iter([lora.stacked] * 3)  # for some of the layers
-    monkeypatch.setattr(lora, "stacked", lambda *given: next(room, no_room)(*given))
+    room = iter([adapters.stacked] * 3)  # for some of the layers
+    monkeypatch.setattr(adapters, "stacked", lambda *given: next(room, no_room)(*given))
     with pytest.raises(LMWorksError, match=r"second: the adapter does not fit the device \(out of memory\)"):
         engine.add_adapter("second", made["second"].save(tmp_path / "second"))
     monkeypatch.undo()

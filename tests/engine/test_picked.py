@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from lmworks.engine.engine import Engine
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.picked import Asked, prompt_logprobs
-from lmworks.engine.request import Request, Sequence
-from lmworks.engine.runner import Runner
-from lmworks.engine.sampler import wishes
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.request import Request, Sequence
+from lmworks.engine.core.sampler import wishes
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.core.step_output import Asked, prompt_logprobs
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec
 

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from lmworks import GPT, ModelSpec
 from lmworks.data import TokenData
-from lmworks.engine.calibrate_quant import Seen, Walk, calibrated, gptq, quantize_layers
-from lmworks.engine.drift import DriftMonitor, Inputs
-from lmworks.engine.quantize import Calibration, QuantizationRefused, quantize
-from lmworks.engine.quantized_folder import (
+from lmworks.engine.quantization.calibrated_rounding import Seen, Walk, calibrated, gptq, quantize_layers
+from lmworks.engine.quantization.drift import DriftMonitor, Inputs
+from lmworks.engine.quantization.folder import (
     is_quantized,
     load_quantized,
     save_quantized,
 )
-from lmworks.engine.quantized_model import (
+from lmworks.engine.quantization.quantize import Calibration, QuantizationRefused, quantize
+from lmworks.engine.quantization.quantized_model import (
     SCHEMES,
     QuantLinear,
     apply_quantization,
@@ -34,7 +34,7 @@ from lmworks.engine.quantized_model import (
     served_bytes,
     set_fixed,
 )
-from lmworks.kernels.quantized import int4_round
+from lmworks.kernels.inference.quantized import int4_round
 from lmworks.loading import hf_tokenizer
 from lmworks.model.gpt import Linear
 from lmworks.spec import CheckpointError, DataError, LMWorksError, SpecError
@@ -406,7 +406,7 @@ def test_damaged_mixed_and_foreign_folders_are_refused(folder: tuple[GPT, Path],
     mixed = load_file(out / "model.safetensors")
     del mixed["norm.weight"]
     save_file(mixed, out / "model.safetensors")
-    from lmworks.engine.quantized_folder import fill
+    from lmworks.engine.quantization.folder import fill
 
     with pytest.raises(CheckpointError, match=r"the first is 'norm\.weight'"):
         fill(model, out / "model.safetensors")

@@ -8,14 +8,14 @@ import threading
 import pytest
 import torch
 
-from lmworks.engine import rehearsal
-from lmworks.engine.batch import Packer
-from lmworks.engine.graphs import sizes_up_to
-from lmworks.engine.outline import Outline
-from lmworks.engine.quantized_model import SCHEMES, apply_quantization, quantized_layers
-from lmworks.engine.runner import Runner
-from lmworks.engine.scheduler import Step
-from lmworks.kernels.paged_attention import LayerCache, Pages
+from lmworks.engine.core import kernel_warmup
+from lmworks.engine.core.cuda_graphs import sizes_up_to
+from lmworks.engine.core.meta_model import Outline
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.scheduler import Step
+from lmworks.engine.core.step_input import Packer
+from lmworks.engine.quantization.quantized_model import SCHEMES, apply_quantization, quantized_layers
+from lmworks.kernels.inference.paged_attention import LayerCache, Pages
 from lmworks.loading import serve
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec
@@ -40,8 +40,8 @@ def test_every_size_is_taken_once_and_the_largest_step(preset: str, monkeypatch:
 
     monkeypatch.setattr(Runner, "work", noted_work)
     monkeypatch.setattr(Runner, "launch", noted_launch)
-    monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
-    with rehearsal.rehearsal(Outline(ModelSpec.from_preset(preset)), SPEC, CPU):
+    monkeypatch.setattr(kernel_warmup, "pays", lambda *_: True)
+    with kernel_warmup.rehearsal(Outline(ModelSpec.from_preset(preset)), SPEC, CPU):
         pass
     assert launched == [(20, 60, 1), *((1, count, 1) for count in (2, 4, 8, 16, 32, 63))]
     assert sizes == [1, 2, 4, 8, 16, 20]
@@ -62,7 +62,7 @@ def test_one_who_asks_and_all_who_are_answered_attend_by_kernels_that_were_rehea
     kind: str, context: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU like an H200: by what a prompt of any length, after any prefix, and steps that decode would launch."""
-    module = pytest.importorskip("lmworks.kernels.paged_attention_triton")
+    module = pytest.importorskip("lmworks.kernels.inference.paged_attention_triton")
     monkeypatch.setattr(module, "multiprocessors", lambda _: 132)
     heads, kv_heads, width = KINDS[kind]
     spec = EngineSpec(device="cpu", max_seqs=256, max_batch_tokens=8192, context=context)
@@ -75,7 +75,7 @@ def test_one_who_asks_and_all_who_are_answered_attend_by_kernels_that_were_rehea
         found = module.choose(q, cache, Pages(tables, numbers, numbers, longest), invariant=False)
         return found.rows, found.tile, found.warps, found.stages, found.splits > 1
 
-    rehearsed = {kernel(1, count, 1) for count in rehearsal.prompts(spec)}
+    rehearsed = {kernel(1, count, 1) for count in kernel_warmup.prompts(spec)}
     rehearsed |= {kernel(size, 1, 1) for size in sizes_up_to(spec.max_seqs)}
     draw = random.Random(0)
     for _ in range(300):
@@ -93,9 +93,9 @@ def test_quantized_networks_rehearse_with_the_layers_that_they_have(
     narrow = [layer for layer in quantized_layers(served) if layer.scheme.name == "int4"]
     groups = {layer.label: layer.in_features // layer.scale.shape[1] for layer in narrow}
     found: list[Runner] = []
-    steps = rehearsal.take_steps
-    monkeypatch.setattr(rehearsal, "take_steps", lambda runner: (found.append(runner), steps(runner)))
-    rehearsal.rehearse(Outline(served.spec, scheme, groups), SPEC, CPU)
+    steps = kernel_warmup.take_steps
+    monkeypatch.setattr(kernel_warmup, "take_steps", lambda runner: (found.append(runner), steps(runner)))
+    kernel_warmup.rehearse(Outline(served.spec, scheme, groups), SPEC, CPU)
     made = Runner(served, SPEC, CPU, served.spec.vocab)
     told = [
         [(layer.scheme.name, layer.weight.shape, layer.scale.shape) for layer in quantized_layers(runner.model)]
@@ -112,20 +112,20 @@ def test_a_failure_is_told_and_left_to_the_engine(
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(rehearsal, "rehearse", fail)
-    monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
-    with rehearsal.rehearsal(Outline(ModelSpec.from_preset("tiny")), SPEC, CPU):
+    monkeypatch.setattr(kernel_warmup, "rehearse", fail)
+    monkeypatch.setattr(kernel_warmup, "pays", lambda *_: True)
+    with kernel_warmup.rehearsal(Outline(ModelSpec.from_preset("tiny")), SPEC, CPU):
         pass
     assert "kernels were not compiled ahead: RuntimeError: no memory" in caplog.text
 
 
 def test_a_load_that_fails_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
+    monkeypatch.setattr(kernel_warmup, "pays", lambda *_: True)
     over, waited = threading.Event(), list[bool]()
-    monkeypatch.setattr(rehearsal, "tried", lambda *_: waited.append(over.wait(20)))
+    monkeypatch.setattr(kernel_warmup, "tried", lambda *_: waited.append(over.wait(20)))
     with (
         pytest.raises(ValueError, match="no weights"),
-        rehearsal.rehearsal(Outline(ModelSpec.from_preset("tiny")), SPEC, CPU),
+        kernel_warmup.rehearsal(Outline(ModelSpec.from_preset("tiny")), SPEC, CPU),
     ):
         raise ValueError("no weights")
     assert not waited
@@ -135,9 +135,9 @@ def test_a_load_that_fails_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("paid", [False, True])
 def test_a_cpu_rehearses_nothing(paid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
-    monkeypatch.setattr(rehearsal, "rehearse", lambda *given: done.append(given))
+    monkeypatch.setattr(kernel_warmup, "rehearse", lambda *given: done.append(given))
     if paid:  # what would be done on a GPU
-        monkeypatch.setattr(rehearsal, "pays", lambda *_: True)
+        monkeypatch.setattr(kernel_warmup, "pays", lambda *_: True)
     _, engine = serve("tiny", SPEC, None, 0)
     assert engine.runner.model.spec.layers > 1
     assert bool(done) == paid

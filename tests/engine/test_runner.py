@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from lmworks.engine import sampler as sampler_module
-from lmworks.engine.batch import Layout, Packer, decoding_frame, mixed_frame, unpack
-from lmworks.engine.cache import Cache, CacheShape
-from lmworks.engine.draft import Ahead, Draft
-from lmworks.engine.engine import Engine
-from lmworks.engine.frames import worth_recording
-from lmworks.engine.graphs import Graphs
-from lmworks.engine.ngram import NGram
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import UNKNOWN, Request, Result, Sequence
-from lmworks.engine.runner import Runner
-from lmworks.engine.scheduler import Chunk, Step
-from lmworks.engine.speculate import Speculator
+from lmworks.engine.core import sampler as sampler_module
+from lmworks.engine.core.cuda_graphs import Graphs
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.graph_buckets import worth_recording
+from lmworks.engine.core.kv_cache import Cache, CacheShape
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.request import UNKNOWN, Request, Result, Sequence
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.core.scheduler import Chunk, Step
+from lmworks.engine.core.step_input import Layout, Packer, decoding_frame, mixed_frame, unpack
+from lmworks.engine.speculative.draft_model import Ahead, Draft
+from lmworks.engine.speculative.ngram import NGram
+from lmworks.engine.speculative.verification import Speculator
 from lmworks.model import GPT, generate
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 
@@ -319,7 +319,7 @@ def test_zeros_are_filled_in() -> None:
 
 
 def test_no_room_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmworks.engine.runner.CPU_BYTES", 1000)
+    monkeypatch.setattr("lmworks.engine.core.model_runner.CPU_BYTES", 1000)
     with pytest.raises(LMWorksError, match=r"no memory is left for the cache: one block of 4 tokens takes 2,048 bytes"):
         runner_of(lively())
 

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from chance import chi_square, independent
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import UNKNOWN, Request, Sequence
-from lmworks.engine.sampler import Sampled, Sampler, Wants, check
+from lmworks.engine.core.request import UNKNOWN, Request, Sequence
+from lmworks.engine.core.sampler import Sampled, Sampler, Wants, check
+from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.spec import SpecError
 
 VOCAB = 50
@@ -292,7 +292,7 @@ def test_only_what_is_wanted_is_computed() -> None:
     sampler = sampler_of(sequence(temperature=0), sequence(), sequence(top_p=0.5, frequency_penalty=1.0))
     assert sampler.wants([0]) == Wants() and sampler.wants([0, 1]) == Wants(noise=True)
     assert sampler.wants([0, 1]).plain and not sampler.wants([2]).plain
-    assert sampler.wants([1, 2]) == Wants(noise=True, cut=True, penalties=True)
+    assert sampler.wants([1, 2]) == Wants(noise=True, truncated=True, penalties=True)
     assert one(sampler, some_logits()).logprob is None
     assert sampler_of(sequence()).answered is None
     # A padded row names the spare slot, and asks for nothing.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmworks.engine.params import SamplingParams
+from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.spec import SpecError
 
 WRONG: list[tuple[dict[str, Any], str]] = [

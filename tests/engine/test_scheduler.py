@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import UNKNOWN, Request, Sequence, State
-from lmworks.engine.scheduler import AGEING, Scheduler, Step
+from lmworks.engine.core.request import UNKNOWN, Request, Sequence, State
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.core.scheduler import AGEING, Scheduler, Step
 from lmworks.spec import EngineSpec
 
 

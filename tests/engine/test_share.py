@@ -17,14 +17,14 @@ from test_lora import Made, all_at_once, greedy_of, merged, two_adapters
 from torch import Tensor, nn
 
 from lmworks import LLM, SamplingParams
-from lmworks.engine.outline import Outline
-from lmworks.engine.quantize import Calibration, quantize
-from lmworks.engine.quantized_folder import QuantizedWeights, load_quantized, save_quantized
-from lmworks.engine.quantized_model import SCHEMES, QuantLinear, quantized_layers, rounded, served_bytes
-from lmworks.engine.ranks import Lead
-from lmworks.engine.request import Result
-from lmworks.engine.runner import Runner
-from lmworks.engine.share import INPUTS, OUTPUTS, Kept, check_shares
+from lmworks.engine.core.meta_model import Outline
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.request import Result
+from lmworks.engine.quantization.folder import QuantizedWeights, load_quantized, save_quantized
+from lmworks.engine.quantization.quantize import Calibration, quantize
+from lmworks.engine.quantization.quantized_model import SCHEMES, QuantLinear, quantized_layers, rounded, served_bytes
+from lmworks.engine.tensor_parallel.executor import Lead
+from lmworks.engine.tensor_parallel.tp_shards import INPUTS, OUTPUTS, Kept, check_shares
 from lmworks.model import GPT
 from lmworks.model.gpt import Linear
 from lmworks.spec import CheckpointError, EngineSpec, LMWorksError, ModelSpec, SpecError

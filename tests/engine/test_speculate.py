@@ -18,16 +18,16 @@ from test_engine_tp import Behind
 from torch import Tensor
 
 from chance import chi_square
-from lmworks.engine import draft as draft_module
-from lmworks.engine import ngram, speculate
-from lmworks.engine.draft import Ahead, Draft
-from lmworks.engine.engine import Engine
-from lmworks.engine.ngram import Lookup, NGram
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import UNKNOWN, Request, Result, Sequence
-from lmworks.engine.runner import Runner
-from lmworks.engine.scheduler import Step
-from lmworks.engine.speculate import Speculator, draw_guess, judge, pick
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.request import UNKNOWN, Request, Result, Sequence
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.core.scheduler import Step
+from lmworks.engine.speculative import draft_model as draft_module
+from lmworks.engine.speculative import ngram, verification
+from lmworks.engine.speculative.draft_model import Ahead, Draft
+from lmworks.engine.speculative.ngram import Lookup, NGram
+from lmworks.engine.speculative.verification import Speculator, draw_guess, judge, pick
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec, SpecError
 
@@ -343,7 +343,7 @@ def test_a_bias_in_the_rule_is_seen(planted: dict[str, Any]) -> None:
 
 def test_a_large_batch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight at once are too many here; when few are left, guessing begins."""
-    monkeypatch.setattr(speculate, "LARGEST", 8)
+    monkeypatch.setattr(verification, "LARGEST", 8)
     engine = hf_engine("llama", "ngram", guesses=3)
     prompts = [3 * prompt for prompt in random_prompts([6] * 8, seed=1)]
     together = [SamplingParams(temperature=0, max_tokens=20)] * 8

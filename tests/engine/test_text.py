@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
-from lmworks.engine.text import Text, decode
+from lmworks.engine.core.detokenizer import Text, decode
 
 WORDS = ["▁", "▁▁", "▁the", "▁cat", "s", "at", "é", "▁名", "前", ",", ".", "a", "b"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

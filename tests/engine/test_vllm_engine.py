@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmworks.engine.params import SamplingParams
+from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.vllm import VLLM, engine_options
 from lmworks.spec import EngineSpec, LMWorksError, SpecError
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lmworks.engine import ranks
+from lmworks.engine.tensor_parallel import executor
 from lmworks.parallel.collectives import all_gather
 
 
@@ -30,11 +30,11 @@ def follower() -> subprocess.Popen[bytes]:
 
 
 def arrange(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    replace(ranks, "BACKENDS", {"cuda": "cpu:gloo,cuda:gloo"})
-    replace(ranks, "cards", lambda: 2)
-    replace(ranks, "on_rank", lambda _device, _rank: torch.device("cuda", 0))
-    replace(ranks, "follower", follower)
-    replace(ranks, "all_gather", over_host)
+    replace(executor, "BACKENDS", {"cuda": "cpu:gloo,cuda:gloo"})
+    replace(executor, "cards", lambda: 2)
+    replace(executor, "on_rank", lambda _device, _rank: torch.device("cuda", 0))
+    replace(executor, "follower", follower)
+    replace(executor, "all_gather", over_host)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from hf_reference import FAMILIES, answers, make_engine, random_prompts
 from test_lora import all_at_once, two_adapters
 from test_speculate import fit_of_triples
 
-from lmworks.engine.params import SamplingParams
+from lmworks.engine.core.sampling_params import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels import cublas
-from lmworks.kernels.add_linear import add_linear
+from lmworks.kernels.training import cublas
+from lmworks.kernels.training.add_linear import add_linear
 
 pytestmark = [
     pytest.mark.gpu,

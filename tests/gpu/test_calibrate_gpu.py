@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.observe.calibrate import calibrate, save
+from lmworks.bench.calibrate import calibrate, save
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.devices.profile import load_profile
 from lmworks.plan.ops import Kernel, gemm

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels import choose
-from lmworks.kernels.add_norm import add_rms_norm
+from lmworks.kernels import dispatch
 from lmworks.kernels.rms_norm import rms_norm
 from lmworks.kernels.rope import rotate, rotate_both
 from lmworks.kernels.swiglu import swiglu, swiglu_packed
+from lmworks.kernels.training.add_norm import add_rms_norm
 from lmworks.model import GPT, rope
 from lmworks.spec import ModelSpec
 
@@ -121,7 +121,7 @@ def test_a_model_of_these_kernels_under_autocast(recompute: str, monkeypatch: py
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     exact, plain = gradients(GPT(spec).cuda(), False), gradients(GPT(spec).cuda(), True)
-    monkeypatch.setattr(choose, "fastest", lambda op, _device, **_shape: "triton" if op in FUSED else "torch")
+    monkeypatch.setattr(dispatch, "fastest", lambda op, _device, **_shape: "triton" if op in FUSED else "torch")
     model = GPT(spec).cuda()
     model.recompute = recompute
     mine = gradients(model, True)

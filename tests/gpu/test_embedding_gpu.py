@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmworks.kernels import choose
-from lmworks.kernels.embedding import OP, embedding, embedding_gradient, reference
+from lmworks.kernels import dispatch
+from lmworks.kernels.training.embedding import OP, embedding, embedding_gradient, reference
 from lmworks.model import GPT
 from lmworks.spec import ModelSpec
 
@@ -83,7 +83,7 @@ def test_a_model_has_the_same_gradients(tied: bool, monkeypatch: pytest.MonkeyPa
     tokens = torch.randint(0, spec.vocab, (3, 65), generator=torch.Generator().manual_seed(1)).cuda()
 
     def gradients(implementation: str) -> dict[str, Tensor]:
-        monkeypatch.setattr(choose, "fastest", lambda op, *_, **__: implementation if op == OP else "torch")
+        monkeypatch.setattr(dispatch, "fastest", lambda op, *_, **__: implementation if op == OP else "torch")
         model = GPT(spec).cuda()
         _, loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()

@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from hf_reference import FAMILIES, VOCAB, compare, fresh_model, make_engine, random_prompts
 from test_runner import SHAPES, answered, lively, log_probabilities, prompts_of
 
-from lmworks.engine.draft import Ahead, Draft
-from lmworks.engine.engine import Engine
-from lmworks.engine.ngram import NGram
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Result
-from lmworks.engine.runner import Runner
-from lmworks.engine.speculate import Speculator
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.request import Result
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.speculative.draft_model import Ahead, Draft
+from lmworks.engine.speculative.ngram import NGram
+from lmworks.engine.speculative.verification import Speculator
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec
 

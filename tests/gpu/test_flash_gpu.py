@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels.flash_attention import flash_attention
+from lmworks.kernels.training.flash_attention import flash_attention
 from lmworks.model import GPT
-from lmworks.model.recompute import PARTLY, inside
+from lmworks.model.activation_checkpointing import PARTLY, inside
 from lmworks.spec import ModelSpec
 
 pytestmark = [

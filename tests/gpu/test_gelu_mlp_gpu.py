@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels import cublas, gelu_mlp
-from lmworks.kernels.cublas import linear_add, linear_dgelu, linear_gelu
-from lmworks.kernels.gelu import slope
+from lmworks.kernels.training import cublas, gelu_mlp
+from lmworks.kernels.training.cublas import linear_add, linear_dgelu, linear_gelu
+from lmworks.kernels.training.gelu import slope
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmworks import GPT, ModelSpec, Trainer
-from lmworks.kernels.cross_entropy import linear_cross_entropy, reference
+from lmworks.kernels.training.cross_entropy import linear_cross_entropy, reference
 from lmworks.model import generate
 from lmworks.plan.predict import predict
 from lmworks.record import read_metrics

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from lmworks import LLM, SamplingParams
-from lmworks.engine.quantize import Calibration, quantize
-from lmworks.engine.quantized_folder import save_quantized
-from lmworks.engine.quantized_model import SCHEMES
+from lmworks.bench.engine import bench_offline
+from lmworks.bench.engine_workload import Workload
+from lmworks.engine.quantization.folder import save_quantized
+from lmworks.engine.quantization.quantize import Calibration, quantize
+from lmworks.engine.quantization.quantized_model import SCHEMES
 from lmworks.loading import random_model
 from lmworks.model import GPT
 from lmworks.model.hf import load_hf
 from lmworks.model.tensor_files import save_tensors, spans
 from lmworks.model.upload import Lane
-from lmworks.observe.engine_bench import bench_offline
-from lmworks.observe.workload import Workload
 from lmworks.spec import ModelSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -89,7 +89,7 @@ def test_a_rehearsal_leaves_no_kernel_to_compile(scheme: str, folder: Path, tmp_
     script = """
 import sys
 from pathlib import Path
-from lmworks.engine.rehearsal import rehearsal
+from lmworks.engine.core.kernel_warmup import rehearsal
 from lmworks.loading import load, make_engine, pick_device, outline_of
 from lmworks.spec import EngineSpec
 spec = EngineSpec(blocks=512)

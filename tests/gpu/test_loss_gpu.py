@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels import cross_entropy, float8
-from lmworks.kernels.cross_entropy import IGNORE, OuterSum, linear_cross_entropy, reference
-from lmworks.kernels.float8 import E4M3, E5M2, dequantize, quantize
-from lmworks.observe.kernel_bench import bench_kernels
+from lmworks.bench.kernels import bench_kernels
+from lmworks.kernels.training import cross_entropy, float8
+from lmworks.kernels.training.cross_entropy import IGNORE, OuterSum, linear_cross_entropy, reference
+from lmworks.kernels.training.float8 import E4M3, E5M2, dequantize, quantize
 
 pytestmark = [
     pytest.mark.gpu,

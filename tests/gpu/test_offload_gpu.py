@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmworks.bench.train import drawn_on, one_step
 from lmworks.plan.memory.sheet import memory
 from lmworks.spec import load_run
-from lmworks.study.train_bench import drawn_on, one_step
 from lmworks.train import Trainer
-from lmworks.train.feed import Feed
+from lmworks.train.prefetcher import Feed
 
 pytestmark = pytest.mark.gpu
 

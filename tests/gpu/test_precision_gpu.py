@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.kernels.adamw import Rule, Slot, adamw, joined, split
+from lmworks.kernels.training.adamw import Rule, Slot, adamw, joined, split
 from lmworks.plan.memory.sheet import memory
 from tiny import curve, make_spec, train
 

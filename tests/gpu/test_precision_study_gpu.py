@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.study.precision import study as module
-from lmworks.study.precision.one import train_one
-from lmworks.study.precision.study import study
+from lmworks.bench.precision import study as module
+from lmworks.bench.precision.single_run import train_one
+from lmworks.bench.precision.study import study
 from tiny import make_spec
 
 pytestmark = [

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks import GPT, ModelSpec
-from lmworks.engine.drift import DriftMonitor, Inputs
-from lmworks.engine.quantize import Calibration, quantize
-from lmworks.engine.quantized_model import SCHEMES, apply_quantization, rounded, set_fixed
-from lmworks.kernels import quantized
-from lmworks.kernels.add_norm import add_rms_norm
-from lmworks.kernels.fixed_linear import fixed_linear
-from lmworks.kernels.small_linear import FEW, small_linear
+from lmworks.engine.quantization.drift import DriftMonitor, Inputs
+from lmworks.engine.quantization.quantize import Calibration, quantize
+from lmworks.engine.quantization.quantized_model import SCHEMES, apply_quantization, rounded, set_fixed
+from lmworks.kernels.inference import quantized
+from lmworks.kernels.inference.batch_invariant_linear import fixed_linear
+from lmworks.kernels.inference.decode_linear import FEW, small_linear
 from lmworks.kernels.swiglu import swiglu_packed
+from lmworks.kernels.training.add_norm import add_rms_norm
 from lmworks.model.gpt import Linear
 
 pytestmark = [
@@ -47,7 +47,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantized_layers_compute_their_formula(scheme: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from lmworks.kernels import float8_triton
+    from lmworks.kernels.training import float8_triton
 
     new = rounded(SCHEMES[scheme], layer(*shape, dtype))
     weight = new.dequantized().double()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Request, Sequence
-from lmworks.engine.sampler import Sampled, Sampler
+from lmworks.engine.core.request import Request, Sequence
+from lmworks.engine.core.sampler import Sampled, Sampler
+from lmworks.engine.core.sampling_params import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

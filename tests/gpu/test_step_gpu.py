@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmworks.bench.train import bench_train, one_step
 from lmworks.model.gpt import LayerNorm
 from lmworks.spec import RunSpec
-from lmworks.study.train_bench import bench_train, one_step
 from lmworks.train import Trainer
-from lmworks.train.ahead import look_ahead, started
-from lmworks.train.feed import Feed
-from lmworks.train.health.watch import Health
+from lmworks.train.async_step import look_ahead, started
+from lmworks.train.health.bad_step import Health
+from lmworks.train.prefetcher import Feed
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmworks.kernels import swiglu_fp8, swiglu_fp8_triton
-from lmworks.kernels.float8 import has_products
-from lmworks.kernels.swiglu_fp8 import swiglu_mlp
+from lmworks.kernels.training import swiglu_fp8, swiglu_fp8_triton
+from lmworks.kernels.training.float8 import has_products
+from lmworks.kernels.training.swiglu_fp8 import swiglu_mlp
 
 pytestmark = [
     pytest.mark.gpu,

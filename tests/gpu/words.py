@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmworks.kernels.pairs_triton import widened
+from lmworks.kernels.inference.packed_8bit_triton import widened
 from lmworks.kernels.triton_support import tl, triton
 
 

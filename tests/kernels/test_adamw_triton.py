@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmworks.kernels import adamw
-from lmworks.kernels.adamw import Rule, Slot
+from lmworks.kernels.training import adamw
+from lmworks.kernels.training.adamw import Rule, Slot
 from lmworks.spec import SpecError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,7 +112,7 @@ CASES = {
 def test_the_kernel_is_the_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three small tensors in one launch and one of its own, whose two programs take two and three tiles; none is a
     multiple of a tile; scaled gradients."""
-    from lmworks.kernels import adamw_triton
+    from lmworks.kernels.training import adamw_triton
 
     monkeypatch.setattr(adamw_triton, "SMALL", 2000)
     monkeypatch.setattr(adamw_triton, "PROGRAMS", 1)
@@ -132,7 +132,7 @@ def test_the_kernel_is_the_reference(case: str, monkeypatch: pytest.MonkeyPatch)
 
 @runs_kernels
 def test_the_kernel_leaves_alone_what_overflowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.kernels import adamw_triton
+    from lmworks.kernels.training import adamw_triton
 
     monkeypatch.setattr(adamw_triton, "SMALL", 100)
     for size in (50, 150):

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels import choose, cublas
-from lmworks.kernels.add_linear import AddLinear, add_linear
+from lmworks.kernels import dispatch
+from lmworks.kernels.training import cublas
+from lmworks.kernels.training.add_linear import AddLinear, add_linear
 from lmworks.model import GPT
 from lmworks.spec import ModelSpec, SpecError
 
@@ -115,7 +116,7 @@ def test_a_network_that_joins_learns_what_it_did(changes: dict[str, object], mon
     model = GPT(spec.replace(**changes))
     tokens = torch.randint(0, model.spec.vocab, (2, 17), generator=torch.Generator().manual_seed(0))
     found: list[list[Tensor]] = []
-    monkeypatch.setattr(choose, "fastest", lambda *_given, **_shape: CUBLAS)
+    monkeypatch.setattr(dispatch, "fastest", lambda *_given, **_shape: CUBLAS)
     for joined in (False, True):
         for block in model.layers():
             block.joined = joined
@@ -130,7 +131,7 @@ LISTENING = ("forward", "forward_pre", "full_backward", "full_backward_pre")
 
 @pytest.mark.parametrize("kind", LISTENING)
 def test_whoever_listens_to_a_projection_hears_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "fastest", lambda *_given, **_shape: CUBLAS)
+    monkeypatch.setattr(dispatch, "fastest", lambda *_given, **_shape: CUBLAS)
     model = GPT(ModelSpec.from_preset("tiny").replace(mlp="gelu", norm="layer", ffn=64)).bfloat16()
     heard: list[str] = []
     for name, block in model.blocks.items():

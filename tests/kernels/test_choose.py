@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.kernels import choose
+from lmworks.kernels import dispatch
 from lmworks.spec import LMWorksError, SpecError
 
 GPU = torch.device("cuda", 0)
@@ -30,10 +30,10 @@ rms_norm = "some day"
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Whatever other tests have read."""
-    for cached in (choose.table, choose.points_of, choose.nearest):
+    for cached in (dispatch.table, dispatch.points_of, dispatch.nearest):
         cached.cache_clear()
     yield
-    for cached in (choose.table, choose.points_of, choose.nearest):
+    for cached in (dispatch.table, dispatch.points_of, dispatch.nearest):
         cached.cache_clear()
 
 
@@ -41,8 +41,8 @@ def on(device: str, table: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     """As on a GPU of this name, where this was measured."""
     file = folder / "measured.toml"
     file.write_text(table, encoding="utf-8")
-    monkeypatch.setattr(choose, "MEASURED", file)
-    monkeypatch.setattr(choose, "device_name", lambda _device: device)
+    monkeypatch.setattr(dispatch, "MEASURED", file)
+    monkeypatch.setattr(dispatch, "device_name", lambda _device: device)
 
 
 @pytest.mark.parametrize(
@@ -59,25 +59,25 @@ def test_a_shape_goes_with_the_nearest_that_was_measured(
     device: str, shape: dict[str, int], winner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(device, TABLE, tmp_path, monkeypatch)
-    assert choose.fastest("rms_norm", GPU, **shape) == winner
-    assert choose.fastest("rope", GPU, **shape) == "torch"  # an op that nobody measured
-    assert choose.fastest("rms_norm", torch.device("cpu"), **shape) == "torch"
+    assert dispatch.fastest("rms_norm", GPU, **shape) == winner
+    assert dispatch.fastest("rope", GPU, **shape) == "torch"  # an op that nobody measured
+    assert dispatch.fastest("rms_norm", torch.device("cpu"), **shape) == "torch"
 
 
 def test_nothing_at_all_is_pytorchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank may hold no rows of any weight whose gradients are summed together."""
     on("NVIDIA H200", TABLE, tmp_path, monkeypatch)
-    assert choose.fastest("rms_norm", GPU, tokens=0, hidden=8192) == "torch"
+    assert dispatch.fastest("rms_norm", GPU, tokens=0, hidden=8192) == "torch"
 
 
 def test_somebody_may_ask_for_one_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on("NVIDIA H100", TABLE, tmp_path, monkeypatch)
     known = ("torch", "triton")
-    assert choose.pick("rms_norm", "triton", known, GPU, tokens=1, hidden=1) == "triton"
+    assert dispatch.pick("rms_norm", "triton", known, GPU, tokens=1, hidden=1) == "triton"
     # The file may be of a version that had more.
-    assert choose.pick("rms_norm", None, known, GPU, tokens=1, hidden=1) == "torch"
+    assert dispatch.pick("rms_norm", None, known, GPU, tokens=1, hidden=1) == "torch"
     with pytest.raises(SpecError, match=r"rms_norm has no implementation 'tritn'; did you mean 'triton'\?"):
-        choose.pick("rms_norm", "tritn", known, GPU, tokens=1, hidden=1)
+        dispatch.pick("rms_norm", "tritn", known, GPU, tokens=1, hidden=1)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_somebody_may_ask_for_one_by_name(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_damaged_file_is_named(table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on("NVIDIA H200" if "H200" in table else "x", table, tmp_path, monkeypatch)
     with pytest.raises(LMWorksError, match=r"measured\.toml.*write it again: lmworks bench kernels --record"):
-        choose.fastest("rms_norm", GPU, hidden=1)
+        dispatch.fastest("rms_norm", GPU, hidden=1)
 
 
 @pytest.mark.slow  # the compiler takes seconds to import
@@ -95,25 +95,25 @@ def test_a_compiled_function_holds_the_answer(tmp_path: Path, monkeypatch: pytes
 
     @torch.compile(fullgraph=True, backend="eager")
     def double(x: torch.Tensor) -> torch.Tensor:
-        return x * (2 if choose.fastest("rms_norm", GPU, tokens=4096, hidden=8192) == "triton" else 3)
+        return x * (2 if dispatch.fastest("rms_norm", GPU, tokens=4096, hidden=8192) == "triton" else 3)
 
     assert double(torch.ones(1)).item() == 2
 
 
 def test_what_is_in_the_package_can_be_read() -> None:
-    table = tomllib.loads(choose.MEASURED.read_text(encoding="utf-8"))
+    table = tomllib.loads(dispatch.MEASURED.read_text(encoding="utf-8"))
     for device, ops in table.items():
         dates = ops.pop("measured")
         assert dates.keys() == ops.keys()
         for op, points in ops.items():
-            assert len(choose.points_of(op, device)) == len(points)
+            assert len(dispatch.points_of(op, device)) == len(points)
 
 
 def test_a_step_with_another_way_of_what_was_not_measured_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be the plain one under another name."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     options = importlib.import_module("compile_options")
-    monkeypatch.setattr(choose, "table", lambda: {"NVIDIA H200": {"linear_add": {"hidden=8 ffn=8": "cublas 1"}}})
+    monkeypatch.setattr(dispatch, "table", lambda: {"NVIDIA H200": {"linear_add": {"hidden=8 ffn=8": "cublas 1"}}})
     monkeypatch.setattr(options, "bench_train", lambda *_: pytest.fail("something was measured"))
     with pytest.raises(SystemExit, match="linear_sum was not measured"):
         options.run("the sum after attention apart", ["tiny"], 1)

@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmworks.kernels.cut import Cuts
-from lmworks.kernels.paged_attention import LayerCache, Pages
-from lmworks.kernels.sample import Rows
+from lmworks.kernels.inference.gumbel_sample import Rows
+from lmworks.kernels.inference.paged_attention import LayerCache, Pages
+from lmworks.kernels.inference.top_k_top_p import Cuts
 
 triton = pytest.importorskip("triton")
 triton_support = pytest.importorskip("lmworks.kernels.triton_support")
@@ -78,7 +78,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def attend(held: torch.dtype, head_dim: int, seqs: int, queries: int) -> None:
-    module = importlib.import_module("lmworks.kernels.paged_attention_triton")
+    module = importlib.import_module("lmworks.kernels.inference.paged_attention_triton")
     pool = torch.zeros(4, 8, 16, head_dim, dtype=held)
     scales = torch.zeros(4, 8, 16) if held.itemsize == 1 else None
     numbers = torch.zeros(seqs + 1, dtype=torch.int32)
@@ -91,7 +91,7 @@ def attend(held: torch.dtype, head_dim: int, seqs: int, queries: int) -> None:
 
 
 def store(held: torch.dtype) -> None:
-    module = importlib.import_module("lmworks.kernels.paged_store_triton")
+    module = importlib.import_module("lmworks.kernels.inference.kv_cache_write_triton")
     pool, scales = torch.zeros(4, 8, 16, 128, dtype=held), torch.zeros(4, 8, 16)
     turn = (torch.zeros(5, 1, 128), torch.zeros(5, 1, 128))
     norm = torch.zeros(128, dtype=BF16)
@@ -100,20 +100,20 @@ def store(held: torch.dtype) -> None:
 
 
 def product(kind: str, rows: int, gate: bool = False, channels: int = 4096) -> None:
-    few = importlib.import_module("lmworks.kernels.linear_triton")
+    few = importlib.import_module("lmworks.kernels.inference.decode_linear_triton")
     x, inputs = torch.zeros(rows, 1024, dtype=BF16), 1024
     if kind == "int4":
         words, scale = torch.zeros(channels, inputs // 8, dtype=torch.int32), torch.zeros(channels, 8, dtype=BF16)
-        importlib.import_module("lmworks.kernels.int4_triton").int4_linear(x, words, scale, gate)
+        importlib.import_module("lmworks.kernels.inference.int4_triton").int4_linear(x, words, scale, gate)
     elif kind == "int8":
         q, scale = torch.zeros(channels, inputs, dtype=torch.int8), torch.zeros(channels)
-        importlib.import_module("lmworks.kernels.int8_triton").int8_linear(x, q, scale, gate)
+        importlib.import_module("lmworks.kernels.inference.int8_triton").int8_linear(x, q, scale, gate)
     elif kind == "fp8":
         weight = torch.zeros(channels, inputs, dtype=FP8)
         few.fp8_linear(x.to(FP8), torch.zeros(rows), weight, torch.zeros(channels), BF16, gate)
     elif kind.startswith("fixed"):
         weight = torch.zeros(channels, inputs, dtype=BF16)
-        fixed = importlib.import_module("lmworks.kernels.fixed_linear_triton")
+        fixed = importlib.import_module("lmworks.kernels.inference.batch_invariant_linear_triton")
         fixed.fixed_rows(x, weight, None, wide=kind == "fixed-wide")
     else:
         few.linear(x, torch.zeros(channels, inputs, dtype=BF16), gate)
@@ -123,9 +123,11 @@ def sample() -> None:
     logits, table, slots = torch.zeros(4, 5000, dtype=BF16), torch.zeros(9, 4), torch.zeros(4, dtype=torch.int64)
     rows = Rows(table[:, 0], torch.zeros(9, dtype=torch.int64), slots, slots)
     masks = torch.zeros(4, 157, dtype=torch.int32)
-    module = importlib.import_module("lmworks.kernels.sample_triton")
+    module = importlib.import_module("lmworks.kernels.inference.gumbel_sample_triton")
     module.launch(logits, logits, rows, True, torch.zeros(4), masks)
-    importlib.import_module("lmworks.kernels.cut_triton").launch(logits, Cuts(*table.unbind(1), slots))
+    importlib.import_module("lmworks.kernels.inference.top_k_top_p_triton").launch(
+        logits, Cuts(*table.unbind(1), slots)
+    )
 
 
 def norm(hidden: int, stream: torch.dtype) -> None:
@@ -141,7 +143,7 @@ def swiglu(ffn: int) -> None:
 
 
 def swiglu_fp8(ffn: int) -> None:
-    module, x = importlib.import_module("lmworks.kernels.swiglu_fp8_triton"), torch.zeros(64, ffn, dtype=BF16)
+    module, x = importlib.import_module("lmworks.kernels.training.swiglu_fp8_triton"), torch.zeros(64, ffn, dtype=BF16)
     _, scale = module.forward(x, x)
     module.backward(x, x, x, scale)
 
@@ -157,15 +159,15 @@ def flash(head_dim: int, *, group: int = 1, window: int = 0, packed: bool = Fals
     q = torch.zeros(4, 1024, 8, head_dim, dtype=dtype)
     k = torch.zeros(4, 1024, 8 // group, head_dim, dtype=dtype)
     edges = torch.zeros(4, 1024, dtype=torch.int32) if packed else None
-    forward = importlib.import_module("lmworks.kernels.flash_forward_triton")
+    forward = importlib.import_module("lmworks.kernels.training.flash_forward_triton")
     out, lse = forward.launch(q, k, k, edges, window, 0.1)
-    backward = importlib.import_module("lmworks.kernels.flash_backward_triton")
+    backward = importlib.import_module("lmworks.kernels.training.flash_backward_triton")
     backward.launch(q, q, k, k, out, lse, edges, edges, window, 0.1)
 
 
 def loss(vocab: int) -> None:
     """With a gradient (bf16 has a kernel of its own), and cut over ranks; rows are filled up to 64 logits."""
-    module = importlib.import_module("lmworks.kernels.cross_entropy_triton")
+    module = importlib.import_module("lmworks.kernels.training.cross_entropy_triton")
     logits, targets = torch.zeros(4, -(-vocab // 64) * 64, dtype=BF16), torch.zeros(4, dtype=torch.int64)
     module.loss_in_place(logits.half(), targets, True, vocab)
     module.row_sums(logits, targets)
@@ -173,7 +175,7 @@ def loss(vocab: int) -> None:
 
 
 def eight_bits() -> None:
-    module = importlib.import_module("lmworks.kernels.float8_triton")
+    module = importlib.import_module("lmworks.kernels.training.float8_triton")
     x = torch.zeros(4096, 4096, dtype=BF16)
     values, scales = module.quantize_rows(x, FP8, True)
     module.dequantize(values, scales, BF16)
@@ -182,22 +184,24 @@ def eight_bits() -> None:
 
 
 def few_in_eight_bits() -> None:
-    importlib.import_module("lmworks.kernels.float8_triton").quantize_rows(torch.zeros(5, 4096, dtype=BF16), FP8)
+    importlib.import_module("lmworks.kernels.training.float8_triton").quantize_rows(
+        torch.zeros(5, 4096, dtype=BF16), FP8
+    )
 
 
 def squares(dtype: torch.dtype) -> None:
     tensors = [torch.zeros(size, dtype=dtype) for size in (2**20, 2**18 + 3)]
-    importlib.import_module("lmworks.kernels.squares_triton").partial_sums(tensors, aligned=True)
+    importlib.import_module("lmworks.kernels.training.grad_norm_triton").partial_sums(tensors, aligned=True)
 
 
 def embedding(vocab: int, hidden: int, dtype: torch.dtype = BF16) -> None:
     """Its gradient: rows that are summed by token, and the parts of those that stand often."""
     grad, tokens = torch.zeros(2, 512, hidden, dtype=dtype), torch.zeros(2, 512, dtype=torch.int64)
-    importlib.import_module("lmworks.kernels.embedding_triton").launch(grad, tokens, vocab)
+    importlib.import_module("lmworks.kernels.training.embedding_triton").launch(grad, tokens, vocab)
 
 
 def adamw(size: int, low: bool, states: torch.dtype) -> None:
-    module = importlib.import_module("lmworks.kernels.adamw")
+    module = importlib.import_module("lmworks.kernels.training.adamw")
     weight, states_like, scalar = torch.zeros(size, dtype=BF16), torch.zeros(size, dtype=states), torch.zeros(())
     bits = torch.zeros(size, dtype=torch.int16) if low else None
     slot = module.Slot(weight, weight, scalar, 2**62, states_like, states_like, bits)
@@ -338,7 +342,7 @@ def test_flash_attention_keeps_to_registers_and_tensor_cores(
 def test_sums_of_fp8_leave_the_tensor_cores_every_step(compiled: list[Any]) -> None:
     """What they keep of a sum of fp8 is too little for a long one: it goes on in fp32 registers, of which a tile of
     128 channels and 16 rows has 8 in each of 256 threads."""
-    module = importlib.import_module("lmworks.kernels.linear_triton")
+    module = importlib.import_module("lmworks.kernels.inference.decode_linear_triton")
     weight, x = torch.zeros(28_672, 512, dtype=torch.uint8).view(FP8), torch.zeros(2, 512).to(FP8)
     module.fp8_linear(x, torch.zeros(2), weight, torch.zeros(28_672), BF16)
     [kernel] = compiled
@@ -388,7 +392,7 @@ def test_a_row_of_the_loss_stays_in_registers(
     vocab: int, again: int, held: int, compiled: list[Any], tmp_path: Path
 ) -> None:
     """Blocks of 512 threads × 16 bytes: those held are loaded before the loop and in it, the others twice in it."""
-    module = importlib.import_module("lmworks.kernels.cross_entropy_triton")
+    module = importlib.import_module("lmworks.kernels.training.cross_entropy_triton")
     logits, targets = torch.zeros(4, -(-vocab // 64) * 64, dtype=BF16), torch.zeros(4, dtype=torch.int64)
     module.loss_in_place(logits, targets, True, vocab)
     [kernel] = compiled

@@ -108,7 +108,7 @@ print(json.dumps({**told, "later": later, "met": met}))
 # A step of any number of tokens and sequences, after steps of others: as prompts come.
 ANY_NUMBER = """
 from lmworks.kernels import rms_norm_triton, sample_triton
-from lmworks.kernels.sample import Rows
+from lmworks.kernels.inference.gumbel_sample import Rows
 
 def norm(rows, delta):
     x = torch.zeros(rows, 256, dtype=torch.bfloat16)

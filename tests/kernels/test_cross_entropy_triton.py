@@ -16,10 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels import cross_entropy
-from lmworks.kernels.cross_entropy import IGNORE, OuterSum, chunk_rows, linear_cross_entropy, reference, sum_dtype
+from lmworks.kernels.training import cross_entropy
+from lmworks.kernels.training.cross_entropy import (
+    IGNORE,
+    OuterSum,
+    chunk_rows,
+    linear_cross_entropy,
+    reference,
+    sum_dtype,
+)
 from lmworks.parallel import collectives
-from lmworks.parallel.vocab import VocabLoss
+from lmworks.parallel.vocab_parallel import VocabLoss
 from lmworks.spec import LMWorksError
 
 GPU = torch.cuda.is_available()
@@ -50,7 +57,7 @@ def test_logits_become_their_gradient(
     vocab: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of 64 columns: less than one, two and a part with columns that are no tokens, exactly one."""
-    from lmworks.kernels import cross_entropy_triton
+    from lmworks.kernels.training import cross_entropy_triton
 
     monkeypatch.setattr(cross_entropy_triton, "BLOCK", 64)
     logits = (torch.randn(7, columns, generator=torch.Generator().manual_seed(0)) * 9).to(DEVICE, dtype)
@@ -78,11 +85,11 @@ def test_a_row_that_is_read_once_has_the_same_gradient(
 ) -> None:
     """Blocks of 256 logits, all of them held or the last few, the last one cut; more rows than programs, so that each
     takes on the next row. The interpreter cuts bf16 where a GPU rounds: twice the error."""
-    from lmworks.kernels import cross_entropy_once_triton, cross_entropy_triton
+    from lmworks.kernels.training import cross_entropy_one_pass_triton, cross_entropy_triton
 
     for name, value in {"WARPS": 1, "HELD": held, "SHORTEST": 64}.items():
-        monkeypatch.setattr(cross_entropy_once_triton, name, value)
-    monkeypatch.setattr(cross_entropy_once_triton, "multiprocessors", lambda _: 2)
+        monkeypatch.setattr(cross_entropy_one_pass_triton, name, value)
+    monkeypatch.setattr(cross_entropy_one_pass_triton, "multiprocessors", lambda _: 2)
     monkeypatch.setattr(cross_entropy_triton, "launch", lambda *_, **__: pytest.fail("read twice"))
     logits = (torch.randn(7, columns, generator=torch.Generator().manual_seed(0)) * 5).to(DEVICE, torch.bfloat16)
     logits[:, vocab:] = 99  # must not count
@@ -100,7 +107,7 @@ def test_a_row_that_is_read_once_has_the_same_gradient(
 
 @with_triton
 def test_which_rows_are_read_once() -> None:
-    from lmworks.kernels.cross_entropy_once_triton import fits
+    from lmworks.kernels.training.cross_entropy_one_pass_triton import fits
 
     rows = torch.empty(2, 50_304, dtype=torch.bfloat16)
     assert fits(rows, 50_257) and fits(rows, 49_153)
@@ -112,7 +119,7 @@ def test_which_rows_are_read_once() -> None:
 
 @with_triton
 def test_a_target_that_is_no_token_is_seen_in_the_loss() -> None:
-    from lmworks.kernels.cross_entropy_triton import loss_in_place
+    from lmworks.kernels.training.cross_entropy_triton import loss_in_place
 
     logits = torch.zeros(3, 64, device=DEVICE)
     assert loss_in_place(logits, torch.tensor([1, 60, 2], device=DEVICE), False, 60).isnan()
@@ -168,7 +175,7 @@ def test_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @with_triton
 def test_a_vocabulary_in_parts_gives_the_gradient_of_the_whole() -> None:
     """As two ranks have it: each the sums of its own columns, and the gradient once the sum of all is known."""
-    from lmworks.kernels.cross_entropy_triton import gradient_in_place, row_sums
+    from lmworks.kernels.training.cross_entropy_triton import gradient_in_place, row_sums
 
     logits = (torch.randn(6, 100, generator=torch.Generator().manual_seed(0)) * 5).to(DEVICE)
     targets = torch.tensor([3, 99, 50, 49, IGNORE, 7], device=DEVICE)
@@ -328,7 +335,7 @@ def test_logits_in_fp8_are_near_and_their_gradient_is_not_rounded() -> None:
     for ours, theirs in zip(small[1:], plain[1:], strict=True):
         assert 0 < off(ours, theirs) < 0.2
     # The gradient of the hidden states is that of the rounded logits, times the weight as it is.
-    from lmworks.kernels.float8 import linear_of
+    from lmworks.kernels.training.float8 import linear_of
 
     p = linear_of(weight)(hidden).softmax(dim=1)
     counted = (targets != IGNORE).unsqueeze(1)

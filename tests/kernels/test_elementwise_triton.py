@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels import choose
-from lmworks.kernels.add_norm import add_rms_norm
+from lmworks.kernels import dispatch
 from lmworks.kernels.rms_norm import rms_norm
 from lmworks.kernels.rope import rotate, rotate_both
 from lmworks.kernels.swiglu import swiglu
+from lmworks.kernels.training.add_norm import add_rms_norm
 from lmworks.model import GPT, rope
 from lmworks.spec import ModelSpec, SpecError
 
@@ -180,7 +180,7 @@ def test_a_model_of_these_kernels(recompute: str, monkeypatch: pytest.MonkeyPatc
     for model in models:
         _, model.loss = model(tokens[:, :-1], tokens[:, 1:])
         model.loss.backward()
-        monkeypatch.setattr(choose, "fastest", fastest)
+        monkeypatch.setattr(dispatch, "fastest", fastest)
         models[1].recompute = recompute
     assert {"rms_norm", "add_rms_norm", "rope", "swiglu"} <= set(passed)
     torch.testing.assert_close(models[1].loss, models[0].loss, rtol=1e-6, atol=0)

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels import choose
-from lmworks.kernels import embedding as module
-from lmworks.kernels.embedding import embedding, embedding_gradient, reference
+from lmworks.kernels import dispatch
+from lmworks.kernels.training import embedding as module
+from lmworks.kernels.training.embedding import embedding, embedding_gradient, reference
 from lmworks.model import GPT
 from lmworks.spec import ModelSpec, SpecError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 if INTERPRETED:
-    from lmworks.kernels.embedding_triton import NARROW, Tiles, launch
+    from lmworks.kernels.training.embedding_triton import NARROW, Tiles, launch
 
     SMALL = Tiles(chunk=8, rows=4, block=16, parts=2, wide=16)
 with_triton = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")
@@ -134,7 +134,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def test_what_needs_no_gradient_asks_for_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "fastest", lambda *_, **__: "triton")
+    monkeypatch.setattr(dispatch, "fastest", lambda *_, **__: "triton")
     monkeypatch.setattr(module, "Embedding", None)
     tokens, weight = torch.tensor([1, 0]), random(2, 3, seed=12)
     assert torch.equal(embedding(tokens, weight), weight[[1, 0]])
@@ -171,7 +171,7 @@ def test_a_model_has_the_same_gradients(implementation: str, tied: bool, monkeyp
         return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
     theirs = gradients()
-    monkeypatch.setattr(choose, "fastest", fastest)
+    monkeypatch.setattr(dispatch, "fastest", fastest)
     mine = gradients()
     assert asked == [{"tokens": 34, "vocab": spec.vocab, "hidden": spec.hidden}]
     torch.testing.assert_close(mine.pop("embed.weight"), theirs.pop("embed.weight"), rtol=1e-6, atol=1e-8)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from lmworks.kernels import cross_entropy
-from lmworks.kernels.cross_entropy import IGNORE, filled, linear_cross_entropy, reference
+from lmworks.kernels.training import cross_entropy
+from lmworks.kernels.training.cross_entropy import IGNORE, filled, linear_cross_entropy, reference
 
 TOKENS, VOCAB, WIDTH = 40, 67, 16
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmworks.kernels.flash_attention import flash_attention
+from lmworks.kernels.training.flash_attention import flash_attention
 from lmworks.spec import SpecError
 
 

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels.flash_attention import Bounds, flash_attention
-from lmworks.kernels.flash_tiles import PASSES, Tiles, choose_tiles
+from lmworks.kernels.training.flash_attention import Bounds, flash_attention
+from lmworks.kernels.training.flash_tiles import PASSES, Tiles, choose_tiles
 from lmworks.model import GPT
 from lmworks.spec import ModelSpec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 if INTERPRETED:
-    from lmworks.kernels import flash_backward_triton, flash_forward_triton
+    from lmworks.kernels.training import flash_backward_triton, flash_forward_triton
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")
 
 

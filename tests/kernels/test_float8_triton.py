@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmworks.kernels import float8, quantized
-from lmworks.kernels.float8 import E4M3, E5M2, LARGEST, dequantize, quantize
+from lmworks.kernels.inference import quantized
+from lmworks.kernels.training import float8
+from lmworks.kernels.training.float8 import E4M3, E5M2, LARGEST, dequantize, quantize
 from lmworks.spec import SpecError
 
 GPU = torch.cuda.is_available()
@@ -107,7 +108,7 @@ def test_kernels_compute_the_formula(
     dtype: torch.dtype, options: dict[str, bool], power: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shapes that fill no tile, and a tensor of more spans than there are programs for them."""
-    from lmworks.kernels import float8_triton
+    from lmworks.kernels.training import float8_triton
 
     monkeypatch.setattr(float8_triton, "PARTS", 2)
     monkeypatch.setattr(float8_triton, "SPAN", 128)

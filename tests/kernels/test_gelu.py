@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lmworks.kernels.gelu import by_sigmoid, gelu
+from lmworks.kernels.training.gelu import by_sigmoid, gelu
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 3e-6), (torch.bfloat16, 8e-3)])

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels import choose, cublas, gelu_mlp
-from lmworks.kernels.gelu import slope
+from lmworks.kernels import dispatch
+from lmworks.kernels.training import cublas, gelu_mlp
+from lmworks.kernels.training.gelu import slope
 from lmworks.model import GPT
 from lmworks.model.attention import dense
-from lmworks.parallel.apply import join_products
-from lmworks.parallel.recompute import choose_recompute
+from lmworks.parallel.activation_checkpointing import choose_recompute
+from lmworks.parallel.parallelize import join_products
 from lmworks.spec import LMWorksError, ModelSpec, SpecError, load_run
 from lmworks.train.health.nonfinite import FirstBadModule
 
@@ -130,7 +131,7 @@ def test_a_block_joins_its_products_where_it_may(monkeypatch: pytest.MonkeyPatch
     model = GPT(spec).bfloat16()
     tokens = torch.randint(0, model.spec.vocab, (2, 9), generator=torch.Generator().manual_seed(0))
     apart = model(tokens)
-    monkeypatch.setattr(choose, "fastest", fastest)
+    monkeypatch.setattr(dispatch, "fastest", fastest)
     for block in model.layers():
         block.joined = True
     found = model(tokens)
@@ -145,7 +146,7 @@ def test_a_block_joins_its_products_where_it_may(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_whoever_listens_to_its_layers_hears_them(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where something is not finite, the layer is named; DeepSpeed's hooks gather its weights."""
-    monkeypatch.setattr(choose, "fastest", lambda *_given, **_shape: CUBLAS)
+    monkeypatch.setattr(dispatch, "fastest", lambda *_given, **_shape: CUBLAS)
     model = GPT(ModelSpec.from_preset("tiny").replace(mlp="gelu", norm="layer", ffn=64)).bfloat16()
     for block in model.layers():
         block.joined = True

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lmworks.kernels.add_norm import add_rms_norm
-from lmworks.kernels.paged_attention import LayerCache, Pages, paged_attention
-from lmworks.kernels.paged_store import place
+from lmworks.kernels.inference.kv_cache_write import place
+from lmworks.kernels.inference.paged_attention import LayerCache, Pages, paged_attention
 from lmworks.kernels.rope import rotate
 from lmworks.kernels.swiglu import swiglu_packed
+from lmworks.kernels.training.add_norm import add_rms_norm
 from lmworks.model import rope
 from lmworks.spec import ModelSpec
 from paged_cases import NAMED, Case, expected, make, random_case

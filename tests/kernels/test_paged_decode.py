@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lmworks.kernels import paged_decode
+from lmworks.kernels.inference import paged_decode
 from paged_cases import Case, Made, expected, make, random_case
 
 

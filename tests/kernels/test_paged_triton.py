@@ -12,15 +12,15 @@ import os
 import pytest
 import torch
 
-from lmworks.kernels.paged_attention import LayerCache, Pages
-from lmworks.kernels.paged_store import reference as place_reference
+from lmworks.kernels.inference.kv_cache_write import reference as place_reference
+from lmworks.kernels.inference.paged_attention import LayerCache, Pages
 from lmworks.model import rope
 from lmworks.spec import ModelSpec
 from paged_cases import NAMED, Case, expected, make, random_case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 if INTERPRETED:
-    from lmworks.kernels import paged_attention_triton, paged_store_triton
+    from lmworks.kernels.inference import kv_cache_write_triton, paged_attention_triton
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")
 
 
@@ -137,7 +137,7 @@ def test_place_gives_what_its_steps_give(heads: tuple[int, int, int], stored: to
     turn = None if queries == 6 else rope.tables(spec, torch.tensor([0, 5, 6, 7, 100, 3, 2]))
     slots = torch.tensor([17, 0, 4, -1, 9, 10, 11])
     results = []
-    for function in (paged_store_triton.launch, place_reference):
+    for function in (kv_cache_write_triton.launch, place_reference):
         pools = [torch.zeros(6, kv_heads, 3, head_dim).to(stored) for _ in range(2)]
         scales = [torch.zeros(6, kv_heads, 3) if stored.itemsize == 1 else None for _ in range(2)]
         cache = LayerCache(*pools, *scales)

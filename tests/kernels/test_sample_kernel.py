@@ -17,31 +17,32 @@ import torch
 from torch import Tensor
 
 from chance import independent, uniform
-from lmworks.kernels import cut, noise, sample
+from lmworks.kernels import counter_rng
+from lmworks.kernels.inference import gumbel_sample, top_k_top_p
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 RUNNABLE = DEVICE == "cuda" or INTERPRETED
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 if RUNNABLE:
-    from lmworks.kernels import cut_triton, sample_triton
+    from lmworks.kernels.inference import gumbel_sample_triton, top_k_top_p_triton
 runs_kernels = pytest.mark.skipif(not RUNNABLE, reason="needs a GPU, or triton and TRITON_INTERPRET=1")
 
 
 # --- noise ---
 
 
-def words(seeds: list[int], places: list[int], ids: int, bits: Callable[..., Tensor] = noise.bits) -> np.ndarray:
+def words(seeds: list[int], places: list[int], ids: int, bits: Callable[..., Tensor] = counter_rng.bits) -> np.ndarray:
     random = bits(torch.tensor(seeds), torch.tensor(places), torch.arange(ids))
     return random.numpy().view(np.uint32)
 
 
 def test_the_mixers_are_those_that_were_published() -> None:
     """First numbers of splitmix64 from seed 0, and MurmurHash3's finaliser of 1."""
-    golden = noise.signed(noise.GOLDEN, 64)
-    first = noise.mix64(torch.tensor([1, 2, 3]) * golden).numpy().view(np.uint64)
+    golden = counter_rng.signed(counter_rng.GOLDEN, 64)
+    first = counter_rng.mix64(torch.tensor([1, 2, 3]) * golden).numpy().view(np.uint64)
     assert [hex(n) for n in first] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"]
-    assert noise.mix32(torch.tensor([1], dtype=torch.int32)).numpy().view(np.uint32)[0] == 0x514E28B7
+    assert counter_rng.mix32(torch.tensor([1], dtype=torch.int32)).numpy().view(np.uint32)[0] == 0x514E28B7
 
 
 def test_bits_are_as_python_computes_them() -> None:
@@ -51,14 +52,14 @@ def test_bits_are_as_python_computes_them() -> None:
         return x ^ (x >> shifts[-1])
 
     for seed, place in ((0, 0), (2**63 - 1, 5), (12345, 100_000)):
-        key = mixed(seed, (30, 27, 31), noise.WIDE, 64) + (place + 1) * noise.GOLDEN
-        key = mixed(key % 2**64, (30, 27, 31), noise.WIDE, 64)
+        key = mixed(seed, (30, 27, 31), counter_rng.WIDE, 64) + (place + 1) * counter_rng.GOLDEN
+        key = mixed(key % 2**64, (30, 27, 31), counter_rng.WIDE, 64)
         for token, found in enumerate(words([seed], [place], 50)[0]):
-            half = mixed(token ^ (key % 2**32), (16, 13, 16), noise.NARROW, 32)
-            assert found == mixed((half + (key >> 32)) % 2**32, (16, 13, 16), noise.NARROW, 32)
+            half = mixed(token ^ (key % 2**32), (16, 13, 16), counter_rng.NARROW, 32)
+            assert found == mixed((half + (key >> 32)) % 2**32, (16, 13, 16), counter_rng.NARROW, 32)
 
 
-@pytest.mark.parametrize("bits", [noise.bits, noise.quick_bits])
+@pytest.mark.parametrize("bits", [counter_rng.bits, counter_rng.quick_bits])
 @pytest.mark.parametrize("varied", ["ids", "places", "seeds"])
 def test_bits_are_uniform_and_independent(varied: str, bits: Callable[..., Tensor]) -> None:
     """Along each of the three, every byte is uniform, and unrelated to that of the next."""
@@ -80,8 +81,8 @@ def test_bits_are_uniform_and_independent(varied: str, bits: Callable[..., Tenso
 @pytest.mark.parametrize("place", [0, 1, 2, 1000])
 def test_the_three_halves_are_unrelated(place: int) -> None:
     """A weight, its mean and its square are rounded by them: each is uniform, and says nothing of the others."""
-    random = noise.quick_bits(torch.tensor([7]), torch.tensor([place]), torch.arange(40_000))[0]
-    halves = [(half & 0xFFFF).numpy() for half in (random, random >> 16, noise.third_half(random))]
+    random = counter_rng.quick_bits(torch.tensor([7]), torch.tensor([place]), torch.arange(40_000))[0]
+    halves = [(half & 0xFFFF).numpy() for half in (random, random >> 16, counter_rng.third_half(random))]
     for half in halves:
         assert uniform(half >> 8, 256) > 1e-4 and uniform(half & 255, 256) > 1e-4
     for one, other in itertools.combinations(halves, 2):
@@ -93,23 +94,23 @@ def test_no_two_tokens_of_a_place_share_their_noise() -> None:
 
 
 def test_gumbel_noise_has_its_distribution_and_no_infinity() -> None:
-    drawn = noise.gumbel(noise.bits(torch.tensor([1]), torch.tensor([2]), torch.arange(100_000)))[0].numpy()
+    drawn = counter_rng.gumbel(counter_rng.bits(torch.tensor([1]), torch.tensor([2]), torch.arange(100_000)))[0].numpy()
     assert uniform((np.exp(-np.exp(-drawn)) * 100).astype(int), 100) > 1e-3  # its distribution function is uniform
-    ends = noise.gumbel(torch.tensor([0, -1, 1, 2**31 - 1, -(2**31)], dtype=torch.int32)).double()
-    v = np.minimum((np.array([0, 2**32 - 1, 1, 2**31 - 1, 2**31]) + 0.5) / 2**32, noise.LAST)
+    ends = counter_rng.gumbel(torch.tensor([0, -1, 1, 2**31 - 1, -(2**31)], dtype=torch.int32)).double()
+    v = np.minimum((np.array([0, 2**32 - 1, 1, 2**31 - 1, 2**31]) + 0.5) / 2**32, counter_rng.LAST)
     np.testing.assert_allclose(ends.numpy(), -np.log(-np.log1p(-v)), rtol=1e-4)
 
 
 # --- the kernel ---
 
 
-def rows_of(count: int) -> sample.Rows:
+def rows_of(count: int) -> gumbel_sample.Rows:
     """Greedy, tiny, usual and large temperatures."""
     draw = torch.Generator().manual_seed(1)
     temperatures = torch.tensor([0.0, 0.5, 1.0, 1e-30, 3.0]).repeat(count)[:count]
     seeds = torch.randint(0, 2**62, (count,), generator=draw)
     slots, places = torch.randperm(count, generator=draw), torch.arange(count) * 1000
-    return sample.Rows(*(t.to(DEVICE) for t in (temperatures, seeds, slots, places)))
+    return gumbel_sample.Rows(*(t.to(DEVICE) for t in (temperatures, seeds, slots, places)))
 
 
 def some_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -130,20 +131,20 @@ def test_the_kernel_picks_the_same_tokens(dtype: torch.dtype, vocab: int, valid:
     changed = logits[:, :valid].float().masked_fill(logits[:, :valid] > 6, -math.inf)
     for scores in (logits[:, :valid], changed):
         for each in (rows, None):
-            expected = sample.reference(logits, scores, each, True)
-            found = sample_triton.launch(logits, scores, each, True)
+            expected = gumbel_sample.reference(logits, scores, each, True)
+            found = gumbel_sample_triton.launch(logits, scores, each, True)
             assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.bad, expected.bad)
             torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=2e-6)
-            assert torch.equal(sample_triton.launch(logits, scores, each, False).tokens, expected.tokens)
+            assert torch.equal(gumbel_sample_triton.launch(logits, scores, each, False).tokens, expected.tokens)
 
 
 @runs_kernels
 def test_the_kernel_gives_a_row_the_same_alone_and_in_a_batch() -> None:
     logits, rows = some_logits(6, 5000), rows_of(6)
-    together = sample_triton.launch(logits, logits, rows, True)
+    together = gumbel_sample_triton.launch(logits, logits, rows, True)
     for i in range(6):
-        row = sample.Rows(rows.temperatures, rows.seeds, rows.slots[i : i + 1], rows.places[i : i + 1])
-        alone = sample_triton.launch(logits[i : i + 1], logits[i : i + 1], row, True)
+        row = gumbel_sample.Rows(rows.temperatures, rows.seeds, rows.slots[i : i + 1], rows.places[i : i + 1])
+        alone = gumbel_sample_triton.launch(logits[i : i + 1], logits[i : i + 1], row, True)
         assert torch.equal(alone.tokens, together.tokens[i : i + 1])
         assert alone.logprobs is not None and together.logprobs is not None
         assert torch.equal(alone.logprobs, together.logprobs[i : i + 1])
@@ -153,7 +154,7 @@ def test_the_kernel_gives_a_row_the_same_alone_and_in_a_batch() -> None:
 def test_the_kernel_takes_the_first_of_equals_across_spans() -> None:
     logits = torch.zeros(1, 9000, device=DEVICE)
     logits[0, [8999, 4500, 4100, 4097]] = 1.0
-    assert sample_triton.launch(logits, logits, None, False).tokens.item() == 4097
+    assert gumbel_sample_triton.launch(logits, logits, None, False).tokens.item() == 4097
 
 
 @runs_kernels
@@ -161,23 +162,25 @@ def test_the_kernel_takes_the_first_of_equals_across_spans() -> None:
 def test_the_kernel_flags_bad_rows(value: float) -> None:
     logits = some_logits(3, 5000)
     logits[1, 4999] = value
-    drawn = sample_triton.launch(logits, logits[:, :4990], rows_of(3), False)
+    drawn = gumbel_sample_triton.launch(logits, logits[:, :4990], rows_of(3), False)
     assert drawn.bad.tolist() == [False, True, False] and drawn.tokens[1] == 0
-    nothing = sample_triton.launch(some_logits(1, 60), torch.full((1, 60), -math.inf, device=DEVICE), None, False)
+    nothing = gumbel_sample_triton.launch(
+        some_logits(1, 60), torch.full((1, 60), -math.inf, device=DEVICE), None, False
+    )
     assert nothing.bad.item() and nothing.tokens.item() == 0
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="compares two devices")
 def test_noise_is_the_same_on_both_devices() -> None:
     arguments = torch.arange(9) * 7**20, torch.arange(9) * 1000, torch.arange(200_000)
-    here, there = noise.bits(*arguments), noise.bits(*(t.cuda() for t in arguments))
+    here, there = counter_rng.bits(*arguments), counter_rng.bits(*(t.cuda() for t in arguments))
     assert torch.equal(here, there.cpu())
 
 
 # --- the search for a threshold ---
 
 
-def cuts_of(vocab: int) -> cut.Cuts:
+def cuts_of(vocab: int) -> top_k_top_p.Cuts:
     """Greedy, top-k, top-p, min-p, none, and all at once; more than the vocabulary, and a cut that leaves one."""
     table = [
         (0.0, 5, 0.5, 0.1),
@@ -191,7 +194,7 @@ def cuts_of(vocab: int) -> cut.Cuts:
         (1.0, 1, 1e-6, 1.0),
     ]
     slots = torch.arange(len(table), device=DEVICE).flip(0)
-    return cut.Cuts(*torch.tensor(table, device=DEVICE).unbind(dim=1), slots)
+    return top_k_top_p.Cuts(*torch.tensor(table, device=DEVICE).unbind(dim=1), slots)
 
 
 @runs_kernels
@@ -200,17 +203,17 @@ def test_the_search_finds_the_scores_that_a_sort_finds(dtype: torch.dtype, vocab
     cuts = cuts_of(vocab)
     scores = some_logits(len(cuts.slots), vocab, dtype)
     scores[:, :3] = torch.tensor([-math.inf, 0.0, -0.0], dtype=dtype)
-    assert torch.equal(cut_triton.launch(scores, cuts), cut.reference(scores, cuts))
+    assert torch.equal(top_k_top_p_triton.launch(scores, cuts), top_k_top_p.reference(scores, cuts))
 
 
 @runs_kernels
 def test_tokens_below_the_least_score_are_not_picked() -> None:
     logits, rows = some_logits(5, 300), rows_of(5)
     least = logits.topk(3, dim=1).values[:, -1].contiguous()
-    expected = sample.reference(logits, logits, rows, False, least)
-    assert torch.equal(sample_triton.launch(logits, logits, rows, False, least).tokens, expected.tokens)
+    expected = gumbel_sample.reference(logits, logits, rows, False, least)
+    assert torch.equal(gumbel_sample_triton.launch(logits, logits, rows, False, least).tokens, expected.tokens)
     assert (logits.gather(1, expected.tokens.unsqueeze(1)).squeeze(1) >= least).all()
-    assert not torch.equal(expected.tokens, sample.reference(logits, logits, rows, False).tokens)
+    assert not torch.equal(expected.tokens, gumbel_sample.reference(logits, logits, rows, False).tokens)
 
 
 @runs_kernels
@@ -218,8 +221,8 @@ def test_tokens_outside_the_mask_are_not_picked() -> None:
     """Words whose sign bit is set or not, and a last word that reaches beyond the valid tokens."""
     logits, rows = some_logits(5, 5000), rows_of(5)
     mask = torch.randint(-(2**31), 2**31, (5, 157), generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.int32)
-    expected = sample.reference(logits, logits[:, :4999], rows, False, None, mask)
-    found = sample_triton.launch(logits, logits[:, :4999], rows, False, None, mask)
+    expected = gumbel_sample.reference(logits, logits[:, :4999], rows, False, None, mask)
+    found = gumbel_sample_triton.launch(logits, logits[:, :4999], rows, False, None, mask)
     assert torch.equal(found.tokens, expected.tokens)
     words = mask.cpu().numpy().view(np.uint32)
     assert all(int(words[i, token // 32]) >> (token % 32) & 1 for i, token in enumerate(expected.tokens.tolist()))

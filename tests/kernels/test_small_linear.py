@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels import quantized
-from lmworks.kernels.fixed_linear import fixed_linear
-from lmworks.kernels.small_linear import small_linear
+from lmworks.kernels.inference import quantized
+from lmworks.kernels.inference.batch_invariant_linear import fixed_linear
+from lmworks.kernels.inference.decode_linear import small_linear
 
 GPU = torch.cuda.is_available()
 DEVICE, HALF = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
@@ -114,16 +114,16 @@ def test_fp8_is_the_product_that_torch_has_for_it() -> None:
 @pytest.fixture(params=["whole", "shared"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`shared`: three programs add up one tile, in steps of 256."""
-    from lmworks.kernels import int4_triton, int8_triton, linear_triton
+    from lmworks.kernels.inference import decode_linear_triton, int4_triton, int8_triton
 
-    tiles = ((linear_triton, "few_rows_tile"), (int8_triton, "int8_tile"), (int4_triton, "int4_tile"))
+    tiles = ((decode_linear_triton, "few_rows_tile"), (int8_triton, "int8_tile"), (int4_triton, "int4_tile"))
     for module, name in tiles:
         plain = getattr(module, name)
         other = {"split": 3, "inputs": 256} if request.param == "shared" else {"split": 1}
         monkeypatch.setattr(module, name, lambda *shape, plain=plain, other=other: replace(plain(*shape), **other))
     yield
     if GPU or INTERPRETED:
-        assert not linear_triton.tickets_of(torch.device(DEVICE)).any()  # left as the next call expects them
+        assert not decode_linear_triton.tickets_of(torch.device(DEVICE)).any()  # left as the next call expects them
 
 
 @with_triton
@@ -132,13 +132,13 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_kernels_compute_their_formulas(kind: str, rows: int, cut: None) -> None:
     """90 channels fill no tile, nor do 70 rows two. 1,156 inputs are five steps of 256, the last not full, and 1,024
     are four pairs of groups: of three programs the last has one, or none. What lies behind x is no number."""
-    from lmworks.kernels import int4_triton, int8_triton, linear_triton
+    from lmworks.kernels.inference import decode_linear_triton, int4_triton, int8_triton
 
     inputs = 1024 if kind == "int4" else 1156
     padded = F.pad(draw(rows, inputs), (0, 0, 0, 1), value=float("nan")).to(DEVICE, HALF)
     x, weight = padded[:rows], draw(90, inputs, seed=1).to(DEVICE)
     if kind == "wide":
-        found, wanted = linear_triton.linear(x, weight.to(HALF)), F.linear(x.double(), weight.to(HALF).double())
+        found, wanted = decode_linear_triton.linear(x, weight.to(HALF)), F.linear(x.double(), weight.to(HALF).double())
     elif kind == "int8":
         tensors = quantized.int8_quantize(weight)
         found, wanted = int8_triton.int8_linear(x, *tensors), quantized.int8_reference(x.double(), *tensors)
@@ -148,7 +148,10 @@ def test_kernels_compute_their_formulas(kind: str, rows: int, cut: None) -> None
     else:
         q, scale = quantized.fp8_quantize(weight)
         p, s = (each[:rows] for each in quantized.fp8_quantize(padded))
-        found, wanted = linear_triton.fp8_linear(p, s, q, scale, HALF), quantized.fp8_reference(x.float(), q, scale)
+        found, wanted = (
+            decode_linear_triton.fp8_linear(p, s, q, scale, HALF),
+            quantized.fp8_reference(x.float(), q, scale),
+        )
     assert found.dtype == HALF
     assert off(found, wanted) < (4e-3 if GPU else 1e-3)
 
@@ -157,19 +160,20 @@ def test_kernels_compute_their_formulas(kind: str, rows: int, cut: None) -> None
 @pytest.mark.parametrize("kind", ["wide", "int8", "int4", "fp8"])
 def test_a_gated_product_is_swiglu_of_the_product_bit_for_bit(kind: str, cut: None) -> None:
     """38 gates and what they are for: the last tile of either is not full."""
-    from lmworks.kernels import int4_triton, int8_triton, linear_triton, swiglu_triton
+    from lmworks.kernels import swiglu_triton
+    from lmworks.kernels.inference import decode_linear_triton, int4_triton, int8_triton
 
     rows = 3
     x, weight = draw(rows, 768).to(DEVICE, HALF), draw(76, 768, seed=1).to(DEVICE)
     if kind == "wide":
-        plain, gated = (linear_triton.linear(x, weight.to(HALF), gate) for gate in (False, True))
+        plain, gated = (decode_linear_triton.linear(x, weight.to(HALF), gate) for gate in (False, True))
     elif kind == "int8":
         plain, gated = (int8_triton.int8_linear(x, *quantized.int8_quantize(weight), gate) for gate in (False, True))
     elif kind == "int4":
         plain, gated = (int4_triton.int4_linear(x, *int4(weight, 128), gate) for gate in (False, True))
     else:
         pairs = (*quantized.fp8_quantize(x), *quantized.fp8_quantize(weight))
-        plain, gated = (linear_triton.fp8_linear(*pairs, HALF, gate) for gate in (False, True))
+        plain, gated = (decode_linear_triton.fp8_linear(*pairs, HALF, gate) for gate in (False, True))
     assert gated.shape == (rows, 38)
     assert torch.equal(gated, swiglu_triton.forward(*plain.chunk(2, dim=1)))
 
@@ -181,7 +185,7 @@ def int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 @with_triton
 def test_int8_is_widened_as_the_formula_says() -> None:
-    from lmworks.kernels import int8_triton
+    from lmworks.kernels.inference import int8_triton
 
     q, scale = quantized.int8_quantize(draw(11, 1056))
     found = int8_triton.int8_widen(q.to(DEVICE), scale.to(DEVICE), torch.float32)
@@ -191,7 +195,7 @@ def test_int8_is_widened_as_the_formula_says() -> None:
 @with_triton
 @pytest.mark.parametrize("group", [16, 64])
 def test_int4_is_widened_as_the_formula_says(group: int) -> None:
-    from lmworks.kernels import int4_triton
+    from lmworks.kernels.inference import int4_triton
 
     words, scale = int4(draw(70, 256), group)
     found = int4_triton.int4_widen(words.to(DEVICE), scale.to(DEVICE), torch.float32)
@@ -203,7 +207,7 @@ def test_int4_is_widened_as_the_formula_says(group: int) -> None:
 @pytest.mark.parametrize("kind", ["int8", "int8 without words", "int4", "int4 in small groups", "fp8"])
 def test_every_product_has_a_way(kind: str, gate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streamed below MANY rows; else, and where the kernel does not take the inputs, by cuBLAS."""
-    from lmworks.kernels import float8_triton
+    from lmworks.kernels.training import float8_triton
 
     monkeypatch.setattr(quantized, "plain", lambda _x: False)
     monkeypatch.setattr(quantized, "MANY", 4)
@@ -262,7 +266,7 @@ def ptx(text: str, words: list[int], results: int) -> list[list[float]]:
 def test_words_are_spread_into_the_numbers_that_they_hold() -> None:
     """By PTX, which the interpreter does not run: every byte in every place."""
     pytest.importorskip("triton")
-    from lmworks.kernels import int4_triton, int8_triton
+    from lmworks.kernels.inference import int4_triton, int8_triton
 
     for first in range(256):
         pair = [bytes((first + by * i) % 256 for i in range(4)) for by in (1, 77)]
@@ -304,7 +308,7 @@ def test_a_row_is_the_same_among_any_others_on_a_cpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_row_is_the_same_among_any_others_in_the_kernel(dtype: torch.dtype) -> None:
     """1,100 inputs are cut into stretches; up to 64 rows programs share them, 70 rows are one program's a tile."""
-    from lmworks.kernels.fixed_linear_triton import CUTS, fixed_rows, stretches_of
+    from lmworks.kernels.inference.batch_invariant_linear_triton import CUTS, fixed_rows, stretches_of
 
     assert stretches_of(90, 1100, CUTS[dtype.itemsize]) > 1
     x, weight, bias = (draw(*s, seed=i).to(DEVICE, dtype) for i, s in enumerate(((70, 1100), (90, 1100), (90,))))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmworks.kernels.squares import reference, sum_squares
+from lmworks.kernels.training.grad_norm import reference, sum_squares
 
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -38,10 +38,10 @@ def test_every_number_counts_once(
     implementation: str, dtypes: tuple[torch.dtype, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if implementation == "triton":
-        from lmworks.kernels import squares_triton
+        from lmworks.kernels.training import grad_norm_triton
 
-        monkeypatch.setattr(squares_triton, "SPAN", 64)
-        monkeypatch.setattr(squares_triton, "BLOCK", 16)
+        monkeypatch.setattr(grad_norm_triton, "SPAN", 64)
+        monkeypatch.setattr(grad_norm_triton, "BLOCK", 16)
     tensors = [tensor for dtype in dtypes for tensor in drawn(dtype)]
     found = sum_squares(tensors, implementation)
     assert (found.dtype, found.shape) == (torch.float32, ())

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lmworks.kernels import swiglu_fp8
-from lmworks.kernels.float8 import E4M3, E5M2, Float8, dequantize
-from lmworks.kernels.swiglu_fp8 import swiglu_mlp
+from lmworks.kernels.training import swiglu_fp8
+from lmworks.kernels.training.float8 import E4M3, E5M2, Float8, dequantize
+from lmworks.kernels.training.swiglu_fp8 import swiglu_mlp
 from lmworks.model import GPT
 from lmworks.model.gpt import MLP
 from lmworks.parallel import float8
@@ -200,7 +200,7 @@ def near(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("shape", [(48, 64), (20, 41), (72, 130), (64, 512)], ids=str)
 def test_kernels_compute_the_formulas(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that fill no tile, and more spans than there are programs for them."""
-    from lmworks.kernels import swiglu_fp8_triton
+    from lmworks.kernels.training import swiglu_fp8_triton
 
     monkeypatch.setattr(swiglu_fp8_triton, "PARTS", 2)
     tiles = replace(swiglu_fp8_triton.TILES, span=256, high=32, wide=16)
@@ -221,7 +221,7 @@ def test_kernels_compute_the_formulas(shape: tuple[int, int], monkeypatch: pytes
 
 @with_triton
 def test_rows_that_are_no_fours_are_refused() -> None:
-    from lmworks.kernels import swiglu_fp8_triton
+    from lmworks.kernels.training import swiglu_fp8_triton
 
     gate = drawn(18, 64)
     with pytest.raises(AssertionError, match="18 rows"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmworks.kernels import attention_tile
+from lmworks.kernels.training import attention_tile
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lmworks.kernels import cross_entropy
 from lmworks.kernels.rms_norm import reference as rms_reference
 from lmworks.kernels.rms_norm import rms_norm
+from lmworks.kernels.training import cross_entropy
 from lmworks.model import GPT, attention
 from lmworks.model.attention import alibi_slopes, dense
 from lmworks.model.gpt import LayerNorm, MoE, default_positions

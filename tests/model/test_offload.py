@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmworks.model import GPT, offload
-from lmworks.model.offload import Offload, Slab
-from lmworks.model.recompute import PARTLY, inside
+from lmworks.model import GPT, activation_offload
+from lmworks.model.activation_checkpointing import PARTLY, inside
+from lmworks.model.activation_offload import Offload, Slab
 from lmworks.spec import ModelSpec
 from tracker import Tracker
 
@@ -25,7 +25,7 @@ SHARE = 9_001  # of some 30,000 bytes that a block keeps: the last storage of it
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "SMALLEST", 1024)
+    monkeypatch.setattr(activation_offload, "SMALLEST", 1024)
 
 
 def model(share: int, policy: str = "none", spec: ModelSpec = SPEC) -> GPT:
@@ -123,14 +123,14 @@ def test_neither_weights_nor_what_all_blocks_share_leave(
 ) -> None:
     """All that may go: fp32: 8 tensors as wide as the stream, 4 inside the MLP. Under autocast: the stream twice in
     fp32; in 2 bytes a cast of the norm for each of 5 products, q, k, v and attention's result, and 4 inside the MLP."""
-    sent, send = [], offload.Visit.send
+    sent, send = [], activation_offload.Visit.send
 
-    def told(visit: offload.Visit, share: int) -> None:
+    def told(visit: activation_offload.Visit, share: int) -> None:
         send(visit, share)
         leaving = [one.parcels for one in visit.offload.under_way if one.index == visit.index]
         sent.append(sum(parcel.sent for parcels in leaving for parcel in parcels))
 
-    monkeypatch.setattr(offload.Visit, "send", told)
+    monkeypatch.setattr(activation_offload.Visit, "send", told)
     loss_of(model(10**9), dtype)
     each = TOKENS.numel() * (stream * SPEC.hidden + inside * SPEC.ffn)
     assert sent == [each, each, each, 0, 0]
@@ -151,14 +151,14 @@ def test_memory_is_let_go_when_the_second_next_block_begins() -> None:
 
 def test_a_block_has_its_own_back_when_the_one_above_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     part, order = model(SHARE), list[str]()
-    fetch = offload.Visit.fetch
+    fetch = activation_offload.Visit.fetch
 
-    def told(visit: offload.Visit) -> None:
+    def told(visit: activation_offload.Visit) -> None:
         if visit.away:
             order.append(f"fetch {visit.index}")
         fetch(visit)
 
-    monkeypatch.setattr(offload.Visit, "fetch", told)
+    monkeypatch.setattr(activation_offload.Visit, "fetch", told)
     for index, block in enumerate(part.layers()):
         block.register_full_backward_hook(lambda *_, index=index: order.append(f"done {index}"))
     loss_of(part).backward()
@@ -250,7 +250,7 @@ def test_a_backward_pass_that_fails_keeps_what_is_on_its_way(failing: int) -> No
 @pytest.mark.parametrize("way", ["send", "fetch"])
 def test_copies_that_are_interrupted_are_waited_for(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Ctrl-C between two of them: the one that was begun is made all the same."""
-    part, late, copy, begun = model(SHARE), Late(), getattr(offload.Parcel, way), list[int]()
+    part, late, copy, begun = model(SHARE), Late(), getattr(activation_offload.Parcel, way), list[int]()
     assert part.offload is not None
     part.offload.couriers[torch.device("cpu")] = late  # type: ignore[assignment]
 
@@ -261,7 +261,7 @@ def test_copies_that_are_interrupted_are_waited_for(monkeypatch: pytest.MonkeyPa
         copy(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(offload.Parcel, way, interrupted)
+        patch.setattr(activation_offload.Parcel, way, interrupted)
         loss_of(part).backward()
     gc.collect()
     assert begun[0] < len(late.copies)

@@ -80,7 +80,7 @@ def test_a_model_gets_room_without_loading_what_to_empty_loads() -> None:
     code = """
 import sys, torch
 from lmworks.model import GPT
-from lmworks.model.room import make_room
+from lmworks.model.load_memory import make_room
 from lmworks.spec import ModelSpec
 with torch.device("meta"):
     model = GPT(ModelSpec.from_preset("tiny"))

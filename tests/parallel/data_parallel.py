@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmworks.kernels.cross_entropy import IGNORE
+from lmworks.kernels.training.cross_entropy import IGNORE
 from lmworks.model import GPT
 from lmworks.model.gpt import initial_weight
-from lmworks.parallel.data import DataParallel, Shard
+from lmworks.parallel.data_parallel import DataParallel, Shard
 from lmworks.parallel.mesh import Mesh
 from lmworks.spec import Grid, RunSpec
 

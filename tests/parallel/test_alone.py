@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from lmworks.parallel.apply import lay_out
-from lmworks.parallel.weights import source_of
+from lmworks.parallel.initial_weights import source_of
+from lmworks.parallel.local_ranks import on_ranks
+from lmworks.parallel.parallelize import lay_out
 from lmworks.parallel.world import join
 from lmworks.plan.exact.shards import strategy_of
 from lmworks.spec import RunSpec, load_run
-from lmworks.study.ranks import on_ranks
 
 STRATEGIES = (
     ["parallel.strategy=ddp"],

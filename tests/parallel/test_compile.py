@@ -12,12 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 from layouts import Job, do, do_here, layout
 from lmworks.data import Batch
 from lmworks.model import GPT
-from lmworks.model.recompute import inside
-from lmworks.parallel.apply import lay_out
-from lmworks.parallel.weights import source_of
+from lmworks.model.activation_checkpointing import inside
+from lmworks.parallel.initial_weights import source_of
+from lmworks.parallel.local_ranks import on_ranks
+from lmworks.parallel.parallelize import lay_out
 from lmworks.plan.policies import kept_bytes as plan_bytes
 from lmworks.spec import ModelSpec, RunSpec
-from lmworks.study.ranks import on_ranks
 from tiny import curve, saved
 
 LAYOUTS: dict[str, tuple[str, ...]] = {

@@ -16,12 +16,12 @@ from lmworks.data import Batch
 from lmworks.model import GPT
 from lmworks.model.attention import Pattern, make_pattern, reference
 from lmworks.model.gpt import default_positions
-from lmworks.parallel import context, ring
+from lmworks.parallel import context_parallel, ring_attention
+from lmworks.parallel.comm_counter import Traffic
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.ring import Ring
-from lmworks.parallel.traffic import Traffic
+from lmworks.parallel.ring_attention import Ring
 from lmworks.spec import Grid, ModelSpec, ParallelSpec, SpecError
-from lmworks.study.ranks import on_ranks
 
 BATCH, SEQ = 2, 48
 PATTERNS: dict[str, dict[str, Any]] = {
@@ -80,13 +80,13 @@ def differences(
 ) -> list[float]:
     """How far the result and the gradients of q, k and v on this rank are from those of one rank; worst of a tensor."""
     parallel, mesh = make_layout(cp, method)
-    local = context.split(make_batch(documents), parallel, mesh)
-    place = context.place(SEQ, parallel, mesh.rank("cp"), torch.device("cpu"))
+    local = context_parallel.split(make_batch(documents), parallel, mesh)
+    place = context_parallel.place(SEQ, parallel, mesh.rank("cp"), torch.device("cpu"))
     *qkv, grad = (x[:, place][:, :, heads] for x in draw_qkv(spec))
     leaves = [x.contiguous().requires_grad_() for x in qkv]
     q, k, v = leaves
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        out = context.make_attend(spec, parallel, mesh, local, heads)(q, k, v, 0)
+        out = context_parallel.make_attend(spec, parallel, mesh, local, heads)(q, k, v, 0)
     ours = [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
     theirs = one_rank(spec, make_batch(documents).documents)
     return [far(mine, whole[:, place][:, :, heads]) for mine, whole in zip(ours, theirs, strict=True)]
@@ -94,7 +94,9 @@ def differences(
 
 def every_pattern(rank: int, cp: int, method: str) -> dict[str, list[float]]:
     found = {}
-    with patch.object(ring, "TILE", 4):  # chunks of several tiles: some are skipped, some whole, some have a seam
+    with patch.object(
+        ring_attention, "TILE", 4
+    ):  # chunks of several tiles: some are skipped, some whole, some have a seam
         for name, changes in PATTERNS.items():
             for backend in ("auto", "reference"):
                 spec, documents = make_spec(**changes, attention=backend), name in ("documents", "all at once")
@@ -124,9 +126,9 @@ def wrong_offsets(rank: int) -> dict[str, float]:
     """The worst error of each pattern when a rank is mistaken about where its late chunk stands."""
     found = {}
     for name in ("window", "alibi"):
-        with patch.object(ring, "chunk_starts", late_chunk_one_on):
+        with patch.object(ring_attention, "chunk_starts", late_chunk_one_on):
             found[name] = max(differences(make_spec(**PATTERNS[name]), 2, "ring"))
-    with patch.object(ring, "chunk_starts", late_chunk_of_the_next):
+    with patch.object(ring_attention, "chunk_starts", late_chunk_of_the_next):
         found["documents"] = max(differences(make_spec(), 2, "ring", documents=True))
         found["causal"] = max(differences(make_spec(), 2, "ring"))
     return found
@@ -159,7 +161,9 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 
-def loss_and_gradients(spec: ModelSpec, local: context.Local, attend: Any, recompute: str) -> dict[str, Tensor]:
+def loss_and_gradients(
+    spec: ModelSpec, local: context_parallel.Local, attend: Any, recompute: str
+) -> dict[str, Tensor]:
     network = GPT(spec, seed=3)
     network.recompute = recompute
     _, loss = network(local.tokens, local.targets, positions=local.positions, attend=attend, reduction="sum")
@@ -171,8 +175,8 @@ def whole_network(rank: int, cp: int, method: str, network: str, documents: bool
     """Relative difference of the loss and of every gradient, summed over ranks, from those of one rank."""
     spec, batch = make_spec(**NETWORKS[network]), make_batch(documents)
     parallel, mesh = make_layout(cp, method)
-    local = context.split(batch, parallel, mesh)
-    found = loss_and_gradients(spec, local, context.make_attend(spec, parallel, mesh, local), recompute)
+    local = context_parallel.split(batch, parallel, mesh)
+    found = loss_and_gradients(spec, local, context_parallel.make_attend(spec, parallel, mesh, local), recompute)
     for value in found.values():
         dist.all_reduce(value, group=mesh.group("cp"))
     alone = GPT(spec, seed=3)
@@ -206,10 +210,10 @@ def traffic(rank: int, cp: int, method: str, recompute: str) -> tuple[int, int, 
     """Bytes that a rank sends, or puts into exchanges: of numbers in the forward pass, and in the backward pass."""
     spec = make_spec(kv_heads=2)
     parallel, mesh = make_layout(cp, method)
-    local = context.split(make_batch(False), parallel, mesh)
+    local = context_parallel.split(make_batch(False), parallel, mesh)
     network = GPT(spec, seed=3)
     network.recompute = recompute
-    attend = context.make_attend(spec, parallel, mesh, local)
+    attend = context_parallel.make_attend(spec, parallel, mesh, local)
     with Traffic(mesh) as forward:
         _, loss = network(local.tokens, local.targets, positions=local.positions, attend=attend, reduction="sum")
     with Traffic(mesh) as backward:
@@ -259,7 +263,7 @@ def test_every_rank_has_the_same_work(cp: int) -> None:
 def test_what_nobody_sees_is_not_computed() -> None:
     seq, cp = 128, 4
     documents = torch.arange(seq).div(32, rounding_mode="floor").unsqueeze(0)
-    with patch.object(ring, "TILE", 8):
+    with patch.object(ring_attention, "TILE", 8):
         windowed = sum(work(cp, seq, Pattern(window=8)))
         apart = sum(work(cp, seq, Pattern(documents=documents)))
     assert windowed <= seq * 2 * 8  # two tiles for a query
@@ -271,7 +275,7 @@ def test_a_rank_gets_its_tokens_with_their_positions() -> None:
     whole = default_positions(batch.tokens, batch.documents)
     for method, place in (("ring", [0, 1, 2, 3, 4, 5, 42, 43, 44, 45, 46, 47]), ("ulysses", list(range(12)))):
         parallel = ParallelSpec(cp=4, cp_method=method)
-        local = context.split(batch, parallel, cast(Mesh, SimpleNamespace(rank=lambda axis: 0)))
+        local = context_parallel.split(batch, parallel, cast(Mesh, SimpleNamespace(rank=lambda axis: 0)))
         assert torch.equal(local.tokens, batch.tokens[:, place])
         assert torch.equal(local.targets, batch.targets[:, place])
         assert torch.equal(local.positions, whole[:, place])
@@ -282,4 +286,4 @@ def test_a_rank_gets_its_tokens_with_their_positions() -> None:
 
 def test_a_sequence_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(SpecError, match=r"parallel.cp = 4 \(ring\) needs data.seq = 52 divisible by 8"):
-        context.place(52, ParallelSpec(cp=4), 0, torch.device("cpu"))
+        context_parallel.place(52, ParallelSpec(cp=4), 0, torch.device("cpu"))

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from layouts import layout
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.spec import RunSpec
-from lmworks.study.ranks import on_ranks
 from tiny import built
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lmworks.model import GPT
 from lmworks.parallel import deepspeed
-from lmworks.parallel.traffic import Traffic
+from lmworks.parallel.comm_counter import Traffic
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.spec import RunSpec, SpecError
-from lmworks.study.ranks import on_ranks
 
 STEPS, RATE = 5, 1e-2
 

@@ -17,12 +17,12 @@ from lmworks.model import GPT
 from lmworks.model.attention import dense
 from lmworks.model.gpt import initial_weight
 from lmworks.model.moe import MoE, moe_layers, set_balance_scale, update_balance
-from lmworks.parallel.expert import apply_expert_parallel, expert_names, join_sequences, visit_elsewhere
+from lmworks.parallel.expert_parallel import apply_expert_parallel, expert_names, join_sequences, visit_elsewhere
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.splits import Splits
-from lmworks.parallel.tensor import apply_tensor_parallel, local_heads
+from lmworks.parallel.sharding_plan import Splits
+from lmworks.parallel.tensor_parallel import apply_tensor_parallel, local_heads
 from lmworks.spec import Grid, ModelSpec, ParallelSpec
-from lmworks.study.ranks import on_ranks
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 64, "context": 16, "init_std": 0.3}
 EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 16, "shared_experts": 1, "balance_loss": 0.5}

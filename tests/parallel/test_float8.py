@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks.kernels import swiglu_fp8
+from lmworks.kernels.training import swiglu_fp8
 from lmworks.model import GPT, gpt
 from lmworks.parallel import float8
 from lmworks.parallel.float8 import apply_float8, refuse_float8
+from lmworks.prove.parity import parity
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from lmworks.spec.layouts import Layout
-from lmworks.study.parity import parity
 from tiny import curve, make_spec, saved, train
 
 pytest.importorskip("torchao")

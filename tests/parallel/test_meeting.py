@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from lmworks.parallel.meeting import meet
+from lmworks.parallel.rendezvous import meet
 from lmworks.spec import TrainingError
 
 SOON = 60.0

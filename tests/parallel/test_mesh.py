@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lmworks.parallel import collectives
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.splits import Splits
+from lmworks.parallel.sharding_plan import Splits
 from lmworks.spec import Grid
-from lmworks.study.ranks import on_ranks
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "dp", "dp_cp", "shard", "ep", "edp", "world")
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lmworks.kernels.cross_entropy import IGNORE
+from lmworks.kernels.training.cross_entropy import IGNORE
 from lmworks.model import GPT
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.pipeline import SEVERAL, SINGLE, Pipeline
 from lmworks.parallel.precision import run_in
@@ -21,7 +22,6 @@ from lmworks.plan.pipelines.orders import stages_of
 from lmworks.plan.pipelines.stages import split_layers
 from lmworks.spec import Grid, RunSpec, SpecError, TrainingError
 from lmworks.spec.run import SCHEDULES
-from lmworks.study.ranks import on_ranks
 
 CPU = torch.device("cpu")
 SCALE = 0.01

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from layouts import Job, do, layout
-from lmworks.model import GPT, offload
-from lmworks.parallel.recompute import choose_recompute
+from lmworks.model import GPT, activation_offload
+from lmworks.parallel.activation_checkpointing import choose_recompute
 from lmworks.plan.policies import kept_bytes
 from lmworks.spec import SpecError
 from tiny import differences, saved
@@ -105,7 +105,7 @@ def test_no_number_changes_under_any_layout(dataset: Path, tmp_path: Path) -> No
 
 def test_nor_by_waiting_in_host_memory(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two micro-batches a step, and after two steps."""
-    monkeypatch.setattr(offload, "SMALLEST", 256)  # forked ranks have it too
+    monkeypatch.setattr(activation_offload, "SMALLEST", 256)  # forked ranks have it too
     keys = ("model.layers=5", "optim.steps=2", "optim.warmup=0", "checkpoint.every=0")
     layouts = {
         "fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2"),

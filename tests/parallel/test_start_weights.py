@@ -12,8 +12,8 @@ from torch import Tensor
 
 from layouts import SPARSE, layout, with_meshes
 from lmworks.model import GPT
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.spec import LMWorksError, RunSpec
-from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
 from tiny import built, differences, saved, train
 

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from layouts import mesh_of
-from lmworks.kernels import cross_entropy
+from lmworks.kernels.training import cross_entropy
 from lmworks.model.attention import dense
 from lmworks.model.gpt import GPT, initial_weight
 from lmworks.parallel import collectives
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.splits import Splits
-from lmworks.parallel.tensor import apply_tensor_parallel, enable_async_tp, local_heads
+from lmworks.parallel.sharding_plan import Splits
+from lmworks.parallel.tensor_parallel import apply_tensor_parallel, enable_async_tp, local_heads
 from lmworks.spec import Grid, ModelSpec, ParallelSpec, SpecError
-from lmworks.study.ranks import on_ranks
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 64, "context": 16, "init_std": 0.2}
 MODELS: dict[str, dict[str, Any]] = {

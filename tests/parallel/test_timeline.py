@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lmworks.observe.timeline import draw_png, draw_text
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.pipeline import SEVERAL, SINGLE
 from lmworks.plan.pipelines.orders import Action, actions
 from lmworks.plan.pipelines.schedule import Span, durations, idle_shares, simulate, stage_times
-from lmworks.study.ranks import on_ranks
+from lmworks.report.pipeline_timeline import draw_png, draw_text
 
 
 def even(schedule: str, ranks: int, virtual: int, micro_batches: int) -> list[Span]:
@@ -82,8 +82,8 @@ MEASURED = ("gpipe", "1f1b", "interleaved", "zbv")
 def recorded(rank: int) -> list[list[Span]]:
     import torch
 
-    from lmworks.parallel.measured import measure_step
     from lmworks.parallel.mesh import Mesh
+    from lmworks.parallel.pipeline_timing import measure_step
     from lmworks.spec import Grid, RunSpec
 
     specs = [

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lmworks.parallel import collectives, traffic
+from lmworks.parallel import collectives, comm_counter
+from lmworks.parallel.comm_counter import Traffic
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.traffic import Traffic
 from lmworks.spec import Grid
-from lmworks.study.ranks import on_ranks
 
 
 def rows(seen: Traffic) -> set[tuple[Any, ...]]:
@@ -159,12 +159,12 @@ def test_without_experts_no_group_is_called_theirs() -> None:
 
 
 def unknown_operator(rank: int) -> set[tuple[Any, ...]]:
-    known = traffic.OPERATORS.pop("allreduce_")
+    known = comm_counter.OPERATORS.pop("allreduce_")
     try:
         with Traffic() as seen:
             dist.all_reduce(torch.ones(6))
     finally:
-        traffic.OPERATORS["allreduce_"] = known
+        comm_counter.OPERATORS["allreduce_"] = known
     return rows(seen)
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.spec import RunSpec
-from lmworks.study.ranks import on_ranks
 from tiny import curve, make_spec, train, write_spec
 
 SHARDED = ["parallel.dp=2", "parallel.strategy=fsdp2"]  # across machines

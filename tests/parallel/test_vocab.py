@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lmworks.kernels import cross_entropy
+from lmworks.kernels.training import cross_entropy
 from lmworks.parallel import collectives
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.vocab import VocabLoss
+from lmworks.parallel.vocab_parallel import VocabLoss
 from lmworks.spec import Grid
-from lmworks.study.ranks import on_ranks
 
 
 class Largest(TorchDispatchMode):

@@ -16,10 +16,10 @@ from data_parallel import (
 )
 
 from lmworks.model import GPT
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.zero import Zero
 from lmworks.spec import RunSpec
-from lmworks.study.ranks import on_ranks
 
 WORLD = 4
 SPECS = {

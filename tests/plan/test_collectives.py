@@ -1,6 +1,6 @@
 """Collectives by arithmetic: against simulated ranks of large layouts, PyTorch's own lists, and by hand.
 
-Small layouts are held against real ranks where parity runs them anyway: tests/study/test_parity.py.
+Small layouts are held against real ranks where parity runs them anyway: tests/prove/test_parity.py.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import UNSHARD, _Action, _add_unshard_reshard
 
-from lmworks.parallel.traffic import Row
+from lmworks.parallel.comm_counter import Row
+from lmworks.parallel.local_ranks import on_ranks
+from lmworks.parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS
 from lmworks.plan import software
 from lmworks.plan.exact.calls import Here
 from lmworks.plan.exact.collectives import collectives, fetched
 from lmworks.plan.exact.residency import resident
 from lmworks.plan.pipelines.orders import actions
+from lmworks.prove.planner_agreement import counted, differing, planned_calls
+from lmworks.prove.simulate import Report, simulate
 from lmworks.spec import Grid, RunSpec
 from lmworks.spec.layouts import layouts
-from lmworks.study.agreement import counted, differing, planned_calls
-from lmworks.study.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
-from lmworks.study.ranks import on_ranks
-from lmworks.study.simulate import Report, simulate
 
 LLAMA = {
     "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "vocab": 128256, "context": 8192, "tie_embeddings": False,

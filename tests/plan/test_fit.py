@@ -12,7 +12,7 @@ import pytest
 
 from lmworks.plan.memory import host
 from lmworks.plan.memory.fit import Limits, peak_rows, refusal, total
-from lmworks.plan.memory.moments import Row
+from lmworks.plan.memory.peak_memory import Row
 from lmworks.plan.memory.sheet import memory
 from lmworks.spec import RunSpec, load_run
 

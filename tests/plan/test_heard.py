@@ -11,9 +11,9 @@ from lmworks.plan.exact.shards import own_shapes
 from lmworks.plan.network import network
 from lmworks.plan.ops import Kernel, Workload
 from lmworks.plan.search.candidates import cases, question_of
-from lmworks.plan.step.bare import owned
 from lmworks.plan.step.comm import Weights
 from lmworks.plan.step.price import price
+from lmworks.plan.step.uncalibrated import owned
 from lmworks.plan.step.work import Pass
 from lmworks.spec import RunSpec, SpecError, catalogue, load_run
 

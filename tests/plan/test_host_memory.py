@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.parallel.host_room import refuse_full_host
-from lmworks.parallel.possible import refuse_impossible
+from lmworks.parallel.host_memory import refuse_full_host
+from lmworks.parallel.memory_preflight import refuse_impossible
 from lmworks.plan.memory import host
+from lmworks.plan.memory.host_fit import refusal
 from lmworks.plan.memory.host_need import HostNeed, machine_need
-from lmworks.plan.memory.host_room import refusal
 from lmworks.spec import RunSpec, SpecError, load_run
 from typed import lmworks
 

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
-from lmworks.parallel.apply import lay_out
-from lmworks.parallel.offload import HostOptimizer
-from lmworks.parallel.state import training_state
-from lmworks.parallel.weights import source_of
+from lmworks.checkpoint.save_plan import make
+from lmworks.checkpoint.staging import Staging
+from lmworks.parallel.initial_weights import source_of
+from lmworks.parallel.local_ranks import on_ranks
+from lmworks.parallel.optimizer_offload import HostOptimizer
+from lmworks.parallel.parallelize import lay_out
+from lmworks.parallel.state_dict import training_state
 from lmworks.parallel.world import join
 from lmworks.plan.exact.residency import on_host
 from lmworks.plan.exact.shards import own_shapes
@@ -17,9 +20,6 @@ from lmworks.plan.memory.host_need import HostNeed, host_need, machine_need, rou
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.predict import predict
 from lmworks.spec import RunSpec, load_run
-from lmworks.study.ranks import on_ranks
-from lmworks.train.checkpoint.plan import make
-from lmworks.train.checkpoint.staging import Staging
 from lmworks.train.optim import make_optimizer
 from lmworks.train.rng import rng_state
 

@@ -8,22 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks.kernels import choose, cross_entropy
-from lmworks.model import offload
-from lmworks.parallel.recompute import offload_activations
-from lmworks.plan import offloaded, software
+from lmworks.kernels import dispatch
+from lmworks.kernels.training import cross_entropy
+from lmworks.model import activation_offload as runtime_offload
+from lmworks.parallel.activation_checkpointing import offload_activations
+from lmworks.plan import activation_offload, software
 from lmworks.plan.case import Case
 from lmworks.plan.exact.residency import resident
 from lmworks.plan.exact.weights import weights
 from lmworks.plan.memory.budget import budget
-from lmworks.plan.memory.moments import END, LOSS, LOWEST, TOP, pieces
+from lmworks.plan.memory.peak_memory import END, LOSS, LOWEST, TOP, pieces
 from lmworks.plan.memory.run_budget import sheet
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.ops import Workload
 from lmworks.plan.software import EAGER
 from lmworks.plan.tables.sources import SOURCES
+from lmworks.prove.simulate import simulate
 from lmworks.spec import ModelSpec, RunSpec, catalogue, load_run
-from lmworks.study.simulate import simulate
 from tracker import Steps, make_run
 
 DTYPES = ("bf16", "fp16")
@@ -83,12 +84,12 @@ def test_what_bf16_weights_keep_is_exact(shape: str, recompute: str) -> None:
 
 
 def test_the_planner_knows_which_tensors_are_small() -> None:
-    assert offloaded.SMALLEST == offload.SMALLEST
+    assert activation_offload.SMALLEST == runtime_offload.SMALLEST
 
 
 def waiting(spec: RunSpec, monkeypatch: pytest.MonkeyPatch, smallest: int) -> tuple[int, int]:
     """Bytes that a forward pass leaves on the device and in host memory, where tensors from `smallest` bytes on go."""
-    for module in (offload, offloaded):
+    for module in (activation_offload, runtime_offload):
         monkeypatch.setattr(module, "SMALLEST", smallest)
     run = Steps(spec)
     offload_activations(run.model, spec)
@@ -245,7 +246,9 @@ def test_the_heads_gradient_is_summed_as_the_loss_does_it(batch: int, in_place: 
 
 
 def test_the_planners_gpu_loss_is_the_one_that_was_measured_to_be_faster() -> None:
-    measured = [winner for device in choose.table() for _, winner in choose.points_of("linear_cross_entropy", device)]
+    measured = [
+        winner for device in dispatch.table() for _, winner in dispatch.points_of("linear_cross_entropy", device)
+    ]
     assert ("triton" in measured) == software.IN_PLACE
 
 

@@ -14,20 +14,21 @@ import numpy as np
 import pytest
 import torch
 
-from lmworks.kernels import add_linear, choose, gelu_mlp
-from lmworks.kernels import cross_entropy_once_triton as once
+from lmworks.kernels import dispatch
+from lmworks.kernels.training import add_linear, gelu_mlp
+from lmworks.kernels.training import cross_entropy_one_pass_triton as once
 from lmworks.model import GPT
-from lmworks.parallel.apply import join_products
-from lmworks.parallel.recompute import choose_recompute
+from lmworks.parallel.activation_checkpointing import choose_recompute
+from lmworks.parallel.parallelize import join_products
 from lmworks.plan import fused, software
 from lmworks.plan.case import Case
-from lmworks.plan.kept import total
 from lmworks.plan.network import HELD, LONG, loss, network
 from lmworks.plan.ops import Workload
 from lmworks.plan.policies import policies
+from lmworks.plan.saved_activations import total
 from lmworks.plan.software import COMPILED, DENSE, EAGER, SOFTWARE, WIDE_SUMS, as_it_ran, kept_in, software_of
-from lmworks.plan.step.bare import machine_of
 from lmworks.plan.step.constants import Constants
+from lmworks.plan.step.uncalibrated import machine_of
 from lmworks.plan.step.work import repeated
 from lmworks.plan.tables.replay import seconds
 from lmworks.plan.tables.sources import SOURCES, Measured, blocks_of
@@ -121,8 +122,8 @@ def test_it_is_priced_where_blocks_join_it(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("op", [*gelu_mlp.OPS, add_linear.OP])
 def test_products_are_joined_where_that_was_measured_to_be_faster(op: str) -> None:
     """Of weights in 2 bytes: the residual stream of others is wider than their products."""
-    measured = [winner for device in choose.table() for _, winner in choose.points_of(op, device)]
-    assert any(winner != choose.TORCH for winner in measured) == software.JOINED
+    measured = [winner for device in dispatch.table() for _, winner in dispatch.points_of(op, device)]
+    assert any(winner != dispatch.TORCH for winner in measured) == software.JOINED
     wide = load_run("gpt2-small", [*GPT2, "precision.weights=fp32"])
     assert not Workload.of(wide, "cuda").joined
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from lmworks.plan.offloaded import sent
+from lmworks.plan.activation_offload import sent
 from lmworks.plan.policies import RUNGS, kept_bytes, ladder, policies, seconds_again, waiting_bytes
 from lmworks.spec import RunSpec, load_run
 

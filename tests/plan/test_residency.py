@@ -1,6 +1,6 @@
 """Bytes by arithmetic against live tensors and counted collectives, for every data-parallel strategy.
 
-All other layouts are held against the trainer where parity runs them anyway: tests/study/test_parity.py.
+All other layouts are held against the trainer where parity runs them anyway: tests/prove/test_parity.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from lmworks.bench.data_parallel import STRATEGIES as COMPARED
 from lmworks.model import GPT
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.plan.exact.calls import by_kind
 from lmworks.plan.exact.collectives import collectives
 from lmworks.plan.exact.residency import Resident, on_host, resident
@@ -18,9 +20,7 @@ from lmworks.plan.exact.shards import flat, units
 from lmworks.plan.exact.weights import weights
 from lmworks.plan.pipelines.stages import split_layers, stages_here
 from lmworks.spec import ModelSpec, RunSpec, SpecError
-from lmworks.study.data_parallel import STRATEGIES as COMPARED
-from lmworks.study.holdings import Holdings, observe
-from lmworks.study.ranks import on_ranks
+from lmworks.train.rank_memory import Holdings, observe
 
 STRATEGIES = {**COMPARED, "ZeRO-0": {"strategy": "zero", "zero": 0}}
 # Rows that neither 2 nor 3 divides (259, 50 by 3), and a width that is no multiple of FSDP1's alignment.

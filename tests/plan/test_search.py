@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lmworks.plan.case import Case
+from lmworks.plan.cluster_request import Wish, job
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.memory.budget import budget
 from lmworks.plan.memory.reserve import oom_probability, usable
@@ -18,7 +19,6 @@ from lmworks.plan.search.candidates import NUMBERS, Question, cases, question_of
 from lmworks.plan.search.explain import changed_by, explain, filled, read_layout
 from lmworks.plan.search.search import Result, enough, fitting, front, least, search, unbeaten
 from lmworks.plan.step.price import price
-from lmworks.plan.wish import Wish, job
 from lmworks.spec import RunSpec, SpecError
 
 

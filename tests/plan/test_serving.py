@@ -15,9 +15,9 @@ from lmworks.plan.memory.reserve import reserve
 from lmworks.plan.serving.advice import choose
 from lmworks.plan.serving.batching import Lengths, chunks, steady, waiting
 from lmworks.plan.serving.inference import Deployment, Rates
+from lmworks.plan.serving.memory_fit import room
 from lmworks.plan.serving.plans import Demand, Plan, Slo, candidates, degrees, likely, plan, times
-from lmworks.plan.serving.room import room
-from lmworks.plan.serving.served import Experts, Served, compute_format
+from lmworks.plan.serving.served_model import Experts, Served, compute_format
 from lmworks.spec import PRESETS, ModelSpec, SpecError, catalogue
 
 H100, H200, A100, L4 = (catalogue()[name] for name in ("H100-SXM-80GB", "H200-SXM-141GB", "A100-SXM-80GB", "L4"))

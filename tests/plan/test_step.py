@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmworks.plan.balance import fullest
 from lmworks.plan.case import Case
 from lmworks.plan.devices.links import Fabric
+from lmworks.plan.expert_load import fullest
 from lmworks.plan.flops import model_flops_per_token
 from lmworks.plan.pipelines.orders import stages_of
 from lmworks.plan.software import EAGER, SOFTWARE
-from lmworks.plan.step.bare import Bare
 from lmworks.plan.step.constants import Constants, constants, family
 from lmworks.plan.step.pipeline import Cut, stages
 from lmworks.plan.step.price import price, timeline, weigh
+from lmworks.plan.step.uncalibrated import Bare
 from lmworks.plan.tables.sources import SOURCES
 from lmworks.spec import Cluster, ModelSpec, SpecError, catalogue
 from lmworks.spec.run import SCHEDULES

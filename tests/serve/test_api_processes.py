@@ -32,7 +32,7 @@ def fronts(pid: int) -> list[int]:
     for thread in Path(f"/proc/{pid}/task").iterdir():  # each has those that it started
         for child in (thread / "children").read_text().split():
             command = Path(f"/proc/{child}/cmdline")
-            if command.exists() and b"lmworks.serve.front" in command.read_bytes():
+            if command.exists() and b"lmworks.serve.api_process" in command.read_bytes():
                 found.append(int(child))
     return found
 

@@ -14,8 +14,8 @@ from api_server import MODEL, Api, until
 from tiny_engine import HELD
 
 from lmworks.data.tokenizer import ByteTokenizer
-from lmworks.engine.grammar import Grammars
-from lmworks.engine.params import SamplingParams
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.grammars.grammar import Grammars
 from lmworks.serve.openai_types import ChatRequest
 from lmworks.serve.tool_calls import Reader, call_schema
 

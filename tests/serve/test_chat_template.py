@@ -12,9 +12,9 @@ import httpx
 from api_server import until
 from openai import OpenAI
 
+from lmworks import checkpoint
 from lmworks.model import GPT
 from lmworks.record import RunFolder
-from lmworks.train import checkpoint
 from tiny import make_spec
 
 ROOT = Path(__file__).parents[2]

@@ -17,14 +17,14 @@ import pytest
 import tiny_engine
 
 from lmworks.data.tokenizer import ByteTokenizer
-from lmworks.engine.grammar import Grammars
-from lmworks.engine.params import SamplingParams
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.grammars.grammar import Grammars
 from lmworks.serve import engine_process
 from lmworks.serve.backend import Ask, BackendError
-from lmworks.serve.box import Box
 from lmworks.serve.channel import Report
 from lmworks.serve.compile_queue import CompileQueue, Job, Lane
 from lmworks.serve.engine_process import EngineProcess, Life, Patience
+from lmworks.serve.event_queue import Box
 from lmworks.spec import SpecError
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]

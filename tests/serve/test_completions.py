@@ -14,13 +14,13 @@ import torch
 from api_server import MODEL, Api, twin
 
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
-from lmworks.engine.request import Logprob
+from lmworks.engine.core.request import Logprob
 from lmworks.serve.app import make_app
 from lmworks.serve.backend import Ask, Event, ModelCard, State, Usage, Words
 from lmworks.serve.completions import logprobs_of
 from lmworks.serve.keys import Settings
 from lmworks.serve.serving import Local, Serving
-from lmworks.serve.token_text import Offsets, TokenTexts
+from lmworks.serve.token_logprobs import Offsets, TokenTexts
 
 PROMPT = "The quick brown fox"
 

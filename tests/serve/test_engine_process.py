@@ -19,14 +19,14 @@ from typing import Any, cast
 import pytest
 import tiny_engine
 
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Request, Result
+from lmworks.engine.core.request import Request, Result
+from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.serve import engine_loop, engine_process
 from lmworks.serve.backend import Ask, BackendError, Event
-from lmworks.serve.box import Box, joined
 from lmworks.serve.channel import Wire
 from lmworks.serve.engine_loop import Loop
 from lmworks.serve.engine_process import EngineProcess, Patience
+from lmworks.serve.event_queue import Box, joined
 from lmworks.spec import LMWorksError, SpecError
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)

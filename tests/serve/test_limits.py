@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmworks.engine.params import SamplingParams
+from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.serve.backend import ModelCard
 from lmworks.serve.limits import (
     Entry,

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import tiny_engine
 
-from lmworks.engine.params import SamplingParams
-from lmworks.engine.request import Request
+from lmworks.engine.core.request import Request
+from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.serve.backend import Ask, BackendError, Event
 from lmworks.serve.engine_process import EngineProcess, Patience
 

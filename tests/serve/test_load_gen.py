@@ -17,9 +17,9 @@ import pytest
 from api_server import until
 
 from fake_server import FakeServer
-from lmworks.observe.serve_bench import Slo, bench_serve
-from lmworks.observe.serve_client import Exchange, Target, exchange
-from lmworks.observe.serve_load import Arrivals, Lengths, Load, read_prefix
+from lmworks.bench.http_client import Exchange, Target, exchange
+from lmworks.bench.serve import Slo, bench_serve
+from lmworks.bench.serve_workload import Arrivals, Lengths, Load, read_prefix
 from lmworks.spec import LMWorksError, SpecError
 from typed import lmworks
 

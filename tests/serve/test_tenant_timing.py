@@ -10,7 +10,7 @@ from contextlib import aclosing
 import pytest
 import tiny_engine
 
-from lmworks.engine.params import SamplingParams
+from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.serve.backend import Ask
 from lmworks.serve.engine_process import EngineProcess
 

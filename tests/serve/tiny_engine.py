@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from lmworks.data.tokenizer import ByteTokenizer
-from lmworks.engine.engine import Engine
-from lmworks.engine.request import Piece
-from lmworks.engine.runner import Runner
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.request import Piece
 from lmworks.model import GPT
 from lmworks.serve.channel import Served
 from lmworks.spec import EngineSpec, ModelSpec, SpecError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmworks.observe.serve_bench import Slo as Measured
+from lmworks.bench.serve import Slo as Measured
 from lmworks.plan.serving.plans import Slo as Planned
 from lmworks.spec import SpecError
 from lmworks.spec.slo import parse_slo

@@ -16,15 +16,15 @@ from unittest import mock
 import pytest
 
 from layouts import layout, with_meshes
+from lmworks.bench.train import one_step
 from lmworks.data import Batch
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder, phase
 from lmworks.spec import LMWorksError, RunSpec
-from lmworks.study.ranks import on_ranks
-from lmworks.study.train_bench import one_step
 from lmworks.train import Trainer, step
-from lmworks.train.ahead import look_ahead, may_look_ahead, stands_alone
-from lmworks.train.feed import Feed
-from lmworks.train.health.watch import Health
+from lmworks.train.async_step import look_ahead, may_look_ahead, stands_alone
+from lmworks.train.health.bad_step import Health
+from lmworks.train.prefetcher import Feed
 from lmworks.train.restart import Detours
 from tiny import Crash, before_step, built, crash, curve, differences, events, live, make_spec, saved, train
 from unhealthy import WATCH, as_it_is, see_data, spoil_output

@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lmworks.kernels.adamw import joined
+from lmworks.kernels.training.adamw import joined
 from lmworks.model.gpt import initial_weight
-from lmworks.parallel.alone import Alone
-from lmworks.parallel.data import Shard
+from lmworks.parallel.data_parallel import Shard
+from lmworks.parallel.single_rank import Alone
 from lmworks.spec import OptimSpec, PrecisionSpec, SpecError
 from lmworks.train import Trainer
 from lmworks.train.export import export

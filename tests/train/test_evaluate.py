@@ -12,7 +12,7 @@ from lmworks.data import TokenData
 from lmworks.model import GPT
 from lmworks.spec import CheckpointError, RunSpec
 from lmworks.train.evaluate import evaluate, held_out
-from lmworks.train.load import load_trained
+from lmworks.train.load_run import load_trained
 from tiny import make_spec, train
 
 

@@ -15,12 +15,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from lmworks import checkpoint
 from lmworks.model import GPT
 from lmworks.model.hf_layout import layout
 from lmworks.model.hf_write import write_hf
 from lmworks.record import RunFolder
 from lmworks.spec import CheckpointError, ModelSpec, SpecError
-from lmworks.train import checkpoint
 from lmworks.train.export import MARKER, export
 from tiny import flip_a_bit, make_spec
 

@@ -13,12 +13,13 @@ import torch
 from crafted import replace_file
 from forked import Forked
 from layouts import layout, with_meshes
+from lmworks import checkpoint
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder, read_metrics
 from lmworks.record.attempts import RESTARTS
 from lmworks.record.triage import findings
 from lmworks.spec import LMWorksError, RunSpec, TrainingError, dump_toml
-from lmworks.study.ranks import on_ranks
-from lmworks.train import Trainer, checkpoint
+from lmworks.train import Trainer
 from lmworks.train.health.finite import first_bad
 from tiny import Crash, before_step, crash, curve, differences, events, make_spec, resume, saved, train
 

@@ -12,11 +12,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from lmworks import checkpoint
 from lmworks.record import RunFolder, read_metrics
 from lmworks.spec import RunSpec, SpecError, TrainingError
-from lmworks.train import Trainer, checkpoint, rewind
+from lmworks.train import Trainer, rewind
+from lmworks.train.health.bad_step import Health
 from lmworks.train.health.spikes import height
-from lmworks.train.health.watch import Health
 from tiny import Crash, before_step, crash, curve, differences, events, make_spec, resume, saved, train
 from unhealthy import WATCH, as_it_is, see_data, spoil_output
 

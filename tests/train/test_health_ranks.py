@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from layouts import layout, with_meshes
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder
 from lmworks.record.stats import read_stats
 from lmworks.record.triage import findings
 from lmworks.spec import LMWorksError, RunSpec
-from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
 from lmworks.train.health.corruption import were_wrong
 from lmworks.train.health.replicas import combined, digest, odd_ones

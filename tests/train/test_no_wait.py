@@ -14,10 +14,10 @@ import torch
 
 from lmworks.data import Batch, Batches
 from lmworks.train.device import grow_segments
-from lmworks.train.feed import Feed
-from lmworks.train.figures import make_gate
+from lmworks.train.health.bad_step import Health
 from lmworks.train.health.spikes import height, limit
-from lmworks.train.health.watch import Health
+from lmworks.train.prefetcher import Feed
+from lmworks.train.step_scalars import make_gate
 from tiny import built, curve, differences, live, make_spec, saved, steps_of, train
 from unhealthy import WATCH
 

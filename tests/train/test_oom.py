@@ -18,13 +18,13 @@ import torch.distributed as dist
 import typer
 
 from lmworks.cli import ranks, supervise
+from lmworks.parallel.local_ranks import RankFailed, on_ranks
 from lmworks.parallel.world import explained, together
 from lmworks.plan.memory import host
 from lmworks.plan.memory.fit import peak_rows, total
 from lmworks.record import RunFolder
 from lmworks.record.oom import OutOfMemory, as_oom, asked_bytes, is_oom
 from lmworks.spec import LMWorksError, RunSpec
-from lmworks.study.ranks import RankFailed, on_ranks
 from lmworks.train import Trainer
 from lmworks.train.oom import named
 from tiny import before_step, built, events, make_spec, write_spec
@@ -67,7 +67,7 @@ def limit_address_space(room: int) -> None:
 
 LIMITED = """
 import sys
-import lmworks.observe.report, torch._dynamo
+import lmworks.report.run_report, torch._dynamo
 from lmworks.train.device import warm_runtime
 from test_oom import limit_address_space
 warm_runtime()

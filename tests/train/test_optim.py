@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lmworks.model import GPT
-from lmworks.parallel.alone import Alone
+from lmworks.parallel.single_rank import Alone
 from lmworks.spec import ModelSpec, OptimSpec
 from lmworks.train.optim import learning_rate, make_optimizer
 

@@ -9,16 +9,17 @@ from unittest import mock
 import pytest
 import torch
 
+from lmworks.bench import data_parallel
+from lmworks.bench.data_parallel import with_layout
+from lmworks.bench.precision.study import study as precision_study
 from lmworks.cli import ranks as agent
-from lmworks.parallel import preflight
+from lmworks.parallel import memory_preflight
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.plan.memory.fit import peak_rows, total
+from lmworks.prove import parity
+from lmworks.prove.parity import Parity
 from lmworks.record import RunFolder
 from lmworks.spec import LMWorksError, RunSpec, SpecError, TrainingError
-from lmworks.study import data_parallel, parity
-from lmworks.study.data_parallel import with_layout
-from lmworks.study.parity import Parity
-from lmworks.study.precision.study import study as precision_study
-from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
 from tiny import make_spec, write_spec
 from typed import lmworks
@@ -37,7 +38,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def give(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """A machine with so many bytes left."""
-    monkeypatch.setattr(preflight, "available_bytes", lambda: size)
+    monkeypatch.setattr(memory_preflight, "available_bytes", lambda: size)
 
 
 def need(spec: RunSpec) -> int:
@@ -76,7 +77,7 @@ def test_all_ranks_are_counted_before_one_is_started(
     """Each has its runtime to load too."""
     words = ("train", str(spec_file), "parallel.dp=2", "--run-dir", str(tmp_path / "run"))
     given = make_spec(Path("x"), "parallel.dp=2", "optim.steps=2")
-    enough = need(given) + 2 * preflight.RUNTIME
+    enough = need(given) + 2 * memory_preflight.RUNTIME
     with mock.patch("lmworks.cli.supervise.run_ranks", return_value=agent.Ended()) as start:
         give(monkeypatch, enough - 1)
         code, _, err = lmworks(capsys, *words)
@@ -107,7 +108,7 @@ def test_resume_and_bench_are_refused(
 
 
 def refused_rank(rank: int, spec: RunSpec, folder: Path, size: int) -> str:
-    with mock.patch.object(preflight, "available_bytes", lambda: size), pytest.raises(LMWorksError) as error:
+    with mock.patch.object(memory_preflight, "available_bytes", lambda: size), pytest.raises(LMWorksError) as error:
         Trainer(spec, folder, quiet=True)
     assert error.value.agreed and error.value.exit_code == 2  # the first rank says it for all
     return str(error.value)
@@ -124,13 +125,13 @@ def test_another_machine_s_ranks_do_not_count(dataset: Path, monkeypatch: pytest
     spec = make_spec(dataset, "parallel.dp=4", "data.micro_batch=1")
     give(monkeypatch, need(spec) // 2)
     with pytest.raises(SpecError, match="for the 4 ranks"):
-        preflight.refuse_oversized(spec, CPU)
+        memory_preflight.refuse_oversized(spec, CPU)
     for name, value in {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    preflight.refuse_oversized(spec, CPU)
+    memory_preflight.refuse_oversized(spec, CPU)
     give(monkeypatch, need(spec) // 2 - 4)
     with pytest.raises(SpecError, match="for the 2 ranks"):
-        preflight.refuse_oversized(spec, CPU)
+        memory_preflight.refuse_oversized(spec, CPU)
 
 
 def test_a_gpu_has_what_is_free_on_it(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +144,11 @@ def test_a_gpu_has_what_is_free_on_it(dataset: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2)
     device = torch.device("cuda", 1)
-    preflight.refuse_oversized(spec, device)
+    memory_preflight.refuse_oversized(spec, device)
     free["free"] -= 1
     with pytest.raises(SpecError, match="of GPU memory, and"):
-        preflight.refuse_oversized(spec, device)
-    preflight.refuse_oversized(spec, device, starting=True)  # who starts ranks does not touch their GPUs
+        memory_preflight.refuse_oversized(spec, device)
+    memory_preflight.refuse_oversized(spec, device, starting=True)  # who starts ranks does not touch their GPUs
 
 
 def test_parity_counts_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

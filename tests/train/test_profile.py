@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from layouts import layout, with_meshes
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.spec import LogSpec, RunSpec, SpecError
-from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
 from tiny import Crash, before_step, crash
 

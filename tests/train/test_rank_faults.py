@@ -20,11 +20,12 @@ from unittest import mock
 import pytest
 
 from layouts import Job, do, layout, with_meshes
+from lmworks import checkpoint
 from lmworks.data import prepare
+from lmworks.parallel.local_ranks import join_group, on_ranks
 from lmworks.record import RunFolder
 from lmworks.spec import LMWorksError, RunSpec
-from lmworks.study.ranks import join_group, on_ranks
-from lmworks.train import Trainer, checkpoint
+from lmworks.train import Trainer
 from lmworks.train.evaluate import evaluate
 from tiny import before_step, built, curve, differences, events, saved, write_documents
 

@@ -20,7 +20,7 @@ from layouts import SPARSE, Job, do, layout
 from lmworks.cli.main import main
 from lmworks.record import RunFolder
 from lmworks.spec import RunSpec
-from lmworks.train.load import load_trained
+from lmworks.train.load_run import load_trained
 from tiny import curve, differences, saved
 
 FSDP2 = ("parallel.strategy=fsdp2",)

@@ -19,11 +19,11 @@ from torch.distributed.run import main as torchrun
 
 from forked import Forked
 from layouts import SPARSE, Job, do, layout
+from lmworks import checkpoint
 from lmworks.cli.main import main
 from lmworks.data import prepare
 from lmworks.record import RunFolder, read_metrics
-from lmworks.train import checkpoint
-from lmworks.train.load import load_trained
+from lmworks.train.load_run import load_trained
 from tiny import curve, differences, events, resume, saved, start, train, write_documents, write_spec
 
 ENDLESS = ("optim.schedule=constant", "optim.warmup=0", "optim.steps=100000", "checkpoint.every=1000000")

@@ -12,12 +12,12 @@ import torch
 
 from lmworks.cli import train as command
 from lmworks.parallel import pipeline, world
-from lmworks.parallel.possible import refuse_impossible
+from lmworks.parallel.local_ranks import on_ranks
+from lmworks.parallel.memory_preflight import refuse_impossible
 from lmworks.parallel.precision import LossScale
 from lmworks.parallel.world import join
 from lmworks.record import RunFolder
 from lmworks.spec import Cluster, LMWorksError, ParallelSpec, PrecisionSpec, SpecError, TrainingError, load_run
-from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer
 from lmworks.train.device import pick_device
 from tiny import make_spec

@@ -12,10 +12,10 @@ import pytest
 
 from layouts import layout, with_meshes
 from lmworks.data import Batch, Batches
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import MetricsWriter, RunFolder
 from lmworks.record.attempts import NO_WORD, Attempt, attempts, crashed_twice
 from lmworks.spec import RunSpec, SpecError
-from lmworks.study.ranks import on_ranks
 from lmworks.train import Trainer, restart
 from lmworks.train.restart import CrashLoop, begun
 from tiny import Crash, before_step, crash, curve, differences, events, make_spec, saved, train

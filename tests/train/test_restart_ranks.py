@@ -58,7 +58,7 @@ def spec(dataset: Path, tmp_path: Path) -> Path:
     return write_spec(layout(dataset, *FSDP2, *LENGTH), tmp_path / "spec.toml")
 
 
-@pytest.mark.slow  # so does tests/study/test_chaos.py every day, and compares more
+@pytest.mark.slow  # so does tests/prove/test_chaos.py every day, and compares more
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been(
     spec: Path, straight: Path, tmp_path: Path
 ) -> None:

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from forked import Forked
+from lmworks import checkpoint
 from lmworks.data import prepare
 from lmworks.model import Sampling, generate
 from lmworks.record import RunFolder
 from lmworks.spec import CheckpointError, DataError, SpecError
-from lmworks.train import Trainer, checkpoint
-from lmworks.train.load import load_trained
+from lmworks.train import Trainer
+from lmworks.train.load_run import load_trained
 from tiny import (
     Crash,
     before_step,
@@ -255,7 +256,7 @@ def working(run_dir: Path, process: Forked, steps: int = 1) -> None:
     wait_until(lambda: lines(metrics) >= before + steps, process)
 
 
-@pytest.mark.slow  # tests/study/test_chaos.py kills ranks too, at every phase and at random moments
+@pytest.mark.slow  # tests/prove/test_chaos.py kills ranks too, at every phase and at random moments
 def test_killed_ten_times_at_random_moments_it_ends_bitwise_as_if_never_killed(dataset: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     train(make_spec(dataset, *LONG), tmp_path / "straight")

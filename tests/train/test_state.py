@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from lmworks.parallel.data import Shard
-from lmworks.parallel.splits import Splits
-from lmworks.parallel.state import training_state
-from lmworks.train import checkpoint
+from lmworks import checkpoint
+from lmworks.parallel.data_parallel import Shard
+from lmworks.parallel.sharding_plan import Splits
+from lmworks.parallel.state_dict import training_state
 from lmworks.train.rng import rng_state, set_rng_state
 
 

@@ -322,7 +322,7 @@ def test_what_the_planner_does_not_predict_is_said_and_not_made_up(
     def fail(*_: Any) -> None:
         raise SpecError("memory of this layout is not predicted yet")
 
-    monkeypatch.setattr("lmworks.train.start.predict", fail)
+    monkeypatch.setattr("lmworks.train.run_start.predict", fail)
     Trainer(make_spec(dataset), tmp_path / "run")
     prediction = json.loads((tmp_path / "run" / "prediction.json").read_text())
     assert prediction["notes"] == ["memory of this layout is not predicted yet"]

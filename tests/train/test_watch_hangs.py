@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from lmworks.parallel import world
-from lmworks.parallel.board import Board
+from lmworks.parallel.local_ranks import RankFailed, join_group, on_ranks
 from lmworks.parallel.mesh import Mesh
+from lmworks.parallel.store_mailbox import Board
 from lmworks.parallel.world import explained, join
 from lmworks.record import RunFolder, phase
 from lmworks.record.hang import read_reports
 from lmworks.spec import ParallelSpec, WatchSpec
-from lmworks.study.ranks import RankFailed, join_group, on_ranks
 from lmworks.train.watch import watching
 from tiny import events
 

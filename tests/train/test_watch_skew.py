@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.world import join
 from lmworks.record import RunFolder, phase
 from lmworks.spec import Grid, ParallelSpec, WatchSpec
-from lmworks.study.ranks import on_ranks
 from lmworks.train.watch import Skew, watching
 from lmworks.train.watch.skew import Slow
 from lmworks.train.watch.watchdog import stages

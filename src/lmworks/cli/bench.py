@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..ahead import read_ahead
 from ..data.progress import activity
 from ..record.figures import binary_bytes, duration
+from ..weight_prefetch import read_ahead
 from . import bench_kernels, bench_serve, bench_train, complete
 from .generate import EngineOverrides, engine_options
 from .loading_text import loading
@@ -67,8 +67,8 @@ def offline(
       lmworks bench offline --model cpu-10m --requests 16
       lmworks bench offline --model qwen3-0.6b engine.kv_dtype=fp8 engine.max_seqs=128
     """
-    from ..observe.engine_bench import bench_offline
-    from ..observe.workload import make_workload
+    from ..bench.engine import bench_offline
+    from ..bench.engine_workload import make_workload
 
     work = make_workload(requests, input, output, seed, quick)
     llm, startup_s = started(model, overrides, seed)
@@ -86,7 +86,7 @@ def started(model: str, overrides: list[str] | None, seed: int) -> tuple[LLM, fl
     read_ahead(model)
     with activity() as doing:
         doing(loading(model), 0, 0)
-        from ..engine.params import SamplingParams
+        from ..engine.core.sampling_params import SamplingParams
         from ..llm import LLM
 
         llm = LLM(model, seed=seed, **engine_options(overrides))
@@ -105,7 +105,7 @@ def process_age() -> float:
 
 
 def show(facts: dict[str, Any]) -> None:
-    from ..observe.power import power_words
+    from ..bench.power import power_words
 
     kv = facts["kv_use"]
     gaps, least = facts["inter_token_ms"], facts["floor_s"]

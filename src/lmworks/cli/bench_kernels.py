@@ -49,10 +49,10 @@ def kernels(
       lmworks bench kernels --record --out kernels.json
       lmworks bench kernels --device cpu --only rms_norm --model tiny
     """
+    from ..bench import kernels
+    from ..bench.probe import pick
     from ..data.progress import console_progress
-    from ..kernels import choose
-    from ..observe import kernel_bench
-    from ..observe.probe import pick
+    from ..kernels import dispatch
     from ..spec import Cluster, SpecError
 
     try:
@@ -60,7 +60,7 @@ def kernels(
     except SpecError as error:
         raise SpecError(f"--device {device}: {error}") from None
     if record:
-        kernel_bench.refuse_record(place)
+        kernels.refuse_record(place)
     if out is not None:
         refuse_unwritable(out, "--out")
 
@@ -68,16 +68,16 @@ def kernels(
         if out is not None:
             write_file(out, json_text.dumps(facts, indent=2, allow_nan=False) + "\n", "--out")
         if record:
-            kernel_bench.record(facts)
+            kernels.record(facts)
 
     with console_progress() as progress:
-        facts = kernel_bench.bench_kernels(place, model or (), only or (), rounds, batch, seq, progress, keep)
+        facts = kernels.bench_kernels(place, model or (), only or (), rounds, batch, seq, progress, keep)
     if json:
         print_json(facts)
         return
     show(facts)
     if record:
-        typer.echo(f"training on {facts['device']} now uses what was fastest: {choose.MEASURED}")
+        typer.echo(f"training on {facts['device']} now uses what was fastest: {dispatch.MEASURED}")
 
 
 def show(facts: dict[str, Any]) -> None:

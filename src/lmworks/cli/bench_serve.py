@@ -68,9 +68,9 @@ def serve(
       lmworks bench serve --url http://gpu7:8000 --concurrency 64 --input 2048 --output 128 --json
       lmworks bench serve --rate 20 --burst 10 --shared-prefix 512x4 --plot bench.png
     """
-    from ..observe.serve_bench import Slo, bench_serve
-    from ..observe.serve_load import Arrivals, Lengths, Load, read_prefix
-    from ..observe.workload import read_range
+    from ..bench.engine_workload import read_range
+    from ..bench.serve import Slo, bench_serve
+    from ..bench.serve_workload import Arrivals, Lengths, Load, read_prefix
 
     promise = Slo.parse(slo)
     drawn = (
@@ -81,13 +81,13 @@ def serve(
         requests, Arrivals(rate, burst, concurrency), drawn, prefix, groups, ignore_eos=not early_end, seed=seed
     )
     if plot is not None:
-        from ..observe.plots import refuse_plot
+        from ..report.plots import refuse_plot
 
         refuse_plot(plot, "--plot")
     measured = bench_serve(url, load, promise, model=model, endpoint=endpoint.value, key=api_key, timeout=timeout)
     facts = measured.to_dict()
     if plot is not None:
-        from ..observe.serve_plot import draw_bench
+        from ..bench.serve_plot import draw_bench
 
         draw_bench(measured, plot)
     if json:

@@ -44,8 +44,8 @@ def train(
         options = ["--steps", str(steps), *(["--profile"] if profile else []), *(["--json"] if json else [])]
         start_ranks(loaded, ["bench", "train", spec, *(overrides or ()), *options, *asked(device, force)], force)
         return
+    from ..bench.train import bench_train
     from ..parallel.world import leaving
-    from ..study.train_bench import bench_train
 
     with leaving(), activity() as doing:
         doing(f"preparing {loaded.name}: {loaded.model.params:,} parameters", 0, 0)
@@ -59,7 +59,7 @@ def train(
 
 
 def show(facts: dict[str, Any]) -> None:
-    from ..observe.power import power_words
+    from ..bench.power import power_words
 
     memory, said = facts["memory"], facts["predicted"]
     typer.echo(

@@ -38,9 +38,9 @@ def chaos(
       lmworks chaos --seed 7 --trial 31
       lmworks chaos --list
     """
-    from ..study.chaos.draw import draw_trial
-    from ..study.chaos.report import SUMMARY, legal_rows, line_of, summary_rows, write_report
-    from ..study.chaos.runner import harness, run_trials
+    from ..prove.chaos.draw import draw_trial
+    from ..prove.chaos.report import SUMMARY, legal_rows, line_of, summary_rows, write_report
+    from ..prove.chaos.runner import harness, run_trials
 
     if listing:
         show_list(json, legal_rows())

@@ -25,8 +25,8 @@ from .generate import (
 )
 
 if TYPE_CHECKING:
-    from ..engine.chat import Chat, Message
-    from ..engine.params import SamplingParams
+    from ..engine.chat_template import Chat, Message
+    from ..engine.core.sampling_params import SamplingParams
     from ..llm import LLM
 
 HELP = "/reset begins anew, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
@@ -52,7 +52,7 @@ def chat(
       lmworks chat exported/demo
       lmworks chat runs/demo --temperature 0 --max-tokens 80 --system "You write Python."
     """
-    from ..engine.params import SamplingParams
+    from ..engine.core.sampling_params import SamplingParams
 
     adapters = adapters_of(adapter)
     params = SamplingParams(

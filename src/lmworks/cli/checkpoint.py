@@ -16,9 +16,9 @@ from .generate import Step
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
+    from ..checkpoint.format.contents import Contents
+    from ..checkpoint.format.survey import Verdict
     from ..data.progress import Progress
-    from ..record.checkpoint.contents import Contents
-    from ..record.checkpoint.survey import Verdict
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at, verify, export and prune checkpoints.")
 
@@ -40,7 +40,7 @@ def ls(source: Source, json: Json = False) -> None:
       lmworks checkpoint ls runs/tiny
       lmworks checkpoint ls runs/tiny/checkpoints --json
     """
-    from ..record.checkpoint.survey import locate, survey
+    from ..checkpoint.format.survey import locate, survey
     from ..record.figures import binary_bytes
 
     place = locate(source)
@@ -74,8 +74,8 @@ def show(
       lmworks checkpoint show runs/tiny --step 100 --tensors
       lmworks checkpoint show runs/tiny --tensors --json
     """
-    from ..record.checkpoint.contents import contents
-    from ..record.checkpoint.survey import locate
+    from ..checkpoint.format.contents import contents
+    from ..checkpoint.format.survey import locate
 
     held = contents(locate(source).choose(step))
     if json:
@@ -96,8 +96,8 @@ def verify(source: Source, step: Step = None, json: Json = False) -> None:
       lmworks checkpoint verify runs/tiny
       lmworks checkpoint verify runs/tiny --step 100 --json
     """
-    from ..record.checkpoint.folders import folders
-    from ..record.checkpoint.survey import examine, locate
+    from ..checkpoint.format.folders import folders
+    from ..checkpoint.format.survey import examine, locate
 
     place = locate(source)
     one = place.step if step is None else step
@@ -167,8 +167,8 @@ def prune(
       lmworks checkpoint prune runs/tiny --keep 2 --dry-run
       lmworks checkpoint prune runs/tiny --keep 2 --keep-every 1000 --json
     """
-    from ..record.checkpoint.folders import Keep, committed, discard, surplus
-    from ..record.checkpoint.survey import locate, size_of
+    from ..checkpoint.format.folders import Keep, committed, discard, surplus
+    from ..checkpoint.format.survey import locate, size_of
 
     place = locate(source)
     if place.step is not None:

@@ -30,9 +30,9 @@ def demo(
       lmworks demo
       lmworks demo --seconds 30 --run-dir runs/short
     """
-    from ..observe.report import write_report
     from ..plan.predict import predict
     from ..record import RunFolder
+    from ..report.run_report import write_report
     from ..spec import load_run
     from ..spec.files import refuse_unwritable
     from ..train import Trainer
@@ -111,8 +111,8 @@ def fit_to_time(spec: RunSpec, prediction: Prediction, seconds: float) -> RunSpe
 
 
 def compare(folder: RunFolder) -> None:
-    from ..observe.prediction import busy_words, compare, read_prediction
     from ..record import read_metrics
+    from ..report.predicted_vs_measured import busy_words, compare, read_prediction
 
     rows = compare(folder, read_metrics(folder.metrics_path))
     columns = ["", "predicted", "measured", "ratio", "expected"]
@@ -127,7 +127,7 @@ def complete(run: Path, prompt: str) -> str:
     import torch
 
     from ..model import Sampling, generate
-    from ..train.load import load_trained
+    from ..train.load_run import load_trained
 
     trained = load_trained(run)
     ids = torch.tensor([trained.tokenizer.encode(prompt)])

@@ -10,7 +10,7 @@ import typer
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..observe.hang import Diagnosis
+    from ..diagnose.hang import Diagnosis
 
 
 def diagnose(
@@ -27,8 +27,8 @@ def diagnose(
       lmworks diagnose runs/tiny --stacks
       lmworks diagnose runs/tiny --attempt 0 --json
     """
-    from ..observe.hang import diagnose
-    from ..observe.runs import locate
+    from ..diagnose.hang import diagnose
+    from ..report.run_list import locate
 
     found = diagnose(locate(run), attempt)
     if json:

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..ahead import read_ahead
 from ..data.progress import activity
 from ..spec.errors import LMWorksError, SpecError, near_keys, suggestion
+from ..weight_prefetch import read_ahead
 from . import complete
 from .loading_text import loading
 from .output import Json, as_json, last_words, write
 
 if TYPE_CHECKING:
-    from ..engine.params import SamplingParams
-    from ..engine.request import Answer, Result
+    from ..engine.core.request import Answer, Result
+    from ..engine.core.sampling_params import SamplingParams
     from ..llm import LLM
 
 Source = Annotated[
@@ -83,7 +83,7 @@ def generate(
       lmworks generate runs/demo --prompt "import " --temperature 0.8 --top-k 50 --seed 7
       lmworks generate exported/demo engine.dtype=bf16 --prompts prompts.jsonl --n 2 --json
     """
-    from ..engine.params import SamplingParams
+    from ..engine.core.sampling_params import SamplingParams
 
     adapters = adapters_of(adapter)
     usual = SamplingParams(
@@ -256,7 +256,7 @@ def answer_all(llm: LLM, wishes: Sequence[Wish], starts: Sequence[Prompt], for_p
 
 def programs_text(wishes: Sequence[Wish], results: Mapping[int, Result], end: BaseException | None = None) -> str:
     """JSON: a list with an entry for each prompt, in order, and the same keys in all of them (docs/engine.md)."""
-    from ..engine.quantize import finite
+    from ..engine.quantization.quantize import finite
 
     shown = [
         entry(prompt, results[place]) if place in results else unfinished(prompt, end)

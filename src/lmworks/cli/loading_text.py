@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from ..ahead import weight_files
 from ..record import RunFolder
 from ..record.figures import binary_bytes
 from ..spec.errors import LMWorksError
 from ..spec.model import ModelSpec
 from ..spec.presets import PRESETS
+from ..weight_prefetch import weight_files
 
 
 def loading(source: str | Path, step: int | None = None) -> str:

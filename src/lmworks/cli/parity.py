@@ -11,8 +11,8 @@ from .job import Force
 from .output import Json, Overrides, print_json, print_table
 
 if TYPE_CHECKING:
+    from ..prove.parity import Result
     from ..spec.layouts import Layout
-    from ..study.parity import Result
 
 COLUMNS = (
     "layout", "ranks", "loss", "worst gradient", "of", "worst weight, SGD", "AdamW", "gradient norm", "× one rank",
@@ -104,8 +104,8 @@ def prove(
     force: bool,
 ) -> list[Result]:
     """Results so far are shown as they come."""
+    from ..prove.parity import parity as proofs
     from ..spec import SpecError
-    from ..study.parity import parity as proofs
 
     results: list[Result] = []
     with proofs(given, timeout=timeout, force=force) as proof:

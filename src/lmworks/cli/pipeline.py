@@ -43,7 +43,7 @@ def pipeline(
     if run.parallel.pp == 1:
         raise SpecError("parallel.pp = 1 is no pipeline: give more ranks, e.g. parallel.pp=2")
     if png:
-        from ..observe.plots import refuse_plot
+        from ..report.plots import refuse_plot
 
         refuse_plot(png, "--png")
     if measure and needs_ranks(run):
@@ -53,7 +53,7 @@ def pipeline(
     real = measured(run) if measure else None
     if measure and real is None:
         return  # another rank reports
-    from ..observe.timeline import draw_png
+    from ..report.pipeline_timeline import draw_png
 
     facts, simulated = describe(run, real)
     if png:
@@ -69,7 +69,7 @@ def pipeline(
 
 def measured(run: RunSpec) -> list[Span] | None:
     """What the ranks of the first rank's pipeline did in a step; None on the other ranks."""
-    from ..parallel.measured import measure_step
+    from ..parallel.pipeline_timing import measure_step
     from ..parallel.world import is_lead, join, leave
     from ..train.device import pick_device
 
@@ -141,7 +141,7 @@ def print_stages(facts: dict[str, Any]) -> None:
 
 
 def print_timeline(facts: dict[str, Any], simulated: list[Span], real: list[Span] | None) -> None:
-    from ..observe.timeline import KINDS
+    from ..report.pipeline_timeline import KINDS
 
     idle = facts["idle"]
     title = f"{facts['schedule']}, {facts['micro_batches']} micro-batches over {facts['ranks']} ranks"
@@ -164,7 +164,7 @@ def print_timeline(facts: dict[str, Any], simulated: list[Span], real: list[Span
 
 def fitted(spans: list[Span], unit: float) -> str:
     """Drawn at this many units of time a column, or coarser where the terminal is too narrow."""
-    from ..observe.timeline import draw_text
+    from ..report.pipeline_timeline import draw_text
 
     whole = max(span.end for span in spans) - min(span.begin for span in spans)
     room = max(40, shutil.get_terminal_size((120, 24)).columns - 8)

@@ -67,8 +67,8 @@ def run(
       lmworks plan configs/reference/70b-256-h100.toml
     """
     from ..plan.memory.host import available_bytes, ranks_on_host
+    from ..plan.memory.host_fit import refusal
     from ..plan.memory.host_need import machine_need
-    from ..plan.memory.host_room import refusal
     from ..plan.ops import device_of
     from ..plan.predict import predict
     from ..spec import load_run
@@ -119,8 +119,8 @@ def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
         return Machine.of(cluster.accelerator)
     if no_probe:
         return None
+    from ..bench.probe import cached_machine, this_machine
     from ..data.progress import console_progress
-    from ..observe.probe import cached_machine, this_machine
 
     if machine := cached_machine(cluster):
         return machine

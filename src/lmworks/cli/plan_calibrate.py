@@ -38,9 +38,9 @@ def calibrate(
       lmworks plan calibrate --device cpu --ranks 2 --quick
       lmworks plan cpu-10m cluster.profile=profile.toml
     """
+    from ..bench.calibrate import calibrate, refuse_taken, save
+    from ..bench.probe import pick
     from ..data.progress import console_progress
-    from ..observe.calibrate import calibrate, refuse_taken, save
-    from ..observe.probe import pick
     from ..spec import Cluster
 
     refuse_taken(out)

@@ -57,12 +57,12 @@ def memory(
       lmworks plan memory configs/tiny.toml --cluster 2xa100
     """
     from ..plan.case import Case
+    from ..plan.cluster_request import Wish, job, machines_of
     from ..plan.memory.budget import budget
     from ..plan.memory.host import ranks_on_host
     from ..plan.memory.host_need import machine_need
     from ..plan.memory.reserve import RISK, capacity, oom_probability, usable
     from ..plan.memory.run_budget import budget_of
-    from ..plan.wish import Wish, job, machines_of
 
     wish = Wish(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
     run = job(spec, overrides or (), wish)
@@ -90,7 +90,7 @@ def memory(
         "stages": stages,
     }
     if html:
-        from ..observe.plan_page import memory_page
+        from ..report.plan_page import memory_page
 
         write_file(html, memory_page(facts), "--html")
     if json:

@@ -105,10 +105,10 @@ def stops_per_gpu_hour(rate: str) -> float:
 
 def times_of(run: Path, step_s: float, restart_s: float) -> tuple[float, Recovery]:
     """A step's and a save's time, and a restart's, as that run had them; what it never did takes what was assumed."""
-    from ..observe.goodput import account
-    from ..observe.interval import measured
-    from ..observe.runs import locate
-    from ..observe.summary import summarize
+    from ..diagnose.checkpoint_interval import measured
+    from ..diagnose.goodput import account
+    from ..record.run_summary import summarize
+    from ..report.run_list import locate
     from ..spec import SpecError
 
     folder = locate(run)

@@ -79,13 +79,13 @@ def search(
       lmworks plan search llama3-70b --cluster 64xh100 --global-batch 512 --fix tp=8 --json
       lmworks plan search llama3-70b --cluster 64xh100 --global-batch 512 --explain "tp=8 zero=1"
     """
+    from ..plan.cluster_request import Wish
     from ..plan.search.candidates import question_of
     from ..plan.search.explain import explain as why
     from ..plan.search.explain import read_layout
     from ..plan.search.handoff import chosen
     from ..plan.search.request import read_request
     from ..plan.search.search import search as find
-    from ..plan.wish import Wish
     from ..spec.load import dump_toml
 
     began = time.perf_counter()
@@ -129,7 +129,7 @@ def search(
         facts["written"] = {"path": str(out), "row": place, "steps": written.optim.steps}
         facts["written"]["data"] = list(written.data.sources)
     if html:
-        from ..observe.plan_page import search_page
+        from ..report.plan_page import search_page
 
         drawn = {
             "front": with_timelines(facts["front"], result.front),

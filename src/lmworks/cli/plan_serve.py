@@ -44,7 +44,7 @@ def serve(
     from ..plan.serving.advice import choose
     from ..plan.serving.batching import Lengths
     from ..plan.serving.plans import Demand, Slo
-    from ..plan.serving.served import Served
+    from ..plan.serving.served_model import Served
     from ..plan.serving.sheet import sheet
     from ..spec import SpecError, catalogue, load_run
     from ..spec.hardware import find_gpu_name

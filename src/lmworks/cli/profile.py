@@ -39,9 +39,9 @@ def engine(
       lmworks profile engine --model qwen3-0.6b --html engine.html
       lmworks profile engine --model tiny --requests 16 --json
     """
-    from ..observe.engine_profile import profile_engine
-    from ..observe.engine_report import engine_page
-    from ..observe.workload import make_workload
+    from ..bench.engine_profile import profile_engine
+    from ..bench.engine_report import engine_page
+    from ..bench.engine_workload import make_workload
 
     work = make_workload(requests, input, output, seed, quick)
     llm, startup_s = started(model, overrides, seed)

@@ -14,8 +14,8 @@ from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from ..data import Tokenizer
-    from ..engine.calibrate_quant import LayerReport
-    from ..engine.quantize import Calibration, Report
+    from ..engine.quantization.calibrated_rounding import LayerReport
+    from ..engine.quantization.quantize import Calibration, Report
     from ..model import GPT
     from ..spec import ModelSpec
 
@@ -55,11 +55,11 @@ def quantize(
       lmworks quantize runs/demo --scheme int4 --out quantized/demo-int4
       lmworks quantize exported/demo --scheme fp8 --calibration text.txt --out quantized/demo-fp8 --json
     """
-    from ..engine.quantize import QuantizationRefused
-    from ..engine.quantize import quantize as run
-    from ..engine.quantized_folder import refuse_others, save_quantized
-    from ..engine.quantized_model import scheme_named
-    from ..kernels.quantized import GROUPS
+    from ..engine.quantization.folder import refuse_others, save_quantized
+    from ..engine.quantization.quantize import QuantizationRefused
+    from ..engine.quantization.quantize import quantize as run
+    from ..engine.quantization.quantized_model import scheme_named
+    from ..kernels.inference.quantized import GROUPS
     from ..spec import SpecError
 
     scheme_named(scheme)
@@ -86,8 +86,8 @@ def refuse_large(source: Path, scheme: str, tokens: int) -> None:
     """What does not fit into memory, before it is loaded."""
     import torch
 
-    from ..engine.quantize_memory import refuse_oversized
-    from ..engine.quantized_folder import is_quantized
+    from ..engine.quantization.folder import is_quantized
+    from ..engine.quantization.memory import refuse_oversized
     from ..loading import is_hf
     from ..model.hf import described
     from ..record import RunFolder
@@ -116,13 +116,13 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
     from ..data import load_tokenizer
     from ..data.progress import activity
     from ..data.tokenizer import ByteTokenizer
-    from ..engine.quantized_folder import is_quantized
+    from ..engine.quantization.folder import is_quantized
     from ..loading import hf_eos, hf_tokenizer, is_hf
     from ..model import GPT
     from ..model.hf import described, load_hf
     from ..record import RunFolder
     from ..spec import SpecError
-    from ..train.load import load_trained
+    from ..train.load_run import load_trained
 
     if is_hf(source):
         if step is not None:
@@ -164,7 +164,7 @@ def resolved(data: str) -> Path:
 def calibrate_on(place: str, tokens: int, spec: ModelSpec, tokenizer: Tokenizer | None, seq: int = 1024) -> Calibration:
     """From a text file, or from the held-out part of prepared data."""
     from ..data import TokenData
-    from ..engine.quantize import Calibration
+    from ..engine.quantization.quantize import Calibration
     from ..spec import DataError, SpecError
     from ..spec.errors import NoSuchData
 

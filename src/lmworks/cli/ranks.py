@@ -142,8 +142,8 @@ def by_oom_killer(ended: Ended, failures: Mapping[int, Any], peaks: ChildPeaks, 
 def out_of_memory(ended: Ended, spec: RunSpec, ranks: int) -> Ended:
     """With what was predicted for the rank that was killed, and what it was last seen with."""
     from ..plan.memory.fit import peak_rows, total
+    from ..plan.memory.host_fit import gib
     from ..plan.memory.host_need import host_need
-    from ..plan.memory.host_room import gib
     from ..spec import SpecError
 
     if not ended.oom:
@@ -241,7 +241,7 @@ def preflight(spec: RunSpec, ranks: int, force: bool) -> None:
     """Refuse, before any rank is started, what this machine has no GPU or no memory for."""
     import torch
 
-    from ..parallel.preflight import refuse_missing_gpu, refuse_oversized
+    from ..parallel.memory_preflight import refuse_missing_gpu, refuse_oversized
     from ..spec.elastic import fitted
 
     refuse_missing_gpu(spec.cluster)

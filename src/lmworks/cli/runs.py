@@ -47,8 +47,8 @@ def runs(
       lmworks runs runs/sweep --json
       lmworks runs --compare runs/tiny runs/tiny-2 --plot loss.png
     """
-    from ..observe.plots import overlay, refuse_plot
-    from ..observe.runs import compare_runs, find_runs, list_runs, locate
+    from ..report.plots import overlay, refuse_plot
+    from ..report.run_list import compare_runs, find_runs, list_runs, locate
     from ..spec import SpecError
 
     if plot:
@@ -83,8 +83,8 @@ def report(
     Examples:
       lmworks report runs/tiny
     """
-    from ..observe.report import write_report
-    from ..observe.runs import locate
+    from ..report.run_list import locate
+    from ..report.run_report import write_report
 
     path = write_report(locate(run))
     if json:

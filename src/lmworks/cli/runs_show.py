@@ -11,9 +11,9 @@ import typer
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..observe.goodput import Account
-    from ..observe.interval import Interval
-    from ..observe.summary import Summary
+    from ..diagnose.checkpoint_interval import Interval
+    from ..diagnose.goodput import Account
+    from ..record.run_summary import Summary
 
 ROUTINE = ("start", "resume", "save", "copy", "eval", "finish")  # events that are told by the tables above theirs
 SHOWN = 20  # of the others, the newest
@@ -35,12 +35,12 @@ def show(
       lmworks runs show runs/tiny --mtbf 3 --plot
       lmworks runs show runs/tiny --json
     """
-    from ..observe.goodput import account
-    from ..observe.interval import interval
-    from ..observe.runs import locate
-    from ..observe.summary import summarize
-    from ..observe.time_plot import draw_time
+    from ..diagnose.checkpoint_interval import interval
+    from ..diagnose.goodput import account
+    from ..record.run_summary import summarize
     from ..record.stats import read_stats
+    from ..report.goodput_plot import draw_time
+    from ..report.run_list import locate
 
     folder = locate(run)
     summary, found = summarize(folder), account(folder)
@@ -103,7 +103,7 @@ def print_attempts(found: Account) -> None:
 
 
 def print_time(summary: Summary, found: Account) -> None:
-    from ..observe.goodput import CAUSES
+    from ..diagnose.goodput import CAUSES
     from ..record.figures import duration, short
 
     if found.ettr is None or found.goodput is None:

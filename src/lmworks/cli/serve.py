@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..ahead import read_ahead
 from ..spec.errors import LMWorksError, SpecError, did_you_mean
 from ..spec.presets import PRESETS
+from ..weight_prefetch import read_ahead
 from . import complete
 from .generate import adapters_of, engine_options
 from .loading_text import loading
@@ -91,9 +91,9 @@ def serve(
     templates = templates_of(chat_template or [], names)
     import_server()
     from ..serve.app import make_app
-    from ..serve.core import Core, FrontSpec
-    from ..serve.door import loopback
+    from ..serve.engine_host import Core, FrontSpec
     from ..serve.logs import log_as_json
+    from ..serve.middleware import loopback
     from ..serve.server import NOTICE_S, bound, make_server
     from ..serve.tracing import tracing_from_environment
 
@@ -167,7 +167,7 @@ def split(given: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
 
 def templates_of(given: list[str], names: dict[str, str]) -> dict[str, str]:
     """Texts of chat templates, by the model's name. What is wrong with one is said now, not by its first request."""
-    from ..engine.chat import compile_template
+    from ..engine.chat_template import compile_template
 
     found: dict[str, str] = {}
     for one in given:

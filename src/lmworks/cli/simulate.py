@@ -9,7 +9,7 @@ import typer
 from .output import Json, Overrides, Spec, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..study.simulate import Report
+    from ..prove.simulate import Report
 
 
 def simulate(
@@ -47,7 +47,7 @@ def simulate(
         )
     if exact and layers_per_stage:
         raise SpecError("--exact simulates every layer: leave out --layers-per-stage")
-    from ..study.simulate import simulate as simulate_rank
+    from ..prove.simulate import simulate as simulate_rank
 
     report = simulate_rank(run, rank, layers_per_stage=layers_per_stage, exact=exact)
     if json:

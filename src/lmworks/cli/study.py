@@ -54,10 +54,10 @@ def ddp_fsdp(
       lmworks study ddp-fsdp configs/tiny.toml model.layers=8 --ranks 4 --steps 20
       lmworks study ddp-fsdp cpu-10m --only fsdp2-reshard,zero-1 --no-jobs --json
     """
+    from ..bench.data_parallel import choose, study
+    from ..bench.data_parallel_report import overview_table, write_reports
+    from ..report.sections import open_folder
     from ..spec import TrainingError, load_run
-    from ..study.data_parallel import choose, study
-    from ..study.data_parallel_report import overview_table, write_reports
-    from ..study.sections import open_folder
 
     changes = [*([spec] if "=" in spec else []), *(overrides or ())]
     if not spec or "=" in spec:
@@ -113,9 +113,9 @@ def precision(
       lmworks study precision --only bf16,bf16-nearest --steps 50 --out runs/bf16
       lmworks study precision configs/small.toml cluster.device=cpu --json
     """
+    from ..bench.precision.report import overview_table, write_reports
+    from ..bench.precision.study import study
     from ..spec import load_run
-    from ..study.precision.report import overview_table, write_reports
-    from ..study.precision.study import study
 
     changes = [*([spec] if "=" in spec else []), *(overrides or ())]
     if not spec or "=" in spec:

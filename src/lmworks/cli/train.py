@@ -64,7 +64,7 @@ def train(
         first = ["train", spec, *(overrides or ()), *options]
         supervise(loaded, RunFolder(target), first, again, restarts_of(loaded, max_restarts), force=force)
         return
-    from ..observe.probe import cached_machine
+    from ..bench.probe import cached_machine
     from ..parallel.world import is_lead, leaving
     from ..train import Trainer
     from ..train.restart import begun
@@ -130,7 +130,7 @@ def restarts_of(spec: RunSpec, max_restarts: int | None) -> int:
 
 def run_to_the_end(trainer: Trainer, json: bool) -> None:
     """Run, write the report whatever came of it, and say where everything is."""
-    from ..observe.report import write_report
+    from ..report.run_report import write_report
     from ..spec import LMWorksError, SpecError
 
     folder = trainer.folder

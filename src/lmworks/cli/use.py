@@ -29,7 +29,7 @@ def evaluate(
     """
     from ..train.evaluate import evaluate as measure
     from ..train.evaluate import held_out
-    from ..train.load import load_trained
+    from ..train.load_run import load_trained
 
     with activity() as doing:
         doing(loading(run, step), 0, 0)

@@ -11,8 +11,8 @@ import traceback
 
 from ..loading import load_share, make_runner
 from ..spec import EngineSpec, LMWorksError
-from .follow import follow
-from .ranks import Assignment, in_words, last_words, meet
+from .tensor_parallel.executor import Assignment, in_words, last_words, meet
+from .tensor_parallel.tp_worker import follow
 
 
 def watch(lead: int) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from ..spec import LMWorksError
-from .drift import DriftMonitor
-from .engine import DRIVEN, Engine
-from .params import SamplingParams
-from .request import Piece, Request, Result, Told, tell_nobody
-from .runner import Runner
+from .core.engine import DRIVEN, Engine
+from .core.model_runner import Runner
+from .core.request import Piece, Request, Result, Told, tell_nobody
+from .core.sampling_params import SamplingParams
+from .quantization.drift import DriftMonitor
 
 Advance = Callable[[Sequence[Result]], None]
 

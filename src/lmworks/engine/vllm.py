@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..spec import EngineSpec, LMWorksError, SpecError
-from .params import SamplingParams
-from .request import Answer, Logprob, Piece, Request, Result, Told, tell_nobody
+from .core.request import Answer, Logprob, Piece, Request, Result, Told, tell_nobody
+from .core.sampling_params import SamplingParams
 
 Prompt = str | list[int]
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .choose import pick_alone
+from .dispatch import pick_alone
 
 IMPLEMENTATIONS = ("torch", "triton")
 NATIVE = "native"  # in C++ and CUDA: only for who asks for it, as it has to be built

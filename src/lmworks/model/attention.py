@@ -2,7 +2,7 @@
 
 A backend is called as `attend(q, k, v, layer)` with q (batch, seq, heads, head_dim) and k, v
 (batch, seq, kv_heads, head_dim), and returns the mixture of values in q's shape. `Dense` covers training and the
-KV cache; `engine.paged` attends over pages. All of them see a `Pattern`: who may look at whom.
+KV cache; `engine.core.attention_backend` attends over pages. All of them see a `Pattern`: who may look at whom.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.choose import fastest
-from ..kernels.flash_attention import Bounds, flash_attention
+from ..kernels.dispatch import fastest
+from ..kernels.training.flash_attention import Bounds, flash_attention
 from ..spec import ModelSpec, SpecError
 
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]

@@ -17,23 +17,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels import add_norm, swiglu_fp8
-from ..kernels.add_linear import add_linear
-from ..kernels.cross_entropy import IGNORE, linear_cross_entropy
-from ..kernels.embedding import embedding
-from ..kernels.gelu import gelu
-from ..kernels.gelu_mlp import add_gelu_mlp
 from ..kernels.rms_norm import rms_norm
 from ..kernels.rope import rotate_both
 from ..kernels.swiglu import swiglu
+from ..kernels.training import add_norm, swiglu_fp8
+from ..kernels.training.add_linear import add_linear
+from ..kernels.training.cross_entropy import IGNORE, linear_cross_entropy
+from ..kernels.training.embedding import embedding
+from ..kernels.training.gelu import gelu
+from ..kernels.training.gelu_mlp import add_gelu_mlp
 from ..spec import ModelSpec
 from . import rope
+from .activation_checkpointing import recomputed
 from .attention import Attend, dense
 from .moe import MoE
-from .recompute import recomputed
 
 if TYPE_CHECKING:
-    from .offload import Offload  # which loads the compiler: seconds, and an engine does without it
+    from .activation_offload import Offload  # which loads the compiler: seconds, and an engine does without it
 
 Rope = tuple[Tensor, Tensor] | None
 

@@ -21,7 +21,7 @@ from ..spec import CheckpointError, ModelSpec, SpecError
 from ..spec.names import unsafe_name
 from .hf_config import family_of_config, spec_of_config
 from .hf_layout import Stored, layout
-from .room import make_room
+from .load_memory import make_room
 from .tensor_files import Span, spans
 from .upload import STAGED, Lane, in_lanes
 

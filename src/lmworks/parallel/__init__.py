@@ -1,1 +1,1 @@
-"""Floor 2: a model laid over ranks. One file a parallelism; `apply.py` is the recipe."""
+"""Floor 2: a model laid over ranks. One file a parallelism; `parallelize.py` is the recipe."""

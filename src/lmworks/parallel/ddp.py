@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..model import GPT
 from ..spec import RunSpec
-from .alone import Alone
 from .mesh import Mesh
 from .precision import DTYPES
+from .single_rank import Alone
 
 
 class DDP(Alone):

@@ -1,5 +1,5 @@
 """Linear layers of the blocks in 8 bits, by torchao: products of fp8 numbers, summed in fp32, results in bf16. Where it
-was measured to be faster, SwiGLU's three are one operation of ours (`kernels/swiglu_fp8.py`).
+was measured to be faster, SwiGLU's three are one operation of ours (`kernels/training/swiglu_fp8.py`).
 
 Every product of a step gets its operands cast just before it: activations and weights to E4M3, gradients to E5M2
 (tensorwise) or E4M3 (rowwise), each with a scale that follows from its own largest number. What is kept between passes
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.float8 import has_products
+from ..kernels.training.float8 import has_products
 from ..model import GPT
 from ..model.gpt import MLP, Linear
 from ..spec import RunSpec, SpecError

@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from ..model import GPT
 from ..model.gpt import Block
 from ..spec import ParallelSpec, RunSpec
-from .data import Shard, unwrapped
+from .data_parallel import Shard, unwrapped
 from .fsdp2 import compute_dtype, reduce_dtype
 from .mesh import Mesh
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ..model import GPT
 from ..spec import PrecisionSpec, RunSpec
-from .data import Shard, take_low
+from .data_parallel import Shard, take_low
 from .mesh import Mesh
 
 

@@ -33,8 +33,8 @@ from ..plan.pipelines.orders import stages_of
 from ..spec import RunSpec, SpecError, TrainingError
 from ..spec.layout import SPLIT_BACKWARD
 from .mesh import Mesh
+from .pipeline_recorder import Recorder
 from .precision import DTYPES
-from .timeline import Recorder
 
 SINGLE: dict[str, type[ScheduleGPipe | Schedule1F1B]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 SEVERAL: dict[str, Any] = {

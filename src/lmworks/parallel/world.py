@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from ..record.oom import as_oom
 from ..spec import Grid, LMWorksError, ParallelSpec, SpecError, TrainingError
-from . import agent
-from .meeting import private_store
+from . import elastic_agent
 from .mesh import Mesh
+from .rendezvous import private_store
 
 T = TypeVar("T")
 LAST_WORDS = "lmworks/last-words"
@@ -70,8 +70,8 @@ def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) 
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives on record; older versions record none
     limit = timedelta(seconds=1.5 * timeout_s + LATER_S)
     if not dist.is_initialized():
-        agent.remember()
-        store = private_store(limit) if agent.kept_by_agent() else None
+        elastic_agent.remember()
+        store = private_store(limit) if elastic_agent.kept_by_agent() else None
         rank = int(os.environ["RANK"])
         dist.init_process_group(BACKENDS[device.type], timeout=limit, store=store, rank=rank, world_size=started)
     mesh = Mesh(Grid.of(parallel), device.type)
@@ -170,8 +170,8 @@ def explained(error: Exception, onlooker: Onlooker | None = None) -> Exception:
         leave_words(store, as_message(error, dist.get_rank()))
         return error
     words = find_words(store, onlooker)
-    if words is None and agent.gone():
-        words = Words(agent.KILLED)
+    if words is None and elastic_agent.gone():
+        words = Words(elastic_agent.KILLED)
     if words is None and onlooker is not None:
         found = onlooker.why()
         words = Words(found) if found else None
@@ -196,7 +196,7 @@ class Words(NamedTuple):
 
 
 def leave_words(store: Any, words: Words) -> None:
-    if agent.gone():
+    if elastic_agent.gone():
         return
     with suppress(RuntimeError):  # the store may be gone too
         store.compare_set(LAST_WORDS, "", json.dumps(words))
@@ -220,7 +220,7 @@ def find_words(store: Any, onlooker: Onlooker | None, patience_s: float = 2.0) -
 
 
 def read_words(store: Any) -> Words | None:
-    if agent.gone():
+    if elastic_agent.gone():
         return None
     with suppress(RuntimeError):
         if store.check([LAST_WORDS]):

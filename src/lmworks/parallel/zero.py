@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..model import GPT
 from ..spec import RunSpec
 from .buckets import Bucket, make_buckets
-from .data import Shard, take_low
+from .data_parallel import Shard, take_low
 from .mesh import Mesh
 
 IN_FLIGHT = 2  # buckets: one is filled or emptied while the other travels

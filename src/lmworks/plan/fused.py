@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .balance import fullest, padded
+from .expert_load import fullest, padded
 from .flops import keys_per_query
 from .ops import Kernel, Op, Workload, gemm, in_16_bits
 

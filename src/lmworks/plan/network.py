@@ -26,7 +26,7 @@ from .ops import (
 )
 from .software import Software
 
-# As in kernels/cross_entropy_once_triton.py, which a test compares: logits that a program holds, and of a row for it.
+# As in kernels/training/cross_entropy_one_pass_triton.py: logits that a program holds, and of a row for it.
 HELD, LONG = 13 * 4096, 2**14
 
 

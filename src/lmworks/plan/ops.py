@@ -1,7 +1,7 @@
 """The op list of one micro-batch: what the model's code runs and what it keeps, op by op.
 
 One list, read three times: `time` prices its kernels, `memory` sums what is kept for the backward pass, and its matrix
-products add up to `flops`. It follows `model/gpt.py` and `kernels/cross_entropy.py` line by line as PyTorch runs
+products add up to `flops`. It follows `model/gpt.py` and `training/cross_entropy.py` line by line as PyTorch runs
 them eagerly; tests hold the kept bytes, the products and the traffic against what PyTorch really does.
 
 Widths are elements per token. Weights and the residual stream are fp32 (4 bytes) or, where weights are kept so, bf16;
@@ -28,7 +28,7 @@ from .case import Case, Number
 from .flops import keys_per_query
 from .software import EAGER, Software, software_of
 
-# As in kernels/cross_entropy.py, which a test compares.
+# As in kernels/training/cross_entropy.py, which a test compares.
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 CHUNK_BYTES_IN_PLACE = 2**29
 TALL, FEW = 256, 16
@@ -216,7 +216,7 @@ class Workload:
 
     @property
     def joined(self) -> Any:
-        """GELU, its gradient and a block's sums are ends of products, as parallel/apply.py joins them.
+        """GELU, its gradient and a block's sums are ends of products, as parallel/parallelize.py joins them.
 
         Each then moves one tensor that a product does not: GELU writes its result beside the product's, its gradient
         reads what GELU was made of, and a sum reads what is added to.

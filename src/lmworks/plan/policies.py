@@ -14,12 +14,12 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from ..spec import RunSpec, SpecError, catalogue
+from .activation_offload import may_wait, sent
 from .devices.machine import Machine
-from .kept import kept
 from .network import network
-from .offloaded import may_wait, sent
 from .ops import Workload, device_of
 from .pipelines import bubble
+from .saved_activations import kept
 from .step.work import Pass, repeated
 
 RUNGS = ("none", "selective", "mlp", "full")  # by what a block keeps, the most first

@@ -39,7 +39,7 @@ class Software:
     in_place: bool = False  # gradients take the place of logits on a GPU, in one kernel
     joined: bool = False  # GELU, its gradient and the sums of a block are ends of products on a GPU
     wide_ends: bool = False  # the last LayerNorm and the head's gradient in fp32, over chunks twice as large: ours once
-    logit_bytes: int = 0  # of one logit when the loss is highest (0: as its kind has it, see closed.py)
+    logit_bytes: int = 0  # of one logit when the loss is highest (0: as its kind has it, see closed_form.py)
     every_second: bool = False  # selective recompute keeps every second product, not all
     stand_in: int = 0  # bytes a weight of what autograd is handed where a product adds to the gradient itself
     narrow_experts: bool = True  # with products in 8 bits, those of routed experts are too
@@ -61,7 +61,7 @@ class Software:
 # Whether our own loss does so now: as kernels/measured.toml has it, which a test compares. Runs that were measured
 # before keep what they had, see `as_it_ran`.
 IN_PLACE = True
-JOINED = True  # likewise, whether GELU and sums are ends of products: kernels/gelu_mlp.py, kernels/add_linear.py
+JOINED = True  # likewise, whether GELU and sums are ends of products: gelu_mlp.py, add_linear.py
 
 WIDE_SUMS = "triton, fp32 sums"  # how runs of 15 November 2026 name the loss that they had
 

@@ -17,12 +17,12 @@ from starlette.responses import Response
 
 from .. import __version__
 from ..spec import LMWorksError
-from . import telemetry, tokenize
+from . import prometheus, tokenize
 from .chat import chat
 from .completions import complete
-from .door import Door
 from .errors import ErrorBody, response_of
 from .health import Health, health
+from .middleware import Door
 from .openai_answers import ChatCompletion, Completion, Detokenized, ModelList, ModelObject, Tokenized, TokenizerInfo
 from .openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .page import page
@@ -215,7 +215,7 @@ def add_state(app: FastAPI, serving: Serving) -> None:
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(telemetry.written(serving), media_type=telemetry.CONTENT_TYPE)
+        return Response(prometheus.written(serving), media_type=prometheus.CONTENT_TYPE)
 
 
 def not_ready(state: Health) -> Literal["draining", "unhealthy"]:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..data.tokenizer import FileTokenizer, Tokenizer
-from ..engine.chat import Chat, EncodeSpecial, with_special_tokens
-from ..engine.params import SamplingParams
-from ..engine.request import Logprob
+from ..engine.chat_template import Chat, EncodeSpecial, with_special_tokens
+from ..engine.core.request import Logprob
+from ..engine.core.sampling_params import SamplingParams
 from ..spec import LMWorksError, SpecError
 
 Kind = Literal["busy", "dead", "timeout", "refused"]
@@ -110,7 +110,7 @@ class State:
     last_error: str | None = None
     draining: bool = False
     # Engine.metrics, at most a second old while there is work: numbers by their names; `finished` by reason;
-    # times as {"counts": [...], "count": n, "seconds": s} with the upper edges `engine.metrics.EDGES`.
+    # times as {"counts": [...], "count": n, "seconds": s} with the upper edges `engine.core.metrics.EDGES`.
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -20,7 +20,7 @@ from ..data.tokenizer import FileTokenizer, Tokenizer
 from .backend import Ask
 
 if TYPE_CHECKING:  # the API does without torch
-    from ..engine.engine import Engine
+    from ..engine.core.engine import Engine
 
 LENGTH = struct.Struct("!I")
 

@@ -13,10 +13,9 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..engine.request import Logprob
-from .answer import answered
+from ..engine.core.request import Logprob
 from .backend import Event, Usage
-from .jobs import Job, Total, Whole, room, total, usage_object, wishes
+from .generation_request import Job, Total, Whole, room, total, usage_object, wishes
 from .limits import Refusal
 from .openai_answers import (
     ChatChoice,
@@ -34,7 +33,8 @@ from .openai_types import ChatRequest, JSONFormat, ObjectFormat
 from .prompts import converse, prompted, size_of_chat
 from .serving import Caller, Local, Serving
 from .sse import DONE, line
-from .token_text import TokenTexts, finite, likeliest
+from .text_endpoint import answered
+from .token_logprobs import TokenTexts, finite, likeliest
 from .tool_calls import ANY_OBJECT, Reader, call_schema, chosen
 
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..engine.grammar import Grammars, digest, grammar, simple
-from ..engine.kept import Kept
-from ..engine.params import SamplingParams
-from ..engine.trial import FIRST, FULL, TooComplex
+from ..engine.core.sampling_params import SamplingParams
+from ..engine.grammars.grammar import Grammars, digest, grammar, simple
+from ..engine.grammars.grammar_sandbox import FIRST, FULL, TooComplex
+from ..engine.grammars.lru_cache import Kept
 
 if TYPE_CHECKING:
     import llguidance

@@ -13,17 +13,17 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..engine.request import Logprob
-from .answer import answered
+from ..engine.core.request import Logprob
 from .backend import Event, Usage
-from .jobs import Job, Total, aside, collected, room, total, usage_object, wishes
+from .generation_request import Job, Total, aside, collected, room, total, usage_object, wishes
 from .limits import Refusal
 from .openai_answers import Completion, CompletionChoice, CompletionLogprobs, Finish
 from .openai_types import CompletionRequest
 from .prompts import encode, prompted
 from .serving import Caller, Local, Serving
 from .sse import DONE, line
-from .token_text import Offsets, TokenTexts, finite, likeliest
+from .text_endpoint import answered
+from .token_logprobs import Offsets, TokenTexts, finite, likeliest
 
 USUAL_TOKENS = 16  # as OpenAI has it
 

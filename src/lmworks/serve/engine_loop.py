@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from ..engine.engine import Engine
-from ..engine.request import Answer, Piece, Request, Result
+from ..engine.core.engine import Engine
+from ..engine.core.request import Answer, Piece, Request, Result
 from ..spec import LMWorksError, SpecError
 from .backend import Ask, Usage
 from .channel import Assignment, Cancel, Failed, Hello, Report, Served, Submit, Wire, pack_tokenizer

@@ -28,8 +28,8 @@ from typing import Any
 
 from ..spec import LMWorksError, SpecError
 from .backend import Ask, BackendError, Event, ModelCard, State, Words
-from .box import Box
 from .channel import Assignment, Cancel, Factory, Failed, Hello, Report, Submit, frame, receive, unpack_tokenizer
+from .event_queue import Box
 
 log = logging.getLogger("lmworks.serve")
 

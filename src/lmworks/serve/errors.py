@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from ..engine.params import SamplingParams
+from ..engine.core.sampling_params import SamplingParams
 from ..spec import LMWorksError
 from . import unknown_fields
 from .backend import BackendError, Kind

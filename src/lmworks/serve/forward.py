@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from .backend import Usage
 from .body import LARGE
-from .jobs import note, wishes
+from .generation_request import note, wishes
 from .limits import BYTES_A_TOKEN, Entry, Refusal, size_of
 from .openai_types import ChatRequest, CompletionRequest
 from .serving import Caller, Serving

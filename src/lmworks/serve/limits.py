@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import ClassVar, Self
 
-from ..engine.admission import MAX_PRIORITY
-from ..engine.params import MAX_LOGPROBS, MAX_N, SamplingParams
+from ..engine.core.admission import MAX_PRIORITY
+from ..engine.core.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
 from ..spec import LMWorksError
 from ..spec.schema import Section, opt
 from .backend import ModelCard
@@ -289,7 +289,7 @@ class Visit:
         self.count(1)
 
     async def start(self) -> None:
-        """`begin`, wherever it is counted: see `serve.front`."""
+        """`begin`, wherever it is counted: see `serve.api_process`."""
         self.begin()
 
     def count(self, answers: int) -> None:

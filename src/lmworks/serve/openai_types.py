@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..engine.params import SEEDS
+from ..engine.core.sampling_params import SEEDS
 
 LONGEST_NAME = 256
 BIGGEST = 2**31 - 1

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ..engine.chat import Message as Said
+from ..engine.chat_template import Message as Said
 from .limits import Refusal
 from .openai_types import ChatRequest, Message, TokenizeRequest
 from .serving import Caller, Local, Serving

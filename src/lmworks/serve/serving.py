@@ -10,15 +10,15 @@ from typing import Protocol
 from prometheus_client import Metric
 from starlette.requests import Request
 
-from ..engine.chat import Chat
-from ..engine.params import SamplingParams
+from ..engine.chat_template import Chat
+from ..engine.core.sampling_params import SamplingParams
 from ..spec.errors import did_you_mean
 from .backend import Backend, ModelCard
 from .keys import Config, Settings, bearer
 from .limits import Entry, Gate, KeyLimits, Limits, Refusal, Size, Visit, check_model
 from .logs import Facts, facts_of
-from .telemetry import Counts
-from .token_text import TokenTexts
+from .prometheus import Counts
+from .token_logprobs import TokenTexts
 from .upstream import Upstream
 from .workers import Speech, Workers
 

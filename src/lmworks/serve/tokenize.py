@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..data.tokenizer import ByteTokenizer
-from ..engine.chat import find_template, read_config, token_text
+from ..engine.chat_template import find_template, read_config, token_text
 from .body import read_body
 from .limits import Refusal
 from .openai_answers import TokenizerInfo

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..engine.text import possible_start
+from ..engine.core.detokenizer import possible_start
 from .limits import Refusal
 from .openai_answers import ToolCall
 from .openai_types import ChatRequest, ChosenTool, Tool

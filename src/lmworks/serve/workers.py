@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..engine.chat import Chat
+from ..engine.chat_template import Chat
 from .backend import Words
 from .channel import Wire, frame, pack_tokenizer, receive, unpack_tokenizer
 from .limits import BREATHER_S, Refusal, too_many

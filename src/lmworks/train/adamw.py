@@ -1,4 +1,4 @@
-"""The optimizer of weights or moments that are kept in 16 bits: AdamW, or plain SGD, over `kernels.adamw`.
+"""The optimizer of weights or moments that are kept in 16 bits: AdamW, or plain SGD, over `kernels.training.adamw`.
 
 States have the names of PyTorch's AdamW (`step`, `exp_avg`, `exp_avg_sq`), so that a checkpoint of the one can be read
 by the other; `low` are the bits that make a bf16 weight an fp32 number. They are made with the optimizer, not with its
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.adamw import Rule, Slot, adamw
-from ..parallel.data import Shard
+from ..kernels.training.adamw import Rule, Slot, adamw
+from ..parallel.data_parallel import Shard
 from ..spec import LMWorksError, OptimSpec, PrecisionSpec
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..model import GPT
-from ..parallel.alone import Alone
+from ..parallel.single_rank import Alone
 from ..record import oom
 from ..spec import Cluster, Gpu, ModelSpec, OptimSpec, RunSpec, SpecError, TrainingError, recognise
 from .optim import make_optimizer

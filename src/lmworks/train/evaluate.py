@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..data import Batch, Batches
-from ..kernels.cross_entropy import IGNORE
+from ..kernels.training.cross_entropy import IGNORE
 from ..model import GPT
-from ..parallel.laid import Laid
+from ..parallel.parallel_model import Laid
 from ..spec import RunSpec
 
 

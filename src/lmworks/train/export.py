@@ -16,6 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .. import checkpoint
+from ..checkpoint.format.digest import read_all
+from ..checkpoint.format.index import SavedTensor, read_index
+from ..checkpoint.format.manifest import Manifest
+from ..checkpoint.format.survey import Place, locate
+from ..checkpoint.save_plan import as_bytes
 from ..data import Tokenizer, load_tokenizer, resolve
 from ..data.index import TOKENIZER_FILE
 from ..data.progress import Progress, silent
@@ -25,15 +31,9 @@ from ..model.hf_config import family_of_spec
 from ..model.hf_write import SHARD_BYTES, write_hf
 from ..model.tensor_files import TORCH_DTYPES
 from ..parallel.precision import DTYPES
-from ..record.checkpoint.digest import read_all
-from ..record.checkpoint.index import SavedTensor, read_index
-from ..record.checkpoint.manifest import Manifest
-from ..record.checkpoint.survey import Place, locate
 from ..spec import CheckpointError, RunSpec, SpecError
 from ..spec.files import refuse_unwritable, write_whole
-from . import checkpoint
-from .checkpoint.plan import as_bytes
-from .load import Refusals
+from .load_run import Refusals
 
 MARKER = "lmworks_export.json"  # where the folder comes from; what bears it may be written anew
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from ..plan.memory.fit import peak_rows, total
-from ..plan.memory.host_room import gib
+from ..plan.memory.host_fit import gib
 from ..record import phase
 from ..record.life import where
 from ..record.oom import OutOfMemory, asked_bytes, is_oom

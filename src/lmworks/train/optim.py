@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..parallel.data import Shard
+from ..parallel.data_parallel import Shard
 from ..spec import OptimSpec, PrecisionSpec
 from .adamw import NarrowOptimizer
 
@@ -25,7 +25,7 @@ def make_optimizer(
     others = [shard.leaf for shard in leaves if len(shard.shape) < 2]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups, adam = [group for group in groups if group["params"]], optim.optimizer == "adamw"
-    # fused: one pass over the states, on a CPU too, and it takes `grad_scale` and `found_inf` (see figures.py)
+    # fused: one pass over the states, on a CPU too, and it takes `grad_scale` and `found_inf` (see step_scalars.py)
     if precision is not None and (precision.weights == "bf16" or (adam and precision.states == "bf16")):
         return NarrowOptimizer(groups, leaves, optim, precision, seed)
     if not adam:

@@ -11,11 +11,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from ..checkpoint.format.folders import committed
+from ..checkpoint.format.manifest import step_of
 from ..parallel.world import launched
 from ..record import RunFolder
 from ..record.attempts import CAUSE, RESTARTS, Attempt, attempts, crashed_twice
-from ..record.checkpoint.folders import committed
-from ..record.checkpoint.manifest import step_of
 from ..record.jsonl import read_lines
 from ..spec import RunSpec, TrainingError
 from ..spec.elastic import fitted

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import checkpoint
+from ..checkpoint.format.folders import discard
 from ..parallel.world import from_lead, known
-from ..record.checkpoint.folders import discard
 from ..spec import CheckpointError, TrainingError
-from . import checkpoint
-from .health.watch import NotTaken, Trouble
+from .health.bad_step import NotTaken, Trouble
 
 if TYPE_CHECKING:
     from .trainer import Trainer

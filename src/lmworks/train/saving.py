@@ -7,20 +7,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..parallel.weights import is_hf
+from .. import checkpoint
+from ..checkpoint.async_save import Background, Ended
+from ..checkpoint.format.folders import set_aside
+from ..checkpoint.format.manifest import Manifest, refusal, vouched
+from ..checkpoint.format.remote_copies import Copied, Copies
+from ..checkpoint.format.validation import DamagedError
+from ..checkpoint.rank_errors import first_reason
+from ..parallel.initial_weights import is_hf
 from ..parallel.world import from_lead, is_lead, known, together
 from ..record import RunFolder
-from ..record.checkpoint.checked import DamagedError
-from ..record.checkpoint.copies import Copied, Copies
-from ..record.checkpoint.folders import set_aside
-from ..record.checkpoint.manifest import Manifest, refusal, vouched
 from ..spec import CheckpointError, DataError, LMWorksError, SpecError
 from ..spec.resumed import refused_changes
-from . import checkpoint
-from .checkpoint.background import Background, Ended
-from .checkpoint.reasons import first_reason
 from .health.finite import first_bad, tensors_of
-from .meta import wrong_meta
+from .resume_metadata import wrong_meta
 from .rng import rng_state, set_rng_state, wrong_rng
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
-from ..parallel import agent
+from ..parallel import elastic_agent
 from ..spec.errors import PREEMPTED, LMWorksError
 
 ONE_REQUEST_S = 3.0  # two SIGTERMs within this time are one request: see `watch`
@@ -31,7 +31,8 @@ class Interrupted(LMWorksError):
 
     def __init__(self, number: int, step: int, folder: Path) -> None:
         name = signal.Signals(number).name
-        why = f"{agent.KILLED}: stopped" if agent.gone() else f"stopped by {name}"  # the kernel sends the ranks one
+        # Of an agent that was killed the kernel sends the ranks a signal.
+        why = f"{elastic_agent.KILLED}: stopped" if elastic_agent.gone() else f"stopped by {name}"
         super().__init__(f"{why} after step {step}; go on with: lmworks resume {folder}")
         self.exit_code = PREEMPTED if number == signal.SIGTERM else 128 + number
 

@@ -1,7 +1,7 @@
 """One optimizer step: the forward and backward passes of a global batch, one exchange of figures, the update.
 
-The update is launched before the host has read the figures (figures.py), and so are the passes of the next step
-(ahead.py): a GPU never waits for its host.
+The update is launched before the host has read the figures (step_scalars.py), and so are the passes of the next step
+(async_step.py): a GPU never waits for its host.
 `Stepper` is what a step needs and nothing of the loop around it: the trainer is one, and so is a simulated rank.
 """
 
@@ -20,20 +20,20 @@ from ..data import Batch, Batches
 from ..model import GPT
 from ..model.moe import expert_load
 from ..parallel.deepspeed import DeepSpeedEngine
-from ..parallel.laid import Laid
+from ..parallel.grad_norm import squared_norm
 from ..parallel.mesh import Mesh
-from ..parallel.norms import squared_norm
+from ..parallel.parallel_model import Laid
 from ..parallel.precision import LossScale
 from ..record import MetricsWriter, RunFolder, phase
 from ..spec import RunSpec
-from .ahead import Failed, Started, look_ahead, regain, started
+from .async_step import Failed, Started, look_ahead, regain, started
 from .device import PeakMemory
-from .figures import Gate, Reader, make_gate
-from .health.face import Passed, face, tell
+from .health.bad_step import Health
+from .health.bad_step_recovery import Passed, face, tell
 from .health.stats import BlockStats
-from .health.watch import Health
 from .optim import learning_rate
 from .signals import StopSignals
+from .step_scalars import Gate, Reader, make_gate
 from .watch import Watchdog
 
 

@@ -13,47 +13,47 @@ from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any, Self, cast
 
+from ..checkpoint.format.digest import new_hash
+from ..checkpoint.format.remote import refuse_taken
 from ..data import Batch, Batches, console_progress
 from ..data.cache import refuse_vocabulary
 from ..data.progress import activity, silent
-from ..parallel.apply import lay_out
-from ..parallel.data import DataParallel
+from ..parallel.data_parallel import DataParallel
 from ..parallel.deepspeed import DeepSpeedEngine
-from ..parallel.possible import refuse_impossible
+from ..parallel.initial_weights import source_of
+from ..parallel.memory_preflight import refuse_missing_gpu
+from ..parallel.parallelize import lay_out
 from ..parallel.precision import LossScale
-from ..parallel.preflight import refuse_missing_gpu
-from ..parallel.state import take, training_state
-from ..parallel.weights import source_of
+from ..parallel.preflight import refuse_impossible
+from ..parallel.state_dict import take, training_state
 from ..parallel.world import explained, from_lead, is_lead, join, known, together
 from ..plan.devices.machine import Machine
 from ..plan.flops import model_flops_per_token
 from ..record import MetricsWriter, RunFolder, phase
-from ..record.checkpoint.digest import new_hash
-from ..record.checkpoint.remote import refuse_taken
 from ..spec import LMWorksError, RunSpec
 from ..spec.files import refuse_unwritable
 from ..spec.paths import with_absolute_paths
-from .ahead import drop, may_look_ahead, stands_alone
+from .async_step import drop, may_look_ahead, stands_alone
 from .banner import banner, name_device
 from .device import PeakMemory, find_gpu, make_deterministic, naming_gpu, on_device, pick_device
 from .evaluate import Evaluation, evaluate, held_out
-from .feed import Feed
-from .figures import Reader
+from .health.bad_step import Health, NotTaken
 from .health.corruption import check_replicas
 from .health.finite import check_state
-from .health.watch import Health, NotTaken
 from .oom import named, naming
 from .optim import make_optimizer
+from .prefetcher import Feed
 from .profile import Profiler
 from .progress import Progress
 from .restart import Detours, chosen_step, has_rewound, note_restart, over_started, patience_s, who_runs
 from .rewind import move_on
 from .rng import seed_everything
+from .run_start import start_folder
 from .saving import Saving
 from .signals import Interrupted, StopSignals
 from .sinks import Sink, open_sinks
-from .start import start_folder
 from .step import Stepper
+from .step_scalars import Reader
 from .watch import watching
 
 

@@ -17,7 +17,7 @@ FORWARD, BACKWARD, LAST, STEP = "forward", "backward", "last backward", "step"
 
 @dataclass(frozen=True)
 class Collective:
-    """Calls of one kind; bytes are the messages of all of them, in the convention of `parallel.traffic`.
+    """Calls of one kind; bytes are the messages of all of them, in the convention of `parallel.comm_counter`.
 
     The members of the group are `stride` global ranks apart. A "recv" is the other end of somebody's "send": it is
     listed because it is counted, and costs nothing beside that.
@@ -94,7 +94,7 @@ def stride(grid: Grid, group: str) -> int:
 
 
 class Calls(Protocol):
-    """A row of this table, or of one that was counted (`parallel.traffic.Row`)."""
+    """A row of this table, or of one that was counted (`parallel.comm_counter.Row`)."""
 
     @property
     def kind(self) -> str: ...

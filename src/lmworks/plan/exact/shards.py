@@ -18,7 +18,7 @@ ALIGNED = 16  # bytes: where FSDP1 lets a weight begin inside its flat parameter
 
 
 def strategy_of(spec: RunSpec) -> str:
-    """Who holds what, as `parallel.apply` decides: alone, ddp, zero0, zero1, zero2, fsdp1 or fsdp2 (which ZeRO-3 is).
+    """Who holds what, as parallelize.py decides: alone, ddp, zero0, zero1, zero2, fsdp1 or fsdp2 (which ZeRO-3 is).
 
     "alone": nobody else has other data, and nothing has to meet. "zero0" is DDP with a group of its own for experts and
     with gradients that may come in two halves, which PyTorch's DDP can do neither of. FSDP1 without shards is "ddp",

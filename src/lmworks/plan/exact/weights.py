@@ -1,7 +1,7 @@
 """Every weight of a model by name and shape, in the order of the network: what sharding cuts, known without torch.
 
-A rank may hold a stage of a pipeline and a slice of each weight: `held` says which, as `parallel.tensor` and
-`parallel.expert` cut them. Data parallelism comes after that and cuts what is left (`shards.py`).
+A rank may hold a stage of a pipeline and a slice of each weight: `held` says which, as `parallel.tensor_parallel` and
+`parallel.expert_parallel` cut them. Data parallelism comes after that and cuts what is left (`shards.py`).
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ import numpy as np
 
 from ...spec import SpecError
 from ...spec.errors import did_you_mean
+from ..activation_offload import pinned_by_all
 from ..case import Case, Number
 from ..exact.optimizers import STATES
 from ..network import Network, network
-from ..offloaded import pinned_by_all
 from ..ops import Workload
-from .closed import at_end, at_loss, at_lowest, at_top, blocks_keep, lmworks
+from .closed_form import at_end, at_loss, at_lowest, at_top, blocks_keep, lmworks
 from .reserve import WORKSPACES, reserved
 from .share import Share, cut_over, share_of
 

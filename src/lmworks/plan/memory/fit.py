@@ -12,8 +12,8 @@ from typing import Any
 
 from ...spec import Grid, RunSpec, SpecError
 from ..policies import RUNGS
-from .host_room import gib
-from .moments import Row
+from .host_fit import gib
+from .peak_memory import Row
 from .sheet import memory
 
 SHOWN = 4  # rows of the sheet, and changes that would fit

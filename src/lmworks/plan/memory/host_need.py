@@ -1,7 +1,7 @@
 """What a run keeps in host memory: states that are offloaded, activations that wait, and the copies that saves write.
 
     states        parallel.offload               weights, gradients and moments that live there (`exact/residency.py`)
-    activations   parallel.offload_activations   a slab for each block that sends some (`offloaded.py`)
+    activations   parallel.offload_activations   a slab for each block that sends some (`activation_offload.py`)
     staging       checkpoint.asynchronous        what a rank writes of a checkpoint, copied: its writer process maps the
                                                  same memory, and takes none of its own for it
 
@@ -17,13 +17,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from ...spec import Grid, RunSpec
+from ..activation_offload import pinned
 from ..exact.optimizers import STATES, optimizer_of
 from ..exact.residency import low_bytes, on_host
 from ..exact.shards import FP32, axis_of, own_shapes, padded, strategy_of, weight_bytes
 from ..exact.weights import held, weights
-from ..offloaded import pinned
 from ..pipelines.stages import stages_here
-from .moments import pieces
+from .peak_memory import pieces
 
 GENERATORS = 15_088  # bytes of the states of Python's, NumPy's and torch's: train/rng.py's, as a test holds
 

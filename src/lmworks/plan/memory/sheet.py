@@ -1,10 +1,10 @@
 """The memory sheet of one rank of our own trainer, in bytes: what is always there, and the moment at which most is.
 
 Weights, master weights and optimizer states are exact (`residency.py`). What a step needs beside them is worked out for
-the few moments that can be the highest: activations and the loss (`moments.py`), gradients and what data parallelism
-has on its way (`passing.py`). Every moment is a list of rows; the peak is the largest sum. On a GPU it is what tensors
-hold, as `max_memory_allocated` counts it: context and allocator come on top (`reserve.py`). On a CPU it is the growth
-of the resident set, so what the allocator cannot use again is a row as well.
+the few moments that can be the highest: activations and the loss (`peak_memory.py`), gradients and what data
+parallelism has on its way (`dp_buffers.py`). Every moment is a list of rows; the peak is the largest sum. On a GPU it
+is what tensors hold, as `max_memory_allocated` counts it: context and allocator come on top (`reserve.py`). On a CPU it
+is the growth of the resident set, so what the allocator cannot use again is a row as well.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ...spec import Grid, RunSpec
 from ...spec.layout import SPLIT_BACKWARD
 from ..exact.residency import Resident, resident
 from ..exact.shards import strategy_of, weight_bytes
-from ..kept import kept, total
 from ..network import Network, network
 from ..ops import Workload
 from ..pipelines.stages import stages_here
 from ..policies import policies
+from ..saved_activations import kept, total
+from .dp_buffers import passing
 from .host_need import HostNeed, host_need
-from .moments import Row, moments, row
-from .passing import passing
+from .peak_memory import Row, moments, row
 from .reserve import WORKSPACES
 
 MASTER = {4: "fp32 copies of what this rank updates", 2: "2 B for each weight updated, with which it is an fp32 number"}

@@ -20,10 +20,10 @@ from ...spec.layout import IN_ROUNDS, LOOPED, SPLIT_BACKWARD, STAY, V_SHAPED
 from ...spec.precision import FP8_ALIGNED
 from ...spec.run import SCHEDULES
 from ..case import Case
+from ..cluster_request import machines_of
 from ..exact.optimizers import optimizer_of
 from ..memory.reserve import RISK, room
 from ..software import COMPILED, EAGER, kept_in
-from ..wish import machines_of
 
 STRATEGIES = {0: "ddp", 1: "zero", 2: "zero", 3: "fsdp2"}
 SEQUENCES = 4  # of a step for each GPU, where the batch is not said

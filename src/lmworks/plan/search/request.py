@@ -17,7 +17,7 @@ from ...spec.load import apply_overrides, read_source
 from ...spec.precision import FP8_ALIGNED
 from ...spec.presets import PRESETS
 from ...spec.schema import merge
-from ..wish import Wish, as_long, words
+from ..cluster_request import Wish, as_long, words
 from .candidates import AWAY, Question
 from .explain import Layout, refuse_nonsense
 

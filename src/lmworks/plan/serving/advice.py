@@ -7,7 +7,7 @@ from typing import Any
 from ...spec import Gpu, SpecError, catalogue
 from ...spec.slo import OBJECTIVES
 from .plans import Demand, Plan, Slo, candidates
-from .served import WEIGHT_FORMATS, Served, compute_format
+from .served_model import WEIGHT_FORMATS, Served, compute_format
 
 NARROWER = ("fp8", "int8", "int4", "fp4")
 

@@ -23,7 +23,7 @@ from ...spec import Cluster, Gpu, SpecError
 from ...spec.errors import did_you_mean
 from ..devices.links import Fabric
 from .kv import Cache
-from .served import WEIGHT_FORMATS, Linear, Served, compute_format
+from .served_model import WEIGHT_FORMATS, Linear, Served, compute_format
 
 DIRECT = ("nvswitch", "mesh")
 OWN_KERNEL = {"all-reduce": 8 * 2**20, "all-to-all": np.inf}  # bytes up to which engines have better than NCCL's

@@ -21,8 +21,8 @@ from ...spec import Gpu, SpecError
 from ...spec.slo import OBJECTIVES, parse_slo
 from .batching import Lengths, Point, steady, waiting
 from .inference import Deployment, Rates, read_constants
-from .room import Room, room
-from .served import Served
+from .memory_fit import Room, room
+from .served_model import Served
 
 IDLE = 0.01  # sequences in flight, on average, of a replica that has hardly anything to do
 

@@ -10,10 +10,10 @@ from typing import Self
 
 import numpy as np
 
-from ..balance import fullest
 from ..case import Case, Number
 from ..devices.links import Fabric
 from ..devices.profile import profile_for
+from ..expert_load import fullest
 from ..memory.share import of_block
 
 TENSORS = 4  # of a block that are large enough to be sharded: the four products of attention and MLP

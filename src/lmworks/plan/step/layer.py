@@ -9,9 +9,9 @@ import numpy as np
 
 from ..case import Case, Number
 from ..software import Software
-from .bare import Bare, reductions
 from .comm import TENSORS, Wire
 from .constants import Constants
+from .uncalibrated import Bare, reductions
 from .work import Pass, stops_early
 
 CALL = 3  # launches that a collective costs its host: streams are made to wait for each other before it and after

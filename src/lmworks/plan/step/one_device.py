@@ -12,17 +12,17 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from ...spec import RunSpec, SpecError
+from ..activation_offload import may_wait, sent
 from ..case import Number
 from ..devices.machine import Machine
 from ..exact.optimizers import STATES, optimizer_of
 from ..network import network, optimizer
-from ..offloaded import may_wait, sent
 from ..ops import Kernel, Workload
 from ..policies import RUNGS, policies
 from ..software import software_of
-from .bare import link
 from .constants import USUAL_LAUNCH, constants
 from .layer import behind, hooks
+from .uncalibrated import link
 from .work import Pass, Work
 
 # Where nine in ten measured steps lie, over the predicted one. On a CPU six kinds of run took 0.96 to 1.22 of it

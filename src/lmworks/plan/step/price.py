@@ -18,10 +18,10 @@ import numpy as np
 from ..case import Case, Number
 from ..flops import hardware_flops_per_token, model_flops_per_token
 from ..pipelines.schedule import Span
-from .bare import Bare, reductions
 from .constants import Constants, constants, factor, family
 from .layer import MicroBatch, Traffic, Way, Weigher
 from .pipeline import Busiest, Cut, followed, pace, spans
+from .uncalibrated import Bare, reductions
 
 
 @dataclass(frozen=True)

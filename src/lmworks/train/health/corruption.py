@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...parallel.world import known
 from ...spec import TrainingError
+from .bad_step import NotTaken, Trouble
 from .replicas import Difference, Digests, compare
-from .watch import NotTaken, Trouble
 
 if TYPE_CHECKING:
     from ..step import Stepper

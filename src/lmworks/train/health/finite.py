@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...parallel.world import known
 from ...spec import TrainingError
+from .bad_step import NotTaken, Trouble
 from .nonfinite import everywhere
-from .watch import NotTaken, Trouble
 
 if TYPE_CHECKING:
     from ..step import Stepper

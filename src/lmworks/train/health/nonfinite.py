@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...model import GPT
-from ...parallel.data import Shard, unwrapped
+from ...parallel.data_parallel import Shard, unwrapped
 from ...parallel.mesh import Mesh
 
 FROM_WEIGHT = ", from the weight"

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...parallel.data import Shard
-from ...parallel.laid import Laid
+from ...parallel.data_parallel import Shard
+from ...parallel.parallel_model import Laid
 from .nonfinite import everywhere
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed number

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...parallel.data import Shard
-from ...parallel.laid import Laid
+from ...parallel.data_parallel import Shard
+from ...parallel.parallel_model import Laid
 from ...record.stats import PartStats
 
 AROUND = ("embed", "positions"), ("norm", "head")  # what lies before and after the blocks

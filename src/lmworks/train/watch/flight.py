@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from ...parallel.comm_counter import axis_of, mesh_names
 from ...parallel.mesh import Mesh
-from ...parallel.traffic import axis_of, mesh_names
 from ...record.hang import Call, Group
 from ...spec.grid import shorten
 

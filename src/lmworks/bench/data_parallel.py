@@ -1,0 +1,198 @@
+"""The same model under every data-parallel strategy: speed, memory, messages, start, checkpoint, death of a rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..parallel.deepspeed import load_deepspeed
+from ..parallel.local_ranks import on_ranks
+from ..parallel.memory_preflight import refuse_oversized
+from ..plan.exact.calls import by_kind
+from ..plan.exact.collectives import collectives
+from ..plan.exact.residency import Resident, resident
+from ..plan.memory.peak_memory import Row
+from ..plan.memory.sheet import MemorySheet, memory
+from ..spec import Cluster, RunSpec, SpecError
+from ..train.rank_memory import Holdings, observe
+from .interleaved_steps import take_turns
+from .train_job import Job, run_job
+
+# As people call them → changes to `parallel`.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "DDP": {"strategy": "ddp"},
+    "FSDP1 full": {"strategy": "fsdp1", "reshard": True},
+    "FSDP1 grad-op": {"strategy": "fsdp1", "reshard": False},
+    "FSDP2 reshard": {"strategy": "fsdp2", "reshard": True},
+    "FSDP2 keep": {"strategy": "fsdp2", "reshard": False},
+    "ZeRO-1": {"strategy": "zero", "zero": 1},
+    "ZeRO-2": {"strategy": "zero", "zero": 2},
+    "ZeRO-3": {"strategy": "zero", "zero": 3, "reshard": True},
+}
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    f"DeepSpeed ZeRO-{stage}": {"strategy": "zero", "zero": stage, "engine": "deepspeed"} for stage in (1, 2, 3)
+}
+BASE = "DDP"  # what the others' speed is a ratio to
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one strategy; lists have an entry for each rank."""
+
+    name: str
+    seconds: list[float]  # of a step, by round
+    tokens_per_s: float
+    ratio: float  # of tokens/s to DDP's: the median over rounds, in each of which both took a step
+    held: list[Resident]
+    worked_out: list[Resident]  # by arithmetic; empty: no formula (DeepSpeed in another precision than fp32)
+    dtypes: dict[str, str]
+    gradients_after: int  # bytes of gradients that the first rank still has between two steps
+    peak: list[int]
+    peak_by: dict[str, int]  # of the first rank, by category
+    peak_worked_out: list[MemorySheet]
+    counted: dict[str, tuple[int, int]]  # kind → (count, bytes) of a step
+    formula: dict[str, tuple[int, int]]  # empty: none is known (DeepSpeed)
+    job: Job | None
+
+    @property
+    def exact(self) -> bool | None:
+        """Whether live tensors and collectives are what the arithmetic says; None: there is none."""
+        if not self.worked_out:
+            return None
+        return self.held == self.worked_out and self.formula in ({}, self.counted)
+
+
+@dataclass(frozen=True)
+class Study:
+    spec: RunSpec
+    ranks: int
+    rounds: int
+    machine: str
+    outcomes: list[Outcome]
+    missing: dict[str, str]  # strategy → why it was left out
+
+    def to_dict(self) -> dict[str, Any]:
+        found = [
+            {**asdict(outcome), "exact": outcome.exact, "layout": layout_of(outcome.name)} for outcome in self.outcomes
+        ]
+        facts = {"ranks": self.ranks, "rounds": self.rounds, "machine": self.machine, "missing": self.missing}
+        return {**facts, "spec": self.spec.to_dict(), "params": self.spec.model.params, "strategies": found}
+
+
+def layout_of(name: str) -> dict[str, Any]:
+    return {**STRATEGIES, **DEEPSPEED}[name]
+
+
+def study(
+    spec: RunSpec,
+    ranks: int,
+    rounds: int,
+    names: Iterable[str] = (),
+    jobs: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+    force: bool = False,
+) -> Study:
+    """Compare `names` (none: all). `jobs`: also start, kill and resume a real job of each. `force`: even where they do
+    not fit into memory.
+    """
+    chosen, missing = choose(list(names))
+    specs = {name: with_layout(spec, ranks, layout_of(name)) for name in chosen}
+    if not force:
+        refuse_too_many(specs, ranks)
+    if any(name in DEEPSPEED for name in chosen):
+        load_deepspeed("cpu")  # once: each forked rank would take seconds for it
+    with tempfile.TemporaryDirectory(prefix="lmworks-study-") as scratch:
+        work = Path(scratch)
+        held = {}
+        for name, one in specs.items():
+            say(f"{name}: bytes and messages of a step")
+            held[name] = on_ranks(ranks, observe, one, work / "observed" / typed(name), timeout=600)
+        say(f"{rounds} steps of each, in turns")
+        seconds = on_ranks(ranks, take_turns, specs, work / "turns", rounds, timeout=3600)[0]
+        found = []
+        for name, one in specs.items():
+            job = None
+            if jobs:
+                say(f"{name}: a job, and the death of its last rank")
+                job = run_job(one, work / "jobs" / typed(name))
+            found.append(outcome(name, one, held[name], seconds[name], seconds[BASE], job))
+    return Study(spec, ranks, rounds, machine(), found, missing)
+
+
+def refuse_too_many(specs: dict[str, RunSpec], ranks: int) -> None:
+    """Every rank holds all strategies at once when it takes their steps in turns."""
+
+    def others(changed: RunSpec, rank: int) -> list[Row]:
+        laid_out = [with_layout(changed, ranks, layout_of(name)) for name in specs if name != BASE]
+        return [Row("other strategies", memory(one, rank=rank).total, "in the same processes") for one in laid_out]
+
+    refuse_oversized(specs[BASE], torch.device("cpu"), beside=others, own_layout=False)
+
+
+def typed(name: str) -> str:
+    """A strategy's name on the command line: fsdp2-reshard."""
+    return name.lower().replace(" ", "-")
+
+
+def choose(names: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Strategies to compare, DDP always among them, and why others are left out."""
+    everything = {typed(name): name for name in (*STRATEGIES, *DEEPSPEED)}
+    for name in names:
+        if typed(name) not in everything:
+            raise SpecError(f"{name!r} is no strategy of this study; it has {', '.join(everything)}")
+    asked = {typed(name) for name in names}
+    wanted = [name for key, name in everything.items() if not asked or key in asked or name == BASE]
+    if importlib.util.find_spec("deepspeed"):
+        return wanted, {}
+    return [name for name in wanted if name not in DEEPSPEED], {
+        name: "not installed" for name in wanted if name in DEEPSPEED
+    }
+
+
+def with_layout(spec: RunSpec, ranks: int, layout: dict[str, Any]) -> RunSpec:
+    """The spec over `ranks` data-parallel ranks of this machine's CPU, and nothing else over any."""
+    given = spec.parallel
+    others = {axis: getattr(given, axis) for axis in ("tp", "pp", "cp", "ep") if getattr(given, axis) > 1}
+    if others or given.offload != "none" or given.compile:
+        named = ", ".join(f"parallel.{axis} = {size}" for axis, size in others.items()) or "offload and compile"
+        raise SpecError(f"this study compares data parallelism alone, without {named}")
+    if ranks < 2:
+        raise SpecError(f"--ranks {ranks} has nothing to share: use at least 2")
+    laid_out = given.replace(dp=ranks, dp_replicate=1, dp_shard=1, **layout)
+    return spec.replace(parallel=laid_out, cluster=Cluster(device="cpu"))  # ranks meet over gloo
+
+
+def outcome(
+    name: str, spec: RunSpec, held: list[Holdings], seconds: list[float], base: list[float], job: Job | None
+) -> Outcome:
+    native = spec.parallel.engine == "native"
+    everyone = range(len(held))
+    return Outcome(
+        name=name,
+        seconds=seconds,
+        tokens_per_s=spec.tokens_per_step / median(seconds),
+        ratio=median(other / own for own, other in zip(seconds, base, strict=True)),
+        held=[one.resident for one in held],
+        worked_out=[resident(spec, rank) for rank in everyone] if native or spec.precision.dtype == "fp32" else [],
+        dtypes=held[0].dtypes,
+        gradients_after=held[0].gradients_after,
+        peak=[sum(one.peak.values()) for one in held],
+        peak_by=held[0].peak,
+        peak_worked_out=[memory(spec, rank=rank) for rank in everyone] if native else [],
+        counted=by_kind(held[0].collectives),
+        formula=by_kind(collectives(spec)) if native else {},
+        job=job,
+    )
+
+
+def machine() -> str:
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores (gloo), PyTorch {torch.__version__}"

@@ -1,0 +1,234 @@
+"""How fast an engine is, and how far that is from what the memory allows: `lmworks bench offline`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..engine.core.engine import Engine
+from ..engine.core.model_runner import Runner
+from ..engine.core.request import Request
+from ..engine.core.sampling_params import SamplingParams
+from ..record.figures import binary_bytes
+from ..spec import SpecError
+from .decode_roofline import Floor, measure_bandwidth
+from .engine_trace import Trace, watched
+from .engine_workload import Workload
+from .power import watched_power
+
+BATCHES = (1, 8, 64)
+PROMPT = 128  # tokens of the prompts before the steps that are timed
+STEPS = {"cuda": 56, "cpu": 10}  # of each batch size,
+SETTLE = {"cuda": 8, "cpu": 2}  # the first of which are not counted: kernels are compiled, graphs recorded
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Decoding steps of one batch size: `context` is the mean length of a sequence meanwhile."""
+
+    batch: int
+    context: float
+    seconds: float  # the median
+    slowest: float  # 99 of 100 are no slower
+    floor: float
+
+    def to_dict(self) -> dict[str, float]:
+        rate = self.batch / self.seconds
+        times = {"ms": 1e3 * self.seconds, "p99_ms": 1e3 * self.slowest, "floor_ms": 1e3 * self.floor}
+        return {"batch": self.batch, "context": self.context, **times, "tokens_per_s": rate}
+
+
+class Bench:
+    """Measures an engine that nobody else uses meanwhile."""
+
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
+        assert isinstance(engine.runner, Runner), "an engine is measured with its own runner"
+        self.engine, self.runner, self.seed = engine, engine.runner, seed
+        self.floor = Floor(self.runner.model, self.runner.cache.shape, measure_bandwidth(self.runner.device))
+
+    # --- single batches -----------------------------------------------------------------------------------
+
+    def run(self, requests: Sequence[Request]) -> Trace:
+        with watched(self.engine) as trace:
+            for request in requests:
+                self.engine.add(request)
+            results = [piece.result for piece in self.engine.run()]
+        if wrong := next((result.error for result in results if result is not None and result.error), None):
+            raise SpecError(f"one of the requests to measure with was not served: {wrong}")
+        return trace
+
+    def requests(self, lengths: Sequence[tuple[int, int]]) -> list[Request]:
+        """Of random ids, (prompt, answer) tokens long. Another seed each time: nothing is found in the prefix cache."""
+        self.seed += 1
+        luck = torch.Generator().manual_seed(self.seed)
+        made = []
+        for prompt, answer in lengths:
+            ids = torch.randint(0, self.runner.valid_vocab, (prompt,), generator=luck).tolist()
+            params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=answer, seed=self.seed)
+            made.append(Request(ids, params))
+        return made
+
+    def warm_up(self) -> float:
+        """Every batch size once, so that what is compiled or recorded on first use is not measured as speed; and long
+        prompts that fill two steps, in the second of which the first decode."""
+        began, spec = time.perf_counter(), self.engine.spec
+        gpu = self.runner.device.type == "cuda"
+        short = max(1, min(8, spec.context // 2))
+        self.run(self.requests([(short, 3 + place // 4) for place in range(spec.max_seqs if gpu else 1)]))
+        if gpu:
+            long = min(spec.context, spec.max_batch_tokens, self.runner.blocks * spec.block) // 2
+            self.run(self.requests([(long, 4)] * (2 * spec.max_batch_tokens // long + 1)))
+        return time.perf_counter() - began
+
+    def step_time(self, batch: int, prompt: int = 0) -> StepTime:
+        """Decoding with so many sequences, whose prompts (by default as long as one step computes) come before."""
+        kind, budget = self.runner.device.type, self.engine.spec.max_batch_tokens
+        prompt = prompt or max(1, min(PROMPT, budget // batch))
+        meanwhile = math.ceil(batch * prompt / budget)  # steps in which the first decode while others begin
+        prompt, steps = fitting(prompt, meanwhile + STEPS[kind], self.engine.spec.context)
+        trace = self.run(self.requests([(prompt, steps)] * batch))
+        full = [
+            seconds
+            for step, seconds in zip(trace.steps, trace.durations(), strict=True)
+            if len(step.chunks) == batch == step.decoding
+        ]
+        if not full:
+            raise SpecError(
+                f"{batch} sequences of {prompt + steps} tokens never ran at once: the pool has only "
+                f"{self.runner.blocks} blocks of {self.engine.spec.block} tokens; raise engine.blocks, or lower "
+                "engine.max_seqs"
+            )
+        counted = full[SETTLE[kind] :] or full
+        context = prompt + steps - len(counted) / 2
+        slowest = quantile(counted, 0.99)
+        return StepTime(batch, context, statistics.median(counted), slowest, self.floor.seconds(batch, context))
+
+    def prefill_rate(self, tokens: int) -> float:
+        """Tokens of prompts a second, in a step of so many."""
+        prompt, _ = fitting(tokens, 1, self.engine.spec.context)
+        trace = self.run(self.requests([(prompt, 1)] * max(1, tokens // prompt) * 3))
+        steps = [(step.prompt_tokens, s) for step, s in zip(trace.steps, trace.durations(), strict=True)]
+        return max(count / seconds for count, seconds in steps)
+
+    # --- the whole ----------------------------------------------------------------------------------------
+
+    def throughput(self, workload: Workload) -> dict[str, Any]:
+        """The workload, all requests at once. `prefill_s` is the time of steps that compute any prompt."""
+        fitted = workload.within(self.engine.spec.context)
+        requests = fitted.draw(self.runner.valid_vocab)
+        before = self.engine.metrics.num_preemptions
+        with watched_power(self.runner.device) as power, self.first_times() as first_times:
+            trace = self.run(requests)
+        durations = trace.durations()
+        prompts = [s for step, s in zip(trace.steps, durations, strict=True) if step.prompt_tokens]
+        decode = [step for step in trace.steps if not step.prompt_tokens]
+        answers = sum(len(sequence.answer) for request in requests for sequence in request.sequences)
+        gaps = trace.between_tokens()
+        first = sorted(request.first_token - request.arrived for request in requests)
+        rows = statistics.fmean(step.decoding for step in decode) if decode else 0.0
+        return {
+            "requests": fitted.requests,
+            "input": list(fitted.input),
+            "output": list(fitted.output),
+            "input_tokens": sum(len(request.prompt) for request in requests),
+            "output_tokens": answers,
+            "seconds": trace.seconds,
+            "output_tokens_per_s": answers / trace.seconds,
+            "prefill_s": sum(prompts),
+            "decode_s": sum(durations) - sum(prompts),
+            "prompt_tokens_per_s": sum(step.prompt_tokens for step in trace.steps) / (sum(prompts) or 1.0),
+            "longest_prefill_step_s": max(prompts, default=0.0),
+            "first_times": first_times,
+            "power": power.between(trace.began, trace.began + trace.seconds),
+            "steps": len(trace.steps),
+            "prefill_steps": len(prompts),
+            "mean_batch": rows,
+            "occupancy": rows / min(self.engine.spec.max_seqs, fitted.requests),
+            "kv_use": {
+                "mean": statistics.fmean(step.kv_use for step in trace.steps),
+                "peak": max(step.kv_use for step in trace.steps),
+                "blocks": self.runner.blocks,
+                "bytes": self.runner.blocks * self.runner.cache.shape.block_bytes,
+            },
+            "preemptions": self.engine.metrics.num_preemptions - before,
+            "host_share": trace.host_share(self.runner.synchronous),
+            "inter_token_ms": {"p50": 1e3 * quantile(gaps, 0.5), "p99": 1e3 * quantile(gaps, 0.99)},
+            "first_token_ms": {"p50": 1e3 * quantile(first, 0.5), "p99": 1e3 * quantile(first, 0.99)},
+            "floor_s": self.least_seconds(trace),
+            "trace": trace,
+        }
+
+    @contextmanager
+    def first_times(self) -> Iterator[dict[str, Any]]:
+        """What the warm-up had not met: kernels that are compiled or read meanwhile, and graphs that are recorded."""
+        found: dict[str, Any] = {"kernels": [], "graphs": 0}
+        if self.runner.device.type == "cpu":
+            yield found
+            return
+        from ..kernels.triton_support import newly_met
+
+        graphs = self.runner.graphs
+        before = 0 if graphs is None else len(graphs.recorded)
+        with newly_met() as found["kernels"]:
+            yield found
+        found["graphs"] = 0 if graphs is None else len(graphs.recorded) - before
+
+    def least_seconds(self, trace: Trace) -> float:
+        """The decoding steps of a trace, each at its floor."""
+        return sum(
+            self.floor.weight_bytes(len(step.chunks)) / self.floor.bandwidth
+            + sum(self.floor.kv_bytes(1, chunk.start + chunk.count) for chunk in step.chunks) / self.floor.bandwidth
+            for step in trace.steps
+            if not step.prompt_tokens
+        )
+
+    def about(self) -> dict[str, Any]:
+        spec, device = self.engine.spec, self.runner.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        return {
+            "device": name,
+            "dtype": spec.dtype,
+            "kv_dtype": spec.kv_dtype,
+            "max_seqs": spec.max_seqs,
+            "max_batch_tokens": spec.max_batch_tokens,
+            "bandwidth_gbs": self.floor.bandwidth / 1e9,
+            "weights": binary_bytes(self.floor.weight_bytes(1)),
+        }
+
+
+def fitting(prompt: int, answer: int, context: int) -> tuple[int, int]:
+    """Both shorter alike where they would not fit."""
+    if prompt + answer <= context:
+        return prompt, answer
+    shorter = max(1, prompt * context // (prompt + answer))
+    return shorter, max(1, context - shorter)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """0 where there are none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0
+
+
+def bench_offline(engine: Engine, workload: Workload, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
+    """Every figure of `lmworks bench offline` but the start-up, which began before there was an engine."""
+    bench = Bench(engine, workload.seed)
+    warm_up_s = bench.warm_up()
+    times = [bench.step_time(batch) for batch in batches if batch <= engine.spec.max_seqs]
+    facts = bench.throughput(workload)
+    del facts["trace"]
+    return {
+        **bench.about(),
+        **facts,
+        "warm_up_s": warm_up_s,
+        "decode_ms": {str(one.batch): 1e3 * one.seconds for one in times},
+        "floor_ms": 1e3 * times[0].floor,
+        "floors_ms": {str(one.batch): 1e3 * one.floor for one in times},
+    }

@@ -1,0 +1,190 @@
+"""Seconds of the kernels that training is made of, on the device at hand.
+
+Each kind of kernel in `plan/ops.py` is run at some sizes, as training runs it: products in their three layouts
+(forward, gradient of the input, gradient of the weight), attention both ways, passes over memory, fused AdamW, and ops
+too small to cost anything but their launch. What each takes on a machine that is left alone is kept (`clock.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from ..data.progress import Progress, silent
+from ..plan.devices.machine import Machine, Rate
+from ..plan.flops import keys_per_query
+from .calibration_sizes import Sizes
+from .clock import Clock
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LONG = 4  # an optimizer's pass takes so much longer than other points
+
+
+def measure(device: torch.device, seconds: float, sizes: Sizes, progress: Progress = silent) -> Machine:
+    """All kinds of kernel, in about `seconds`."""
+    clock = Clock(device, sizes.patience, progress)
+    dtypes = supported(device)
+    products, attentions = 3 * len(sizes.products), 2 * len(sizes.attentions)
+    passes, updates = 4 * len(sizes.passes), len(sizes.optimizer)
+    each = seconds / (len(dtypes) * (products + attentions) + passes + LONG * updates + 2)
+    rates: dict[str, tuple[Rate, ...]] = {}
+    for dtype in dtypes:
+        clock.begin(f"products {dtype}", each * products, products)
+        rates[f"gemm.{dtype}"] = measure_products(clock, DTYPES[dtype], sizes)
+        clock.begin(f"attention {dtype}", each * attentions, attentions)
+        forward, backward = measure_attention(clock, DTYPES[dtype], sizes)
+        rates[f"attention.{dtype}"], rates[f"attention_backward.{dtype}"] = forward, backward
+    clock.begin("memory", each * passes, passes)
+    rates |= measure_passes(clock, sizes)
+    clock.begin("optimizer", each * LONG * updates, updates)
+    rates["optimizer"] = measure_optimizer(clock, sizes)
+    clock.begin("launches", each * 2, 2)
+    launch, launch_backward = measure_launches(clock)
+    return Machine(
+        name=device_name(device),
+        device=device.type,
+        tag="measured",
+        rates=rates,
+        launch_s=launch,
+        launch_backward_s=launch_backward,
+        memory_bytes=memory_bytes(device),
+        noise=digits(clock.noise),
+    )
+
+
+def supported(device: torch.device) -> list[str]:
+    """Number formats to train with. fp16 is left out on a CPU, where nobody trains with it."""
+    if device.type == "cpu":
+        return ["fp32", "bf16"]
+    return ["fp32", *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []), "fp16"]
+
+
+def measure_products(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> tuple[Rate, ...]:
+    """x·Wᵀ, grad·W and gradᵀ·x of each linear layer, each a point of its own: products of other proportions."""
+    points: list[Rate] = []
+    for tokens, inputs, outputs in sizes.products:
+        flops = 2 * tokens * inputs * outputs
+        if points and not clock.has_time(3 * flops / fastest(points)):
+            break
+        x = torch.randn(tokens, inputs, device=clock.device).to(dtype)
+        weight = torch.randn(outputs, inputs, device=clock.device).to(dtype)
+        grad = torch.randn(tokens, outputs, device=clock.device).to(dtype)
+        for left, right in [(x, weight.t()), (grad, weight), (grad.t(), x)]:
+            shape = (left.shape[0], left.shape[1], right.shape[1])
+            points.append(Rate(shape, digits(flops / clock(partial(torch.mm, left, right)))))
+    return tuple(points)
+
+
+def measure_attention(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> tuple[tuple[Rate, ...], tuple[Rate, ...]]:
+    """Causal attention: FLOPs over the keys that are seen, 2 products forward and 5 backward (scores again)."""
+    forward: list[Rate] = []
+    backward: list[Rate] = []
+    for batch, heads, seq, head_dim in sizes.attentions:
+        flops = 4 * batch * heads * seq * head_dim * keys_per_query(seq)
+        if backward and not clock.has_time(flops / fastest(forward) + 2.5 * flops / fastest(backward)):
+            break
+        q, k, v = (
+            torch.randn(batch, seq, heads, head_dim, device=clock.device).to(dtype).transpose(1, 2).requires_grad_()
+            for _ in range(3)
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        grad = torch.randn_like(out)
+        shape = (seq, head_dim)
+
+        def run(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
+            with torch.no_grad():
+                F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def run_back(out: torch.Tensor = out, grad: torch.Tensor = grad, qkv: tuple = (q, k, v)) -> None:
+            torch.autograd.grad(out, qkv, grad, retain_graph=True)
+
+        forward.append(Rate(shape, digits(flops / clock(run))))
+        backward.append(Rate(shape, digits(2.5 * flops / clock(run_back))))
+    return tuple(forward), tuple(backward)
+
+
+def measure_passes(clock: Clock, sizes: Sizes) -> dict[str, tuple[Rate, ...]]:
+    """Element-wise ops with a fresh result, by the bytes that they read and write."""
+    rates: dict[str, list[Rate]] = {"stream": [], "strided": [], "exp": [], "tanh": []}
+    heads, head_dim = 8, 64
+    for elements in sizes.passes:
+        a, b = torch.randn(elements, device=clock.device), torch.randn(elements, device=clock.device)
+        x, table = a.view(-1, heads, head_dim), b.view(-1, heads, head_dim)[:, :1]  # a row per position
+        kernels: dict[str, tuple[int, Callable[[], object]]] = {
+            "stream": (12, partial(torch.mul, a, b)),
+            "exp": (8, partial(F.silu, a)),
+            "tanh": (8, partial(F.gelu, a, approximate="tanh")),
+            "strided": (8, partial(torch.mul, x, table)),
+        }
+        for kind, (width, work) in kernels.items():
+            rates[kind].append(Rate((width * elements,), digits(width * elements / clock(work))))
+    return {kind: tuple(points) for kind, points in rates.items()}
+
+
+def measure_optimizer(clock: Clock, sizes: Sizes) -> tuple[Rate, ...]:
+    """Fused AdamW over tensors of a million parameters: reads p, g, m, v and writes p, m, v."""
+    points: list[Rate] = []
+    for count in sizes.optimizer:
+        if points and not clock.has_time(28 * count / fastest(points)):
+            break
+        parameters = [torch.nn.Parameter(torch.zeros(2**20, device=clock.device)) for _ in range(count // 2**20)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        adamw = torch.optim.AdamW(parameters, fused=True)
+        points.append(Rate((28 * count,), digits(28 * count / clock(adamw.step))))
+    return tuple(points)
+
+
+def measure_launches(clock: Clock) -> tuple[float, float]:
+    """Host seconds of one small op: called from Python with autograd recording, and its backward node."""
+    count, x = 200, torch.ones(8, device=clock.device, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        y = x
+        for _ in range(count):
+            y = y * x
+        return y
+
+    once = clock(forward, by_host=True) / count
+    both = clock(lambda: forward().sum().backward(), by_host=True) / count
+    return digits(once), digits(max(0.0, both - once) / 2)  # two products and a sum in each node: see plan/ops.py
+
+
+def fastest(points: list[Rate]) -> float:
+    """What a larger one is expected to reach, too."""
+    return max(point.rate for point in points)
+
+
+def digits(value: float) -> float:
+    """Five of them: more would be noise, and a profile is a file that people read."""
+    return float(f"{value:.5g}")
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_model()}, {torch.get_num_threads()} threads"
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):  # not every system says
+        return 0

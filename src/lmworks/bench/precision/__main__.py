@@ -1,0 +1,16 @@
+"""One training of `lmworks study precision`: see `one`."""
+
+import sys
+from pathlib import Path
+
+from ...spec import LMWorksError
+from .single_run import train_one
+
+folder, name, *force = sys.argv[1:]
+try:
+    train_one(Path(folder), name, force == ["--force"])
+except LMWorksError as error:
+    print(f"lmworks: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+except KeyboardInterrupt:
+    sys.exit(130)

@@ -1,0 +1,171 @@
+"""A run that looks closely at a few of its steps; between them it is the trainer of `lmworks train`.
+
+At each spot of `ways.spots` it compares the update that the optimizer made with the one that it had worked out, and
+after the step, on the next batch, its gradients with those of the same weights in fp32. What it finds is a line of
+looked.jsonl. None of it changes the run: copies are looked at, and gradients are dropped again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ...data import Batch
+from ...kernels.training.adamw import joined
+from ...model import GPT
+from ...model.moe import moe_layers
+from ...parallel.parallel_model import Laid
+from ...record import MetricsWriter
+from ...spec import OptimSpec, PrecisionSpec
+from ...train import Trainer
+from ...train.health.stats import row_of
+from ...train.rank_memory import read_held
+from .tensor_formats import Census
+from .variants import spots
+
+LOOKED = "looked.jsonl"
+LOST = ("elements", "flushed", "nonfinite", "error", "square")  # of gradients; the last two: sums of squares
+
+
+class Watched(Trainer):
+    def build(self) -> None:
+        super().build()
+        self.spots = spots(self.spec.optim.steps)
+        self.seen: dict[str, Any] = {}
+
+    def train_step(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        watch = UpdateWatch(self) if self.step + 1 in self.spots else None
+        with watch or nullcontext():
+            values = super().train_step(batches)
+        self.seen = watch.found if watch else {}
+        return values
+
+    def following(self) -> Sequence[Batch] | None:
+        """Gradients are looked at between this step and the next: there must be none under way."""
+        return None if self.step + 1 in self.spots else super().following()
+
+    def report(self, values: dict[str, Any]) -> None:
+        super().report(values)
+        if self.step in self.spots:
+            self.seen["gradients"], self.seen["formats"] = look(self)
+            with MetricsWriter(self.folder.path / LOOKED, self.attempt) as lines:
+                lines.write(self.step, self.seen)
+
+
+# --- the update -----------------------------------------------------------------------------------------
+
+
+class UpdateWatch:
+    """`found` after the step: bytes held before the update, and how much of it the weights took up.
+
+    unmoved: the share of weights that should have changed and did not. kept: the update that was made, projected on
+    the one that was worked out; 1 is all of it. Rounding to the nearest loses what is below half a unit of the last
+    place. Rounding by chance leaves most weights where they are, and still keeps 1 on the mean.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.found: dict[str, Any] = {}
+        self.before: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        optimizer = self.trainer.optimizer
+        self.handles = optimizer.register_step_pre_hook(self.look), optimizer.register_step_post_hook(self.compare)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def look(self, *_: Any) -> None:
+        self.found["held"] = asdict(read_held(self.trainer))
+        self.before = [kept_weight(self.trainer.optimizer, leaf) for leaf in self.leaves()]
+
+    @torch.no_grad()
+    def compare(self, *_: Any) -> None:
+        if self.trainer.spec.optim.optimizer != "adamw":  # plain SGD keeps no state to work its update out from
+            return
+        optimizer, sums = self.trainer.optimizer, torch.zeros(4, dtype=torch.float64)
+        groups = {leaf: group for group in optimizer.param_groups for leaf in group["params"]}
+        for leaf, before in zip(self.leaves(), self.before, strict=True):
+            made = kept_weight(optimizer, leaf).double() - before.double()
+            due = worked_out(self.trainer.spec.optim, optimizer.state[leaf], groups[leaf], before)
+            moving = due != 0
+            sums += torch.stack(
+                [moving.sum(), (moving & (made == 0)).sum(), (made * due).sum(), due.square().sum()]
+            ).cpu()
+        moving, unmoved, along, square = sums.tolist()
+        if unmoved < moving:  # else the step was left out: a loss scale was too high
+            self.found["update"] = {"unmoved": unmoved / moving, "kept": along / square}
+
+    def leaves(self) -> list[Tensor]:
+        return [shard.leaf for shard in self.trainer.laid.shards if shard.leaf.grad is not None]
+
+
+def kept_weight(optimizer: torch.optim.Optimizer, leaf: Tensor) -> Tensor:
+    """A copy of the weight, to all the digits that the optimizer keeps of it."""
+    low = optimizer.state[leaf].get("low") if leaf in optimizer.state else None
+    return leaf.detach().to(torch.float32, copy=True) if low is None else joined(leaf.detach(), low)
+
+
+def worked_out(optim: OptimSpec, state: dict[str, Any], group: dict[str, Any], before: Tensor) -> Tensor:
+    """AdamW's update from its moments after the step."""
+    steps, rate = float(state["step"]), float(group["lr"])
+    mean = state["exp_avg"].double() / (1 - optim.beta1**steps)
+    spread = (state["exp_avg_sq"].double() / (1 - optim.beta2**steps)).sqrt()
+    return -rate * (mean / (spread + optim.eps) + group["weight_decay"] * before.double())
+
+
+# --- the gradients --------------------------------------------------------------------------------------
+
+
+def look(trainer: Trainer) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Gradients of the next batch in the run's precision against fp32, by part of the model; of an fp32 run, what
+    other formats would lose of its tensors."""
+    batches, before = trainer.batches.at(trainer.cursor), trainer.batches.at(trainer.cursor - 1)
+    tokens = max(1, trainer.count_tokens(batches))
+    reference = in_fp32(trainer)
+    if trainer.spec.precision == reference.spec.precision:
+        census = Census()
+        with census.largest(reference.parts[0]):
+            reference.forward_backward(before, 1 / tokens)
+        with census.counting(reference.parts[0]):
+            reference.forward_backward(batches, 1 / tokens)
+        return {}, census.to_dict()
+    reference.forward_backward(batches, 1 / tokens)
+    scale = trainer.loss_scale.scale
+    trainer.laid.forward_backward(batches, scale / tokens)
+    trainer.laid.finish()
+    exact = {shard.name: shard.leaf.grad for shard in reference.shards}
+    found: dict[str, Tensor] = {}
+    for shard in trainer.laid.shards:
+        own, truth = shard.leaf.grad, exact[shard.name]
+        if own is not None and truth is not None:
+            part = row_of(shard.name)
+            found[part] = found.get(part, torch.zeros(len(LOST), dtype=torch.float64)) + lost(own, truth, scale)
+    trainer.laid.clear()
+    for moe in moe_layers(trainer.model):
+        moe.visits = None  # choices of tokens that were not trained on
+    return {part: sums.tolist() for part, sums in found.items()}, {}
+
+
+def in_fp32(trainer: Trainer) -> Laid:
+    """The run's model as it is now, all of it in fp32."""
+    model = GPT(trainer.spec.model).to(trainer.device)
+    model.load_state_dict(trainer.model.state_dict())  # copies into fp32
+    return Laid.whole(model, trainer.spec.replace(precision=PrecisionSpec()))
+
+
+@torch.no_grad()
+def lost(own: Tensor, exact: Tensor, scale: float) -> Tensor:
+    """LOST of one weight's gradient; `scale` is what the loss was multiplied by."""
+    finite = own.isfinite()
+    off = torch.where(finite, own.double() / scale - exact.double(), 0.0)
+    flushed = (own == 0) & (exact != 0)
+    sums = own.numel(), flushed.sum(), (~finite).sum(), off.square().sum(), exact.double().square().sum()
+    return torch.tensor([float(one) for one in sums], dtype=torch.float64)

@@ -1,0 +1,291 @@
+"""What `lmworks study precision` writes: report.md, report.html and, where matplotlib is there, report.png."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ...plan.exact.residency import resident
+from ...plan.memory.sheet import memory as planned_peak
+from ...record.figures import binary_bytes, short
+from ...report.run_report import smooth
+from ...report.sections import Section, sections_as_markdown, sections_as_page, write_both
+from ...report.svg import Line, Points, line_chart
+from ...spec import PrecisionSpec
+from .plot import COLORS, draw
+from .study import Outcome, Study
+from .tensor_formats import FORMATS, LOSS_SCALE, ROLES
+from .variants import BASE, SEED, TOO_HIGH, spots
+from .verdict import THRESHOLDS, totals
+
+TITLE = "One model in every precision"
+STYLE = "".join(f".{name} {{ --c: {color}; }} " for name, color in COLORS.items())
+
+
+def write_reports(study: Study) -> tuple[Path, Path]:
+    picture = draw(study, study.folder / "report.png")
+    shown = [f"![Loss, gap to fp32, gradient norm and loss scale]({picture.name})"] if picture else []
+    return write_both(study.folder, as_markdown(study, shown), as_page(study))
+
+
+def as_markdown(study: Study, pictures: list[str]) -> str:
+    return sections_as_markdown(TITLE, [lead(study), *pictures], sections(study))
+
+
+def as_page(study: Study) -> str:
+    return sections_as_page(TITLE, lead(study), [], sections(study), STYLE)
+
+
+def lead(study: Study) -> str:
+    spec = study.spec
+    threads = study[BASE.name].training.facts.get("threads")
+    return (
+        f"{spec.model.params:,} parameters ({spec.model.layers} layers, hidden {spec.model.hidden}), sequences of "
+        f"{spec.data.seq}, {spec.data.global_batch} a step, {spec.optim.steps} steps of {spec.optim.optimizer} at a "
+        f"rate of {spec.optim.lr:g}, on {study.device}{f', threads: {threads}' if threads else ''}."
+    )
+
+
+def sections(study: Study) -> list[Section]:
+    found = [overview(study), curves(study), evaluations(study), gradients(study), formats(study), updates(study)]
+    found += [scales(study), norms(study), memory(study), ways(study)]
+    return [section for section in found if section.rows or section.charts]
+
+
+# --- cells ----------------------------------------------------------------------------------------------
+
+
+def cell(value: float | None, show: Callable[[float], str] | str) -> str:
+    return "–" if value is None else show.format(value) if isinstance(show, str) else show(value)
+
+
+def share(value: float | None) -> str:
+    """A part of a whole, with a digit left where it is small."""
+    return "–" if value is None else "0" if value == 0 else f"{value:.2g}" if value < 1e-4 else f"{value:.2%}"
+
+
+def size(value: float | None) -> str:
+    return cell(value, binary_bytes)
+
+
+def speed(outcome: Outcome) -> str:
+    if outcome.training.facts.get("emulated"):
+        return "emulated"
+    return cell(outcome.training.speed, "{:.2f}×")
+
+
+def held(outcome: Outcome) -> float | None:
+    """Bytes a parameter just before an update, read from live tensors."""
+    training = outcome.training
+    found = next((line["held"] for line in training.looked if "held" in line), None)
+    return sum(found.values()) / training.spec.model.params if found else None
+
+
+# --- sections -------------------------------------------------------------------------------------------
+
+
+def overview(study: Study) -> Section:
+    columns, rows = overview_table(study)
+    (columns, *rows) = ([line[0], line[-1], *line[1:-1]] for line in (columns, *rows))
+    return Section("In short", THRESHOLDS, columns, rows, numeric=len(columns) - 2)
+
+
+def overview_table(study: Study) -> tuple[list[str], list[list[str]]]:
+    """What the command prints; its last column is the longest."""
+    columns = ["precision", "held-out loss", "gap", "speed", "peak", "bytes/parameter", "verdict"]
+    rows = []
+    for one in study.outcomes:
+        row = [one.name, cell(one.figures.val_loss, "{:.4f}"), cell(one.figures.gap, "{:+.4f}"), speed(one)]
+        row += [size(one.training.memory), cell(held(one), "{:.1f}"), one.verdict]
+        rows.append(row)
+    return columns, rows
+
+
+def curves(study: Study) -> Section:
+    text = (
+        "Training loss, smoothed over a fiftieth of the run; and in the second half the gap of it to fp32's, over the "
+        f"same batches ({SEED.name} has others, and is left out)."
+    )
+    base, half = dict(smoothed(study[BASE.name], "loss")), study.spec.optim.steps / 2
+    gaps = {
+        one.name: [(step, loss - base[step]) for step, loss in smoothed(one, "loss") if step in base and step > half]
+        for one in study.outcomes
+        if one.name not in (BASE.name, SEED.name)
+    }
+    scales = {one.name: [(x, math.log2(y)) for x, y in one.training.curve("loss_scale")] for one in study.outcomes}
+    charts = {
+        "Training loss": chart({one.name: smoothed(one, "loss") for one in study.outcomes}),
+        "Gap of the training loss to fp32, second half": chart(gaps),
+        "Gradient norm, before clipping": chart(
+            {one.name: smoothed(one, "grad_norm") for one in study.outcomes}, "norm"
+        ),
+    }
+    if any(scales.values()):
+        charts["Loss scale, log₂"] = chart(scales, "log₂ of the scale")
+    return Section("Curves", text, [], [], charts=charts)
+
+
+def smoothed(outcome: Outcome, key: str) -> Points:
+    return smooth(outcome.training.curve(key))
+
+
+def chart(lines: Mapping[str, Points], y: str = "nats a token") -> str:
+    drawn = [Line(name, points, name) for name, points in lines.items() if points]
+    return line_chart(drawn, show="{:.4g}".format, y=y)
+
+
+def evaluations(study: Study) -> Section:
+    text = "Loss on held-out data, the same batches every time. A dash: the run did not come so far."
+    steps = sorted({step for one in study.outcomes for step, _ in one.training.curve("val_loss")})
+    rows = []
+    for one in study.outcomes:
+        known = dict(one.training.curve("val_loss"))
+        rows.append([one.name, *(cell(known.get(step), "{:.4f}") for step in steps)])
+    return Section(
+        "Held-out loss", text, ["precision", *(f"step {step:.0f}" for step in steps)], rows, numeric=len(steps)
+    )
+
+
+def gradients(study: Study) -> Section:
+    text = (
+        f"After steps {listed(study)}, gradients of the next batch in the run's own precision against those of the "
+        "same weights in fp32. Flushed: zero, and not so in fp32. Not finite: infinite or NaN, under the loss scale of "
+        "that moment. Both are shares of all elements, at the worst of these steps, and in the worst part of the "
+        "model. Error: ‖g − g of fp32‖ ÷ ‖g of fp32‖, the median over these steps."
+    )
+    columns = ["precision", "worst part", "flushed", "flushed in it", "not finite", "error"]
+    rows = []
+    for one in study.outcomes:
+        if one.name in (BASE.name, SEED.name):
+            continue
+        parts = [(part, sums) for line in one.training.looked for part, sums in line.get("gradients", {}).items()]
+        part, sums = max(parts, key=lambda each: each[1][1] / each[1][0], default=("–", None))
+        found = one.figures
+        row = [one.name, part if sums and sums[1] else "–", share(found.flushed)]
+        row += [
+            share(sums[1] / sums[0] if sums else None),
+            share(found.nonfinite),
+            cell(found.gradient_error, "{:.2e}"),
+        ]
+        rows.append(row)
+    return Section("Gradients against fp32", text, columns, rows, numeric=4)
+
+
+def formats(study: Study) -> Section:
+    text = (
+        "Tensors of the fp32 run that 8-bit products would round (inputs and weights of the blocks' linear layers, "
+        f"gradients of their outputs), after steps {listed(study)}, in each format. Saturated: beyond its largest "
+        "number. Tensorwise and rowwise: scaled so that the largest element of the tensor, or of each row, is the "
+        "format's largest number; nothing saturates. Delayed: scaled by the largest element of the batch before. "
+        f"Loss scaled: by {LOSS_SCALE:,.0f}. Error: ‖rounded − x‖ ÷ ‖x‖. All over all steps and blocks; the worst "
+        "block is the one with most flushed and saturated."
+    )
+    rows = []
+    for role in ROLES:
+        for form in FORMATS:
+            blocks = blocks_of(study, role, form.name)
+            if not blocks:
+                continue
+            count, flushed, saturated, error, square = totals(blocks)
+            worst = max(blocks, key=lambda block: (blocks[block][1] + blocks[block][2]) / blocks[block][0])
+            row = [role, form.name, worst if flushed + saturated else "–"]
+            rows.append([*row, share(flushed / count), share(saturated / count), f"{(error / square) ** 0.5:.2e}"])
+    columns = ["tensors", "format", "worst block", "flushed", "saturated", "error"]
+    return Section("What each format loses of the same tensors", text, columns, rows, numeric=3)
+
+
+def blocks_of(study: Study, role: str, form: str) -> dict[str, list[float]]:
+    """Sums over the steps that were looked at, by block."""
+    found: dict[str, list[float]] = {}
+    for line in study[BASE.name].training.looked:
+        for block, sums in line.get("formats", {}).get(role, {}).get(form, {}).items():
+            found[block] = [a + b for a, b in zip(found.get(block, [0.0] * len(sums)), sums, strict=True)]
+    return found
+
+
+def updates(study: Study) -> Section:
+    text = (
+        "Of the update that AdamW worked out, how much the weights took up, as the optimizer keeps them (a master's 16 "
+        "bits count). Kept: the change that was made, projected on the one that was due; 100 % is all of it, on the "
+        "mean. Unmoved: the share of weights that should have changed and did not. Rounding by chance leaves most "
+        "weights where they are in one step, and loses nothing on the mean."
+    )
+    steps = spots(study.spec.optim.steps)
+    columns = ["precision", *(f"{what}, step {step}" for step in steps for what in ("kept", "unmoved"))]
+    rows = []
+    for one in study.outcomes:
+        seen = {line["step"]: line.get("update") or {} for line in one.training.looked}
+        found = [seen.get(step, {}).get(what) for step in steps for what in ("kept", "unmoved")]
+        rows.append([one.name, *(share(value) for value in found)])
+    return Section("Weight updates", text, columns, rows, numeric=len(columns) - 1)
+
+
+def scales(study: Study) -> Section:
+    text = (
+        "fp16 alone. A step whose gradient overflows is left out and halves the scale; a window of good steps doubles "
+        f"it. fp16-high begins at {TOO_HIGH:,.0f} on purpose."
+    )
+    rows = []
+    for one in study.outcomes:
+        known = [scale for _, scale in one.training.curve("loss_scale")]
+        if known:
+            left_out = one.training.overflows
+            which = ", ".join(map(str, left_out[:12])) + (" …" if len(left_out) > 12 else "")
+            rows.append([one.name, which or "none", f"{len(left_out)}", *(f"{s:,.0f}" for s in ends(known))])
+    columns = ["precision", "steps left out", "how many", "first scale", "lowest", "highest", "last"]
+    return Section("Loss scale", text, columns, rows, numeric=5)
+
+
+def ends(known: list[float]) -> tuple[float, float, float, float]:
+    return known[0], min(known), max(known), known[-1]
+
+
+def norms(study: Study) -> Section:
+    text = "Norm of the whole gradient before clipping; the ratio is the median over steps of that to fp32's norm."
+    rows = []
+    for one in study.outcomes:
+        known = [norm for _, norm in one.training.curve("grad_norm")]
+        row = [one.name, cell(one.figures.norm, "{:.4f}"), cell(max(known, default=None), "{:.4f}")]
+        rows.append([*row, cell(one.figures.norm_ratio, "{:.4f}"), cell(one.figures.loss_gap, "{:+.4f}")])
+    columns = ["precision", "median", "highest", "ratio to fp32", "gap of training loss at the end"]
+    return Section("Gradient norms", text, columns, rows, numeric=4)
+
+
+def memory(study: Study) -> Section:
+    text = (
+        "Speed: fp32 and this precision took steps in turns, and the ratio is the median over rounds; tokens/s is of "
+        f"the run itself, which whatever else runs on the machine moves. {SEED.name} shows how far 1.00 can be off. "
+        "Peak: the highest before the first close look, of a process that trains nothing else; on a CPU it is the "
+        "growth of the resident set. State: parameters, gradients, master and optimizer states just before an update, "
+        "read from live tensors, beside the planner's."
+    )
+    columns = ["precision", "speed", "tokens/s", "peak", "planned", "to it", "state, bytes/parameter", "planned"]
+    rows, kind = [], study[BASE.name].training.facts.get("kind", "cpu")
+    for one in study.outcomes:
+        peak, planned = one.training.memory, planned_peak(one.training.spec, kind).total
+        row = [one.name, speed(one), cell(one.training.tokens_per_s, short), size(peak), size(planned)]
+        row += [f"{peak / planned:.2f}" if peak else "–", cell(held(one), "{:.2f}")]
+        rows.append([*row, f"{resident(one.training.spec, 0).total / one.training.spec.model.params:.2f}"])
+    return Section("Speed and memory", text, columns, rows, numeric=7)
+
+
+def ways(study: Study) -> Section:
+    text = (
+        f"Each is a run of its own in `{study.folder.name}/NAME`, with its metrics, events and report: `lmworks runs` "
+        "lists them."
+    )
+    rows = [[one.name, one.training.way.what, keys(one)] for one in study.outcomes]
+    return Section("The precisions", text, ["precision", "what it is", "keys of [precision]"], rows)
+
+
+def keys(outcome: Outcome) -> str:
+    """What differs from the defaults."""
+    usual = PrecisionSpec().to_dict()
+    given = {key: value for key, value in outcome.training.spec.precision.to_dict().items() if value != usual[key]}
+    return ", ".join(f"{key} = {str(value).lower()}" for key, value in given.items()) or "–"
+
+
+def listed(study: Study) -> str:
+    *most, last = map(str, spots(study.spec.optim.steps))
+    return f"{', '.join(most)} and {last}"

@@ -1,0 +1,121 @@
+"""From the figures of a run to a few words about its precision. The thresholds stand here, and in the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from .variants import BASE, SEED, Way
+
+Steps = Sequence[dict[str, Any]]
+
+LOST_UPDATES = 0.05  # more of the update rounded away than this is told
+FLUSHED = 0.01  # more of the gradient's elements at zero than this, too
+THRESHOLDS = (
+    "The gap is the mean over the evaluations of the run's second half of the loss on held-out data less fp32's; the "
+    "noise is the root mean square of the same difference between two seeds of fp32. A gap of at most the noise is "
+    "'as fp32 within the noise'. Lost updates are told from "
+    f"{LOST_UPDATES:.0%} of the update on, gradients flushed to zero from {FLUSHED:.0%} of their elements on, both at "
+    "the worst of the steps looked at; overflows are all told."
+)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """None: it was not measured, or the run did not come so far."""
+
+    loss: float | None  # of training, the mean over the last tenth of the steps
+    loss_gap: float | None  # of it to fp32's, over the same steps; the seed is the same, so the batches are
+    val_loss: float | None  # at the last evaluation
+    gap: float | None  # of the loss on held-out data, see THRESHOLDS
+    norm: float | None  # of the gradient, the median
+    norm_ratio: float | None  # to fp32's, the median over steps
+    flushed: float | None  # share of gradient elements that are 0 and in fp32 are not, at the worst spot
+    nonfinite: float | None  # share that is infinite or NaN, at the worst spot
+    gradient_error: float | None  # ‖g − g of fp32‖ / ‖g of fp32‖, the median over spots
+    unmoved: float | None  # share of weights that should have moved and did not, at the worst spot
+    kept: float | None  # of the update, at the worst spot
+
+
+def figures(steps: Steps, looked: Steps, base: Steps, error: str) -> Figures:
+    gradients = [totals(line["gradients"]) for line in looked if line.get("gradients")]
+    updates = [line["update"] for line in looked if line.get("update")]
+    losses, theirs = by_step(steps, "loss"), by_step(base, "loss")
+    last = sorted(losses)[-max(1, len(base) // 10) :] if losses and not error else []
+    norms, their_norms = by_step(steps, "grad_norm"), by_step(base, "grad_norm")
+    ratios = [norm / their_norms[step] for step, norm in norms.items() if their_norms.get(step)]
+    evaluated = by_step(steps, "val_loss")
+    return Figures(
+        loss=mean([losses[step] for step in last]),
+        loss_gap=mean([losses[step] - theirs[step] for step in last if step in theirs]),
+        val_loss=evaluated[max(evaluated)] if evaluated else None,
+        gap=mean(differences(steps, base)),
+        norm=median(norms.values()) if norms else None,
+        norm_ratio=median(ratios) if ratios else None,
+        flushed=max((one[1] / one[0] for one in gradients), default=None),
+        nonfinite=max((one[2] / one[0] for one in gradients), default=None),
+        gradient_error=median(math.sqrt(one[3] / one[4]) for one in gradients) if gradients else None,
+        unmoved=max((one["unmoved"] for one in updates), default=None),
+        kept=min((one["kept"] for one in updates), default=None),
+    )
+
+
+def noise_of(base: Steps, seed: Steps) -> float | None:
+    off = differences(seed, base)
+    return math.sqrt(sum(one * one for one in off) / len(off)) if off else None
+
+
+def differences(steps: Steps, base: Steps) -> list[float]:
+    """Of the losses on held-out data, at the evaluations of the second half that both runs came to."""
+    own, theirs = by_step(steps, "val_loss"), by_step(base, "val_loss")
+    half = max(theirs, default=0) / 2
+    return [own[step] - theirs[step] for step in sorted(own.keys() & theirs.keys()) if step > half]
+
+
+def by_step(steps: Steps, key: str) -> dict[int, float]:
+    return {step["step"]: step[key] for step in steps if step.get(key) is not None}
+
+
+def totals(parts: dict[str, list[float]]) -> list[float]:
+    return [sum(column) for column in zip(*parts.values(), strict=True)]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+# --- in words -------------------------------------------------------------------------------------------
+
+
+def verdict(way: Way, found: Figures, noise: float | None, error: str, overflows: Sequence[int]) -> str:
+    if error:
+        return f"failed: {error}"
+    if way == BASE:
+        return "what the others are held against"
+    if way == SEED:
+        return "the noise" if noise is None else f"the noise: {noise:.4f}"
+    return "; ".join([by_loss(found.gap, noise), *beside(found, overflows)])
+
+
+def by_loss(gap: float | None, noise: float | None) -> str:
+    if gap is None or noise is None:
+        return "no fp32 to hold it against"
+    if abs(gap) <= noise:
+        return f"as fp32 within the noise (gap {gap:+.4f})"
+    times = f"{abs(gap) / noise:.1f} × the noise" if noise else "without any noise"
+    return f"{'worse' if gap > 0 else 'better'} than fp32 by {abs(gap):.4f}, {times}"
+
+
+def beside(found: Figures, overflows: Sequence[int]) -> list[str]:
+    """What else is worth knowing."""
+    said = []
+    if found.kept is not None and 1 - found.kept > LOST_UPDATES:
+        said.append(f"lost updates: {1 - found.kept:.0%} rounded away, {found.unmoved:.0%} of the weights did not move")
+    if found.flushed is not None and found.flushed > FLUSHED:
+        said.append(f"{found.flushed:.1%} of the gradient's elements became 0")
+    if overflows:
+        said.append(f"{len(overflows)} steps left out by overflow, the last at {overflows[-1]}")
+    return said

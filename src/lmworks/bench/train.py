@@ -1,0 +1,255 @@
+"""How fast a spec trains here: the trainer's own steps on its own input, each figure beside its limit.
+
+Warm-up, then the mean of some steps, from the end of one to the end of the next: what the host does between two is in
+it, and so is every wait of the device. Not the median: a host that runs ahead of its GPU sees steps end by fits and
+starts, and only their sum tells the time. Beside it stand the floor of the work (`roofline`) and what the planner says
+of the spec without having seen it run. Weights are drawn on the device: a CPU takes minutes for billions of them.
+Nothing is saved, evaluated or left on disk. A spike is taken as any other step; where a loss is not finite there is no
+speed to tell.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+import zlib
+from contextlib import ExitStack, closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import profile
+
+from ..data.progress import Progress, silent
+from ..parallel.initial_weights import Source
+from ..parallel.world import known
+from ..plan.devices.machine import Machine
+from ..plan.memory.host_fit import gib
+from ..plan.memory.reserve import reserved
+from ..plan.predict import Prediction, predict
+from ..plan.step_flops import StepFlops, step_flops
+from ..record.oom import OutOfMemory
+from ..spec import RunSpec, SpecError, TrainingError
+from ..train import Trainer
+from ..train.async_step import drop
+from ..train.device import find_gpu
+from ..train.health.bad_step import NotTaken
+from ..train.oom import naming
+from ..train.prefetcher import Feed
+from ..train.profile import recorder
+from .kernel_timing import device_name, memory_bytes
+from .power import watched_power
+from .probe import cached_machine, probe
+from .roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
+
+WARM_UP = 3  # steps: the first compiles and makes optimizer states, the second and third may compile again
+TOLD = 60  # kernels of a profile
+
+
+def bench_train(
+    spec: RunSpec, steps: int = 20, *, kernels: bool = False, force: bool = False, progress: Progress = silent
+) -> dict[str, Any] | None:
+    """Every rank calls it, and the first gets the answer.
+
+    `kernels`: also what a profiled step is made of. `force`: even where it does not fit into memory.
+    """
+    spec = on_some_data(unsaved(in_good_health(spec)))
+    with tempfile.TemporaryDirectory(prefix="lmworks-bench-") as folder:
+        trainer = Trainer(spec, Path(folder) / "run", quiet=True, force=force)
+        device = trainer.device
+        progress(f"measuring products and memory of {device_name(device)}", 0, 0)
+        ceilings = [measured_ceilings(device, spec.precision.dtype)] if trainer.lead else []
+        try:
+            measured = naming(trainer, lambda: take_steps(trainer, steps, kernels, progress))
+        except OutOfMemory as error:
+            error.args = (
+                f"{error}; {device_name(device)} has {gib(memory_bytes(device))}: lower data.micro_batch, or use "
+                "parallel.recompute=selective or precision.weights=bf16",
+            )
+            raise
+        except NotTaken as refused:
+            raise known(
+                TrainingError(
+                    f"step {trainer.step + 1}: {refused.trouble.what}{refused.trouble.where}; what does not train has "
+                    "no speed: lower optim.lr, or use a wider precision.dtype"
+                )
+            ) from None
+    gpu = find_gpu(spec.cluster, device)
+    if gpu is not None:
+        ceilings.append(datasheet_ceilings(gpu))
+    return facts_of(trainer, measured, ceilings) if trainer.lead else None
+
+
+def in_good_health(spec: RunSpec) -> RunSpec:
+    """Spikes are logged, and a step that is not finite is told here: there is no run to go back in or to resume."""
+    actions = {"spike_loss": "log", "spike_grad": "log"}
+    if spec.parallel.engine == "native":  # DeepSpeed knows no other than to stop
+        actions["nonfinite"] = "skip"
+    return spec.replace(health=spec.health.replace(**actions))
+
+
+def unsaved(spec: RunSpec) -> RunSpec:
+    """Nothing is: no host memory is needed for copies that a save would write."""
+    return spec.replace(checkpoint=spec.checkpoint.replace(asynchronous=False))
+
+
+def on_some_data(spec: RunSpec) -> RunSpec:
+    """The embedded corpus where a plan names no data: how fast a step is does not depend on what is read."""
+    return spec if spec.data.named else spec.replace(data=spec.data.replace(path="stdlib:bytes"))
+
+
+def take_steps(trainer: Trainer, steps: int, kernels: bool, progress: Progress = silent) -> dict[str, Any]:
+    """Build, warm up, and time."""
+    device = trainer.device
+    if not trainer.spec.checkpoint.init:
+        trainer.weights = drawn_on(device, trainer.spec.seed)
+    began = time.perf_counter()
+    progress(f"building {trainer.spec.model.params:,} parameters on {device_name(device)}", 0, 0)
+    trainer.build()
+    total = WARM_UP + steps + 1  # a run's last step launches none ahead, and ends by as much sooner: it is not timed
+    losses, ends, waits = [], [], []
+    feed = Feed(trainer.batches, trainer.spec.data.workers, device)
+    with closing(feed) as trainer.feed, watched_power(device) as power:
+        for number in range(total):
+            with ExitStack() as stack:
+                if number == WARM_UP and device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)
+                recorded = None
+                if kernels and number == total - 1:
+                    drop(trainer)  # all of the step is to be recorded, and nothing else
+                    recorded = stack.enter_context(recording(device))
+                losses.append(one_step(trainer, total - number))
+            ends.append(time.perf_counter())
+            if number < WARM_UP:
+                progress("warm-up", number + 1, WARM_UP)
+            else:
+                progress("timing", number + 1 - WARM_UP, total - WARM_UP)
+            waits.append(trainer.reader.waited)
+    timed = ends[WARM_UP - 1 : WARM_UP + steps]
+    seconds = [after - before for before, after in pairwise(timed)]
+    found = {"warm_up_s": ends[WARM_UP - 1] - began, "seconds": seconds, "losses": losses}
+    found["waited"] = statistics.median(waits[WARM_UP : WARM_UP + steps])
+    found["power"] = power.between(timed[0], timed[-1])
+    found["allocated"] = trainer.memory.read()
+    found["reserved"] = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+    if recorded is not None:
+        found["kernels"] = table_of(recorded, device, statistics.mean(seconds))
+    return found
+
+
+def one_step(trainer: Trainer, left: int) -> float:
+    """As the training loop takes it, which leaves the passes of the next one under way; returns the loss."""
+    assert trainer.feed is not None
+    values = trainer.train_step(trainer.feed.take(trainer.cursor, left))
+    trainer.step += 1
+    trainer.cursor += 1
+    return float(values["loss"])
+
+
+def drawn_on(device: torch.device, seed: int) -> Source:
+    """Initial weights of the usual size, made where they stay; alike on every rank that asks for the same ones."""
+    generator = torch.Generator(device)
+
+    def whole(name: str, shape: torch.Size) -> Tensor:
+        weight = torch.empty(shape, device=device)
+        if "norm" in name:
+            return weight.fill_(1.0)
+        return weight.normal_(0.0, 0.02, generator=generator.manual_seed(seed + zlib.crc32(name.encode())))
+
+    return whole
+
+
+# --- what is said of it ---------------------------------------------------------------------------------
+
+
+def facts_of(trainer: Trainer, measured: dict[str, Any], ceilings: list[Ceilings]) -> dict[str, Any]:
+    spec, device = trainer.spec, trainer.device
+    step_s = statistics.mean(measured["seconds"])
+    flops = step_flops(spec)
+    facts: dict[str, Any] = {
+        "name": spec.name,
+        "device": device_name(device),
+        "ranks": spec.parallel.world,
+        "dtype": spec.precision.dtype,
+        "params": spec.model.params,
+        "tokens_per_step": flops.tokens,
+        "steps": len(measured["seconds"]),
+        "step_s": step_s,
+        "step_s_range": [min(measured["seconds"]), max(measured["seconds"])],
+        "warm_up_s": measured["warm_up_s"],
+        "host_waits": measured["waited"] / step_s if device.type == "cuda" else None,  # a share of the step
+        "tokens_per_s": flops.tokens / step_s,
+        "model_tflops": flops.model / step_s / spec.parallel.world / 1e12,
+        **use_of(trainer.peak_flops, flops, step_s, spec.parallel.world),
+        "memory": {
+            "allocated_bytes": measured["allocated"],
+            "reserved_bytes": measured["reserved"],
+            "device_bytes": memory_bytes(device),
+        },
+        "floors": {one.source: floor(spec, one, device.type).to_dict(flops.tokens, step_s) for one in ceilings},
+        "power": measured["power"],  # of the first rank's card
+        "predicted": compared(spec, device, step_s, measured),
+        "losses": measured["losses"],
+    }
+    return facts | ({"kernels": measured["kernels"]} if "kernels" in measured else {})
+
+
+def use_of(peak: float | None, flops: StepFlops, step_s: float, world: int) -> dict[str, float | None]:
+    """MFU and HFU: what the model needs, and what is computed again too, of the datasheet's peak."""
+    shares = {"mfu": flops.model, "hfu": flops.hardware}
+    return {name: done / step_s / world / peak if peak else None for name, done in shares.items()}
+
+
+def compared(spec: RunSpec, device: torch.device, step_s: float, measured: dict[str, Any]) -> dict[str, Any]:
+    """The planner's word, and by how much it is off: +0.1 is 10 % too much."""
+    try:
+        said = foretold(spec, device)
+    except SpecError as error:  # no figure is better than one that is made up
+        return {"note": str(error)}
+    seconds, total = said.time.total if said.time else None, said.memory.total
+    facts: dict[str, Any] = {"step_s": seconds, "step_error": seconds / step_s - 1 if seconds else None}
+    added = measured["allocated"]  # 0 on a CPU whose process had freed as much before
+    facts |= {"allocated_bytes": total, "allocated_error": total / added - 1 if added else None}
+    if measured["reserved"]:
+        foreseen = float(reserved(total))
+        facts |= {"reserved_bytes": foreseen, "reserved_error": foreseen / measured["reserved"] - 1}
+    facts |= {"interval": list(said.time.interval) if said.time else None}
+    facts |= {"quiet": said.machine.quiet, "noise": said.machine.noise} if said.machine else {}
+    by = said.machine.tag if said.machine else None
+    return facts | {"by": by, "parts": said.time.parts if said.time else None}
+
+
+def foretold(spec: RunSpec, device: torch.device) -> Prediction:
+    """On a GPU of the catalogue by the fitted model of its kind; else by the rates of this machine."""
+    gpu = find_gpu(spec.cluster, device)
+    if gpu is None:
+        machine = cached_machine(spec.cluster) or probe(device)
+        return predict(spec, machine)
+    named = spec.replace(cluster=spec.cluster.replace(gpu=gpu.name, device="cuda"))
+    return predict(named, Machine.of(gpu))
+
+
+# --- a profile ------------------------------------------------------------------------------------------
+
+
+def recording(device: torch.device) -> profile:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # what was launched before does not belong to it
+    return recorder(device)
+
+
+def table_of(recorded: profile, device: torch.device, step_s: float) -> dict[str, Any]:
+    """The kernels (on a CPU: ops) of one step by their own time, and the share of a usual step that they fill."""
+    cuda = device.type == "cuda"
+    rows = [
+        {"name": one.key, "count": one.count, "seconds": took / 1e6}
+        for one in recorded.key_averages()
+        if (took := one.self_device_time_total if cuda else one.self_cpu_time_total) > 0
+        and (not cuda or (one.device_type.name == "CUDA" and not one.is_user_annotation))
+    ]
+    rows.sort(key=lambda row: row["seconds"], reverse=True)
+    busy = sum(row["seconds"] for row in rows)
+    return {"busy_s": busy, "busy_share": busy / step_s, "rows": rows[:TOLD]}

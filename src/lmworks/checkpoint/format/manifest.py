@@ -1,0 +1,214 @@
+"""What makes a folder a checkpoint: a manifest of its files, and a marker that vouches for the manifest.
+
+    step-000100/
+      rank-00000.safetensors …  what each rank wrote: its pieces of the tensors
+      index.json                which piece of which tensor lies where
+      manifest.json             size, writer and digests of every file above, and what the run wants to remember
+      COMMITTED                 SHA-256 of manifest.json; written last
+
+Every byte is covered by a checksum, the checksums by the marker, and the marker by being last. A file that the manifest
+does not name is ignored: nothing ever reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import time
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from ...spec import CheckpointError
+from ...spec.files import write_whole
+from ...spec.names import unsafe_name
+from .digest import CHUNK, HEX_DIGITS, digest_of, new_hash, wrong_chunk
+from .validation import DamagedError, expect, is_whole, json_object, shown
+
+FORMAT = 2
+INDEX = "index.json"
+MANIFEST = "manifest.json"
+MARKER = "COMMITTED"
+FOLDER = re.compile(r"step-([0-9]+)(\.replaced-[0-9]+)?")
+
+Files = dict[str, dict[str, Any]]  # name → {"bytes", "rank" that wrote it, "digests" of its chunks}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    meta: dict[str, Any]  # the run's own: data position, loss scale, spec … (anything JSON holds)
+    files: Files
+    hash: str = "sha256"  # or xxh3: what every digest of a chunk was made with
+    chunk: int = CHUNK  # bytes under each digest
+    time: str = ""
+    torch: str = ""
+    format: int = FORMAT
+
+
+def shard_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def refusal(folder: Path, reason: str) -> str:
+    """In one line. What was never finished is no damage: a process was killed before its commit."""
+    unfinished = folder.is_dir() and not (folder / MARKER).exists()
+    return f"{'passed over an unfinished' if unfinished else 'refused a damaged'} checkpoint: {reason}"
+
+
+def step_of(folder: Path) -> int:
+    match = FOLDER.fullmatch(folder.name)
+    if not match:
+        raise CheckpointError(f"{folder} is not a checkpoint: its name is not like step-000100")
+    return int(match[1])
+
+
+def seal(folder: Path, step: int, meta: dict[str, Any], files: Files, torch: str, hash: str = "sha256") -> None:
+    """Write the manifest of `files`. Until `commit`, the folder is still nothing that a run would load."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    manifest = Manifest(step, meta, files, hash, time=now, torch=torch)
+    try:
+        check_sizes(folder, manifest)
+    except DamagedError as error:  # some rank wrote to a disk of its own
+        raise CheckpointError(f"{error} where rank 0 looks: all ranks must save to one file system") from None
+    write_whole(folder / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1))
+
+
+def commit(folder: Path) -> None:
+    write_whole(folder / MARKER, hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, where every file that it names is there in full. Their content is not read."""
+    manifest = vouched(folder)
+    check_sizes(folder, manifest)
+    return manifest
+
+
+def vouched(folder: Path) -> Manifest:
+    """The manifest, if it is the one that the marker vouches for."""
+    step = step_of(folder)
+    marker, path = folder / MARKER, folder / MANIFEST
+    digest = read(marker, "the save was never finished").decode(errors="replace").strip()
+    text = read(path, "nothing says what the checkpoint should hold")
+    if hashlib.sha256(text).hexdigest() != digest:
+        raise DamagedError(f"{path} is not the one that {MARKER} vouches for (checksum mismatch)")
+    manifest = parsed(text, path)
+    if manifest.step != step:
+        raise DamagedError(f"{path} belongs to step {manifest.step}, not to {folder.name}")
+    return manifest
+
+
+def parsed(text: bytes, path: Path | str) -> Manifest:
+    """The manifest that is written so, if every field is what it should be; `path` is where it comes from."""
+    fields = json_object(text, path)
+    if fields.get("format") != FORMAT:
+        raise DamagedError(f"{path} has format {shown(fields.get('format'))}; this version of LMWorks reads {FORMAT}")
+    known = {field.name for field in dataclasses.fields(Manifest)}
+    for key in ("step", "meta", "files"):
+        expect(key in fields, path, f"it has no '{key}'")
+    for key in fields:
+        expect(key in known, path, f"it has a key {shown(key)}, which this version of LMWorks does not know")
+    manifest = Manifest(**fields)
+    expect(is_whole(manifest.step), path, f"step = {shown(manifest.step)} is not a whole number")
+    expect(isinstance(manifest.meta, dict), path, f"meta = {shown(manifest.meta)} is not an object")
+    expect(isinstance(manifest.files, dict), path, f"files = {shown(manifest.files)} is not an object")
+    hashes = " or ".join(HEX_DIGITS)
+    expect(manifest.hash in list(HEX_DIGITS), path, f"hash = {shown(manifest.hash)} is not known; it must be {hashes}")
+    expect(is_whole(manifest.chunk, 1), path, f"chunk = {shown(manifest.chunk)} is not a number of bytes")
+    for key in ("time", "torch"):
+        expect(isinstance(getattr(manifest, key), str), path, f"{key} is not a string")
+    expect(INDEX in manifest.files, path, f"files does not list {INDEX}")
+    for name, entry in manifest.files.items():
+        check_entry(name, entry, manifest, path)
+    return manifest
+
+
+def check_entry(name: str, entry: Any, manifest: Manifest, path: Path | str) -> None:
+    """One file: a plain name, and as many digests as it has chunks."""
+    if why := unsafe_name(name) or ("it is not a rank's" if name in (MANIFEST, MARKER) else ""):
+        raise DamagedError(f"{path} names a file {shown(name)}: {why}")
+    expect(isinstance(entry, dict), path, f"files['{name}'] is not an object")
+    for key in ("bytes", "rank"):
+        value = entry.get(key)
+        expect(is_whole(value), path, f"files['{name}'] has {key} = {shown(value)} instead of a whole number")
+    digests, digits = entry.get("digests"), HEX_DIGITS[manifest.hash]
+    expect(
+        isinstance(digests, list) and all(isinstance(one, str) and len(one) == digits for one in digests),
+        path,
+        f"the digests of files['{name}'] are not those of {manifest.hash}, {digits} digits each",
+    )
+    chunks = max(1, -(-entry["bytes"] // manifest.chunk))
+    found = f"{len(digests)} digests for {entry['bytes']} bytes in chunks of {manifest.chunk}"
+    expect(len(digests) == chunks, path, f"files['{name}'] has {found}; {chunks} belong there")
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    for name in manifest.files:
+        check_size(folder / name, manifest)
+
+
+def check_size(path: Path, manifest: Manifest) -> None:
+    size = manifest.files[path.name]["bytes"]
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise DamagedError(f"{named(path, manifest)} is missing") from None
+    except OSError as error:
+        raise unreadable(path, manifest, error) from None
+    if found != size:
+        raise DamagedError(f"{named(path, manifest)} has {found} bytes instead of {size}")
+
+
+def check_file(path: Path, manifest: Manifest) -> None:
+    """Every byte of one file."""
+    entry = manifest.files[path.name]
+    try:
+        wrong = wrong_chunk(path, entry["bytes"], entry["digests"], manifest.chunk, manifest.hash)
+    except (OSError, EOFError) as error:
+        raise unreadable(path, manifest, error) from None
+    if wrong is not None:
+        raise damaged(path, manifest, wrong)
+
+
+def content_of(path: Path, manifest: Manifest) -> bytes:
+    """All of one file, verified as it is read: what is read again later may be something else."""
+    try:
+        content, size = path.read_bytes(), manifest.chunk
+    except OSError as error:
+        raise unreadable(path, manifest, error) from None
+    new = new_hash(manifest.hash)
+    found = [digest_of([memoryview(content)[at : at + size]], new) for at in range(0, max(1, len(content)), size)]
+    for index, (was, now) in enumerate(zip_longest(manifest.files[path.name]["digests"], found)):
+        if was != now:
+            raise damaged(path, manifest, index)
+    return content
+
+
+def damaged(path: Path, manifest: Manifest, index: int) -> DamagedError:
+    """Its `index`-th chunk is not what was written."""
+    first = index * manifest.chunk
+    last = min(first + manifest.chunk, manifest.files[path.name]["bytes"])
+    where = f"bytes {first} to {last}" if last else "it"
+    return DamagedError(f"{named(path, manifest)} is damaged: the checksum of {where} does not match the manifest")
+
+
+def unreadable(path: Path, manifest: Manifest, error: OSError | EOFError) -> DamagedError:
+    reason = error.strerror or error if isinstance(error, OSError) else "it ends before its end"
+    return DamagedError(f"cannot read {named(path, manifest)}: {reason}")
+
+
+def named(path: Path, manifest: Manifest) -> str:
+    return f"{path} (rank {manifest.files[path.name]['rank']})"
+
+
+def read(path: Path, meaning: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing: {meaning}") from None
+    except OSError as error:
+        raise DamagedError(f"cannot read {path}: {error.strerror}") from None

@@ -1,0 +1,239 @@
+"""What lies among a run's checkpoints, whole or not, and which of their files are still what was written.
+
+Nothing here writes, and nothing needs torch: looking at a checkpoint is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...record.folder import RunFolder
+from ...spec import CheckpointError, SpecError
+from ...spec.errors import NoSuchCheckpoint
+from .folders import LEFTOVER, folders, is_other_process
+from .index import read_index
+from .manifest import (
+    FOLDER,
+    INDEX,
+    MANIFEST,
+    MARKER,
+    Manifest,
+    check_file,
+    check_size,
+    read_manifest,
+    step_of,
+    vouched,
+)
+
+FILES = 2  # that are read at once, each by several threads
+
+Progress = Callable[[str, int, int], None]
+
+
+# --- where they are ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run's checkpoints, or a folder of them that was copied elsewhere."""
+
+    root: Path
+    run: RunFolder | None = None
+    step: int | None = None  # where one step's own folder was named
+
+    @property
+    def name(self) -> Path:
+        return self.run.path if self.run else self.root
+
+    def choose(self, step: int | None) -> Path:
+        """The folder of a step, or of the newest that was saved to the end (or else begun)."""
+        found = folders(self.root)
+        whole = [folder for folder in found if (folder / MARKER).exists()]
+        wanted = self.step if step is None else step
+        if not found:
+            raise CheckpointError(f"{self.name} has no checkpoint, only what unfinished saves have left")
+        if wanted is None:
+            return (whole or found)[0]
+        for folder in (*whole, *found):
+            if step_of(folder) == wanted:
+                return folder
+        there = ", ".join(str(step) for step in dict.fromkeys(map(step_of, found)))
+        raise NoSuchCheckpoint(f"{self.root} has no checkpoint of step {wanted}; steps there: {there}")
+
+
+def locate(path: Path) -> Place:
+    """A run folder, a folder of step folders, or one step folder; anything else is refused."""
+    path = with_name(path)
+    try:
+        if not path.is_dir():
+            raise SpecError(f"{path} {'is a file' if path.exists() else 'does not exist'}; name a run folder")
+        if FOLDER.fullmatch(path.name):
+            place = Place(path.parent, run_of(path.parent), step_of(path))
+        elif (path / "spec.toml").is_file():
+            place = Place(path / "checkpoints", RunFolder(path))
+        else:
+            place = Place(path, run_of(path))
+        found = place.root.is_dir() and any(map(in_question, place.root.iterdir()))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    if not found and place.run:
+        raise CheckpointError(f"{place.run.path} has no checkpoint yet; train it with: lmworks resume {place.run.path}")
+    if not found:
+        raise SpecError(f"{path} is neither a run folder (no spec.toml) nor a folder of checkpoints (no step-000100)")
+    return place
+
+
+def run_of(root: Path) -> RunFolder | None:
+    """The run whose checkpoints these are, if they are where it keeps them."""
+    root = with_name(root)
+    run = RunFolder(root.parent)
+    return run if run.spec_path.is_file() and run.checkpoints.name == root.name else None
+
+
+def with_name(path: Path) -> Path:
+    """`.` and `..` by the names that they stand for."""
+    return path if path.name not in ("", "..") else Path(os.path.abspath(path))
+
+
+def in_question(path: Path) -> bool:
+    return bool(FOLDER.fullmatch(path.name) or LEFTOVER.fullmatch(path.name)) and path.is_dir()
+
+
+# --- what there is ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    folder: Path
+    step: int
+    status: str  # committed, damaged, unfinished, replaced, leftover, writing
+    time: str  # when it was saved; of one that was not, when it was last touched
+    bytes: int  # on the disk
+    files: int
+    ranks: int  # that wrote it (0: nothing says)
+    reason: str = ""  # for which it is damaged
+
+
+def survey(root: Path) -> list[Found]:
+    """Every step folder, newest first, then what saves that died have left. Sizes are compared, contents are not."""
+    try:
+        hidden = [path for path in sorted(root.glob(".step-*")) if LEFTOVER.fullmatch(path.name) and path.is_dir()]
+        return [*seen(look, folders(root)), *seen(look_at_leftover, hidden)]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename or root}: {error.strerror}") from None
+
+
+def seen(look: Callable[[Path], Found], paths: Iterable[Path]) -> Iterator[Found]:
+    """Less those that a run removes while they are looked at."""
+    for path in paths:
+        with suppress(FileNotFoundError):
+            yield look(path)
+
+
+def look(folder: Path) -> Found:
+    status, reason, ranks, when = "committed", "", 0, touched(folder)
+    try:
+        manifest = vouched(folder)
+        ranks, when = len({entry["rank"] for entry in manifest.files.values()}), manifest.time
+        read_manifest(folder)  # which looks at sizes, too
+    except CheckpointError as error:
+        status, reason = ("damaged", str(error)) if (folder / MARKER).exists() else ("unfinished", "")
+    if status == "committed" and folder.suffix:
+        status = "replaced"
+    return Found(folder, step_of(folder), status, when, size_of(folder), len(files_of(folder)), ranks, reason)
+
+
+def look_at_leftover(path: Path) -> Found:
+    name = LEFTOVER.fullmatch(path.name)
+    status = "writing" if name and is_other_process(int(name[1])) else "leftover"
+    step = int(path.name.removeprefix(".step-").partition(".")[0])
+    return Found(path, step, status, touched(path), size_of(path), len(files_of(path)), 0)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_file()]
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files_of(folder))
+
+
+def touched(folder: Path) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(folder.stat().st_mtime))
+
+
+# --- whether it is what was written -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wrong:
+    file: str
+    rank: int | None  # that wrote it
+    reason: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    folder: Path
+    step: int
+    status: str  # intact, damaged, unfinished
+    files: int = 0
+    bytes: int = 0
+    wrong: tuple[Wrong, ...] = ()
+
+
+def examine(checkpoints: Sequence[Path], progress: Progress) -> list[Verdict]:
+    """Read every byte of these checkpoints, several files at once, and tell all that is wrong."""
+    manifests: dict[Path, Manifest | Wrong] = {folder: opened(folder) for folder in checkpoints}
+    jobs = [
+        (folder / name, manifest)
+        for folder, manifest in manifests.items()
+        if isinstance(manifest, Manifest)
+        for name in manifest.files
+    ]
+    sizes = [manifest.files[path.name]["bytes"] for path, manifest in jobs]
+    wrong: dict[Path, list[Wrong]] = {folder: [] for folder in checkpoints}
+    done = 0
+    pool = ThreadPoolExecutor(FILES)
+    try:
+        for (path, _), size, found in zip(jobs, sizes, pool.map(lambda job: check(*job), jobs), strict=True):
+            wrong[path.parent] += [found] if found else []
+            done += size
+            progress("verify", done, sum(sizes))
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for what was not begun
+    return [verdict(folder, manifest, wrong[folder]) for folder, manifest in manifests.items()]
+
+
+def opened(folder: Path) -> Manifest | Wrong:
+    try:
+        return vouched(folder)
+    except CheckpointError as error:
+        return Wrong(MANIFEST, None, str(error))
+
+
+def check(path: Path, manifest: Manifest) -> Wrong | None:
+    try:
+        check_size(path, manifest)
+        check_file(path, manifest)
+        if path.name == INDEX:
+            read_index(path.parent, manifest)
+    except CheckpointError as error:
+        return Wrong(path.name, manifest.files[path.name]["rank"], str(error))
+    return None
+
+
+def verdict(folder: Path, manifest: Manifest | Wrong, wrong: list[Wrong]) -> Verdict:
+    step = step_of(folder)
+    if isinstance(manifest, Wrong):
+        if not (folder / MARKER).exists():
+            return Verdict(folder, step, "unfinished")
+        return Verdict(folder, step, "damaged", wrong=(manifest,))
+    size = sum(entry["bytes"] for entry in manifest.files.values())
+    return Verdict(folder, step, "damaged" if wrong else "intact", len(manifest.files), size, tuple(wrong))

@@ -1,0 +1,286 @@
+"""Filling a state, of whatever layout, from a checkpoint's files: each byte is read once, and hashed as it is read.
+
+DCP's planner says which boxes of which saved pieces a rank needs. Files are read chunk by chunk, straight into the
+memory of the tensors where that is possible, and a chunk counts only if its digest is the manifest's. What no rank
+needs is read all the same, shared out over them: a checkpoint is taken whole or refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from ..model.tensor_files import TORCH_DTYPES
+from ..parallel.world import is_lead, known
+from ..spec import CheckpointError
+from .format.digest import AHEAD, digest_of, hashers, new_hash, read_all
+from .format.index import Index, SavedTensor
+from .format.manifest import INDEX, Manifest, damaged, unreadable
+from .format.validation import DamagedError
+from .rank_errors import first_reason
+from .save_plan import as_bytes
+
+Chunks = set[tuple[str, int]]  # (file, number of the chunk in it)
+
+
+def read(folder: Path, manifest: Manifest, index: Index, state: dict[str, Any]) -> None:
+    """Fill `state` in place. A section that is None gets whatever was saved; one that is not there is not read."""
+    for section, content in state.items():
+        if content is None:
+            state[section] = blank(index, section)
+    planner = StrictPlanner(folder)
+    planner.set_up_planner(state, metadata_of(index), is_lead())
+    here = names_everywhere(planner.state_dict)
+    wants = wants_of(planned(planner, here), planner, index)
+    chunks = needed(wants, manifest.chunk)
+    chunks |= share(chunks, manifest)
+
+    def try_to() -> str | None:
+        try:
+            fill(folder, manifest, wants, chunks)
+        except DamagedError as error:
+            return str(error)
+        return None
+
+    if found := first_reason(try_to):
+        reason, rank = found
+        raise DamagedError(f"{reason}, as rank {rank} found" if dist.is_initialized() else reason)
+
+
+def planned(planner: StrictPlanner, here: set[str]) -> LoadPlan:
+    """What this rank needs; a mismatch on one rank is one for all."""
+    plans: list[LoadPlan] = []
+
+    def try_to() -> str | None:
+        try:
+            plans.append(planner.planned(here))
+        except MismatchError as error:
+            return str(error)
+        return None
+
+    if found := first_reason(try_to):
+        raise known(MismatchError(found[0]))
+    return plans[0]
+
+
+# --- what is needed -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Want:
+    """What a rank needs of one saved piece: a run of bytes of a file, and what becomes of it."""
+
+    file: str
+    start: int
+    stop: int
+    memory: memoryview  # where the bytes go
+    finish: Callable[[], None] | None = None  # brings them to their tensors, where they are not there already
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.stop - self.start
+
+
+def wants_of(plan: LoadPlan, planner: DefaultLoadPlanner, tensors: Index) -> list[Want]:
+    by_piece: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+    for item in plan.items:
+        by_piece[item.storage_index].append(item)
+    wants = [want_of(items, planner, tensors[index.fqn]) for index, items in by_piece.items()]
+    return sorted(wants, key=lambda want: (want.file, want.start))
+
+
+def want_of(items: list[ReadItem], planner: DefaultLoadPlanner, tensor: SavedTensor) -> Want:
+    """The run from the first byte that any of `items` needs of their piece to the last."""
+    offsets = tuple(items[0].storage_index.offset or ())
+    piece = next(piece for piece in tensor.pieces if piece.offsets == offsets)
+    dtype = TORCH_DTYPES[tensor.dtype]
+    strides = torch.empty(piece.sizes, device="meta").stride()
+
+    def position(point: Iterable[int]) -> int:
+        return sum(index * stride for index, stride in zip(point, strides, strict=True))
+
+    first = min(position(item.storage_offsets) for item in items)
+    last = max(position(a + n - 1 for a, n in zip(item.storage_offsets, item.lengths, strict=True)) for item in items)
+    start, stop = piece.start + first * dtype.itemsize, piece.start + (last + 1) * dtype.itemsize
+    target = planner.resolve_tensor(items[0]).detach()
+    exact = len(items) == 1 and target.numel() == last + 1 - first and target.is_contiguous()
+    if exact and target.device.type == "cpu" and target.dtype == dtype:
+        return Want(piece.file, start, stop, as_bytes(target))
+    room = torch.empty(last + 1 - first, dtype=dtype)
+
+    def finish() -> None:
+        for item in items:
+            box = room.as_strided(item.lengths, strides, position(item.storage_offsets) - first)
+            planner.resolve_tensor(item).detach().copy_(box)
+
+    return Want(piece.file, start, stop, as_bytes(room), finish)
+
+
+def needed(wants: list[Want], size: int) -> Chunks:
+    return {(want.file, number) for want in wants for number in range(want.start // size, -(-want.stop // size))}
+
+
+def share(mine: Chunks, manifest: Manifest) -> Chunks:
+    """This rank's part of the chunks that no rank needs, so that every chunk is read by somebody."""
+    everyone: list[Any] = [mine]
+    rank, world = 0, 1
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        everyone = [None] * world
+        dist.all_gather_object(everyone, mine)
+    files = {name: len(entry["digests"]) for name, entry in manifest.files.items() if name != INDEX}  # that was read
+    every = [(name, number) for name, count in files.items() for number in range(count)]
+    taken = set().union(*everyone)
+    return set([chunk for chunk in every if chunk not in taken][rank::world])
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+def fill(folder: Path, manifest: Manifest, wants: list[Want], chunks: Chunks) -> None:
+    """Read `chunks`, and with them everything wanted, in the order of the files."""
+    numbers: dict[str, list[int]] = defaultdict(list)
+    wanted: dict[str, list[Want]] = defaultdict(list)
+    for name, number in sorted(chunks):
+        numbers[name].append(number)
+    for want in wants:
+        wanted[want.file].append(want)
+    new = new_hash(manifest.hash)
+    with hashers() as pool:
+        checks: list[tuple[Path, int, Future[str]]] = []
+        for name in numbers:
+            path = folder / name
+            try:
+                with path.open("rb", buffering=0) as file:
+                    for number in numbers[name]:
+                        parts = read_chunk(file.fileno(), number, manifest, name, wanted[name])
+                        checks.append((path, number, pool.submit(digest_of, parts, new)))
+                        if len(checks) > AHEAD:
+                            confirm(*checks[-AHEAD - 1], manifest)
+            except (OSError, EOFError) as error:
+                raise unreadable(path, manifest, error) from None
+        for check in checks[-AHEAD:]:
+            confirm(*check, manifest)
+
+
+def read_chunk(descriptor: int, number: int, manifest: Manifest, name: str, wants: list[Want]) -> list[memoryview]:
+    """One chunk, into the memory of those who want parts of it and a scratch for the rest; returns it in order."""
+    begin = position = number * manifest.chunk
+    end = min(begin + manifest.chunk, manifest.files[name]["bytes"])
+    parts: list[memoryview] = []
+    touched: list[tuple[Want, int]] = []
+    while wants and wants[0].start < end:
+        want = wants[0]
+        start, stop = max(begin, want.start), min(end, want.stop)
+        parts += [memoryview(bytearray(start - position)), want.memory[start - want.start : stop - want.start]]
+        touched.append((want, stop - start))
+        position = stop
+        if want.stop > end:
+            break
+        wants.pop(0)
+    parts.append(memoryview(bytearray(end - position)))
+    read_all(descriptor, parts, begin)
+    for want, count in touched:
+        want.left -= count
+        if not want.left and want.finish is not None:
+            want.finish()
+            want.finish = None  # and with it the memory
+    return parts
+
+
+def confirm(path: Path, number: int, check: Future[str], manifest: Manifest) -> None:
+    if check.result() != manifest.files[path.name]["digests"][number]:
+        raise damaged(path, manifest, number)
+
+
+# --- names and shapes ---------------------------------------------------------------------------------
+
+
+class MismatchError(CheckpointError):
+    """A checkpoint of another model or optimizer than the state that it is to fill."""
+
+
+class StrictPlanner(DefaultLoadPlanner):
+    """Refuses a state of other names or shapes before anything is read, so that no model is half overwritten."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def planned(self, here: set[str]) -> LoadPlan:
+        """`here`: the names of all ranks."""
+        saved: dict[str, Any] = dict(self.metadata.state_dict_metadata) if self.metadata else {}
+        sections = {path[0] for path in self.mappings.values()}
+        lacking = [name for name in self.state_dict if name not in saved]
+        surplus = [name for name in saved if name.split(".")[0] in sections and name not in here]
+        if lacking:
+            raise MismatchError(f"{self.folder} does not have {some(lacking)}, which this run has")
+        if surplus:
+            raise MismatchError(f"{self.folder} has {some(surplus)}, which this run does not have")
+        for name, value in self.state_dict.items():
+            there, ours = shape(saved[name]), shape(value)
+            if there != ours:
+                raise MismatchError(f"{self.folder}: {name} is {there} there, but {ours} in this run")
+            kinds = saved[name].properties.dtype, value.dtype
+            if kinds[0] != kinds[1] and not all(kind.is_floating_point for kind in kinds):  # floats may be converted
+                raise MismatchError(f"{self.folder}: {name} is {kinds[0]} there, but {kinds[1]} in this run")
+        return self.create_local_plan()
+
+
+def names_everywhere(state: Iterable[str]) -> set[str]:
+    """Of all ranks: a pipeline rank knows only its own stages' weights."""
+    if not dist.is_initialized():
+        return set(state)
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(state))
+    return {name for some in names for name in some}
+
+
+def shape(value: Any) -> str:
+    size = getattr(value, "size", None)  # of a tensor, or of what the metadata says of one
+    if size is None:
+        return "a plain value"
+    return str(tuple(size() if callable(size) else size))
+
+
+def some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+
+
+def metadata_of(index: Index) -> Metadata:
+    """The index in DCP's words."""
+    found: dict[str, Any] = {}
+    for name, tensor in index.items():
+        chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in tensor.pieces]
+        properties = TensorProperties(TORCH_DTYPES[tensor.dtype])
+        found[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    return Metadata(found)
+
+
+def blank(index: Index, section: str) -> dict[str, Any]:
+    """An empty copy of a section as it was saved, to be filled."""
+    tree: dict[str, Any] = {}
+    for tensor in index.values():
+        top, *path, last = tensor.path
+        if top == section:
+            table = tree
+            for part in path:
+                table = table.setdefault(part, {})
+            table[last] = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+    return tree

@@ -1,0 +1,1 @@
+"""What the records of a run say about it: goodput, checkpoint interval, hangs. Imports no torch."""

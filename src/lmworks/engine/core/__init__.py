@@ -1,0 +1,1 @@
+"""The engine proper: scheduler, KV cache, model runner, sampler, detokenizer."""

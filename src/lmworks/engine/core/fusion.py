@@ -1,0 +1,249 @@
+"""The trainer's network made quick for inference, in place: fewer and larger products, fewer passes over memory.
+
+    attention   q, k, v are one product; normalising, rotating and storing them is one kernel
+    (`engine.core.attention_backend`) MLP         gate and up are one product, which also does silu(gate) · up where the
+    rows are few block       adding to the residual stream and the next norm are one kernel. Between blocks travels a
+    pair, the
+                stream and what the last part has yet to add to it
+
+The weights are the same numbers. Each layer's are merged and the ones they came from let go before the next layer's
+turn, so that a network that fills the memory can be fused in it. A part that cannot be merged stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels.inference.batch_invariant_linear import fixed_linear
+from ...kernels.inference.decode_linear import gated_linear, small_linear
+from ...kernels.swiglu import swiglu_packed
+from ...kernels.training.add_norm import add_rms_norm
+from ...model import rope
+from ...model.gpt import GPT, MLP, Attention, Block, Linear, RMSNorm, Rope
+from ...spec import LMWorksError, ModelSpec, SpecError
+from ..quantization import quantized_model
+from ..tensor_parallel.row_parallel_linear import Summed
+from .attention_backend import Paged
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Stream = Tensor | tuple[Tensor, Tensor]  # the residual stream, (tokens, hidden); or it, and what is still to be added
+
+
+class Applied:
+    """The one place where it is chosen how linear layers are computed.
+
+    A plain one by `product`: streamed where the rows are few, in an order that rows do not change where results must
+    not depend on the batch; so are products that ranks sum. Any other (quantised, with adapters) by itself.
+    """
+
+    def __init__(self, invariant: bool) -> None:
+        self.invariant = invariant
+        self.product: Product = fixed_linear if invariant else small_linear
+
+    def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if type(layer) is Linear:
+            return self.product(x, layer.weight, layer.bias)
+        if type(layer) is Summed:
+            return layer.total(self(layer.part, x))
+        return layer(x)
+
+    def gated(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """silu(gate) · up of a layer that gives both side by side."""
+        if type(layer) is Linear and not self.invariant:
+            return gated_linear(x, layer.weight, layer.bias)
+        if type(layer) is quantized_model.QuantLinear:
+            return layer(x, gate=True)
+        return swiglu_packed(self(layer, x))
+
+    def project(self, states: Tensor, weight: Tensor) -> Tensor:
+        return self.product(states, weight, None)
+
+
+class FusedAttention(nn.Module):
+    """model.gpt.Attention over pages, with one projection."""
+
+    def __init__(self, was: Attention, qkv: nn.Module, apply: Applied) -> None:
+        super().__init__()
+        self.layer, self.apply_linear = was.layer, apply
+        self.heads, self.kv_heads = rows_of(was.q) // was.head_dim, rows_of(was.k) // was.head_dim
+        self.qkv, self.out, self.q_norm, self.k_norm = qkv, was.out, was.q_norm, was.k_norm
+
+    def forward(self, x: Tensor, turn: Rope, attend: Paged) -> Tensor:
+        q_norm = k_norm = None
+        eps = 0.0
+        if self.q_norm is not None and self.k_norm is not None:
+            q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        qkv = self.apply_linear(self.qkv, x)
+        mixed = attend.projected(qkv, self.heads, self.kv_heads, q_norm, k_norm, eps, turn, self.layer)
+        return self.apply_linear(self.out, mixed.flatten(-2))
+
+
+class FusedMLP(nn.Module):
+    """model.gpt.MLP with one product on the way in, which does SwiGLU too where `act` is None."""
+
+    def __init__(
+        self, into: nn.Module, act: Callable[[Tensor], Tensor] | None, down: nn.Module, apply: Applied
+    ) -> None:
+        super().__init__()
+        self.into, self.act, self.down, self.apply_linear = into, act, down, apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        apply = self.apply_linear
+        inner = apply.gated(self.into, x) if self.act is None else self.act(apply(self.into, x))
+        return apply(self.down, inner)
+
+
+class Unfused(nn.Module):
+    """A part of the trainer's network as it is, which takes (batch, seq, hidden)."""
+
+    def __init__(self, was: nn.Module) -> None:
+        super().__init__()
+        self.was = was
+
+    def forward(self, x: Tensor, *others: object) -> Tensor:
+        return self.was(x.unsqueeze(0), *others).squeeze(0)
+
+
+class ByRows(nn.Module):
+    """One token at a time: for parts whose order of addition may depend on how many tokens there are."""
+
+    def __init__(self, was: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.was = was
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.was(row) for row in x.split(1)])
+
+
+class AddNorm(nn.Module):
+    """The stream with what was still to be added, and its norm."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        if isinstance(stream, Tensor):
+            return stream, self.norm(stream)
+        x, delta = stream
+        if type(self.norm) is RMSNorm:
+            # On a GPU always: a pass over memory saved where a step is nothing but such passes.
+            fused = "triton" if x.device.type == "cuda" else "torch"
+            return add_rms_norm(x, delta, self.norm.weight, self.norm.eps, fused)
+        x = x + delta
+        return x, self.norm(x)
+
+
+class FusedBlock(nn.Module):
+    """model.gpt.Block over a flat batch."""
+
+    def __init__(self, norms: tuple[AddNorm, AddNorm], attention: nn.Module, mlp: nn.Module, last: bool) -> None:
+        super().__init__()
+        (self.attention_norm, self.mlp_norm), self.attention, self.mlp = norms, attention, mlp
+        self.last = last
+        self.recompute = "none"
+
+    def forward(self, stream: Stream, turn: Rope, attend: Paged) -> Stream:
+        x, normed = self.attention_norm(stream)
+        x, normed = self.mlp_norm((x, self.attention(normed, turn, attend)))
+        delta = self.mlp(normed)
+        return x + delta if self.last else (x, delta)
+
+
+def fuse(model: GPT, context: int, invariant: bool = False) -> None:
+    """Change a network whose weights are where they will be used, for flat batches of positions below `context`."""
+    model.requires_grad_(False)
+    cpu = model.device.type == "cpu"
+    fuser = Fuser(Applied(invariant), by_rows=invariant and cpu)
+    quantized_model.set_fixed(model, invariant)
+    names = list(model.blocks)
+    for name in names:
+        model.blocks[name] = fuser.block(cast(Block, model.blocks[name]), last=name == names[-1])
+        if not cpu:
+            torch.cuda.empty_cache()  # merged weights are larger than the pieces that were let go, and fit none of them
+    assert model.norm is not None
+    model.norm = fuser.norm(model.norm)
+    if not isinstance(model.head, quantized_model.QuantLinear):
+        model.project = fuser.apply.project
+    if model.spec.positions == "rope":
+        model.turns = Turns(model.spec, context, model.device)
+
+
+class Fuser:
+    """How the parts of a block are changed. `by_rows`: on a CPU, norms and activations too may depend on the batch."""
+
+    def __init__(self, apply: Applied, by_rows: bool) -> None:
+        self.apply, self.by_rows = apply, by_rows
+
+    def block(self, was: Block, last: bool) -> FusedBlock:
+        if self.apply.invariant:
+            refuse_unknown(was)
+        norms = AddNorm(self.norm(was.attention_norm)), AddNorm(self.norm(was.mlp_norm))
+        return FusedBlock(norms, self.attention(was.attention), self.mlp(was.mlp), last)
+
+    def norm(self, was: nn.Module) -> nn.Module:
+        return ByRows(was) if self.by_rows else was
+
+    def attention(self, was: Attention) -> nn.Module:
+        qkv = merged([was.q, was.k, was.v])
+        return Unfused(was) if qkv is None else FusedAttention(was, qkv, self.apply)
+
+    def mlp(self, was: nn.Module) -> nn.Module:
+        if not isinstance(was, MLP):
+            return ByRows(Unfused(was)) if self.apply.invariant else Unfused(was)
+        into = was.up if was.gate is None else merged([was.gate, was.up])
+        if into is None:
+            return Unfused(was)
+        act: Callable[[Tensor], Tensor] | None = None
+        if was.gate is None:
+            act = functools.partial(F.gelu, approximate="tanh")
+        if self.by_rows:
+            act = ByRows(act or swiglu_packed)
+        return FusedMLP(into, act, was.down, self.apply)
+
+
+def refuse_unknown(block: Block) -> None:
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear) and type(module) is not Linear and name != "mlp.router":
+            raise SpecError(
+                f"engine.batch_invariant = true cannot be kept by {name}, which is a {type(module).__name__}: "
+                "it is computed in a way that may depend on the batch"
+            )
+
+
+def merged(layers: Sequence[Linear]) -> nn.Module | None:
+    """One layer that gives what these give, side by side; None where they cannot be merged."""
+    if any(type(layer) is not Linear for layer in layers):
+        return quantized_model.merge(layers)
+    one = Linear(layers[0].weight.shape[1], sum(map(rows_of, layers)), bias=layers[0].bias is not None, device="meta")
+    one.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
+    if layers[0].bias is not None:
+        one.bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False)
+    return one
+
+
+def rows_of(layer: nn.Module) -> int:
+    return cast(Tensor, layer.weight).shape[0]
+
+
+class Turns:
+    """`rope.tables`, computed once for all positions and looked up."""
+
+    def __init__(self, spec: ModelSpec, context: int, device: torch.device) -> None:
+        try:
+            self.cos, self.sin = rope.tables(spec, torch.arange(context, device=device))  # (context, 1, head_dim)
+        except RuntimeError:  # no room; PyTorch says it in many ways
+            raise LMWorksError(
+                f"the rotations of {context:,} positions do not fit the device; say with engine.context how long "
+                "sequences may be"
+            ) from None
+
+    def __call__(self, _spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """For positions (tokens): (cos, cos) and (−sin, sin), each (tokens, 1, head_dim)."""
+        return self.cos[positions], self.sin[positions]

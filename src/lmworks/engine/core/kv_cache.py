@@ -1,0 +1,103 @@
+"""The pool of blocks that holds keys and values of all layers: its memory, its size, and copies within it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.inference.paged_attention import LayerCache
+from ...spec import EngineSpec, LMWorksError, ModelSpec, SpecError
+
+CPU_BYTES = 2**30  # a pool on a CPU, unless the spec says how many blocks; pages that are never written take no memory
+STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one block takes."""
+
+    layers: int
+    kv_heads: int  # of this rank
+    head_dim: int
+    size: int  # tokens in a block
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: ModelSpec, engine: EngineSpec, dtype: torch.dtype, kv_heads: int) -> CacheShape:
+        stored = STORED.get(engine.kv_dtype, dtype)
+        if stored.itemsize == 1 and model.head_dim % 2:
+            raise SpecError(
+                f"engine.kv_dtype = '{engine.kv_dtype}' keeps heads of even width, but model.head_dim = "
+                f"{model.head_dim}; use engine.kv_dtype = 'auto'"
+            )
+        return cls(model.layers, kv_heads, model.head_dim, engine.block, stored)
+
+    @property
+    def quantised(self) -> bool:
+        return self.dtype in STORED.values()
+
+    @property
+    def block_bytes(self) -> int:
+        """Keys and values of all layers; where they are quantised, an fp32 scale for each token and head as well."""
+        a_head = self.head_dim * self.dtype.itemsize + (4 if self.quantised else 0)
+        return 2 * self.layers * self.kv_heads * self.size * a_head
+
+
+class Cache:
+    def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
+        self.shape, self.blocks = shape, blocks
+        of_all = (shape.layers, 2, blocks, shape.kv_heads, shape.size)
+        try:
+            # Zeros: what was never written must be finite, as a masked probability of 0 is multiplied with it.
+            self.store = torch.zeros(*of_all, shape.head_dim, dtype=shape.dtype, device=device)
+            self.scales = torch.zeros(of_all, device=device) if shape.quantised else None
+        except RuntimeError:  # no room; PyTorch says it in many ways
+            raise LMWorksError(
+                f"a cache of {blocks:,} blocks takes {blocks * shape.block_bytes / 2**30:,.1f} GiB, which the device "
+                "does not have; lower engine.blocks, or leave it at 0 for as many as memory holds"
+            ) from None
+        self.layers = [self.layer(index) for index in range(shape.layers)]
+
+    def layer(self, index: int) -> LayerCache:
+        keys, values = self.store[index]
+        if self.scales is None:
+            return LayerCache(keys, values)
+        return LayerCache(keys, values, *self.scales[index])
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        """Blocks from → to, in all layers. No block is both."""
+        if not copies:
+            return
+        pairs = torch.tensor(copies, dtype=torch.int64)
+        if self.store.is_cuda:
+            pairs = pairs.pin_memory()
+        source, target = pairs.to(self.store.device, non_blocking=True).unbind(1)
+        for pool in self.pools():
+            pool.index_copy_(2, target, pool.index_select(2, source))
+
+    def pools(self) -> list[Tensor]:
+        """As bytes where PyTorch cannot move 8-bit floats."""
+        store = self.store.view(torch.uint8) if self.shape.quantised else self.store
+        return [store] if self.scales is None else [store, self.scales]
+
+
+def blocks_that_fit(shape: CacheShape, room: int, engine: EngineSpec) -> int:
+    """As many blocks as `room` bytes hold, but no more than all sequences at their longest would fill."""
+    fitting = max(room, 0) // shape.block_bytes
+    if fitting == 0:
+        raise LMWorksError(
+            f"no memory is left for the cache: one block of {engine.block} tokens takes {shape.block_bytes:,} bytes, "
+            f"and {max(room, 0):,} are free; raise engine.memory (now {engine.memory:g}), lower "
+            f"engine.max_batch_tokens (now {engine.max_batch_tokens}), or take a smaller model"
+        )
+    return min(fitting, engine.max_seqs * math.ceil(engine.context / engine.block))
+
+
+def free_on_gpu(device: torch.device, part: float, peak: int) -> int:
+    """Bytes of `part` of the GPU that are left beside what others hold and `peak`, the most that a step took here."""
+    free, total = torch.cuda.mem_get_info(device)
+    elsewhere = total - free - torch.cuda.memory_reserved(device)
+    return int(total * part) - elsewhere - peak

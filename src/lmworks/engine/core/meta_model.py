@@ -1,0 +1,32 @@
+"""What is known of a network before its weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ...model import GPT
+from ...model.load_memory import make_room
+from ...spec import ModelSpec
+from ..quantization.quantized_model import empty_like_quantized
+
+
+@dataclass(frozen=True)
+class Outline:
+    spec: ModelSpec
+    scheme: str = ""  # that its matrices are quantized by
+    groups: Mapping[str, int] = field(default_factory=dict)  # numbers that share a scale, by layer, in int4
+
+    def blank(self, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> GPT:
+        """The network, or one of so many layers, with anything in it; what is not quantized in `dtype`."""
+        return make_room(self.shape(layers), device, dtype)
+
+    def shape(self, layers: int | None = None) -> GPT:
+        """The network without memory."""
+        with torch.device("meta"):
+            model = GPT(self.spec if layers is None else self.spec.replace(layers=layers))
+            if self.scheme:
+                empty_like_quantized(model, self.scheme, self.groups)
+        return model

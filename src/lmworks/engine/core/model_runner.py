@@ -1,0 +1,345 @@
+"""The device's side of a step: send the batch, run the network over the paged cache, pick tokens, send them back.
+
+`launch` only queues work and returns at once; `Launched.read` waits for that step alone, so the host can prepare the
+next one meanwhile. A token that the host has not read yet goes from step to step on the device, in `recent`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...model.attention import make_pattern
+from ...model.gpt import GPT
+from ...model.moe import moe_layers
+from ...spec import EngineSpec, ModelSpec, SpecError
+from ..grammars.grammar import Grammars
+from ..lora.adapters import Adapters
+from ..quantization.drift import DriftMonitor
+from ..speculative.draft_model import Draft, Guessed
+from .attention_backend import Paged
+from .cuda_graphs import Graphs, recorded_as
+from .fusion import fuse
+from .graph_buckets import worth_recording
+from .kv_cache import CPU_BYTES, Cache, CacheShape, blocks_that_fit
+from .request import Sequence
+from .sampler import Sampled, Sampler, Wants
+from .scheduler import Chunk, Step
+from .step_input import Batch, Layout, Packer, decoding_frame, unpack
+from .step_output import Asked, Launched, asked_of, prompt_logprobs
+from .warmup import record_graphs, room_on_gpu
+
+if TYPE_CHECKING:
+    from ..tensor_parallel.executor import Ranks
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Runner:
+    """Takes the network over: its weights are moved, cast and merged in place."""
+
+    def __init__(
+        self,
+        model: GPT,
+        spec: EngineSpec,
+        device: torch.device | str,
+        valid_vocab: int,  # ids that the tokenizer has; rows of the head beyond it are never picked
+        draft: Draft | None = None,  # a smaller model that guesses
+        ranks: Ranks | None = None,  # those that share the model, which is this one's part of it
+    ) -> None:
+        self.device = torch.device(device)
+        self.spec = filled(spec, model.spec, self.device)
+        self.synchronous = self.device.type == "cpu"  # a launch is done when it returns
+        self.model, self.valid_vocab = model, valid_vocab
+        dtype = DTYPES[self.spec.dtype]
+        move(model, self.device, dtype)
+        self.ranks = ranks
+        kv_heads = max(1, model.spec.kv_heads // (1 if ranks is None else ranks.tp))
+        fuse(model, self.spec.context, self.spec.batch_invariant)
+        if ranks is not None:
+            model.project = ranks.whole_logits(model.project)
+        slopes = make_pattern(model.spec, heads=slice(None) if ranks is None else ranks.heads(model.spec)).slopes
+        self.slopes = torch.tensor(slopes, device=self.device) if slopes else None
+        vocab, seqs = model.spec.vocab, self.spec.max_seqs
+        # Every id stands for itself, and vocab + slot for the token that was picked last for that slot.
+        self.ids = torch.cat((torch.arange(vocab), torch.zeros(seqs + 1, dtype=torch.int64))).to(self.device)
+        self.recent = self.ids[vocab:]
+        self.sampler = Sampler(vocab, valid_vocab, seqs, self.device)
+        self.packer = Packer(self.spec, vocab, pinned=not self.synchronous)
+        self.graphs: Graphs[Tensor | Sampled] | None = None
+        self.each = 1 if self.spec.speculate == "none" else 1 + self.spec.guesses  # tokens of a sequence that decodes
+        self.grammars: Grammars | None = None  # the engine's, where it has a tokenizer
+        shape = CacheShape.of(model.spec, self.spec, dtype, kv_heads)
+        self.adapters: Adapters | None = None
+        self.draft = draft
+        if draft is not None:
+            move(draft.model, self.device, dtype)
+            draft.join(self, dtype)
+        if not self.spec.blocks:
+            blocks = self.blocks_for(shape)
+            self.spec = self.spec.replace(blocks=blocks if ranks is None else ranks.agree(blocks))
+        self.blocks = self.spec.blocks
+        self.cache = Cache(shape, self.blocks, self.device)
+        # Experts are run one by one, by counts that the host has to know: no graph can hold that. Nor is there one of
+        # steps that several ranks take.
+        if self.device.type == "cuda" and self.spec.graphs and ranks is None and not moe_layers(model):
+            largest, prompts = decoding_frame(seqs, self.each), worth_recording(model.spec, self.spec)
+            self.graphs = Graphs(self.work, largest, self.packer.widest, self.device, prompts)
+            record_graphs(self)
+        if draft is not None:
+            draft.allot(self.blocks, self.graphs is not None)
+
+    def blocks_for(self, shape: CacheShape) -> int:
+        room = CPU_BYTES
+        if not self.synchronous:
+            self.cache = Cache(shape, 1, self.device)
+            if self.draft is not None:
+                self.draft.allot(1, graphs=False)
+            room = room_on_gpu(self)
+        if self.draft is not None:  # whose cache has as many blocks
+            room = room * shape.block_bytes // (shape.block_bytes + self.draft.shape.block_bytes)
+        return blocks_that_fit(shape, room, self.spec)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Before the first step of a sequence that was given a slot."""
+        self.packer.admit(sequence)
+        self.sampler.admit(sequence.slot, sequence)
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        """Hold a LoRA adapter, for sequences that ask for it by name; all ranks do, or none."""
+        self.hold_adapter(name, folder)
+        if self.ranks is not None:
+            try:
+                self.ranks.add_adapter(name, folder)
+            except Exception:
+                self.drop_adapter(name)
+                raise
+
+    def hold_adapter(self, name: str, folder: Path) -> None:
+        """On this rank."""
+        tokens = max(self.spec.max_batch_tokens, self.spec.max_seqs * self.each)
+        adapters = self.adapters or Adapters(self.model, tokens, {} if self.ranks is None else self.ranks.kept)
+        adapters.add(name, folder)
+        self.adapters = adapters
+        if self.graphs is not None:
+            self.graphs.forget()  # recordings of layers without it
+
+    def drop_adapter(self, name: str) -> None:
+        """On this rank, one that another could not hold."""
+        assert self.adapters is not None
+        self.adapters.remove(name)
+
+    def watch_drift(self, folder: Path) -> DriftMonitor:
+        """From now on, of a network that was read from the quantized `folder`."""
+        if self.ranks is not None:
+            raise SpecError(
+                f"drift is watched where a layer sees its whole input: use engine.tp = 1, not {self.ranks.tp}"
+            )
+        monitor = DriftMonitor.of_folder(self.model, folder)
+        monitor.attach()
+        if self.graphs is not None:
+            self.graphs.forget()  # recordings of layers that nobody watched
+        return monitor
+
+    def lost(self) -> str:
+        """Which of the other ranks has ended, and why."""
+        return "" if self.ranks is None else self.ranks.lost()
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        if self.ranks is not None:
+            self.ranks.close()
+
+    @torch.no_grad()
+    def launch(self, step: Step) -> Launched:
+        try:
+            return self.queue(step)
+        except torch.OutOfMemoryError:
+            # Graphs of prompts hold memory that a step can do without. It can be taken once more: whatever it has
+            # written already is written again.
+            if self.graphs is None or not self.graphs.record_no_prompts():
+                raise
+        except (RuntimeError, OSError) as error:
+            if self.ranks is None:
+                raise
+            raise self.ranks.cause(error) from error
+        return self.queue(step)
+
+    def queue(self, step: Step) -> Launched:
+        self.cache.copy(step.copies)
+        adapters = None if self.adapters is None else self.adapters.of_tokens(step.chunks)
+        self.choose(adapters)
+        picking = [chunk for chunk in step.chunks if chunk.wanted]
+        wants = self.sampler.wants(chunk.sequence.slot for chunk in picking)
+        mask = self.masks(picking)
+        if self.draft is not None:
+            self.draft.cache.copy(step.copies)
+        asked = asked_of(step.chunks)
+        if self.graphs is not None and not asked and (frame := self.frame(self.graphs, step)):
+            found, batch = self.replay(self.graphs, frame, step, wants, mask)
+            return self.launched(picking, found, [], None, guesses_of(batch, picking))
+        buffer, layout = self.packer.pack(step)
+        if self.ranks is not None:
+            self.ranks.tell(step, buffer, layout, asked, self.draft is not None, adapters)
+        batch = unpack(buffer.to(self.device, non_blocking=True), layout)
+        guessed = None if self.draft is None else self.draft.guess(step, batch, wants)
+        if self.ranks is not None and guessed is not None:
+            self.ranks.share(batch.tokens)
+        states = self.states(batch)
+        invariant = self.spec.batch_invariant
+        prompt = prompt_logprobs(self.model, self.valid_vocab, states, asked, invariant) if asked else None
+        sampled = self.pick(states, batch, wants, mask, guessed) if picking else None
+        return self.launched(picking, sampled, asked, prompt, guesses_of(batch, picking))
+
+    def choose(self, adapters: np.ndarray | None) -> None:
+        """The adapter of each token of a step, where there are any."""
+        if self.adapters is not None and adapters is not None:
+            self.adapters.choose(adapters)
+
+    def frame(self, graphs: Graphs[Tensor | Sampled], step: Step) -> Layout | None:
+        """That of the graph which holds such steps, if there is one."""
+        if decodes(step):
+            return graphs.padded(len(step.chunks), 1 if step.tokens == len(step.chunks) else self.each)
+        # Drafts and adapters go by the order of tokens, which a frame for mixed steps tears apart.
+        plain = self.draft is None and self.adapters is None
+        return graphs.mixed(step) if plain else None
+
+    def replay(
+        self, graphs: Graphs[Tensor | Sampled], frame: Layout, step: Step, wants: Wants, mask: Tensor | None
+    ) -> tuple[Sampled, Batch]:
+        """The graph holds the sampler too where that makes passes over the logits alone."""
+        rows = sum(chunk.wanted for chunk in step.chunks)
+        buffer, layout = self.packer.pack(step, frame)
+        buffer = graphs.buffer[: layout.size].copy_(buffer, non_blocking=True)
+        batch = unpack(buffer, layout)
+        guessed = None if self.draft is None else self.draft.guess(step, batch, wants)
+        whole = wants.plain and mask is None and guessed is None
+        result = graphs.run(buffer, layout, recorded_as(wants) if whole else None)
+        if isinstance(result, Sampled):
+            return result, batch
+        sampled = self.sample(result[:rows], batch.rows[:rows], batch.places[:rows], wants, mask)
+        return self.judged(sampled, result[:rows], batch, guessed, wants), batch
+
+    def work(self, batch: Batch, wants: Wants | None) -> Tensor | Sampled:
+        """What a graph holds: up to the logits, or with `wants` up to the tokens."""
+        logits = self.logits(self.states(batch), batch)
+        return logits if wants is None else self.sample(logits, batch.rows, batch.places, wants, None)
+
+    def logits(self, states: Tensor, batch: Batch) -> Tensor:
+        """Of the tokens that ask for them, (rows, vocab)."""
+        return self.model.logits(states if batch.at is None else states[batch.at])
+
+    def states(self, batch: Batch) -> Tensor:
+        """What the last block gives for every token, (tokens, hidden)."""
+        spec = self.model.spec
+        attend = Paged(
+            self.cache.layers,
+            batch.slots,
+            batch.pages,
+            batch.decoding,
+            spec.sliding_window,
+            self.slopes,
+            self.spec.batch_invariant,
+        )
+        return self.model.states(self.ids[batch.tokens], batch.positions, attend)
+
+    def pick(self, states: Tensor, batch: Batch, wants: Wants, mask: Tensor | None, guessed: Guessed | None) -> Sampled:
+        logits = self.logits(states, batch)
+        sampled = self.sample(logits, batch.rows, batch.places, wants, mask)
+        return self.judged(sampled, logits, batch, guessed, wants)
+
+    def judged(self, sampled: Sampled, logits: Tensor, batch: Batch, guessed: Guessed | None, wants: Wants) -> Sampled:
+        if self.draft is None or guessed is None:
+            return sampled
+        return self.draft.judged(sampled, logits, batch, guessed, wants)
+
+    def sample(self, logits: Tensor, rows: Tensor, places: Tensor, wants: Wants, mask: Tensor | None) -> Sampled:
+        if self.spec.batch_invariant and self.synchronous:
+            sampled = one_by_one(self.sampler, logits, rows, places, mask, wants)
+        else:
+            sampled = self.sampler(logits, rows, places, mask, wants)
+        self.recent.index_copy_(0, rows, sampled.tokens)
+        if self.ranks is not None:
+            self.ranks.share(sampled.tokens)
+        return sampled
+
+    def masks(self, chunks: list[Chunk]) -> Tensor | None:
+        """What grammars allow, row by row; only the first row of a chunk can have one, for they take no guesses."""
+        if self.grammars is None or all(chunk.sequence.matcher is None for chunk in chunks):
+            return None
+        rows = [matcher for chunk in chunks for matcher in (chunk.sequence.matcher, *[None] * (chunk.wanted - 1))]
+        return self.grammars.masks(rows, self.device)
+
+    def launched(
+        self,
+        picking: list[Chunk],
+        sampled: Sampled | None,
+        asked: list[Asked],
+        prompt: tuple[Tensor, Tensor | None, Tensor | None] | None,
+        guesses: Tensor | None,
+    ) -> Launched:
+        """Send the results home. Copies to page-locked memory do not wait, and come before all later steps."""
+        if self.synchronous:
+            return Launched(picking, sampled, asked, prompt, guesses, None)
+        arrived = torch.cuda.Event()
+        home = Launched(picking, sent_home(sampled), asked, sent_home(prompt), sent_home(guesses), arrived)
+        arrived.record()
+        return home
+
+
+def sent_home(results: Any) -> Any:
+    """A tuple of tensors and Nones, or None."""
+    if isinstance(results, Tensor):
+        return results.to("cpu", non_blocking=True)
+    if results is None:
+        return None
+    parts = map(sent_home, results)
+    return Sampled(*parts) if isinstance(results, Sampled) else tuple(parts)
+
+
+def guesses_of(batch: Batch, picking: list[Chunk]) -> Tensor | None:
+    """(rows): the token behind each row's own, which is the guess that the row speaks of (or nobody's)."""
+    if batch.at is None or all(chunk.wanted == 1 for chunk in picking):
+        return None
+    return batch.tokens[(batch.at + 1).clamp(max=len(batch.tokens) - 1)]
+
+
+def one_by_one(
+    sampler: Sampler, logits: Tensor, rows: Tensor, places: Tensor, mask: Tensor | None, wants: Wants
+) -> Sampled:
+    """On a CPU the order of sums over a row of logits may depend on how many rows there are."""
+    masks = [None] * len(rows) if mask is None else mask.split(1)
+    parts = [sampler(*each, wants) for each in zip(logits.split(1), rows.split(1), places.split(1), masks, strict=True)]
+    columns: Any = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
+    return Sampled(*columns)
+
+
+def decodes(step: Step) -> bool:
+    """Whether every token of the step asks for the next one: those of answers, and guesses."""
+    return all(chunk.count == chunk.wanted for chunk in step.chunks)
+
+
+def filled(spec: EngineSpec, model: ModelSpec, device: torch.device) -> EngineSpec:
+    """The spec with its zeros filled in, but for the blocks."""
+    gpu = device.type == "cuda"
+    if spec.context > model.context:
+        raise SpecError(f"engine.context = {spec.context} is more than the model's context of {model.context}")
+    return spec.replace(
+        dtype=("bf16" if gpu else "fp32") if spec.dtype == "auto" else spec.dtype,
+        context=spec.context or model.context,
+        max_batch_tokens=spec.max_batch_tokens or (8192 if gpu else 512),
+    )
+
+
+@torch.no_grad()
+def move(model: GPT, device: torch.device, dtype: torch.dtype) -> None:
+    """Weights one by one; buffers keep their precision: a choice of experts is fp32, quantised weights are integers."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(device, dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

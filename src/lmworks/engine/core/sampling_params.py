@@ -1,0 +1,177 @@
+"""What a request may ask for: how tokens are picked, when to stop, what to report."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from ...spec import SpecError
+
+SEEDS = 2**63
+MAX_LOGPROBS = 32
+MAX_N = 128
+MAX_TOKENS = 2**31 - 1  # more than any context
+LARGEST = 3e38  # of numbers that fp32 holds
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """One request's wishes; valid by construction. temperature = 0 is greedy; top_k = 0, top_p = 1, min_p = 0: off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0  # tokens less likely than this part of the likeliest are left out
+    repetition_penalty: float = 1.0  # divides positive logits of tokens seen (prompt too), multiplies negative ones
+    presence_penalty: float = 0.0  # taken off the logit of every token that the answer holds
+    frequency_penalty: float = 0.0  # the same, once for each time
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: drawn by the engine, another one for each request
+    max_tokens: int = 16
+    min_tokens: int = 0  # no stop token or string before the answer has as many
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False  # leave the stop string in the text
+    n: int = 1  # answers to give
+    best_of: int | None = None  # answers to make, of which the n likeliest are given
+    logprobs: int | None = None  # log-probability of each token, and of so many of the likeliest (0: of it alone)
+    prompt_logprobs: int | None = None
+    json_schema: Mapping[str, Any] | str | None = None  # the answer is JSON that fits it
+    regex: str | None = None  # the answer matches it as a whole
+    choice: Sequence[str] | None = None  # the answer is one of these
+    adapter: str | None = None  # name of a LoRA adapter that the engine holds
+
+    def __post_init__(self) -> None:
+        self.gather("stop", str, "texts")
+        self.gather("stop_token_ids", int, "token ids")
+        self.gather("choice", str, "texts")
+        object.__setattr__(self, "logit_bias", biases(self.logit_bias))
+        self.number("temperature", 0, math.inf)
+        self.whole("top_k", 0)
+        self.number("top_p", 0, 1, open_below=True)
+        self.number("min_p", 0, 1)
+        self.number("repetition_penalty", 0, math.inf, open_below=True)
+        self.number("presence_penalty", -2, 2)
+        self.number("frequency_penalty", -2, 2)
+        self.whole("seed", 0, SEEDS - 1)
+        self.whole("max_tokens", 1, MAX_TOKENS)
+        self.whole("min_tokens", 0, self.max_tokens)
+        self.whole("n", 1, MAX_N)
+        self.whole("best_of", self.n, MAX_N)
+        self.whole("logprobs", 0, MAX_LOGPROBS)
+        self.whole("prompt_logprobs", 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"{name} = {getattr(self, name)!r:.60}: true or false is expected")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise SpecError(f"adapter = {self.adapter!r:.60}: the name of an adapter is expected")
+        if "" in self.stop:
+            raise SpecError("stop holds an empty string: every text would end at once")
+        if not isinstance(self.regex, str | None):
+            raise SpecError(f"regex = {self.regex!r:.60}: it must be text")
+        if not isinstance(self.json_schema, Mapping | str | None):
+            raise SpecError(f"json_schema = {self.json_schema!r:.60}: it must be an object, or the text of one")
+        shapes = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
+        if len(shapes) > 1:
+            raise SpecError(f"{' and '.join(shapes)} cannot be asked for together: an answer has one shape")
+
+    # --- what was given, checked and brought into one form ---
+
+    def gather(self, name: str, kind: type, what: str) -> None:
+        """Several of a kind, as a tuple; a lone stop is one of them."""
+        value = getattr(self, name)
+        if value is None and name == "choice":
+            return
+        given = (value,) if name == "stop" and isinstance(value, str) else () if value is None else value
+        several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+        several = several and getattr(given, "ndim", 1) > 0  # an array without dimensions only looks like a list
+        found = tuple(index(each) if kind is int else each for each in given) if several else ()
+        if not several or not all(isinstance(each, kind) for each in found):
+            raise SpecError(f"{name} = {value!r:.60}: a list of {what} is expected")
+        object.__setattr__(self, name, found)
+
+    def whole(self, name: str, low: int, high: float = math.inf) -> None:
+        """None stays where it is a field's usual value."""
+        value = getattr(self, name)
+        if value is None and getattr(type(self), name) is None:
+            return
+        found = index(value)
+        if found is None:
+            raise SpecError(f"{name} = {value!r:.60}: a whole number is expected")
+        self.hold(name, found, low, high)
+
+    def number(self, name: str, low: float, high: float, open_below: bool = False) -> None:
+        value = getattr(self, name)
+        found = finite(value)
+        if found is None:
+            raise SpecError(f"{name} = {value!r:.60}: a finite number is expected")
+        self.hold(name, found, low, high, open_below)
+
+    def hold(self, name: str, value: float, low: float, high: float, open_below: bool = False) -> None:
+        if value < low or value > high or (open_below and value == low):
+            least = f"more than {low:g}" if open_below else f"at least {low:g}"
+            most = "" if math.isinf(high) else f" and at most {high if isinstance(high, int) else f'{high:g}'}"
+            shown = value if isinstance(value, int) else f"{value:g}"
+            raise SpecError(f"{name} = {shown} is out of range: it must be {least}{most}")
+        object.__setattr__(self, name, value)
+
+    # --- what follows from it ---
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def answers(self) -> int:
+        """How many are made."""
+        return self.best_of or self.n
+
+    @property
+    def scored(self) -> bool:
+        """Whether each token's log-probability is needed: it was asked for, or it chooses the best answers."""
+        return self.logprobs is not None or self.answers > self.n
+
+    @property
+    def shaped(self) -> bool:
+        """Whether a grammar says which tokens may come."""
+        return self.json_schema is not None or self.regex is not None or self.choice is not None
+
+
+def index(value: Any) -> int | None:
+    """A whole number of any kind, numpy's too; None: it is none. Nothing is rounded."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def finite(value: Any) -> float | None:
+    """A number of any kind that fp32, in which the sampler computes, can hold; None: it is none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if abs(found) <= LARGEST else None
+
+
+def biases(given: Any) -> dict[int, float]:
+    """By token. JSON knows only texts as keys, so a token may be written as one."""
+    if given is not None and not isinstance(given, Mapping):
+        raise SpecError(f"logit_bias = {given!r:.60}: a mapping of token ids to numbers is expected")
+    found = {}
+    for key, value in (given or {}).items():
+        written = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10
+        token, bias = int(key) if written else index(key), finite(value)
+        if token is None:
+            raise SpecError(f"logit_bias: {key!r:.60} is no token id")
+        if bias is None:
+            raise SpecError(f"logit_bias of token {token} is {value!r:.60}: it must be finite (−100 bans, 100 forces)")
+        found[token] = bias
+    return found

@@ -1,0 +1,60 @@
+"""Before the first request: what the largest step takes, measured by taking it, and graphs made ahead of use."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from .cuda_graphs import recorded_as
+from .kv_cache import free_on_gpu
+from .request import Request, Sequence
+from .sampler import Wants
+from .sampling_params import SamplingParams
+from .scheduler import Chunk, Step
+
+if TYPE_CHECKING:
+    from .model_runner import Runner
+
+
+def take_largest_step(runner: Runner) -> None:
+    """As many tokens as a step may have, of as many sequences."""
+    spec = runner.spec
+    seqs = min(spec.max_seqs, spec.max_batch_tokens)
+    take_step(runner, seqs, max(1, min(spec.max_batch_tokens // seqs, spec.context - 1)))
+
+
+def take_step(runner: Runner, seqs: int, count: int) -> None:
+    """So many sequences, each with a prompt of so many tokens; all of their keys go to block 0."""
+    request = Request([0] * count, SamplingParams(max_tokens=1))
+    chunks = []
+    for slot in range(seqs):
+        sequence = Sequence(request, slot, slot, [0] * count, count, slot=slot)
+        sequence.blocks = [0] * math.ceil(count / runner.spec.block)
+        runner.admit(sequence)
+        chunks.append(Chunk(sequence, 0, count, 1))
+    runner.launch(Step(chunks)).read()
+
+
+def room_on_gpu(runner: Runner) -> int:
+    """Bytes that are left for the cache when the largest step runs; it also loads the kernels that it needs."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    take_largest_step(runner)
+    peak = torch.cuda.max_memory_allocated(runner.device)
+    torch.cuda.empty_cache()
+    return free_on_gpu(runner.device, runner.spec.memory, peak)
+
+
+@torch.no_grad()
+def record_graphs(runner: Runner) -> None:
+    """Graphs of the usual decoding step, for all numbers of sequences: less than a second for all of them together.
+
+    Rarer kinds (wider tables, log-probabilities) are recorded when they are first needed, steps with prompts when their
+    kind comes again; that step takes longer.
+    """
+    assert runner.graphs is not None
+    for size in reversed(runner.graphs.sizes):  # the largest first: the others then find room in its memory
+        runner.graphs.run(*runner.packer.nobody(runner.graphs.padded(size)), recorded_as(Wants()))
+    torch.cuda.synchronize(runner.device)

@@ -1,0 +1,1 @@
+"""Structured output: grammars compiled to token masks."""

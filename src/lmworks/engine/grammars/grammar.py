@@ -1,0 +1,300 @@
+"""Answers of a given shape: before each token, the set of those that can still lead to one.
+
+llguidance keeps a parser for each sequence and computes that set as a row of bits. What a stranger sends is compiled
+within limits, of its text before, of the work that compiling it takes (`engine.grammars.grammar_sandbox`) and of the
+parser's work after, so that no schema can hold up the others: one that is too large or too complex, or that no answer
+can fit, is refused with the request; one that grows too complex on the way ends its own answer (`Matcher.error`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from queue import LifoQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...data.tokenizer import Tokenizer
+from ...spec import SpecError
+from ..core.sampling_params import SamplingParams
+from .grammar_sandbox import FULL, Budget, TooComplex, Trial
+from .lru_cache import Kept
+from .token_bytes import adapted, imported
+
+if TYPE_CHECKING:
+    import llguidance
+
+KEPT, KEPT_BYTES = 64, 2**29  # compiled grammars that are kept for the next request with the same, and their memory
+KEPT_REFUSED = 1024  # of those that were refused, why
+TRIALS = 3  # processes that try grammars, at most
+SMALL = 4096  # characters of choices that are compiled in a few milliseconds, whatever they are
+MOST_TEXT = 64 * 1024  # characters of a schema, a regex, or all choices together
+MOST_NESTING = 48  # levels of a schema; the library's own recursion is safe below 128
+MOST_OPTIONAL = 256  # optional properties of one object: work grows with their square
+# Between two parts of a JSON text. With more, a model that likes blanks fills its answer with them.
+WHITESPACE = r"[\x20\x0A]"
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+# A fraction of the library's own, which let a regex such as ((a{100}){100}){100} run for two seconds before a token.
+LIMITS = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+
+class Matcher:
+    """How far one answer has come."""
+
+    def __init__(self, inner: llguidance.LLMatcher) -> None:
+        self.inner = inner
+
+    def accept(self, token: int) -> None:
+        """The token that was picked. One that the mask forbade, or too much work, leaves an `error`."""
+        self.inner.consume_token(token)
+
+    @property
+    def done(self) -> bool:
+        """The answer is complete and nothing can follow: end it, whether or not an end of text was picked."""
+        return self.inner.is_stopped() and not self.inner.is_error()
+
+    @property
+    def complete(self) -> bool:
+        """The answer may end here; more may be able to follow."""
+        return self.inner.is_accepting() and not self.inner.is_error()
+
+    @property
+    def error(self) -> str | None:
+        return explained(self.inner.get_error()) if self.inner.is_error() else None
+
+
+class Grammars:
+    """Compiles what requests ask for, against one tokenizer. Safe to call from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, valid: int, ends: Sequence[int] = ()) -> None:
+        """The mask is for `valid` tokens; `ends` are tokens that end a text, besides the tokenizer's own."""
+        self.tokenizer, self.vocab = tokenizer, max(valid, tokenizer.vocab_size)
+        self.ends = sorted({tokenizer.eot, *ends})
+        self.lock, self.reading = threading.Lock(), threading.Lock()
+        self.compiled: Kept[llguidance.LLMatcher] = Kept(KEPT, KEPT_BYTES)  # by the grammar's text
+        self.refused: Kept[str] = Kept(KEPT_REFUSED)  # why, by the digest of the text
+        self.trials: LifoQueue[Trial] = LifoQueue()
+        for _ in range(TRIALS):
+            self.trials.put(Trial(LIMITS))
+        self.inner: llguidance.LLTokenizer | None = None
+        self.executor: llguidance.LLExecutor | None = None
+
+    def matcher(self, params: SamplingParams, compiled: llguidance.LLMatcher | None = None) -> Matcher | None:
+        """For one sequence; None: its answer may have any shape. A shape that cannot be used raises SpecError."""
+        if not params.shaped:
+            return None
+        pristine = compiled or self.compile(grammar(params))
+        with self.lock:
+            return Matcher(pristine.deep_copy())
+
+    def compile(self, text: str, budget: Budget | None = FULL) -> llguidance.LLMatcher:
+        """What every answer of that grammar begins as. One that takes more than the budget raises TooComplex, and is
+        not known as refused unless it had the full one. No budget: it is known to be small, and not tried first.
+        """
+        if (found := self.known(text)) is not None:
+            return found
+        try:
+            size = 0 if budget is None else self.tried(text, budget)
+            found = compiled(self.tokens(), text)
+        except TooComplex as error:
+            if budget == FULL:
+                self.refuse(text, error)
+            raise
+        except SpecError as error:
+            self.refuse(text, error)
+            raise
+        with self.lock:
+            self.compiled.put(text, found, size)
+        return found
+
+    def known(self, text: str) -> llguidance.LLMatcher | None:
+        """None: it was neither compiled nor refused, or so long ago that it is forgotten."""
+        with self.lock:
+            if (why := self.refused.get(digest(text))) is not None:
+                raise SpecError(why)
+            return self.compiled.get(text)
+
+    def refuse(self, text: str, error: SpecError) -> None:
+        with self.lock:
+            self.refused.put(digest(text), str(error))
+
+    def tried(self, text: str, budget: Budget) -> int:
+        trial = self.trials.get()
+        try:
+            return trial.check(text, budget)
+        finally:
+            self.trials.put(trial)
+
+    def tokens(self) -> llguidance.LLTokenizer:
+        with self.reading:
+            if self.inner is None:
+                self.inner = adapted(self.tokenizer, self.vocab, self.ends)
+            return self.inner
+
+    def masks(self, matchers: Sequence[Matcher | None], device: torch.device | str) -> Tensor | None:
+        """(rows, words) int32 on the device, a bit for each token. None: every row allows every token.
+
+        A row without a matcher allows all of them, one whose matcher is left with an `error` none.
+        """
+        rows = [(each.inner, i) for i, each in enumerate(matchers) if each is not None]
+        if not rows:
+            return None
+        on_gpu = torch.device(device).type == "cuda"
+        words = (self.vocab + 31) // 32
+        masks = torch.full((len(matchers), words), -1, dtype=torch.int32, pin_memory=on_gpu)
+        if self.executor is None:
+            self.executor = imported().LLExecutor()
+        self.executor.unsafe_compute_mask_ptr(rows, masks.data_ptr(), words * 4, len(matchers))
+        for inner, i in rows:
+            if inner.is_error():
+                masks[i] = 0  # the library would let it end here, as if the answer were complete
+        return masks.to(device, non_blocking=True)
+
+
+def compiled(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatcher:
+    library = imported()
+    matcher = library.LLMatcher(tokenizer, text, log_level=0, limits=library.LLParserLimits(**LIMITS))
+    if matcher.is_error():
+        raise SpecError(f"the answer's shape cannot be used: {explained(matcher.get_error())}")
+    trial = matcher.deep_copy()
+    trial.compute_bitmask()
+    if trial.is_error():
+        raise SpecError(f"no answer can have the shape that was asked for: {explained(trial.get_error())}")
+    return matcher
+
+
+# --- what is asked for, in the library's words ---
+
+
+def grammar(params: SamplingParams) -> str:
+    library = imported().LLMatcher
+    if params.json_schema is not None:
+        schema = checked_schema(params.json_schema)
+        blanks = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+        # Where alternatives overlap, no parser can tell on the way that only one of them will fit in the end.
+        options = {**blanks, "lenient": False, "coerce_one_of": True}
+        try:
+            return str(library.grammar_from_json_schema(schema, overrides=options))
+        except ValueError as error:
+            raise SpecError(f"json_schema cannot be read: {explained(str(error))}") from None
+    if params.regex is not None:
+        check_text("regex", params.regex)
+        if (len(params.regex) - len(params.regex.rstrip("\\"))) % 2:  # the library would leave it out in silence
+            raise SpecError("regex ends in a lone backslash: write two for one in the answer")
+        return str(library.grammar_from_regex(params.regex))
+    choices = list(params.choice or ())
+    if not choices or not all(isinstance(each, str) and each for each in choices):
+        raise SpecError("choice must be a list of texts, at least one, none of them empty")
+    check_text("choice", "|".join(choices))
+    return str(library.grammar_from_regex("|".join(map(literal, choices))))
+
+
+def simple(params: SamplingParams) -> bool:
+    """Whether it is compiled at once, whoever asks for it: any JSON object, or not too many choices."""
+    if params.choice is not None:
+        return sum(map(len, params.choice)) <= SMALL
+    return params.json_schema == ANY_OBJECT
+
+
+def digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
+
+
+def literal(text: str) -> str:
+    """A regex that matches this text alone."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&~/-]", r"\\\g<0>", text)
+
+
+def check_text(name: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise SpecError(f"{name} must be text, not {type(text).__name__}")
+    if len(text) > MOST_TEXT:
+        raise SpecError(f"{name} has {len(text):,} characters: at most {MOST_TEXT:,} are compiled")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise SpecError(f"{name} holds half of a surrogate pair: it is not Unicode text")
+
+
+def checked_schema(schema: Mapping[str, Any] | str) -> str:
+    """The schema as text, once it is known to be small and flat enough to be looked at."""
+    if isinstance(schema, str):
+        check_text("json_schema", schema)
+        if text_depth(schema) > MOST_NESTING:
+            raise SpecError(f"json_schema is nested more than {MOST_NESTING} levels deep")
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise SpecError(f"json_schema is not JSON: {error}") from None
+    if not isinstance(schema, Mapping):
+        raise SpecError(f"json_schema must be an object, not {type(schema).__name__}")
+    for part in parts(schema):
+        if part is schema or "$id" in part:  # elsewhere it may be the name of a property
+            check_definitions(part)
+        properties, required = part.get("properties"), part.get("required")
+        if isinstance(properties, Mapping):
+            needed = {each for each in required if isinstance(each, str)} if isinstance(required, list | tuple) else ()
+            optional = len(properties.keys() - needed)
+            if optional > MOST_OPTIONAL:
+                raise SpecError(f"json_schema has an object of {optional} optional properties: {MOST_OPTIONAL} at most")
+    try:
+        text = json.dumps(schema, default=dict)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"json_schema cannot be written as JSON: {error}") from None
+    check_text("json_schema", text)
+    return text
+
+
+def check_definitions(schema: Mapping[str, Any]) -> None:
+    """The library passes over definitions that are none, and says so only where one is referred to."""
+    for name in ("$defs", "definitions"):
+        if not isinstance(found := schema.get(name, {}), Mapping):
+            raise SpecError(f"json_schema: {name} must be an object, not {type(found).__name__}")
+
+
+def text_depth(text: str) -> int:
+    """Deepest nesting of brackets outside strings: counted before a parser, which would nest as deep, sees the text."""
+    depth = deepest = 0
+    # A string that has no end is one to the end of the text: nothing is looked at twice.
+    for found in re.finditer(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', text, re.DOTALL):
+        step = {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        depth += step
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def parts(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects inside, without recursion; refuses what is nested too deep (or in itself) or has too many."""
+    layer, seen = [schema], 0
+    for _ in range(MOST_NESTING + 1):
+        layer = [each for each in layer if isinstance(each, Mapping | list | tuple)]
+        seen += len(layer)
+        if seen > MOST_TEXT:
+            raise SpecError(f"json_schema has more than {MOST_TEXT:,} parts")
+        yield from (each for each in layer if isinstance(each, Mapping))
+        layer = [inner for each in layer for inner in (each.values() if isinstance(each, Mapping) else each)]
+        if not layer:
+            return
+    if any(isinstance(each, Mapping | list | tuple) for each in layer):
+        raise SpecError(f"json_schema is nested more than {MOST_NESTING} levels deep")
+
+
+def explained(error: str) -> str:
+    """The library's message in one line; its own names for limits mean nothing to a user."""
+    line = " ".join(error.replace("<non-verbose/>", "").split())
+    if line.startswith("NoExtension"):
+        return "nothing matches it"
+    if "too many expressions" in line or "items; max is" in line or "fuel" in line or "too big" in line:
+        return f"it is too complex ({line[:120]})"
+    return line[:300]

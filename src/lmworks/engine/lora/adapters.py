@@ -1,0 +1,191 @@
+"""LoRA adapters beside the weights: several at once in one batch.
+
+All adapters of a layer are stacked to one pair of matrices, as wide as their ranks together. A row of the batch goes
+through all of them, and the columns that are not its own are set to 0:
+
+    y = W·x + B·own(A·x)        A (Σ rank, in), B (out, Σ rank)
+
+Set, and not multiplied by 0: what overflows in one adapter stays with its own sequences. These are two products whoever
+is in the batch, so the shapes are fixed and a CUDA graph can hold them; the ranks are small, and so is the waste. Where
+layers were merged (q, k and v; gate and up), B is zero but for each one's own block.
+
+Where ranks share a layer, each has its outputs of B, or its inputs of A; the latter is part of the sum over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...model import GPT
+from ...spec import LMWorksError, SpecError
+from ..core.fusion import Applied, FusedAttention, FusedBlock, FusedMLP
+from ..core.scheduler import Chunk
+from ..tensor_parallel.row_parallel_linear import Summed
+from .peft_files import Adapter, read_adapter
+
+if TYPE_CHECKING:
+    from ..tensor_parallel.tp_shards import (
+        Kept,  # which loads PyTorch's distributed parts: seconds, and one rank does without them
+    )
+
+
+@dataclass
+class Choice:
+    """Which columns each row of the batch uses: one tensor for all layers, always the same memory."""
+
+    others: Tensor  # (tokens of the largest step, Σ rank) bool: columns that are not the row's own
+
+
+class Adapted(nn.Module):
+    """A linear layer, and what the adapters add to it."""
+
+    def __init__(self, base: nn.Module, apply: Applied, choice: Choice, down: Tensor, up: Tensor) -> None:
+        super().__init__()
+        self.base, self.apply_linear, self.choice = base, apply, choice
+        self.down, self.up = down, up  # (parts · Σ rank, in), (out, parts · Σ rank)
+
+    def forward(self, x: Tensor) -> Tensor:  # (tokens, in)
+        others = self.choice.others[: x.shape[0]].unsqueeze(1)  # (tokens, 1, Σ rank)
+        product = self.apply_linear.product
+        narrow = product(x, self.down, None)
+        narrow.unflatten(1, (-1, others.shape[-1])).masked_fill_(others, 0)  # in place: elsewhere is a pass more
+        return self.apply_linear(self.base, x) + product(narrow, self.up, None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layer of the fused network, how it is computed, and the weights that it was merged from, with their rows."""
+
+    owner: nn.Module
+    attribute: str
+    apply: Applied
+    parts: dict[str, int]
+
+    @property
+    def base(self) -> nn.Module:
+        layer: nn.Module = getattr(self.owner, self.attribute)
+        return layer.base if isinstance(layer, Adapted) else layer
+
+
+class Adapters:
+    """The adapters that an engine holds. Adding one stacks all of them anew."""
+
+    def __init__(self, model: GPT, tokens: int, kept: Mapping[str, Kept]) -> None:
+        """`model` is fused; `tokens` are those of the largest step; `kept`: of layers that ranks share, by name."""
+        self.model, self.tokens, self.kept = model, tokens, kept
+        self.held: dict[str, Adapter] = {}
+
+    def add(self, name: str, folder: Path) -> None:
+        if not name:
+            raise SpecError("an adapter needs a name, by which requests ask for it")
+        if name in self.held:
+            raise SpecError(f"an adapter named {name!r} is already there; give this one another name")
+        adapter = read_adapter(name, folder, self.model.spec, next(self.model.parameters()).dtype)
+        reachable = {part for place in places_of(self.model, self.kept) for part in place.parts}
+        if missed := sorted(adapter.deltas.keys() - reachable):
+            raise SpecError(f"{folder}: it changes {missed[0]}, and the engine applies adapters to plain layers only")
+        try:
+            self.stack({**self.held, name: own_part(adapter, self.kept)})
+        except RuntimeError as error:  # no room; PyTorch says it in many ways
+            raise LMWorksError(f"{folder}: the adapter does not fit the device ({error})") from None
+
+    def remove(self, name: str) -> None:
+        self.stack({other: adapter for other, adapter in self.held.items() if other != name})
+
+    @torch.no_grad()
+    def stack(self, adapters: dict[str, Adapter]) -> None:
+        """Hold these from now on; where they do not fit, all stays as it is."""
+        weight = next(self.model.parameters())  # whose device and precision those of all layers are
+        width = sum(adapter.rank for adapter in adapters.values())
+        columns = torch.ones(1 + len(adapters), width, dtype=torch.bool)
+        indices: dict[str | None, int] = {None: 0}
+        begin = 0
+        for index, (name, adapter) in enumerate(adapters.items(), start=1):
+            indices[name] = index
+            columns[index, begin : begin + adapter.rank] = False
+            begin += adapter.rank
+        choice = Choice(torch.ones(self.tokens, width, dtype=torch.bool, device=weight.device))
+        places = places_of(self.model, self.kept)
+        layers = [place.base for place in places]
+        for at, place in enumerate(places):
+            if any(part in adapter.deltas for adapter in adapters.values() for part in place.parts):
+                down, up = (matrix.to(weight) for matrix in stacked(list(adapters.values()), place.parts, width))
+                layers[at] = Adapted(place.base, place.apply, choice, down, up)
+        self.columns = columns.to(weight.device)  # (1 + adapters, Σ rank): `others`, by the index of a row's adapter
+        self.held, self.indices, self.choice = adapters, indices, choice
+        for place, layer in zip(places, layers, strict=True):
+            setattr(place.owner, place.attribute, layer)
+
+    def of_tokens(self, chunks: list[Chunk]) -> np.ndarray:
+        """The index of the adapter that each token of a step goes by: that of its sequence."""
+        indices = [self.indices[chunk.sequence.params.adapter] for chunk in chunks]
+        return np.repeat(indices, [chunk.count for chunk in chunks])
+
+    def choose(self, indices: np.ndarray) -> None:
+        """For the forward pass of a step. Does not wait."""
+        index = torch.from_numpy(indices)
+        if self.columns.is_cuda:
+            index = index.pin_memory()
+        index = index.to(self.columns.device, non_blocking=True)
+        torch.index_select(self.columns, 0, index, out=self.choice.others[: len(index)])
+
+
+def own_part(adapter: Adapter, kept: Mapping[str, Kept]) -> Adapter:
+    """Of every layer that ranks share, what this one adds."""
+    deltas = {
+        name: kept[layer].delta(delta) if (layer := name.removesuffix(".weight")) in kept else delta
+        for name, delta in adapter.deltas.items()
+    }
+    return Adapter(adapter.name, deltas)
+
+
+def places_of(model: GPT, kept: Mapping[str, Kept]) -> list[Place]:
+    """Every layer that adapters can stand beside."""
+    spec, places = model.spec, []
+    rows = {"q": spec.q_dim, "k": spec.kv_dim, "v": spec.kv_dim, "out": spec.hidden}
+    rows |= {"gate": spec.ffn, "up": spec.ffn, "down": spec.hidden}
+    for layer, block in model.blocks.items():
+        assert isinstance(block, FusedBlock)
+        into = ("gate", "up") if spec.mlp == "swiglu" else ("up",)
+        merged = [
+            ("attention", "qkv", ("q", "k", "v")),
+            ("attention", "out", ("out",)),
+            ("mlp", "into", into),
+            ("mlp", "down", ("down",)),
+        ]
+        for part, attribute, names in merged:
+            owner = getattr(block, part)
+            if isinstance(owner, FusedAttention | FusedMLP):
+                parts = {}
+                for name in names:
+                    whole = f"blocks.{layer}.{part}.{name}"
+                    parts[f"{whole}.weight"] = kept[whole].outputs(rows[name]) if whole in kept else rows[name]
+                there: nn.Module = getattr(owner, attribute)
+                summed = isinstance(there, Summed)  # over ranks, with what adapters add
+                places.append(
+                    Place(there if summed else owner, "part" if summed else attribute, owner.apply_linear, parts)
+                )
+    return places
+
+
+def stacked(adapters: list[Adapter], parts: dict[str, int], width: int) -> tuple[Tensor, Tensor]:
+    """A (parts · Σ rank, in) and B (out, parts · Σ rank) of a layer that was merged from `parts`."""
+    inputs = next(a.deltas[part].down.shape[1] for a in adapters for part in parts if part in a.deltas)
+    down, up = torch.zeros(len(parts) * width, inputs), torch.zeros(sum(parts.values()), len(parts) * width)
+    column = row = 0
+    for part, rows in parts.items():
+        for adapter in adapters:
+            if (delta := adapter.deltas.get(part)) is not None:
+                rank = delta.down.shape[0]
+                down[column : column + rank] = delta.down
+                up[row : row + rows, column : column + rank] = delta.up
+            column += adapter.rank
+        row += rows
+    return down, up

@@ -1,0 +1,1 @@
+"""Quantized models: calibration, formats, folders, drift."""

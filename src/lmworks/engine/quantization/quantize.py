@@ -1,0 +1,170 @@
+"""From a network to a smaller one that is known to be as good: calibrate, round, measure, refuse what lost too much.
+
+Half of the calibration text is what the rounding is fitted to; the other half is what the loss is measured on, before
+and after. A network whose perplexity rises by more than `limit` is refused: nothing is written, and the error names
+the layers whose output is furthest off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ...kernels.inference.quantized import GROUPS
+from ...model.gpt import GPT
+from ...spec import DataError, LMWorksError
+from .calibrated_rounding import LayerReport, Make, loss_on, quantize_layers
+from .quantized_model import refuse_unfit, scheme_named, served_bytes
+
+LIMITS = {"int8": 0.02, "int4": 0.05, "fp8": 0.02}  # how much perplexity may rise, as a part of what it was
+ROWS_TOKENS = 4096  # tokens of one batch
+
+
+class QuantizationRefused(LMWorksError):
+    """The quantized network lost more than was allowed."""
+
+    def __init__(self, message: str, report: Report) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Text as batches of tokens (rows, seq + 1)."""
+
+    fit: list[Tensor]
+    measure: list[Tensor]
+    source: str  # where it comes from, in words
+    fingerprint: str  # of all its tokens, in order
+
+    @classmethod
+    def of(cls, ids: Sequence[int] | Tensor, seq: int, vocab: int, source: str) -> Self:
+        """Windows of seq + 1 tokens, every second one for measuring."""
+        tokens = torch.as_tensor(ids, dtype=torch.int64)
+        count = len(tokens) // (seq + 1)
+        if count < 4:
+            raise DataError(
+                f"{source}: {len(tokens):,} tokens are too few to calibrate on: at least four windows of {seq + 1:,}"
+            )
+        if int(tokens.max()) >= vocab:
+            raise DataError(
+                f"{source}: token {int(tokens.max())} is outside the model's vocabulary of {vocab:,}; it was made with "
+                "another tokenizer"
+            )
+        windows = tokens[: count * (seq + 1)].view(count, seq + 1)
+        digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+        # At least two batches to fit to: the last quarter of them is where layers are compared.
+        rows = max(1, min(ROWS_TOKENS // seq, count // 4))
+        return cls(list(windows[0::2].split(rows)), list(windows[1::2].split(rows)), source, digest)
+
+    @property
+    def tokens(self) -> int:
+        return sum(batch.numel() for batch in (*self.fit, *self.measure))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What quantizing did."""
+
+    scheme: str
+    layers: tuple[LayerReport, ...]
+    loss_before: float  # nats a token, on the measuring half
+    loss_after: float
+    bytes_before: int  # of weights as they are served: what is not quantized counts in half precision
+    bytes_after: int
+    limit: float
+    calibration: str  # where the text came from
+    calibration_fingerprint: str
+    calibration_tokens: int
+
+    @property
+    def increase(self) -> float:
+        """Of perplexity: 0.01 is one per cent."""
+        return math.expm1(min(700.0, self.loss_after - self.loss_before))
+
+    @property
+    def passed(self) -> bool:
+        return math.isfinite(self.loss_after) and self.increase <= self.limit
+
+    def worst(self, count: int = 3) -> list[LayerReport]:
+        """Layers whose output is furthest off; one that is not finite comes first."""
+        return sorted(self.layers, key=lambda layer: layer.error if layer.error == layer.error else math.inf)[-count:][
+            ::-1
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinities: what is not finite is null."""
+        derived = {
+            "perplexity_before": math.exp(min(700.0, self.loss_before)),
+            "perplexity_after": math.exp(min(700.0, self.loss_after)),
+            "perplexity_increase": self.increase,
+            "worst_layers": [layer.name for layer in self.worst()],
+        }
+        return finite({**dataclasses.asdict(self), **derived, "passed": self.passed})
+
+
+def finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def quantize(
+    model: GPT,
+    scheme: str,
+    calibration: Calibration,
+    *,
+    group: int = GROUPS[0],
+    limit: float | None = None,
+    progress: Callable[[LayerReport], None] | None = None,  # called for each layer when it is done
+    make: Make | None = None,
+) -> Report:
+    """Quantize a network in place. One that lost too much raises QuantizationRefused, and is then not fit for use."""
+    chosen = scheme_named(scheme)
+    refuse_unfit(model)
+    model.eval().requires_grad_(False)
+    loss_before, bytes_before = loss_on(model, calibration.measure), served_bytes(model)
+    if not math.isfinite(loss_before):
+        raise LMWorksError(
+            f"the loss of the model as it is, on {calibration.source}, is {loss_before}: there is nothing to keep; "
+            "are its weights damaged?"
+        )
+    layers: list[LayerReport] = []
+    for layer in quantize_layers(model, chosen, [batch[:, :-1] for batch in calibration.fit], group, make):
+        layers.append(layer)
+        if progress is not None:
+            progress(layer)
+    report = Report(
+        scheme=scheme,
+        layers=tuple(layers),
+        loss_before=loss_before,
+        loss_after=loss_on(model, calibration.measure),
+        bytes_before=bytes_before,
+        bytes_after=served_bytes(model),
+        limit=LIMITS[scheme] if limit is None else limit,
+        calibration=calibration.source,
+        calibration_fingerprint=calibration.fingerprint,
+        calibration_tokens=calibration.tokens,
+    )
+    if not report.passed:
+        raise QuantizationRefused(refusal(report), report)
+    return report
+
+
+def refusal(report: Report) -> str:
+    names = ", ".join(f"{layer.name} ({layer.error:.1%} off)" for layer in report.worst())
+    return (
+        f"{report.scheme} raised perplexity from {math.exp(min(700.0, report.loss_before)):.4g} to "
+        f"{math.exp(min(700.0, report.loss_after)):.4g} ({report.increase:+.2%}), more than the {report.limit:.1%} "
+        f"allowed; nothing was written. The worst layers: {names}. "
+        "A wider scheme, more calibration text or a higher --max-loss-increase would let it pass"
+    )

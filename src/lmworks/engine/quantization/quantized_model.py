@@ -1,0 +1,225 @@
+"""A network whose matrices are int8, int4 or fp8 (formats: `kernels.inference.quantized`).
+
+Quantised are the linear layers of every block (q, k, v, out, gate, up, down) and the head, which decides between tokens
+that are almost alike: it has eight bits a weight in int4, too. Embeddings, norms and biases stay as they are, and with
+the embedding a head that is tied to it. Experts are no linear layers of the network (a mixture holds all of a layer's
+in one tensor): such a network is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels.inference import quantized
+from ...kernels.swiglu import swiglu_packed
+from ...kernels.training.cross_entropy import IGNORE
+from ...model.gpt import GPT, Linear
+from ...model.moe import moe_layers
+from ...spec import SpecError
+from ...spec.errors import did_you_mean
+
+Linears = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
+HEAD = "head"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a layer's tensors mean."""
+
+    name: str
+    about: str
+    linear: Linears  # (x, weight, scale, fixed, gate) → x · (weight · scale)ᵀ, or gated by its first half
+    dequantize: Callable[[Tensor, Tensor], Tensor]  # (weight, scale) → (out, in) fp32
+    stored: torch.dtype
+    scales: torch.dtype
+
+
+SCHEMES = {
+    "int8": Scheme("int8", "int8 weights, one scale an output channel",
+                   quantized.int8_linear, quantized.int8_dequantize, torch.int8, torch.float32),
+    "int4": Scheme("int4", "int4 weights, one scale for a group of inputs of a channel",
+                   quantized.int4_linear, quantized.int4_dequantize, torch.int32, torch.bfloat16),
+    "fp8": Scheme("fp8", "e4m3 weights, one scale an output channel; e4m3 activations, one scale a token",
+                  quantized.fp8_linear, quantized.fp8_dequantize, quantized.FP8, torch.float32),
+}  # fmt: skip
+
+
+def scheme_named(name: str) -> Scheme:
+    if name not in SCHEMES:
+        raise SpecError(f"scheme {name!r} is not known{did_you_mean(name, SCHEMES)}")
+    return SCHEMES[name]
+
+
+def scheme_of(scheme: Scheme, layer: str) -> Scheme:
+    """The one of a layer, by its name in the network."""
+    return SCHEMES["int8"] if scheme.name == "int4" and layer == HEAD else scheme
+
+
+class QuantLinear(nn.Module):
+    """In the place of a linear layer. Its first dimension is the output's, so layers merge end to end."""
+
+    weight: Tensor  # (out, in), in int4 (out, in / 8): a buffer, which no cast to another precision touches
+    scale: Tensor  # (out), in int4 (out, in / group)
+
+    def __init__(self, scheme: Scheme, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.fixed = False  # whether no row may depend on how many there are
+        self.label = ""  # its name in the network that was quantized; of merged layers the first one's
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor, gate: bool = False) -> Tensor:
+        """`gate`: silu(first half) · second half of what it gives else."""
+        if self.bias is None:
+            return self.scheme.linear(x, self.weight, self.scale, self.fixed, gate)
+        y = self.scheme.linear(x, self.weight, self.scale, self.fixed, False) + self.bias
+        return swiglu_packed(y) if gate else y
+
+    def project(self, states: Tensor, _weight: Tensor) -> Tensor:
+        """As the head of a network."""
+        logits: Tensor = self(states)
+        return logits
+
+    def cross_entropy(self, states: Tensor, _weight: Tensor, targets: Tensor) -> Tensor:
+        """As the loss of a network whose head it is, which else takes the weight as it lies there, without scales."""
+        return F.cross_entropy(self(states).float(), targets, ignore_index=IGNORE, reduction="sum")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """A move takes everything along; a cast (`model.bfloat16()`) leaves the format as it is."""
+        was = {"weight": self.weight, "scale": self.scale}
+        super()._apply(fn, recurse)
+        for name, before in was.items():
+            now = getattr(self, name)
+            if now.dtype != before.dtype:
+                setattr(self, name, before.to(now.device))
+        return self
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1] * (8 if self.scheme.name == "int4" else 1)
+
+    def dequantized(self) -> Tensor:
+        """The weight that this layer stands for, (out, in) in fp32."""
+        return self.scheme.dequantize(self.weight, self.scale)
+
+    def extra_repr(self) -> str:
+        return f"{self.scheme.name}, {self.in_features} → {self.weight.shape[0]}"
+
+
+def rounded(scheme: Scheme, layer: nn.Linear, group: int = quantized.GROUPS[0]) -> QuantLinear:
+    """Every weight to the nearest value of the format."""
+    bias = None if layer.bias is None else layer.bias.detach()
+    weight = layer.weight.detach()
+    if scheme.name == "int4":
+        found = group_of(weight.shape[1], group)
+        scale = quantized.int4_scale(weight, found)
+        return QuantLinear(scheme, quantized.int4_pack(quantized.int4_round(weight, scale), found), scale, bias)
+    tensors = quantized.int8_quantize(weight) if scheme.name == "int8" else quantized.fp8_quantize(weight)
+    return QuantLinear(scheme, *tensors, bias)
+
+
+def group_of(inputs: int, wanted: int) -> int:
+    group = quantized.int4_group(inputs, wanted)
+    if group is None:
+        raise SpecError(
+            f"int4 needs layers whose inputs are a multiple of {2 * quantized.GROUPS[-1]}, but one has {inputs}; "
+            "use int8 or fp8"
+        )
+    return group
+
+
+def merge(layers: Sequence[nn.Module]) -> QuantLinear | None:
+    """One layer that gives what these give, side by side; None where they are not of one kind."""
+    parts = [layer for layer in layers if isinstance(layer, QuantLinear)]
+    first = parts[0] if parts else None
+    if first is None or len(parts) != len(layers) or any(not alike(first, part) for part in parts):
+        return None
+    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+    weight, scale = (torch.cat([getattr(part, name) for part in parts]) for name in ("weight", "scale"))
+    one = QuantLinear(first.scheme, weight, scale, torch.cat(biases) if biases else None)
+    one.fixed, one.label = first.fixed, first.label
+    return one
+
+
+def alike(a: QuantLinear, b: QuantLinear) -> bool:
+    return (
+        a.scheme == b.scheme
+        and a.weight.shape[1:] == b.weight.shape[1:]
+        and a.scale.shape[1:] == b.scale.shape[1:]
+        and (a.bias is None) == (b.bias is None)
+    )
+
+
+def apply_quantization(model: GPT, scheme: str, group: int = quantized.GROUPS[0]) -> GPT:
+    """Round all matrices, in place and one at a time. Calibrated rounding: `engine.quantization.quantize`."""
+    chosen = scheme_named(scheme)
+    refuse_unfit(model)
+    for name, layer in list(linears(model)):
+        replace(model, name, rounded(scheme_of(chosen, name), layer, group))
+    return model
+
+
+def refuse_unfit(model: GPT) -> None:
+    if quantized_layers(model):
+        raise SpecError("the network is quantized already: quantize what it was made from")
+    if moe_layers(model):
+        raise SpecError("a network with experts cannot be quantized yet: experts are kept in their own precision")
+
+
+def linears(model: GPT) -> Iterator[tuple[str, Linear]]:
+    """The layers that a scheme applies to, by name."""
+    for name, module in model.named_modules():
+        if (name.startswith("blocks.") or name == HEAD) and isinstance(module, Linear):
+            yield name, module
+
+
+def quantized_layers(model: nn.Module) -> list[QuantLinear]:
+    return [module for module in model.modules() if isinstance(module, QuantLinear)]
+
+
+def replace(model: GPT, name: str, layer: QuantLinear) -> None:
+    layer.label = name
+    put(model, name, layer)
+    if name == HEAD:
+        model.project, model.cross_entropy = layer.project, layer.cross_entropy
+
+
+def put(model: GPT, name: str, layer: nn.Module | None) -> None:
+    """In the place of that name, or nothing there."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)
+
+
+def set_fixed(model: nn.Module, fixed: bool = True) -> None:
+    """Batch-invariant products in all quantized layers."""
+    for layer in quantized_layers(model):
+        layer.fixed = fixed
+
+
+def served_bytes(model: nn.Module) -> int:
+    """Of weights on a GPU: quantized ones as they are, the rest in half precision. Tied weights count once."""
+    rest = sum(2 * parameter.numel() for parameter in model.parameters())
+    return rest + sum(layer.weight.nbytes + layer.scale.nbytes for layer in quantized_layers(model))
+
+
+def empty_like_quantized(model: GPT, scheme: str, groups: Mapping[str, int]) -> None:
+    """Layers of the right shape without values, for a folder to be read into; `groups` by layer, in int4."""
+    for name, layer in list(linears(model)):
+        chosen = scheme_of(scheme_named(scheme), name)
+        out, inputs = layer.weight.shape
+        weight: tuple[int, ...] = (out, inputs)
+        scale: tuple[int, ...] = (out,)
+        if chosen.name == "int4":
+            if inputs % (2 * groups.get(name, inputs)):
+                raise SpecError(f"no group that fits {inputs} inputs is given for layer '{name}'")
+            weight, scale = (out, inputs // 8), (out, inputs // groups[name])
+        tensors = torch.empty(weight, dtype=chosen.stored), torch.empty(scale, dtype=chosen.scales)
+        replace(model, name, QuantLinear(chosen, *tensors, layer.bias))

@@ -1,0 +1,198 @@
+"""Guesses of a smaller model (a draft) that reads the same text.
+
+Its keys and values lie in a pool of its own under the same block tables: a block that is shared, copied, found by its
+prefix or given up is so for both models, and nothing has to be kept in step. The draft computes every token that the
+model computes; where a chunk speculates it goes ahead token by token, and writes its guesses into the step's batch on
+the device, so the host waits for nothing. A block that holds something else than the draft expects can only spoil a
+guess: what comes out is judged by the model alone (`engine.speculative.verification`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...model.attention import make_pattern
+from ...model.gpt import GPT
+from ...model.moe import moe_layers
+from ...spec import SpecError
+from ..core.attention_backend import Paged
+from ..core.cuda_graphs import Graphs
+from ..core.fusion import fuse
+from ..core.kv_cache import Cache, CacheShape
+from ..core.request import UNKNOWN, Sequence
+from ..core.sampler import Sampled, Wants
+from ..core.scheduler import Chunk, Step
+from ..core.step_input import Batch, decoding_frame, unpack
+from .verification import draw_guess, judge, pick
+
+if TYPE_CHECKING:
+    from ..core.model_runner import Runner
+
+
+class Ahead:
+    """Asks for guesses that the device will make."""
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        return [UNKNOWN] * count
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """The guesses of a step."""
+
+    rows: Tensor  # (guesses) int64: the row of the step's logits that judges each
+    tokens: Tensor  # (guesses) int64
+    q: Tensor | None  # (guesses, vocab): what each was drawn from; None: they are accepted if they are what is picked
+
+
+class Draft:
+    """Made of a network, which it takes over; the runner that it guesses for gives it a place (`join`, `allot`)."""
+
+    def __init__(self, model: GPT) -> None:
+        self.model = model
+        self.graphs: Graphs[Tensor] | None = None
+
+    def join(self, runner: Runner, dtype: torch.dtype) -> None:
+        """`runner.model` may still be without a cache."""
+        spec, shape = runner.spec, self.model.spec
+        if shape.vocab < runner.valid_vocab:
+            raise SpecError(
+                f"engine.draft: the smaller model has {shape.vocab} tokens, and the model {runner.valid_vocab}: "
+                "both must have the same tokenizer"
+            )
+        if shape.context < spec.context:
+            raise SpecError(
+                f"engine.draft: the smaller model was made for {shape.context} tokens; "
+                f"set engine.context = {shape.context} or less (now {spec.context})"
+            )
+        self.runner = runner
+        kv_heads = self.model.layers()[0].attention.k.weight.shape[0] // shape.head_dim
+        fuse(self.model, spec.context, spec.batch_invariant)
+        slopes = make_pattern(shape).slopes
+        self.slopes = torch.tensor(slopes, device=runner.device) if slopes else None
+        self.shape = CacheShape.of(shape, spec, dtype, kv_heads)
+
+    def allot(self, blocks: int, graphs: bool) -> None:
+        """Give it as many blocks as the model has, and record its steps where the model's are."""
+        runner = self.runner
+        self.cache = Cache(self.shape, blocks, runner.device)
+        if graphs and not moe_layers(self.model):
+            seqs = runner.spec.max_seqs
+            self.graphs = Graphs(self.work, decoding_frame(seqs), runner.packer.widest, runner.device)
+
+    def states(self, batch: Batch) -> Tensor:
+        spec, runner = self.model.spec, self.runner
+        window, invariant = spec.sliding_window, runner.spec.batch_invariant
+        attend = Paged(self.cache.layers, batch.slots, batch.pages, batch.decoding, window, self.slopes, invariant)
+        return self.model.states(runner.ids[batch.tokens], batch.positions, attend)
+
+    def work(self, batch: Batch, _wants: Wants | None) -> Tensor:
+        return self.model.logits(self.states(batch))
+
+    def follow(self, step: Step) -> None:
+        """Compute the same tokens, so that the text is known when guesses are asked for."""
+        if self.graphs and all(chunk.count == chunk.wanted == 1 for chunk in step.chunks):
+            self.graphs.run(*self.runner.packer.pack(step, self.graphs.padded(len(step.chunks))), None)
+            return
+        buffer, layout = self.runner.packer.pack(step)
+        self.states(unpack(buffer.to(self.runner.device, non_blocking=True), layout))
+
+    def guess(self, step: Step, batch: Batch, wants: Wants) -> Guessed | None:
+        """Fill in the guesses of a step's batch; None where it has none."""
+        guessing = [chunk for chunk in step.chunks if chunk.wanted > 1]
+        if others := [chunk for chunk in step.chunks if chunk.wanted <= 1]:
+            self.follow(Step(others))
+        if not guessing:
+            return None
+        tokens, q = self.go_ahead(guessing, wants)
+        assert batch.at is not None, "a step with guesses has more tokens than sequences"
+        rows, source = self.to_device(judges(step.chunks))
+        found = tokens.flatten()[source]
+        batch.tokens[batch.at[rows] + 1] = found
+        return Guessed(rows, found, None if q is None else q.flatten(0, 1)[source])
+
+    def go_ahead(self, chunks: list[Chunk], wants: Wants) -> tuple[Tensor, Tensor | None]:
+        """Guesses (seqs, most) and, where they are to be judged by it, what they were drawn from (seqs, most, vocab).
+
+        A chunk that has room for fewer of them takes the first. The last guess is computed too, for what it leaves in
+        the cache: if it is accepted, the text goes on behind it.
+        """
+        runner, count = self.runner, len(chunks)
+        sampler = runner.sampler
+        step = Step([Chunk(chunk.sequence, chunk.start, 1, 1) for chunk in chunks])
+        buffer, layout = runner.packer.pack(step, self.graphs.padded(count) if self.graphs else None)
+        if self.graphs:
+            buffer = self.graphs.buffer[: layout.size].copy_(buffer, non_blocking=True)
+        else:
+            buffer = buffer.to(runner.device, non_blocking=True)
+        batch = unpack(buffer, layout)
+        (room,) = self.to_device([[chunk.wanted - 1 for chunk in chunks]])
+        most = max(chunk.wanted for chunk in chunks) - 1
+        rows, places = batch.rows[:count], batch.places[:count]
+        rejecting = wants.noise and not runner.spec.batch_invariant
+        tokens: list[Tensor] = []
+        drawn_from: list[Tensor] = []
+        for made in range(most + 1):
+            logits = self.graphs.run(buffer, layout, None) if self.graphs else self.work(batch, None)
+            if made == most:
+                break
+            if wants.noise:
+                q = sampler.distribution(logits[:count], rows, places, None, wants)
+                tokens.append((draw_guess if rejecting else pick)(q, sampler.seeds[rows], places))
+                drawn_from += [q] * rejecting
+            else:
+                tokens.append(sampler.scores(logits[:count], rows, places, None, wants).argmax(dim=1))
+            self.move_on(batch, tokens[-1], room > made)
+        return torch.stack(tokens, dim=1), torch.stack(drawn_from, dim=1) if drawn_from else None
+
+    def move_on(self, batch: Batch, tokens: Tensor, room: Tensor) -> None:
+        """Make the batch that of the next token, in place; a sequence without room for it stays, and writes nothing."""
+        (pages,) = batch.pages
+        size, count = self.runner.spec.block, len(tokens)
+        batch.tokens[:count] = tokens
+        batch.places[:count] += 1
+        batch.positions[:count] += room
+        pages.lengths[:count] += room
+        positions = batch.positions[:count]
+        block = pages.tables[:count].gather(1, (positions // size).unsqueeze(1)).squeeze(1).long()
+        batch.slots[:count] = torch.where(room, block * size + positions % size, -1)
+
+    def judged(self, sampled: Sampled, logits: Tensor, batch: Batch, guessed: Guessed, wants: Wants) -> Sampled:
+        """What the sampler picked, with the rows that judge a guess settled by it."""
+        if guessed.q is None:
+            return sampled  # a guess agrees or does not
+        sampler, rows = self.runner.sampler, guessed.rows
+        slots, places = batch.rows[rows], batch.places[rows]
+        p = sampler.distribution(logits[rows], slots, places, None, wants)
+        settled = judge(p, guessed.q, guessed.tokens, sampler.seeds[slots], places)
+        tokens = sampled.tokens.index_copy(0, rows, settled)
+        logprob = sampled.logprob
+        if logprob is not None:
+            wide = logits.float()
+            logprob = wide.gather(1, tokens.unsqueeze(1)).squeeze(1) - wide.logsumexp(dim=1)
+        return sampled._replace(tokens=tokens, logprob=logprob)
+
+    def to_device(self, numbers: list[list[int]]) -> Tensor:
+        """Without waiting for it."""
+        host = torch.from_numpy(np.array(numbers, np.int64))
+        on_gpu = self.runner.device.type == "cuda"
+        return (host.pin_memory() if on_gpu else host).to(self.runner.device, non_blocking=True)
+
+
+def judges(chunks: list[Chunk]) -> list[list[int]]:
+    """For every guess of a step, the row of logits that judges it, and its place among (seqs, most) guesses."""
+    most = max(chunk.wanted for chunk in chunks) - 1
+    rows, source = [], []
+    row = guessing = 0
+    for chunk in chunks:
+        for index in range(chunk.wanted - 1):
+            rows.append(row + index)
+            source.append(guessing * most + index)
+        row += chunk.wanted
+        guessing += chunk.wanted > 1
+    return [rows, source]

@@ -1,0 +1,79 @@
+"""Guess by looking back: what followed the last time that the text read as it does now (prompt lookup).
+
+Code, quotations and lists repeat themselves, so the longest earlier match of the newest tokens is often a good guess,
+and it costs no model. As in LZ77, all places where a pair of tokens ended are chained, newest first: a token costs one
+entry, and a guess walks at most `CHAIN` links and compares at most `LONGEST` tokens at each, however long the text is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..core.request import Sequence
+
+PAIR = 2  # tokens that must match: shorter matches are chance
+CHAIN = 16  # earlier places that are compared
+LONGEST = 32  # a match of so many tokens is not bettered
+NOWHERE = -1
+KEY = "ngram"  # where a sequence keeps its index
+
+
+@dataclass
+class Lookup:
+    """Where pairs of tokens ended in one growing text."""
+
+    seen: int = 0  # tokens whose pairs are entered
+    newest: dict[tuple[int, int], int] = field(default_factory=dict)  # pair → index of the token after it
+    earlier: list[int] = field(default_factory=list)  # the same for the place before: one link for each token
+
+    def enter(self, tokens: list[int], known: int) -> None:
+        """Pairs that another token follows; the last one of the text is what is looked for."""
+        for after in range(self.seen, known):
+            link = NOWHERE
+            if after >= PAIR:
+                pair = (tokens[after - 2], tokens[after - 1])
+                link = self.newest.get(pair, NOWHERE)
+                self.newest[pair] = after
+            self.earlier.append(link)
+        self.seen = max(self.seen, known)
+
+    def guess(self, tokens: list[int], known: int, count: int) -> list[int]:
+        """The tokens that followed the longest match, the newest of equals.
+
+        The text is tokens[:known]: it is never taken back, only grows. What lies behind it is not looked at.
+        """
+        self.enter(tokens, known)
+        if known < PAIR or count < 1:
+            return []
+        best, length = NOWHERE, 0
+        place = self.newest.get((tokens[known - 2], tokens[known - 1]), NOWHERE)
+        for _ in range(CHAIN):
+            if place == NOWHERE or length >= LONGEST:
+                break
+            match = common_suffix(tokens, place, known)
+            if match > length:
+                best, length = place, match
+            place = self.earlier[place]
+        if best == NOWHERE:
+            return []
+        found: list[int] = []
+        for index in range(best, best + count):  # a match at the end runs on into the guess itself: a repetition
+            found.append(tokens[index] if index < known else found[index - known])
+        return found
+
+
+def common_suffix(tokens: list[int], end: int, known: int) -> int:
+    """How many tokens before `end` are as those before `known`, up to LONGEST."""
+    most = min(end, LONGEST)
+    for length in range(PAIR, most):
+        if tokens[end - 1 - length] != tokens[known - 1 - length]:
+            return length
+    return most
+
+
+class NGram:
+    """Every sequence is the source of its own guesses."""
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        lookup: Lookup = sequence.extra.setdefault(KEY, Lookup())
+        return lookup.guess(sequence.tokens, sequence.known, count)

@@ -1,0 +1,1 @@
+"""Tensor-parallel serving: rank 0 drives workers that hold a shard of every layer."""

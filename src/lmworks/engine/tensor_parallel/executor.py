@@ -1,0 +1,357 @@
+"""Tensor-parallel serving: the ranks of one machine share every layer.
+
+Rank 0 is the engine itself: it schedules, packs batches and picks tokens. The others are processes that it starts
+(`python -m lmworks.engine`), each with its part of the weights and the keys and values of its heads, and they follow:
+
+    rank 0   pack ── pipe: the packed batch ──▶ layers ◀─ sums (parallel.tensor) ─▶ logits, gathered ─▶ sampler ─ tokens
+    others   wait ◀────────────────────────────  layers ◀────────────────────────▶ logits             recent ◀────┘
+
+Adapters are read by every rank, told of in the same pipe; a follower answers through a second one whether it could.
+A follower ends when its pipe does: rank 0 has closed it, or is gone, however that happened. An error on a follower
+comes back through the second pipe too, and is raised on rank 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
+
+from ...model.gpt import GPT
+from ...parallel.collectives import all_gather, all_reduce
+from ...parallel.initial_weights import Source
+from ...parallel.mesh import Mesh
+from ...parallel.parallelize import materialise
+from ...parallel.sharding_plan import Splits
+from ...parallel.tensor_parallel import apply_tensor_parallel, local_heads
+from ...parallel.world import BACKENDS
+from ...spec import EngineSpec, Grid, LMWorksError, ModelSpec, ParallelSpec, SpecError
+from ..core.meta_model import Outline
+from ..core.scheduler import Step
+from ..core.step_input import Layout
+from ..core.step_output import Asked
+from ..quantization.quantized_model import QuantLinear
+from .tp_shards import Kept, check_shares, kept_of, make_plain, put_quantized, take_out
+
+HOST = "127.0.0.1"
+PATIENCE = timedelta(minutes=10)  # of a collective: the first step of a kind may have kernels to compile
+LAST_WORDS_S = 5.0  # how long rank 0 waits for a follower's error, once something is wrong
+FAREWELL_S = 5.0  # how long a follower may take to end
+
+
+class Assignment(NamedTuple):
+    """All that a follower is told before the first step."""
+
+    rank: int
+    lead: int  # process of rank 0
+    port: int
+    source: str  # as `LLM` was given it
+    spec: dict[str, Any]
+    step: int | None
+    seed: int
+    threads: int
+
+
+class Told(NamedTuple):
+    """A step, as followers are told of it."""
+
+    copies: list[tuple[int, int]]
+    buffer: np.ndarray
+    layout: Layout
+    asked: list[int]  # positions whose logits rank 0 needs for log-probabilities of prompts
+    guessed: bool  # the tokens of the batch are not final: guesses of a draft follow
+    adapters: np.ndarray | None  # (tokens): the index of the adapter of each
+
+
+class NewAdapter(NamedTuple):
+    """To be held from now on; followers say whether they can."""
+
+    name: str
+    folder: Path
+
+
+class OldAdapter(NamedTuple):
+    """To be let go: another rank could not hold it."""
+
+    name: str
+
+
+class Ranks:
+    """This process as one of `tp`, once it has met the others."""
+
+    listening = False  # followers wait for steps; until then all ranks do the same by themselves
+
+    def __init__(self, rank: int, spec: EngineSpec, device: torch.device, store: Store) -> None:
+        self.rank, self.tp, self.device, self.in_order = rank, spec.tp, device, spec.batch_invariant
+        self.kept: dict[str, Kept] = {}  # by layer, once a network is laid out
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=self.tp, timeout=PATIENCE)
+        self.mesh = Mesh(Grid(tp=self.tp), device.type)
+        self.group = self.mesh.group("tp")
+
+    def lay_out(
+        self,
+        outline: Outline,
+        dtype: torch.dtype,
+        weights: Source,
+        quantized: Callable[[str], QuantLinear] | None = None,  # where layers are: whole ones, by name
+    ) -> GPT:
+        """This rank's part of a network; of each weight only its share is ever kept."""
+        check_shares(outline, self.tp)
+        splits = Splits()
+        with torch.device("meta"):
+            model = GPT(outline.spec).to(dtype)
+        apply_tensor_parallel(model, ParallelSpec(tp=self.tp), self.mesh, splits)
+        self.kept = kept_of(model, splits, self.rank)
+        taken = {} if quantized is None else take_out(model)
+        materialise(model, splits, self.mesh, self.device, weights, self.device)
+        if quantized is None:
+            make_plain(model, self.total)
+        else:
+            put_quantized(model, taken, self.kept, quantized, self.total, self.device)
+        return model.eval()
+
+    def total(self, product: Tensor) -> Tensor:
+        """The sum of all ranks' products.
+
+        A library adds up in an order that it may choose by the size of the batch. Where results must not depend on
+        that, products are gathered, which changes no bit, and each rank adds them up itself, in the order of ranks.
+        """
+        if not self.in_order:
+            return all_reduce(product, self.group)
+        return functools.reduce(torch.add, all_gather(product.unsqueeze(0), 0, self.group).unbind())
+
+    def heads(self, spec: ModelSpec) -> slice:
+        return local_heads(spec, self.mesh)
+
+    def whole_logits(self, project: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Each rank has the logits of its range of the vocabulary: give every rank all of them."""
+        return lambda states, weight: all_gather(project(states, weight), -1, self.group)
+
+    def agree(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+        least = torch.tensor(number, device=self.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
+
+    def share(self, numbers: Tensor) -> Tensor:
+        """Rank 0's, in place, on every rank."""
+        if self.listening:
+            dist.broadcast(numbers, src=0)
+        return numbers
+
+    def tell(
+        self,
+        step: Step,
+        buffer: Tensor,
+        layout: Layout,
+        asked: list[Asked],
+        drafted: bool,
+        adapters: np.ndarray | None,
+    ) -> None:
+        """Followers, of a step that is about to be taken."""
+        if self.listening:
+            places = [place for each in asked for place in range(each.at, each.at + each.count)]
+            guessed = drafted and any(chunk.wanted > 1 for chunk in step.chunks)
+            self.pass_on(Told(step.copies, buffer.numpy(), layout, places, guessed, adapters))
+
+    def pass_on(self, message: Any) -> None:
+        """Nobody follows a follower."""
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        """Nor has to be asked whether it holds one."""
+
+    def cause(self, error: Exception) -> Exception:
+        """Nor anybody to ask."""
+        return error
+
+    def lost(self) -> str:
+        """Nor anybody to lose."""
+        return ""
+
+    def close(self) -> None:
+        """Nor anybody to end."""
+
+
+class Lead(Ranks):
+    """Rank 0, and the processes of the others."""
+
+    def __init__(self, source: str | Path, spec: EngineSpec, step: int | None, seed: int, device: torch.device) -> None:
+        if dist.is_initialized():
+            raise SpecError(f"engine.tp = {spec.tp}: torch.distributed is in use already in this process")
+        if spec.batch_invariant and device.type != "cpu":
+            raise SpecError(
+                f"engine.batch_invariant = true with engine.tp = {spec.tp} is for CPUs: it was never tried on several "
+                "GPUs; use engine.tp = 1, or engine.batch_invariant = false"
+            )
+        if device.type == "cuda" and cards() < spec.tp:
+            raise SpecError(f"engine.tp = {spec.tp}, but there are {cards()} CUDA devices")
+        server = socket.create_server((HOST, 0))
+        port: int = server.getsockname()[1]
+        store = TCPStore(HOST, port, is_master=True, master_listen_fd=server.detach(), wait_for_workers=False)
+        told = spec.replace(device=device.type).to_dict()
+        threads = max(1, torch.get_num_threads() // spec.tp)
+        self.followers: list[subprocess.Popen[bytes]] = []
+        self.ending = weakref.finalize(self, end, self.followers)
+        self.words: dict[int, Words] = {}
+        self.ends = Ends()
+        try:
+            for rank in range(1, spec.tp):
+                self.followers.append(follower())
+                self.words[rank] = Words(rank, self.followers[-1], self.ends)
+                with suppress(OSError):  # it has ended: its words say more
+                    assignment = Assignment(rank, os.getpid(), port, str(source), told, step, seed, threads)
+                    self.send(rank, assignment)
+            for rank, words in self.words.items():
+                if (error := words.answers.get()) is not None:
+                    raise LMWorksError(f"rank {rank}: {error}")
+            super().__init__(0, spec, on_rank(device, 0), store)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, rank: int, message: Any) -> None:
+        pipe = self.followers[rank - 1].stdin
+        assert pipe is not None
+        pickle.dump(message, pipe, protocol=pickle.HIGHEST_PROTOCOL)
+        pipe.flush()
+
+    def pass_on(self, message: Any) -> None:
+        for rank in range(1, self.tp):
+            self.send(rank, message)
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        """On all followers, or on none."""
+        try:
+            self.pass_on(NewAdapter(name, folder.absolute()))
+        except OSError as error:
+            raise self.cause(error) from error
+        answers = {rank: words.answers.get() for rank, words in self.words.items()}
+        wrong = [f"rank {rank}: {answer}" for rank, answer in answers.items() if answer is not None]
+        if wrong:
+            for rank, answer in answers.items():
+                if answer is None:
+                    with suppress(OSError):  # it has ended meanwhile: the next step says so
+                        self.send(rank, OldAdapter(name))
+            raise LMWorksError(wrong[0])
+
+    def lost(self) -> str:
+        return self.ends.first
+
+    def close(self) -> None:
+        self.ending()
+
+    def cause(self, error: Exception) -> Exception:
+        """What is behind an error of rank 0: where followers are gone, what the first of them said."""
+        return LMWorksError(self.ends.first) if self.ends.any.wait(LAST_WORDS_S) else error
+
+
+class Ends:
+    """Followers that have ended. The first is the cause: what others say after it is that a peer is gone."""
+
+    def __init__(self) -> None:
+        self.first, self.any = "", threading.Event()
+
+    def note(self, rank: int, error: str) -> None:
+        self.first = self.first or f"rank {rank}: {error}"
+        self.any.set()
+
+
+class Words:
+    """What a follower says: that it is there, whether it holds an adapter, and at the end what went wrong."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], ends: Ends) -> None:
+        self.rank, self.ends = rank, ends
+        self.answers: SimpleQueue[str | None] = SimpleQueue()  # None: yes; else why not
+        threading.Thread(target=self.listen, args=(process,), daemon=True).start()
+
+    def listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said = json.loads(line)
+            if said["last"]:
+                self.end(said["error"])
+                return
+            self.answers.put(said["error"])
+        self.end(f"it ended with exit code {process.wait()}")
+
+    def end(self, error: str) -> None:
+        self.ends.note(self.rank, error)
+        self.answers.put(error)
+
+
+def cards() -> int:
+    return torch.cuda.device_count()
+
+
+def on_rank(device: torch.device, rank: int) -> torch.device:
+    return torch.device("cuda", rank) if device.type == "cuda" else device
+
+
+def follower() -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C is for rank 0, which then closes it."""
+    command = [sys.executable, "-m", "lmworks.engine"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ.copy(), start_new_session=True)
+
+
+def end(followers: list[subprocess.Popen[bytes]]) -> None:
+    """Close the pipes, on which followers end; whoever does not is killed."""
+    for process in followers:
+        with suppress(OSError):
+            assert process.stdin is not None
+            process.stdin.close()
+    for process in followers:
+        try:
+            process.wait(FAREWELL_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def meet(assignment: Assignment, words: IO[str]) -> Ranks:
+    """A follower finds the others."""
+    torch.set_num_threads(assignment.threads)
+    spec = EngineSpec.from_dict(assignment.spec)
+    store = TCPStore(HOST, assignment.port, is_master=False)
+    answer(words, None)
+    return Ranks(assignment.rank, spec, on_rank(torch.device(spec.device), assignment.rank), store)
+
+
+def answer(words: IO[str], error: str | None) -> None:
+    """To rank 0: that it is done, or what is wrong. This rank goes on."""
+    say(words, error, last=False)
+
+
+def last_words(words: IO[str], error: str) -> None:
+    say(words, error, last=True)
+
+
+def say(words: IO[str], error: str | None, last: bool) -> None:
+    words.write(json.dumps({"error": error, "last": last}) + "\n")
+    words.flush()
+
+
+def in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, LMWorksError) else f"{type(error).__name__}: {error}"

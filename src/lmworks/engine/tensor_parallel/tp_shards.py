@@ -1,0 +1,183 @@
+"""What a rank holds of the linear layers that several share, as inference wants it.
+
+    q, k, v, gate, up, head   some outputs: rows of the weight, with their scales and biases
+    out, down                 some inputs: columns of the weight; products are summed over ranks
+    (`engine.tensor_parallel.row_parallel_linear`)
+
+`parallel.tensor_parallel` cuts a network for training. Here no gradient is wanted: where ranks outnumber key heads, one
+keeps the rows of its head alone. Quantized weights are cut as they are stored, so that no rank holds them wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.inference import quantized
+from ...model.gpt import GPT, Linear
+from ...parallel.sharding_plan import Splits
+from ...parallel.tensor_parallel import OneHeadLinear, RowLinear
+from ...spec import ModelSpec, SpecError
+from ..core.meta_model import Outline
+from ..lora.peft_files import Delta
+from ..quantization.quantized_model import QuantLinear, linears, put, replace
+from .row_parallel_linear import Summed
+
+OUTPUTS, INPUTS = 0, 1
+PACKED = 2 * quantized.GROUPS[-1]  # inputs of an int4 layer come in pairs of groups: at least so many together
+
+
+# --- what can be shared -------------------------------------------------------------------------------------
+
+
+def check_shares(outline: Outline, tp: int) -> None:
+    """Before anything is read."""
+    if (width := uneven(outline.spec, tp)) is not None:
+        raise SpecError(f"engine.tp = {tp} does not divide the model's {width[0]} = {width[1]}")
+    heads = outline.spec.kv_heads
+    if heads % tp and tp % heads:
+        raise SpecError(f"engine.tp = {tp} and the model's kv_heads = {heads}: one must divide the other")
+    if (torn := torn_layer(outline, tp)) is not None:
+        layer, inputs = torn
+        raise SpecError(
+            f"engine.tp = {tp}: layer '{layer}' has {inputs} inputs in int4 groups of {outline.groups[layer]}, and a "
+            f"rank's share of {inputs // tp} is no multiple of {PACKED}, the least that is packed together; "
+            f"engine.tp = {fewer_ranks(outline, tp)} works"
+        )
+
+
+def uneven(spec: ModelSpec, tp: int) -> tuple[str, int] | None:
+    ffn = ("expert_ffn", spec.expert_ffn) if spec.experts else ("ffn", spec.ffn)
+    widths = (("heads", spec.heads), ("vocab", spec.vocab), ffn)
+    return next(((key, size) for key, size in widths if size % tp), None)
+
+
+def torn_layer(outline: Outline, tp: int) -> tuple[str, int] | None:
+    """An int4 layer whose inputs cannot be cut into so many shares."""
+    inputs = {"attention.out": outline.spec.q_dim, "mlp.down": outline.spec.ffn}
+    for layer in outline.groups:
+        count = inputs.get(".".join(layer.split(".")[-2:]), 0)
+        if count % (PACKED * tp):
+            return layer, count
+    return None
+
+
+def fewer_ranks(outline: Outline, tp: int) -> int:
+    """The most that could share it; one always can."""
+    heads = outline.spec.kv_heads
+    return next(
+        fewer
+        for fewer in range(tp - 1, 0, -1)
+        if uneven(outline.spec, fewer) is None
+        and not (heads % fewer and fewer % heads)
+        and torn_layer(outline, fewer) is None
+    )
+
+
+# --- a rank's part --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which outputs, or which inputs, of a layer are this rank's."""
+
+    dim: int
+    places: slice
+
+    def quantized(self, whole: QuantLinear) -> QuantLinear:
+        """That part of a layer; of one that is cut by input with the whole bias."""
+        weight, scale = whole.weight, whole.scale
+        bias: Tensor | None = whole.bias
+        if self.dim == OUTPUTS:
+            weight, scale = weight[self.places], scale[self.places]
+            bias = None if bias is None else bias[self.places]
+        elif whole.scheme.name == "int4":
+            weight, scale = int4_inputs(weight, scale, self.places)
+        else:
+            weight = weight[:, self.places]
+        # Copies: a view would keep all of it.
+        weight, scale = (each.clone(memory_format=torch.contiguous_format) for each in (weight, scale))
+        return QuantLinear(whole.scheme, weight, scale, None if bias is None else bias.clone())
+
+    def outputs(self, whole: int) -> int:
+        """How many, of so many of the whole layer."""
+        return self.places.stop - self.places.start if self.dim == OUTPUTS else whole
+
+    def delta(self, whole: Delta) -> Delta:
+        """What this rank adds of an adapter: some outputs of the product, or what some inputs bring to all of them."""
+        if self.dim == OUTPUTS:
+            return Delta(whole.down, whole.up[self.places])
+        return Delta(whole.down[:, self.places], whole.up)
+
+
+def int4_inputs(words: Tensor, scale: Tensor, inputs: slice) -> tuple[Tensor, Tensor]:
+    """Words and scales of some inputs; where a pair of groups is cut apart, in smaller groups of the same scales."""
+    group = quantized.int4_group_of(words, scale)
+    smaller = quantized.int4_group(inputs.stop - inputs.start, group)
+    assert smaller is not None, "check_shares has refused it"
+    if smaller == group:  # whole pairs
+        return words[:, inputs.start // 8 : inputs.stop // 8], scale[:, inputs.start // group : inputs.stop // group]
+    q = quantized.int4_unpack(words, group)[:, inputs]
+    scales = scale.repeat_interleave(group // smaller, dim=1)
+    return quantized.int4_pack(q, smaller), scales[:, inputs.start // smaller : inputs.stop // smaller]
+
+
+def kept_of(model: GPT, splits: Splits, rank: int) -> dict[str, Kept]:
+    """By layer, of a network that is cut."""
+    kept = {}
+    for name, layer in linears(model):
+        if isinstance(layer, OneHeadLinear):
+            kept[name] = Kept(OUTPUTS, layer.rows)
+        elif (dim := splits.axes(f"{name}.weight").get("tp")) is not None:
+            size = layer.weight.shape[dim]
+            kept[name] = Kept(dim, slice(rank * size, (rank + 1) * size))
+    return kept
+
+
+def make_plain(model: GPT, total: Callable[[Tensor], Tensor]) -> None:
+    """Layers that only training needs as they are become plain ones, which an engine merges and streams.
+
+    `total`: sums over ranks.
+    """
+    for name, layer in list(linears(model)):
+        if isinstance(layer, OneHeadLinear):
+            bias = None if layer.bias is None else layer.bias[layer.rows].clone()
+            put(model, name, plain(layer.weight[layer.rows].clone(), bias))
+        elif isinstance(layer, RowLinear):
+            put(model, name, Summed(plain(layer.weight), layer.bias, total))
+
+
+def plain(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    layer = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return layer
+
+
+def take_out(model: GPT) -> dict[str, Linear]:
+    """The layers that are quantized ones' places: they are given no memory."""
+    taken = dict(linears(model))
+    for name in taken:
+        put(model, name, None)
+    return taken
+
+
+def put_quantized(
+    model: GPT,
+    taken: dict[str, Linear],
+    kept: dict[str, Kept],
+    whole: Callable[[str], QuantLinear],
+    total: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> None:
+    """This rank's parts in their places; one whole layer is in the host's memory at a time."""
+    for name, was in taken.items():
+        part = kept[name].quantized(whole(name)).to(device)
+        replace(model, name, part)
+        if isinstance(was, RowLinear):
+            bias, part.bias = part.bias, None
+            put(model, name, Summed(part, bias, total))

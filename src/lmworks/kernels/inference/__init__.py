@@ -1,0 +1,1 @@
+"""Kernels of the inference engine, each with its plain-torch reference."""

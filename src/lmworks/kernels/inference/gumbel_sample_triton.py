@@ -1,0 +1,192 @@
+"""`sample.draw` on a GPU: a row of logits is cut into spans, each read once; a second kernel takes the best of them.
+
+Spans have one size whatever the batch, so a row's token and log-probability do not depend on the rows beside it.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import counter_rng
+from ..counter_rng_triton import noise_bits
+from ..triton_support import early, power_of_two, tl, triton, wait
+from .gumbel_sample import Drawn, Rows
+
+SPAN = 4096  # columns of one program: 38 programs for a row of 151,936
+
+SMALL = tl.constexpr(counter_rng.SMALL)
+LAST = tl.constexpr(counter_rng.LAST)
+LN_2 = tl.constexpr(math.log(2))
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+PARTS = ["best", "highest", "mass", "winners", "wrong"]  # parts of a tensor: the number of rows says where each begins
+
+
+def launch(
+    logits: Tensor,
+    scores: Tensor,
+    rows: Rows | None,
+    logprobs: bool,
+    least: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Drawn:
+    """As `sample.reference`. Never waits for the device, and can be held in a CUDA graph."""
+    count, vocab = logits.shape
+    spans = triton.cdiv(vocab, SPAN)
+    same = scores.data_ptr() == logits.data_ptr() and scores.dtype == logits.dtype
+    tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
+    bad = torch.empty(count, dtype=torch.bool, device=logits.device)
+    found = torch.empty(count, dtype=torch.float32, device=logits.device) if logprobs else None
+    floats = torch.empty(3, count, spans, dtype=torch.float32, device=logits.device)
+    ints = torch.empty(2, count, spans, dtype=torch.int32, device=logits.device)
+    span_kernel[(count, spans)](
+        logits,
+        scores,
+        *(rows or (None,) * 4),
+        least,
+        mask,
+        *floats,
+        *ints,
+        vocab,
+        scores.shape[1],
+        logits.stride(0),
+        scores.stride(0),
+        rows.temperatures.stride(0) if rows else 0,
+        rows.seeds.stride(0) if rows else 0,
+        mask.stride(0) if mask is not None else 0,
+        SAME=same,
+        NOISE=rows is not None,
+        CUT=least is not None,
+        MASKED=mask is not None,
+        LOGPROBS=logprobs,
+        SPAN=SPAN,
+        num_warps=4,
+        **early(logits.device),
+    )
+    row_kernel[(count,)](
+        logits, *floats, *ints, tokens, bad, found, logits.stride(0), spans,
+        SPANS=power_of_two(spans), LOGPROBS=logprobs, num_warps=1, **early(logits.device),
+    )  # fmt: skip
+    return Drawn(tokens, bad, found)
+
+
+@triton.jit
+def fast_log(x):
+    """In one instruction instead of twenty: 22 bits are right, and noise is needed no better."""
+    if INTERPRETED:
+        return tl.log(x)
+    log_2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return log_2 * LN_2
+
+
+@triton.jit
+def gumbel(seed, place, ids):
+    """As `noise.gumbel(noise.bits(…))`: seed and place are int64 scalars, ids (n) int32."""
+    random = noise_bits(seed, place, ids)
+    v = tl.minimum((random.to(tl.float32) + 0.5) * 2.3283064365386963e-10, LAST)  # 2⁻³²
+    series = (((v * 0.25 + 1 / 3) * v + 0.5) * v + 1) * v
+    return -fast_log(tl.where(v < SMALL, series, -fast_log(1 - v)))
+
+
+@triton.jit(do_not_specialize_on_alignment=PARTS)
+def span_kernel(
+    logits,  # (rows, vocab)
+    scores,  # (rows, valid)
+    temperatures,  # (slots) fp32
+    seeds,  # (slots) int64
+    slots,  # (rows) int64
+    places,  # (rows) int64
+    leasts,  # (rows) fp32
+    masks,  # (rows, ⌈valid/32⌉) int32
+    best,  # (rows, spans) fp32: the best score of a span
+    highest,  # (rows, spans) fp32: its highest logit
+    mass,  # (rows, spans) fp32: Σ exp(logit − highest)
+    winners,  # (rows, spans) int32: the token of the best score
+    wrong,  # (rows, spans) int32: whether a logit is not finite
+    vocab,
+    valid,
+    logits_stride,
+    scores_stride,
+    temperatures_stride,
+    seeds_stride,
+    masks_stride,
+    SAME: tl.constexpr,
+    NOISE: tl.constexpr,
+    CUT: tl.constexpr,
+    MASKED: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait(EARLY)
+    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = span * SPAN + tl.arange(0, SPAN)
+    inside = ids < vocab
+    x = tl.load(logits + row * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
+    at = row * tl.num_programs(1) + span
+    tl.store(wrong + at, tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, axis=0))
+    if LOGPROBS:
+        top = tl.max(tl.where(inside, x, -float("inf")), axis=0)
+        tl.store(highest + at, top)
+        tl.store(mass + at, tl.sum(tl.where(inside, tl.exp(x - top), 0.0), axis=0))
+    if SAME:
+        score = x
+    else:
+        score = tl.load(scores + row * scores_stride + ids, mask=ids < valid, other=0.0).to(tl.float32)
+    allowed = ids < valid
+    if CUT:
+        allowed &= score >= tl.load(leasts + row)
+    if MASKED:
+        words = tl.load(masks + row * masks_stride + ids // 32, mask=ids < valid, other=0)
+        allowed &= ((words >> (ids % 32)) & 1) > 0
+    if NOISE:
+        slot = tl.load(slots + row)
+        temperature = tl.load(temperatures + slot * temperatures_stride)
+        if temperature > 0:
+            score += temperature * gumbel(tl.load(seeds + slot * seeds_stride), tl.load(places + row), ids)
+    score = tl.where(allowed, score, -float("inf"))
+    peak = tl.max(score, axis=0)
+    tl.store(best + at, peak)
+    tl.store(winners + at, tl.min(tl.where(score == peak, ids, 2147483647), axis=0))
+
+
+@triton.jit(do_not_specialize_on_alignment=PARTS)
+def row_kernel(
+    logits,
+    best,
+    highest,
+    mass,
+    winners,
+    wrong,
+    tokens,
+    bad,
+    found,
+    logits_stride,
+    spans,
+    SPANS: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.arange(0, SPANS)
+    inside = span < spans
+    at = row * spans + span
+    scores = tl.load(best + at, mask=inside, other=-float("inf"))
+    peak = tl.max(scores, axis=0)
+    ids = tl.load(winners + at, mask=inside, other=2147483647)
+    winner = tl.min(tl.where(scores == peak, ids, 2147483647), axis=0)
+    failed = (tl.max(tl.load(wrong + at, mask=inside, other=0), axis=0) > 0) | (peak == -float("inf"))
+    token = tl.where(failed, 0, winner).to(tl.int64)
+    tl.store(tokens + row, token)
+    tl.store(bad + row, failed)
+    if LOGPROBS:
+        tops = tl.load(highest + at, mask=inside, other=-float("inf"))
+        top = tl.max(tops, axis=0)
+        total = tl.sum(tl.load(mass + at, mask=inside, other=0.0) * tl.exp(tops - top), axis=0)
+        chosen = tl.load(logits + row * logits_stride + token).to(tl.float32)
+        tl.store(found + row, chosen - top - tl.log(total))

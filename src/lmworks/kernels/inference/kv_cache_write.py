@@ -1,0 +1,77 @@
+"""From the projection of a layer to its cache: split, normalise, rotate, quantise, write.
+
+Five small operations on data that is read once; on a GPU one kernel does them all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import rms_norm
+from ..rope import rotate
+from .paged_attention import LARGEST, LayerCache
+
+TINY = 1e-20  # the scale of a vector of zeros
+
+
+def place(
+    qkv: Tensor,  # (tokens, (heads + 2·kv_heads)·head_dim)
+    heads: int,
+    kv_heads: int,
+    q_norm: Tensor | None,  # (head_dim): weight of the RMSNorm of every query head
+    k_norm: Tensor | None,
+    eps: float,
+    cos_sin: tuple[Tensor, Tensor] | None,  # (cos, cos) and (−sin, sin), each (tokens, 1, head_dim)
+    cache: LayerCache,
+    slots: Tensor,  # (tokens) int64: block·size + offset where a token's key goes; −1: nowhere
+) -> Tensor:
+    """Write keys and values to their slots, and return the queries, ready to attend: (tokens, heads, head_dim)."""
+    if qkv.device.type == "cuda":
+        from .kv_cache_write_triton import launch
+
+        return launch(qkv, heads, kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots)
+    return reference(qkv, heads, kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots)
+
+
+def reference(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos_sin: tuple[Tensor, Tensor] | None,
+    cache: LayerCache,
+    slots: Tensor,
+) -> Tensor:
+    """Step by step, in the precisions in which the model takes the same steps."""
+    q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm.rms_norm(q, q_norm, eps), rms_norm.rms_norm(k, k_norm, eps)
+    if cos_sin is not None:
+        q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
+    write(cache.keys, cache.key_scales, k, slots)
+    write(cache.values, cache.value_scales, v, slots)
+    return q.contiguous()
+
+
+def write(pool: Tensor, scales: Tensor | None, x: Tensor, slots: Tensor) -> None:
+    """pool[block, :, offset] = x (tokens, kv_heads, head_dim) for every slot that is not −1."""
+    x, slots = x[slots >= 0], slots[slots >= 0]
+    block, offset = slots // pool.shape[2], slots % pool.shape[2]
+    if scales is None:
+        pool[block, :, offset] = x.to(pool.dtype)
+        return
+    stored, scale = quantise(x, pool.dtype)
+    # Bytes: PyTorch cannot index 8-bit floats on every device.
+    pool.view(torch.uint8)[block, :, offset] = stored.view(torch.uint8)
+    scales[block, :, offset] = scale
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x ≈ stored · scale, the scale such that the largest element of a head is the largest number that is held."""
+    wide = x.float()
+    scale = wide.abs().amax(dim=-1).div(LARGEST[dtype]).clamp(min=TINY)
+    scaled = wide / scale.unsqueeze(-1)
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale

@@ -1,0 +1,183 @@
+"""Linear layers with small weights: int8 and int4 (the weights alone), fp8 (weights and activations).
+
+    int8  w ≈ q · scale[n]            q in −127…127, one fp32 scale an output channel
+    int4  w ≈ q · scale[n, k // group]  q in −8…7, one bf16 scale for `group` inputs of a channel
+    fp8   w ≈ q · scale[n],  x ≈ p · s[m]   q and p in e4m3, p and its scale made from each row of x as it comes
+
+Every format is symmetric: there is no zero point, so that a product needs no correction. All scales go with output
+channels, so layers that read the same input merge by laying their tensors end to end.
+
+int4 keeps eight weights in a 32-bit word: a pair of groups is cut into eight stretches of group / 4 weights, and word i
+of the pair holds weight i of every stretch, the first in the lowest bits. A program then reads `group` bytes of a row
+in one go and unpacks them to eight plain tiles; nothing is interleaved. K is a multiple of 2·group.
+
+On a CPU everything is computed in fp32 as the formulas say. On a GPU a few rows go to the streaming kernels of
+`linear_triton`, `int8_triton` and `int4_triton`; many rows (prefill) pay for widening the weight once per call and for
+cuBLAS on it, and in fp8 for torch._scaled_mm.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...spec.precision import FP8_ALIGNED
+from ..swiglu import swiglu_packed
+from ..training import float8
+from .batch_invariant_linear import fixed_linear
+
+FP8, FP8_MAX = float8.E4M3, float8.LARGEST[float8.E4M3]
+GROUPS = (128, 64, 32, 16)  # of int4, largest first: the inputs that share a scale
+TINY = float8.TINY
+# Rows from which cuBLAS is as fast as streaming, on an H200 (benchmarks/results/quant_gpu.json): with a weight that is
+# widened for it, and with numbers of 8 bits.
+MANY, FP8_MANY = 256, 128
+
+# --- formats ------------------------------------------------------------------------------------------
+
+
+def int8_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (out, in) → q (out, in) int8, scale (out) fp32; each weight goes to the nearest."""
+    wide = weight.float()
+    scale = (wide.abs().amax(dim=1) / 127).clamp(min=TINY)
+    return (wide / scale.unsqueeze(1)).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def int4_group(inputs: int, wanted: int = GROUPS[0]) -> int | None:
+    """The largest group, `wanted` at most, that this many inputs allow; None where they allow none."""
+    return next((group for group in GROUPS if group <= wanted and inputs % (2 * group) == 0), None)
+
+
+def int4_scale(weight: Tensor, group: int) -> Tensor:
+    """(out, in) → the scales (out, in / group) with which no weight is cut off, in bf16."""
+    amax = weight.float().unflatten(1, (-1, group)).abs().amax(dim=2)
+    return (amax / 7).clamp(min=TINY).bfloat16()
+
+
+def int4_round(weight: Tensor, scale: Tensor) -> Tensor:
+    """The nearest q in −8…7 under these scales: (out, in) int8."""
+    group = weight.shape[1] // scale.shape[1]
+    return (weight.float() / widen(scale, group)).round().clamp(-8, 7).to(torch.int8)
+
+
+def widen(scale: Tensor, group: int) -> Tensor:
+    """One fp32 scale for every weight: (out, in / group) → (out, in)."""
+    return scale.float().repeat_interleave(group, dim=1)
+
+
+def int4_pack(q: Tensor, group: int) -> Tensor:
+    """q (out, in) in −8…7 → words (out, in / 8) int32."""
+    stretches = (q + 8).to(torch.int32).unflatten(1, (-1, 8, group // 4)).unbind(dim=2)
+    return functools.reduce(torch.bitwise_or, (n << 4 * t for t, n in enumerate(stretches))).flatten(1)
+
+
+def int4_unpack(words: Tensor, group: int) -> Tensor:
+    """words (out, in / 8) → q (out, in) int8."""
+    pairs = words.unflatten(1, (-1, group // 4))
+    return torch.stack([pairs >> 4 * t & 15 for t in range(8)], dim=2).flatten(1).to(torch.int8) - 8
+
+
+def int4_group_of(words: Tensor, scale: Tensor) -> int:
+    return 8 * words.shape[1] // scale.shape[1]
+
+
+def fp8_quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, k) → e4m3 (n, k) and one fp32 scale a row: the largest value of a row becomes the largest of e4m3."""
+    return float8.reference(rows, FP8, by_row=True)
+
+
+def int8_dequantize(q: Tensor, scale: Tensor) -> Tensor:
+    return q.float() * scale.unsqueeze(1)
+
+
+def int4_dequantize(words: Tensor, scale: Tensor) -> Tensor:
+    group = int4_group_of(words, scale)
+    return int4_unpack(words, group).float() * widen(scale, group)
+
+
+def fp8_dequantize(q: Tensor, scale: Tensor) -> Tensor:
+    return q.float() * scale.unsqueeze(1)
+
+
+# --- products: x (…, in) → (…, out) in x's precision ----------------------------------------------------
+
+
+def int8_reference(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    return F.linear(x.float(), int8_dequantize(q, scale)).type_as(x)
+
+
+def int4_reference(x: Tensor, words: Tensor, scale: Tensor) -> Tensor:
+    return F.linear(x.float(), int4_dequantize(words, scale)).type_as(x)
+
+
+def fp8_reference(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    p, s = fp8_quantize(x.flatten(0, -2))
+    return F.linear(fp8_dequantize(p, s), fp8_dequantize(q, scale)).type_as(x).view(*x.shape[:-1], -1)
+
+
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: bool = False) -> Tensor:
+    """x · (q · scale)ᵀ: q (out, in) int8, scale (out). `fixed`: no row depends on how many there are. `gate`: of the
+    result, silu(first half) · second half."""
+    if fixed:  # an int8 is exact in bf16; before it is scaled, a sum may be more than fp16 holds
+        y = (fixed_linear(x, q.to(x.dtype), wide=True) * scale).type_as(x)
+    elif plain(x):
+        y = int8_reference(x, q, scale)
+    else:
+        from . import int8_triton
+
+        if rows_of(x) < MANY and q.shape[1] % int8_triton.WORD == 0:
+            return int8_triton.int8_linear(x, q, scale, gate)
+        y = F.linear(x, int8_triton.int8_widen(q, scale, x.dtype))
+    return swiglu_packed(y) if gate else y
+
+
+def int4_linear(x: Tensor, words: Tensor, scale: Tensor, fixed: bool = False, gate: bool = False) -> Tensor:
+    """x · (q · scale)ᵀ: words (out, in / 8) int32, scale (out, in / group) bf16."""
+    if fixed:
+        y = fixed_linear(x, int4_dequantize(words, scale).to(x.dtype))
+    elif plain(x):
+        y = int4_reference(x, words, scale)
+    else:
+        from . import int4_triton
+
+        if rows_of(x) < MANY and int4_group_of(words, scale) >= int4_triton.LEAST_GROUP:
+            return int4_triton.int4_linear(x, words, scale, gate)
+        y = F.linear(x, int4_triton.int4_widen(words, scale, x.dtype))
+    return swiglu_packed(y) if gate else y
+
+
+def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: bool = False) -> Tensor:
+    """(p · s) · (q · scale)ᵀ with p, s made from the rows of x: q (out, in) e4m3, scale (out)."""
+    if fixed:
+        p, s = fp8_quantize(x.flatten(0, -2))
+        y = fixed_linear(p.to(x.dtype), q.to(x.dtype), wide=True) * s.unsqueeze(1) * scale
+        y = y.type_as(x).view(*x.shape[:-1], -1)
+    elif plain(x):
+        y = fp8_reference(x, q, scale)
+    else:
+        from ..training import float8_triton
+        from . import decode_linear_triton
+
+        p, s = float8_triton.quantize_rows(x.flatten(0, -2), FP8)
+        if rows_of(x) < FP8_MANY or not scaled_mm_takes(x, q):
+            return decode_linear_triton.fp8_linear(p.view(x.shape), s, q, scale, x.dtype, gate)
+        y = torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=x.dtype)
+        y = y.view(*x.shape[:-1], -1)
+    return swiglu_packed(y) if gate else y
+
+
+def scaled_mm_takes(x: Tensor, q: Tensor) -> bool:
+    """Row-wise scales come with results in bf16 alone, and with dimensions of 16 bytes."""
+    return x.dtype == torch.bfloat16 and not any(size % FP8_ALIGNED for size in q.shape)
+
+
+def plain(x: Tensor) -> bool:
+    """Whether the formula itself is computed: on a CPU, and in fp32, which the kernels do not speak."""
+    return x.device.type == "cpu" or x.dtype == torch.float32
+
+
+def rows_of(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]

@@ -1,0 +1,144 @@
+"""`cut.least_scores` on a GPU: a search for the bits of the threshold instead of a sort.
+
+Floats are ordered like integers once the bits of negative ones are turned over. The threshold of top-k is the least
+integer u with fewer than k scores above it, that of top-p the least with less than top_p of the probability above it:
+both are found two bits at a time, each time with one pass over the row for three candidates: 16 passes, or 8 over bf16
+logits, which have 16 bits to find.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..triton_support import early, power_of_two, tl, triton, wait
+from .top_k_top_p import Cuts
+
+TILE = 4096
+LOG2_E = tl.constexpr(math.log2(math.e))
+LOW_BITS = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 0}  # of fp32, that are 0 in each
+
+
+def launch(scores: Tensor, cuts: Cuts) -> Tensor:
+    """As `cut.reference`. A row's result does not depend on the rows beside it."""
+    rows, valid = scores.shape
+    least = torch.empty(rows, dtype=torch.float32, device=scores.device)
+    cut_kernel[(rows,)](
+        scores,
+        *cuts,
+        least,
+        valid,
+        scores.stride(0),
+        *(table.stride(0) for table in cuts[:4]),
+        TILE=min(TILE, power_of_two(valid)),
+        LOW=LOW_BITS[scores.dtype],
+        num_warps=8,
+        **early(scores.device),
+    )
+    return least
+
+
+@triton.jit
+def ordered(x):
+    """Floats as unsigned integers of the same order."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) > 0, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
+
+
+@triton.jit
+def as_float(key, LOW: tl.constexpr):
+    """Back again, for a key without its low bits; they are 0 in the float, whose bits turn over if it is negative."""
+    key = key << LOW
+    bits = tl.where((key >> 31) > 0, key ^ 0x80000000, (key ^ 0xFFFFFFFF) >> LOW << LOW)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weights(x, inside, best, scale, MASS: tl.constexpr):
+    """What is summed: probabilities, the best token's being 1, or just how many. scale = log₂(e) / temperature."""
+    if MASS:
+        each = tl.exp2((x - best) * scale)
+    else:
+        each = tl.full(x.shape, 1.0, tl.float32)
+    return tl.where(inside, each, 0.0)
+
+
+@triton.jit
+def search(row, valid, target, best, scale, MASS: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
+    """The least score with less than `target` above it."""
+    BITS: tl.constexpr = 32 - LOW
+    found = tl.full((), 0, tl.uint32)  # its key, less the low bits, as far as it is known
+    step = tl.full((), 1 << (BITS - 2), tl.uint32)
+    for _ in range(BITS // 2):
+        first, second, third = found + (step - 1), found + (2 * step - 1), found + (3 * step - 1)
+        above_1 = tl.zeros((TILE,), tl.float32)
+        above_2 = tl.zeros((TILE,), tl.float32)
+        above_3 = tl.zeros((TILE,), tl.float32)
+        for start in range(0, valid, TILE):
+            ids = start + tl.arange(0, TILE)
+            inside = ids < valid
+            x = tl.load(row + ids, mask=inside, other=0.0).to(tl.float32)
+            each = weights(x, inside, best, scale, MASS)
+            key = ordered(x) >> LOW
+            above_1 += tl.where(key > first, each, 0.0)
+            above_2 += tl.where(key > second, each, 0.0)
+            above_3 += tl.where(key > third, each, 0.0)
+        found += step * (tl.sum(above_1, axis=0) >= target).to(tl.uint32)
+        found += step * (tl.sum(above_2, axis=0) >= target).to(tl.uint32)
+        found += step * (tl.sum(above_3, axis=0) >= target).to(tl.uint32)
+        step = step >> 2
+    return as_float(found, LOW)
+
+
+@triton.jit
+def cut_kernel(
+    scores,  # (rows, valid)
+    temperatures,  # (slots)
+    top_ks,
+    top_ps,
+    min_ps,
+    slots,  # (rows) int64
+    leasts,  # (rows)
+    valid,
+    scores_stride,
+    temperatures_stride,
+    top_ks_stride,
+    top_ps_stride,
+    min_ps_stride,
+    TILE: tl.constexpr,
+    LOW: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait(EARLY)
+    at = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + at)
+    temperature = tl.load(temperatures + slot * temperatures_stride)
+    top_k = tl.load(top_ks + slot * top_ks_stride)
+    top_p = tl.load(top_ps + slot * top_ps_stride)
+    min_p = tl.load(min_ps + slot * min_ps_stride)
+    row = scores + at * scores_stride
+    least = tl.full((), -float("inf"), tl.float32)
+    if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
+        highest = tl.full((TILE,), -float("inf"), tl.float32)
+        for start in range(0, valid, TILE):
+            ids = start + tl.arange(0, TILE)
+            highest = tl.maximum(highest, tl.load(row + ids, mask=ids < valid, other=-float("inf")).to(tl.float32))
+        best = tl.max(highest, axis=0)
+        scale = LOG2_E / temperature
+        if (top_k > 0) & (top_k < valid):
+            least = search(row, valid, top_k, best, scale, False, TILE, LOW)
+        if top_p < 1:
+            masses = tl.zeros((TILE,), tl.float32)
+            for start in range(0, valid, TILE):
+                ids = start + tl.arange(0, TILE)
+                x = tl.load(row + ids, mask=ids < valid, other=0.0).to(tl.float32)
+                masses += weights(x, (ids < valid) & (x >= least), best, scale, True)
+            target = top_p * tl.sum(masses, axis=0)
+            least = tl.maximum(least, search(row, valid, target, best, scale, True, TILE, LOW))
+        if min_p > 0:
+            least = tl.maximum(least, best + tl.log(min_p) * temperature)
+    tl.store(leasts + at, least)

@@ -1,0 +1,1 @@
+"""Kernels of the training step, each with its plain-torch reference."""

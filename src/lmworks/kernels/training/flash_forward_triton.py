@@ -1,0 +1,215 @@
+"""The forward pass of flash attention on a GPU. `flash_attention` says what is computed; here is how.
+
+A program takes ROWS queries of one head and walks over their keys, KEYS at a time. Softmax needs the largest score of a
+row and the sum over all of it, and a walk knows neither before its end; so it keeps, for every row, the largest score
+so far m, the sum ℓ = Σ 2^(s − m), and the mixture acc = Σ 2^(s − m)·v. When a tile brings a larger score m′, what was
+summed before is too large by one factor, which is made good (the online softmax):
+
+    ℓ ← ℓ · 2^(m − m′) + Σ 2^(s′ − m′),      acc ← acc · 2^(m − m′) + 2^(s′ − m′) · v′
+
+In the end out = acc / ℓ, and the log-sum-exp m + log₂ ℓ is all that the backward pass needs to know of the scores.
+Scores are in units of log 2 (log₂e/√d is multiplied in as the exponent is formed), since a GPU has 2^x and not e^x.
+
+Tiles that all queries see in full need no mask, and almost all tiles are such: the walk is up to three loops, over
+
+    [begin, whole)      tiles in which a window or a document begins for some of the queries
+    [whole, diagonal)   tiles that every query sees in full
+    [diagonal, end)     tiles that some queries see only in part, as the keys there come after them
+
+Tiles come and go by tensor descriptors, Hopper's copy engine: one thread asks for a tile, rows beyond the sequence and
+columns beyond the head arrive as zeros, and such rows are not written.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..triton_support import power_of_two, tl, triton
+from .flash_tiles import Tiles, choose_tiles
+
+LOWEST = tl.constexpr(-1e30)  # a score below all others, and finite: a row that has seen nothing is 0 and not NaN
+LOG2E = tl.constexpr(math.log2(math.e))
+
+
+def width_of(x: Tensor) -> int:
+    """Columns of a tile."""
+    return max(16, power_of_two(x.shape[-1]))
+
+
+def fit(x: Tensor) -> Tensor:
+    """x as the copy engine can read it, in rows of whole 16 bytes that do not lie upon each other; else a copy."""
+    apart = all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
+    fits = apart and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def describe(x: Tensor, rows: int) -> Any:
+    """Tiles of `rows` positions of a head of x (batch, seq, heads, head_dim)."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
+
+    return TensorDescriptor.from_tensor(x.transpose(1, 2), [1, 1, rows, width_of(x)])
+
+
+def launch(
+    q: Tensor,  # (batch, seq, heads, head_dim)
+    k: Tensor,  # (batch, seq, kv_heads, head_dim)
+    v: Tensor,
+    starts: Tensor | None,  # (batch, seq) int32: where the document of a position begins
+    window: int,
+    scale: float,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, in the shape of q; log-sum-exp of the scores, (batch, heads, seq) in fp32)."""
+    q, k, v = fit(q), fit(k), fit(v)
+    batch, seq, heads, _ = q.shape
+    width = width_of(q)
+    tiles = tiles or choose_tiles("forward", width, q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, seq), dtype=torch.float32, device=q.device)
+    forward_kernel[(triton.cdiv(seq, tiles.rows), batch * heads)](
+        describe(q, tiles.rows),
+        describe(k, tiles.keys),
+        describe(v, tiles.keys),
+        describe(out, tiles.rows),
+        lse,
+        starts,
+        seq,
+        scale,
+        HEADS=heads,
+        GROUP=heads // k.shape[2],
+        WINDOW=window,
+        WIDTH=width,
+        **tiles.options(),
+    )
+    return out, lse
+
+
+@triton.jit
+def tile(descriptor, batch, head, first, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+    """Positions first … first + LENGTH of a head."""
+    return tl.reshape(descriptor.load([batch, head, first, 0]), (LENGTH, WIDTH))
+
+
+@triton.jit
+def store_tile(descriptor, batch, head, first, x, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+    descriptor.store([batch, head, first, 0], tl.reshape(x.to(descriptor.dtype), (1, 1, LENGTH, WIDTH)))
+
+
+@triton.jit
+def first_keys(queries, starts_ptr, seq, WINDOW: tl.constexpr):
+    """The first key that each of these queries sees. It never goes down from one query to the next."""
+    low = queries * 0
+    if WINDOW > 0:
+        low = tl.maximum(queries - WINDOW + 1, 0)
+    if starts_ptr is not None:
+        low = tl.maximum(low, tl.load(starts_ptr + queries, mask=queries < seq, other=0))
+    return low
+
+
+@triton.jit
+def key_span(first, starts_ptr, seq, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Where the three loops of the queries first … first + ROWS begin, and where the last one ends."""
+    last = tl.minimum(first + ROWS, seq) - 1
+    begin = first_keys(first, starts_ptr, seq, WINDOW) // KEYS * KEYS
+    whole = tl.cdiv(first_keys(last, starts_ptr, seq, WINDOW), KEYS) * KEYS
+    diagonal = tl.maximum(whole, (first + 1) // KEYS * KEYS)
+    return begin, whole, diagonal, last + 1
+
+
+@triton.jit
+def seen(queries, low, keys):
+    """(queries, keys): whether one may look at the other."""
+    return (keys[None, :] <= queries[:, None]) & (keys[None, :] >= low[:, None])
+
+
+@triton.jit
+def forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    lse_ptr,
+    starts_ptr,
+    seq,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    # The last queries see the most keys; they begin first, so that no long walk is left over at the end.
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    batch, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    if starts_ptr is not None:
+        starts_ptr += batch.to(tl.int64) * seq
+    begin, whole, diagonal, end = key_span(first, starts_ptr, seq, WINDOW, ROWS, KEYS)
+    queries = first + tl.arange(0, ROWS)
+    low = first_keys(queries, starts_ptr, seq, WINDOW)
+
+    q = tile(q_desc, batch, head, first, ROWS, WIDTH)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    scale *= LOG2E
+    kv_head = head // GROUP
+    if (WINDOW > 0) or (starts_ptr is not None):
+        acc, total, top = walk(
+            acc, total, top, q, k_desc, v_desc, batch, kv_head, begin, whole, queries, low, scale,
+            True, KEYS, WIDTH,
+        )  # fmt: skip
+    acc, total, top = walk(
+        acc, total, top, q, k_desc, v_desc, batch, kv_head, whole, diagonal, queries, low, scale,
+        False, KEYS, WIDTH,
+    )  # fmt: skip
+    acc, total, top = walk(
+        acc, total, top, q, k_desc, v_desc, batch, kv_head, diagonal, end, queries, low, scale,
+        True, KEYS, WIDTH,
+    )  # fmt: skip
+    total = tl.where(queries < seq, total, 1.0)  # queries beyond the sequence may have seen nothing
+    store_tile(out_desc, batch, head, first, acc / total[:, None], ROWS, WIDTH)
+    place = tl.program_id(1).to(tl.int64) * seq + queries
+    tl.store(lse_ptr + place, (top + tl.log2(total)) / LOG2E, mask=queries < seq)
+
+
+@triton.jit
+def walk(
+    acc,
+    total,
+    top,
+    q,
+    k_desc,
+    v_desc,
+    batch,
+    head,
+    begin,
+    end,
+    queries,
+    low,
+    scale,
+    MASKED: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Take the keys begin … end into the running values."""
+    for start in tl.range(begin, end, KEYS):
+        k = tile(k_desc, batch, head, start, KEYS, WIDTH)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            scores = tl.where(seen(queries, low, start + tl.arange(0, KEYS)), scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None]
+        v = tile(v_desc, batch, head, start, KEYS, WIDTH)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        top = higher
+    return acc, total, top

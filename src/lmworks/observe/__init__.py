@@ -1,1 +1,0 @@
-"""Floor 3: looking at runs: reports, lists, comparisons."""

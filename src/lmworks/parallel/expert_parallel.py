@@ -1,0 +1,89 @@
+"""Expert parallelism: each rank of an "ep" group holds some of the experts, and tokens travel to them and back.
+
+    rows by expert → how many go where → all-to-all → rows by expert again → experts → all-to-all back
+
+An expert's gradient on a rank is then already the sum over its "ep" group; data parallelism adds up "edp" alone. Ranks
+are those of data and context parallelism, so every one routes tokens of its own; tensor-parallel ranks route the same
+ones, each within an "ep" group of its own and with its slice of every expert.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..model import GPT
+from ..model.moe import MoE, Rows, moe_layers, run_experts
+from . import collectives
+from .mesh import Mesh
+from .sharding_plan import Splits
+
+WEIGHTS = ("gate", "up", "down")  # (experts, …): what is cut
+
+
+def apply_expert_parallel(part: GPT, mesh: Mesh, splits: Splits) -> None:
+    """Cut the experts of every MoE layer over the axis "ep", and let its tokens travel."""
+    for name, layer in part.named_modules():
+        if isinstance(layer, MoE):
+            for weight in WEIGHTS:
+                splits.cut(layer, f"{name}.", weight, "ep", 0, mesh)
+            layer.visit = partial(visit_elsewhere, group=mesh.group("ep"))
+
+
+def expert_names(part: GPT) -> set[str]:
+    """Parameters of which ranks of one "ep" group hold different experts: their gradients meet over "edp" only."""
+    return {
+        f"{name}.{weight}"
+        for name, layer in part.named_modules()
+        if isinstance(layer, MoE) and layer.gate.shape[0] < layer.experts
+        for weight in WEIGHTS
+    }
+
+
+def join_sequences(part: GPT, group: ProcessGroup) -> None:
+    """Under context parallelism `group` holds parts of each sequence: the balance loss speaks of whole ones.
+
+    `total` has the identity as its backward pass: each rank computes the whole loss, and of its gradient what belongs
+    to its own tokens, which data parallelism then adds up.
+    """
+    for layer in moe_layers(part):
+        layer.sequence_total = partial(collectives.total, group=group)
+
+
+def visit_elsewhere(moe: MoE, rows: Tensor, counts: Tensor, group: ProcessGroup) -> Tensor:
+    """Rows (pairs, hidden), grouped by expert, through experts on other ranks: `moe.visit` under expert parallelism.
+
+    Every rank takes part in every exchange, with no rows if it has none; so do experts that nobody chose.
+    """
+    ranks, local = group.size(), moe.experts // group.size()
+    given = counts.view(ranks, local)
+    got = exchanged(counts, group)
+    sizes = split(torch.cat((given.sum(dim=1), got.sum(dim=1), got.sum(dim=0))).tolist(), ranks)
+    return there_and_back(moe, rows, got, sizes, group)
+
+
+def exchanged(counts: Tensor, group: ProcessGroup) -> Tensor:
+    """(ranks, local experts): how many rows come from each rank for each expert here."""
+    each = [counts.shape[0] // group.size()] * group.size()
+    return collectives.all_to_all(counts, each, each, group).view(group.size(), -1)
+
+
+def there_and_back(
+    moe: MoE, rows: Tensor, got: Tensor, sizes: tuple[list[int], list[int], list[int]], group: ProcessGroup
+) -> Tensor:
+    """`sizes`: rows to each rank, rows from each rank, rows of each expert here."""
+    to, of, runs = sizes
+    arrived = collectives.exchange(rows[: sum(to)], of, to, group)  # by rank it came from, then by expert
+    expert = torch.arange(len(runs), device=got.device).repeat(group.size())
+    order = expert.repeat_interleave(got.flatten(), output_size=sum(of)).argsort(stable=True)
+    back = order.argsort()
+    result = run_experts(moe, Rows.apply(arrived, order, back, 1, arrived.dtype), runs)
+    result = Rows.apply(result, back, order, 1, result.dtype)
+    return collectives.exchange(result, to, of, group)
+
+
+def split(numbers: list[int], ranks: int) -> tuple[list[int], list[int], list[int]]:
+    return numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]

@@ -1,0 +1,225 @@
+"""A model laid over the ranks: what the training loop holds on each of them, whatever the layout.
+
+`forward_backward` runs the micro-batches of a step, `finish` makes every gradient whole, the optimizer updates the
+leaves of `shards`, `after_step` spreads what changed. Losses are sums over tokens; the caller divides by the tokens of
+the global batch, so gradients are sums too, and no layout has a mean of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..data import Batch
+from ..kernels.training.cross_entropy import IGNORE
+from ..model import GPT
+from ..model.attention import dense
+from ..model.gpt import default_positions
+from ..model.moe import moe_layers, set_balance_scale, update_balance
+from ..record import phase
+from ..spec import RunSpec
+from ..spec.layout import V_SHAPED
+from .data_parallel import DataParallel, Shard, unwrapped
+from .mesh import Mesh
+from .precision import run_in
+from .sharding_plan import Splits
+from .single_rank import Alone
+from .tensor_parallel import local_heads
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline  # PyTorch's pipelining takes a second to import
+
+
+class Laid:
+    def __init__(
+        self,
+        spec: RunSpec,
+        mesh: Mesh | None,
+        device: torch.device,
+        splits: Splits,
+        parts: dict[int, GPT],  # this rank's pipeline stages; stage 0 is the whole model without a pipeline
+        strategies: dict[int, DataParallel],
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        self.spec, self.mesh, self.device, self.splits = spec, mesh, device, splits
+        self.parts, self.strategies, self.pipeline = parts, strategies, pipeline
+        self.tied = tied_group(spec, mesh)
+        self.found: list[Shard] | None = None
+
+    @classmethod
+    def whole(cls, model: GPT, spec: RunSpec) -> Laid:
+        """A model that exists already, in one process."""
+        run_in(spec.precision, model, model.device)
+        return cls(spec, None, model.device, Splits(), {0: model}, {0: Alone(model)})
+
+    def size(self, axis: str) -> int:
+        return 1 if self.mesh is None else self.mesh.size(axis)
+
+    # --- a step -----------------------------------------------------------------------------------------
+
+    def forward_backward(self, batches: Sequence[Batch], scale: float) -> Tensor:
+        """Run a step's micro-batches; gradients of scale · loss. Returns this rank's own share of the loss sum.
+
+        Shares add up over the world: only the last stage has a loss, and tensor-parallel ranks have it in common.
+        """
+        factor = scale * next(iter(self.strategies.values())).loss_factor
+        for part in self.parts.values():
+            set_balance_scale(part, factor)
+        if self.pipeline is not None:
+            phase.enter("forward")  # and backward: stages do both in turns
+            return self.pipeline.train([self.inputs(batch) for batch in batches], factor) / self.size("tp")
+        loss_sum = torch.zeros((), device=self.device)
+        strategy = self.strategies[0]
+        for index, batch in enumerate(batches):
+            with strategy.micro_batch(last=index == len(batches) - 1):
+                phase.enter("forward")
+                _, loss = strategy(**self.inputs(batch))
+                phase.enter("backward")
+                (loss * factor).backward()
+            loss_sum += loss.detach()
+        return loss_sum / self.size("tp")
+
+    def finish(self) -> None:
+        """After the last backward pass: every gradient is the sum over all that contributed to it."""
+        for strategy in self.strategies.values():
+            strategy.finish()
+        if self.mesh is None:
+            return
+        partial = [shard for shard in self.shards if shard.name in self.splits.partial]
+        for axis in sorted({self.splits.partial[shard.name] for shard in partial}):  # in one order on all ranks
+            sum_gradients([s for s in partial if self.splits.partial[s.name] == axis], self.mesh.group(axis))
+        self.sum_tied()
+
+    def sum_tied(self) -> None:
+        """A tied embedding is held by the first stage and by the last; each has a part of its gradient."""
+        copies = [shard for shard in self.shards if shard.name == "embed.weight"]
+        if self.tied is not None and copies:
+            sum_gradients(copies, self.tied)
+        elif len(copies) == 2 and copies[0].leaf.grad is not None and copies[1].leaf.grad is not None:
+            copies[0].leaf.grad += copies[1].leaf.grad  # both stages stand on this rank
+            copies[1].leaf.grad.copy_(copies[0].leaf.grad)
+
+    @property
+    def shards(self) -> list[Shard]:
+        """What this rank's optimizer updates."""
+        if self.found is None:
+            self.found = [shard for strategy in self.strategies.values() for shard in strategy.shards()]
+        return self.found
+
+    def replicas(self, shard: Shard) -> int:
+        """Ranks (or stages) that hold the same numbers: a norm over the world counts each number once."""
+        if self.mesh is None:
+            return 1
+        grid = self.mesh.grid
+        copies = grid.world // grid.pp
+        cuts = [*self.splits.axes(shard.name), *([shard.rows] if shard.rows else [])]
+        for axis in cuts:
+            copies //= grid.size("shard" if axis == "flat" else axis)
+        if shard.name == "embed.weight" and self.spec.model.tie_embeddings and grid.pp > 1:
+            copies *= 2
+        return copies
+
+    def after_step(self) -> None:
+        self.after_load()
+        group = None if self.mesh is None else self.mesh.group("dp_cp")
+        for part in self.parts.values():
+            update_balance(part, group)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What is part of the model's state and not trained by gradients; equal on all ranks that have it."""
+        return {unwrapped(name): buffer for part in self.parts.values() for name, buffer in part.named_buffers()}
+
+    def after_load(self) -> None:
+        """After the leaves were filled from a checkpoint."""
+        for strategy in self.strategies.values():
+            strategy.after_step()
+
+    def clear(self) -> None:
+        """Drop the gradients, and what a step that was not taken has counted."""
+        for strategy in self.strategies.values():
+            strategy.clear()
+        for part in self.parts.values():
+            for layer in moe_layers(part):
+                layer.visits = None
+
+    # --- what goes in -----------------------------------------------------------------------------------
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """The keywords of GPT.forward for this rank's share of a micro-batch."""
+        batch = batch.to(self.device)
+        common = {"reduction": "sum", "keep_logits": False}
+        if self.mesh is None:
+            return {"tokens": batch.tokens, "targets": batch.targets, "documents": batch.documents, **common}
+        model, heads = self.spec.model, local_heads(self.spec.model, self.mesh)
+        if self.size("cp") > 1:
+            from .context_parallel import make_attend, split
+
+            local = split(batch, self.spec.parallel, self.mesh)
+            attend = make_attend(model, self.spec.parallel, self.mesh, local, heads)
+            own = {"tokens": local.tokens, "targets": local.targets, "positions": local.positions}
+            return {**own, "attend": attend, **common}
+        attend = dense(model, self.device, batch.documents, heads=heads, seq=batch.tokens.shape[1])
+        positions = default_positions(batch.tokens, batch.documents)
+        return {"tokens": batch.tokens, "targets": batch.targets, "positions": positions, "attend": attend, **common}
+
+    # --- evaluation -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, count: int, batch_at: Callable[[int], Batch]) -> tuple[float, int]:
+        """Loss sum and counted tokens of micro-batches 0 … count − 1, over all ranks.
+
+        Each data-parallel rank takes every dp-th; one that is left without a batch takes part in the collectives
+        with a batch of which nothing counts.
+        """
+        ranks = self.size("dp")
+        mine = 0 if self.mesh is None else self.mesh.rank("dp")
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        rounds = range(0, count, ranks)
+        depth = self.size("pp")  # micro-batches at once: enough to keep every stage of a pipeline busy
+        for some in (rounds[i : i + depth] for i in range(0, len(rounds), depth)):
+            inputs = [
+                self.inputs(batch_at(first + mine) if first + mine < count else nothing_counts(batch_at(first)))
+                for first in some
+            ]
+            if self.pipeline is not None:
+                loss = self.pipeline.evaluate(inputs)
+            else:
+                _, loss = self.strategies[0](**inputs[0])
+            total[0] += loss.double().sum() / self.size("tp")
+            if self.mesh is None or (self.mesh.rank("pp") == 0 and self.mesh.rank("tp") == 0):
+                total[1] += sum((one["targets"] != IGNORE).sum() for one in inputs)
+        if self.mesh is not None:
+            dist.all_reduce(total)
+        loss_sum, tokens = total.tolist()
+        return loss_sum, int(tokens)
+
+
+def nothing_counts(batch: Batch) -> Batch:
+    return Batch(batch.tokens, torch.full_like(batch.targets, IGNORE), batch.documents)
+
+
+def sum_gradients(shards: list[Shard], group: dist.ProcessGroup) -> None:
+    """One all-reduce for all of them."""
+    gradients = [shard.leaf.grad for shard in shards if shard.leaf.grad is not None and shard.leaf.numel()]
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
+
+
+def tied_group(spec: RunSpec, mesh: Mesh | None) -> dist.ProcessGroup | None:
+    """The first and the last pipeline rank of this rank's line, where they hold the two copies of a tied embedding."""
+    if mesh is None or mesh.size("pp") == 1 or not spec.model.tie_embeddings or spec.parallel.schedule in V_SHAPED:
+        return None
+    mine = None
+    for line in mesh.grid.groups("pp"):  # every rank makes every group, in the same order
+        group = dist.new_group([line[0], line[-1]])
+        if dist.get_rank() in (line[0], line[-1]):
+            mine = group
+    return mine

@@ -1,0 +1,201 @@
+"""The recipe: how a model is laid over the ranks, in the order in which it is read here.
+
+    pipeline split → tensor, sequence, expert parallel → fp8 → recompute → compile → precision → data parallel → weights
+
+Every part is built on the meta device and cut before it has memory, so no rank ever holds more than its share. Without
+a mesh there is one process, and all that remains of the recipe is recompute, compile and weights; what only a mesh
+needs is imported where it is used, because PyTorch's distributed parts take seconds to import.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.training.adamw import split
+from ..model import GPT
+from ..model.activation_checkpointing import PARTLY, inside
+from ..model.gpt import LayerNorm
+from ..plan.pipelines.stages import Stage, stages_here
+from ..spec import RunSpec
+from ..spec.layout import SPLIT_BACKWARD
+from .activation_checkpointing import choose_recompute, offload_activations
+from .data_parallel import DataParallel
+from .ddp import DDP
+from .expert_parallel import apply_expert_parallel, expert_names, join_sequences
+from .initial_weights import Source
+from .mesh import Mesh
+from .optimizer_offload import HostOptimizer
+from .parallel_model import Laid
+from .precision import keep_in, run_in
+from .sharding_plan import Splits
+from .single_rank import Alone
+from .tensor_parallel import apply_tensor_parallel, enable_async_tp
+from .zero import Zero
+
+
+def lay_out(
+    spec: RunSpec, mesh: Mesh | None, device: torch.device, weights: Source, stages: list[Stage] | None = None
+) -> Laid:
+    """This rank's part of the model, ready for its first step; `stages` stand in for those it would hold."""
+    splits = Splits()
+    parts: dict[int, GPT] = {}
+    strategies: dict[int, DataParallel] = {}
+    for stage in stages or stages_here(spec, mesh.rank("pp") if mesh else 0):
+        with torch.device("meta"):
+            part = GPT(spec.model, layers=stage.layers, first=stage.first, last=stage.last)
+        keep_in(spec.precision, part)
+        experts: set[str] = set()
+        if mesh is not None:
+            if mesh.size("tp") > 1:
+                apply_tensor_parallel(part, spec.parallel, mesh, splits)
+            if mesh.size("ep") > 1:
+                apply_expert_parallel(part, mesh, splits)
+                experts = expert_names(part)
+            if mesh.size("cp") > 1:
+                join_sequences(part, mesh.group("cp"))
+        if spec.precision.dtype == "fp8":
+            from .float8 import apply_float8  # torchao takes a second to import
+
+            apply_float8(part, spec, device)
+        choose_recompute(part, spec, device)
+        join_products(part, spec)
+        offload_activations(part, spec)
+        if spec.parallel.compile:
+            compile_blocks(part, spec, mesh)
+        if spec.parallel.engine == "native":
+            run_in(spec.precision, part, device)
+        strategies[stage.index] = with_weights(part, spec, mesh, experts, splits, device, weights)
+        parts[stage.index] = part
+    pipeline = None
+    if mesh is not None and mesh.size("pp") > 1:
+        from .pipeline import Pipeline
+
+        pipeline = Pipeline(dict(parts), spec, mesh, device)
+    return Laid(spec, mesh, device, splits, parts, strategies, pipeline)
+
+
+def join_products(part: GPT, spec: RunSpec) -> None:
+    """Where layers are what they look like, and neither a policy nor a schedule tells apart what they compute: where
+    gradients of weights come later than those of inputs, both passes would compute all of them.
+    """
+    layout = spec.parallel
+    plain = spec.model.mlp == "gelu" and layout.tp == 1 and spec.precision.dtype != "fp8"
+    plain = plain and not (layout.pp > 1 and layout.schedule in SPLIT_BACKWARD)
+    for block in part.layers():
+        block.joined = plain and block.recompute not in PARTLY
+
+
+def compile_blocks(part: GPT, spec: RunSpec, mesh: Mesh | None) -> None:
+    """A block at a time: all blocks share one compiled graph, and collectives around them stay where they are."""
+    if spec.parallel.async_tp and mesh is not None:
+        enable_async_tp(mesh)
+    alone = mesh is None or mesh.size("tp") * mesh.size("cp") * mesh.size("ep") == 1
+    if isinstance(part.norm, LayerNorm) and alone:  # RMSNorm has kernels of its own
+        part.norm.compile()
+    for block in part.layers():
+        if block.recompute in PARTLY and alone:  # a block that talks to other ranks is not one graph
+            block.forward = inside(block.forward, block.recompute)  # type: ignore[method-assign]
+            block.recompute = "none"
+        block.compile()
+
+
+def with_weights(
+    part: GPT,
+    spec: RunSpec,
+    mesh: Mesh | None,
+    experts: set[str],
+    splits: Splits,
+    device: torch.device,
+    weights: Source,
+) -> DataParallel:
+    """The data-parallel strategy over a part, and memory with initial weights under it."""
+    layout = spec.parallel
+    fsdp2 = layout.strategy == "fsdp2" or (layout.strategy == "zero" and layout.zero == 3)
+    master = spec.precision.weights == "bf16" and spec.precision.master
+    strategy: DataParallel
+    if mesh is not None and fsdp2 and layout.engine == "native" and not lonely(spec, mesh):
+        from .fsdp2 import FSDP2
+
+        strategy = FSDP2(part, spec, mesh, experts)  # shards are cut before there is memory
+        home = torch.device("cpu") if layout.offload == "full" else device
+        materialise(part, splits, mesh, device, weights, home, master)
+    else:
+        materialise(part, splits, mesh, device, weights, device, master)
+        strategy = replicated(part, spec, mesh, experts)
+    return HostOptimizer(strategy) if layout.offload == "optimizer" else strategy
+
+
+def replicated(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str]) -> DataParallel:
+    layout = spec.parallel
+    if mesh is None or lonely(spec, mesh) or layout.engine == "deepspeed":  # which wraps the part itself, later
+        return Alone(part)
+    if layout.strategy == "fsdp1":
+        from .fsdp1 import FSDP1
+
+        return FSDP1(part, spec, mesh, experts)
+    if layout.strategy == "zero":
+        return Zero(part, spec, mesh, experts, layout.zero)
+    if layout.pp > 1 or layout.ep > 1:
+        # PyTorch's DDP loses its reduction in a split backward pass, and knows one group for all gradients.
+        return Zero(part, spec, mesh, experts, 0)
+    return DDP(part, spec, mesh, experts)
+
+
+def lonely(spec: RunSpec, mesh: Mesh) -> bool:
+    """No other rank has other data: there is nothing to shard or to reduce, whatever the strategy.
+
+    On one GPU the hooks of FSDP2 would cost their host more than a small model takes (docs/parallelism.md).
+    """
+    return mesh.size("dp_cp") == 1 and spec.parallel.offload != "full"
+
+
+@torch.no_grad()
+def materialise(
+    part: nn.Module,
+    splits: Splits,
+    mesh: Mesh | None,
+    device: torch.device,
+    weights: Source,
+    home: torch.device,
+    master: bool = False,
+) -> None:
+    """Give a part memory (weights in their `home`, buffers on the device), and each weight its share of the whole.
+
+    With `master` what bf16 cuts off each weight is kept for its optimizer.
+    """
+    part.to_empty(device=home)
+    for name, parameter in part.named_parameters():
+        whole = weights(name, splits.shape(name, parameter.shape))
+        share = splits.part_of(name, whole, mesh) if mesh is not None else whole
+        own = own_rows(parameter, share)
+        if master:
+            own, low = split(own.float().to(home))
+            parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data.take_low
+        rows_of(parameter).copy_(own)
+    for module in part.modules():
+        for name, buffer in module.named_buffers(recurse=False):  # the choice bias of experts
+            setattr(module, name, torch.zeros_like(buffer, device=device))
+
+
+def rows_of(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
+
+
+def own_rows(parameter: Any, share: Tensor) -> Tensor:
+    """What FSDP2 leaves to this rank of a weight."""
+    if not is_sharded(parameter):
+        return share
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            count, rank = parameter.device_mesh.size(dim), parameter.device_mesh.get_local_rank(dim)
+            chunks = share.chunk(count, placement.dim)
+            share = chunks[rank] if rank < len(chunks) else share[:0]
+    return share
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether it is a DTensor, which FSDP2 makes of a weight."""
+    return hasattr(parameter, "placements")

@@ -1,0 +1,36 @@
+"""No other rank: the optimizer updates the parameters themselves, and nothing has to meet."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ..model import GPT
+from .data_parallel import Shard, take_low
+
+
+class Alone:
+    loss_factor = 1.0
+
+    def __init__(self, part: GPT) -> None:
+        self.part = part
+        self.whole = [Shard(name, p, p.shape, None, take_low(p)) for name, p in part.named_parameters()]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.part(*args, **kwargs)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        pass
+
+    def shards(self) -> list[Shard]:
+        return self.whole
+
+    def after_step(self) -> None:
+        pass
+
+    def clear(self) -> None:
+        for shard in self.whole:  # as zero_grad, which looks for them in every step: a GPU would wait for that
+            shard.leaf.grad = None

@@ -1,0 +1,240 @@
+"""Tensor parallelism in the Megatron sense: the ranks of `tp` share every matrix product of a layer.
+
+Attention and MLP are each one region. It is entered once, works on this rank's heads or this rank's part of the ffn,
+and is left by a sum over ranks:
+
+    enter → columns (q, k, v; gate, up: cut by output) → rows (out; down: cut by input) → leave
+
+Without sequence parallelism the residual stream is whole on every rank: entering is free (its gradient is summed),
+leaving is an all-reduce. With it a rank has 1/tp of the positions: entering is an all-gather, leaving a
+reduce-scatter, and what stands between regions (norms, residual sums) is done and kept once, not tp times. The bytes
+that travel are the same. Either way a layer has two exchanges forward and two backward
+(Shoeybi et al. 2019; Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..kernels.training.cross_entropy import linear_cross_entropy
+from ..model.gpt import GPT, MLP, Attention, Embedding, Linear
+from ..model.moe import MoE
+from ..spec import ModelSpec, ParallelSpec, SpecError
+from . import collectives
+from .mesh import Mesh
+from .sharding_plan import Splits
+from .vocab_parallel import VocabEmbedding, VocabLoss
+
+SEQ = 1  # dimension of positions in (batch, seq, hidden)
+
+
+def apply_tensor_parallel(part: GPT, parallel: ParallelSpec, mesh: Mesh, splits: Splits) -> None:
+    """Cut a network, or one pipeline stage of it, in place; `splits` learns how.
+
+    Names stay. What changes for a caller: with `parallel.sp` hidden states between stages are (batch, seq / tp, hidden)
+    and `positions` must be given to a stage that is not the first; ALiBi wants `attend=dense(…, heads=local_heads(…))`;
+    `part(tokens)` gives the logits of this rank's range of the vocabulary, and a loss needs `keep_logits=False`.
+    """
+    if mesh.size("tp") == 1:
+        return
+    cutter = Cutter(mesh, splits, Region(mesh.group("tp"), parallel.sp))
+    for layer, block in zip(part.blocks, part.layers(), strict=True):
+        prefix = f"blocks.{layer}."
+        cutter.cut_attention(block.attention, f"{prefix}attention.", part.spec)
+        if isinstance(block.mlp, MLP):
+            cutter.cut_mlp(block.mlp, f"{prefix}mlp.")
+        else:
+            cutter.cut_experts(block.mlp, f"{prefix}mlp.")
+        for name in ("attention_norm", "mlp_norm"):
+            cutter.partial_if_sequence(getattr(block, name), f"{prefix}{name}.")
+    cutter.cut_ends(part)
+
+
+def local_heads(spec: ModelSpec, mesh: Mesh) -> slice:
+    """The query heads that this rank computes."""
+    count = spec.heads // mesh.size("tp")
+    return slice(mesh.rank("tp") * count, (mesh.rank("tp") + 1) * count)
+
+
+def refuse_async_tp(device_type: str) -> None:
+    if device_type != "cuda":
+        raise SpecError(
+            f"parallel.async_tp = true needs CUDA devices with peer access, not '{device_type}'; "
+            "parallel.async_tp = false computes the same"
+        )
+
+
+def enable_async_tp(mesh: Mesh) -> None:
+    """Let torch.compile split a product beside its all-gather or reduce-scatter, so that one hides the other.
+
+    It works on what sequence parallelism exchanges (an all-reduce is not split) and through symmetric memory, which
+    CUDA devices with peer access have. Not tried so far: no machine with two such devices was at hand.
+    """
+    refuse_async_tp(mesh.device_type)
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.group("tp").group_name)
+
+
+@dataclass(frozen=True)
+class Region:
+    """How a tensor-parallel region is entered and left."""
+
+    group: ProcessGroup
+    sequence: bool  # outside of it a rank has its 1/tp of the positions
+
+    def enter(self, x: Tensor) -> Tensor:
+        return collectives.gather(x, SEQ, self.group) if self.sequence else collectives.copy(x, self.group)
+
+    def enter_narrow(self, x: Tensor) -> Tensor:
+        """Every product in the region takes its input in autocast's precision: travel in that."""
+        device = x.device.type
+        return self.enter(x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return collectives.scatter(x, SEQ, self.group) if self.sequence else collectives.total(x, self.group)
+
+
+class RowLinear(Linear):
+    """Cut by input: products of all ranks are summed on leaving the region, and only then comes the bias."""
+
+    def __init__(self, cut: Linear, leave: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(cut.weight.shape[1], cut.weight.shape[0], bias=False, device="meta")
+        self.weight, self.bias, self.leave = cut.weight, cut.bias, leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.leave(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class OneHeadLinear(Linear):
+    """Keys or values where ranks outnumber heads: the weight is whole, and a rank computes the one head it needs."""
+
+    def __init__(self, whole: Linear, head: int, head_dim: int) -> None:
+        super().__init__(whole.in_features, whole.out_features, bias=False, device="meta")
+        self.weight, self.bias = whole.weight, whole.bias
+        self.rows = slice(head * head_dim, (head + 1) * head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
+
+
+class SequencePositions(Embedding):
+    """Learned positions of this rank's part of the sequence."""
+
+    def __init__(self, whole: Embedding, mesh: Mesh) -> None:
+        super().__init__(whole.num_embeddings, whole.embedding_dim, device="meta")
+        self.weight, self.parts, self.index = whole.weight, mesh.size("tp"), mesh.rank("tp")
+
+    def forward(self, positions: Tensor) -> Tensor:  # (seq) or (batch, seq)
+        return super().forward(positions.chunk(self.parts, dim=-1)[self.index])
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """Cuts the modules of one network, each with what it does to gradients."""
+
+    mesh: Mesh
+    splits: Splits
+    region: Region
+
+    def cut(self, module: nn.Module, prefix: str, name: str, dim: int) -> None:
+        self.splits.cut(module, prefix, name, "tp", dim, self.mesh)
+
+    def partial(self, module: nn.Module, prefix: str) -> None:
+        """Gradients of these whole weights are sums over `tp` of what each rank computes."""
+        self.splits.partial.update({f"{prefix}{name}": "tp" for name, _ in module.named_parameters(recurse=False)})
+
+    def partial_if_sequence(self, module: nn.Module, prefix: str) -> None:
+        if self.region.sequence:
+            self.partial(module, prefix)
+
+    def columns(self, linear: Linear, prefix: str) -> None:
+        for name, _ in list(linear.named_parameters()):
+            self.cut(linear, prefix, name, dim=0)
+
+    def rows(self, linear: Linear, prefix: str) -> Linear:
+        self.cut(linear, prefix, "weight", dim=1)
+        if linear.bias is not None and self.region.sequence:
+            self.splits.partial[f"{prefix}bias"] = "tp"
+        return RowLinear(linear, self.region.leave)
+
+    def cut_attention(self, attention: Attention, prefix: str, spec: ModelSpec) -> None:
+        tp, rank = self.mesh.size("tp"), self.mesh.rank("tp")
+        self.columns(attention.q, f"{prefix}q.")
+        for name in ("k", "v"):
+            linear = getattr(attention, name)
+            if spec.kv_heads % tp == 0:
+                self.columns(linear, f"{prefix}{name}.")
+            else:  # tp / kv_heads neighbours have queries of the same key/value head
+                setattr(attention, name, OneHeadLinear(linear, rank * spec.kv_heads // tp, spec.head_dim))
+                self.partial(linear, f"{prefix}{name}.")
+        for name in ("q_norm", "k_norm"):  # each rank's heads use them
+            if (norm := getattr(attention, name)) is not None:
+                self.partial(norm, f"{prefix}{name}.")
+        attention.out = self.rows(attention.out, f"{prefix}out.")
+        attention.register_forward_pre_hook(on_input(self.region.enter_narrow))
+
+    def cut_mlp(self, mlp: MLP, prefix: str) -> None:
+        for name in ("gate", "up"):
+            if (linear := getattr(mlp, name)) is not None:
+                self.columns(linear, f"{prefix}{name}.")
+        mlp.down = self.rows(mlp.down, f"{prefix}down.")
+        mlp.register_forward_pre_hook(on_input(self.region.enter_narrow))
+
+    def cut_experts(self, moe: MoE, prefix: str) -> None:
+        """Every expert by its ffn; the router is whole, and all ranks choose alike.
+
+        A rank has only a part of each expert's output, so what reaches the routing weights is a part of their gradient.
+        The balance loss is whole on every rank: each brings in its share of it.
+        """
+        for name, dim in (("gate", 1), ("up", 1), ("down", 2)):  # (experts, ffn, hidden), (experts, hidden, ffn)
+            self.cut(moe, prefix, name, dim)
+        self.partial(moe.router, f"{prefix}router.")
+        moe.balance_share /= self.mesh.size("tp")
+        if moe.shared is not None:
+            for name, dim in (("gate", 0), ("up", 0), ("down", 1)):
+                self.cut(getattr(moe.shared, name), f"{prefix}shared.{name}.", "weight", dim)
+        moe.register_forward_pre_hook(on_input(self.region.enter))
+        moe.register_forward_hook(on_output(self.region.leave))
+
+    def cut_ends(self, part: GPT) -> None:
+        """Embedding, positions, last norm, head and loss, as far as this part has them."""
+        if part.embed is not None:
+            self.cut(part.embed, "embed.", "weight", dim=0)
+            start = self.mesh.rank("tp") * part.embed.weight.shape[0]
+            part.embed = VocabEmbedding(part.embed, start, self.region.leave)
+        if part.positions is not None and self.region.sequence:
+            self.partial(part.positions, "positions.")
+            part.positions = SequencePositions(part.positions, self.mesh)
+        if part.head is not None:
+            self.cut(part.head, "head.", "weight", dim=0)
+        if part.norm is not None:
+            self.partial_if_sequence(part.norm, "norm.")
+            part.norm.register_forward_hook(on_output(self.region.enter_narrow))
+            part.register_forward_pre_hook(refuse_logits, with_kwargs=True)
+            part.cross_entropy = partial(linear_cross_entropy, chunk=VocabLoss(self.mesh))
+
+
+def on_input(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda _module, args: (change(args[0]), *args[1:])
+
+
+def on_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda _module, _args, output: change(output)
+
+
+def refuse_logits(_part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    targets = args[1] if len(args) > 1 else kwargs.get("targets")
+    if targets is not None and kwargs.get("keep_logits", True):
+        raise SpecError("parallel.tp > 1 cuts the logits over ranks: ask for the loss with keep_logits=False")

@@ -1,0 +1,251 @@
+"""A world without others: one rank laid out and stepped in this process, with no memory behind its tensors.
+
+The model is laid out and trained for a step by the code that does so on real ranks. Only two things are not real: the
+process group, whose collectives return at once, and the tensors, which have shapes, types and storages but no numbers
+(FakeTensorMode). So counts and bytes are those of the layout, and nothing can be learnt about time or values.
+
+The step that is accounted for is not the first: optimizer states and reduction buckets come with that.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining  # what its import makes would else count among a step's bytes
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.distributed.fsdp import _flat_param
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.futures import Future
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..data import Batch
+from ..model.moe import MoE, moe_layers, run_experts
+from ..parallel import ddp
+from ..parallel.comm_counter import Row, Traffic
+from ..parallel.expert_parallel import exchanged, there_and_back
+from ..parallel.initial_weights import Source
+from ..parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, Ledger, tensors_in
+from ..parallel.mesh import Mesh
+from ..parallel.parallelize import lay_out
+from ..parallel.precision import LossScale
+from ..plan.pipelines.stages import Stage
+from ..spec import Grid, RunSpec, SpecError
+from ..train import adamw as narrow
+from ..train import step as training_step
+from ..train.health.bad_step import Health
+from ..train.health.bad_step_recovery import Passed
+from ..train.optim import make_optimizer
+from ..train.step_scalars import Gate, Reader
+from ..train.trainer import Trainer
+from .fake_loss import loss_of, replaced
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one step of one rank takes."""
+
+    parameters: int  # elements that this rank's optimizer updates
+    parameter_bytes: int
+    collectives: list[Row]
+    resident: Bytes  # just before the update
+    peak: Bytes  # at the highest moment
+    moment: str  # which that was
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+
+@contextmanager
+def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
+    """The mesh of the spec's layout as `rank` sees it, with what cannot do without numbers replaced."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise SpecError("a rank is simulated in a process of its own: this one belongs to a process group")
+    hook = sys.excepthook  # PyTorch puts one before it that names the rank, and leaves it there
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spec.parallel.world)
+    gpu = spec.cluster.device == "cuda" or spec.cluster.gpu != "auto"
+    try:
+        with (
+            warnings.catch_warnings(),
+            loss_of("cuda" if gpu else "cpu"),
+            replaced(nn.Module, "to_empty", to_empty),
+            replaced(ddp, "mean_in", send_in),
+            replaced(ddp, "fill_in_order", partial(agreed, ddp.fill_in_order)),
+            replaced(training_step, "expert_load", lambda _part: 1.0),
+            replaced(narrow, "adamw", lambda *_slots, **_options: None),  # as a GPU's kernel: in place
+            replaced(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
+        ):
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # FSDP1 compares them
+            yield Mesh(Grid.of(spec.parallel), "cpu")
+    finally:
+        _clear_sharding_prop_cache()  # DTensor would find this mesh again for the next one of its shape
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+whole_to_empty = nn.Module.to_empty
+
+
+def to_empty(model: nn.Module, *, device: torch.device, recurse: bool = True) -> nn.Module:
+    """PyTorch's own swaps tensors under their names, which those of FakeTensorMode do not allow; these are replaced."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return whole_to_empty(model, device=device, recurse=recurse)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+    return model
+
+
+def send(buffer: Tensor, group: dist.ProcessGroup) -> Future[Tensor]:
+    """DDP waits for what its reduction brings, and the fake group brings nothing."""
+    dist.all_reduce(buffer, group=group)
+    return arrived(buffer)
+
+
+def send_in(dtype: torch.dtype, buffer: Tensor, group: dist.ProcessGroup) -> Future[Tensor]:
+    sent = buffer.to(dtype)
+    dist.all_reduce(sent, group=group)
+    return arrived(buffer.copy_(sent))
+
+
+def arrived(result: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(result)
+    return future
+
+
+class Step(Trainer):
+    """The trainer's own step, on tensors without numbers: nothing can be read from them."""
+
+    def __init__(self, spec: RunSpec, mesh: Mesh, stages: list[Stage], weights: Source) -> None:
+        self.spec, self.mesh, self.device = spec, mesh, CPU
+        self.laid = lay_out(spec, mesh, CPU, weights, stages)
+        self.optimizer = make_optimizer(self.laid.shards, spec.optim, spec.precision, spec.seed)
+        self.loss_scale, self.engine, self.step = LossScale(spec.precision), None, 0
+        self.health, self.reader = Health(spec.health), Reader(CPU)
+
+    def once(self) -> None:
+        data = self.spec.data
+        shape = data.micro_batch, data.seq
+        zeros = partial(torch.zeros, shape, dtype=torch.int64)
+        documents = [zeros() if data.document_mask else None for _ in range(self.spec.accumulation)]
+        self.train_step([Batch(zeros(), zeros(), document) for document in documents])
+
+    def count_tokens(self, batches: Sequence[Batch]) -> int:
+        if self.spec.data.document_mask:
+            assert self.mesh is not None
+            dist.all_reduce(torch.zeros((), dtype=torch.int64), group=self.mesh.group("dp"))
+        return self.spec.tokens_per_step
+
+    def sum_over_ranks(self, loss: Tensor, squares: Tensor) -> Tensor:
+        """The same message."""
+        figures = torch.zeros(2 + 3 * dist.get_world_size(), dtype=torch.float64)
+        dist.all_reduce(figures)
+        return figures
+
+    def read(self, gate: Gate) -> Passed:
+        return Passed(0.0, 1.0, self.loss_scale.scale, 0, held=False)
+
+
+def visit_evenly(moe: MoE, rows: Tensor, counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """How many rows go where is read from `counts`, which here has no numbers: as many as everywhere."""
+    if group is None:
+        return run_experts(moe, rows, evenly(rows.shape[0], moe.experts))
+    shares = evenly(rows.shape[0], group.size())
+    sizes = shares, shares, evenly(rows.shape[0], moe.experts // group.size())
+    return there_and_back(moe, rows, exchanged(counts, group), sizes, group)
+
+
+def evenly(total: int, parts: int) -> list[int]:
+    """The first ones get what does not divide."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+class Agreeing(TorchDispatchMode):
+    """For the first steps, in which ranks agree on things.
+
+    A pipeline votes on whether its stages know their shapes: whoever reads a number gets a 1. DDP tells the others the
+    order in which gradients came, as integers of 32 bits, of which there are no others: those are real.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1
+        given = tensors_in((args, kwargs))
+        integers = func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") == torch.int32
+        if integers or (given and not any(isinstance(tensor, FakeTensor) for tensor in given)):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def agreed(work: Callable[[Any], None], model: Any) -> None:
+    with Agreeing():
+        work(model)
+
+
+def step(spec: RunSpec, mesh: Mesh, stages: list[Stage]) -> Simulation:
+    """Build these stages without memory, and account for a step."""
+    with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
+        run = Step(spec, mesh, stages, lambda _name, shape: torch.empty(shape))
+        group = mesh.group("ep") if mesh.size("ep") > 1 else None
+        for layer in (layer for part in run.laid.parts.values() for layer in moe_layers(part)):
+            layer.visit = partial(visit_evenly, group=group)
+        for strategy in run.laid.strategies.values():
+            if isinstance(strategy, ddp.DDP) and spec.precision.reduce == spec.precision.weights:
+                strategy.ddp.register_comm_hook(None, lambda _, bucket: send(bucket.buffer(), mesh.group("dp_cp")))
+        try:
+            return account(run, mesh, ledger, Agreeing())
+        except DataDependentOutputException as error:
+            raise SpecError(f"this layout cannot be simulated: it reads what only data tell ({error})") from error
+
+
+def account(run: Step, mesh: Mesh, ledger: Ledger, warm: AbstractContextManager[Any]) -> Simulation:
+    """Take steps inside `warm` until all there is to agree on is agreed on, and tell of the next."""
+    parts, shards, resident = list(run.laid.parts.values()), run.laid.shards, dict[str, int]()
+    for part in parts:
+        ledger.watch(part, part.layers())
+        ledger.name([*part.parameters(), *part.buffers()], PARAMETERS)
+    ledger.name([shard.leaf for shard in shards], PARAMETERS)
+    with warm:
+        run.once()
+    ledger.name([t for s in run.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)], OPTIMIZER)
+
+    def before_update(*_: Any) -> None:
+        holders = [*(shard.leaf for shard in shards), *(p for part in parts for p in part.parameters())]
+        ledger.name([p.grad for p in holders if p.grad is not None], GRADIENTS)
+        resident.update(ledger.of(ledger.live))
+        ledger.phase = "update"
+
+    run.optimizer.register_step_pre_hook(before_update)
+    gc.collect()
+    ledger.begin("forward")
+    with Traffic(mesh) as seen:
+        run.once()
+    peak, moment = ledger.peak()
+    count = sum(shard.leaf.numel() for shard in shards)
+    size = sum(shard.leaf.nbytes for shard in shards)
+    return Simulation(count, size, seen.table(), resident, peak, moment)

@@ -1,0 +1,1 @@
+"""Reports of runs and plans: HTML pages, plots, lists, predicted against measured."""

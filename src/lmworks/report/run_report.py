@@ -1,0 +1,201 @@
+"""`report.html`: what a run did, held against what was predicted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+from ..record import RunFolder, read_metrics
+from ..record.figures import binary_bytes, clock, duration, short
+from ..record.run_summary import Steps, Summary, summarize
+from ..record.sentences import sentence
+from ..spec import LMWorksError
+from ..spec.files import write_whole
+from . import predicted_vs_measured
+from .html_page import Marked, page, table
+from .plots import draw_plots
+from .svg import Line, Marks, Points, line_chart, stacked_chart
+
+PARTS = {
+    "forward_backward_s": "forward and backward",
+    "optimizer_s": "optimizer",
+    "data_s": "waiting for data",
+}
+MOST_EVENTS = 200
+# What is marked on the loss: name, CSS class, glyph, and the kinds of events.
+MARKED = (
+    ("spike or NaN", "spike", "▼", ("spike", "fault", "corrupt")),
+    ("restart or rewind", "restart", "■", ("restart", "resume", "rewind")),
+    ("save", "save", "◆", ("save",)),
+)
+
+
+def write_report(folder: RunFolder) -> Path:
+    """Write report.html, and the PNG plots where matplotlib is installed. Safe to call while the run goes on."""
+    summary, steps = summarize(folder), read_metrics(folder.metrics_path)
+    pngs = draw_plots(folder, steps)
+    sections = [
+        heading(summary),
+        tiles(summary),
+        predicted(folder, steps),
+        charts(steps, folder.events(), pngs),
+        events(folder),
+        specification(folder),
+    ]
+    try:
+        write_whole(folder.report_path, page(f"{summary.name} · LMWorks", "\n".join(filter(None, sections))))
+    except OSError as error:
+        raise LMWorksError(f"cannot write {folder.report_path}: {error.strerror}") from None
+    return folder.report_path
+
+
+def heading(summary: Summary) -> str:
+    attempts = "" if summary.attempts < 2 else f", {summary.attempts} attempts"
+    lead = f"{summary.params:,} parameters · {summary.steps:,} of {summary.total_steps:,} steps{attempts} · "
+    lead += f"started {summary.started[:16].replace('T', ' ')} UTC"
+    return (
+        f'<header><h1>{escape(summary.name)}</h1><span class="pill {summary.status}">{summary.status}</span>'
+        f'<p class="lead">{escape(lead)}</p></header>'
+    )
+
+
+def tiles(summary: Summary) -> str:
+    best = (
+        "" if summary.best_val_step is None else f"best {summary.best_val_loss:.4f} at step {summary.best_val_step:,}"
+    )
+    wall = summary.wall_s if summary.wall_s is not None else summary.train_s
+    figures = [
+        ("final loss", number(summary.loss), "training, last step"),
+        ("validation loss", number(summary.val_loss), best),
+        ("tokens", short(summary.tokens), f"{summary.tokens:,}"),
+        ("wall time", clock(wall), f"{clock(summary.train_s)} in steps"),
+        ("tokens/s", "–" if summary.tokens_per_s is None else short(summary.tokens_per_s), "median"),
+        ("step time", "–" if summary.step_s is None else duration(summary.step_s), "median"),
+        ("MFU", "–" if summary.mfu is None else f"{summary.mfu:.1%}", "median" if summary.mfu else "peak not known"),
+        ("peak memory", "–" if summary.memory_bytes is None else binary_bytes(summary.memory_bytes), "over all steps"),
+    ]
+    cards = "".join(
+        f'<div class="card"><dt>{name}</dt><dd>{value}<small>{note or "&nbsp;"}</small></dd></div>'
+        for name, value, note in figures
+    )
+    return f'<dl class="tiles">{cards}</dl>'
+
+
+def predicted(folder: RunFolder, steps: Steps) -> str:
+    found = predicted_vs_measured.compare(folder, steps)
+    if not found:
+        return ""
+    columns = ["figure", "predicted", "measured", "measured ÷ predicted", "expected"]
+    rows: list[list[str]] = []
+    for row in found:
+        said, measured, ratio, expected = row.cells
+        rows.append([row.label, said, measured, Marked(ratio, "outside") if row.outside else ratio, expected])
+    busy = predicted_vs_measured.busy_words(predicted_vs_measured.read_prediction(folder))
+    notes = [f'<p class="note outside">{escape(row.why)}</p>' for row in found if row.why]
+    notes += [f'<p class="note busy">{escape(busy)}</p>'] if busy else []
+    notes.append('<p class="note">Measured: the peak for memory, the median over steps for the rest.</p>')
+    return f"<h2>Predicted against measured</h2>{table(columns, rows, numeric=4)}{''.join(notes)}"
+
+
+def marks(happened: Steps) -> list[Marks]:
+    """Spikes, restarts and saves; a restart writes two events at one step, the first of which has its cause."""
+    found = []
+    for name, style, glyph, kinds in MARKED:
+        events = {event["step"]: event for event in reversed(happened) if event["kind"] in kinds}
+        points = [(step, sentence(events[step])) for step in sorted(events)]
+        found.append(Marks(f"{name} ({len(points):,})", style, glyph, points, low=style == "save"))
+    return found
+
+
+def charts(steps: Steps, happened: Steps, pngs: Sequence[Path]) -> str:
+    loss = points(steps, "loss")
+    memory, unit = scaled(points(steps, "memory_bytes"))
+    cards = {
+        "Loss": line_chart(
+            [
+                Line("training", loss, "s0 faint"),
+                Line("training, smoothed", smooth(loss), "s0"),
+                Line("validation", points(steps, "val_loss"), "s1", dots=True),
+            ],
+            show="{:.4g}".format,
+            y="nats a token",
+            marks=marks(happened),
+        ),
+        "Learning rate": one_line(steps, "lr", "learning rate", "{:.3g}".format),
+        "Throughput": one_line(steps, "tokens_per_s", "tokens/s"),
+        "Gradient norm, before clipping": one_line(steps, "grad_norm", "norm"),
+        "Where a step's time goes": parts_chart(steps),
+        "Peak memory": line_chart([Line(unit, memory, "s0")], zero=True, show="{:.4g}".format, y=unit),
+    }
+    figures = "".join(f'<div class="card"><h3>{title}</h3>{chart}</div>' for title, chart in cards.items())
+    if pngs:
+        note = "The same as pictures: " + ", ".join(f"<code>{png.parent.name}/{png.name}</code>" for png in pngs)
+    else:
+        note = 'PNG files of these plots need matplotlib: <code>pip install "lmworks[plots]"</code>'
+    return f'<h2>Over the run</h2><div class="charts">{figures}</div><p class="note">{note}</p>'
+
+
+def one_line(steps: Steps, key: str, name: str, show: Callable[[float], str] = short) -> str:
+    return line_chart([Line(name, points(steps, key), "s0")], zero=True, show=show, y=name)
+
+
+def parts_chart(steps: Steps) -> str:
+    """The parts of a step, what is left of it beside them, and on top the saves between steps."""
+    rows: list[tuple[float, list[float]]] = []
+    for step in steps:
+        if step.get("step_s") is not None:
+            parts = [step.get(key) or 0.0 for key in PARTS]
+            rows.append(
+                (step["step"], [*parts, max(0.0, step["step_s"] - sum(parts)), step.get("checkpoint_s") or 0.0])
+            )
+    return stacked_chart([*PARTS.values(), "the rest", "checkpoint"], rows, duration, "time of a step")
+
+
+def events(folder: RunFolder) -> str:
+    happened = folder.events()
+    if not happened:
+        return ""
+    shown = happened[-MOST_EVENTS:]
+    rows = [
+        [
+            event["time"][:19].replace("T", " "),
+            f"{event['step']:,}",
+            event["kind"].replace("_", " "),
+            sentence(event),
+        ]
+        for event in shown
+    ]
+    hidden = len(happened) - len(shown)
+    note = f'<p class="note">{hidden:,} earlier ones are in <code>events.jsonl</code>.</p>' if hidden else ""
+    return f"<h2>What happened</h2>{table(['time (UTC)', 'step', 'event', 'what happened'], rows, whole=3)}{note}"
+
+
+def specification(folder: RunFolder) -> str:
+    text = folder.spec_path.read_text(encoding="utf-8")
+    return f'<h2>The spec</h2><details class="card"><summary>spec.toml</summary><pre>{escape(text)}</pre></details>'
+
+
+def points(steps: Steps, key: str) -> Points:
+    return [(step["step"], step[key]) for step in steps if step.get(key) is not None]
+
+
+def scaled(memory: Points) -> tuple[Points, str]:
+    """Bytes in the unit that suits the largest, so that the axis has round numbers."""
+    size, unit = (2**30, "GiB") if max((y for _, y in memory), default=0) >= 2**30 else (2**20, "MiB")
+    return [(x, y / size) for x, y in memory], unit
+
+
+def smooth(line: Points) -> Points:
+    """The mean over a fiftieth of the run, centred on each step and narrower towards the ends, so it never lags."""
+    sums = list(itertools.accumulate((y for _, y in line), initial=0.0))
+    result = []
+    for index, (x, _) in enumerate(line):
+        reach = min(index, len(line) - 1 - index, len(line) // 100)
+        result.append((x, (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)))
+    return result
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

@@ -1,0 +1,63 @@
+"""A trained model from its run folder, ready to use."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import checkpoint
+from ..checkpoint.format.manifest import Manifest, refusal
+from ..data import Tokenizer, load_tokenizer, resolve
+from ..model import GPT
+from ..record import RunFolder
+from ..spec import CheckpointError, RunSpec, SpecError
+from ..spec.resumed import refused_changes
+from .device import pick_device
+
+
+@dataclass(frozen=True)
+class Trained:
+    model: GPT
+    tokenizer: Tokenizer
+    spec: RunSpec
+    step: int
+
+
+class Refusals:
+    """Says which checkpoints were refused, and what is used instead. No event: a reader writes nothing into a run."""
+
+    def __init__(self) -> None:
+        self.any = False
+
+    def __call__(self, folder: Path, reason: str) -> None:
+        self.any = True
+        print(refusal(folder, reason), file=sys.stderr, flush=True)
+
+    def say_instead(self, step: int) -> None:
+        if self.any:
+            print(f"using step {step} instead", file=sys.stderr, flush=True)
+
+
+def load_trained(run_dir: str | Path, step: int | None = None) -> Trained:
+    """The weights of the newest intact checkpoint, or of `step`."""
+    folder = RunFolder.open(run_dir)
+    spec = folder.spec()
+    with torch.device("meta"):
+        model = GPT(spec.model)
+    model.to_empty(device=pick_device(spec.cluster))
+    refused = Refusals()
+
+    def check(manifest: Manifest) -> None:
+        if changes := refused_changes(manifest.meta.get("spec", {}), spec, "model."):
+            raise SpecError(f"{folder.spec_path} has {'; '.join(changes)} in step {manifest.step}; put it back")
+
+    state = {"model": model.state_dict()}
+    manifest = checkpoint.load(folder.checkpoints, state, step=step, refused=refused, check=check)
+    if manifest is None:
+        raise CheckpointError(f"{folder.path} has no checkpoint yet; train it with: lmworks resume {folder.path}")
+    refused.say_instead(manifest.step)
+    tokenizer = load_tokenizer(resolve(next(iter(spec.data.sources))))
+    return Trained(model.eval(), tokenizer, spec, manifest.step)
