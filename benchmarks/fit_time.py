@@ -25,7 +25,7 @@ from lmworks.plan.case import Case
 from lmworks.plan.software import SOFTWARE
 from lmworks.plan.step.constants import FITTED, Constants
 from lmworks.plan.step.price import weigh
-from lmworks.plan.step.uncalibrated import Bare
+from lmworks.plan.step.uncalibrated import Uncalibrated
 from lmworks.plan.tables.rows import Job
 from lmworks.plan.tables.sources import SOURCES, Measured
 from lmworks.spec import ModelSpec, catalogue
@@ -105,7 +105,7 @@ class Table:
     """Rows of one source, those with the same model and words together, so that they are priced in one go."""
 
     rows: list[Measured]
-    groups: list[tuple[NDArray[np.int64], Bare]]
+    groups: list[tuple[NDArray[np.int64], Uncalibrated]]
 
     @classmethod
     def of(cls, rows: Iterable[Measured]) -> Table:
@@ -116,7 +116,8 @@ class Table:
             words = {name: value for name, value in vars(row.case).items() if name not in NUMBERS}
             places.setdefault(repr(words), []).append(place)
         return cls(
-            rows, [(np.array(found), Bare.of(stacked([rows[i].case for i in found]))) for found in places.values()]
+            rows,
+            [(np.array(found), Uncalibrated.of(stacked([rows[i].case for i in found]))) for found in places.values()],
         )
 
     def seconds(self, given: Constants) -> Array:

@@ -42,17 +42,17 @@ def stepper(model: str, strategy: str) -> Any:
     device = torch.device("cuda", 0)
     mesh = None if strategy == "plain" else join(spec.parallel, device)
     with mock.patch.object(parallelize, "lonely", (lambda *_: False) if hooks else parallelize.lonely):
-        laid = parallelize.lay_out(spec, mesh, device, on_device(device))
-    optimizer = make_optimizer(laid.shards, spec.optim, spec.precision, spec.seed)
+        parallel_model = parallelize.parallelize(spec, mesh, device, on_device(device))
+    optimizer = make_optimizer(parallel_model.shards, spec.optim, spec.precision, spec.seed)
     tokens = torch.randint(0, spec.model.vocab, (spec.data.micro_batch, spec.data.seq), device=device)
     batch = Batch(tokens, tokens)
 
     def step() -> None:
-        laid.forward_backward([batch], 1 / spec.tokens_per_step)
-        laid.finish()
+        parallel_model.forward_backward([batch], 1 / spec.tokens_per_step)
+        parallel_model.finish()
         optimizer.step()
-        laid.after_step()
-        laid.clear()
+        parallel_model.after_step()
+        parallel_model.clear()
 
     return step, spec.tokens_per_step
 

@@ -38,7 +38,7 @@ from lmworks.data import Batch
 from lmworks.kernels.dispatch import nearest
 from lmworks.parallel.grad_norm import squared_norm
 from lmworks.parallel.initial_weights import Source, source_of
-from lmworks.parallel.parallelize import lay_out
+from lmworks.parallel.parallelize import parallelize
 from lmworks.plan import software
 from lmworks.plan.case import Case
 from lmworks.plan.devices.machine import Machine
@@ -109,18 +109,18 @@ def on_device(device: torch.device) -> Source:
 def train_steps(spec: RunSpec, device: torch.device, steps: int) -> tuple[int, list[float]]:
     """What the trainer does in a step: (peak bytes, seconds of each step)."""
     peak = PeakMemory(device)
-    laid = lay_out(spec, None, device, on_device(device) if device.type == "cuda" else source_of(spec))
-    optimizer = make_optimizer(laid.shards, spec.optim, spec.precision, spec.seed)
+    parallel_model = parallelize(spec, None, device, on_device(device) if device.type == "cuda" else source_of(spec))
+    optimizer = make_optimizer(parallel_model.shards, spec.optim, spec.precision, spec.seed)
     shape = (spec.data.micro_batch, spec.data.seq)
     tokens = torch.randint(0, spec.model.vocab, shape, device=device)
     seconds = []
     for _ in range(steps):
         began = time.perf_counter()
-        laid.forward_backward([Batch(tokens, tokens)] * spec.accumulation, 1 / spec.tokens_per_step)
-        norm = squared_norm(laid.shards, laid.replicas).sqrt()
+        parallel_model.forward_backward([Batch(tokens, tokens)] * spec.accumulation, 1 / spec.tokens_per_step)
+        norm = squared_norm(parallel_model.shards, parallel_model.replicas).sqrt()
         optimizer.grad_scale = norm.clamp(min=1.0)  # type: ignore[attr-defined]  # as the trainer clips
         optimizer.step()
-        laid.clear()
+        parallel_model.clear()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)

@@ -44,7 +44,7 @@ TUNED = {name: shape for name, shape in SHAPES.items() if name.startswith("8b") 
 LAYERS = {"8b": 32, "0.6b": 28}
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 Linear = Callable[[Tensor], Tensor]
-Way = Callable[[str, tuple[Tensor, ...]], Linear]
+PassCost = Callable[[str, tuple[Tensor, ...]], Linear]
 
 
 def make(kind: str, channels: int, inputs: int, seed: int) -> tuple[Tensor, ...]:
@@ -99,7 +99,7 @@ def theirs(kind: str, tensors: tuple[Tensor, ...]) -> Linear:
     return scaled
 
 
-def ways(kind: str) -> dict[str, Way]:
+def ways(kind: str) -> dict[str, PassCost]:
     return {"ours": ours, **({"widened": widened} if kind.startswith("int") else {}), "torch": theirs}
 
 
@@ -132,7 +132,7 @@ def copies(kind: str, channels: int, inputs: int) -> list[tuple[Tensor, ...]]:
     return [first, *(tuple(t.clone() for t in first) for _ in range(count - 1))]
 
 
-def measure(make_linear: Way, kind: str, sets: list[tuple[Tensor, ...]], x: Tensor) -> float | None:
+def measure(make_linear: PassCost, kind: str, sets: list[tuple[Tensor, ...]], x: Tensor) -> float | None:
     """None where it does not run here."""
     try:
         return seconds([make_linear(kind, tensors) for tensors in sets], x)

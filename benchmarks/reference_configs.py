@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.plan.cluster_request import Wish, job
+from lmworks.plan.cluster_request import ClusterRequest, job
 from lmworks.plan.search.candidates import Question, question_of
 from lmworks.plan.search.search import Found, search
 from lmworks.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
@@ -78,8 +78,8 @@ with the failures of a cluster of that size, at the catalogue's prices; set your
 
 
 def ask(reference: Reference, gpu: str) -> tuple[RunSpec, Question]:
-    wish = Wish(seq=reference.seq, micro_batch=1, global_batch=reference.batch, dtype="bf16")
-    base = job(reference.model, [*reference.changes, f"name={reference.name}-{gpu}", "data.path=my-tokens"], wish)
+    request = ClusterRequest(seq=reference.seq, micro_batch=1, global_batch=reference.batch, dtype="bf16")
+    base = job(reference.model, [*reference.changes, f"name={reference.name}-{gpu}", "data.path=my-tokens"], request)
     return base, question_of(base, f"{reference.gpus}x{gpu}")
 
 

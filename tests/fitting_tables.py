@@ -15,7 +15,7 @@ Layout = Callable[..., list[Any]]
 seen: set[str] = set()  # where tables were printed: file and function
 
 
-def checked(lay_out: Layout) -> Layout:
+def checked(render_table: Layout) -> Layout:
     """The same, and every table is also laid out at all widths and looked at."""
 
     def lay_out_and_check(
@@ -25,10 +25,10 @@ def checked(lay_out: Layout) -> Layout:
         seen.add(f"{Path(caller.f_code.co_filename).stem}.{caller.f_code.co_name}")
         rows = [list(row) for row in rows]
         for each in (*WIDTHS, None):
-            lines = [line.plain for line in lay_out(title, columns, rows, each, drop)]
+            lines = [line.plain for line in render_table(title, columns, rows, each, drop)]
             problem = lost(columns, rows, lines, each, drop)
             assert not problem, f"{title or columns} in {each} columns: {problem}\n" + "\n".join(lines)
-        return lay_out(title, columns, rows, width, drop)
+        return render_table(title, columns, rows, width, drop)
 
     return lay_out_and_check
 

@@ -49,7 +49,7 @@ def spoil_output(trainer: Trainer, name: str, when: Callable[[], bool], value: f
         output.view(-1)[0] = value
         return output
 
-    for part in trainer.laid.parts.values():
+    for part in trainer.parallel_model.parts.values():
         for found, module in part.named_modules():
             if found == name:
                 module.register_forward_hook(spoil)

@@ -73,21 +73,21 @@ def load_share(source: str | Path, spec: EngineSpec, step: int | None, seed: int
     refuse_step(source, step)
     if is_preset(source):
         model = ModelSpec.from_preset(str(source))
-        drawn = ranks.lay_out(Outline(model), dtype, lambda name, shape: initial_weight(model, seed, name, shape))
+        drawn = ranks.load_shards(Outline(model), dtype, lambda name, shape: initial_weight(model, seed, name, shape))
         return Loaded(drawn, None)
     if is_hf(folder):
         if is_quantized(folder):
             if ranks.rank == 0:  # for all of them: each byte of the weights is read for it
                 check_digests(folder)
             stored = QuantizedWeights(folder)
-            part = ranks.lay_out(stored.outline, dtype, stored.tensor, stored.layer)
+            part = ranks.load_shards(stored.outline, dtype, stored.tensor, stored.layer)
             return Loaded(part, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
         model = described(folder)[1]
-        part = ranks.lay_out(Outline(model), dtype, HFWeights(folder, model).whole)
+        part = ranks.load_shards(Outline(model), dtype, HFWeights(folder, model).whole)
         return Loaded(part, hf_tokenizer(folder), hf_eos(folder))
     whole = load(source, spec.replace(device="cpu"), step, seed)
     parameters, buffers = dict(whole.model.named_parameters()), dict(whole.model.named_buffers())
-    part = ranks.lay_out(Outline(whole.model.spec), dtype, lambda name, _shape: parameters[name].detach())
+    part = ranks.load_shards(Outline(whole.model.spec), dtype, lambda name, _shape: parameters[name].detach())
     for name, buffer in part.named_buffers():
         buffer.copy_(buffers[name])
     return replace(whole, model=part)

@@ -63,7 +63,7 @@ def load(reader: Trainer, run: Path) -> list[str]:
     reader.saving.root = run / "checkpoints"
     reader.saving.refused = lambda folder, reason: refused.append(reason)  # type: ignore[method-assign]
     with torch.no_grad():
-        for shard in reader.laid.shards:
+        for shard in reader.parallel_model.shards:
             shard.leaf.fill_(-1e30)
     assert reader.saving.load_saved(None)
     return refused

@@ -35,7 +35,7 @@ def whole(step: float) -> dict[str, Any]:
     return {"model": {"w": grid + step}, "optim": {"w.exp_avg": (grid * step).double(), "w.step": torch.tensor(step)}}
 
 
-def laid(step: float) -> dict[str, Any]:
+def parallel_model(step: float) -> dict[str, Any]:
     """The same over two ranks: what has rows is cut into two parts."""
     mesh = init_device_mesh("cpu", (2,))
     half = ROWS // 2
@@ -51,9 +51,9 @@ def laid(step: float) -> dict[str, Any]:
 
 def save_three(rank: int, root: Path, hash: str) -> None:
     """Steps 1 and 2, and in a folder beside them another save of step 2: a run that was resumed from step 1."""
-    checkpoint.save(root, 1, laid(1.0), {}, hash=hash)
-    checkpoint.save(root, 2, laid(2.0), {}, hash=hash)
-    checkpoint.save(root / "other", 2, laid(2.5), {}, hash=hash)
+    checkpoint.save(root, 1, parallel_model(1.0), {}, hash=hash)
+    checkpoint.save(root, 2, parallel_model(2.0), {}, hash=hash)
+    checkpoint.save(root / "other", 2, parallel_model(2.5), {}, hash=hash)
 
 
 @pytest.fixture(scope="module", params=["sha256", pytest.param("xxh3", marks=pytest.mark.slow)])
@@ -155,10 +155,10 @@ def load_damaged(rank: int, root: Path, saved: Path, cases: list[tuple[str, str]
             known[name, what](new, old, other)
         dist.barrier()
         refused: list[str] = []
-        state = laid(0.0)
+        state = parallel_model(0.0)
         manifest = checkpoint.load(root, state, refused=lambda folder, why: refused.append(why))  # noqa: B023
         assert manifest is not None
-        right = laid(float(manifest.step))
+        right = parallel_model(float(manifest.step))
         same = all(
             torch.equal(value.to_local() if isinstance(value, DTensor) else value, whole_value)
             for section, content in state.items()

@@ -6,7 +6,7 @@ import torch
 
 from lmworks.parallel.initial_weights import source_of
 from lmworks.parallel.local_ranks import on_ranks
-from lmworks.parallel.parallelize import lay_out
+from lmworks.parallel.parallelize import parallelize
 from lmworks.parallel.world import join
 from lmworks.plan.exact.shards import strategy_of
 from lmworks.spec import RunSpec, load_run
@@ -29,8 +29,8 @@ def kinds(rank: int) -> list[str]:
     found = []
     for words in STRATEGIES:
         spec = spec_of(words)
-        laid = lay_out(spec, join(spec.parallel, device), device, source_of(spec))
-        found.append(type(laid.strategies[0]).__name__)
+        parallel_model = parallelize(spec, join(spec.parallel, device), device, source_of(spec))
+        found.append(type(parallel_model.strategies[0]).__name__)
     return found
 
 

@@ -15,7 +15,7 @@ from lmworks.model import GPT
 from lmworks.model.activation_checkpointing import inside
 from lmworks.parallel.initial_weights import source_of
 from lmworks.parallel.local_ranks import on_ranks
-from lmworks.parallel.parallelize import lay_out
+from lmworks.parallel.parallelize import parallelize
 from lmworks.plan.policies import kept_bytes as plan_bytes
 from lmworks.spec import ModelSpec, RunSpec
 from tiny import curve, saved
@@ -93,11 +93,11 @@ def test_blocks_of_one_policy_share_a_graph(dataset: Path) -> None:
 
 def kept_bytes(spec: RunSpec) -> int:
     """What a forward pass leaves for the backward pass."""
-    laid = lay_out(spec, None, torch.device("cpu"), source_of(spec))
+    parallel_model = parallelize(spec, None, torch.device("cpu"), source_of(spec))
     tokens = torch.zeros(spec.data.micro_batch, spec.data.seq, dtype=torch.long)
-    inputs = laid.inputs(Batch(tokens, tokens))
-    laid.strategies[0](**inputs)  # compiles
+    inputs = parallel_model.inputs(Batch(tokens, tokens))
+    parallel_model.strategies[0](**inputs)  # compiles
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        _, loss = laid.strategies[0](**inputs)
+        _, loss = parallel_model.strategies[0](**inputs)
     assert seen.profiler is not None and torch.isfinite(loss)
     return sum(event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")

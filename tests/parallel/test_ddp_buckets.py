@@ -16,10 +16,10 @@ def gradients_twice(rank: int, spec: RunSpec, folder: Path) -> list[list[torch.T
     trainer = built(spec, folder)
     found = []
     for _ in range(2):
-        trainer.laid.forward_backward(trainer.batches.at(0), 1.0)
-        trainer.laid.finish()
-        found.append([shard.leaf.grad.clone() for shard in trainer.laid.shards])
-        trainer.laid.clear()
+        trainer.parallel_model.forward_backward(trainer.batches.at(0), 1.0)
+        trainer.parallel_model.finish()
+        found.append([shard.leaf.grad.clone() for shard in trainer.parallel_model.shards])
+        trainer.parallel_model.clear()
     return found
 
 

@@ -20,7 +20,7 @@ from lmworks.model.moe import MoE, moe_layers, set_balance_scale, update_balance
 from lmworks.parallel.expert_parallel import apply_expert_parallel, expert_names, join_sequences, visit_elsewhere
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.sharding_plan import Splits
+from lmworks.parallel.sharding_plan import ShardingPlan
 from lmworks.parallel.tensor_parallel import apply_tensor_parallel, local_heads
 from lmworks.spec import Grid, ModelSpec, ParallelSpec
 
@@ -30,24 +30,24 @@ EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 16, "shared_experts": 1, "bal
 CROWDED = [3.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def share_of(name: str, shape: torch.Size, spec: ModelSpec, splits: Splits, mesh: Mesh) -> Tensor:
-    return splits.part_of(name, initial_weight(spec, 0, name, splits.shape(name, shape)), mesh)
+def share_of(name: str, shape: torch.Size, spec: ModelSpec, sharding: ShardingPlan, mesh: Mesh) -> Tensor:
+    return sharding.part_of(name, initial_weight(spec, 0, name, sharding.shape(name, shape)), mesh)
 
 
-def lay_out(spec: ModelSpec, layout: ParallelSpec, mesh: Mesh) -> tuple[GPT, Splits]:
+def parallelize(spec: ModelSpec, layout: ParallelSpec, mesh: Mesh) -> tuple[GPT, ShardingPlan]:
     """Cut on the meta device, as training does it."""
-    splits = Splits()
+    sharding = ShardingPlan()
     with torch.device("meta"):
         part = GPT(spec)
     if layout.tp > 1:
-        apply_tensor_parallel(part, layout, mesh, splits)
+        apply_tensor_parallel(part, layout, mesh, sharding)
     if layout.ep > 1:
-        apply_expert_parallel(part, mesh, splits)
+        apply_expert_parallel(part, mesh, sharding)
     part.to_empty(device="cpu").init_weights(0)
     with torch.no_grad():
         for name, parameter in part.named_parameters():
-            parameter.copy_(share_of(name, parameter.shape, spec, splits, mesh))
-    return part, splits
+            parameter.copy_(share_of(name, parameter.shape, spec, sharding, mesh))
+    return part, sharding
 
 
 def set_bias(model: GPT, bias: list[float] | None) -> None:
@@ -90,7 +90,7 @@ def compare(case: Case) -> dict[str, float]:
     layout = ParallelSpec(**case.layout)
     mesh = mesh_of(Grid.of(layout), "cpu")
     tokens, targets = torch.randint(0, 64, (2, 4, 16), generator=torch.Generator().manual_seed(1))
-    whole, (part, splits) = GPT(spec), lay_out(spec, layout, mesh)
+    whole, (part, sharding) = GPT(spec), parallelize(spec, layout, mesh)
     for model in (whole, part):
         set_bias(model, case.bias)
         model.recompute = case.recompute
@@ -107,10 +107,10 @@ def compare(case: Case) -> dict[str, float]:
     for (name, parameter), (_, other) in zip(part.named_parameters(), whole.named_parameters(), strict=True):
         assert parameter.grad is not None, name
         assert other.grad is not None
-        if name in splits.partial:
+        if name in sharding.partial:
             dist.all_reduce(parameter.grad, group=mesh.group("tp"))
         dist.all_reduce(parameter.grad, group=mesh.group("edp" if name in experts else "dp"))
-        theirs = splits.part_of(name, other.grad, mesh)
+        theirs = sharding.part_of(name, other.grad, mesh)
         # A rank whose experts have no tokens has exact zeros: the whole gradient is the yardstick.
         differences[name] = float((parameter.grad - theirs).norm() / other.grad.norm())
     update_balance(whole)
@@ -196,9 +196,11 @@ def test_the_balance_loss_of_a_sequence_that_is_split() -> None:
 def describe(rank: int) -> tuple[dict[str, tuple[int, ...]], set[str], dict[str, Any]]:
     spec = ModelSpec(**{**SHAPE, **EXPERTS})
     layout = ParallelSpec(dp=2, tp=2, ep=2)
-    part, splits = lay_out(spec, layout, Mesh(Grid.of(layout), "cpu"))
+    part, sharding = parallelize(spec, layout, Mesh(Grid.of(layout), "cpu"))
     shapes = {name: tuple(p.shape) for name, p in part.named_parameters() if ".0.mlp." in name}
-    cuts = {name: (tuple(split.shape), split.axes) for name, split in splits.by_name.items() if "blocks.0.mlp" in name}
+    cuts = {
+        name: (tuple(split.shape), split.axes) for name, split in sharding.by_name.items() if "blocks.0.mlp" in name
+    }
     return shapes, expert_names(part), cuts
 
 

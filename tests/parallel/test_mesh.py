@@ -10,7 +10,7 @@ from torch import nn
 from lmworks.parallel import collectives
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.sharding_plan import Splits
+from lmworks.parallel.sharding_plan import ShardingPlan
 from lmworks.spec import Grid
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "dp", "dp_cp", "shard", "ep", "edp", "world")
@@ -96,12 +96,12 @@ def cut_twice(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     layer = nn.Module()
     whole = torch.arange(4 * 6.0).view(4, 6)
     layer.weight = nn.Parameter(whole.clone())
-    splits = Splits()
-    splits.cut(layer, "mlp.", "weight", "ep", 0, mesh)
-    splits.cut(layer, "mlp.", "weight", "tp", 1, mesh)
-    assert splits.shape("mlp.weight", layer.weight.shape) == (4, 6)
-    assert splits.axes("mlp.weight") == {"ep": 0, "tp": 1}
-    return layer.weight.detach(), splits.part_of("mlp.weight", whole, mesh)
+    sharding = ShardingPlan()
+    sharding.cut(layer, "mlp.", "weight", "ep", 0, mesh)
+    sharding.cut(layer, "mlp.", "weight", "tp", 1, mesh)
+    assert sharding.shape("mlp.weight", layer.weight.shape) == (4, 6)
+    assert sharding.axes("mlp.weight") == {"ep": 0, "tp": 1}
+    return layer.weight.detach(), sharding.part_of("mlp.weight", whole, mesh)
 
 
 def test_a_weight_that_is_cut_twice() -> None:

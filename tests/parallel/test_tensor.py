@@ -19,7 +19,7 @@ from lmworks.model.gpt import GPT, initial_weight
 from lmworks.parallel import collectives
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.sharding_plan import Splits
+from lmworks.parallel.sharding_plan import ShardingPlan
 from lmworks.parallel.tensor_parallel import apply_tensor_parallel, enable_async_tp, local_heads
 from lmworks.spec import Grid, ModelSpec, ParallelSpec, SpecError
 
@@ -43,18 +43,18 @@ def draw(spec: ModelSpec, name: str, shape: torch.Size) -> Tensor:
     return weight
 
 
-def make_part(spec: ModelSpec, parallel: ParallelSpec, mesh: Mesh, **part: Any) -> tuple[GPT, Splits]:
+def make_part(spec: ModelSpec, parallel: ParallelSpec, mesh: Mesh, **part: Any) -> tuple[GPT, ShardingPlan]:
     """A network or a stage of it, cut on the meta device and then given this rank's part of the drawn weights."""
-    splits = Splits()
+    sharding = ShardingPlan()
     with torch.device("meta"):
         model = GPT(spec, **part)
-    apply_tensor_parallel(model, parallel, mesh, splits)
+    apply_tensor_parallel(model, parallel, mesh, sharding)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            whole = draw(spec, name, splits.shape(name, parameter.shape))
-            parameter.copy_(splits.part_of(name, whole, mesh))
-    return model, splits
+            whole = draw(spec, name, sharding.shape(name, parameter.shape))
+            parameter.copy_(sharding.part_of(name, whole, mesh))
+    return model, sharding
 
 
 def make_whole(spec: ModelSpec) -> GPT:
@@ -73,15 +73,15 @@ def make_batch(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
     return {"tokens": tokens, "targets": targets, "documents": documents}
 
 
-def whole_gradients(model: GPT, splits: Splits, mesh: Mesh) -> dict[str, Tensor]:
+def whole_gradients(model: GPT, sharding: ShardingPlan, mesh: Mesh) -> dict[str, Tensor]:
     """What the gradients of this rank's parts amount to: cut ones joined, partial ones summed."""
     group, found = mesh.group("tp"), {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
         grad = parameter.grad
-        if name in splits.partial:
-            grad = collectives.all_reduce(grad, mesh.group(splits.partial[name]))
-        for dim in splits.axes(name).values():
+        if name in sharding.partial:
+            grad = collectives.all_reduce(grad, mesh.group(sharding.partial[name]))
+        for dim in sharding.axes(name).values():
             grad = collectives.all_gather(grad, dim, group)
         found[name] = grad
     return found
@@ -120,13 +120,13 @@ def compare(
     for layout in layouts:
         parallel = ParallelSpec(**layout)
         mesh = mesh_of(Grid.of(parallel), "cpu")
-        model, splits = make_part(spec, parallel, mesh)
+        model, sharding = make_part(spec, parallel, mesh)
         model.recompute = parallel.recompute
         prepare(model)
         attend = dense(spec, torch.device("cpu"), batch["documents"], heads=local_heads(spec, mesh))
         _, loss = model(**batch, attend=attend, keep_logits=False)
         loss.backward()
-        found = differences(whole_gradients(model, splits, mesh), expected)
+        found = differences(whole_gradients(model, sharding, mesh), expected)
         outcome[str(layout)] = {"loss": abs(loss.item() / expected_loss.item() - 1), **found}
     return outcome
 
@@ -206,7 +206,7 @@ def errors_in_bf16(rank: int, changes: dict[str, Any], batches: int = 6) -> dict
     parallel = ParallelSpec(tp=2, sp=True)
     mesh = Mesh(Grid.of(parallel), "cpu")
     exact, alone = make_whole(spec), make_whole(spec)
-    cut, splits = make_part(spec, parallel, mesh)
+    cut, sharding = make_part(spec, parallel, mesh)
 
     def step(model: GPT, seed: int, narrow: bool) -> float:
         model.zero_grad()
@@ -220,7 +220,7 @@ def errors_in_bf16(rank: int, changes: dict[str, Any], batches: int = 6) -> dict
         truth, one, two = step(exact, seed, False), step(alone, seed, True), step(cut, seed, True)
         expected = gradients(exact)
         of_one = differences(gradients(alone), expected) | {"loss": abs(one / truth - 1)}
-        of_two = differences(whole_gradients(cut, splits, mesh), expected) | {"loss": abs(two / truth - 1)}
+        of_two = differences(whole_gradients(cut, sharding, mesh), expected) | {"loss": abs(two / truth - 1)}
         for name in of_one:
             before = sums.get(name, [0.0, 0.0])
             sums[name] = [before[0] + of_one[name], before[1] + of_two[name]]
@@ -242,12 +242,12 @@ def two_stages(rank: int, changes: dict[str, Any]) -> dict[str, float]:
     reference = make_whole(spec)
     tokens, targets = batch["tokens"], batch["targets"]
     reference(tokens, targets, keep_logits=False)[1].backward()
-    first, splits = make_part(spec, parallel, mesh, layers=[0], last=False)
+    first, sharding = make_part(spec, parallel, mesh, layers=[0], last=False)
     last, last_splits = make_part(spec, parallel, mesh, layers=[1], first=False)
     hidden = first(tokens)
     assert hidden.shape == (3, spec.context // 2, spec.hidden)
     last(hidden, targets, positions=torch.arange(spec.context), keep_logits=False)[1].backward()
-    found = whole_gradients(first, splits, mesh)
+    found = whole_gradients(first, sharding, mesh)
     for name, grad in whole_gradients(last, last_splits, mesh).items():
         found[name] = found[name] + grad if name in found else grad  # a tied embedding is in both
     return differences(found, gradients(reference))

@@ -11,7 +11,7 @@ from lmworks.checkpoint.staging import Staging
 from lmworks.parallel.initial_weights import source_of
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.optimizer_offload import HostOptimizer
-from lmworks.parallel.parallelize import lay_out
+from lmworks.parallel.parallelize import parallelize
 from lmworks.parallel.state_dict import training_state
 from lmworks.parallel.world import join
 from lmworks.plan.exact.residency import on_host
@@ -39,17 +39,17 @@ def measured(_rank: int, specs: list[RunSpec]) -> list[HostNeed]:
     found = []
     for spec in specs:
         mesh = join(spec.parallel, CPU)
-        laid = lay_out(spec, mesh, CPU, source_of(spec))
-        optimizer = make_optimizer(laid.shards, spec.optim, spec.precision, spec.seed)
-        state: dict[str, Any] = training_state(optimizer, laid.shards, laid.splits, mesh)
-        state["model"] |= laid.buffers()
+        parallel_model = parallelize(spec, mesh, CPU, source_of(spec))
+        optimizer = make_optimizer(parallel_model.shards, spec.optim, spec.precision, spec.seed)
+        state: dict[str, Any] = training_state(optimizer, parallel_model.shards, parallel_model.splits, mesh)
+        state["model"] |= parallel_model.buffers()
         staging = Staging(make({**state, "rng": rng_state()}), CPU)
         copied = staging.buffer.numel()
         staging.close()
         tensors = [
             value for one in optimizer.state.values() for value in one.values() if isinstance(value, torch.Tensor)
         ]
-        for strategy in laid.strategies.values():
+        for strategy in parallel_model.strategies.values():
             assert isinstance(strategy, HostOptimizer)
             tensors += [*(shard.leaf for shard in strategy.shards()), *strategy.gradients]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -123,10 +123,10 @@ def test_bytes_of_deepspeed_as_they_were_read_from_its_tensors() -> None:
 def test_flat_parameters_begin_at_16_bytes_and_divide() -> None:
     spec = RunSpec.from_dict({"model": MODEL, "parallel": {"dp": 3, "strategy": "fsdp1"}})
     for unit in units(spec, *stages_here(spec, 0)):
-        laid = flat(spec, unit)
-        assert all(start % 4 == 0 for start, _ in laid.spans)
-        assert sum(sum(laid.own(rank)) for rank in range(3)) == sum(size for _, size in laid.spans)
-        assert 0 <= 3 * laid.length - sum(laid.spans[-1]) < 3
+        parallel_model = flat(spec, unit)
+        assert all(start % 4 == 0 for start, _ in parallel_model.spans)
+        assert sum(sum(parallel_model.own(rank)) for rank in range(3)) == sum(size for _, size in parallel_model.spans)
+        assert 0 <= 3 * parallel_model.length - sum(parallel_model.spans[-1]) < 3
 
 
 @pytest.mark.parametrize("stages", [1, 2])

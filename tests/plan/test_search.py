@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lmworks.plan.case import Case
-from lmworks.plan.cluster_request import Wish, job
+from lmworks.plan.cluster_request import ClusterRequest, job
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.memory.budget import budget
 from lmworks.plan.memory.reserve import oom_probability, usable
@@ -23,7 +23,7 @@ from lmworks.spec import RunSpec, SpecError
 
 
 def asked(model: str, cluster: str, batch: int, seq: int = 8192, **pinned: object) -> tuple[RunSpec, Question]:
-    base = job(model, [], Wish(seq=seq, micro_batch=1, global_batch=batch, dtype="bf16"))
+    base = job(model, [], ClusterRequest(seq=seq, micro_batch=1, global_batch=batch, dtype="bf16"))
     return base, question_of(base, cluster, pinned=pinned)
 
 
@@ -145,7 +145,7 @@ def test_a_change_is_as_small_as_it_can_be() -> None:
 def one_gpu() -> tuple[RunSpec, Question, Result]:
     """Llama 3 8B on one H200 with bf16 weights and states: 48 GB of these, 74 GB of activations of 16,384 tokens."""
     half = ["precision.dtype=bf16", "precision.weights=bf16", "precision.states=bf16", "precision.master=false"]
-    base = job("llama3-8b", half, Wish(seq=8192, micro_batch=1, global_batch=4))
+    base = job("llama3-8b", half, ClusterRequest(seq=8192, micro_batch=1, global_batch=4))
     question = question_of(base, "1xh200")
     return base, question, search([question])
 

@@ -17,7 +17,7 @@ from lmworks.plan.software import EAGER, SOFTWARE
 from lmworks.plan.step.constants import Constants, constants, family
 from lmworks.plan.step.pipeline import Cut, stages
 from lmworks.plan.step.price import price, timeline, weigh
-from lmworks.plan.step.uncalibrated import Bare
+from lmworks.plan.step.uncalibrated import Uncalibrated
 from lmworks.plan.tables.sources import SOURCES
 from lmworks.spec import Cluster, ModelSpec, SpecError, catalogue
 from lmworks.spec.run import SCHEDULES
@@ -65,7 +65,7 @@ def test_an_array_prices_as_its_elements_do(schedule: str) -> None:
 
 def test_more_constants_of_the_same_step_need_no_new_kernels() -> None:
     case = make(dp_shard=8, zero=3)
-    bare = Bare.of(case)
+    bare = Uncalibrated.of(case)
     for given in (PLAIN, constants()):
         assert weigh(bare, given).seconds == price(case, given).seconds
 

@@ -140,7 +140,7 @@ def forget_moments(trainer: Trainer) -> None:
 
 def lose_a_bit(trainer: Trainer) -> None:
     with torch.no_grad():
-        trainer.laid.shards[0].leaf.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        trainer.parallel_model.shards[0].leaf.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
 @pytest.mark.parametrize(

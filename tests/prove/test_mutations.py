@@ -44,12 +44,12 @@ def reduce_in_wrong_group(patch: pytest.MonkeyPatch) -> None:
 
 def drop_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """One of several, on one rank of several; the tokens it had are still counted."""
-    run = parallel_model.Laid.forward_backward
+    run = parallel_model.ParallelModel.forward_backward
 
-    def without_last(self: parallel_model.Laid, batches: list[Any], scale: float) -> Tensor:
+    def without_last(self: parallel_model.ParallelModel, batches: list[Any], scale: float) -> Tensor:
         return run(self, batches[:-1] if dist.is_initialized() and dist.get_rank() == 1 else batches, scale)
 
-    patch.setattr(parallel_model.Laid, "forward_backward", without_last)
+    patch.setattr(parallel_model.ParallelModel, "forward_backward", without_last)
 
 
 def shift_mask(patch: pytest.MonkeyPatch) -> None:
@@ -83,15 +83,15 @@ def leave_partial_gradients(patch: pytest.MonkeyPatch) -> None:
 
 def double_gradients(patch: pytest.MonkeyPatch) -> None:
     """Summed where they were summed already. Clipping hides it from weights, and the loss is that of before."""
-    finish = parallel_model.Laid.finish
+    finish = parallel_model.ParallelModel.finish
 
-    def twice(self: parallel_model.Laid) -> None:
+    def twice(self: parallel_model.ParallelModel) -> None:
         finish(self)
         for shard in self.shards if dist.is_initialized() else ():
             if shard.leaf.grad is not None:
                 shard.leaf.grad *= 2
 
-    patch.setattr(parallel_model.Laid, "finish", twice)
+    patch.setattr(parallel_model.ParallelModel, "finish", twice)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_the_next_passes_come_before_the_figures_and_the_next_update_after(datas
         return mock.patch.object(owner, name, lambda *given: [order.append(said()), real(*given)][1])
 
     def passes() -> str:
-        assert all(shard.leaf.grad is None for shard in trainer.laid.shards)  # nothing is held twice
+        assert all(shard.leaf.grad is None for shard in trainer.parallel_model.shards)  # nothing is held twice
         return "passes"
 
     with (

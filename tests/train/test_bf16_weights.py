@@ -117,7 +117,7 @@ def test_a_state_dict_keeps_its_formats() -> None:
 def test_the_master_starts_as_the_weight_that_was_drawn(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *BF16)
     trainer = built(spec, tmp_path / "run")
-    for shard in trainer.laid.shards:
+    for shard in trainer.parallel_model.shards:
         drawn = initial_weight(spec.model, spec.seed, shard.name, shard.shape)
         assert shard.leaf.dtype == torch.bfloat16
         assert torch.equal(joined(shard.leaf.detach(), trainer.optimizer.state[shard.leaf]["low"]), drawn)
@@ -150,7 +150,7 @@ def test_other_formats_are_refused_and_can_start_a_new_run(dataset: Path, tmp_pa
     spec_file.write_text(text)
     trainer = built(make_spec(dataset, *BF16, f"checkpoint.init={tmp_path / 'run'}"), tmp_path / "next")
     trainer.load()
-    for shard in trainer.laid.shards:
+    for shard in trainer.parallel_model.shards:
         before = saved(tmp_path / "run")[f"model.{shard.name}"]
         assert torch.equal(shard.leaf.detach(), before.bfloat16())
         assert not trainer.optimizer.state[shard.leaf]["low"].any()

@@ -28,7 +28,7 @@ SIX = ("optim.steps=6", "checkpoint.every=2", "checkpoint.keep=0")
 
 def spoil(trainer: Trainer, name: str, key: str = "exp_avg", value: float = math.nan) -> None:
     """One number of an optimizer's state, or with key "" of the weight itself, where this rank has any of it."""
-    for shard in trainer.laid.shards:
+    for shard in trainer.parallel_model.shards:
         if shard.name == name and shard.leaf.numel():
             tensor = trainer.optimizer.state[shard.leaf][key] if key else shard.leaf.detach()
             tensor.view(-1)[0] = value
@@ -101,7 +101,7 @@ def spoil_rank_1(rank: int, cases: dict[Path, RunSpec]) -> list[str]:
     for folder, spec in cases.items():
         trainer = Trainer(spec, folder, quiet=True)
         if rank == 1:
-            before_step(trainer, 2, lambda t=trainer: [spoil(t, shard.name) for shard in t.laid.shards])
+            before_step(trainer, 2, lambda t=trainer: [spoil(t, shard.name) for shard in t.parallel_model.shards])
         with pytest.raises(LMWorksError) as caught:
             trainer.run()
         said.append(str(caught.value))

@@ -80,7 +80,9 @@ def spoil_replica(rank: int, cases: dict[Path, RunSpec], weight: str) -> list[st
 
         def spoil(trainer: Trainer = trainer) -> None:
             if rank == 1:
-                next(shard.leaf for shard in trainer.laid.shards if shard.name == weight).data.fill_(float("nan"))
+                next(shard.leaf for shard in trainer.parallel_model.shards if shard.name == weight).data.fill_(
+                    float("nan")
+                )
 
         before_step(trainer, 3, spoil)
         with pytest.raises(LMWorksError) as caught:
@@ -139,7 +141,7 @@ def test_who_was_wrong_is_told_by_the_ranks_that_replay_and_by_no_others() -> No
 
 
 def leaf(trainer: Trainer, name: str) -> torch.Tensor:
-    return next(shard.leaf for shard in trainer.laid.shards if shard.name == name)
+    return next(shard.leaf for shard in trainer.parallel_model.shards if shard.name == name)
 
 
 def once(act: Callable[[], None]) -> Callable[..., None]:

@@ -40,14 +40,14 @@ def refuse_writing() -> None:
 
 def spoil_gradient(trainer: Trainer, steps: tuple[int, ...], value: float) -> None:
     """One element of the last shard's whole gradient, on this rank alone, in some steps."""
-    finish = trainer.laid.finish
+    finish = trainer.parallel_model.finish
 
     def spoiled() -> None:
         finish()
         if trainer.step + 1 in steps:
-            trainer.laid.shards[-1].leaf.grad.view(-1)[-1] = value
+            trainer.parallel_model.shards[-1].leaf.grad.view(-1)[-1] = value
 
-    trainer.laid.finish = spoiled  # type: ignore[method-assign]
+    trainer.parallel_model.finish = spoiled  # type: ignore[method-assign]
 
 
 @with_meshes
@@ -159,7 +159,7 @@ def losses(rank: int, cases: dict[Path, RunSpec]) -> list[tuple[float, int]]:
     for folder, spec in cases.items():
         trainer = built(spec, folder)
         for limit in (0, 3):
-            result = evaluate(trainer.laid, trainer.held_out, spec, limit)
+            result = evaluate(trainer.parallel_model, trainer.held_out, spec, limit)
             found.append((result.loss, result.tokens))
     return found
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from lmworks import checkpoint
 from lmworks.parallel.data_parallel import Shard
-from lmworks.parallel.sharding_plan import Splits
+from lmworks.parallel.sharding_plan import ShardingPlan
 from lmworks.parallel.state_dict import training_state
 from lmworks.train.rng import rng_state, set_rng_state
 
@@ -78,7 +78,7 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
 
 def state_of(model: Net, optimizer: torch.optim.AdamW) -> dict[str, Any]:
     shards = [Shard(name, p, p.shape, None) for name, p in model.named_parameters()]
-    return training_state(optimizer, shards, Splits(), None)
+    return training_state(optimizer, shards, ShardingPlan(), None)
 
 
 def resume(root: Path, model: Net, optimizer: torch.optim.AdamW) -> None:

@@ -104,7 +104,7 @@ def used_by_adam(spec: RunSpec, run_dir: Path) -> tuple[dict[str, Any], dict[str
     """The gradients of a first step as the optimizer had them: its first moment is (1 - beta1) of each."""
     trainer = built(spec, run_dir)
     (values,) = steps_of(trainer, 1)
-    moments = {s.name: trainer.optimizer.state[s.leaf]["exp_avg"] for s in trainer.laid.shards}
+    moments = {s.name: trainer.optimizer.state[s.leaf]["exp_avg"] for s in trainer.parallel_model.shards}
     return values, {name: moment / (1 - spec.optim.beta1) for name, moment in moments.items()}
 
 

@@ -51,7 +51,7 @@ Adapter = Annotated[
 ]
 
 Prompt = str | list[int]
-Wish = tuple[Prompt, "SamplingParams"]  # a prompt, and how it is to be continued
+PromptRequest = tuple[Prompt, "SamplingParams"]  # a prompt, and how it is to be continued
 
 
 def generate(
@@ -96,21 +96,21 @@ def generate(
         stop=tuple(stop or ()),
         adapter=next(iter(adapters), None),
     )
-    wishes: list[Wish] = [(text, usual) for text in prompt or ()]
-    wishes += read_prompts(prompts, usual) if prompts else []
-    if not wishes:
+    requests: list[PromptRequest] = [(text, usual) for text in prompt or ()]
+    requests += read_prompts(prompts, usual) if prompts else []
+    if not requests:
         empty = f"--prompts {prompts} holds no prompts" if prompts else "give --prompt TEXT or --prompts FILE"
         raise SpecError(f"nothing to continue: {empty}")
     refuse_broken_text(prompt or ())
     with open_llm(model, overrides, step, engine, seed, adapters) as llm:
-        starts = [text if text else llm.empty_start() for text, _ in wishes]
-        if len(wishes) == 1:
-            params = wishes[0][1]
+        starts = [text if text else llm.empty_start() for text, _ in requests]
+        if len(requests) == 1:
+            params = requests[0][1]
             refuse_too_long(llm, starts[0], params.max_tokens)
             if params.answers == 1 and llm.tokenizer is not None and not json:
-                write_as_it_comes(llm, wishes[0][0], starts[0], params)
+                write_as_it_comes(llm, requests[0][0], starts[0], params)
                 return
-        answer_all(llm, wishes, starts, json)
+        answer_all(llm, requests, starts, json)
 
 
 def open_llm(
@@ -170,7 +170,7 @@ def refuse_broken_text(texts: Sequence[str]) -> None:
             raise SpecError("--prompt is not valid UTF-8")
 
 
-def read_prompts(path: Path, usual: SamplingParams) -> list[Wish]:
+def read_prompts(path: Path, usual: SamplingParams) -> list[PromptRequest]:
     suffix = path.suffix.lower()
     if suffix == ".json":
         raise SpecError(f"--prompts {path}: write one JSON value a line, and name it {path.stem}.jsonl")
@@ -181,10 +181,10 @@ def read_prompts(path: Path, usual: SamplingParams) -> list[Wish]:
         raise SpecError(f"--prompts {path}: {getattr(error, 'strerror', None) or 'not valid UTF-8'}") from None
     if suffix != ".jsonl":
         return [(line, usual) for line in lines if line.strip()]
-    return [read_wish(line, f"{path}:{number}", usual) for number, line in enumerate(lines, 1) if line.strip()]
+    return [read_request(line, f"{path}:{number}", usual) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def read_wish(line: str, where: str, usual: SamplingParams) -> Wish:
+def read_request(line: str, where: str, usual: SamplingParams) -> PromptRequest:
     """A string, a list of ids, or an object with `prompt` and wishes of its own: {"prompt": …, "max_tokens": 5}."""
     try:
         value = json.loads(line)
@@ -192,16 +192,16 @@ def read_wish(line: str, where: str, usual: SamplingParams) -> Wish:
         raise SpecError(f"{where}: not JSON ({error})") from None
     except RecursionError:
         raise SpecError(f"{where}: lists or objects within one another, too deep to be read") from None
-    wishes = value if isinstance(value, dict) else {"prompt": value}
-    prompt = wishes.pop("prompt", None)
+    requests = value if isinstance(value, dict) else {"prompt": value}
+    prompt = requests.pop("prompt", None)
     ids = isinstance(prompt, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in prompt)
     if not isinstance(prompt, str) and not ids:
         raise SpecError(f"{where}: expected a string, a list of token ids, or an object with such a 'prompt'")
     known = {field.name for field in fields(usual)}
-    if unknown := sorted(wishes.keys() - known):
+    if unknown := sorted(requests.keys() - known):
         raise SpecError(f"{where}: unknown key '{unknown[0]}'; SamplingParams has {', '.join(sorted(known))}")
     try:
-        return prompt, replace(usual, **wishes)
+        return prompt, replace(usual, **requests)
     except (SpecError, TypeError, RecursionError) as error:
         raise SpecError(f"{where}: {error}") from None
 
@@ -232,35 +232,37 @@ def write_as_it_comes(llm: LLM, prompt: Prompt, start: Prompt, params: SamplingP
     write("")
 
 
-def answer_all(llm: LLM, wishes: Sequence[Wish], starts: Sequence[Prompt], for_programs: bool) -> None:
+def answer_all(llm: LLM, requests: Sequence[PromptRequest], starts: Sequence[Prompt], for_programs: bool) -> None:
     """Whatever ends this early, what is done is shown. Before the model is closed, too: with ranks that takes seconds,
     and Ctrl-C may come in them.
     """
     tell = programs_text if for_programs else peoples_text
     results: dict[int, Result] = {}
     try:
-        llm.generate(starts, [params for _, params in wishes], not for_programs, results.__setitem__)
-        text = tell(wishes, results)
+        llm.generate(starts, [params for _, params in requests], not for_programs, results.__setitem__)
+        text = tell(requests, results)
     except BaseException as error:
         if results:
             with last_words():
-                write(tell(wishes, results, error))
+                write(tell(requests, results, error))
         raise
     errors = [answer.error for result in results.values() for answer in result.answers]
-    if len(wishes) == 1 and all(errors):
+    if len(requests) == 1 and all(errors):
         raise SpecError(errors[0])
     write(text)
     if any(errors):
         raise typer.Exit(1)
 
 
-def programs_text(wishes: Sequence[Wish], results: Mapping[int, Result], end: BaseException | None = None) -> str:
+def programs_text(
+    requests: Sequence[PromptRequest], results: Mapping[int, Result], end: BaseException | None = None
+) -> str:
     """JSON: a list with an entry for each prompt, in order, and the same keys in all of them (docs/engine.md)."""
     from ..engine.quantization.quantize import finite
 
     shown = [
         entry(prompt, results[place]) if place in results else unfinished(prompt, end)
-        for place, (prompt, _) in enumerate(wishes)
+        for place, (prompt, _) in enumerate(requests)
     ]
     return as_json(finite(shown))  # a log-probability may be NaN
 
@@ -298,11 +300,13 @@ def of_answer(answer: Answer) -> dict[str, Any]:
     }
 
 
-def peoples_text(wishes: Sequence[Wish], results: Mapping[int, Result], _end: BaseException | None = None) -> str:
+def peoples_text(
+    requests: Sequence[PromptRequest], results: Mapping[int, Result], _end: BaseException | None = None
+) -> str:
     """By place, those that are there. Token ids where there is no text: the model has no tokenizer."""
     lines: list[str] = []
     for place, result in sorted(results.items()):
-        prompt, answers = wishes[place][0], [of_answer(one) for one in result.answers]
+        prompt, answers = requests[place][0], [of_answer(one) for one in result.answers]
         start = prompt if isinstance(prompt, str) else ""
         told = [
             f"error: {one['error']}" if one["error"] else start + one["text"] or " ".join(map(str, one["tokens"]))

@@ -79,12 +79,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
     """
     from rich.console import Console
 
-    from .table import lay_out
+    from .table import render_table
 
     console = Console(markup=False, highlight=False)
     bounded = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
     with console.capture() as captured:
-        for line in lay_out(title, columns, rows, console.width if bounded else None, drop):
+        for line in render_table(title, columns, rows, console.width if bounded else None, drop):
             console.print(line, soft_wrap=True)
     write(captured.get(), nl=False)
 

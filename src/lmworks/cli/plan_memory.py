@@ -57,15 +57,15 @@ def memory(
       lmworks plan memory configs/tiny.toml --cluster 2xa100
     """
     from ..plan.case import Case
-    from ..plan.cluster_request import Wish, job, machines_of
+    from ..plan.cluster_request import ClusterRequest, job, machines_of
     from ..plan.memory.budget import budget
     from ..plan.memory.host import ranks_on_host
     from ..plan.memory.host_need import machine_need
     from ..plan.memory.reserve import RISK, capacity, oom_probability, usable
     from ..plan.memory.run_budget import budget_of
 
-    wish = Wish(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
-    run = job(spec, overrides or (), wish)
+    request = ClusterRequest(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
+    run = job(spec, overrides or (), request)
     _, gpu = machines_of(run.cluster, "")
     ranks, shared = ranks_on_host(run), None
     if optimizer or run.parallel.engine != "native":  # priced, not run: in closed form

@@ -79,7 +79,7 @@ def search(
       lmworks plan search llama3-70b --cluster 64xh100 --global-batch 512 --fix tp=8 --json
       lmworks plan search llama3-70b --cluster 64xh100 --global-batch 512 --explain "tp=8 zero=1"
     """
-    from ..plan.cluster_request import Wish
+    from ..plan.cluster_request import ClusterRequest
     from ..plan.search.candidates import question_of
     from ..plan.search.explain import explain as why
     from ..plan.search.explain import read_layout
@@ -89,9 +89,9 @@ def search(
     from ..spec.load import dump_toml
 
     began = time.perf_counter()
-    wish, fixed = Wish(seq=seq, global_batch=global_batch, dtype=dtype), read_layout(fix or [])
+    request, fixed = ClusterRequest(seq=seq, global_batch=global_batch, dtype=dtype), read_layout(fix or [])
     asked = read_request(
-        spec, overrides or (), wish, fixed, clusters=cluster or (), compile=compiled, tokens=tokens, data=data
+        spec, overrides or (), request, fixed, clusters=cluster or (), compile=compiled, tokens=tokens, data=data
     )
     base = asked.base
     more: dict[str, Any] = {

@@ -52,7 +52,7 @@ class Column:
         return any(BREAK.search(cell.plain) for cell in self.cells)
 
 
-def lay_out(
+def render_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int | None, drop: Sequence[str] = ()
 ) -> list[Text]:
     """The lines of a table in `width` columns (None: as wide as it is).

@@ -19,17 +19,17 @@ from ..model import GPT
 from ..model.moe import MoE, Rows, moe_layers, run_experts
 from . import collectives
 from .mesh import Mesh
-from .sharding_plan import Splits
+from .sharding_plan import ShardingPlan
 
 WEIGHTS = ("gate", "up", "down")  # (experts, …): what is cut
 
 
-def apply_expert_parallel(part: GPT, mesh: Mesh, splits: Splits) -> None:
+def apply_expert_parallel(part: GPT, mesh: Mesh, sharding: ShardingPlan) -> None:
     """Cut the experts of every MoE layer over the axis "ep", and let its tokens travel."""
     for name, layer in part.named_modules():
         if isinstance(layer, MoE):
             for weight in WEIGHTS:
-                splits.cut(layer, f"{name}.", weight, "ep", 0, mesh)
+                sharding.cut(layer, f"{name}.", weight, "ep", 0, mesh)
             layer.visit = partial(visit_elsewhere, group=mesh.group("ep"))
 
 

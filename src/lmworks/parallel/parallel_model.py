@@ -26,7 +26,7 @@ from ..spec.layout import V_SHAPED
 from .data_parallel import DataParallel, Shard, unwrapped
 from .mesh import Mesh
 from .precision import run_in
-from .sharding_plan import Splits
+from .sharding_plan import ShardingPlan
 from .single_rank import Alone
 from .tensor_parallel import local_heads
 
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
     from .pipeline import Pipeline  # PyTorch's pipelining takes a second to import
 
 
-class Laid:
+class ParallelModel:
     def __init__(
         self,
         spec: RunSpec,
         mesh: Mesh | None,
         device: torch.device,
-        splits: Splits,
+        sharding: ShardingPlan,
         parts: dict[int, GPT],  # this rank's pipeline stages; stage 0 is the whole model without a pipeline
         strategies: dict[int, DataParallel],
         pipeline: Pipeline | None = None,
     ) -> None:
-        self.spec, self.mesh, self.device, self.splits = spec, mesh, device, splits
+        self.spec, self.mesh, self.device, self.sharding = spec, mesh, device, sharding
         self.parts, self.strategies, self.pipeline = parts, strategies, pipeline
         self.tied = tied_group(spec, mesh)
         self.found: list[Shard] | None = None
 
     @classmethod
-    def whole(cls, model: GPT, spec: RunSpec) -> Laid:
+    def whole(cls, model: GPT, spec: RunSpec) -> ParallelModel:
         """A model that exists already, in one process."""
         run_in(spec.precision, model, model.device)
-        return cls(spec, None, model.device, Splits(), {0: model}, {0: Alone(model)})
+        return cls(spec, None, model.device, ShardingPlan(), {0: model}, {0: Alone(model)})
 
     def size(self, axis: str) -> int:
         return 1 if self.mesh is None else self.mesh.size(axis)
@@ -89,9 +89,9 @@ class Laid:
             strategy.finish()
         if self.mesh is None:
             return
-        partial = [shard for shard in self.shards if shard.name in self.splits.partial]
-        for axis in sorted({self.splits.partial[shard.name] for shard in partial}):  # in one order on all ranks
-            sum_gradients([s for s in partial if self.splits.partial[s.name] == axis], self.mesh.group(axis))
+        partial = [shard for shard in self.shards if shard.name in self.sharding.partial]
+        for axis in sorted({self.sharding.partial[shard.name] for shard in partial}):  # in one order on all ranks
+            sum_gradients([s for s in partial if self.sharding.partial[s.name] == axis], self.mesh.group(axis))
         self.sum_tied()
 
     def sum_tied(self) -> None:
@@ -116,7 +116,7 @@ class Laid:
             return 1
         grid = self.mesh.grid
         copies = grid.world // grid.pp
-        cuts = [*self.splits.axes(shard.name), *([shard.rows] if shard.rows else [])]
+        cuts = [*self.sharding.axes(shard.name), *([shard.rows] if shard.rows else [])]
         for axis in cuts:
             copies //= grid.size("shard" if axis == "flat" else axis)
         if shard.name == "embed.weight" and self.spec.model.tie_embeddings and grid.pp > 1:

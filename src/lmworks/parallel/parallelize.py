@@ -28,19 +28,19 @@ from .expert_parallel import apply_expert_parallel, expert_names, join_sequences
 from .initial_weights import Source
 from .mesh import Mesh
 from .optimizer_offload import HostOptimizer
-from .parallel_model import Laid
+from .parallel_model import ParallelModel
 from .precision import keep_in, run_in
-from .sharding_plan import Splits
+from .sharding_plan import ShardingPlan
 from .single_rank import Alone
 from .tensor_parallel import apply_tensor_parallel, enable_async_tp
 from .zero import Zero
 
 
-def lay_out(
+def parallelize(
     spec: RunSpec, mesh: Mesh | None, device: torch.device, weights: Source, stages: list[Stage] | None = None
-) -> Laid:
+) -> ParallelModel:
     """This rank's part of the model, ready for its first step; `stages` stand in for those it would hold."""
-    splits = Splits()
+    sharding = ShardingPlan()
     parts: dict[int, GPT] = {}
     strategies: dict[int, DataParallel] = {}
     for stage in stages or stages_here(spec, mesh.rank("pp") if mesh else 0):
@@ -50,9 +50,9 @@ def lay_out(
         experts: set[str] = set()
         if mesh is not None:
             if mesh.size("tp") > 1:
-                apply_tensor_parallel(part, spec.parallel, mesh, splits)
+                apply_tensor_parallel(part, spec.parallel, mesh, sharding)
             if mesh.size("ep") > 1:
-                apply_expert_parallel(part, mesh, splits)
+                apply_expert_parallel(part, mesh, sharding)
                 experts = expert_names(part)
             if mesh.size("cp") > 1:
                 join_sequences(part, mesh.group("cp"))
@@ -67,14 +67,14 @@ def lay_out(
             compile_blocks(part, spec, mesh)
         if spec.parallel.engine == "native":
             run_in(spec.precision, part, device)
-        strategies[stage.index] = with_weights(part, spec, mesh, experts, splits, device, weights)
+        strategies[stage.index] = with_weights(part, spec, mesh, experts, sharding, device, weights)
         parts[stage.index] = part
     pipeline = None
     if mesh is not None and mesh.size("pp") > 1:
         from .pipeline import Pipeline
 
         pipeline = Pipeline(dict(parts), spec, mesh, device)
-    return Laid(spec, mesh, device, splits, parts, strategies, pipeline)
+    return ParallelModel(spec, mesh, device, sharding, parts, strategies, pipeline)
 
 
 def join_products(part: GPT, spec: RunSpec) -> None:
@@ -107,7 +107,7 @@ def with_weights(
     spec: RunSpec,
     mesh: Mesh | None,
     experts: set[str],
-    splits: Splits,
+    sharding: ShardingPlan,
     device: torch.device,
     weights: Source,
 ) -> DataParallel:
@@ -121,9 +121,9 @@ def with_weights(
 
         strategy = FSDP2(part, spec, mesh, experts)  # shards are cut before there is memory
         home = torch.device("cpu") if layout.offload == "full" else device
-        materialise(part, splits, mesh, device, weights, home, master)
+        materialise(part, sharding, mesh, device, weights, home, master)
     else:
-        materialise(part, splits, mesh, device, weights, device, master)
+        materialise(part, sharding, mesh, device, weights, device, master)
         strategy = replicated(part, spec, mesh, experts)
     return HostOptimizer(strategy) if layout.offload == "optimizer" else strategy
 
@@ -155,7 +155,7 @@ def lonely(spec: RunSpec, mesh: Mesh) -> bool:
 @torch.no_grad()
 def materialise(
     part: nn.Module,
-    splits: Splits,
+    sharding: ShardingPlan,
     mesh: Mesh | None,
     device: torch.device,
     weights: Source,
@@ -168,8 +168,8 @@ def materialise(
     """
     part.to_empty(device=home)
     for name, parameter in part.named_parameters():
-        whole = weights(name, splits.shape(name, parameter.shape))
-        share = splits.part_of(name, whole, mesh) if mesh is not None else whole
+        whole = weights(name, sharding.shape(name, parameter.shape))
+        share = sharding.part_of(name, whole, mesh) if mesh is not None else whole
         own = own_rows(parameter, share)
         if master:
             own, low = split(own.float().to(home))

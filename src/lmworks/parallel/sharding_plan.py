@@ -1,8 +1,8 @@
 """Which part of each weight a rank holds.
 
 Tensor and expert parallelism cut a weight before anything else sees it: from then on a rank's module holds a plain,
-smaller tensor. `Splits` remembers, by name, how each was cut, so that initial weights, checkpoints and norms can speak
-of the whole. Data-parallel sharding (FSDP2, ZeRO) comes after it and always cuts rows of what is left.
+smaller tensor. `ShardingPlan` remembers, by name, how each was cut, so that initial weights, checkpoints and norms can
+speak of the whole. Data-parallel sharding (FSDP2, ZeRO) comes after it and always cuts rows of what is left.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from .mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Split:
+class WeightShard:
     shape: torch.Size  # of the whole weight
     axes: dict[str, int] = field(default_factory=dict)  # mesh axis ("ep", "tp") → dimension that it cuts
 
 
 @dataclass
-class Splits:
+class ShardingPlan:
     """Weights that are cut, and weights that are whole but whose gradient on a rank is only a part of the sum."""
 
-    by_name: dict[str, Split] = field(default_factory=dict)
+    by_name: dict[str, WeightShard] = field(default_factory=dict)
     partial: dict[str, str] = field(default_factory=dict)  # name → mesh axis over which its gradient must be summed
 
     def cut(self, module: nn.Module, prefix: str, name: str, axis: str, dim: int, mesh: Mesh) -> None:
         """Replace the parameter `name` of `module` by this rank's chunk along `dim`. Works on meta tensors too."""
         whole = getattr(module, name)
         full_name = f"{prefix}{name}"
-        before = self.by_name.get(full_name, Split(whole.shape))
-        self.by_name[full_name] = Split(before.shape, {**before.axes, axis: dim})
+        before = self.by_name.get(full_name, WeightShard(whole.shape))
+        self.by_name[full_name] = WeightShard(before.shape, {**before.axes, axis: dim})
         part = whole.detach().chunk(mesh.size(axis), dim)[mesh.rank(axis)].clone(memory_format=torch.contiguous_format)
         setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
 

@@ -17,19 +17,19 @@ from torch.optim import Optimizer
 
 from .data_parallel import Shard
 from .mesh import Mesh
-from .sharding_plan import Splits
+from .sharding_plan import ShardingPlan
 
 ORDER = ("shard", "edp", "ep", "tp")  # as axes lie in the grid: data-parallel sharding outermost
 
 
-def whole(shard: Shard, local: Tensor, splits: Splits, mesh: Mesh | None) -> Tensor:
+def whole(shard: Shard, local: Tensor, sharding: ShardingPlan, mesh: Mesh | None) -> Tensor:
     """`local`, shaped like the shard's leaf, as a part of the whole tensor."""
     if mesh is None:
         return local
     rows = shard.rows
     if rows == "flat":
         local, rows = join_runs(local, shard.shape, mesh), None
-    cuts = {**({rows: 0} if rows else {}), **splits.axes(shard.name)}
+    cuts = {**({rows: 0} if rows else {}), **sharding.axes(shard.name)}
     if not cuts:
         return local
     from torch.distributed.tensor import DTensor  # takes seconds to import, and one process does without
@@ -37,7 +37,7 @@ def whole(shard: Shard, local: Tensor, splits: Splits, mesh: Mesh | None) -> Ten
     from torch.distributed.tensor.placement_types import _StridedShard
 
     names = [axis for axis in ORDER if axis in cuts]
-    shape = splits.shape(shard.name, shard.shape)
+    shape = sharding.shape(shard.name, shard.shape)
     placements: list[Any] = []
     for index, axis in enumerate(names):
         # Rows are cut last but lie outermost: each rank has a strip of every tensor-parallel part's rows.
@@ -96,11 +96,13 @@ def put(here: Tensor, loaded: Tensor, run: slice) -> None:
         here.copy_(local.flatten()[run].view_as(here))
 
 
-def model_state(shards: list[Shard], splits: Splits, mesh: Mesh | None) -> dict[str, Tensor]:
-    return {shard.name: whole(shard, shard.leaf.detach(), splits, mesh) for shard in shards}
+def model_state(shards: list[Shard], sharding: ShardingPlan, mesh: Mesh | None) -> dict[str, Tensor]:
+    return {shard.name: whole(shard, shard.leaf.detach(), sharding, mesh) for shard in shards}
 
 
-def optimizer_state(optimizer: Optimizer, shards: list[Shard], splits: Splits, mesh: Mesh | None) -> dict[str, Tensor]:
+def optimizer_state(
+    optimizer: Optimizer, shards: list[Shard], sharding: ShardingPlan, mesh: Mesh | None
+) -> dict[str, Tensor]:
     """{"weight.name.exp_avg": …}; before the first step, the zeros that it starts from."""
     start_states(optimizer)
     state: dict[str, Tensor] = {}
@@ -111,7 +113,7 @@ def optimizer_state(optimizer: Optimizer, shards: list[Shard], splits: Splits, m
             own = {key: shard.leaf.detach().new_empty(0) for key in moments}
         for key, value in own.items():
             cut = value.shape == shard.leaf.shape and value.dim() > 0
-            state[f"{shard.name}.{key}"] = whole(shard, value, splits, mesh) if cut else value
+            state[f"{shard.name}.{key}"] = whole(shard, value, sharding, mesh) if cut else value
     return state
 
 
@@ -138,9 +140,11 @@ def start_states(optimizer: Optimizer) -> None:
             optimizer.state[leaf]["step"].zero_()
 
 
-def training_state(optimizer: Optimizer, shards: list[Shard], splits: Splits, mesh: Mesh | None) -> dict[str, Any]:
+def training_state(
+    optimizer: Optimizer, shards: list[Shard], sharding: ShardingPlan, mesh: Mesh | None
+) -> dict[str, Any]:
     """The live tensors, to be saved or loaded into."""
     return {
-        "model": model_state(shards, splits, mesh),
-        "optim": optimizer_state(optimizer, shards, splits, mesh),
+        "model": model_state(shards, sharding, mesh),
+        "optim": optimizer_state(optimizer, shards, sharding, mesh),
     }

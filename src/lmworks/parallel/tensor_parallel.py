@@ -30,14 +30,14 @@ from ..model.moe import MoE
 from ..spec import ModelSpec, ParallelSpec, SpecError
 from . import collectives
 from .mesh import Mesh
-from .sharding_plan import Splits
+from .sharding_plan import ShardingPlan
 from .vocab_parallel import VocabEmbedding, VocabLoss
 
 SEQ = 1  # dimension of positions in (batch, seq, hidden)
 
 
-def apply_tensor_parallel(part: GPT, parallel: ParallelSpec, mesh: Mesh, splits: Splits) -> None:
-    """Cut a network, or one pipeline stage of it, in place; `splits` learns how.
+def apply_tensor_parallel(part: GPT, parallel: ParallelSpec, mesh: Mesh, sharding: ShardingPlan) -> None:
+    """Cut a network, or one pipeline stage of it, in place; `sharding` learns how.
 
     Names stay. What changes for a caller: with `parallel.sp` hidden states between stages are (batch, seq / tp, hidden)
     and `positions` must be given to a stage that is not the first; ALiBi wants `attend=dense(…, heads=local_heads(…))`;
@@ -45,7 +45,7 @@ def apply_tensor_parallel(part: GPT, parallel: ParallelSpec, mesh: Mesh, splits:
     """
     if mesh.size("tp") == 1:
         return
-    cutter = Cutter(mesh, splits, Region(mesh.group("tp"), parallel.sp))
+    cutter = Cutter(mesh, sharding, Region(mesh.group("tp"), parallel.sp))
     for layer, block in zip(part.blocks, part.layers(), strict=True):
         prefix = f"blocks.{layer}."
         cutter.cut_attention(block.attention, f"{prefix}attention.", part.spec)
@@ -145,15 +145,15 @@ class Cutter:
     """Cuts the modules of one network, each with what it does to gradients."""
 
     mesh: Mesh
-    splits: Splits
+    sharding: ShardingPlan
     region: Region
 
     def cut(self, module: nn.Module, prefix: str, name: str, dim: int) -> None:
-        self.splits.cut(module, prefix, name, "tp", dim, self.mesh)
+        self.sharding.cut(module, prefix, name, "tp", dim, self.mesh)
 
     def partial(self, module: nn.Module, prefix: str) -> None:
         """Gradients of these whole weights are sums over `tp` of what each rank computes."""
-        self.splits.partial.update({f"{prefix}{name}": "tp" for name, _ in module.named_parameters(recurse=False)})
+        self.sharding.partial.update({f"{prefix}{name}": "tp" for name, _ in module.named_parameters(recurse=False)})
 
     def partial_if_sequence(self, module: nn.Module, prefix: str) -> None:
         if self.region.sequence:
@@ -166,7 +166,7 @@ class Cutter:
     def rows(self, linear: Linear, prefix: str) -> Linear:
         self.cut(linear, prefix, "weight", dim=1)
         if linear.bias is not None and self.region.sequence:
-            self.splits.partial[f"{prefix}bias"] = "tp"
+            self.sharding.partial[f"{prefix}bias"] = "tp"
         return RowLinear(linear, self.region.leave)
 
     def cut_attention(self, attention: Attention, prefix: str, spec: ModelSpec) -> None:

@@ -21,7 +21,7 @@ USUAL = 8192  # tokens of a sequence where nobody says, and the model is made fo
 
 
 @dataclass(frozen=True)
-class Wish:
+class ClusterRequest:
     """None: not said."""
 
     cluster: str | None = None
@@ -37,15 +37,15 @@ class Wish:
     dtype: str | None = None
 
 
-def job(source: str, overrides: Iterable[str], wish: Wish) -> RunSpec:
+def job(source: str, overrides: Iterable[str], request: ClusterRequest) -> RunSpec:
     """The spec, with the wish laid over it and the overrides over both."""
     data = read_source(source)
     data.setdefault("name", source if source in PRESETS else Path(source).stem)
     overrides = list(overrides)
-    said = merge(apply_overrides(data, overrides), words(wish))
-    if wish.cluster:
+    said = merge(apply_overrides(data, overrides), words(request))
+    if request.cluster:
         own = said.get("cluster", {}).get("catalogue", "")
-        said = merge(said, on_cluster(said, parse_cluster(wish.cluster, own), wish))
+        said = merge(said, on_cluster(said, parse_cluster(request.cluster, own), request))
     said = as_long(said)
     return RunSpec.from_dict(apply_overrides(said, overrides))
 
@@ -62,15 +62,15 @@ def machines_of(own: Cluster, typed: str) -> tuple[Cluster, Gpu]:
     return machines, gpu
 
 
-def words(wish: Wish) -> dict[str, Any]:
+def words(request: ClusterRequest) -> dict[str, Any]:
     tables: dict[str, dict[str, Any]] = {"data": {}, "parallel": {}, "precision": {}}
     places = {"data": ("seq", "micro_batch", "global_batch"), "parallel": ("tp", "cp", "pp", "ep", "recompute")}
     for table, keys in {**places, "precision": ("dtype",)}.items():
-        tables[table] |= {key: getattr(wish, key) for key in keys if getattr(wish, key) is not None}
+        tables[table] |= {key: getattr(request, key) for key in keys if getattr(request, key) is not None}
     return tables
 
 
-def on_cluster(said: dict[str, Any], cluster: Cluster, wish: Wish) -> dict[str, Any]:
+def on_cluster(said: dict[str, Any], cluster: Cluster, request: ClusterRequest) -> dict[str, Any]:
     """One rank a GPU; bf16 products; a small micro-batch; everything where the spec does not say it itself."""
     layout = said.get("parallel", {})
     world = cluster.nodes * cluster.gpus_per_node
@@ -79,9 +79,9 @@ def on_cluster(said: dict[str, Any], cluster: Cluster, wish: Wish) -> dict[str, 
         inner *= layout.get(axis, 1)
     if world % inner:
         fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-        raise SpecError(f"tp × cp × pp = {inner} does not divide the {world} GPUs of {wish.cluster}; {fitting} do")
+        raise SpecError(f"tp × cp × pp = {inner} does not divide the {world} GPUs of {request.cluster}; {fitting} do")
     over_cp = layout.get("cp", 1) > 1
-    parallel = shared(world // inner, wish.zero, over_cp) if not sharding(layout) or wish.zero is not None else {}
+    parallel = shared(world // inner, request.zero, over_cp) if not sharding(layout) or request.zero is not None else {}
     if layout.get("tp", 1) > 1 and "sp" not in layout:
         parallel["sp"] = True
     machines = {"gpu": cluster.gpu, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}

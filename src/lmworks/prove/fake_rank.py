@@ -42,7 +42,7 @@ from ..parallel.expert_parallel import exchanged, there_and_back
 from ..parallel.initial_weights import Source
 from ..parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, Ledger, tensors_in
 from ..parallel.mesh import Mesh
-from ..parallel.parallelize import lay_out
+from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
 from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
@@ -141,8 +141,8 @@ class Step(Trainer):
 
     def __init__(self, spec: RunSpec, mesh: Mesh, stages: list[Stage], weights: Source) -> None:
         self.spec, self.mesh, self.device = spec, mesh, CPU
-        self.laid = lay_out(spec, mesh, CPU, weights, stages)
-        self.optimizer = make_optimizer(self.laid.shards, spec.optim, spec.precision, spec.seed)
+        self.parallel_model = parallelize(spec, mesh, CPU, weights, stages)
+        self.optimizer = make_optimizer(self.parallel_model.shards, spec.optim, spec.precision, spec.seed)
         self.loss_scale, self.engine, self.step = LossScale(spec.precision), None, 0
         self.health, self.reader = Health(spec.health), Reader(CPU)
 
@@ -212,9 +212,9 @@ def step(spec: RunSpec, mesh: Mesh, stages: list[Stage]) -> Simulation:
     with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
         run = Step(spec, mesh, stages, lambda _name, shape: torch.empty(shape))
         group = mesh.group("ep") if mesh.size("ep") > 1 else None
-        for layer in (layer for part in run.laid.parts.values() for layer in moe_layers(part)):
+        for layer in (layer for part in run.parallel_model.parts.values() for layer in moe_layers(part)):
             layer.visit = partial(visit_evenly, group=group)
-        for strategy in run.laid.strategies.values():
+        for strategy in run.parallel_model.strategies.values():
             if isinstance(strategy, ddp.DDP) and spec.precision.reduce == spec.precision.weights:
                 strategy.ddp.register_comm_hook(None, lambda _, bucket: send(bucket.buffer(), mesh.group("dp_cp")))
         try:
@@ -225,7 +225,7 @@ def step(spec: RunSpec, mesh: Mesh, stages: list[Stage]) -> Simulation:
 
 def account(run: Step, mesh: Mesh, ledger: Ledger, warm: AbstractContextManager[Any]) -> Simulation:
     """Take steps inside `warm` until all there is to agree on is agreed on, and tell of the next."""
-    parts, shards, resident = list(run.laid.parts.values()), run.laid.shards, dict[str, int]()
+    parts, shards, resident = list(run.parallel_model.parts.values()), run.parallel_model.shards, dict[str, int]()
     for part in parts:
         ledger.watch(part, part.layers())
         ledger.name([*part.parameters(), *part.buffers()], PARAMETERS)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..model.moe import MoE
 from ..parallel.comm_counter import Row, Traffic
 from ..parallel.data_parallel import Shard
-from ..parallel.parallel_model import Laid
+from ..parallel.parallel_model import ParallelModel
 from ..plan.exact.residency import Resident
 from ..spec import OptimSpec, RunSpec
 from ..train import Trainer
@@ -85,11 +85,11 @@ def run_trial(trainer: Trainer, optim: OptimSpec, observe: bool) -> Trial:
                 record_step(trainer, trial)
     for _ in range(STEPS_BEFORE + 1, STEPS):
         record_step(trainer, trial)
-    laid = trainer.laid
+    parallel_model = trainer.parallel_model
     trial.collectives, trial.device, trial.host = traffic.table(), reader.device, reader.host
-    trial.pieces = [Piece(shard.name, where(shard, laid)) for shard in laid.shards]
-    trial.weights = [shard.leaf.detach().clone() for shard in laid.shards]
-    trial.buffers = laid.buffers()
+    trial.pieces = [Piece(shard.name, where(shard, parallel_model)) for shard in parallel_model.shards]
+    trial.weights = [shard.leaf.detach().clone() for shard in parallel_model.shards]
+    trial.buffers = parallel_model.buffers()
     return trial
 
 
@@ -98,12 +98,12 @@ def record_step(trainer: Trainer, trial: Trial) -> None:
     trial.losses.append(values["loss"])
     trial.norms.append(values["grad_norm"])
     trial.tokens += values["tokens"]
-    trial.loads.append(expert_loads(trainer.laid))
+    trial.loads.append(expert_loads(trainer.parallel_model))
 
 
-def expert_loads(laid: Laid) -> dict[str, Tensor]:
+def expert_loads(parallel_model: ParallelModel) -> dict[str, Tensor]:
     """How often each expert was chosen in the last step, by the number of its block."""
-    blocks = [(number, block) for part in laid.parts.values() for number, block in part.blocks.items()]
+    blocks = [(number, block) for part in parallel_model.parts.values() for number, block in part.blocks.items()]
     return {
         number: moe.load.clone()
         for number, block in blocks
@@ -114,15 +114,15 @@ def expert_loads(laid: Laid) -> dict[str, Tensor]:
 
 def watch_gradients(trainer: Trainer, kept: list[list[Tensor]]) -> None:
     """Keep every gradient as the optimizer would see it without clipping."""
-    laid = trainer.laid
-    finish = laid.finish
+    parallel_model = trainer.parallel_model
+    finish = parallel_model.finish
 
     def finish_and_keep() -> None:
         finish()
         scale = trainer.loss_scale.scale
-        kept.append([gradient_of(shard) / scale for shard in laid.shards])
+        kept.append([gradient_of(shard) / scale for shard in parallel_model.shards])
 
-    laid.finish = finish_and_keep  # type: ignore[method-assign]
+    parallel_model.finish = finish_and_keep  # type: ignore[method-assign]
 
 
 def gradient_of(shard: Shard) -> Tensor:
@@ -161,19 +161,19 @@ def silence() -> Iterator[None]:
             os.close(kept)
 
 
-def where(shard: Shard, laid: Laid) -> Tensor:
+def where(shard: Shard, parallel_model: ParallelModel) -> Tensor:
     """Cut a tensor of places as the weight was cut."""
-    whole = laid.splits.shape(shard.name, shard.shape)
+    whole = parallel_model.sharding.shape(shard.name, shard.shape)
     index = torch.arange(whole.numel()).view(whole)
-    if laid.mesh is None:
+    if parallel_model.mesh is None:
         return index.flatten()
-    index = laid.splits.part_of(shard.name, index, laid.mesh)
+    index = parallel_model.sharding.part_of(shard.name, index, parallel_model.mesh)
     if shard.rows == "flat":
-        lengths: list[Any] = [None] * laid.mesh.size("shard")
-        dist.all_gather_object(lengths, shard.leaf.numel(), group=laid.mesh.group("shard"))
-        before = sum(lengths[: laid.mesh.rank("shard")])
+        lengths: list[Any] = [None] * parallel_model.mesh.size("shard")
+        dist.all_gather_object(lengths, shard.leaf.numel(), group=parallel_model.mesh.group("shard"))
+        before = sum(lengths[: parallel_model.mesh.rank("shard")])
         return index.flatten()[before : before + shard.leaf.numel()]
     if shard.rows is not None:
-        chunks, rank = index.chunk(laid.mesh.size(shard.rows)), laid.mesh.rank(shard.rows)
+        chunks, rank = index.chunk(parallel_model.mesh.size(shard.rows)), parallel_model.mesh.rank(shard.rows)
         index = chunks[rank] if rank < len(chunks) else index[:0]
     return index.flatten()

@@ -71,15 +71,15 @@ def start(run: Stepper, batches: Sequence[Batch]) -> Started:
     # count, not by its own: uneven ones then weigh as their tokens do.
     tokens = run.count_tokens(batches)
     drawn = rng_state() if run.spec.health.rerun else None
-    stats = BlockStats(run.laid) if run.is_due(run.spec.health.stats_every) else None
+    stats = BlockStats(run.parallel_model) if run.is_due(run.spec.health.stats_every) else None
     with stats or nullcontext():
         return Started(batches, tokens, run.passes(batches, tokens), drawn, stats)
 
 
 def look_ahead(run: Stepper, batches: Sequence[Batch]) -> None:
     """Launch the passes of the next step behind the update of this one."""
-    run.laid.after_step()
-    run.laid.clear()
+    run.parallel_model.after_step()
+    run.parallel_model.clear()
     try:
         run.ahead = start(run, batches)
     except Exception as error:
@@ -91,7 +91,7 @@ def drop(run: Stepper) -> None:
     """What was launched ahead is not wanted."""
     ahead, run.ahead = run.ahead, None
     if ahead is not None:
-        run.laid.clear()
+        run.parallel_model.clear()
     if isinstance(ahead, Started) and ahead.drawn is not None:
         set_rng_state(ahead.drawn)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..data import Batch, Batches
 from ..kernels.training.cross_entropy import IGNORE
 from ..model import GPT
-from ..parallel.parallel_model import Laid
+from ..parallel.parallel_model import ParallelModel
 from ..spec import RunSpec
 
 
@@ -23,12 +23,12 @@ def held_out(spec: RunSpec) -> Batches:
     return Batches(data, seed=spec.seed, split="val", shuffle=False)
 
 
-def evaluate(model: GPT | Laid, batches: Batches, spec: RunSpec, limit: int = 0) -> Evaluation:
+def evaluate(model: GPT | ParallelModel, batches: Batches, spec: RunSpec, limit: int = 0) -> Evaluation:
     """Over the first `limit` micro-batches (0: as many as there are full windows; a mixture keeps its proportions)."""
-    laid = model if isinstance(model, Laid) else Laid.whole(model, spec)
+    parallel_model = model if isinstance(model, ParallelModel) else ParallelModel.whole(model, spec)
     passes = -(-batches.windows // spec.data.micro_batch)
     count = min(limit, passes) if limit else passes
-    loss, tokens = laid.evaluate(count, lambda index: micro_batch(batches, index, spec.data.micro_batch))
+    loss, tokens = parallel_model.evaluate(count, lambda index: micro_batch(batches, index, spec.data.micro_batch))
     return Evaluation(loss / max(1, tokens), tokens)
 
 

@@ -47,7 +47,7 @@ def observe(rank: int, spec: RunSpec, folder: Path) -> Holdings:
     with ExitStack() as modes:
         modes.enter_context(ledger)
         trainer.build()
-        parts = list(trainer.laid.parts.values())
+        parts = list(trainer.parallel_model.parts.values())
         for part in parts:
             ledger.watch(part, part.layers())
         ledger.name([local(p) for p in parameters(trainer)], PARAMETERS)
@@ -115,9 +115,9 @@ class Reader:
         self.trainer = trainer
         self.device = self.host = Resident()
         self.passing: list[Resident] = []
-        for stage, strategy in trainer.laid.strategies.items():
+        for stage, strategy in trainer.parallel_model.strategies.items():
             if isinstance(strategy, HostOptimizer):
-                self.watch(list(trainer.laid.parts[stage].parameters()), strategy.inner)
+                self.watch(list(trainer.parallel_model.parts[stage].parameters()), strategy.inner)
         self.hook = trainer.optimizer.register_step_pre_hook(self.read)
 
     def watch(self, weights: list[Any], inner: Any) -> None:
@@ -132,7 +132,7 @@ class Reader:
 
     def read(self, *_: Any) -> None:
         self.hook.remove()
-        trainer, leaves = self.trainer, [shard.leaf for shard in self.trainer.laid.shards]
+        trainer, leaves = self.trainer, [shard.leaf for shard in self.trainer.parallel_model.shards]
         if trainer.spec.parallel.offload == "full":
             self.host = read_held(trainer)
         elif trainer.spec.parallel.offload == "none":
@@ -151,7 +151,7 @@ def with_gradients(holders: Iterable[Tensor]) -> list[Tensor]:
 
 def parameters(trainer: Trainer) -> list[Tensor]:
     """DeepSpeed's stage 3 empties a weight and keeps this rank's part of it beside."""
-    found = [p for part in trainer.laid.parts.values() for p in part.parameters()]
+    found = [p for part in trainer.parallel_model.parts.values() for p in part.parameters()]
     return [getattr(p, "ds_tensor", p) for p in found]
 
 
@@ -162,8 +162,10 @@ def masters(trainer: Trainer) -> list[Tensor]:
 
 def gradients(trainer: Trainer) -> list[Tensor]:
     """Of the weights, and of the leaves that the optimizer updates in their place."""
-    weights = [p for part in trainer.laid.parts.values() for p in part.parameters()]
-    leaves = [shard.leaf for shard in trainer.laid.shards] if trainer.engine is None else trainer.engine.flats()
+    weights = [p for part in trainer.parallel_model.parts.values() for p in part.parameters()]
+    leaves = (
+        [shard.leaf for shard in trainer.parallel_model.shards] if trainer.engine is None else trainer.engine.flats()
+    )
     return with_gradients((*weights, *leaves))
 
 

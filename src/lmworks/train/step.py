@@ -22,7 +22,7 @@ from ..model.moe import expert_load
 from ..parallel.deepspeed import DeepSpeedEngine
 from ..parallel.grad_norm import squared_norm
 from ..parallel.mesh import Mesh
-from ..parallel.parallel_model import Laid
+from ..parallel.parallel_model import ParallelModel
 from ..parallel.precision import LossScale
 from ..record import MetricsWriter, RunFolder, phase
 from ..spec import RunSpec
@@ -45,7 +45,7 @@ class Stepper:
     mesh: Mesh | None
     folder: RunFolder
     lead: bool
-    laid: Laid
+    parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
     engine: DeepSpeedEngine | None
     loss_scale: LossScale
@@ -64,7 +64,7 @@ class Stepper:
     @property
     def model(self) -> GPT:
         """The whole model, where one rank holds it."""
-        (part,) = self.laid.parts.values()
+        (part,) = self.parallel_model.parts.values()
         return part
 
     def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
@@ -105,7 +105,7 @@ class Stepper:
         if self.watchdog is not None:
             values["step_skew"] = self.watchdog.skew.largest
         if self.spec.model.experts:  # the busiest expert's tokens over the mean, of the layers that are here
-            values["expert_load"] = max(expert_load(part) for part in self.laid.parts.values())
+            values["expert_load"] = max(expert_load(part) for part in self.parallel_model.parts.values())
         return values
 
     def following(self) -> Sequence[Batch] | None:
@@ -132,14 +132,14 @@ class Stepper:
 
     def passes(self, batches: Sequence[Batch], tokens: int) -> Tensor:
         """Forward and backward of all micro-batches, and what the ranks have to know of each other's."""
-        loss_sum = self.laid.forward_backward(batches, self.loss_scale.scale / max(1, tokens))
+        loss_sum = self.parallel_model.forward_backward(batches, self.loss_scale.scale / max(1, tokens))
         phase.enter("reduce")
-        self.laid.finish()
-        return self.sum_over_ranks(loss_sum, squared_norm(self.laid.shards, self.laid.replicas))
+        self.parallel_model.finish()
+        return self.sum_over_ranks(loss_sum, squared_norm(self.parallel_model.shards, self.parallel_model.replicas))
 
     def gate(self, sums: Tensor, tokens: int) -> Gate:
         """Have the device compare with health's limits; the figures are on their way to the host then."""
-        clip, home = self.spec.optim.clip, self.laid.shards[0].leaf.device
+        clip, home = self.spec.optim.clip, self.parallel_model.shards[0].leaf.device
         gate, figures = make_gate(sums, tokens, self.loss_scale.scale, clip, self.health.limits(), home)
         self.reader.start(torch.cat([figures, sums[2:]]))
         return gate
@@ -174,12 +174,12 @@ class Stepper:
             if not taken:
                 self.optimize(passed.divisor)
             if self.ahead is None:
-                self.laid.after_step()
+                self.parallel_model.after_step()
         if stats is not None:
             self.write_stats(stats)
         self.loss_scale.update(passed.norm)
         if self.ahead is None:  # else the gradients are those of the next step
-            self.laid.clear()
+            self.parallel_model.clear()
         self.health.accept(passed.loss, passed.norm)
         if overflow:
             self.event("overflow", self.step + 1, loss_scale=passed.scale, next_scale=self.loss_scale.scale)
@@ -198,7 +198,7 @@ class Stepper:
         loss_sum = torch.zeros((), device=self.device)
         for index, batch in enumerate(batches):
             with engine.micro_batch(last=index == len(batches) - 1):
-                _, loss = engine(**self.laid.inputs(batch))
+                _, loss = engine(**self.parallel_model.inputs(batch))
                 engine.backward(loss / max(1, tokens))
             loss_sum += loss.detach()
         total, _, *said = self.sum_over_ranks(loss_sum, torch.zeros((), device=self.device)).tolist()

@@ -22,7 +22,7 @@ from ..parallel.data_parallel import DataParallel
 from ..parallel.deepspeed import DeepSpeedEngine
 from ..parallel.initial_weights import source_of
 from ..parallel.memory_preflight import refuse_missing_gpu
-from ..parallel.parallelize import lay_out
+from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
 from ..parallel.preflight import refuse_impossible
 from ..parallel.state_dict import take, training_state
@@ -135,12 +135,16 @@ class Trainer(Stepper):
         phase.enter("init")
         self.memory = PeakMemory(self.device)
         seed_everything(self.spec.seed)
-        self.laid = together(lambda: naming(self, lambda: lay_out(self.spec, self.mesh, self.device, self.weights)))
-        self.optimizer = make_optimizer(self.laid.shards, self.spec.optim, self.spec.precision, self.spec.seed)
+        self.parallel_model = together(
+            lambda: naming(self, lambda: parallelize(self.spec, self.mesh, self.device, self.weights))
+        )
+        self.optimizer = make_optimizer(
+            self.parallel_model.shards, self.spec.optim, self.spec.precision, self.spec.seed
+        )
         self.engine = None
         if self.spec.parallel.engine == "deepspeed":  # it takes model and optimizer over
             self.engine = together(lambda: DeepSpeedEngine(self.model, self.optimizer, self.spec))
-            self.laid.strategies = {0: cast(DataParallel, self.engine)}  # for evaluation, which only calls it
+            self.parallel_model.strategies = {0: cast(DataParallel, self.engine)}  # for evaluation, which only calls it
         self.loss_scale = LossScale(self.spec.precision)
         self.health = Health(self.spec.health)
         self.reader = Reader(self.device)
@@ -173,7 +177,7 @@ class Trainer(Stepper):
             if self.step == optim.steps:
                 if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
                     self.event("finish")
-                return evaluate(self.laid, self.held_out, self.spec, self.spec.log.eval_batches)
+                return evaluate(self.parallel_model, self.held_out, self.spec, self.spec.log.eval_batches)
             if attempt and not self.step and not self.quiet:
                 print("no checkpoint yet: starting at step 0", flush=True)
             self.event("resume" if attempt else "start", attempt=attempt, **who_runs(self.spec))
@@ -297,7 +301,7 @@ class Trainer(Stepper):
     def evaluate(self) -> Evaluation:
         phase.enter("evaluate")
         began = time.perf_counter()
-        result = evaluate(self.laid, self.held_out, self.spec, self.spec.log.eval_batches)
+        result = evaluate(self.parallel_model, self.held_out, self.spec, self.spec.log.eval_batches)
         seconds = round(time.perf_counter() - began, 4)
         self.event("eval", val_loss=result.loss, tokens=result.tokens, seconds=seconds)
         return result
@@ -324,8 +328,8 @@ class Trainer(Stepper):
         """Model and optimizer by name: the live tensors, to be saved, or loaded into and then taken up by `take`."""
         if self.engine is not None:
             return self.engine.state()
-        state = training_state(self.optimizer, self.laid.shards, self.laid.splits, self.mesh)
-        state["model"] |= self.laid.buffers()
+        state = training_state(self.optimizer, self.parallel_model.shards, self.parallel_model.sharding, self.mesh)
+        state["model"] |= self.parallel_model.buffers()
         return state
 
     def take(self, state: dict[str, Any]) -> None:
@@ -333,8 +337,8 @@ class Trainer(Stepper):
         if self.engine is not None:
             self.engine.load(state)
             return
-        take(self.laid.shards, self.optimizer, state, self.mesh)
-        self.laid.after_load()
+        take(self.parallel_model.shards, self.optimizer, state, self.mesh)
+        self.parallel_model.after_load()
 
     def save(self, wait: bool = True) -> float:
         """Commit a checkpoint; an asynchronous one is only waited for with `wait`. Returns how long we stood still."""

@@ -19,7 +19,7 @@ from ...data import Batch
 from ...kernels.training.adamw import joined
 from ...model import GPT
 from ...model.moe import moe_layers
-from ...parallel.parallel_model import Laid
+from ...parallel.parallel_model import ParallelModel
 from ...record import MetricsWriter
 from ...spec import OptimSpec, PrecisionSpec
 from ...train import Trainer
@@ -104,7 +104,7 @@ class UpdateWatch:
             self.found["update"] = {"unmoved": unmoved / moving, "kept": along / square}
 
     def leaves(self) -> list[Tensor]:
-        return [shard.leaf for shard in self.trainer.laid.shards if shard.leaf.grad is not None]
+        return [shard.leaf for shard in self.trainer.parallel_model.shards if shard.leaf.grad is not None]
 
 
 def kept_weight(optimizer: torch.optim.Optimizer, leaf: Tensor) -> Tensor:
@@ -139,26 +139,26 @@ def look(trainer: Trainer) -> tuple[dict[str, list[float]], dict[str, Any]]:
         return {}, census.to_dict()
     reference.forward_backward(batches, 1 / tokens)
     scale = trainer.loss_scale.scale
-    trainer.laid.forward_backward(batches, scale / tokens)
-    trainer.laid.finish()
+    trainer.parallel_model.forward_backward(batches, scale / tokens)
+    trainer.parallel_model.finish()
     exact = {shard.name: shard.leaf.grad for shard in reference.shards}
     found: dict[str, Tensor] = {}
-    for shard in trainer.laid.shards:
+    for shard in trainer.parallel_model.shards:
         own, truth = shard.leaf.grad, exact[shard.name]
         if own is not None and truth is not None:
             part = row_of(shard.name)
             found[part] = found.get(part, torch.zeros(len(LOST), dtype=torch.float64)) + lost(own, truth, scale)
-    trainer.laid.clear()
+    trainer.parallel_model.clear()
     for moe in moe_layers(trainer.model):
         moe.visits = None  # choices of tokens that were not trained on
     return {part: sums.tolist() for part, sums in found.items()}, {}
 
 
-def in_fp32(trainer: Trainer) -> Laid:
+def in_fp32(trainer: Trainer) -> ParallelModel:
     """The run's model as it is now, all of it in fp32."""
     model = GPT(trainer.spec.model).to(trainer.device)
     model.load_state_dict(trainer.model.state_dict())  # copies into fp32
-    return Laid.whole(model, trainer.spec.replace(precision=PrecisionSpec()))
+    return ParallelModel.whole(model, trainer.spec.replace(precision=PrecisionSpec()))
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from ...spec.files import write_whole
 from ...spec.paths import with_absolute_paths
 from ...train.device import pick_device
 from .instrumented_run import LOOKED
-from .variants import BASE, SEED, Way, choose, spec_of, spots
+from .variants import BASE, SEED, PassCost, choose, spec_of, spots
 from .verdict import Figures, figures, noise_of, verdict
 
 PROGRAM = ("-m", "lmworks.bench.precision")
@@ -33,7 +33,7 @@ PROGRAM = ("-m", "lmworks.bench.precision")
 class Training:
     """What one run left behind."""
 
-    way: Way
+    way: PassCost
     spec: RunSpec
     error: str = ""  # why it did not come to its end
     facts: dict[str, Any] = field(default_factory=dict)  # NAME.json
@@ -207,7 +207,7 @@ class Stopped(TrainingError):
 # --- what they left -------------------------------------------------------------------------------------
 
 
-def read(folder: Path, way: Way, spec: RunSpec) -> Training:
+def read(folder: Path, way: PassCost, spec: RunSpec) -> Training:
     run, facts = RunFolder(folder / way.name), result_of(folder, way.name, {})
     overflows = [event["step"] for event in run.events() if event["kind"] == "overflow"]
     return Training(

@@ -14,7 +14,7 @@ LEAST_STEPS = 8  # fewer have no quarters to look at, and no slope
 
 
 @dataclass(frozen=True)
-class Way:
+class PassCost:
     """One precision."""
 
     name: str
@@ -23,28 +23,28 @@ class Way:
     seed: int = 0  # added to the run's
 
 
-BASE = Way("fp32", "everything in fp32: what the others are held against")
-SEED = Way("fp32-seed", "fp32 from another seed: what chance alone changes", seed=1)
+BASE = PassCost("fp32", "everything in fp32: what the others are held against")
+SEED = PassCost("fp32-seed", "fp32 from another seed: what chance alone changes", seed=1)
 HALF = {"dtype": "bf16", "weights": "bf16"}
 OTHERS = (
-    Way("bf16", "products in bf16, weights and states in fp32", {"dtype": "bf16"}),
-    Way("bf16-master", "bf16 weights, and 16 bits beside each that make it an fp32 number", HALF),
-    Way("bf16-states", "as bf16-master, and Adam's moments in bf16", {**HALF, "states": "bf16"}),
-    Way(
+    PassCost("bf16", "products in bf16, weights and states in fp32", {"dtype": "bf16"}),
+    PassCost("bf16-master", "bf16 weights, and 16 bits beside each that make it an fp32 number", HALF),
+    PassCost("bf16-states", "as bf16-master, and Adam's moments in bf16", {**HALF, "states": "bf16"}),
+    PassCost(
         "bf16-stochastic",
         "bf16 weights alone, updates rounded up or down by chance",
         {**HALF, "master": False, "rounding": "stochastic"},
     ),
-    Way("bf16-nearest", "bf16 weights alone, updates rounded to the nearest", {**HALF, "master": False}),
-    Way("fp16", "products in fp16, the loss scaled", {"dtype": "fp16"}),
-    Way("fp16-high", "fp16 from a loss scale that is too high, 2³²", {"dtype": "fp16"}),
-    Way("fp8-tensorwise", "the blocks' linear layers in fp8, one scale a tensor", {"dtype": "fp8"}),
-    Way("fp8-rowwise", "the same, one scale a row", {"dtype": "fp8", "fp8_scaling": "rowwise"}),
+    PassCost("bf16-nearest", "bf16 weights alone, updates rounded to the nearest", {**HALF, "master": False}),
+    PassCost("fp16", "products in fp16, the loss scaled", {"dtype": "fp16"}),
+    PassCost("fp16-high", "fp16 from a loss scale that is too high, 2³²", {"dtype": "fp16"}),
+    PassCost("fp8-tensorwise", "the blocks' linear layers in fp8, one scale a tensor", {"dtype": "fp8"}),
+    PassCost("fp8-rowwise", "the same, one scale a row", {"dtype": "fp8", "fp8_scaling": "rowwise"}),
 )
 WAYS = {way.name: way for way in (BASE, SEED, *OTHERS)}
 
 
-def choose(names: Iterable[str]) -> list[Way]:
+def choose(names: Iterable[str]) -> list[PassCost]:
     """Those asked for (none: all), after fp32 and its second seed, without which nothing can be said of them."""
     asked = set(names)
     for name in asked:
@@ -53,7 +53,7 @@ def choose(names: Iterable[str]) -> list[Way]:
     return [BASE, SEED, *(way for way in OTHERS if not asked or way.name in asked)]
 
 
-def spec_of(spec: RunSpec, way: Way) -> RunSpec:
+def spec_of(spec: RunSpec, way: PassCost) -> RunSpec:
     """`spec` in this precision. What it says of number formats is replaced, of fp16's loss scale kept."""
     refuse(spec)
     steps, given = spec.optim.steps, spec.precision

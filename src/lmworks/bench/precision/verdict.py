@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from .variants import BASE, SEED, Way
+from .variants import BASE, SEED, PassCost
 
 Steps = Sequence[dict[str, Any]]
 
@@ -90,7 +90,7 @@ def mean(values: Sequence[float]) -> float | None:
 # --- in words -------------------------------------------------------------------------------------------
 
 
-def verdict(way: Way, found: Figures, noise: float | None, error: str, overflows: Sequence[int]) -> str:
+def verdict(way: PassCost, found: Figures, noise: float | None, error: str, overflows: Sequence[int]) -> str:
     if error:
         return f"failed: {error}"
     if way == BASE:

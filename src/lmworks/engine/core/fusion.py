@@ -28,7 +28,7 @@ from ...model import rope
 from ...model.gpt import GPT, MLP, Attention, Block, Linear, RMSNorm, Rope
 from ...spec import LMWorksError, ModelSpec, SpecError
 from ..quantization import quantized_model
-from ..tensor_parallel.row_parallel_linear import Summed
+from ..tensor_parallel.row_parallel_linear import RowParallelLinear
 from .attention_backend import Paged
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -49,7 +49,7 @@ class Applied:
     def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
         if type(layer) is Linear:
             return self.product(x, layer.weight, layer.bias)
-        if type(layer) is Summed:
+        if type(layer) is RowParallelLinear:
             return layer.total(self(layer.part, x))
         return layer(x)
 

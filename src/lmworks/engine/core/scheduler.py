@@ -107,12 +107,12 @@ class Scheduler:
         """The next step; the sequences are then as if it had been launched."""
         self.steps += 1
         self.admitted = []
-        self.make_way()
+        self.preempt_for()
         before = self.preemptions
-        chunks, left = self.go_on()
+        chunks, left = self.schedule_running()
         copies: list[tuple[int, int]] = []
         if self.preemptions == before:
-            self.let_in(chunks, copies, left)
+            self.admit_waiting(chunks, copies, left)
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.computed = chunk.start + chunk.count
@@ -122,7 +122,7 @@ class Scheduler:
         chunks.sort(key=lambda chunk: chunk.count > 1)
         return Step(chunks, copies)
 
-    def go_on(self) -> tuple[list[Chunk], int]:
+    def schedule_running(self) -> tuple[list[Chunk], int]:
         """Chunks of those that run, and what is left of the budget."""
         left = self.spec.max_batch_tokens
         chunks: list[Chunk] = []
@@ -145,7 +145,7 @@ class Scheduler:
                 left -= chunks[-1].count
         return chunks, left
 
-    def let_in(self, chunks: list[Chunk], copies: list[tuple[int, int]], left: int) -> None:
+    def admit_waiting(self, chunks: list[Chunk], copies: list[tuple[int, int]], left: int) -> None:
         """By rank, as long as there is room. Nothing is freed from here on, so that what is copied stays in place."""
         for sequence in list(self.waiting):
             if not left or not self.slots or sequence.known < len(sequence.tokens):
@@ -229,7 +229,7 @@ class Scheduler:
             sequence.blocks += self.pool.take(missing)
         return True
 
-    def make_way(self) -> None:
+    def preempt_for(self) -> None:
         """For an urgent request at the head of the queue, if it is enough that less urgent ones step back."""
         if not self.waiting or running_siblings(head := self.waiting[0]):
             return

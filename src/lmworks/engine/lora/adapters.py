@@ -27,7 +27,7 @@ from ...model import GPT
 from ...spec import LMWorksError, SpecError
 from ..core.fusion import Applied, FusedAttention, FusedBlock, FusedMLP
 from ..core.scheduler import Chunk
-from ..tensor_parallel.row_parallel_linear import Summed
+from ..tensor_parallel.row_parallel_linear import RowParallelLinear
 from .peft_files import Adapter, read_adapter
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def places_of(model: GPT, kept: Mapping[str, Kept]) -> list[Place]:
                     whole = f"blocks.{layer}.{part}.{name}"
                     parts[f"{whole}.weight"] = kept[whole].outputs(rows[name]) if whole in kept else rows[name]
                 there: nn.Module = getattr(owner, attribute)
-                summed = isinstance(there, Summed)  # over ranks, with what adapters add
+                summed = isinstance(there, RowParallelLinear)  # over ranks, with what adapters add
                 places.append(
                     Place(there if summed else owner, "part" if summed else attribute, owner.apply_linear, parts)
                 )

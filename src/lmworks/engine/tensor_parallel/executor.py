@@ -40,7 +40,7 @@ from ...parallel.collectives import all_gather, all_reduce
 from ...parallel.initial_weights import Source
 from ...parallel.mesh import Mesh
 from ...parallel.parallelize import materialise
-from ...parallel.sharding_plan import Splits
+from ...parallel.sharding_plan import ShardingPlan
 from ...parallel.tensor_parallel import apply_tensor_parallel, local_heads
 from ...parallel.world import BACKENDS
 from ...spec import EngineSpec, Grid, LMWorksError, ModelSpec, ParallelSpec, SpecError
@@ -108,7 +108,7 @@ class Ranks:
         self.mesh = Mesh(Grid(tp=self.tp), device.type)
         self.group = self.mesh.group("tp")
 
-    def lay_out(
+    def load_shards(
         self,
         outline: Outline,
         dtype: torch.dtype,
@@ -117,7 +117,7 @@ class Ranks:
     ) -> GPT:
         """This rank's part of a network; of each weight only its share is ever kept."""
         check_shares(outline, self.tp)
-        splits = Splits()
+        splits = ShardingPlan()
         with torch.device("meta"):
             model = GPT(outline.spec).to(dtype)
         apply_tensor_parallel(model, ParallelSpec(tp=self.tp), self.mesh, splits)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 
-class Summed(nn.Module):
+class RowParallelLinear(nn.Module):
     """`part` is all that this rank adds to the sum, adapters too; the bias comes after it."""
 
     def __init__(self, part: nn.Module, bias: Tensor | None, over_ranks: Callable[[Tensor], Tensor]) -> None:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from ...kernels.inference import quantized
 from ...model.gpt import GPT, Linear
-from ...parallel.sharding_plan import Splits
+from ...parallel.sharding_plan import ShardingPlan
 from ...parallel.tensor_parallel import OneHeadLinear, RowLinear
 from ...spec import ModelSpec, SpecError
 from ..core.meta_model import Outline
 from ..lora.peft_files import Delta
 from ..quantization.quantized_model import QuantLinear, linears, put, replace
-from .row_parallel_linear import Summed
+from .row_parallel_linear import RowParallelLinear
 
 OUTPUTS, INPUTS = 0, 1
 PACKED = 2 * quantized.GROUPS[-1]  # inputs of an int4 layer come in pairs of groups: at least so many together
@@ -125,7 +125,7 @@ def int4_inputs(words: Tensor, scale: Tensor, inputs: slice) -> tuple[Tensor, Te
     return quantized.int4_pack(q, smaller), scales[:, inputs.start // smaller : inputs.stop // smaller]
 
 
-def kept_of(model: GPT, splits: Splits, rank: int) -> dict[str, Kept]:
+def kept_of(model: GPT, splits: ShardingPlan, rank: int) -> dict[str, Kept]:
     """By layer, of a network that is cut."""
     kept = {}
     for name, layer in linears(model):
@@ -147,7 +147,7 @@ def make_plain(model: GPT, total: Callable[[Tensor], Tensor]) -> None:
             bias = None if layer.bias is None else layer.bias[layer.rows].clone()
             put(model, name, plain(layer.weight[layer.rows].clone(), bias))
         elif isinstance(layer, RowLinear):
-            put(model, name, Summed(plain(layer.weight), layer.bias, total))
+            put(model, name, RowParallelLinear(plain(layer.weight), layer.bias, total))
 
 
 def plain(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -180,4 +180,4 @@ def put_quantized(
         replace(model, name, part)
         if isinstance(was, RowLinear):
             bias, part.bias = part.bias, None
-            put(model, name, Summed(part, bias, total))
+            put(model, name, RowParallelLinear(part, bias, total))

@@ -17,7 +17,7 @@ from ...spec.load import apply_overrides, read_source
 from ...spec.precision import FP8_ALIGNED
 from ...spec.presets import PRESETS
 from ...spec.schema import merge
-from ..cluster_request import Wish, as_long, words
+from ..cluster_request import ClusterRequest, as_long, words
 from .candidates import AWAY, Question
 from .explain import Layout, refuse_nonsense
 
@@ -58,7 +58,7 @@ class Request:
 def read_request(
     source: str,
     overrides: Sequence[str],
-    wish: Wish,
+    request: ClusterRequest,
     fixed: Layout,
     *,
     clusters: Sequence[str] = (),
@@ -73,7 +73,7 @@ def read_request(
         raise SpecError(f"--cluster and cluster.{both[0]} both say what it runs on; give one of them")
     if tokens is not None and "steps" in typed.get("optim", {}):
         raise SpecError("--tokens and optim.steps both say how long it trains; give one of them")
-    said = merge(read_source(source), words(wish))
+    said = merge(read_source(source), words(request))
     if compile is not None:
         said = merge(said, {"parallel": {"compile": compile}})
     if data is not None:

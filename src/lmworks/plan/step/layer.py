@@ -11,7 +11,7 @@ from ..case import Case, Number
 from ..software import Software
 from .comm import TENSORS, Wire
 from .constants import Constants
-from .uncalibrated import Bare, reductions
+from .uncalibrated import Uncalibrated, reductions
 from .work import Pass, stops_early
 
 CALL = 3  # launches that a collective costs its host: streams are made to wait for each other before it and after
@@ -66,7 +66,7 @@ def hooks(software: Software, recompute: str, every: Number) -> Number:
 
 
 @dataclass(frozen=True)
-class Way:
+class PassCost:
     """Forward or backward, seconds of each kind of cost."""
 
     parts: Mapping[str, Number]  # of its work
@@ -92,7 +92,7 @@ class Way:
     def seconds(self) -> Number:
         return self.busy + self.host
 
-    def launched_in(self, host_s: Number) -> Way:
+    def launched_in(self, host_s: Number) -> PassCost:
         """A GPU works while the host launches what follows: the slower of the two sets the pace.
 
         Now one is slower and now the other, so neither hides the other wholly: the sum of squares, not the maximum.
@@ -101,9 +101,9 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Both:
-    forward: Way
-    backward: Way
+class ForwardBackward:
+    forward: PassCost
+    backward: PassCost
 
     @property
     def seconds(self) -> Number:
@@ -114,16 +114,16 @@ class Both:
 class MicroBatch:
     """Of one rank: one block, the embedding, and final norm, head and loss."""
 
-    block: Both
-    stem: Both
-    loss: Both
+    block: ForwardBackward
+    stem: ForwardBackward
+    loss: ForwardBackward
 
 
 @dataclass(frozen=True)
-class Weigher:
+class Calibrated:
     """Turns bare seconds into those of a long run, with the fitted constants."""
 
-    bare: Bare
+    bare: Uncalibrated
     given: Constants
     factors: Mapping[str, Number]
 
@@ -142,10 +142,10 @@ class Weigher:
         work = self.bare.work
         return MicroBatch(self.block(), self.end(work.stem), self.end(work.loss))
 
-    def end(self, done: tuple[Pass, Pass]) -> Both:
+    def end(self, done: tuple[Pass, Pass]) -> ForwardBackward:
         tensor = Traffic(self.wire(self.bare.wires.ends))
-        ways = (Way(way.parts(self.factors), tensor=tensor, launches=way.launches) for way in done)
-        return Both(*(self.launched(way) for way in ways))
+        ways = (PassCost(way.parts(self.factors), tensor=tensor, launches=way.launches) for way in done)
+        return ForwardBackward(*(self.launched(way) for way in ways))
 
     def parts(self, *done: Pass) -> dict[str, Number]:
         return {name: seconds for way in done for name, seconds in way.parts(self.factors).items()}
@@ -155,7 +155,7 @@ class Weigher:
         uneven = 1 + self.given.uneven * np.log2(self.case.tp)
         return self.given.launch(self.case.software) * count * uneven * self.case.host
 
-    def launched(self, way: Way) -> Way:
+    def launched(self, way: PassCost) -> PassCost:
         """Ranks that exchange meet in every block, and so do their hosts; a host alone may run ahead all step long."""
         return way.launched_in(np.where(np.equal(self.case.world, 1), 0.0, self.launch(way.launches)))
 
@@ -175,7 +175,7 @@ class Weigher:
             return Traffic(exposed=seconds)
         return self.hide(seconds, way.part("attention", self.factors) / self.case.cp).times(self.case.cp - 1)
 
-    def block(self) -> Both:
+    def block(self) -> ForwardBackward:
         case, work, wires = self.case, self.bare.work, self.bare.wires
         ahead, back = work.block
         again = work.again.seconds(self.factors) / case.recompute_every
@@ -190,10 +190,10 @@ class Weigher:
         calls = CALL * self.calls()
         kept = hooks(case.software, case.recompute, case.recompute_every)
         launches = ahead.launches + calls + kept
-        forward = Way(
+        forward = PassCost(
             self.parts(ahead, self.bare.copies[0]), 0.0, tensor[0], ring[0], expert, data[0], launches, away[0]
         )
-        backward = Way(
+        backward = PassCost(
             self.parts(back, self.bare.copies[1]),
             again,
             tensor[1] + tensor[0].times(repeats * (0.75 if stops_early(case.software) else 1.0)),
@@ -203,7 +203,7 @@ class Weigher:
             back.launches + work.again.launches / case.recompute_every + kept + calls * (1 + repeats),
             away[1],
         )
-        return Both(self.launched(forward), self.launched(backward))
+        return ForwardBackward(self.launched(forward), self.launched(backward))
 
     def calls(self) -> Number:
         """Collectives that a block calls each way."""

@@ -19,9 +19,9 @@ from ..case import Case, Number
 from ..flops import hardware_flops_per_token, model_flops_per_token
 from ..pipelines.schedule import Span
 from .constants import Constants, constants, factor, family
-from .layer import MicroBatch, Traffic, Way, Weigher
+from .layer import Calibrated, MicroBatch, PassCost, Traffic
 from .pipeline import Busiest, Cut, followed, pace, spans
-from .uncalibrated import Bare, reductions
+from .uncalibrated import Uncalibrated, reductions
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,24 @@ class Price:
 class Step:
     """What `price` and `timeline` have in common."""
 
-    weigher: Weigher
+    weigher: Calibrated
     one: MicroBatch
     cut: Cut
     send: Number  # seconds from one stage to the next
 
     @classmethod
-    def of(cls, bare: Bare, given: Constants) -> Self:
+    def of(cls, bare: Uncalibrated, given: Constants) -> Self:
         case = bare.case
-        weigher = Weigher(bare, given, given.factors(case.gpu, case.software, case.world))
+        weigher = Calibrated(bare, given, given.factors(case.gpu, case.software, case.world))
         one = weigher.micro_batch()
         return cls(weigher, one, Cut.of(bare.case), weigher.wire(bare.wires.send))
 
 
 def price(case: Case, given: Constants | None = None) -> Price:
-    return weigh(Bare.of(case), given or constants())
+    return weigh(Uncalibrated.of(case), given or constants())
 
 
-def weigh(bare: Bare, given: Constants) -> Price:
+def weigh(bare: Uncalibrated, given: Constants) -> Price:
     """The same with other constants, at little cost."""
     step, case = Step.of(bare, given), bare.case
     quick = pace(case, step.cut, step.one, 0.0)
@@ -72,13 +72,13 @@ def timeline(case: Case, given: Constants | None = None) -> Price:
     """Of one candidate, with the pipeline's waits as its actions give them."""
     if case.pp == 1:
         return price(case, given)
-    step = Step.of(Bare.of(case), given or constants())
+    step = Step.of(Uncalibrated.of(case), given or constants())
     return priced(step, followed(case, step.one, 0.0), followed(case, step.one, float(step.send)))
 
 
 def passes(case: Case, given: Constants | None = None) -> list[Span]:
     """The pipeline of one candidate in time, as `timeline` follows it."""
-    step = Step.of(Bare.of(case), given or constants())
+    step = Step.of(Uncalibrated.of(case), given or constants())
     return spans(case, step.one, float(step.send))
 
 
@@ -111,7 +111,7 @@ def phases(rank: Busiest, one: MicroBatch) -> list[tuple[Number, Number]]:
     """Seconds and launches of a micro-batch on one GPU: forward, loss, backward."""
     ends = (one.loss.forward, one.loss.backward)
 
-    def blocks(stem: Way, block: Way) -> tuple[Number, Number]:
+    def blocks(stem: PassCost, block: PassCost) -> tuple[Number, Number]:
         busy = rank.stem * stem.busy + rank.layers * block.busy
         return busy, rank.stem * stem.launches + rank.layers * block.launches
 
@@ -122,7 +122,7 @@ def phases(rank: Busiest, one: MicroBatch) -> list[tuple[Number, Number]]:
     ]
 
 
-def add(parts: dict[str, Number], hidden: dict[str, Number], count: Number, way: Way) -> None:
+def add(parts: dict[str, Number], hidden: dict[str, Number], count: Number, way: PassCost) -> None:
     costs = {**way.parts, "recompute": way.again, "ep": way.expert, "host": way.host}
     for name, seconds in costs.items():
         parts[name] = parts[name] + count * seconds
@@ -167,7 +167,7 @@ def tags(case: Case, given: Constants, parts: Iterable[str]) -> dict[str, str]:
     return {**found, "host": "fitted", "bubble": "modelled", "offload": "modelled", "stragglers": "fitted"}
 
 
-def data_tail(weigher: Weigher, rank: Busiest, one: MicroBatch) -> Traffic:
+def data_tail(weigher: Calibrated, rank: Busiest, one: MicroBatch) -> Traffic:
     """Beside the exchanges of each block: first and last messages, which nothing hides, or all gradients at once."""
     case, wires = weigher.case, weigher.bare.wires
     if case.zero == 3:

@@ -27,7 +27,7 @@ PCIE = 64  # GB/s of the fastest
 
 
 @dataclass(frozen=True)
-class Bare:
+class Uncalibrated:
     case: Case
     work: Work
     wires: Exchanges

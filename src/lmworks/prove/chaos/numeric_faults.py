@@ -39,7 +39,7 @@ def mismatch(place: Place, act: Act, say: Say) -> None:
 def nan_loss(place: Place, act: Act, say: Say) -> None:
     """What a block gives is not a number, for the rest of this step: a rerun of it finds the same."""
     say(f"NaN in the forward pass of rank {act.rank}")
-    blocks = [block for part in place.trainer.laid.parts.values() for block in part.blocks.values()]
+    blocks = [block for part in place.trainer.parallel_model.parts.values() for block in part.blocks.values()]
     now = phase.step
 
     def spoil(_module: Any, _inputs: Any, output: Any) -> Any:
@@ -51,26 +51,28 @@ def nan_loss(place: Place, act: Act, say: Say) -> None:
 def nan_gradient(place: Place, act: Act, say: Say) -> None:
     """One number of one gradient, when all of them are whole."""
     say(f"NaN in a gradient of rank {act.rank}")
-    laid, finish = place.trainer.laid, place.trainer.laid.finish
+    parallel_model, finish = place.trainer.parallel_model, place.trainer.parallel_model.finish
     draw, now = random.Random(act.draw), phase.step
 
     def spoiled() -> None:
         finish()
         if phase.step == now:
-            gradient = draw.choice([s.leaf.grad for s in laid.shards if s.leaf.grad is not None and s.leaf.numel()])
+            gradient = draw.choice(
+                [s.leaf.grad for s in parallel_model.shards if s.leaf.grad is not None and s.leaf.numel()]
+            )
             numbers(gradient)[draw.randrange(numbers(gradient).numel())] = torch.nan
 
-    laid.finish = spoiled
+    parallel_model.finish = spoiled
 
 
 def flip_parameter(place: Place, act: Act, say: Say) -> None:
     say(f"a bit of a parameter of rank {act.rank}")
-    flip_number([shard.leaf for shard in place.trainer.laid.shards], act)
+    flip_number([shard.leaf for shard in place.trainer.parallel_model.shards], act)
 
 
 def flip_gradient(place: Place, act: Act, say: Say) -> None:
     say(f"a bit of a gradient of rank {act.rank}")
-    flip_number([shard.leaf.grad for shard in place.trainer.laid.shards if shard.leaf.grad is not None], act)
+    flip_number([shard.leaf.grad for shard in place.trainer.parallel_model.shards if shard.leaf.grad is not None], act)
 
 
 def flip_optimizer(place: Place, act: Act, say: Say) -> None:

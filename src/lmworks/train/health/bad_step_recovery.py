@@ -47,7 +47,7 @@ def face(
     """The passes to update the weights with; or NotTaken, or the error that ends the run."""
     nonfinite = troubles[0].kind == "nonfinite"
     if nonfinite:
-        parameter, rank, where = first_nonfinite(run.laid.shards, run.mesh)
+        parameter, rank, where = first_nonfinite(run.parallel_model.shards, run.mesh)
         facts = {**troubles[0].facts, "parameter": parameter, "rank": rank}
         troubles = [replace(troubles[0], where=where, facts=facts)]
     if again is not None and (nonfinite or run.spec.health.rerun):
@@ -68,8 +68,8 @@ def look_again(
     nonfinite = troubles[0].kind == "nonfinite"
     if drawn is not None:
         set_rng_state(drawn)
-    run.laid.clear()
-    with FirstBadModule(run.laid.parts) if nonfinite else nullcontext() as first:
+    run.parallel_model.clear()
+    with FirstBadModule(run.parallel_model.parts) if nonfinite else nullcontext() as first:
         second = again()
     left = run.health.judge(second.loss, second.norm, run.loss_scale.scale > 1)
     transient = not left
@@ -118,7 +118,7 @@ def act(run: Stepper, trouble: Trouble, passed: Passed) -> Passed:
             return remedy(run, trouble, passed)
         health = run.spec.health
         tried = f" ({trouble.action} did not help {health.max_actions} times within {health.window} steps)"
-    run.laid.clear()
+    run.parallel_model.clear()
     raise known(
         TrainingError(
             f"step {run.step + 1}: {trouble.what}{trouble.where}{tried}; the step was not taken and the weights are as "
@@ -136,5 +136,5 @@ def remedy(run: Stepper, trouble: Trouble, passed: Passed) -> Passed:
         run.event("lower_lr", run.step + 1, factor=memory.lr_factor, until=memory.lr_until, reason=trouble.kind)
         if trouble.kind != "nonfinite":
             return passed  # the step is taken, at the lower rate
-    run.laid.clear()
+    run.parallel_model.clear()
     raise NotTaken(trouble)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def check_replicas(run: Stepper) -> None:
     """Between two steps, and before every save, so that no checkpoint holds what was never compared."""
-    found, ranks = compare(run.laid, run.optimizer)
+    found, ranks = compare(run.parallel_model, run.optimizer)
     suspects = run.health.memory.suspects
     replayed = suspects.get("step") == run.step
     if replayed:

@@ -52,11 +52,11 @@ def held(run: Stepper) -> Iterator[tuple[str, Tensor]]:
     if run.engine is not None:
         yield from run.engine.pieces()
         return
-    for shard in run.laid.shards:
+    for shard in run.parallel_model.shards:
         yield shard.name, shard.leaf.detach()
         for key, value in run.optimizer.state.get(shard.leaf, {}).items():
             yield f"{shard.name}.{key}", value
-    yield from run.laid.buffers().items()
+    yield from run.parallel_model.buffers().items()
 
 
 def tensors_of(tree: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.data_parallel import Shard
-from ...parallel.parallel_model import Laid
+from ...parallel.parallel_model import ParallelModel
 from .nonfinite import everywhere
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed number
@@ -49,13 +49,15 @@ class Difference:
         return f"{word} {ranks} of the copies {', '.join(map(str, self.copies))} differ in {some}"
 
 
-def compare(laid: Laid, optimizer: torch.optim.Optimizer) -> tuple[list[Difference], dict[int, Digests]]:
+def compare(
+    parallel_model: ParallelModel, optimizer: torch.optim.Optimizer
+) -> tuple[list[Difference], dict[int, Digests]]:
     """What differs, and the digests of every rank by the part of the model they are of. Every rank calls it."""
     mine: dict[str, Digests] = {}  # part → name → digest
-    for name, part, value in held(laid, optimizer):
+    for name, part, value in held(parallel_model, optimizer):
         mine.setdefault(part, {})[name] = value
     whole = {part: combined(digests) for part, digests in mine.items()}
-    ranks = dict(enumerate(everywhere(whole, laid.mesh)))
+    ranks = dict(enumerate(everywhere(whole, parallel_model.mesh)))
     groups: dict[str, list[int]] = {}
     for rank, parts in ranks.items():
         for part in parts:
@@ -63,7 +65,7 @@ def compare(laid: Laid, optimizer: torch.optim.Optimizer) -> tuple[list[Differen
     broken = [part for part, group in groups.items() if len({ranks[rank][part] for rank in group}) > 1]
     if not broken:
         return [], ranks
-    details = everywhere({part: mine[part] for part in broken if part in mine}, laid.mesh)
+    details = everywhere({part: mine[part] for part in broken if part in mine}, parallel_model.mesh)
     found = []
     for part in broken:
         group = groups[part]
@@ -78,11 +80,11 @@ def odd_ones(digests: dict[int, int]) -> list[int]:
     return [rank for rank, digest in digests.items() if digest != common or 2 * count <= len(digests)]
 
 
-def held(laid: Laid, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, int]]:
+def held(parallel_model: ParallelModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, int]]:
     """(name, part of the model, digest) of every weight and optimizer state here; one read from each device."""
     named: list[tuple[str, str, Tensor]] = []
-    for shard in laid.shards:
-        part = part_of(shard, laid)
+    for shard in parallel_model.shards:
+        part = part_of(shard, parallel_model)
         named.append((shard.name, part, digest(shard.leaf)))
         states = optimizer.state.get(shard.leaf, {}).items()
         named += [(f"{shard.name} {key}", part, digest(s)) for key, s in sorted(states) if isinstance(s, Tensor)]
@@ -93,12 +95,12 @@ def held(laid: Laid, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, st
             yield name, part, value
 
 
-def part_of(shard: Shard, laid: Laid) -> str:
+def part_of(shard: Shard, parallel_model: ParallelModel) -> str:
     """Names a place in the model: two ranks that hold a weight under the same name here hold the same numbers."""
-    mesh = laid.mesh
+    mesh = parallel_model.mesh
     if mesh is None:
         return ""
-    cuts = {*laid.splits.axes(shard.name), *([shard.rows] if shard.rows else [])}
+    cuts = {*parallel_model.sharding.axes(shard.name), *([shard.rows] if shard.rows else [])}
     axes = sorted("shard" if axis == "flat" else axis for axis in cuts)
     return " ".join(f"{axis}={mesh.rank(axis)}" for axis in ("pp", *axes))
 

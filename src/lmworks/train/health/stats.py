@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...parallel.data_parallel import Shard
-from ...parallel.parallel_model import Laid
+from ...parallel.parallel_model import ParallelModel
 from ...record.stats import PartStats
 
 AROUND = ("embed", "positions"), ("norm", "head")  # what lies before and after the blocks
@@ -24,19 +24,19 @@ SUMS = ("abs", "square", "count", "grad", "param", "update")
 
 
 class BlockStats:
-    """`with BlockStats(laid) as stats:` around the passes, then `before_update`, the update, `after_update`."""
+    """`with BlockStats(model) as stats:` around the passes, then `before_update`, the update, `after_update`."""
 
-    def __init__(self, laid: Laid) -> None:
-        self.laid = laid
-        self.rows = [*AROUND[0], *map(str, range(laid.spec.model.layers)), *AROUND[1]]
-        self.sums = torch.zeros(len(self.rows), len(SUMS), dtype=torch.float64, device=laid.device)
-        self.largest = torch.zeros(len(self.rows), dtype=torch.float64, device=laid.device)
+    def __init__(self, parallel_model: ParallelModel) -> None:
+        self.parallel_model = parallel_model
+        self.rows = [*AROUND[0], *map(str, range(parallel_model.spec.model.layers)), *AROUND[1]]
+        self.sums = torch.zeros(len(self.rows), len(SUMS), dtype=torch.float64, device=parallel_model.device)
+        self.largest = torch.zeros(len(self.rows), dtype=torch.float64, device=parallel_model.device)
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.compiled: list[tuple[nn.Module, Any]] = []
         self.before: list[Tensor] = []
 
     def __enter__(self) -> Self:
-        for part in self.laid.parts.values():
+        for part in self.parallel_model.parts.values():
             for name, block in part.blocks.items():
                 look = partial(self.activation, self.rows.index(name))
                 if block._compiled_call_impl is not None:  # compiled code knows no hooks that came after it
@@ -62,25 +62,25 @@ class BlockStats:
     @torch.no_grad()
     def before_update(self, scale: float) -> None:
         """Gradients are whole, and not yet clipped; `scale` is what the loss was multiplied by."""
-        for shard in self.laid.shards:
+        for shard in self.parallel_model.shards:
             if shard.leaf.grad is not None:
                 self.add(shard, "grad", shard.leaf.grad, scale)
-        self.before = [shard.leaf.detach().to("cpu", copy=True) for shard in self.laid.shards]
+        self.before = [shard.leaf.detach().to("cpu", copy=True) for shard in self.parallel_model.shards]
 
     @torch.no_grad()
     def after_update(self) -> None:
-        for shard, before in zip(self.laid.shards, self.before, strict=True):
+        for shard, before in zip(self.parallel_model.shards, self.before, strict=True):
             self.add(shard, "param", shard.leaf)
             self.add(shard, "update", shard.leaf - before.to(shard.leaf.device))
         self.before = []
 
     def add(self, shard: Shard, what: str, values: Tensor, scale: float = 1.0) -> None:
-        square = values.detach().double().square().sum() / (scale * scale * self.laid.replicas(shard))
+        square = values.detach().double().square().sum() / (scale * scale * self.parallel_model.replicas(shard))
         self.sums[self.rows.index(row_of(shard.name)), SUMS.index(what)] += square.to(self.sums.device)
 
     def collect(self) -> dict[str, PartStats]:
         """Over all ranks, by part of the model. Every rank calls it."""
-        if self.laid.mesh is not None:
+        if self.parallel_model.mesh is not None:
             dist.all_reduce(self.sums)
             dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
         found: dict[str, PartStats] = {}
