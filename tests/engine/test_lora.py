@@ -13,7 +13,7 @@ import pytest
 import torch
 from hf_reference import FAMILIES, VOCAB, answers, fresh_model, make_engine, random_prompts, reference_model
 from safetensors.torch import save_file
-from test_runner import Unrecorded
+from test_model_runner import Unrecorded
 from torch import Tensor
 
 from lmworks.engine.core.engine import Engine

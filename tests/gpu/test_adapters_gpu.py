@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from hf_reference import FAMILIES, answers, make_engine, random_prompts
 from test_lora import all_at_once, two_adapters
-from test_speculate import fit_of_triples
+from test_speculative import fit_of_triples
 
 from lmworks.engine.core.sampling_params import SamplingParams
 

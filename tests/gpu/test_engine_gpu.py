@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from hf_reference import FAMILIES, VOCAB, compare, fresh_model, make_engine, random_prompts
-from test_runner import SHAPES, answered, lively, log_probabilities, prompts_of
+from test_model_runner import SHAPES, answered, lively, log_probabilities, prompts_of
 
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.model_runner import Runner

@@ -24,8 +24,8 @@ FILES = (
     "test_float8_triton.py",
     "test_paged_triton.py",
     "test_sample_kernel.py",
-    "test_small_linear.py",
-    "test_squares_triton.py",
+    "test_decode_linear.py",
+    "test_grad_norm_triton.py",
     "test_swiglu_fp8.py",
 )
 

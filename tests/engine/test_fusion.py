@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from test_runner import SHAPES, answered, lively, prompts_of, runner_of
+from test_model_runner import SHAPES, answered, lively, prompts_of, runner_of
 from torch import Tensor
 
 from lmworks.engine.core.fusion import FusedAttention, FusedBlock, FusedMLP, Turns, Unfused, fuse

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from fake_device import FakeDevice, Work
-from test_text import SENTENCES
+from test_detokenizer import SENTENCES
 
 from lmworks.data.tokenizer import ByteTokenizer, Tokenizer
 from lmworks.engine.core.engine import Engine
