@@ -35,7 +35,7 @@ from lmworks.bench.train import one_step
 from lmworks.kernels import dispatch
 from lmworks.spec import RunSpec, load_run
 from lmworks.train import Trainer
-from lmworks.train.prefetcher import Feed
+from lmworks.train.prefetcher import Prefetcher
 
 WINDOW = 20  # steps
 PLAIN_RUN = "plain"
@@ -83,7 +83,7 @@ def losses_of(spec: RunSpec, steps: int) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="lmworks-losses-") as folder:
         trainer = Trainer(spec, Path(folder) / "run", quiet=True)
         trainer.build()
-        with closing(Feed(trainer.batches, 0, trainer.device)) as trainer.feed:
+        with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.feed:
             return [one_step(trainer, steps - step) for step in range(steps)]
 
 

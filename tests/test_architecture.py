@@ -1,4 +1,4 @@
-"""The plan of the house, enforced: a room imports only from the floors below it (docs: DESIGN, "The rooms")."""
+"""The architecture, enforced: a room imports only from the floors below it (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import lmworks
 
 SOURCE = Path(lmworks.__file__).parent
+PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 
 FLOORS = [
     {"spec"},
@@ -61,6 +62,38 @@ def room_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+def room_imports() -> dict[str, set[str]]:
+    """Room → the rooms that it imports."""
+    found: dict[str, set[str]] = {}
+    for path in modules():
+        here = found.setdefault(room_of(path), set())
+        here |= {name.split(".")[1] for name in imports(path) if name.startswith("lmworks.")} & FLOOR.keys()
+    return {room: others - {room} for room, others in found.items()}
+
+
+def picture() -> str:
+    """A Mermaid graph of the rooms: an edge to each room on the nearest floors that explains the others."""
+    edges = room_imports()
+
+    def below(room: str) -> set[str]:
+        return edges[room].union(*(below(other) for other in edges[room])) if edges.get(room) else set()
+
+    lines = ["```mermaid", "graph TD"]
+    for floor, rooms in reversed(list(enumerate(FLOORS))):
+        if here := sorted(rooms & edges.keys()):
+            lines.append(f"  subgraph floor{floor}[floor {floor}]")
+            lines += [f"    {room}" for room in here]
+            lines.append("  end")
+    for room in sorted(edges, key=lambda room: (-FLOOR[room], room)):
+        direct = {one for one in edges[room] if not any(one in below(other) for other in edges[room] - {one})}
+        lines += [f"  {room} --> {one}" for one in sorted(direct, key=lambda one: (-FLOOR[one], one))]
+    return "\n".join([*lines, "```"])
+
+
+def test_the_picture_of_the_rooms_is_drawn_from_the_imports() -> None:
+    assert picture() in PAGE.read_text(encoding="utf-8"), "python tests/test_architecture.py draws it anew"
+
+
 def test_every_room_has_a_floor() -> None:
     assert {room_of(path) for path in modules()} <= FLOOR.keys()
 
@@ -98,3 +131,11 @@ def test_no_torch_before_it_is_needed(code: str) -> None:
     check = "import sys; heavy = {'torch', 'transformers'} & set(sys.modules); assert not heavy, heavy"
     result = subprocess.run([sys.executable, "-c", f"{code}\n{check}"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    head, _, rest = text.partition("<!-- made: rooms -->\n")
+    PAGE.write_text(
+        f"{head}<!-- made: rooms -->\n{picture()}\n<!-- end -->{rest.partition('<!-- end -->')[2]}", encoding="utf-8"
+    )

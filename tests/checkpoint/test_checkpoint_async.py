@@ -229,8 +229,8 @@ def test_files_that_another_rank_wrote_elsewhere_make_no_checkpoint(
     """As on machines that do not share the run folder."""
     saves = background(tmp_path)
     elsewhere = {"rank-00001.safetensors": {"bytes": 5, "rank": 1, "digests": [""]}}
-    take = saves.board.take
-    monkeypatch.setattr(saves.board, "take", lambda number: [*take(number), json.dumps([elsewhere, ""])])
+    take = saves.mailbox.take
+    monkeypatch.setattr(saves.mailbox, "take", lambda number: [*take(number), json.dumps([elsewhere, ""])])
     saves.save(1, state_of(1), {})
     ended = saves.settle()
     saves.close()

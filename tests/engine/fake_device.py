@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lmworks.engine.core.request import UNKNOWN, Logprob, Sequence
 from lmworks.engine.core.scheduler import Step
-from lmworks.engine.core.step_output import Picked, PromptLogprobs
+from lmworks.engine.core.step_output import PromptLogprobs, TokenOutput
 from lmworks.engine.grammars.grammar import Grammars
 from lmworks.spec import EngineSpec
 
@@ -55,9 +55,9 @@ class Launched:
     device: FakeDevice
     works: list[Work]
     copies: list[tuple[int, int]]
-    picks: list[Picked] | None = None
+    picks: list[TokenOutput] | None = None
 
-    def read(self) -> list[Picked]:
+    def read(self) -> list[TokenOutput]:
         self.device.run_until(self)
         assert self.picks is not None
         return self.picks
@@ -95,7 +95,7 @@ class FakeDevice:
             sequence, start, count = chunk.sequence, chunk.start, chunk.count
             tokens = sequence.tokens[start : start + count]
             if chunk.wanted > 1:
-                tokens = [sequence.tokens[start], *sequence.guesses]
+                tokens = [sequence.tokens[start], *sequence.draft_tokens]
             assert len(tokens) == count
             bad = sequence.seed in self.bad_seeds
             works.append(Work(sequence.slot, sequence.seed, tokens, start, chunk.wanted, list(sequence.blocks), bad))
@@ -133,7 +133,7 @@ class FakeDevice:
             cell = mix(token, position, *self.cells(work, position))
             self.cache[work.table[position // size]][position % size] = cell
 
-    def pick(self, work: Work, tokens: list[int]) -> Picked:
+    def pick(self, work: Work, tokens: list[int]) -> TokenOutput:
         """The next token; with guesses, also those after each guess that was right."""
         picked: list[int] = []
         first = work.start + len(tokens) - work.wanted + 1
@@ -143,4 +143,4 @@ class FakeDevice:
                 break
         self.recent[work.slot] = picked[-1]
         logprobs = [Logprob(token, -float(token) / 10) for token in picked]
-        return Picked(picked, logprobs, work.bad)
+        return TokenOutput(picked, logprobs, work.bad)

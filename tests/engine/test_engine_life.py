@@ -22,7 +22,7 @@ from lmworks.engine.core.model_runner import Runner
 from lmworks.engine.core.request import Piece, Request, Result, State
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Step
-from lmworks.engine.core.step_output import Picked
+from lmworks.engine.core.step_output import TokenOutput
 from lmworks.engine.grammars.grammar import grammar
 from lmworks.engine.offline import Offline
 from lmworks.model import GPT
@@ -56,10 +56,10 @@ class Typist(Diary):
 
     script: list[int] = field(default_factory=list)
 
-    def pick(self, work: Work, tokens: list[int]) -> Picked:
+    def pick(self, work: Work, tokens: list[int]) -> TokenOutput:
         token = self.script[(work.start + len(tokens) - 1) % len(self.script)]
         self.recent[work.slot] = token
-        return Picked([token])
+        return TokenOutput([token])
 
 
 def result_of(engine: Engine, request: Request) -> Result:
@@ -212,7 +212,7 @@ class Spoiling(FakeDevice):
         spoils = 49 in tokens or not self.spoilt.isdisjoint(places[: work.start])
         (self.spoilt.update if spoils else self.spoilt.difference_update)(places[work.start :])
 
-    def pick(self, work: Work, tokens: list[int]) -> Picked:
+    def pick(self, work: Work, tokens: list[int]) -> TokenOutput:
         bad = not self.spoilt.isdisjoint(self.places(work, work.start + len(tokens)))
         return replace(super().pick(work, tokens), bad=bad)
 

@@ -77,7 +77,7 @@ class Guesser:
         for each in sequences:
             if each.computed == len(each.tokens) - 1 and each.known == len(each.tokens):
                 truth = alone(each.tokens, each.seed, self.draw.randrange(4), VOCAB)
-                each.guesses = [t if self.draw.random() < 0.7 else self.draw.randrange(VOCAB) for t in truth]
+                each.draft_tokens = [t if self.draw.random() < 0.7 else self.draw.randrange(VOCAB) for t in truth]
 
 
 @dataclass

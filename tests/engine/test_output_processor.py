@@ -12,7 +12,7 @@ from lmworks.data.tokenizer import ByteTokenizer, Tokenizer
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.request import Request, Result
 from lmworks.engine.core.sampling_params import SamplingParams
-from lmworks.engine.core.step_output import Picked
+from lmworks.engine.core.step_output import TokenOutput
 from lmworks.spec import EngineSpec
 
 SPEC = EngineSpec(block=4, blocks=64, context=64, max_seqs=8, max_batch_tokens=32)
@@ -27,9 +27,9 @@ class Script(FakeDevice):
 
     script: list[int] = field(default_factory=list)
 
-    def pick(self, work: Work, tokens: list[int]) -> Picked:
+    def pick(self, work: Work, tokens: list[int]) -> TokenOutput:
         self.recent[work.slot] = self.script[(work.start + len(tokens) - 1) % len(self.script)]
-        return Picked([self.recent[work.slot]])
+        return TokenOutput([self.recent[work.slot]])
 
 
 def written(script: list[int], params: SamplingParams, stream: bool, tokenizer: Tokenizer = SENTENCES) -> Result:

@@ -35,7 +35,7 @@ def read(scheduler: Scheduler, step: Step) -> None:
     for chunk in step.chunks:
         sequence = chunk.sequence
         if chunk.wanted and sequence.state is not State.DONE:
-            picked = [*sequence.guesses[: chunk.wanted - 1], next(fresh)]
+            picked = [*sequence.draft_tokens[: chunk.wanted - 1], next(fresh)]
             sequence.tokens[chunk.place :] = picked
             sequence.known = len(sequence.tokens)
             if sequence.known == sequence.limit:
@@ -264,12 +264,12 @@ def test_guesses_take_what_the_step_has_room_for() -> None:
     request = add(scheduler, 4, answer=8)
     run(scheduler)
     [sequence] = request.sequences
-    sequence.guesses = [1, 2, 3, 4, 5, 6]
+    sequence.draft_tokens = [1, 2, 3, 4, 5, 6]
     step = scheduler.schedule()
-    assert shape(step, request) == [(0, 4, 4, 4)] and sequence.guesses == [1, 2, 3]  # the budget
+    assert shape(step, request) == [(0, 4, 4, 4)] and sequence.draft_tokens == [1, 2, 3]  # the budget
     read(scheduler, step)
     sequence.computed = 8
-    sequence.guesses = [1, 2, 3]
+    sequence.draft_tokens = [1, 2, 3]
     step = scheduler.schedule()
     assert shape(step, request) == [(0, 8, 3, 3)]  # of 12 tokens 9 are there: two guesses and one more token
 
@@ -279,7 +279,7 @@ def test_guesses_take_no_token_of_those_who_answer_too() -> None:
     requests = [add(scheduler, 1, answer=20) for _ in range(4)]
     run(scheduler)
     for request in requests:
-        request.sequences[0].guesses = [1, 2, 3, 4]
+        request.sequences[0].draft_tokens = [1, 2, 3, 4]
     assert shape(scheduler.schedule(), *requests) == [(1, 1, 1, 1), (2, 1, 1, 1), (3, 1, 1, 1), (0, 1, 3, 3)]
 
 
@@ -287,7 +287,7 @@ def test_nobody_is_preempted_for_a_guess() -> None:
     scheduler = make(blocks=4, block=2)
     first, second = add(scheduler, 3, answer=5), add(scheduler, 3, answer=5)
     run(scheduler)
-    first.sequences[0].guesses = [1, 2, 3]
+    first.sequences[0].draft_tokens = [1, 2, 3]
     step = scheduler.schedule()
     assert scheduler.preemptions == 0
     assert sorted(shape(step, first, second)) == [(0, 3, 1, 1), (1, 3, 1, 1)]
@@ -298,7 +298,7 @@ def test_a_guess_takes_no_block_that_another_token_needs() -> None:
     scheduler = make(blocks=5, block=2)
     first, second = add(scheduler, 3, answer=5), add(scheduler, 4, answer=4)
     run(scheduler)
-    first.sequences[0].guesses = [1, 2, 3]
+    first.sequences[0].draft_tokens = [1, 2, 3]
     step = scheduler.schedule()
     assert scheduler.preemptions == 0
     assert sorted(shape(step, first, second)) == [(0, 3, 1, 1), (1, 4, 1, 1)]

@@ -88,9 +88,9 @@ def test_the_longest_match_is_found() -> None:
             text.append(draw.choice([draw.randrange(8), text[len(text) // 2] if text else 0]))
             if draw.random() < 0.5:  # several tokens may have come since the last guess
                 continue
-            guess = lookup.guess([*text, *[UNKNOWN] * draw.randrange(2)], len(text), 4)
-            assert guess == looked_up(text, 4)
-            found += bool(guess)
+            drafted = lookup.propose([*text, *[UNKNOWN] * draw.randrange(2)], len(text), 4)
+            assert drafted == looked_up(text, 4)
+            found += bool(drafted)
     assert found > 500
 
 
@@ -105,11 +105,11 @@ def test_a_guess_costs_the_same_in_a_long_text() -> None:
             return super().__getitem__(index)
 
     lookup, text = Lookup(), Counted([7] * 20_000)
-    lookup.guess(text, len(text), 4)
+    lookup.propose(text, len(text), 4)
     Counted.reads = 0
     for _ in range(10):
         text.append(7)
-        assert lookup.guess(text, len(text), 4) == [7] * 4
+        assert lookup.propose(text, len(text), 4) == [7] * 4
     assert Counted.reads < 10 * (2 * ngram.CHAIN * ngram.LONGEST + 20)
 
 
@@ -294,7 +294,7 @@ def test_a_planted_bias_is_seen(planted: Any, monkeypatch: pytest.MonkeyPatch) -
     assert fit < 1e-6
 
 
-def judged_alone(amount: float, guess: Any = draw_guess, rule: Any = judge) -> tuple[float, float, float]:
+def judged_alone(amount: float, propose: Any = draw_guess, rule: Any = judge) -> tuple[float, float, float]:
     """How well 40,000 tokens fit p, how many of them are the guess, and how many can be: Σ min(p, q)."""
     luck = torch.Generator().manual_seed(2)
     logits = torch.randn(12, generator=luck)
@@ -302,7 +302,7 @@ def judged_alone(amount: float, guess: Any = draw_guess, rule: Any = judge) -> t
     q = (logits + amount * torch.randn(12, generator=luck)).softmax(0)
     seeds, places = torch.arange(40_000), torch.arange(40_000) % 7
     many = p.expand(len(seeds), -1), q.expand(len(seeds), -1)
-    guesses = guess(many[1], seeds, places)
+    guesses = propose(many[1], seeds, places)
     tokens = rule(*many, guesses, seeds, places)
     seen, expected = np.bincount(tokens.numpy(), minlength=12), p.double().numpy() * len(seeds)
     fit = 0.0 if seen[3] else chi_square(np.delete(seen, 3), np.delete(expected, 3))
@@ -422,7 +422,7 @@ class Moody:
             ready = self.on and sequence.known == len(sequence.tokens) == sequence.computed + 1
             right = self.truth[sequence.seed][sequence.known - sequence.prompt :]
             wrong = [self.draw.randrange(self.vocab) for _ in range(3)]
-            sequence.guesses = (right[: self.draw.randrange(4)] + wrong)[:3] if ready else []
+            sequence.draft_tokens = (right[: self.draw.randrange(4)] + wrong)[:3] if ready else []
 
 
 def test_guessing_may_stop_while_a_step_is_under_way() -> None:

@@ -32,8 +32,8 @@ def chunk_of(draw: random.Random, sequence: Sequence, kind: str) -> Chunk:
         sequence.tokens[last] = draw.choice([UNKNOWN, 5])
         return Chunk(sequence, last, 1, 1)
     if kind == "guesses":
-        sequence.guesses = [draw.randrange(VOCAB) for _ in range(draw.randrange(1, GUESSES + 1))]
-        return Chunk(sequence, last, 1 + len(sequence.guesses), 1 + len(sequence.guesses))
+        sequence.draft_tokens = [draw.randrange(VOCAB) for _ in range(draw.randrange(1, GUESSES + 1))]
+        return Chunk(sequence, last, 1 + len(sequence.draft_tokens), 1 + len(sequence.draft_tokens))
     start = draw.randrange(last)
     count = draw.randrange(2, last - start + 2)
     return Chunk(sequence, start, count, int(start + count > last))
@@ -53,7 +53,7 @@ def check(batch: Batch, step: Step, frame: Layout) -> None:
             tables.append((0, []))
         else:
             sequence, end = chunk.sequence, chunk.start + chunk.count
-            text = [*sequence.tokens, *sequence.guesses]
+            text = [*sequence.tokens, *sequence.draft_tokens]
             for place in range(chunk.start, end):
                 if place >= end - chunk.wanted:
                     at.append(len(tokens))

@@ -13,7 +13,7 @@ from lmworks.bench.train import drawn_on, one_step
 from lmworks.plan.memory.sheet import memory
 from lmworks.spec import load_run
 from lmworks.train import Trainer
-from lmworks.train.prefetcher import Feed
+from lmworks.train.prefetcher import Prefetcher
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ def run(folder: Path, *changes: str) -> tuple[list[float], int, int]:
     trainer = Trainer(spec, folder, quiet=True)
     trainer.weights = drawn_on(trainer.device, 0)
     trainer.build()
-    with closing(Feed(trainer.batches, 0, trainer.device)) as trainer.feed:
+    with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.feed:
         losses = [one_step(trainer, 6 - step) for step in range(3)]
         torch.cuda.reset_peak_memory_stats()
         losses += [one_step(trainer, 3 - step) for step in range(3)]

@@ -17,7 +17,7 @@ from lmworks.spec import RunSpec
 from lmworks.train import Trainer
 from lmworks.train.async_step import look_ahead, started
 from lmworks.train.health.bad_step import Health
-from lmworks.train.prefetcher import Feed
+from lmworks.train.prefetcher import Prefetcher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,7 +65,7 @@ def test_nothing_waits_before_the_figures_are_read(family: str, kept: str, docum
     spec = make_run(model=FAMILIES[family], precision=precision)
     spec = spec.replace(data=spec.data.replace(document_mask=documents))
     trainer = built(spec, tmp_path / "run")
-    with closing(Feed(trainer.batches, 0, trainer.device)) as trainer.feed:
+    with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.feed:
         for _ in range(2):  # states, workspaces and compiled kernels come with the first steps
             trainer.train_step(trainer.feed.take(trainer.cursor, 9))
             trainer.step += 1
@@ -88,7 +88,7 @@ def test_looking_ahead_changes_neither_losses_nor_memory(tmp_path: Path, monkeyp
         monkeypatch.setattr(Trainer, "looks_ahead", name == "ahead")
         before = torch.cuda.memory_allocated()
         trainer = built(make_run().replace(deterministic=True), tmp_path / name)
-        with closing(Feed(trainer.batches, 0, trainer.device)) as trainer.feed:
+        with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.feed:
             losses = [one_step(trainer, left) for left in (9, 8, 7)]
             assert (trainer.ahead is not None) == (name == "ahead")
             torch.cuda.reset_peak_memory_stats()
@@ -103,7 +103,7 @@ def test_looking_ahead_changes_neither_losses_nor_memory(tmp_path: Path, monkeyp
 
 def test_a_batch_comes_through_the_side_stream_whole(tmp_path: Path) -> None:
     trainer = built(make_run(), tmp_path / "run")
-    with closing(Feed(trainer.batches, 0, trainer.device)) as feed:
+    with closing(Prefetcher(trainer.batches, 0, trainer.device)) as feed:
         for cursor in range(6):
             here = feed.take(cursor, 6)
             feed.prepare(cursor + 1)
@@ -119,7 +119,7 @@ def test_a_step_that_was_held_for_nothing_is_the_step_that_was_not(
     losses = []
     for name in ("launched", "held"):
         trainer = built(make_run().replace(deterministic=True), tmp_path / name)
-        with closing(Feed(trainer.batches, 0, trainer.device)) as trainer.feed:
+        with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.feed:
             losses.append([one_step(trainer, left) for left in (5, 4, 3, 2, 1)])
         monkeypatch.setattr(Health, "limits", lambda _: (-1.0, -1.0))
     torch.use_deterministic_algorithms(False)

@@ -24,7 +24,7 @@ from lmworks.spec import LMWorksError, RunSpec
 from lmworks.train import Trainer, step
 from lmworks.train.async_step import look_ahead, may_look_ahead, stands_alone
 from lmworks.train.health.bad_step import Health
-from lmworks.train.prefetcher import Feed
+from lmworks.train.prefetcher import Prefetcher
 from lmworks.train.restart import Detours
 from tiny import Crash, before_step, built, crash, curve, differences, events, live, make_spec, saved, train
 from unhealthy import WATCH, as_it_is, see_data, spoil_output
@@ -77,7 +77,7 @@ def ends_alike(spec: RunSpec, folder: Path, prepare: Prepare = lambda _: None) -
 
 def ready(spec: RunSpec, folder: Path) -> Trainer:
     trainer = built(spec, folder)
-    trainer.feed = Feed(trainer.batches, 0, trainer.device)
+    trainer.feed = Prefetcher(trainer.batches, 0, trainer.device)
     return trainer
 
 

@@ -16,7 +16,7 @@ from lmworks.data import Batch, Batches
 from lmworks.train.device import grow_segments
 from lmworks.train.health.bad_step import Health
 from lmworks.train.health.spikes import height, limit
-from lmworks.train.prefetcher import Feed
+from lmworks.train.prefetcher import Prefetcher
 from lmworks.train.step_scalars import make_gate
 from tiny import built, curve, differences, live, make_spec, saved, steps_of, train
 from unhealthy import WATCH
@@ -169,9 +169,9 @@ def test_a_held_update_leaves_weights_states_and_counts(dataset: Path, tmp_path:
 
 
 @pytest.fixture
-def feed(dataset: Path) -> Iterator[Feed]:
+def feed(dataset: Path) -> Iterator[Prefetcher]:
     spec = make_spec(dataset)
-    feed = Feed(Batches(spec.data, seed=0), 0, CPU)
+    feed = Prefetcher(Batches(spec.data, seed=0), 0, CPU)
     yield feed
     feed.close()
 
@@ -182,7 +182,7 @@ def same(one: list[Batch], other: list[Batch]) -> bool:
     )
 
 
-def test_a_prepared_batch_is_the_one_that_is_taken(feed: Feed) -> None:
+def test_a_prepared_batch_is_the_one_that_is_taken(feed: Prefetcher) -> None:
     opened: list[int] = []
     stream = feed.batches.stream
     feed.batches.stream = lambda start, *rest: [opened.append(start), stream(start, *rest)][1]  # type: ignore
@@ -200,7 +200,7 @@ def test_a_prepared_batch_is_the_one_that_is_taken(feed: Feed) -> None:
     assert not feed.ready and opened == [3, 9]
 
 
-def test_what_cannot_be_prepared_fails_when_it_is_taken(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_prepared_fails_when_it_is_taken(feed: Prefetcher, monkeypatch: pytest.MonkeyPatch) -> None:
     feed.take(0, 5)
     at = feed.batches.at
     monkeypatch.setattr(feed.batches, "at", lambda cursor: (_ for _ in ()).throw(OSError(f"no {cursor}")))

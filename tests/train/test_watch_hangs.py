@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from lmworks.parallel import world
 from lmworks.parallel.local_ranks import RankFailed, join_group, on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.store_mailbox import Board
+from lmworks.parallel.store_mailbox import StoreMailbox
 from lmworks.parallel.world import explained, join
 from lmworks.record import RunFolder, phase
 from lmworks.record.hang import read_reports
@@ -73,7 +73,7 @@ def stop_itself(rank: int, mesh: Mesh) -> None:
 def stop_the_store(rank: int, mesh: Mesh) -> None:
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
-    board = Board("test", rank, 2)
+    board = StoreMailbox("test", rank, 2)
     for number in range(2**30):
         board.put(number, "")
 

@@ -104,10 +104,10 @@ class WatchedStep:
 
     def read(self) -> Any:
         began = time.perf_counter()
-        picked = self.inner.read()
+        token_output = self.inner.read()
         self.taken.ended = time.perf_counter()
         self.taken.waited = self.taken.ended - began
-        return picked
+        return token_output
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from ..train.async_step import drop
 from ..train.device import find_gpu
 from ..train.health.bad_step import NotTaken
 from ..train.oom import naming
-from ..train.prefetcher import Feed
+from ..train.prefetcher import Prefetcher
 from ..train.profile import recorder
 from .kernel_timing import device_name, memory_bytes
 from .power import watched_power
@@ -111,8 +111,8 @@ def take_steps(trainer: Trainer, steps: int, kernels: bool, progress: Progress =
     trainer.build()
     total = WARM_UP + steps + 1  # a run's last step launches none ahead, and ends by as much sooner: it is not timed
     losses, ends, waits = [], [], []
-    feed = Feed(trainer.batches, trainer.spec.data.workers, device)
-    with closing(feed) as trainer.feed, watched_power(device) as power:
+    prefetcher = Prefetcher(trainer.batches, trainer.spec.data.workers, device)
+    with closing(prefetcher) as trainer.prefetcher, watched_power(device) as power:
         for number in range(total):
             with ExitStack() as stack:
                 if number == WARM_UP and device.type == "cuda":
@@ -142,8 +142,8 @@ def take_steps(trainer: Trainer, steps: int, kernels: bool, progress: Progress =
 
 def one_step(trainer: Trainer, left: int) -> float:
     """As the training loop takes it, which leaves the passes of the next one under way; returns the loss."""
-    assert trainer.feed is not None
-    values = trainer.train_step(trainer.feed.take(trainer.cursor, left))
+    assert trainer.prefetcher is not None
+    values = trainer.train_step(trainer.prefetcher.take(trainer.cursor, left))
     trainer.step += 1
     trainer.cursor += 1
     return float(values["loss"])

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..parallel.store_mailbox import Board, BoardGone
+from ..parallel.store_mailbox import MailboxGone, StoreMailbox
 from ..parallel.world import from_lead, is_lead, together
 from ..record import phase
 from ..spec import CheckpointError
@@ -90,7 +90,7 @@ class Background:
         self.writer = together(self.start)
         self.count = 0
         self.flight: Flight | None = None
-        self.board = Board(f"save/{from_lead(time.time_ns)}", self.rank, self.world)  # another for every run
+        self.mailbox = StoreMailbox(f"save/{from_lead(time.time_ns)}", self.rank, self.world)  # another for every run
 
     def start(self) -> Writer:
         index = self.plan.index if self.lead else b""
@@ -157,14 +157,14 @@ class Background:
         if flight is None:
             return None
         try:
-            return self.go_on(flight, patience_s)
-        except BoardGone as gone:
+            return self.continue_after(flight, patience_s)
+        except MailboxGone as gone:
             if self.lead:
                 return self.give_up(flight, str(gone))
             self.flight = None
             return None
 
-    def go_on(self, flight: Flight, patience_s: float) -> Ended | None:
+    def continue_after(self, flight: Flight, patience_s: float) -> Ended | None:
         if self.writer.busy:
             answer = self.writer.answer(patience_s)
             if answer is None:
@@ -173,7 +173,7 @@ class Background:
             self.revive()
             if flight.files is not None:
                 return self.sealed(flight, answer)
-            self.board.put(flight.number, as_message(answer, self.rank))
+            self.mailbox.put(flight.number, as_message(answer, self.rank))
             if not self.lead:
                 self.flight = None
                 return None
@@ -190,10 +190,10 @@ class Background:
 
     def gather(self, flight: Flight, patience_s: float) -> Ended | None:
         """The lead: once every rank has said how it fared, seal, or give up."""
-        if not self.board.complete(flight.number):
+        if not self.mailbox.complete(flight.number):
             time.sleep(patience_s)
             return None
-        return self.conclude(flight, self.board.take(flight.number))
+        return self.conclude(flight, self.mailbox.take(flight.number))
 
     def conclude(self, flight: Flight, messages: list[str]) -> Ended | None:
         """The lead, once it has the word of every rank."""

@@ -68,20 +68,20 @@ class MoE(nn.Module):
         with torch.no_grad():
             scores = probs if self.choice_bias is None else probs + self.choice_bias
             chosen = scores.topk(self.top_k, dim=-1).indices  # (tokens, top_k)
-            picked = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, chosen, True).view(*x.shape[:2], -1)
-            counts = picked.sum(dim=1)  # (batch, experts)
+            selected = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, chosen, True).view(*x.shape[:2], -1)
+            counts = selected.sum(dim=1)  # (batch, experts)
         weights = probs.gather(-1, chosen)
         weights = (weights / weights.sum(dim=-1, keepdim=True)).type_as(flat)
-        balance = self.imbalance(probs.view_as(picked), counts) if self.balance_loss else None
+        balance = self.imbalance(probs.view_as(selected), counts) if self.balance_loss else None
         weights = Account.apply(weights, balance, counts.sum(dim=0), self)
 
         goal, taken = chosen.flatten(), counts
         limited = self.capacity > 0 and self.training and torch.is_grad_enabled()
         if limited:  # a pair that is dropped goes behind all experts
             limit = math.ceil(self.capacity * x.shape[1] * self.top_k / self.experts)
-            inside = picked.cumsum(dim=1) <= limit
+            inside = selected.cumsum(dim=1) <= limit
             goal = torch.where(inside.flatten(0, 1).gather(-1, chosen).flatten(), goal, self.experts)
-            taken = (picked & inside).sum(dim=1)
+            taken = (selected & inside).sum(dim=1)
         order = goal.argsort(stable=True)  # (token, choice) pairs, expert after expert
         back = order.argsort()
         rows = Rows.apply(flat, order, back, self.top_k, compute_dtype(flat))  # (pairs, hidden)

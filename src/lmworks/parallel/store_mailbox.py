@@ -13,18 +13,18 @@ from . import elastic_agent
 T = TypeVar("T")
 
 
-class BoardGone(LMWorksError):
+class MailboxGone(LMWorksError):
     """Whoever hosts the store has ended."""
 
     def __init__(self) -> None:
         super().__init__("the store in which ranks tell of their saves is gone with the agent that started them")
 
 
-class Board:
+class StoreMailbox:
     """`put` once a rank and number; the lead looks whether it is `complete`, and then may `take` it. Alone, a variable.
 
     Whoever hosts the store answers: where that process is stopped, a rank waits here for it, as for any other; where it
-    has ended, each of these raises `BoardGone`.
+    has ended, each of these raises `MailboxGone`.
     """
 
     def __init__(self, name: str, rank: int, world: int) -> None:
@@ -38,11 +38,11 @@ class Board:
 
     def ask(self, call: Callable[..., T], *arguments: Any) -> T:
         if elastic_agent.gone():
-            raise BoardGone
+            raise MailboxGone
         try:
             return call(*arguments)
         except RuntimeError:  # DistError among them, with a C++ stack for its text
-            raise BoardGone from None
+            raise MailboxGone from None
 
     def put(self, number: int, message: str) -> None:
         if self.store is None:

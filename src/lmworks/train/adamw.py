@@ -1,8 +1,8 @@
-"""The optimizer of weights or moments that are kept in 16 bits: AdamW, or plain SGD, over `kernels.training.adamw`.
+"""AdamW (or plain SGD) with weights or optimizer state in 16 bits, over `kernels.training.adamw`.
 
-States have the names of PyTorch's AdamW (`step`, `exp_avg`, `exp_avg_sq`), so that a checkpoint of the one can be read
-by the other; `low` are the bits that make a bf16 weight an fp32 number. They are made with the optimizer, not with its
-first step.
+The optimizer state has the names of PyTorch's AdamW (`step`, `exp_avg`, `exp_avg_sq`), so that a checkpoint of the one
+can be read by the other; `low` are the bits that make a bf16 weight an fp32 number. They are made with the optimizer,
+not with its first step.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from ..data import Batch, Batches
 
 
-class Feed:
+class Prefetcher:
     """Reads ahead as long as the cursor moves by one; where it jumps, the stream is opened anew.
 
     On a GPU a batch goes through pinned memory on a stream of its own: `prepare` the next one while the device

@@ -42,7 +42,7 @@ from .health.corruption import check_replicas
 from .health.finite import check_state
 from .oom import named, naming
 from .optim import make_optimizer
-from .prefetcher import Feed
+from .prefetcher import Prefetcher
 from .profile import Profiler
 from .progress import Progress
 from .restart import Detours, chosen_step, has_rewound, note_restart, over_started, patience_s, who_runs
@@ -60,7 +60,7 @@ from .watch import watching
 class Trainer(Stepper):
     """`Trainer(spec, run_dir).run()` starts a run, `Trainer.resume(run_dir).run()` goes on with one."""
 
-    feed: Feed | None = None  # while it loops
+    prefetcher: Prefetcher | None = None  # while it loops
     begin_at: int | None = None  # the step to resume from, where one was chosen
     began: int | None = None  # the step after which this start goes on
 
@@ -218,11 +218,11 @@ class Trainer(Stepper):
             raise cause from error
 
     def loop(self) -> Evaluation:
-        with closing(Feed(self.batches, self.spec.data.workers, self.device)) as feed:
-            self.feed = feed
-            return self.steps(feed)
+        with closing(Prefetcher(self.batches, self.spec.data.workers, self.device)) as prefetcher:
+            self.prefetcher = prefetcher
+            return self.steps(prefetcher)
 
-    def steps(self, feed: Feed) -> Evaluation:
+    def steps(self, prefetcher: Prefetcher) -> Evaluation:
         spec = self.spec
         evaluation = None
         save_s = ended = 0.0
@@ -230,7 +230,7 @@ class Trainer(Stepper):
             self.saving.poll()
             began = time.perf_counter() if self.ahead is None else ended  # since then the device is at it
             try:
-                values = self.next_step(feed)
+                values = self.next_step(prefetcher)
                 last = self.step == spec.optim.steps
                 saved = last or self.stop_asked or (spec.checkpoint.every and self.step % spec.checkpoint.every == 0)
                 if self.stop_asked:
@@ -257,12 +257,12 @@ class Trainer(Stepper):
         self.event("finish")
         return evaluation or self.evaluate()
 
-    def next_step(self, feed: Feed) -> dict[str, Any]:
+    def next_step(self, prefetcher: Prefetcher) -> dict[str, Any]:
         """Wait for the batch that the cursor stands at, and train on it."""
         began = time.perf_counter()
         phase.enter("data", self.step + 1)
         self.pass_by()
-        batches = feed.take(self.cursor, self.spec.optim.steps - self.step)
+        batches = prefetcher.take(self.cursor, self.spec.optim.steps - self.step)
         waited = time.perf_counter() - began
         with self.profiler.step(self.step + 1):
             values = self.train_step(batches)
@@ -276,21 +276,21 @@ class Trainer(Stepper):
         return self.device.type == "cuda" and may_look_ahead(self.spec)
 
     def following(self) -> Sequence[Batch] | None:
-        if self.feed is None or not self.looks_ahead:
+        if self.prefetcher is None or not self.looks_ahead:
             return None
         step, cursor = self.step + 1, self.cursor + 1  # as they are when this step is over
         if stands_alone(self.spec, step) or self.detours.due(step + 1, cursor):
             return None
         phase.enter("data", step + 1)
-        batches = self.feed.coming(cursor)
+        batches = self.prefetcher.coming(cursor)
         if batches is None:  # this step is what is waited for
             phase.enter("optimizer", step)
         return batches
 
     def meanwhile(self) -> None:
         """Read the next batch while a GPU computes this one; a CPU would only do the one before the other."""
-        if self.device.type == "cuda" and self.feed is not None:
-            self.feed.prepare(self.cursor + (1 if self.ahead is None else 2))
+        if self.device.type == "cuda" and self.prefetcher is not None:
+            self.prefetcher.prepare(self.cursor + (1 if self.ahead is None else 2))
 
     def pass_by(self) -> None:
         """Move on past batches that are not to be trained on."""

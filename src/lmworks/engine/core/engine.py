@@ -27,14 +27,14 @@ from .output_processor import Ending, close, prepare, push, refusal, result, unp
 from .request import UNKNOWN, Logprob, Piece, Request, Sequence, State
 from .sampling_params import SEEDS
 from .scheduler import Chunk, Scheduler, Step
-from .step_output import Picked, PromptLogprobs
+from .step_output import PromptLogprobs, TokenOutput
 
 DRIVEN = "an AsyncEngine drives it; ask that one, or close it first"
 NEXT_SEED = 0x1E3779B97F4A7C15  # between the seeds of a request's answers: odd, so all differ
 
 
 class Launched(Protocol):
-    def read(self) -> list[Picked]:
+    def read(self) -> list[TokenOutput]:
         """Waits for the step; in the order of its chunks that want logits."""
         ...
 
@@ -232,8 +232,8 @@ class Engine:
         """Whether the next step is not made before the tokens of the one under way are known."""
         if self.shaped or self.speculator is None:
             return bool(self.shaped)
-        guessed = any(chunk.wanted > 1 for chunk in under_way.chunks)
-        return guessed or self.speculator.active(self.scheduler.running)
+        drafted = any(chunk.wanted > 1 for chunk in under_way.chunks)
+        return drafted or self.speculator.active(self.scheduler.running)
 
     def land(self) -> None:
         """Reads the step that is under way."""
@@ -247,30 +247,30 @@ class Engine:
             self.note_prompt(found)
         now = time.monotonic()
         wanting = (chunk for chunk in flight.step.chunks if chunk.wanted)
-        for chunk, picked in zip(wanting, picks, strict=True):
+        for chunk, token_output in zip(wanting, picks, strict=True):
             if chunk.sequence.state is not State.DONE and chunk.sequence not in flight.void:
-                self.accept(chunk, picked, now)
+                self.accept(chunk, token_output, now)
 
     def note_prompt(self, found: PromptLogprobs) -> None:
         """A prompt that is computed again, after a preemption, gives the same ones again."""
         request = found.sequence.request
         request.prompt_logprobs[found.first : found.first + len(found.logprobs)] = found.logprobs
 
-    def accept(self, chunk: Chunk, picked: Picked, now: float) -> None:
+    def accept(self, chunk: Chunk, token_output: TokenOutput, now: float) -> None:
         """Tokens of a sequence have become known."""
         sequence = chunk.sequence
-        if picked.bad:
+        if token_output.bad:
             self.reject(sequence)
             return
         place = chunk.place
         if chunk.wanted > 1:
             # Guesses that were refused lie in the cache behind `computed`, and are written over.
-            sequence.computed = chunk.start + len(picked.tokens)
-            sequence.tokens[place:] = [UNKNOWN] * len(picked.tokens)
+            sequence.computed = chunk.start + len(token_output.tokens)
+            sequence.tokens[place:] = [UNKNOWN] * len(token_output.tokens)
             self.metrics.proposed_guesses += chunk.wanted - 1
-            self.metrics.accepted_guesses += len(picked.tokens) - 1
+            self.metrics.accepted_guesses += len(token_output.tokens) - 1
         shown, ending, taken = "", None, 0
-        for token in picked.tokens:
+        for token in token_output.tokens:
             sequence.tokens[place + taken] = token
             taken += 1
             sequence.known = place + taken
@@ -278,13 +278,13 @@ class Engine:
             shown += text
             if ending is not None:
                 break
-        logprobs = (picked.logprobs or [])[:taken]
+        logprobs = (token_output.logprobs or [])[:taken]
         sequence.logprobs += logprobs
         self.metrics.note_tokens(sequence, taken, now)
         if ending is not None:
-            self.finish(sequence, ending, picked.tokens[:taken], shown, logprobs)
+            self.finish(sequence, ending, token_output.tokens[:taken], shown, logprobs)
         elif sequence.request.stream:
-            self.outbox.append(Piece(sequence.request, sequence.index, picked.tokens[:taken], shown, logprobs))
+            self.outbox.append(Piece(sequence.request, sequence.index, token_output.tokens[:taken], shown, logprobs))
 
     def reject(self, sequence: Sequence) -> None:
         """No token could be picked for it. Where that may be the fault of what others had computed, it tries once more.

@@ -59,8 +59,8 @@ def frame_with_prompts(step: Step, prompts: Prompts, seqs: int) -> Layout | None
     """That of a step that computes prompts too, where up to `seqs` may decode; None where none would pay."""
     counts = [chunk.count for chunk in step.chunks if chunk.count > 1]
     singles = len(step.chunks) - len(counts)
-    guessing = any(chunk.wanted > 1 for chunk in step.chunks)
-    if guessing or not counts or max(chunk.start + chunk.count for chunk in step.chunks) > CONTEXT:
+    drafting = any(chunk.wanted > 1 for chunk in step.chunks)
+    if drafting or not counts or max(chunk.start + chunk.count for chunk in step.chunks) > CONTEXT:
         return None
     places = not_below(PROMPTS, len(counts))
     room = not_below(prompts.rooms, max(sum(counts), 2 * places))

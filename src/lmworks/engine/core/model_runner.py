@@ -20,7 +20,7 @@ from ...spec import EngineSpec, ModelSpec, SpecError
 from ..grammars.grammar import Grammars
 from ..lora.adapters import Adapters
 from ..quantization.drift import DriftMonitor
-from ..speculative.draft_model import Draft, Guessed
+from ..speculative.draft_model import Draft, Drafted
 from .attention_backend import Paged
 from .cuda_graphs import Graphs, recorded_as
 from .fusion import fuse
@@ -181,19 +181,19 @@ class Runner:
         asked = asked_of(step.chunks)
         if self.graphs is not None and not asked and (frame := self.frame(self.graphs, step)):
             found, batch = self.replay(self.graphs, frame, step, wants, mask)
-            return self.launched(picking, found, [], None, guesses_of(batch, picking))
+            return self.launched(picking, found, [], None, draft_tokens_of(batch, picking))
         buffer, layout = self.packer.pack(step)
         if self.ranks is not None:
             self.ranks.tell(step, buffer, layout, asked, self.draft is not None, adapters)
         batch = unpack(buffer.to(self.device, non_blocking=True), layout)
-        guessed = None if self.draft is None else self.draft.guess(step, batch, wants)
-        if self.ranks is not None and guessed is not None:
+        drafted = None if self.draft is None else self.draft.propose(step, batch, wants)
+        if self.ranks is not None and drafted is not None:
             self.ranks.share(batch.tokens)
         states = self.states(batch)
         invariant = self.spec.batch_invariant
         prompt = prompt_logprobs(self.model, self.valid_vocab, states, asked, invariant) if asked else None
-        sampled = self.pick(states, batch, wants, mask, guessed) if picking else None
-        return self.launched(picking, sampled, asked, prompt, guesses_of(batch, picking))
+        sampled = self.pick(states, batch, wants, mask, drafted) if picking else None
+        return self.launched(picking, sampled, asked, prompt, draft_tokens_of(batch, picking))
 
     def choose(self, adapters: np.ndarray | None) -> None:
         """The adapter of each token of a step, where there are any."""
@@ -216,13 +216,13 @@ class Runner:
         buffer, layout = self.packer.pack(step, frame)
         buffer = graphs.buffer[: layout.size].copy_(buffer, non_blocking=True)
         batch = unpack(buffer, layout)
-        guessed = None if self.draft is None else self.draft.guess(step, batch, wants)
-        whole = wants.plain and mask is None and guessed is None
+        drafted = None if self.draft is None else self.draft.propose(step, batch, wants)
+        whole = wants.plain and mask is None and drafted is None
         result = graphs.run(buffer, layout, recorded_as(wants) if whole else None)
         if isinstance(result, Sampled):
             return result, batch
         sampled = self.sample(result[:rows], batch.rows[:rows], batch.places[:rows], wants, mask)
-        return self.judged(sampled, result[:rows], batch, guessed, wants), batch
+        return self.judged(sampled, result[:rows], batch, drafted, wants), batch
 
     def work(self, batch: Batch, wants: Wants | None) -> Tensor | Sampled:
         """What a graph holds: up to the logits, or with `wants` up to the tokens."""
@@ -247,15 +247,15 @@ class Runner:
         )
         return self.model.states(self.ids[batch.tokens], batch.positions, attend)
 
-    def pick(self, states: Tensor, batch: Batch, wants: Wants, mask: Tensor | None, guessed: Guessed | None) -> Sampled:
+    def pick(self, states: Tensor, batch: Batch, wants: Wants, mask: Tensor | None, drafted: Drafted | None) -> Sampled:
         logits = self.logits(states, batch)
         sampled = self.sample(logits, batch.rows, batch.places, wants, mask)
-        return self.judged(sampled, logits, batch, guessed, wants)
+        return self.judged(sampled, logits, batch, drafted, wants)
 
-    def judged(self, sampled: Sampled, logits: Tensor, batch: Batch, guessed: Guessed | None, wants: Wants) -> Sampled:
-        if self.draft is None or guessed is None:
+    def judged(self, sampled: Sampled, logits: Tensor, batch: Batch, drafted: Drafted | None, wants: Wants) -> Sampled:
+        if self.draft is None or drafted is None:
             return sampled
-        return self.draft.judged(sampled, logits, batch, guessed, wants)
+        return self.draft.judged(sampled, logits, batch, drafted, wants)
 
     def sample(self, logits: Tensor, rows: Tensor, places: Tensor, wants: Wants, mask: Tensor | None) -> Sampled:
         if self.spec.batch_invariant and self.synchronous:
@@ -280,13 +280,13 @@ class Runner:
         sampled: Sampled | None,
         asked: list[Asked],
         prompt: tuple[Tensor, Tensor | None, Tensor | None] | None,
-        guesses: Tensor | None,
+        draft_tokens: Tensor | None,
     ) -> Launched:
         """Send the results home. Copies to page-locked memory do not wait, and come before all later steps."""
         if self.synchronous:
-            return Launched(picking, sampled, asked, prompt, guesses, None)
+            return Launched(picking, sampled, asked, prompt, draft_tokens, None)
         arrived = torch.cuda.Event()
-        home = Launched(picking, sent_home(sampled), asked, sent_home(prompt), sent_home(guesses), arrived)
+        home = Launched(picking, sent_home(sampled), asked, sent_home(prompt), sent_home(draft_tokens), arrived)
         arrived.record()
         return home
 
@@ -301,7 +301,7 @@ def sent_home(results: Any) -> Any:
     return Sampled(*parts) if isinstance(results, Sampled) else tuple(parts)
 
 
-def guesses_of(batch: Batch, picking: list[Chunk]) -> Tensor | None:
+def draft_tokens_of(batch: Batch, picking: list[Chunk]) -> Tensor | None:
     """(rows): the token behind each row's own, which is the guess that the row speaks of (or nobody's)."""
     if batch.at is None or all(chunk.wanted == 1 for chunk in picking):
         return None

@@ -106,7 +106,7 @@ class Sequence:
     offered: int = 0  # of its blocks, put up for others to find
     rank: tuple[int, int, int] = (0, 0, 0)  # the scheduler's order: the smallest goes first
     slot: int = -1  # its row in the device's tables while it runs
-    guesses: list[int] = field(default_factory=list)  # tokens that speculation proposes to come next
+    draft_tokens: list[int] = field(default_factory=list)  # tokens that speculation proposes to come next
     logprobs: list[Logprob] = field(default_factory=list)
     preempted: int = 0
     given: int = 0  # tokens whose keys and values others had computed, when it was let in

@@ -1,18 +1,18 @@
-"""Who computes how many tokens in the next step: continuous batching under one budget of tokens.
+"""The scheduler: continuous batching with chunked prefill under one budget of tokens a step.
 
 **Order.** Every sequence has a rank, and ranks never change: rank = (step of arrival + AGEING · priority, arrival).
 So a level of priority is worth AGEING steps of waiting, no more: a request is overtaken only by those that arrive
 within AGEING · (difference of priorities) steps after it, which are finitely many.
 
-**A step.** First, running sequences go on: those that decode take one token each, then prompts that are being
-computed take what is left of the budget. Then waiting ones are let in by rank while blocks, slots and budget last;
-a long prompt is cut to what is left. Nobody is let in past a sequence that does not fit yet.
+**A step.** First the running sequences: those that decode take one token each, then prefills that are under way take
+what is left of the budget. Then waiting ones are admitted by rank while blocks, slots and budget last; a long prompt is
+cut to what is left (chunked prefill). None is admitted past a sequence that does not fit yet.
 
-**Room.** A sequence that is let in gets the blocks of all its tokens at once; blocks for its answer come one by one.
-When there are none left, the running sequence with the highest rank gives up its own, and waits to be computed
-again. An urgent request also takes the place of running ones that are both less urgent and of higher rank.
+**Preemption.** A sequence that is admitted gets the blocks of all its tokens at once; blocks for its answer come one by
+one. When there are none left, the running sequence with the highest rank is preempted: it gives up its blocks and waits
+to be computed again. An urgent request also preempts running ones that are both less urgent and of higher rank.
 
-**Nobody starves.** The unfinished sequence with the smallest rank is never preempted and never waits behind another,
+**No starvation.** The unfinished sequence with the smallest rank is never preempted and never waits behind another,
 and alone it fits the pool (requests that do not are refused), so it finishes; then the next is the smallest. What a
 preempted sequence had is found in the prefix cache as long as nobody needed the room.
 
@@ -126,14 +126,14 @@ class Scheduler:
         """Chunks of those that run, and what is left of the budget."""
         left = self.spec.max_batch_tokens
         chunks: list[Chunk] = []
-        guessing = any(sequence.guesses for sequence in self.running)
-        owed = sum(map(self.lacks_a_block, self.running)) if guessing else 0  # blocks for tokens, not for guesses
-        others = sum(map(answering, self.running)) if guessing else 0  # who have a token each to come, before any guess
+        drafting = any(sequence.draft_tokens for sequence in self.running)
+        owed = sum(map(self.lacks_a_block, self.running)) if drafting else 0  # blocks for tokens, not for guesses
+        others = sum(map(answering, self.running)) if drafting else 0  # who have a token each to come, before any guess
         for sequence in list(self.running):
             start = sequence.computed
             if left and sequence.state is State.RUNNING and answering(sequence):
-                owed -= guessing and self.lacks_a_block(sequence)
-                others -= guessing
+                owed -= drafting and self.lacks_a_block(sequence)
+                others -= drafting
                 count = 1 + self.use_guesses(sequence, left - 1 - others, owed)
                 if self.grow(sequence, start + count):
                     chunks.append(Chunk(sequence, start, count, count))
@@ -206,12 +206,12 @@ class Scheduler:
 
     def use_guesses(self, sequence: Sequence, left: int, owed: int) -> int:
         """Keeps as many guesses as the step has room for. Blocks that are owed to tokens stay: nobody is preempted."""
-        if not sequence.guesses:
+        if not sequence.draft_tokens:
             return 0
         room = (len(sequence.blocks) + self.pool.available - owed) * self.pool.size - len(sequence.tokens)
         most = min(left, room, sequence.limit - len(sequence.tokens) - 1)
-        sequence.guesses = sequence.guesses[: max(most, 0)]
-        return len(sequence.guesses)
+        sequence.draft_tokens = sequence.draft_tokens[: max(most, 0)]
+        return len(sequence.draft_tokens)
 
     def lacks_a_block(self, sequence: Sequence) -> bool:
         """Whether the token that it computes next needs another one."""
@@ -254,7 +254,7 @@ class Scheduler:
         self.let_go(sequence)
         sequence.state = State.WAITING
         sequence.computed = 0
-        sequence.guesses = []
+        sequence.draft_tokens = []
         sequence.preempted += 1
         self.preemptions += 1
         bisect.insort(self.waiting, sequence, key=RANK)

@@ -207,7 +207,7 @@ def tokens_of(chunks: list[Chunk]) -> list[int]:
         if chunk.count == 1:
             ids.append(sequence.tokens[chunk.start])
         elif chunk.wanted > 1:
-            ids += [sequence.tokens[chunk.start], *sequence.guesses]
+            ids += [sequence.tokens[chunk.start], *sequence.draft_tokens]
         else:
             ids += sequence.tokens[chunk.start : chunk.start + chunk.count]
     return ids

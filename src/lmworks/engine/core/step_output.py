@@ -17,7 +17,7 @@ LOGITS_AT_ONCE = 2**25  # elements of one chunk of a prompt's logits: 128 MiB in
 
 
 @dataclass(slots=True)
-class Picked:
+class TokenOutput:
     """What one chunk came to."""
 
     tokens: list[int]
@@ -102,14 +102,14 @@ class Launched:
     sampled: Sampled | None
     asked: list[Asked]
     prompt: tuple[Tensor, Tensor | None, Tensor | None] | None
-    guesses: Tensor | None  # (rows): the guess that each row speaks of, where the step has guesses
+    draft_tokens: Tensor | None  # (rows): the guess that each row speaks of, where the step has guesses
     arrived: torch.cuda.Event | None
 
     def wait(self) -> None:
         if self.arrived is not None:
             self.arrived.synchronize()
 
-    def read(self) -> list[Picked]:
+    def read(self) -> list[TokenOutput]:
         """One for each chunk that picks, in order. Waits for the device."""
         self.wait()
         if self.sampled is None:
@@ -117,20 +117,20 @@ class Launched:
         sampled = self.sampled
         tokens, bad = sampled.tokens.tolist(), sampled.bad.tolist()
         logprobs = None if sampled.logprob is None else list(listed(sampled.logprob, *sampled[2:4]))
-        guesses = [] if self.guesses is None else self.guesses.tolist()
-        picked, row = [], 0
+        draft_tokens = [] if self.draft_tokens is None else self.draft_tokens.tolist()
+        token_output, row = [], 0
         for chunk in self.chunks:
             end = row + 1
             # A row speaks of the place after a guess: it counts only where the row before agreed with that guess.
-            while end < row + chunk.wanted and tokens[end - 1] == guesses[end - 1] and not bad[end - 1]:
+            while end < row + chunk.wanted and tokens[end - 1] == draft_tokens[end - 1] and not bad[end - 1]:
                 end += 1
             params = chunk.sequence.params
             found = None
             if logprobs is not None and params.scored:
                 found = [as_logprob(tokens[i], logprobs[i], params.logprobs or 0) for i in range(row, end)]
-            picked.append(Picked(tokens[row:end], found, any(bad[row:end])))
+            token_output.append(TokenOutput(tokens[row:end], found, any(bad[row:end])))
             row += chunk.wanted
-        return picked
+        return token_output
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """What this step computed of prompts whose log-probabilities are asked for. Waits for the device."""

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 class Ahead:
     """Asks for guesses that the device will make."""
 
-    def guess(self, sequence: Sequence, count: int) -> list[int]:
+    def propose(self, sequence: Sequence, count: int) -> list[int]:
         return [UNKNOWN] * count
 
 
 @dataclass(frozen=True)
-class Guessed:
+class Drafted:
     """The guesses of a step."""
 
     rows: Tensor  # (guesses) int64: the row of the step's logits that judges each
@@ -102,19 +102,19 @@ class Draft:
         buffer, layout = self.runner.packer.pack(step)
         self.states(unpack(buffer.to(self.runner.device, non_blocking=True), layout))
 
-    def guess(self, step: Step, batch: Batch, wants: Wants) -> Guessed | None:
+    def propose(self, step: Step, batch: Batch, wants: Wants) -> Drafted | None:
         """Fill in the guesses of a step's batch; None where it has none."""
-        guessing = [chunk for chunk in step.chunks if chunk.wanted > 1]
+        drafting = [chunk for chunk in step.chunks if chunk.wanted > 1]
         if others := [chunk for chunk in step.chunks if chunk.wanted <= 1]:
             self.follow(Step(others))
-        if not guessing:
+        if not drafting:
             return None
-        tokens, q = self.go_ahead(guessing, wants)
+        tokens, q = self.go_ahead(drafting, wants)
         assert batch.at is not None, "a step with guesses has more tokens than sequences"
         rows, source = self.to_device(judges(step.chunks))
         found = tokens.flatten()[source]
         batch.tokens[batch.at[rows] + 1] = found
-        return Guessed(rows, found, None if q is None else q.flatten(0, 1)[source])
+        return Drafted(rows, found, None if q is None else q.flatten(0, 1)[source])
 
     def go_ahead(self, chunks: list[Chunk], wants: Wants) -> tuple[Tensor, Tensor | None]:
         """Guesses (seqs, most) and, where they are to be judged by it, what they were drawn from (seqs, most, vocab).
@@ -162,14 +162,14 @@ class Draft:
         block = pages.tables[:count].gather(1, (positions // size).unsqueeze(1)).squeeze(1).long()
         batch.slots[:count] = torch.where(room, block * size + positions % size, -1)
 
-    def judged(self, sampled: Sampled, logits: Tensor, batch: Batch, guessed: Guessed, wants: Wants) -> Sampled:
+    def judged(self, sampled: Sampled, logits: Tensor, batch: Batch, drafted: Drafted, wants: Wants) -> Sampled:
         """What the sampler picked, with the rows that judge a guess settled by it."""
-        if guessed.q is None:
+        if drafted.q is None:
             return sampled  # a guess agrees or does not
-        sampler, rows = self.runner.sampler, guessed.rows
+        sampler, rows = self.runner.sampler, drafted.rows
         slots, places = batch.rows[rows], batch.places[rows]
         p = sampler.distribution(logits[rows], slots, places, None, wants)
-        settled = judge(p, guessed.q, guessed.tokens, sampler.seeds[slots], places)
+        settled = judge(p, drafted.q, drafted.tokens, sampler.seeds[slots], places)
         tokens = sampled.tokens.index_copy(0, rows, settled)
         logprob = sampled.logprob
         if logprob is not None:
@@ -188,11 +188,11 @@ def judges(chunks: list[Chunk]) -> list[list[int]]:
     """For every guess of a step, the row of logits that judges it, and its place among (seqs, most) guesses."""
     most = max(chunk.wanted for chunk in chunks) - 1
     rows, source = [], []
-    row = guessing = 0
+    row = drafting = 0
     for chunk in chunks:
         for index in range(chunk.wanted - 1):
             rows.append(row + index)
-            source.append(guessing * most + index)
+            source.append(drafting * most + index)
         row += chunk.wanted
-        guessing += chunk.wanted > 1
+        drafting += chunk.wanted > 1
     return [rows, source]

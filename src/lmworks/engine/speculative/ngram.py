@@ -37,7 +37,7 @@ class Lookup:
             self.earlier.append(link)
         self.seen = max(self.seen, known)
 
-    def guess(self, tokens: list[int], known: int, count: int) -> list[int]:
+    def propose(self, tokens: list[int], known: int, count: int) -> list[int]:
         """The tokens that followed the longest match, the newest of equals.
 
         The text is tokens[:known]: it is never taken back, only grows. What lies behind it is not looked at.
@@ -74,6 +74,6 @@ def common_suffix(tokens: list[int], end: int, known: int) -> int:
 class NGram:
     """Every sequence is the source of its own guesses."""
 
-    def guess(self, sequence: Sequence, count: int) -> list[int]:
+    def propose(self, sequence: Sequence, count: int) -> list[int]:
         lookup: Lookup = sequence.extra.setdefault(KEY, Lookup())
-        return lookup.guess(sequence.tokens, sequence.known, count)
+        return lookup.propose(sequence.tokens, sequence.known, count)

@@ -77,7 +77,7 @@ class Told(NamedTuple):
     buffer: np.ndarray
     layout: Layout
     asked: list[int]  # positions whose logits rank 0 needs for log-probabilities of prompts
-    guessed: bool  # the tokens of the batch are not final: guesses of a draft follow
+    drafted: bool  # the tokens of the batch are not final: guesses of a draft follow
     adapters: np.ndarray | None  # (tokens): the index of the adapter of each
 
 
@@ -171,8 +171,8 @@ class Ranks:
         """Followers, of a step that is about to be taken."""
         if self.listening:
             places = [place for each in asked for place in range(each.at, each.at + each.count)]
-            guessed = drafted and any(chunk.wanted > 1 for chunk in step.chunks)
-            self.pass_on(Told(step.copies, buffer.numpy(), layout, places, guessed, adapters))
+            drafted = drafted and any(chunk.wanted > 1 for chunk in step.chunks)
+            self.pass_on(Told(step.copies, buffer.numpy(), layout, places, drafted, adapters))
 
     def pass_on(self, message: Any) -> None:
         """Nobody follows a follower."""

@@ -46,7 +46,7 @@ def take(runner: Runner, told: Told) -> None:
     runner.cache.copy(told.copies)
     runner.choose(told.adapters)
     batch = unpack(torch.from_numpy(told.buffer).to(runner.device), told.layout)
-    if told.guessed:
+    if told.drafted:
         runner.ranks.share(batch.tokens)
     states = runner.states(batch)
     if told.asked:

@@ -1,0 +1,85 @@
+"""The words of the field: the glossary leads to files that are there, and retired words stay away.
+
+A retired word may come back neither as the name of a file, a class, a function, an argument or an attribute, nor in a
+heading of the docs.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "lmworks"
+GLOSSARY = ROOT / "docs" / "glossary.md"
+# Word → what is said instead.
+RETIRED = {
+    "Laid": "ParallelModel",
+    "lay_out": "parallelize",
+    "laid": "parallel_model",
+    "Splits": "ShardingPlan",
+    "meeting": "rendezvous",
+    "board": "store_mailbox",
+    "picked": "step_output",
+    "Summed": "RowParallelLinear",
+    "go_on": "schedule_running",
+    "let_in": "admit_waiting",
+    "make_way": "preempt_for",
+    "Way": "PassCost",
+    "Weigher": "Calibrated",
+    "Bare": "Uncalibrated",
+    "Wish": "ClusterRequest",
+    "holdings": "rank_memory",
+    "strike": "fault_injection",
+}
+# What somebody who knows the field greps for.
+SOUGHT = (
+    "throughput", "continuous batching", "activation checkpointing", "SLO", "prefill", "draft tokens", "sharding plan",
+    "rendezvous", "preflight", "goodput", "optimizer state", "all-gather",
+)  # fmt: skip
+
+
+def identifiers(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_retired_words_stay_away(path: Path) -> None:
+    names = {path.stem, *identifiers(path)}
+    found = {word: better for word, better in RETIRED.items() if word in names}
+    assert not found, f"{path.relative_to(SOURCE)}: write {found}"
+
+
+def test_headings_use_the_words_of_the_field() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for heading in re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert not RETIRED.keys() & set(re.findall(r"\w+", heading)), f"{page.name}: {heading}"
+
+
+def test_the_glossary_leads_to_files() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
+    places = {term: re.findall(r"`([\w/]+\.py)`", where) for term, where in rows if where.strip() != "where"}
+    missing = {
+        term: paths for term, paths in places.items() if not paths or not all((SOURCE / p).is_file() for p in paths)
+    }
+    assert len(places) > 50 and not {term: paths for term, paths in missing.items() if term != "---"}
+
+
+@pytest.mark.parametrize("term", SOUGHT)
+def test_a_term_that_is_sought_is_in_glossary_and_code(term: str) -> None:
+    """In the text of a module that the glossary names, with spaces or underscores."""
+    (row,) = re.findall(rf"^\| [^|]*{re.escape(term)}[^|]* \|.*$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
+    texts = [(SOURCE / path).read_text(encoding="utf-8") + path for path in re.findall(r"`([\w/]+\.py)`", row)]
+    assert any(re.search(term.replace(" ", "[ _]"), text, re.IGNORECASE) for text in texts), row
