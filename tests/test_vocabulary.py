@@ -18,22 +18,27 @@ SOURCE = ROOT / "src" / "lmworks"
 GLOSSARY = ROOT / "docs" / "glossary.md"
 # Word → what is said instead.
 RETIRED = {
+    # parallel, train, checkpoint, record, data, model
     "Laid": "ParallelModel",
     "lay_out": "parallelize",
     "laid": "parallel_model",
     "Splits": "ShardingPlan",
     "meeting": "rendezvous",
     "board": "store_mailbox",
+    "holdings": "rank_memory",
+    # engine, kernels
     "picked": "step_output",
     "Summed": "RowParallelLinear",
     "go_on": "schedule_running",
     "let_in": "admit_waiting",
     "make_way": "preempt_for",
+    # serve, cli, launch
+    # plan, spec
     "Way": "PassCost",
     "Weigher": "Calibrated",
     "Bare": "Uncalibrated",
     "Wish": "ClusterRequest",
-    "holdings": "rank_memory",
+    # bench, prove, report, diagnose
     "strike": "fault_injection",
 }
 # What somebody who knows the field greps for.
