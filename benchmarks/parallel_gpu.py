@@ -22,7 +22,7 @@ from plan_check import on_device
 
 from lmworks.data import Batch
 from lmworks.parallel import parallelize
-from lmworks.parallel.world import join, leave
+from lmworks.parallel.world import init_distributed, shutdown
 from lmworks.spec import load_run
 from lmworks.train.optim import make_optimizer
 
@@ -40,7 +40,7 @@ def stepper(model: str, strategy: str) -> Any:
     name, _, hooks = strategy.replace("plain", "ddp").partition(" ")
     spec = load_run(model, [*MODELS[model], *CASE, f"parallel.strategy={name}"])
     device = torch.device("cuda", 0)
-    mesh = None if strategy == "plain" else join(spec.parallel, device)
+    mesh = None if strategy == "plain" else init_distributed(spec.parallel, device)
     with mock.patch.object(parallelize, "lonely", (lambda *_: False) if hooks else parallelize.lonely):
         parallel_model = parallelize.parallelize(spec, mesh, device, on_device(device))
     optimizer = make_optimizer(parallel_model.shards, spec.optim, spec.precision, spec.seed)
@@ -96,7 +96,7 @@ def main() -> None:
         )
     if arguments.save:
         print(write_result("parallel_gpu", {"aim": "within 2% of plain", "rows": rows}))
-    leave()
+    shutdown()
 
 
 if __name__ == "__main__":

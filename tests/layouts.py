@@ -13,7 +13,7 @@ from unittest import mock
 from lmworks.parallel import world
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.world import from_lead
+from lmworks.parallel.world import run_on_rank_zero
 from lmworks.record import RunFolder
 from lmworks.spec import Grid, RunSpec, dump_toml
 from lmworks.train import Trainer
@@ -73,7 +73,7 @@ def do_here(rank: int, jobs: list[Job]) -> None:
         if job.source is None:
             trainer = Trainer(job.spec, job.folder, quiet=True)
         else:
-            from_lead(lambda job=job: copy_run(job))
+            run_on_rank_zero(lambda job=job: copy_run(job))
             trainer = Trainer.resume(job.folder, quiet=True)
         if job.save_first:
             before_step(trainer, job.last + 1, trainer.save)

@@ -142,7 +142,7 @@ def failure(logs: Path, rank: int, code: int, error: LMWorksError | None = None,
 
 
 def test_the_cause_is_the_kill_or_else_who_failed_not_who_was_told_to_stop(tmp_path: Path) -> None:
-    gone = TrainingError("another rank is gone without a word")
+    gone = TrainingError("another rank ended without an error message")
     ends = {
         0: failure(tmp_path, 0, 1, gone),
         1: failure(tmp_path, 1, -9),
@@ -151,7 +151,7 @@ def test_the_cause_is_the_kill_or_else_who_failed_not_who_was_told_to_stop(tmp_p
     }
     assert judge(ends, tmp_path) == Ended(-9, "rank 1 was ended by SIGKILL")
     del ends[1]
-    assert judge(ends, tmp_path) == Ended(1, "another rank is gone without a word")
+    assert judge(ends, tmp_path) == Ended(1, "another rank ended without an error message")
 
 
 def test_one_rank_that_says_it_is_no_use_is_enough(tmp_path: Path) -> None:

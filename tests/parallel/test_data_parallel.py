@@ -27,7 +27,7 @@ from lmworks.parallel.grad_norm import squared_norm
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.optimizer_offload import HostOptimizer
-from lmworks.parallel.single_rank import Alone
+from lmworks.parallel.single_rank import SingleRank
 from lmworks.parallel.zero import Zero
 from lmworks.spec import Grid, RunSpec
 
@@ -180,7 +180,7 @@ def norms_of(rank: int) -> list[float]:
     spec = make_spec({**HYBRID, "strategy": "fsdp2"})
     mesh = Mesh(Grid.of(spec.parallel), "cpu")
     part = GPT(spec.model)
-    alone, many = Alone(part), build_fsdp2(spec, mesh, set())
+    alone, many = SingleRank(part), build_fsdp2(spec, mesh, set())
     for other in range(4):
         for inputs, targets in batches_of(other, 0):
             alone(inputs, targets, reduction="sum")[1].backward()

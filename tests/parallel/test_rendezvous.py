@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from lmworks.parallel.rendezvous import meet
+from lmworks.parallel.rendezvous import agree_on_prefix
 from lmworks.spec import TrainingError
 
 SOON = 60.0
@@ -20,7 +20,7 @@ def generation(store: dist.Store, world: int, late: int) -> list[str]:
     def rank(number: int) -> str:
         if number == late:
             time.sleep(0.1)
-        return meet(store, number, world, time.monotonic() + SOON)
+        return agree_on_prefix(store, number, world, time.monotonic() + SOON)
 
     with ThreadPoolExecutor(world) as ranks:
         return list(ranks.map(rank, range(world)))
@@ -34,7 +34,7 @@ def test_every_generation_agrees_on_a_name_of_its_own() -> None:
 
 
 def test_one_rank_meets_nobody() -> None:
-    assert meet(dist.HashStore(), 0, 1, time.monotonic()) != ""
+    assert agree_on_prefix(dist.HashStore(), 0, 1, time.monotonic()) != ""
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1"), (1, "rank 0")])
@@ -42,4 +42,4 @@ def test_who_does_not_come_is_named(rank: int, missing: str) -> None:
     store = dist.HashStore()
     generation(store, 2, late=0)
     with pytest.raises(TrainingError, match=f"{missing} did not come"):
-        meet(store, rank, 2, time.monotonic() + 0.1)
+        agree_on_prefix(store, rank, 2, time.monotonic() + 0.1)

@@ -7,7 +7,7 @@ import torch
 from lmworks.parallel.initial_weights import source_of
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.parallelize import parallelize
-from lmworks.parallel.world import join
+from lmworks.parallel.world import init_distributed
 from lmworks.plan.exact.shards import strategy_of
 from lmworks.spec import RunSpec, load_run
 
@@ -29,7 +29,7 @@ def kinds(rank: int) -> list[str]:
     found = []
     for words in STRATEGIES:
         spec = spec_of(words)
-        parallel_model = parallelize(spec, join(spec.parallel, device), device, source_of(spec))
+        parallel_model = parallelize(spec, init_distributed(spec.parallel, device), device, source_of(spec))
         found.append(type(parallel_model.strategies[0]).__name__)
     return found
 

@@ -128,7 +128,7 @@ def refusals(rank: int, cases: dict[Path, RunSpec]) -> list[tuple[str, bool, boo
             trainer.build()
             trainer.load()
         except LMWorksError as error:
-            found.append((str(error), error.agreed, folder.exists()))
+            found.append((str(error), error.collective, folder.exists()))
     return found
 
 
@@ -152,6 +152,6 @@ def test_a_start_that_does_not_fit_is_refused_in_one_line_on_all_ranks(folders: 
     }
     first, second = on_ranks(2, refusals, cases)
     assert [message for message, _, _ in first] == [message for message, _, _ in second]
-    for (message, agreed, made), said in zip(first, wrong.values(), strict=True):
-        assert said in message and "\n" not in message and agreed, message
+    for (message, collective, made), said in zip(first, wrong.values(), strict=True):
+        assert said in message and "\n" not in message and collective, message
         assert not made or "is (128, 32)" in message  # a run is read only once the ranks have their shards

@@ -13,7 +13,7 @@ from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.optimizer_offload import HostOptimizer
 from lmworks.parallel.parallelize import parallelize
 from lmworks.parallel.state_dict import training_state
-from lmworks.parallel.world import join
+from lmworks.parallel.world import init_distributed
 from lmworks.plan.exact.residency import on_host
 from lmworks.plan.exact.shards import own_shapes
 from lmworks.plan.memory.host_need import HostNeed, host_need, machine_need, rounded
@@ -38,7 +38,7 @@ def measured(_rank: int, specs: list[RunSpec]) -> list[HostNeed]:
     """Bytes of tensors in a rank's host memory when it has taken a step, and of the memory that saves are copied to."""
     found = []
     for spec in specs:
-        mesh = join(spec.parallel, CPU)
+        mesh = init_distributed(spec.parallel, CPU)
         parallel_model = parallelize(spec, mesh, CPU, source_of(spec))
         optimizer = make_optimizer(parallel_model.shards, spec.optim, spec.precision, spec.seed)
         state: dict[str, Any] = training_state(optimizer, parallel_model.shards, parallel_model.splits, mesh)

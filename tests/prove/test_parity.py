@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lmworks.parallel import local_ranks
-from lmworks.parallel.local_ranks import MEET_S, RankFailed, on_ranks
+from lmworks.parallel.local_ranks import RENDEZVOUS_TIMEOUT_S, RankFailed, on_ranks
 from lmworks.prove.compare import distances, relative, worst
 from lmworks.prove.parity import Parity, parity
 from lmworks.prove.trial import Piece
@@ -288,14 +288,14 @@ def test_ranks_that_never_met_are_forked_again(monkeypatch: pytest.MonkeyPatch) 
 
     def fork_under_it(*arguments: Any) -> Any:
         forked.append(len(forked))
-        monkeypatch.setattr(local_ranks, "MEET_S", 1.0 if len(forked) == 1 else MEET_S)
+        monkeypatch.setattr(local_ranks, "RENDEZVOUS_TIMEOUT_S", 1.0 if len(forked) == 1 else RENDEZVOUS_TIMEOUT_S)
         if len(forked) > 1:
             return on_forks(*arguments)
         with lock:
             return on_forks(*arguments)
 
-    join_group, on_forks = local_ranks.join_group, local_ranks.on_forks
-    monkeypatch.setattr(local_ranks, "join_group", meet_behind_a_lock)
-    monkeypatch.setattr(local_ranks, "on_forks", fork_under_it)
+    join_group, on_forks = local_ranks.init_gloo_group, local_ranks.run_forked
+    monkeypatch.setattr(local_ranks, "init_gloo_group", meet_behind_a_lock)
+    monkeypatch.setattr(local_ranks, "run_forked", fork_under_it)
     assert on_ranks(2, lambda rank: rank + 5) == [5, 6]
     assert forked == [0, 1]

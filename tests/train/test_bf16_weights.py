@@ -13,7 +13,7 @@ from torch import Tensor
 from lmworks.kernels.training.adamw import joined
 from lmworks.model.gpt import initial_weight
 from lmworks.parallel.data_parallel import Shard
-from lmworks.parallel.single_rank import Alone
+from lmworks.parallel.single_rank import SingleRank
 from lmworks.spec import OptimSpec, PrecisionSpec, SpecError
 from lmworks.train import Trainer
 from lmworks.train.export import export
@@ -121,7 +121,7 @@ def test_the_master_starts_as_the_weight_that_was_drawn(dataset: Path, tmp_path:
         drawn = initial_weight(spec.model, spec.seed, shard.name, shard.shape)
         assert shard.leaf.dtype == torch.bfloat16
         assert torch.equal(joined(shard.leaf.detach(), trainer.optimizer.state[shard.leaf]["low"]), drawn)
-    assert Alone(trainer.model).shards()[0].low is None  # taken by the optimizer, not held twice
+    assert SingleRank(trainer.model).shards()[0].low is None  # taken by the optimizer, not held twice
 
 
 @pytest.mark.parametrize("change", [BF16, STOCHASTIC], ids=["master", "stochastic"])

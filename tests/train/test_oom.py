@@ -19,7 +19,7 @@ import typer
 
 from lmworks.cli import ranks, supervise
 from lmworks.parallel.local_ranks import RankFailed, on_ranks
-from lmworks.parallel.world import explained, together
+from lmworks.parallel.world import root_cause, run_on_all_ranks
 from lmworks.plan.memory import host
 from lmworks.plan.memory.fit import peak_rows, total
 from lmworks.record import RunFolder
@@ -129,11 +129,11 @@ def told_by_rank_1(rank: int) -> list[Any]:
             raise ours
 
     with pytest.raises(LMWorksError) as met:
-        together(work)
+        run_on_all_ranks(work)
     if rank == 1:
-        explained(OutOfMemory("out of memory", 7, 6))
+        root_cause(OutOfMemory("out of memory", 7, 6))
     dist.barrier()
-    broken = explained(RuntimeError("Connection closed by peer")) if rank == 0 else ours
+    broken = root_cause(RuntimeError("Connection closed by peer")) if rank == 0 else ours
     assert isinstance(broken, LMWorksError)
     return [met.value.facts, broken.facts]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lmworks.model import GPT
-from lmworks.parallel.single_rank import Alone
+from lmworks.parallel.single_rank import SingleRank
 from lmworks.spec import ModelSpec, OptimSpec
 from lmworks.train.optim import learning_rate, make_optimizer
 
@@ -83,7 +83,7 @@ def small(**fields: object) -> GPT:
 @pytest.mark.parametrize("fields", [{}, {"bias": True, "norm": "layer", "positions": "learned"}, {"experts": 4}])
 def test_matrices_decay_and_gains_and_biases_do_not(fields: dict[str, object]) -> None:
     model = small(**fields)
-    optimizer = make_optimizer(Alone(model).shards(), OptimSpec(weight_decay=0.1))
+    optimizer = make_optimizer(SingleRank(model).shards(), OptimSpec(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert len(decay) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
@@ -94,7 +94,7 @@ def test_without_a_gradient_a_matrix_shrinks_by_the_decay_and_a_gain_stays() -> 
     model = small(bias=True, norm="layer")
     nn.init.ones_(model.blocks["0"].mlp.up.bias)  # type: ignore[union-attr, arg-type]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = make_optimizer(Alone(model).shards(), OptimSpec(lr=0.5, weight_decay=0.1))
+    optimizer = make_optimizer(SingleRank(model).shards(), OptimSpec(lr=0.5, weight_decay=0.1))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -105,14 +105,16 @@ def test_without_a_gradient_a_matrix_shrinks_by_the_decay_and_a_gain_stays() -> 
 
 def test_tied_embedding_is_stepped_once() -> None:
     model = small(tie_embeddings=True)
-    listed = [p for group in make_optimizer(Alone(model).shards(), OptimSpec()).param_groups for p in group["params"]]
+    listed = [
+        p for group in make_optimizer(SingleRank(model).shards(), OptimSpec()).param_groups for p in group["params"]
+    ]
     assert sum(p is model.embed.weight for p in listed) == 1
 
 
 def test_fused_adamw_equals_the_textbook_update() -> None:
     optim = OptimSpec(lr=1e-2, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6)
     model = small()
-    optimizer = make_optimizer(Alone(model).shards(), optim)
+    optimizer = make_optimizer(SingleRank(model).shards(), optim)
     weight = model.blocks["0"].attention.q.weight  # type: ignore[union-attr]
     assert isinstance(weight, torch.Tensor)
     expected, m, v = weight.detach().double().clone(), torch.zeros(()), torch.zeros(())

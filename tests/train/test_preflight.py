@@ -110,7 +110,7 @@ def test_resume_and_bench_are_refused(
 def refused_rank(rank: int, spec: RunSpec, folder: Path, size: int) -> str:
     with mock.patch.object(memory_preflight, "available_bytes", lambda: size), pytest.raises(LMWorksError) as error:
         Trainer(spec, folder, quiet=True)
-    assert error.value.agreed and error.value.exit_code == 2  # the first rank says it for all
+    assert error.value.collective and error.value.exit_code == 2  # the first rank says it for all
     return str(error.value)
 
 

@@ -22,7 +22,7 @@ import pytest
 from layouts import Job, do, layout, with_meshes
 from lmworks import checkpoint
 from lmworks.data import prepare
-from lmworks.parallel.local_ranks import join_group, on_ranks
+from lmworks.parallel.local_ranks import init_gloo_group, on_ranks
 from lmworks.record import RunFolder
 from lmworks.spec import LMWorksError, RunSpec
 from lmworks.train import Trainer
@@ -69,7 +69,7 @@ def fail_alone(rank: int, spec: RunSpec, full: Path, broken: Path) -> list[tuple
 def raised(trainer: Trainer) -> tuple[str, bool, int]:
     with pytest.raises(LMWorksError) as caught:
         trainer.run()
-    return str(caught.value), caught.value.agreed, caught.value.exit_code
+    return str(caught.value), caught.value.collective, caught.value.exit_code
 
 
 def test_a_full_disk_and_a_nan_on_one_rank_end_all_of_them_and_keep_the_checkpoint(
@@ -80,8 +80,8 @@ def test_a_full_disk_and_a_nan_on_one_rank_end_all_of_them_and_keep_the_checkpoi
     do([Job(tmp_path / "straight", spec)])
     # Long before watch.timeout_s, half an hour, in which ranks that did not know would wait for one another.
     first, second = on_ranks(2, fail_alone, spec, *runs)
-    for (said, agreed, code), (other, other_agreed, other_code) in zip(first, second, strict=True):
-        assert "\n" not in said and agreed and other_agreed and code == other_code == 1
+    for (said, collective, code), (other, other_agreed, other_code) in zip(first, second, strict=True):
+        assert "\n" not in said and collective and other_agreed and code == other_code == 1
         assert other == said
     assert first[0][0].startswith("cannot save") and "File too large on rank 1" in first[0][0]
     assert "step 4: gradient norm nan, first in the gradient of head.weight" in first[1][0]
@@ -96,7 +96,7 @@ def test_a_full_disk_and_a_nan_on_one_rank_end_all_of_them_and_keep_the_checkpoi
 
 def fail_before_the_first_step(server: socket.socket, rank: int, spec: RunSpec, run: Path) -> None:
     """The second rank has no room for its optimizer, says so, and ends; what the first raises is in a file."""
-    join_group(server, 2, rank)
+    init_gloo_group(server, 2, rank)
     trainer = Trainer(spec, run, quiet=True)
     if rank == 1:
         with mock.patch("lmworks.train.trainer.make_optimizer", side_effect=MemoryError("no room")):
@@ -119,7 +119,7 @@ def test_a_rank_that_fails_before_the_first_step_tells_the_others(
         for process in ranks:
             process.join(120)
     assert [process.exitcode for process in ranks] == [0, 1]
-    assert (tmp_path / "said").read_text().startswith("Elsewhere: rank 1: out of memory in init")
+    assert (tmp_path / "said").read_text().startswith("RemoteRankError: rank 1: out of memory in init")
     assert not (tmp_path / "run" / "hangs").exists()
     assert "MemoryError: no room" in capfd.readouterr().err
 

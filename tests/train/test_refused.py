@@ -13,9 +13,9 @@ import torch
 from lmworks.cli import train as command
 from lmworks.parallel import pipeline, world
 from lmworks.parallel.local_ranks import on_ranks
-from lmworks.parallel.memory_preflight import refuse_impossible
 from lmworks.parallel.precision import LossScale
-from lmworks.parallel.world import join
+from lmworks.parallel.preflight import refuse_impossible
+from lmworks.parallel.world import init_distributed
 from lmworks.record import RunFolder
 from lmworks.spec import Cluster, LMWorksError, ParallelSpec, PrecisionSpec, SpecError, TrainingError, load_run
 from lmworks.train import Trainer
@@ -27,8 +27,8 @@ def test_too_few_ranks_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SpecError, match="needs 4 ranks, but 2 were started") as error:
-        join(ParallelSpec(tp=4), torch.device("cpu"))
-    assert error.value.agreed
+        init_distributed(ParallelSpec(tp=4), torch.device("cpu"))
+    assert error.value.collective
 
 
 def test_a_rank_without_gpu_is_told_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_overlap_of_tensor_parallel_products_needs_cuda(dataset: Path) -> None:
 def go_on(rank: int, run: Path) -> str:
     with pytest.raises(LMWorksError) as error:
         Trainer.resume(run, quiet=True).run()
-    assert error.value.agreed
+    assert error.value.collective
     return str(error.value)
 
 
@@ -145,11 +145,11 @@ def test_a_rank_whose_starter_is_gone_does_not_begin(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("agreed", "lost", "parted"), [(True, False, True), (False, False, False), (True, True, False)]
+    ("collective", "rank_lost", "is_shut_down"), [(True, False, True), (False, False, False), (True, True, False)]
 )
-def test_ranks_part_where_all_come_to_it(agreed: bool, lost: bool, parted: bool) -> None:
+def test_only_collective_errors_shut_down(collective: bool, rank_lost: bool, is_shut_down: bool) -> None:
     error = LMWorksError("")
-    error.agreed, error.lost = agreed, lost
-    with mock.patch.object(world, "leave") as leave, pytest.raises(LMWorksError), world.leaving():
+    error.collective, error.rank_lost = collective, rank_lost
+    with mock.patch.object(world, "shutdown") as shutdown, pytest.raises(LMWorksError), world.distributed_shutdown():
         raise error
-    assert leave.called == (agreed and not lost)
+    assert shutdown.called == is_shut_down

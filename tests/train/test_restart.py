@@ -70,7 +70,7 @@ def test_attempts_are_read_from_what_they_left(dataset: Path, tmp_path: Path) ->
                 lines.write(step, {"loss": 1.0})
     folder.event("restart", 2, attempt=1, launch="L1", cause=KILLED, lost=1)
     folder.event("resume", 2, attempt=1, launch="L1")
-    folder.event("fail", 3, error="another rank is gone without a word")
+    folder.event("fail", 3, error="another rank ended without an error message")
     folder.event("fail", 3, error="rank 1 was ended by SIGKILL")  # its agent, which knows more
     folder.event("restart", 2, attempt=2, launch="L1")  # died before it had loaded anything
     folder.event("resume", 2, attempt=3)

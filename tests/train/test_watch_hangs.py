@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from lmworks.parallel import world
-from lmworks.parallel.local_ranks import RankFailed, join_group, on_ranks
+from lmworks.parallel.local_ranks import RankFailed, init_gloo_group, on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.store_mailbox import StoreMailbox
-from lmworks.parallel.world import explained, join
+from lmworks.parallel.world import init_distributed, root_cause
 from lmworks.record import RunFolder, phase
 from lmworks.record.hang import read_reports
 from lmworks.spec import ParallelSpec, WatchSpec
@@ -36,7 +36,7 @@ Fault = Callable[[int, Mesh], None]
 
 def take_steps(rank: int, run: Path, layout: dict[str, int], fault: Fault, timeout_s: float = TIMEOUT_S) -> str:
     """Steps as a trainer takes them, as far as a watchdog can see; the fault comes in the forward pass of step 3."""
-    mesh = join(ParallelSpec(**layout), torch.device("cpu"), timeout_s)
+    mesh = init_distributed(ParallelSpec(**layout), torch.device("cpu"), timeout_s)
     assert mesh is not None
     with watching(WatchSpec(timeout_s=timeout_s), RunFolder(run), 0, mesh) as watchdog:
         try:
@@ -49,13 +49,13 @@ def take_steps(rank: int, run: Path, layout: dict[str, int], fault: Fault, timeo
                 phase.enter("reduce")
                 dist.all_reduce(torch.ones(4))
         except Exception as error:
-            return str(explained(error, watchdog))
+            return str(root_cause(error, watchdog))
     return "done"
 
 
 def hang(tmp_path: Path, fault: Fault, **layout: int) -> dict[str, Any]:
     """The verdict; no rank outlives it."""
-    with pytest.raises(RankFailed, match="died without a word"):
+    with pytest.raises(RankFailed, match="died without an error message"):
         on_ranks(ParallelSpec(**layout).world, take_steps, tmp_path, layout, fault, timeout=60)
     (event,) = events(tmp_path, "hang")
     (fail,) = events(tmp_path, "fail")
@@ -148,7 +148,7 @@ def test_a_rank_that_dies_is_named_at_once(tmp_path: Path) -> None:
     said = tmp_path / "said"
 
     def on_two(server: socket.socket, rank: int) -> None:
-        join_group(server, 2, rank)
+        init_gloo_group(server, 2, rank)
         said.write_text(take_steps(rank, tmp_path, {"dp": 2}, die, NO_HANG_S))
 
     context = mp.get_context("fork")
@@ -182,9 +182,9 @@ def test_who_slept_too_long_looks_once_more(monkeypatch: pytest.MonkeyPatch) -> 
     """A process that ends closes its connections first, and is gone a moment later."""
     monkeypatch.setattr(world, "time", Pausing())
     seen = iter([None, "rank 1 is gone"])
-    onlooker = SimpleNamespace(gone=lambda: next(seen))
-    assert world.find_words(dist.HashStore(), onlooker) == world.Words("rank 1 is gone", 1, world.NOBODY)
-    assert world.find_words(dist.HashStore(), None) is None
+    monitor = SimpleNamespace(dead_ranks=lambda: next(seen))
+    assert world.wait_for_error(dist.HashStore(), monitor) == world.RankError("rank 1 is gone", 1, world.UNKNOWN_RANK)
+    assert world.wait_for_error(dist.HashStore(), None) is None
 
 
 def test_a_run_that_ends_well_leaves_no_trace(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_run_that_ends_well_leaves_no_trace(tmp_path: Path) -> None:
 
 def limits(rank: int) -> set[int]:
     """Of collectives in the groups of every axis, in milliseconds, as PyTorch has them on record."""
-    mesh = join(ParallelSpec(dp=2, tp=2), torch.device("cpu"), timeout_s=10)
+    mesh = init_distributed(ParallelSpec(dp=2, tp=2), torch.device("cpu"), timeout_s=10)
     assert mesh is not None
     for axis in ("world", "dp", "tp"):
         dist.all_reduce(torch.ones(1), group=mesh.group(axis))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lmworks.parallel.local_ranks import on_ranks
-from lmworks.parallel.world import join
+from lmworks.parallel.world import init_distributed
 from lmworks.record import RunFolder, phase
 from lmworks.spec import Grid, ParallelSpec, WatchSpec
 from lmworks.train.watch import Skew, watching
@@ -53,7 +53,7 @@ def told_of(rank: int, run: Path) -> list[dict[str, Any]]:
 
 def be_slow_for_a_while(rank: int, run: Path) -> int:
     """Until rank 1 was named, then until it was told well again; every step ends with what all ranks have in common."""
-    mesh = join(ParallelSpec(dp=2), torch.device("cpu"))
+    mesh = init_distributed(ParallelSpec(dp=2), torch.device("cpu"))
     step = 0
     with watching(SPEC, RunFolder(run), 0, mesh) as watchdog:
         assert watchdog is not None

@@ -25,7 +25,7 @@ from torch.profiler import profile
 
 from ..data.progress import Progress, silent
 from ..parallel.initial_weights import Source
-from ..parallel.world import known
+from ..parallel.world import collective_error
 from ..plan.devices.machine import Machine
 from ..plan.memory.host_fit import gib
 from ..plan.memory.reserve import reserved
@@ -71,7 +71,7 @@ def bench_train(
             )
             raise
         except NotTaken as refused:
-            raise known(
+            raise collective_error(
                 TrainingError(
                     f"step {trainer.step + 1}: {refused.trouble.what}{refused.trouble.where}; what does not train has "
                     "no speed: lower optim.lr, or use a wider precision.dtype"

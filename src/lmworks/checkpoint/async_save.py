@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..parallel.store_mailbox import MailboxGone, StoreMailbox
-from ..parallel.world import from_lead, is_lead, together
+from ..parallel.store_mailbox import StoreMailbox, StoreUnavailable
+from ..parallel.world import is_rank_zero, run_on_all_ranks, run_on_rank_zero
 from ..record import phase
 from ..spec import CheckpointError
 from .format import writer_client
@@ -82,15 +82,17 @@ class Background:
         """
         self.root, self.keep, self.hash, self.timeout_s = root, keep, hash, timeout_s
         self.plan = make(state)
-        self.staging = together(lambda: Staging(self.plan, device))
-        self.lead = is_lead()
+        self.staging = run_on_all_ranks(lambda: Staging(self.plan, device))
+        self.lead = is_rank_zero()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        from_lead(lambda: sweep(root))
-        self.process = from_lead(os.getpid)
-        self.writer = together(self.start)
+        run_on_rank_zero(lambda: sweep(root))
+        self.process = run_on_rank_zero(os.getpid)
+        self.writer = run_on_all_ranks(self.start)
         self.count = 0
         self.flight: Flight | None = None
-        self.mailbox = StoreMailbox(f"save/{from_lead(time.time_ns)}", self.rank, self.world)  # another for every run
+        self.mailbox = StoreMailbox(
+            f"save/{run_on_rank_zero(time.time_ns)}", self.rank, self.world
+        )  # another for every run
 
     def start(self) -> Writer:
         index = self.plan.index if self.lead else b""
@@ -158,7 +160,7 @@ class Background:
             return None
         try:
             return self.continue_after(flight, patience_s)
-        except MailboxGone as gone:
+        except StoreUnavailable as gone:
             if self.lead:
                 return self.give_up(flight, str(gone))
             self.flight = None

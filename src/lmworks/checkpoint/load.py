@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ..model.tensor_files import TORCH_DTYPES
-from ..parallel.world import is_lead, known
+from ..parallel.world import collective_error, is_rank_zero
 from ..spec import CheckpointError
 from .format.digest import AHEAD, digest_of, hashers, new_hash, read_all
 from .format.index import Index, SavedTensor
@@ -45,7 +45,7 @@ def read(folder: Path, manifest: Manifest, index: Index, state: dict[str, Any]) 
         if content is None:
             state[section] = blank(index, section)
     planner = StrictPlanner(folder)
-    planner.set_up_planner(state, metadata_of(index), is_lead())
+    planner.set_up_planner(state, metadata_of(index), is_rank_zero())
     here = names_everywhere(planner.state_dict)
     wants = wants_of(planned(planner, here), planner, index)
     chunks = needed(wants, manifest.chunk)
@@ -75,7 +75,7 @@ def planned(planner: StrictPlanner, here: set[str]) -> LoadPlan:
         return None
 
     if found := first_reason(try_to):
-        raise known(MismatchError(found[0]))
+        raise collective_error(MismatchError(found[0]))
     return plans[0]
 
 

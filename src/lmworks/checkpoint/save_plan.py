@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ..model.tensor_files import DTYPES, header
-from ..parallel.world import from_lead, is_lead, together
+from ..parallel.world import is_rank_zero, run_on_all_ranks, run_on_rank_zero
 from ..spec import CheckpointError
 from .format.digest import CHUNK
 from .format.manifest import shard_name
@@ -69,35 +69,35 @@ class Plan:
 def make(state: dict[str, Any]) -> Plan:
     """Every rank calls this together, with what it holds."""
     planner = planner_of(state)
-    local = together(planner.create_local_plan)
+    local = run_on_all_ranks(planner.create_local_plan)
     if not dist.is_initialized():
         plans, _ = planner.create_global_plan([local])
         mine, index = plans[0], index_of(plans)
     else:
         mine, index = spread(planner, local)
-    pieces = together(lambda: pieces_of(mine.items))
+    pieces = run_on_all_ranks(lambda: pieces_of(mine.items))
     return Plan(pieces, header_of(pieces), index)
 
 
 def planner_of(state: dict[str, Any]) -> DefaultSavePlanner:
     planner = DefaultSavePlanner()
-    planner.set_up_planner(state, None, is_lead())
+    planner.set_up_planner(state, None, is_rank_zero())
     return planner
 
 
 def spread(planner: DefaultSavePlanner, local: SavePlan) -> tuple[SavePlan, bytes]:
     """The lead sees every rank's plan, and gives each back what it is to write."""
-    gathered: list[Any] | None = [None] * dist.get_world_size() if is_lead() else None
+    gathered: list[Any] | None = [None] * dist.get_world_size() if is_rank_zero() else None
     dist.gather_object(local, gathered)
     plans: list[Any] = []
 
     def decide() -> None:
         plans.extend(planner.create_global_plan(gathered or [])[0])
 
-    from_lead(decide)
+    run_on_rank_zero(decide)
     mine: list[Any] = [None]
-    dist.scatter_object_list(mine, plans if is_lead() else None)
-    return mine[0], index_of(plans) if is_lead() else b""
+    dist.scatter_object_list(mine, plans if is_rank_zero() else None)
+    return mine[0], index_of(plans) if is_rank_zero() else b""
 
 
 def pieces_of(items: list[WriteItem]) -> list[Piece]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..parallel.world import from_lead, is_lead, known
+from ..parallel.world import collective_error, is_rank_zero, run_on_rank_zero
 from ..record import phase
 from ..spec import CheckpointError
 from ..spec.errors import NoSuchCheckpoint
@@ -54,19 +55,19 @@ def save(
     final = root / f"step-{step:06d}"
     phase.enter("save.stage")
     plan = make(state)
-    work = from_lead(lambda: make_room(root, final))
+    work = run_on_rank_zero(lambda: make_room(root, final))
     try:
         phase.enter("save.write")
         entries = write_all(work, final, plan, state, hash)
         phase.enter("save.seal")
-        from_lead(lambda: disk(final, lambda: seal(work, step, meta, entries, str(torch.__version__), hash)))
+        run_on_rank_zero(lambda: disk(final, lambda: seal(work, step, meta, entries, str(torch.__version__), hash)))
         phase.enter("save.commit")
-        from_lead(lambda: disk(final, lambda: put_in_place(work, final)))
+        run_on_rank_zero(lambda: disk(final, lambda: put_in_place(work, final)))
     finally:
-        if is_lead():
+        if is_rank_zero():
             discard(work)
     phase.enter("save.prune")
-    from_lead(lambda: prune(root, keep, saved=final))
+    run_on_rank_zero(lambda: prune(root, keep, saved=final))
     return final
 
 
@@ -90,10 +91,10 @@ def write_all(work: Path, final: Path, plan: Plan, state: dict[str, Any], hash: 
 
     if found := first_reason(try_to):
         reason, rank = found
-        raise known(CheckpointError(f"cannot save {final}: {reason}{f' on rank {rank}' if rank else ''}"))
+        raise collective_error(CheckpointError(f"cannot save {final}: {reason}{f' on rank {rank}' if rank else ''}"))
     if not dist.is_initialized():
         return mine
-    everyone: list[Any] | None = [None] * dist.get_world_size() if is_lead() else None
+    everyone: list[Any] | None = [None] * dist.get_world_size() if is_rank_zero() else None
     dist.gather_object(mine, everyone)
     return {name: entry for files in everyone or () for name, entry in files.items()}
 
@@ -102,7 +103,7 @@ def write(work: Path, plan: Plan, state: dict[str, Any], hash: str) -> Files:
     """This rank's file, and with the lead's the index of them all."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     files = {shard_name(rank): {**write_file(work / shard_name(rank), contents(plan, state), hash), "rank": rank}}
-    if is_lead():
+    if is_rank_zero():
         files[INDEX] = {**write_file(work / INDEX, [memoryview(plan.index)], hash), "rank": rank}
     return files
 
@@ -156,7 +157,8 @@ def load(
             if check is None and isinstance(error, MismatchError):
                 raise
             reason = str(error)
-            if from_lead(lambda folder=folder, reason=reason: refuse(folder, reason, refused)) or step is not None:  # type: ignore[misc]
+            skipped = run_on_rank_zero(partial(refuse, folder, reason, refused))
+            if skipped or step is not None:
                 reasons.append(reason)
             continue
         state.update(filled)
@@ -168,10 +170,10 @@ def load(
 def candidates(root: Path, step: int | None, remote: str) -> Iterator[tuple[Path, str]]:
     """Folders, best first: those that are here, then those that must first be brought here, with their address."""
     phase.enter("load.find")
-    for folder in from_lead(lambda: [path for path in folders(root) if step in (None, step_of(path))]):
+    for folder in run_on_rank_zero(lambda: [path for path in folders(root) if step in (None, step_of(path))]):
         yield folder, ""
     if remote:
-        for there in from_lead(lambda: [found for found in steps_there(remote) if step in (None, found)]):
+        for there in run_on_rank_zero(lambda: [found for found in steps_there(remote) if step in (None, found)]):
             yield root / f"step-{there:06d}", remote
 
 
@@ -196,7 +198,7 @@ def opened(folder: Path, remote: str, check: Callable[[Manifest], None] | None) 
         except DamagedError as error:
             return str(error)
 
-    found = from_lead(look)
+    found = run_on_rank_zero(look)
     if isinstance(found, str):
         raise DamagedError(found)
     return found
@@ -213,10 +215,10 @@ def of_folder(folder: Path) -> Iterator[None]:
 
 def refuse_nothing_left(root: Path, reasons: list[str], step: int | None) -> None:
     if reasons:
-        raise known(CheckpointError(f"no usable checkpoint in {root}: {'; '.join(reasons)}"))
+        raise collective_error(CheckpointError(f"no usable checkpoint in {root}: {'; '.join(reasons)}"))
     if step is not None:
         there = ", ".join(str(step_of(folder)) for folder in committed(root)) or "none"
-        raise known(NoSuchCheckpoint(f"{root} has no checkpoint of step {step}; steps there: {there}"))
+        raise collective_error(NoSuchCheckpoint(f"{root} has no checkpoint of step {step}; steps there: {there}"))
 
 
 def find(root: Path, refused: Callable[[Path, str], None], step: int | None = None) -> tuple[Path, Manifest] | None:

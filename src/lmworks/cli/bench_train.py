@@ -45,9 +45,9 @@ def train(
         start_ranks(loaded, ["bench", "train", spec, *(overrides or ()), *options, *asked(device, force)], force)
         return
     from ..bench.train import bench_train
-    from ..parallel.world import leaving
+    from ..parallel.world import distributed_shutdown
 
-    with leaving(), activity() as doing:
+    with distributed_shutdown(), activity() as doing:
         doing(f"preparing {loaded.name}: {loaded.model.params:,} parameters", 0, 0)
         facts = bench_train(loaded, steps, kernels=profile, force=force, progress=doing)
     if facts is None:

@@ -132,9 +132,9 @@ def main() -> None:
 def fail(error: LMWorksError) -> NoReturn:
     """One line, an exit code, and word to whoever started this rank."""
     rank = os.environ.get("RANK", "0")
-    mine = rank == "0" or not error.agreed  # what every rank raises, the first one says
-    if mine and not error.said:
+    mine = rank == "0" or not error.collective  # what every rank raises, the first one says
+    if mine and not error.reported:
         who = "" if rank == "0" or str(error).startswith(f"rank {rank}: ") else f"rank {rank}: "
         typer.echo(last_line(f"{who}{error}", error.exit_code), err=True)
-    leave_word(error, said=mine or error.said)
+    leave_word(error, said=mine or error.reported)
     sys.exit(error.exit_code)

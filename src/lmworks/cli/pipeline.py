@@ -70,17 +70,17 @@ def pipeline(
 def measured(run: RunSpec) -> list[Span] | None:
     """What the ranks of the first rank's pipeline did in a step; None on the other ranks."""
     from ..parallel.pipeline_timing import measure_step
-    from ..parallel.world import is_lead, join, leave
+    from ..parallel.world import init_distributed, is_rank_zero, shutdown
     from ..train.device import pick_device
 
     device = pick_device(run.cluster)
-    mesh = join(run.parallel, device)
+    mesh = init_distributed(run.parallel, device)
     assert mesh is not None
     try:
         spans = measure_step(run, mesh, device)
     finally:
-        leave()
-    return spans if is_lead() else None
+        shutdown()
+    return spans if is_rank_zero() else None
 
 
 def describe(run: RunSpec, real: list[Span] | None) -> tuple[dict[str, Any], list[Span]]:

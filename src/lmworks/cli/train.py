@@ -65,7 +65,7 @@ def train(
         supervise(loaded, RunFolder(target), first, again, restarts_of(loaded, max_restarts), force=force)
         return
     from ..bench.probe import cached_machine
-    from ..parallel.world import is_lead, leaving
+    from ..parallel.world import distributed_shutdown, is_rank_zero
     from ..train import Trainer
     from ..train.restart import begun
 
@@ -73,8 +73,8 @@ def train(
     if begun(RunFolder(target)):
         resume(target, device=device, force=force, json=json)
         return
-    machine = cached_machine(loaded.cluster) if is_lead() else None  # rank 0 writes what is predicted
-    with leaving():
+    machine = cached_machine(loaded.cluster) if is_rank_zero() else None  # rank 0 writes what is predicted
+    with distributed_shutdown():
         run_to_the_end(Trainer(loaded, target, machine=machine, quiet=json, force=force), json)
 
 
@@ -112,10 +112,10 @@ def resume(
         again = ["resume", str(run), *chosen, *asked(device, force), *(["--json"] if json else [])]
         supervise(spec, folder, again, again, restarts_of(spec, max_restarts), ranks, force)
         return
-    from ..parallel.world import leaving
+    from ..parallel.world import distributed_shutdown
     from ..train import Trainer
 
-    with leaving():
+    with distributed_shutdown():
         run_to_the_end(Trainer.resume(run, step=step, quiet=json, device=device, force=force), json)
 
 

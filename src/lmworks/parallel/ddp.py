@@ -20,10 +20,10 @@ from ..model import GPT
 from ..spec import RunSpec
 from .mesh import Mesh
 from .precision import DTYPES
-from .single_rank import Alone
+from .single_rank import SingleRank
 
 
-class DDP(Alone):
+class DDP(SingleRank):
     """Not for expert parallelism, whose gradients meet in another group, nor for a pipeline, whose split backward pass
     goes round DDP's hooks: ZeRO stage 0 does the same there.
     """

@@ -1,26 +1,26 @@
 """The agent that started this rank: torchrun's, or `lmworks train` with torchrun's underneath.
 
-It hosts the store in which the ranks met, so when it is killed the store is gone too. A rank must know that before it
-asks: PyTorch answers with a C++ stack on standard error for every call.
+It hosts the store of the rendezvous, so the store is lost when the agent is killed. A rank checks that before it uses
+the store: PyTorch prints a C++ stack to standard error for every failed call.
 """
 
 from __future__ import annotations
 
 import os
 
-KILLED = "the agent that started the ranks was killed"
-starter: int | None = None  # its process, where one started this rank
+AGENT_KILLED = "the agent that started the ranks was killed"
+agent_pid: int | None = None  # None: no agent started this rank
 
 
-def kept_by_agent() -> bool:
+def uses_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def remember() -> None:
-    """When the ranks meet: whoever is the parent then is the agent."""
-    global starter
-    starter = os.getppid() if kept_by_agent() else None
+def record_agent() -> None:
+    """Called at the rendezvous: the parent process at that time is the agent."""
+    global agent_pid
+    agent_pid = os.getppid() if uses_agent_store() else None
 
 
-def gone() -> bool:
-    return starter is not None and os.getppid() != starter
+def agent_died() -> bool:
+    return agent_pid is not None and os.getppid() != agent_pid

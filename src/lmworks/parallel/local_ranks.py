@@ -1,7 +1,7 @@
-"""The ranks of a small experiment: forked from this process, so that a case takes a second and not ten.
+"""Ranks forked from this process, for small experiments: a case takes a second instead of ten.
 
-A forked rank has what its parent had (imported modules, data, functions that a test has replaced), and finds in its
-environment who it is, as under torchrun, so everything below this room runs as it does in a real job.
+A forked rank inherits imported modules, data and monkeypatched functions. Its environment has RANK and WORLD_SIZE as
+under torchrun, so all other code runs as in a real job.
 """
 
 from __future__ import annotations
@@ -24,62 +24,64 @@ import torch.multiprocessing as mp
 from torch._C._distributed_c10d import TCPStore
 
 from ..spec import TrainingError
-from .world import told
+from .world import error_text
 
-MEET_S = 30.0  # ranks of one machine meet within a second; on a loaded one within a few
+RENDEZVOUS_TIMEOUT_S = 30.0  # it takes a second on one machine, a few on a loaded one
 
 
 class RankFailed(TrainingError):
-    """A rank raised, died, or never answered; its traceback is a note of the error."""
+    """A rank raised, died, or timed out; its traceback is a note of the error."""
 
 
-class NeverMet(RankFailed):
-    """A rank hung before its work began: a fork copies the locks that other threads hold at that moment."""
+class RendezvousTimeout(RankFailed):
+    """A rank hung before its work began: a fork copies locks that other threads hold at that moment."""
 
 
 def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, launched: bool = True, timeout: float = 300) -> Any:
     """Call `work(rank, *arguments)` on every rank and return what each returned, in order.
 
-    The first failure of any rank is raised here, and the others are ended. With `launched` False the one process is
-    what a plain `lmworks train` is: no rank of anything. `timeout` ends ranks that wait for one another for ever, and
-    no work that a busy machine only makes slow.
+    The first failure of any rank is raised here, and the others are killed. `launched` False: one process without
+    RANK and WORLD_SIZE, like a plain `lmworks train`. `timeout` is for deadlocks; set it well above the time that the
+    work takes on a busy machine.
     """
     for _ in range(2):
-        with suppress(NeverMet):
-            return on_forks(world, work, arguments, launched, timeout)
-    return on_forks(world, work, arguments, launched, timeout)
+        with suppress(RendezvousTimeout):
+            return run_forked(world, work, arguments, launched, timeout)
+    return run_forked(world, work, arguments, launched, timeout)
 
 
-def on_forks(world: int, work: Callable[..., Any], arguments: tuple[Any, ...], launched: bool, timeout: float) -> Any:
+def run_forked(world: int, work: Callable[..., Any], arguments: tuple[Any, ...], launched: bool, timeout: float) -> Any:
     context = mp.get_context("fork")
     processes, answers = [], {}
-    # Rank 0 inherits the socket of the store: no port is chosen before it is taken, and no thread of a store runs here,
-    # whose locks a fork might copy while they are held.
+    # Rank 0 inherits the listening socket of the store: the port cannot be taken meanwhile, and no store thread runs
+    # in this process, whose locks a fork might copy while they are held.
     with socket.create_server(("127.0.0.1", 0)) as server:
-        meet = partial(join_group, server, world) if launched else None
+        init_group = partial(init_gloo_group, server, world) if launched else None
         for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=enter, args=(theirs, timeout, meet, rank, work, arguments), daemon=True)
+            parent, child = context.Pipe(duplex=False)
+            process = context.Process(
+                target=rank_main, args=(child, timeout, init_group, rank, work, arguments), daemon=True
+            )
             process.start()
-            theirs.close()  # else the end of the process would not end the pipe
+            child.close()  # otherwise the pipe would stay open after the process ends
             processes.append(process)
-            answers[ours] = rank
+            answers[parent] = rank
         try:
-            collect(answers, MEET_S, NeverMet, "did not meet the others")
+            collect(answers, RENDEZVOUS_TIMEOUT_S, RendezvousTimeout, "did not reach the rendezvous")
             found = collect(answers, timeout, RankFailed, "did not answer")
             return [torch.load(io.BytesIO(content), weights_only=False) for content in found]
         finally:
             for process in processes:
-                process.kill()  # those that have answered have nothing left to do
+                process.kill()  # those that have answered are done
                 process.join()
 
 
-def join_group(server: socket.socket, world: int, rank: int) -> None:
+def init_gloo_group(server: socket.socket, world: int, rank: int) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({key: str(value) for key, value in place.items()})
     host, port = server.getsockname()
-    lead: dict[str, Any] = {"is_master": True, "master_listen_fd": server.detach()} if rank == 0 else {}
-    store = TCPStore(host, port, world, **lead)
+    master: dict[str, Any] = {"is_master": True, "master_listen_fd": server.detach()} if rank == 0 else {}
+    store = TCPStore(host, port, world, **master)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
@@ -99,7 +101,7 @@ def collect(answers: dict[Connection, int], timeout: float, late: type[RankFaile
             try:
                 ok, content = end.recv()
             except EOFError:
-                raise RankFailed(f"rank {rank} died without a word") from None
+                raise RankFailed(f"rank {rank} died without an error message") from None
             if not ok:
                 message, details = content
                 own = f"rank {rank}: "
@@ -110,34 +112,34 @@ def collect(answers: dict[Connection, int], timeout: float, late: type[RankFaile
     return [found[rank] for rank in sorted(found)]
 
 
-def enter(
+def rank_main(
     answer: Connection,
     timeout: float,
-    meet: Callable[[int], None] | None,
+    init_group: Callable[[int], None] | None,
     rank: int,
     work: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
     try:
         torch.set_num_threads(1)
-        if meet is not None:
-            say_where_it_hangs(MEET_S)
-            meet(rank)
+        if init_group is not None:
+            dump_stacks_after(RENDEZVOUS_TIMEOUT_S)
+            init_group(rank)
         answer.send((True, None))
-        say_where_it_hangs(timeout)
+        dump_stacks_after(timeout)
         value = work(rank, *arguments)
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
         content = io.BytesIO()
-        torch.save(value, content)  # as bytes: a tensor that is sent lives only as long as its sender
+        torch.save(value, content)  # as bytes: a shared tensor lives only as long as its sender
         answer.send((True, content.getvalue()))
     except BaseException as error:
-        answer.send((False, (told(error), traceback.format_exc())))
+        answer.send((False, (error_text(error), traceback.format_exc())))
 
 
-def say_where_it_hangs(timeout: float) -> None:
-    """A rank that is ended because it never answered leaves behind where each of its threads waited."""
+def dump_stacks_after(timeout: float) -> None:
+    """A rank that times out prints the stacks of its threads before it is killed."""
     faulthandler.cancel_dump_traceback_later()
     if timeout > 2:
         faulthandler.dump_traceback_later(timeout - 1, file=2)

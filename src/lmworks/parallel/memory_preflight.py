@@ -26,7 +26,7 @@ def refuse_missing_gpu(cluster: Cluster) -> None:
             f"cluster.gpu = '{cluster.gpu}', and this machine has no GPU; --device cpu runs it here all the same, and "
             "`lmworks simulate` steps one rank of it without the memory"
         )
-        error.agreed = int(os.environ.get("LOCAL_RANK") or 0) > 0  # the first rank of each machine says it
+        error.collective = int(os.environ.get("LOCAL_RANK") or 0) > 0  # the first rank of each machine says it
         raise error
 
 

@@ -27,7 +27,7 @@ from .data_parallel import DataParallel, Shard, unwrapped
 from .mesh import Mesh
 from .precision import run_in
 from .sharding_plan import ShardingPlan
-from .single_rank import Alone
+from .single_rank import SingleRank
 from .tensor_parallel import local_heads
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class ParallelModel:
     def whole(cls, model: GPT, spec: RunSpec) -> ParallelModel:
         """A model that exists already, in one process."""
         run_in(spec.precision, model, model.device)
-        return cls(spec, None, model.device, ShardingPlan(), {0: model}, {0: Alone(model)})
+        return cls(spec, None, model.device, ShardingPlan(), {0: model}, {0: SingleRank(model)})
 
     def size(self, axis: str) -> int:
         return 1 if self.mesh is None else self.mesh.size(axis)

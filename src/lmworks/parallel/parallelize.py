@@ -31,7 +31,7 @@ from .optimizer_offload import HostOptimizer
 from .parallel_model import ParallelModel
 from .precision import keep_in, run_in
 from .sharding_plan import ShardingPlan
-from .single_rank import Alone
+from .single_rank import SingleRank
 from .tensor_parallel import apply_tensor_parallel, enable_async_tp
 from .zero import Zero
 
@@ -131,7 +131,7 @@ def with_weights(
 def replicated(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str]) -> DataParallel:
     layout = spec.parallel
     if mesh is None or lonely(spec, mesh) or layout.engine == "deepspeed":  # which wraps the part itself, later
-        return Alone(part)
+        return SingleRank(part)
     if layout.strategy == "fsdp1":
         from .fsdp1 import FSDP1
 

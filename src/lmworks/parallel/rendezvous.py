@@ -1,8 +1,8 @@
-"""Ranks that were started again meet in a place of their own, not among what the ranks before them have left.
+"""Rendezvous of restarted ranks: each generation uses a store prefix of its own, apart from stale entries.
 
-torchrun's agent keeps one store for all generations of its ranks. A rank that reads there the address of another before
-the new one has written it waits for ever for one that is dead (PyTorch gives no generation a prefix). The number of
-restarts does not tell generations apart: every node counts for itself, and a node that came later has not counted.
+torchrun's agent keeps one store for all generations of its ranks. A rank that reads a peer's address before the new
+peer has written it waits forever for a dead process (PyTorch adds no prefix by generation). The restart count does not
+identify a generation: every node counts for itself, and a node that joined later has not counted.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..spec import TrainingError
 
-LOOK_S = 0.01
+POLL_S = 0.01
 
 
 def private_store(limit: timedelta) -> Store:
-    """The agent's store, under a name that this generation's rank 0 has made up and told to every other rank."""
+    """The agent's store under a prefix that rank 0 of this generation has chosen and sent to every other rank."""
     store, rank, world = next(rendezvous("env://", timeout=limit))
-    name = meet(store, rank, world, time.monotonic() + limit.total_seconds())
+    name = agree_on_prefix(store, rank, world, time.monotonic() + limit.total_seconds())
     return PrefixStore(f"lmworks/{name}", store)
 
 
-def meet(store: Store, rank: int, world: int, give_up: float) -> str:
-    """Every other rank shows a word that nobody knew before; it is invited by one that answers to that word."""
+def agree_on_prefix(store: Store, rank: int, world: int, deadline: float) -> str:
+    """Every other rank announces a fresh token; rank 0 answers it with token + prefix, so no stale answer matches."""
     mine = uuid.uuid4().hex
     if rank:
-        store.set(f"lmworks/here/{rank}", mine)
-        while not (answer := read(store, f"lmworks/invited/{rank}")).startswith(mine):
-            wait(give_up, "rank 0")
+        store.set(f"lmworks/token/{rank}", mine)
+        while not (answer := read(store, f"lmworks/prefix/{rank}")).startswith(mine):
+            wait(deadline, "rank 0")
         name = answer.removeprefix(mine)
-        store.set(f"lmworks/came/{rank}", name)
+        store.set(f"lmworks/joined/{rank}", name)
         return name
     missing = set(range(1, world))
     while missing:
         for other in sorted(missing):
-            if word := read(store, f"lmworks/here/{other}"):  # of an earlier generation, maybe: then it does not come
-                store.set(f"lmworks/invited/{other}", word + mine)
-        missing -= {other for other in missing if read(store, f"lmworks/came/{other}") == mine}
+            if token := read(store, f"lmworks/token/{other}"):  # maybe of an earlier generation: that one never joins
+                store.set(f"lmworks/prefix/{other}", token + mine)
+        missing -= {other for other in missing if read(store, f"lmworks/joined/{other}") == mine}
         if missing:
-            wait(give_up, f"rank {min(missing)}")
+            wait(deadline, f"rank {min(missing)}")
     return mine
 
 
@@ -51,7 +51,7 @@ def read(store: Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def wait(give_up: float, whom: str) -> None:
-    if time.monotonic() > give_up:
-        raise TrainingError(f"{whom} did not come to the meeting of all ranks; the run can be resumed")
-    time.sleep(LOOK_S)
+def wait(deadline: float, peer: str) -> None:
+    if time.monotonic() > deadline:
+        raise TrainingError(f"{peer} did not join the rendezvous; the run can be resumed")
+    time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""No other rank: the optimizer updates the parameters themselves, and nothing has to meet."""
+"""Training on one rank: the optimizer updates the parameters themselves, without communication."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..model import GPT
 from .data_parallel import Shard, take_low
 
 
-class Alone:
+class SingleRank:
     loss_factor = 1.0
 
     def __init__(self, part: GPT) -> None:
@@ -32,5 +32,5 @@ class Alone:
         pass
 
     def clear(self) -> None:
-        for shard in self.whole:  # as zero_grad, which looks for them in every step: a GPU would wait for that
+        for shard in self.whole:  # as zero_grad does, without its search for parameters in every step
             shard.leaf.grad = None

@@ -1,7 +1,7 @@
-"""The ranks of a run: joining them, and doing things once or all together.
+"""Process-group setup, and error propagation between ranks.
 
-Whoever starts the processes (`torchrun`, or `lmworks train` with torchrun underneath) says in the environment which
-rank this is. Without that there is one process and no group: every function here then simply does its work.
+`torchrun` (or `lmworks train`, which starts torchrun) sets rank and world size in the environment. Without them there
+is one process and no process group, and every function here just calls its argument.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from .mesh import Mesh
 from .rendezvous import private_store
 
 T = TypeVar("T")
-LAST_WORDS = "lmworks/last-words"
-NOBODY = -1  # says it of himself: another rank found it out
-LATER_S = 15.0  # what the process groups wait longer than those who watch over them
-GLOO_SAYS = ("gloo", "pair closure", "connection closed by peer", "connection reset by peer")
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # objects and checkpoints travel over the CPU's
+ERROR_KEY = "lmworks/rank-error"
+UNKNOWN_RANK = -1  # the rank died without posting; another rank found out
+TIMEOUT_MARGIN_S = 15.0  # the timeout of process groups is above the watchdog's
+GLOO_ERRORS = ("gloo", "pair closure", "connection closed by peer", "connection reset by peer")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # objects and checkpoints are sent over gloo
 
 
 def launched() -> bool:
-    """Whether this process was started as one rank of several (or of one, by torchrun)."""
+    """Whether torchrun started this process as a rank, be it of a world of one."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def is_lead() -> bool:
-    """Rank 0 alone prints, and writes the run folder."""
+def is_rank_zero() -> bool:
+    """Only rank 0 prints and writes the run folder."""
     return int(os.environ.get("RANK", 0)) == 0 if launched() else True
 
 
-def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) -> Mesh | None:
-    """Meet the other ranks; None where this process is alone.
+def init_distributed(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) -> Mesh | None:
+    """Create the process groups; None for a single process.
 
-    Whoever watches over the run ends a collective after `timeout_s`, and can say why; the process groups themselves
-    give up later, for the time when nobody watches yet.
+    The watchdog ends a collective after `timeout_s` and diagnoses it. The process groups have a longer timeout, which
+    matters only before the watchdog runs.
     """
     if not launched():
         if parallel.world > 1 or parallel.offload == "full":
@@ -57,7 +57,7 @@ def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) 
         return None
     started = int(os.environ["WORLD_SIZE"])
     if started != parallel.world:
-        raise known(
+        raise collective_error(
             SpecError(
                 f"the layout (pp × dp × cp × tp = {parallel.pp} × {parallel.dp} × {parallel.cp} × {parallel.tp}) needs "
                 f"{parallel.world} ranks, but {started} were started"
@@ -68,47 +68,47 @@ def join(parallel: ParallelSpec, device: torch.device, timeout_s: float = 1800) 
     # Newer versions rename collectives that the oldest we support, and PyTorch's own FSDP, know by the old names only.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives on record; older versions record none
-    limit = timedelta(seconds=1.5 * timeout_s + LATER_S)
+    limit = timedelta(seconds=1.5 * timeout_s + TIMEOUT_MARGIN_S)
     if not dist.is_initialized():
-        elastic_agent.remember()
-        store = private_store(limit) if elastic_agent.kept_by_agent() else None
+        elastic_agent.record_agent()
+        store = private_store(limit) if elastic_agent.uses_agent_store() else None
         rank = int(os.environ["RANK"])
         dist.init_process_group(BACKENDS[device.type], timeout=limit, store=store, rank=rank, world_size=started)
     mesh = Mesh(Grid.of(parallel), device.type)
-    limit_waits(limit)
+    set_group_timeouts(limit)
     return mesh
 
 
-def limit_waits(limit: timedelta) -> None:
-    """In every group that there is: one that was made for some of the ranks does not have the limit of all."""
+def set_group_timeouts(limit: timedelta) -> None:
+    """Of every existing group: a subgroup does not inherit the timeout of the default group."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
-def leave() -> None:
+def shutdown() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextmanager
-def leaving() -> Iterator[None]:
-    """Part from the other ranks after the work: where it is done, or all of them have raised the same error.
+def distributed_shutdown() -> Iterator[None]:
+    """Destroy the process groups after the work, if it succeeded or all ranks raised the same error.
 
-    After any other, or where a rank was lost, somebody may never come to the parting.
+    After any other error, or when a rank was lost, the call might never return.
     """
     try:
         yield
     except LMWorksError as error:
-        if error.agreed and not error.lost:
-            leave()
+        if error.collective and not error.rank_lost:
+            shutdown()
         raise
-    leave()
+    shutdown()
 
 
-def together(work: Callable[[], T]) -> T:
-    """Every rank does `work`; if any of them fails, all raise what the first of them raised.
+def run_on_all_ranks(work: Callable[[], T]) -> T:
+    """Run `work` on every rank; if it fails on any, all ranks raise the error of the lowest failed rank.
 
-    Else the others would wait in their next collective for a rank that will never come.
+    Otherwise the others would hang in their next collective.
     """
     if not dist.is_initialized():
         return work()
@@ -118,16 +118,18 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:
         failure = as_oom(error)
-    failures: list[Words | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, as_message(failure, dist.get_rank()) if failure is not None else None)
-    for words in failures:
-        if words is not None:
-            raise known(failure) if failure is not None and words.rank == dist.get_rank() else rebuilt(words)
+    failures: list[RankError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, as_rank_error(failure, dist.get_rank()) if failure is not None else None)
+    for posted in failures:
+        if posted is not None:
+            if failure is not None and posted.rank == dist.get_rank():
+                raise collective_error(failure)
+            raise remote_error(posted)
     return result
 
 
-def from_lead(work: Callable[[], T]) -> T:
-    """Rank 0 does `work`, and all get its result, or raise its error."""
+def run_on_rank_zero(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0; all ranks return its result or raise its error."""
     if not dist.is_initialized():
         return work()
     outcome: list[Any] = [None, None]
@@ -137,133 +139,133 @@ def from_lead(work: Callable[[], T]) -> T:
             outcome[0] = work()
         except Exception as error:
             failure = as_oom(error)
-            outcome[1] = as_message(failure, 0)
+            outcome[1] = as_rank_error(failure, 0)
     dist.broadcast_object_list(outcome, src=0)
     if failure is not None:
-        raise known(failure)
+        raise collective_error(failure)
     if outcome[1] is not None:
-        raise rebuilt(outcome[1])
+        raise remote_error(outcome[1])
     return outcome[0]
 
 
-class Onlooker(Protocol):
-    """Whoever can tell what became of a rank that left no word: train/watch."""
+class RankMonitor(Protocol):
+    """Diagnoses a rank that died without posting an error; the watchdog of train/watch is one."""
 
-    def gone(self) -> str | None:
-        """Which ranks' processes have ended, at a glance."""
+    def dead_ranks(self) -> str | None:
+        """The ranks whose processes have ended, as text; returns at once."""
 
-    def why(self) -> str | None:
-        """What all ranks together make of it. Takes seconds."""
+    def diagnose(self) -> str | None:
+        """The cause as the reports of all ranks show it; takes seconds."""
 
 
-def explained(error: Exception, onlooker: Onlooker | None = None) -> Exception:
-    """What to raise for an error in the middle of a step, where no rank waits to hear how the others fared.
+def root_cause(error: Exception, monitor: RankMonitor | None = None) -> Exception:
+    """What to raise for an error inside a step, where no collective propagates errors.
 
-    The rank that fails leaves word in the store through which the ranks once met. The others find a neighbour gone,
-    and look there for the cause; it has been said by the one that failed. Of a rank that could not leave any, the
-    first to find out does.
+    A rank that fails posts its error in the store of the process group. The others see a broken connection, and look
+    the cause up there; the failed rank has reported it. For a rank that died without posting, the first rank that
+    notices posts the cause.
     """
-    if not dist.is_initialized() or (isinstance(error, LMWorksError) and error.agreed):
+    if not dist.is_initialized() or (isinstance(error, LMWorksError) and error.collective):
         return error
     store = dist.distributed_c10d._get_default_store()
-    if not is_loss(error):
-        leave_words(store, as_message(error, dist.get_rank()))
+    if not is_peer_loss(error):
+        post_error(store, as_rank_error(error, dist.get_rank()))
         return error
-    words = find_words(store, onlooker)
-    if words is None and elastic_agent.gone():
-        words = Words(elastic_agent.KILLED)
-    if words is None and onlooker is not None:
-        found = onlooker.why()
-        words = Words(found) if found else None
-    if words is None:
-        words = Words("another rank is gone without a word")
-    if words.rank == NOBODY:
-        lost = TrainingError(f"{words.message}; the run can be resumed")
-        lost.lost = True
-        return known(lost)
-    told = rebuilt(words)
-    told.said = told.lost = True
-    return told
+    posted = wait_for_error(store, monitor)
+    if posted is None and elastic_agent.agent_died():
+        posted = RankError(elastic_agent.AGENT_KILLED)
+    if posted is None and monitor is not None:
+        cause = monitor.diagnose()
+        posted = RankError(cause) if cause else None
+    if posted is None:
+        posted = RankError("another rank ended without an error message")
+    if posted.rank == UNKNOWN_RANK:
+        lost = TrainingError(f"{posted.message}; the run can be resumed")
+        lost.rank_lost = True
+        return collective_error(lost)
+    remote = remote_error(posted)
+    remote.reported = remote.rank_lost = True
+    return remote
 
 
-class Words(NamedTuple):
-    """What a rank tells the others of an error."""
+class RankError(NamedTuple):
+    """An error of one rank, as it is sent to the others."""
 
     message: str
     code: int = TrainingError.exit_code
-    rank: int = NOBODY  # whose error it is
+    rank: int = UNKNOWN_RANK  # where it was raised
     facts: Mapping[str, Any] = {}
 
 
-def leave_words(store: Any, words: Words) -> None:
-    if elastic_agent.gone():
+def post_error(store: Any, error: RankError) -> None:
+    if elastic_agent.agent_died():
         return
-    with suppress(RuntimeError):  # the store may be gone too
-        store.compare_set(LAST_WORDS, "", json.dumps(words))
+    with suppress(RuntimeError):  # the store may be lost too
+        store.compare_set(ERROR_KEY, "", json.dumps(error))
 
 
-def find_words(store: Any, onlooker: Onlooker | None, patience_s: float = 2.0) -> Words | None:
-    """They were left before the connection was lost, but by another way."""
-    give_up = time.monotonic() + patience_s
+def wait_for_error(store: Any, monitor: RankMonitor | None, timeout_s: float = 2.0) -> RankError | None:
+    """The error was posted before the connection broke, but travels another way and may arrive later."""
+    deadline = time.monotonic() + timeout_s
     while True:
-        last = time.monotonic() >= give_up  # a look after the last wait, however long a busy machine made that
-        gone = onlooker.gone() if onlooker is not None else None
-        words = read_words(store)
-        if words is not None:
-            return words
-        if gone is not None:
-            leave_words(store, Words(gone))
-            return Words(gone)
+        last = time.monotonic() >= deadline  # one more look after the last sleep, which a busy machine may prolong
+        dead = monitor.dead_ranks() if monitor is not None else None
+        error = read_error(store)
+        if error is not None:
+            return error
+        if dead is not None:
+            post_error(store, RankError(dead))
+            return RankError(dead)
         if last:
             return None
         time.sleep(0.05)
 
 
-def read_words(store: Any) -> Words | None:
-    if elastic_agent.gone():
+def read_error(store: Any) -> RankError | None:
+    if elastic_agent.agent_died():
         return None
     with suppress(RuntimeError):
-        if store.check([LAST_WORDS]):
-            return Words(*json.loads(store.get(LAST_WORDS)))
+        if store.check([ERROR_KEY]):
+            return RankError(*json.loads(store.get(ERROR_KEY)))
     return None
 
 
-def is_loss(error: Exception) -> bool:
+def is_peer_loss(error: Exception) -> bool:
     """Whether a collective failed because of another rank. Gloo's errors have no type of their own."""
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in GLOO_SAYS)
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in GLOO_ERRORS)
 
 
-class Elsewhere(LMWorksError):
+class RemoteRankError(LMWorksError):
     """Another rank failed and reports it; this one only ends."""
 
 
-def as_message(error: Exception, rank: int) -> Words:
+def as_rank_error(error: Exception, rank: int) -> RankError:
     if isinstance(error, LMWorksError):
-        return Words(told(error), error.exit_code, rank, error.facts)
-    return Words(told(error), rank=rank)
+        return RankError(error_text(error), error.exit_code, rank, error.facts)
+    return RankError(error_text(error), rank=rank)
 
 
-def told(error: BaseException) -> str:
-    """In words for other ranks."""
+def error_text(error: BaseException) -> str:
+    """The message that other ranks get."""
     cause = as_oom(error) if isinstance(error, Exception) else error
     return str(cause) if isinstance(cause, LMWorksError) else f"{type(error).__name__}: {error}"
 
 
-def rebuilt(words: Words) -> Elsewhere:
-    error = Elsewhere(by_rank(words.message, words.rank))
-    error.exit_code, error.facts, error.agreed = words.code, words.facts, True
+def remote_error(posted: RankError) -> RemoteRankError:
+    error = RemoteRankError(prefix_rank(posted.message, posted.rank))
+    error.exit_code, error.facts, error.collective = posted.code, posted.facts, True
     return error
 
 
-def by_rank(message: str, rank: int) -> str:
-    """With the rank before it, where it is not the first and does not say so itself."""
+def prefix_rank(message: str, rank: int) -> str:
+    """With "rank N: " before it, unless N is 0 or the message has the prefix already."""
     return f"rank {rank}: {message}" if rank and not message.startswith(f"rank {rank}: ") else message
 
 
-def known(error: Exception) -> Exception:
-    """Every rank raises it, so rank 0 alone needs to say it."""
+def collective_error(error: Exception) -> Exception:
+    """Mark an error that every rank raises, so that only rank 0 prints it."""
     if isinstance(error, LMWorksError):
-        error.agreed = True
+        error.collective = True
     return error

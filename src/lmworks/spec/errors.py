@@ -15,9 +15,9 @@ class LMWorksError(Exception):
     """Something the user can mend. The command line prints it as one line, without a traceback."""
 
     exit_code = 1
-    agreed = False  # every rank of the run raises it: one of them need say it
-    said = False  # the rank where it happened has said it
-    lost = False  # it is the end of another rank: nothing more can be exchanged with that one
+    collective = False  # every rank raises it: rank 0 prints it
+    reported = False  # the rank where it happened has printed it
+    rank_lost = False  # another rank has ended: no more collectives
     final = False  # to start again would end the same way
     facts: Mapping[str, Any] = {}  # what an event of the run records of it beside the message
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..model import GPT
-from ..parallel.single_rank import Alone
+from ..parallel.single_rank import SingleRank
 from ..record import oom
 from ..spec import Cluster, Gpu, ModelSpec, OptimSpec, RunSpec, SpecError, TrainingError, recognise
 from .optim import make_optimizer
@@ -97,7 +97,7 @@ class PeakMemory:
 def warm_runtime() -> None:
     """Every kind of kernel that a step calls, once."""
     model = GPT(ModelSpec.from_preset("tiny"))
-    optimizer = make_optimizer(Alone(model).shards(), OptimSpec())
+    optimizer = make_optimizer(SingleRank(model).shards(), OptimSpec())
     tokens = torch.zeros(2, 64, dtype=torch.long)
     model(tokens, tokens, keep_logits=False)[1].backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import checkpoint
 from ..checkpoint.format.folders import discard
-from ..parallel.world import from_lead, known
+from ..parallel.world import collective_error, run_on_rank_zero
 from ..spec import CheckpointError, TrainingError
 from .health.bad_step import NotTaken, Trouble
 
@@ -44,9 +44,9 @@ def rewind(trainer: Trainer, trouble: Trouble) -> None:
     at_most = failed - 1 if corrupt else max(failed - trainer.spec.health.rewind_steps, now.rewound_to)
     root = trainer.folder.checkpoints
     trainer.saving.settle()
-    target = from_lead(lambda: newest_intact(root, at_most, trainer.saving.refused))
+    target = run_on_rank_zero(lambda: newest_intact(root, at_most, trainer.saving.refused))
     if target is None:
-        raise known(
+        raise collective_error(
             TrainingError(
                 f"step {failed}: {trouble.what}{trouble.where}; health.{trouble.kind} = 'rewind' found no checkpoint "
                 f"of step {at_most} or before to go back to; use a smaller checkpoint.every or health.rewind_steps"
@@ -59,7 +59,7 @@ def rewind(trainer: Trainer, trouble: Trouble) -> None:
     if not corrupt:
         skip(trainer, bad if trouble.taken else bad + 1, trouble.kind)  # the cursor has passed what was taken
     trainer.save()
-    from_lead(lambda: drop_after(root, target))
+    run_on_rank_zero(lambda: drop_after(root, target))
 
 
 def newest_intact(root: Path, at_most: int, refused: Callable[[Path, str], None]) -> int | None:

@@ -15,7 +15,7 @@ from ..checkpoint.format.remote_copies import Copied, Copies
 from ..checkpoint.format.validation import DamagedError
 from ..checkpoint.rank_errors import first_reason
 from ..parallel.initial_weights import is_hf
-from ..parallel.world import from_lead, is_lead, known, together
+from ..parallel.world import collective_error, is_rank_zero, run_on_all_ranks, run_on_rank_zero
 from ..record import RunFolder
 from ..spec import CheckpointError, DataError, LMWorksError, SpecError
 from ..spec.resumed import refused_changes
@@ -66,7 +66,7 @@ class Saving:
     ) -> bool:
         """False where it was waited for and failed: then the state is still here to be saved again."""
         self.ended(background.settle())  # one at a time
-        from_lead(self.refuse_third)
+        run_on_rank_zero(self.refuse_third)
         background.save(self.trainer.step, state, meta)
         self.stalled = time.perf_counter() - began
         if not wait:
@@ -74,13 +74,13 @@ class Saving:
         ended = background.finish()
         self.stalled = time.perf_counter() - began
         self.ended(ended)
-        return not from_lead(lambda: ended.error if ended else "")
+        return not run_on_rank_zero(lambda: ended.error if ended else "")
 
     def settle(self) -> None:
         """Wait for the save under way: a rewind may go back to it, and must find the same ones whatever their speed."""
         if self.background is not None:
             self.ended(self.background.settle())
-            from_lead(lambda: None)
+            run_on_rank_zero(lambda: None)
 
     def poll(self) -> None:
         """Between steps: hear what became of the save under way."""
@@ -124,9 +124,9 @@ class Saving:
 
     def close(self, error: Exception | None = None) -> None:
         """End the writers. What is under way is waited for only where every rank can be: not after the loss of one."""
-        together = isinstance(error, LMWorksError) and error.agreed and not error.lost
+        run_on_all_ranks = isinstance(error, LMWorksError) and error.collective and not error.rank_lost
         if self.background is not None:
-            if together:
+            if run_on_all_ranks:
                 self.ended(self.background.settle())
             self.background.close()
             self.background = None
@@ -161,7 +161,7 @@ class Saving:
             accept=accept,
         )
         if manifest is None:
-            from_lead(self.refuse_lost)
+            run_on_rank_zero(self.refuse_lost)
             return False
         trainer.take(state)
         set_rng_state(state["rng"])
@@ -201,9 +201,9 @@ class Saving:
         if not start or is_hf(Path(start)):
             return
         state = {"model": self.trainer.state()["model"]}
-        folder = together(lambda: RunFolder.open(start))
+        folder = run_on_all_ranks(lambda: RunFolder.open(start))
         if checkpoint.load(folder.checkpoints, state, refused=self.refused) is None:
-            raise known(SpecError(f"checkpoint.init = {start!r} has no checkpoint to start from"))
+            raise collective_error(SpecError(f"checkpoint.init = {start!r} has no checkpoint to start from"))
         self.trainer.take(state)
 
     def set_aside_later(self) -> None:
@@ -212,7 +212,7 @@ class Saving:
         They are kept, since nobody said that they are bad. Copies of them go when this step has been copied again.
         """
         step, place = self.trainer.step, self.root / f"set-aside-{self.trainer.attempt}"
-        steps = from_lead(lambda: set_aside(self.root, step, place))
+        steps = run_on_rank_zero(lambda: set_aside(self.root, step, place))
         if not steps or not self.trainer.lead:
             return
         self.trainer.event("set_aside", step, attempt=self.trainer.attempt, steps=steps, path=place.name)
@@ -240,4 +240,4 @@ def not_finite(bad: tuple[str, int] | None) -> str | None:
 
 
 def bytes_of(folder: Path) -> int:
-    return sum(entry["bytes"] for entry in vouched(folder).files.values()) if is_lead() else 0
+    return sum(entry["bytes"] for entry in vouched(folder).files.values()) if is_rank_zero() else 0

@@ -32,7 +32,7 @@ class Interrupted(LMWorksError):
     def __init__(self, number: int, step: int, folder: Path) -> None:
         name = signal.Signals(number).name
         # Of an agent that was killed the kernel sends the ranks a signal.
-        why = f"{elastic_agent.KILLED}: stopped" if elastic_agent.gone() else f"stopped by {name}"
+        why = f"{elastic_agent.AGENT_KILLED}: stopped" if elastic_agent.agent_died() else f"stopped by {name}"
         super().__init__(f"{why} after step {step}; go on with: lmworks resume {folder}")
         self.exit_code = PREEMPTED if number == signal.SIGTERM else 128 + number
 

@@ -26,7 +26,14 @@ from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
 from ..parallel.preflight import refuse_impossible
 from ..parallel.state_dict import take, training_state
-from ..parallel.world import explained, from_lead, is_lead, join, known, together
+from ..parallel.world import (
+    collective_error,
+    init_distributed,
+    is_rank_zero,
+    root_cause,
+    run_on_all_ranks,
+    run_on_rank_zero,
+)
 from ..plan.devices.machine import Machine
 from ..plan.flops import model_flops_per_token
 from ..record import MetricsWriter, RunFolder, phase
@@ -74,11 +81,13 @@ class Trainer(Stepper):
         force: bool = False,  # even where it does not fit into memory
     ) -> None:
         self.meet(spec, quiet)
-        from_lead(RunFolder(Path(run_dir)).refuse_taken)  # at once, not after data were prepared
-        from_lead(lambda: refuse_unwritable(Path(run_dir), "--run-dir"))
-        from_lead(lambda: refuse_taken(spec.checkpoint.remote))
+        run_on_rank_zero(RunFolder(Path(run_dir)).refuse_taken)  # at once, not after data were prepared
+        run_on_rank_zero(lambda: refuse_unwritable(Path(run_dir), "--run-dir"))
+        run_on_rank_zero(lambda: refuse_taken(spec.checkpoint.remote))
         self.prepare(force)
-        from_lead(lambda: start_folder(run_dir, with_absolute_paths(spec), machine))  # as written, however many started
+        run_on_rank_zero(
+            lambda: start_folder(run_dir, with_absolute_paths(spec), machine)
+        )  # as written, however many started
         self.folder = RunFolder(Path(run_dir))
 
     @classmethod
@@ -93,7 +102,7 @@ class Trainer(Stepper):
         folder = RunFolder.open(run_dir)
         trainer = cls.__new__(cls)
         trainer.meet(on_device(folder.spec(), device), quiet)
-        trainer.begin_at = from_lead(lambda: chosen_step(folder, step))
+        trainer.begin_at = run_on_rank_zero(lambda: chosen_step(folder, step))
         trainer.prepare(force)
         trainer.folder = folder
         return trainer
@@ -104,8 +113,8 @@ class Trainer(Stepper):
         refuse_missing_gpu(spec.cluster)
         self.device = pick_device(spec.cluster)
         self.spec = naming_gpu(self.spec, self.device)
-        self.mesh = join(self.spec.parallel, self.device, self.spec.watch.timeout_s)
-        self.lead = is_lead()
+        self.mesh = init_distributed(self.spec.parallel, self.device, self.spec.watch.timeout_s)
+        self.lead = is_rank_zero()
         self.quiet = quiet or not self.lead
 
     def prepare(self, force: bool = False) -> None:
@@ -113,14 +122,14 @@ class Trainer(Stepper):
         spec = self.spec
         if spec.deterministic:
             make_deterministic()
-        together(lambda: refuse_impossible(spec, self.device, force))
-        together(lambda: new_hash(spec.checkpoint.hash))
-        self.weights = together(lambda: source_of(spec))
-        from_lead(self.open_data)  # the embedded corpus is made on first use, by one rank
+        run_on_all_ranks(lambda: refuse_impossible(spec, self.device, force))
+        run_on_all_ranks(lambda: new_hash(spec.checkpoint.hash))
+        self.weights = run_on_all_ranks(lambda: source_of(spec))
+        run_on_rank_zero(self.open_data)  # the embedded corpus is made on first use, by one rank
         rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
-        self.batches = together(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
-        self.held_out = together(lambda: held_out(spec))
-        together(lambda: refuse_vocabulary(spec, self.batches.vocab_size))
+        self.batches = run_on_all_ranks(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
+        self.held_out = run_on_all_ranks(lambda: held_out(spec))
+        run_on_all_ranks(lambda: refuse_vocabulary(spec, self.batches.vocab_size))
         self.step = self.cursor = 0
         self.detours = Detours({})
         gpu = find_gpu(spec.cluster, self.device)
@@ -135,7 +144,7 @@ class Trainer(Stepper):
         phase.enter("init")
         self.memory = PeakMemory(self.device)
         seed_everything(self.spec.seed)
-        self.parallel_model = together(
+        self.parallel_model = run_on_all_ranks(
             lambda: naming(self, lambda: parallelize(self.spec, self.mesh, self.device, self.weights))
         )
         self.optimizer = make_optimizer(
@@ -143,7 +152,7 @@ class Trainer(Stepper):
         )
         self.engine = None
         if self.spec.parallel.engine == "deepspeed":  # it takes model and optimizer over
-            self.engine = together(lambda: DeepSpeedEngine(self.model, self.optimizer, self.spec))
+            self.engine = run_on_all_ranks(lambda: DeepSpeedEngine(self.model, self.optimizer, self.spec))
             self.parallel_model.strategies = {0: cast(DataParallel, self.engine)}  # for evaluation, which only calls it
         self.loss_scale = LossScale(self.spec.precision)
         self.health = Health(self.spec.health)
@@ -157,7 +166,7 @@ class Trainer(Stepper):
         optim = self.spec.optim
         with ExitStack() as stack:
             self.stop = stack.enter_context(StopSignals(self.spec.fault.deadline_s))
-            attempt, self.detours = from_lead(lambda: self.take_hold(stack))
+            attempt, self.detours = run_on_rank_zero(lambda: self.take_hold(stack))
             self.attempt = attempt
             self.watchdog = stack.enter_context(watching(self.spec.watch, self.folder, attempt, self.mesh))
             try:
@@ -169,7 +178,7 @@ class Trainer(Stepper):
                 if self.begin_at is not None:
                     self.saving.set_aside_later()
             except Exception as error:
-                cause = explained(named(error, self), self.watchdog)
+                cause = root_cause(named(error, self), self.watchdog)
                 if cause is not error:
                     raise cause from error
                 raise
@@ -211,7 +220,7 @@ class Trainer(Stepper):
 
     def end_with(self, error: Exception) -> None:
         """Record why the run ends. Where that is another rank's failure, raise it instead of what it led to here."""
-        cause = explained(named(error, self), self.watchdog)
+        cause = root_cause(named(error, self), self.watchdog)
         facts = cause.facts if isinstance(cause, LMWorksError) else {}
         self.event("interrupt" if isinstance(cause, Interrupted) else "fail", error=str(cause), **facts)
         if cause is not error:
@@ -253,7 +262,7 @@ class Trainer(Stepper):
             if saved:
                 save_s = self.save(wait=bool(last or self.stop_asked))
             if saved and self.stop_asked and not last:
-                raise known(Interrupted(self.stop_asked, self.step, self.folder.path))
+                raise collective_error(Interrupted(self.stop_asked, self.step, self.folder.path))
         self.event("finish")
         return evaluation or self.evaluate()
 

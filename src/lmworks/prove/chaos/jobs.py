@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import TCPStore
 
-from ...parallel.world import LATER_S
+from ...parallel.world import TIMEOUT_MARGIN_S
 from .faults import TIMEOUT_S
 from .rank import be_rank
 
@@ -114,7 +114,7 @@ def meet(server: socket.socket, world: int, rank: int) -> None:
     if rank:
         server.close()
     store = TCPStore(host, port, world, timeout=timedelta(seconds=PATIENCE_S), **lead)
-    later = timedelta(seconds=1.5 * TIMEOUT_S + LATER_S)  # as a run that meets by itself: its watchdog comes first
+    later = timedelta(seconds=1.5 * TIMEOUT_S + TIMEOUT_MARGIN_S)  # as in a run: the watchdog is first
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=later)
 
 

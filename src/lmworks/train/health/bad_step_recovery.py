@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...data.window import describe
-from ...parallel.world import known
+from ...parallel.world import collective_error
 from ...spec import TrainingError
 from ..rng import set_rng_state
 from .bad_step import NotTaken, Trouble
@@ -119,7 +119,7 @@ def act(run: Stepper, trouble: Trouble, passed: Passed) -> Passed:
         health = run.spec.health
         tried = f" ({trouble.action} did not help {health.max_actions} times within {health.window} steps)"
     run.parallel_model.clear()
-    raise known(
+    raise collective_error(
         TrainingError(
             f"step {run.step + 1}: {trouble.what}{trouble.where}{tried}; the step was not taken and the weights are as "
             f"they were; lower optim.lr in {run.folder.spec_path} and resume, or look at its data: "

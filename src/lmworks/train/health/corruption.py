@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...parallel.world import known
+from ...parallel.world import collective_error
 from ...spec import TrainingError
 from .bad_step import NotTaken, Trouble
 from .replicas import Difference, Digests, compare
@@ -38,7 +38,7 @@ def check_replicas(run: Stepper) -> None:
         return
     again = "; it was so before the run went back, too: the fault stays" if replayed else ""
     if action == "stop" or replayed or run.health.exhausted(run.cursor):
-        raise known(
+        raise collective_error(
             TrainingError(
                 f"step {run.step}: {worst.what}{again}; nothing of this step was saved; take the machine of that rank "
                 f"out (ranks count from 0) and resume: the newest checkpoint is from before"

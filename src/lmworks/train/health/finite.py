@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...parallel.world import known
+from ...parallel.world import collective_error
 from ...spec import TrainingError
 from .bad_step import NotTaken, Trouble
 from .nonfinite import everywhere
@@ -38,7 +38,7 @@ def check_state(run: Stepper) -> None:
     if action == "rewind" and not run.health.exhausted(run.cursor):
         run.health.note(run.cursor)
         raise NotTaken(Trouble("nonfinite", "rewind", what, where, taken=True))
-    raise known(
+    raise collective_error(
         TrainingError(
             f"step {run.step}: after the update {what}{where}; nothing of it was saved, and the newest checkpoint "
             f"is from before: go on from it with lmworks resume {run.folder.path}; if it happens again, lower optim.lr "

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ... import parallel
 from ...parallel.mesh import Mesh
-from ...parallel.world import together
+from ...parallel.world import run_on_all_ranks
 from ...record import RunFolder, phase
 from ...record.hang import judge
 from ...record.life import Beat, own_beat, read_beats, read_stat, state_of
@@ -45,7 +45,7 @@ def watching(spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh | None
         return
     watchdog = Watchdog(spec, folder, attempt, mesh)
     try:
-        together(watchdog.start)  # a full disk ends all ranks, with one line
+        run_on_all_ranks(watchdog.start)  # a full disk ends all ranks, with one line
     except BaseException:
         if watchdog.thread.is_alive():
             watchdog.stop()
@@ -176,7 +176,7 @@ class Watchdog:
 
     # --- another rank is lost (parallel.world asks) -----------------------------------------------------
 
-    def gone(self) -> str | None:
+    def dead_ranks(self) -> str | None:
         """Ranks of this host whose processes have ended; after a hang, its cause: the others have ended by then."""
         verdict = self.alarm.read_verdict()
         if verdict is not None:
@@ -188,7 +188,7 @@ class Watchdog:
         here = {rank: blank(beat, states) for rank, beat in beats.items() if states[rank] != "gone"}
         return judge(self.world, here, beats, states).text
 
-    def why(self) -> str | None:
+    def diagnose(self) -> str | None:
         """Where nobody is gone and a collective failed all the same: what all ranks together make of it."""
         with suppress(OSError, LMWorksError):
             self.alarm.raise_("loss")
