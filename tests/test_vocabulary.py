@@ -26,7 +26,6 @@ RETIRED = {
     "meeting": "rendezvous",
     "board": "store_mailbox",
     "holdings": "rank_memory",
-    "together": "run_on_all_ranks",
     "from_lead": "run_on_rank_zero",
     "is_lead": "is_rank_zero",
     "Onlooker": "RankMonitor",
