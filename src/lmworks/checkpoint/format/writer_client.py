@@ -33,7 +33,7 @@ class Writer:
         self.timeout_s, self.sign_path = timeout_s, sign
         ours, theirs = socket.socketpair()
         call = f"main({theirs.fileno()}, {buffer}, {os.getpid()})"
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__package__}.writer import main; {call}"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__package__}.writer_process import main; {call}"
         passed = [descriptor for descriptor in (theirs.fileno(), buffer) if descriptor >= 0]
         with theirs:
             self.process = subprocess.Popen(
