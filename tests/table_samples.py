@@ -270,10 +270,10 @@ def parity(sample: Sample) -> None:
 
 
 def chaos(sample: Sample) -> None:
-    from lmworks.prove.chaos.trials import Outcome
+    from lmworks.prove.chaos.harness import Outcome
 
-    found = [Outcome(**row) for row in result("chaos.json")]
-    sample.patch.setattr("lmworks.prove.chaos.runner.harness", lambda out: nullcontext())
+    found = [Outcome(injected=row.pop("struck"), **row) for row in result("chaos.json")]
+    sample.patch.setattr("lmworks.prove.chaos.runner.open_harness", lambda out: nullcontext())
     sample.patch.setattr("lmworks.prove.chaos.runner.run_trials", lambda *_: found)
     sample.lmworks("chaos", "--trials", "1")
 

@@ -1,4 +1,4 @@
-"""Every kind of fault strikes a job of real ranks once, and nothing is lost; bugs that lose something are found."""
+"""Every kind of fault is injected once into a job of real ranks, which recovers; defective resumes are detected."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks.prove.chaos import trials
-from lmworks.prove.chaos.draw import Trial, draw_trial
+from lmworks.prove.chaos import harness
+from lmworks.prove.chaos.compare_runs import exit_save_problem
 from lmworks.prove.chaos.faults import BY_NAME, FAULTS
-from lmworks.prove.chaos.judge import broken_promise
-from lmworks.prove.chaos.runner import harness, run_trials
-from lmworks.prove.chaos.trials import Harness, Outcome
+from lmworks.prove.chaos.harness import Harness, Outcome
+from lmworks.prove.chaos.runner import open_harness, run_trials
+from lmworks.prove.chaos.trial import Trial, sample_trial
 from lmworks.record import RunFolder
 from lmworks.train import Trainer
 from lmworks.train.rng import seed_everything
 from typed import lmworks
 
-# fault, phase, layout, how it saves: one of each kind, the layouts in turn
+# fault, phase, layout, saves: every fault once, over different layouts
 PROCESSES = [
     ("kill-rank", "save.commit", "fsdp2", "sync"),
     ("kill-writer", "save.write", "ddp2", "async"),
@@ -43,7 +43,7 @@ NUMBERS = [
     ("flip-gradient", "optimizer", "ddp2", "sync"),
     ("flip-optimizer", "data", "ddp2", "sync"),
 ]
-# Kinds that have tests of their own: of hangs and slow ranks, of checkpoints and their regions, of full disks, of data.
+# Faults that other tests cover too: hangs, slow ranks, damaged checkpoints, full disks, data.
 ALSO = [
     ("kill-rank", "load.read", "pp2", "sync"),
     ("mismatch", "optimizer", "ddp2", "sync"),
@@ -63,18 +63,18 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    with harness(tmp_path_factory.mktemp("chaos")) as made:
+    with open_harness(tmp_path_factory.mktemp("chaos")) as made:
         yield made
 
 
 def chosen(case: tuple[str, str, str, str], number: int = 0, **changes: Any) -> Trial:
     fault, phase, layout, saves = case
     rank = 0 if layout == "one" else 1
-    drawn = draw_trial(7, number, fault, phase)
+    drawn = sample_trial(7, number, fault, phase)
     return dataclasses.replace(drawn, layout=layout, saves=saves, rank=rank, job="forked", **changes)
 
 
-def strike(jobs: Harness, some: list[Trial]) -> list[Outcome]:
+def inject(jobs: Harness, some: list[Trial]) -> list[Outcome]:
     return run_trials(jobs, some, 2, lambda outcome: None)
 
 
@@ -87,31 +87,31 @@ def strike(jobs: Harness, some: list[Trial]) -> list[Outcome]:
         pytest.param(ALSO, id="also", marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_lost(jobs: Harness, cases: list[tuple[str, str, str, str]]) -> None:
-    found = strike(jobs, [chosen(case, number) for number, case in enumerate(cases)])
+def test_jobs_recover_from_injected_faults(jobs: Harness, cases: list[tuple[str, str, str, str]]) -> None:
+    found = inject(jobs, [chosen(case, number) for number, case in enumerate(cases)])
     assert [(o.fault, o.phase, o.verdict, o.problem) for o in found if not o.ok] == []
     assert len(found) == len(cases)
 
 
 @pytest.mark.slow  # a minute of starting ranks; what a restart records and loses: tests/train/test_restart.py
-def test_the_command_restarts_its_ranks_and_outlives_its_agent(jobs: Harness) -> None:
-    found = strike(jobs, [dataclasses.replace(chosen(case, n), job="command") for n, case in enumerate(COMMANDS)])
+def test_the_command_restarts_ranks_and_survives_the_loss_of_its_agent(jobs: Harness) -> None:
+    found = inject(jobs, [dataclasses.replace(chosen(case, n), job="command") for n, case in enumerate(COMMANDS)])
     assert [(o.fault, o.verdict, o.problem) for o in found if not o.ok] == []
-    assert [o.attempts for o in found] == [1, 2, 2]  # the agent restarts a rank by itself; nobody restarts the agent
+    assert [o.attempts for o in found] == [1, 2, 2]  # the agent restarts a rank; nothing restarts the agent
 
 
-def test_a_full_disk_is_tried_without_the_right_to_mount_one(jobs: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "mount", lambda path: False)
-    (outcome,) = strike(jobs, [chosen(("enospc", "save.write", "one", "sync"))])
-    assert (outcome.verdict, outcome.problem) == ("stopped", "") and outcome.struck.startswith("RLIMIT_FSIZE")
+def test_a_full_disk_is_injected_without_permission_to_mount(jobs: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "mount", lambda path: False)
+    (outcome,) = inject(jobs, [chosen(("enospc", "save.write", "one", "sync"))])
+    assert (outcome.verdict, outcome.problem) == ("stopped", "") and outcome.injected.startswith("RLIMIT_FSIZE")
     assert "File too large" in outcome.cause
 
 
-def test_all_kinds_are_above() -> None:
+def test_every_fault_is_covered() -> None:
     assert {case[0] for case in [*PROCESSES, *DISKS, *NUMBERS, *ALSO, *COMMANDS]} == {fault.name for fault in FAULTS}
 
 
-# --- it can fail ---------------------------------------------------------------------------------------
+# --- defects are detected -------------------------------------------------------------------------------
 
 
 def after_load(change: Callable[[Trainer], None]) -> Callable[..., None]:
@@ -125,84 +125,92 @@ def after_load(change: Callable[[Trainer], None]) -> Callable[..., None]:
     return loading
 
 
-def forget_cursor(trainer: Trainer) -> None:
+def reset_cursor(trainer: Trainer) -> None:
     trainer.cursor = 0
 
 
-def forget_generators(trainer: Trainer) -> None:
+def reset_generators(trainer: Trainer) -> None:
     seed_everything(trainer.spec.seed)
 
 
-def forget_moments(trainer: Trainer) -> None:
+def reset_moments(trainer: Trainer) -> None:
     for state in trainer.optimizer.state.values():
         state["exp_avg"].zero_()
 
 
-def lose_a_bit(trainer: Trainer) -> None:
+def flip_weight_bit(trainer: Trainer) -> None:
     with torch.no_grad():
         trainer.parallel_model.shards[0].leaf.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
 @pytest.mark.parametrize(
-    ("bug", "told"),
+    ("bug", "message"),
     [
-        (forget_cursor, "step"),
-        (forget_generators, "rng"),
-        (forget_moments, "step"),
-        (lose_a_bit, "model."),
+        (reset_cursor, "step"),
+        (reset_generators, "rng"),
+        (reset_moments, "step"),
+        (flip_weight_bit, "model."),
     ],
 )
-def test_a_resume_that_forgets_something_is_found_out(
-    jobs: Harness, monkeypatch: pytest.MonkeyPatch, bug: Callable[[Trainer], None], told: str
+def test_an_incomplete_resume_is_detected(
+    jobs: Harness, monkeypatch: pytest.MonkeyPatch, bug: Callable[[Trainer], None], message: str
 ) -> None:
     trial = chosen(("kill-rank", "forward", "one", "sync"), step=5)
-    jobs.run_straight(trial)
+    jobs.run_reference(trial)
     monkeypatch.setattr(Trainer, "load", after_load(bug))
-    (outcome,) = strike(jobs, [trial])
-    assert not outcome.ok and outcome.verdict == "lost" and told in outcome.problem
+    (outcome,) = inject(jobs, [trial])
+    assert not outcome.ok and outcome.verdict == "lost" and message in outcome.problem
     assert outcome.repeat == "lmworks chaos --seed 7 --trial 0 --fault kill-rank --phase forward"
-    assert (Path(outcome.folder) / "run" / "metrics.jsonl").exists()  # what failed is kept
+    assert (Path(outcome.folder) / "run" / "metrics.jsonl").exists()  # the folder of a failed trial stays
 
 
-def test_a_save_that_is_announced_before_it_is_committed_is_found_out(
-    jobs: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_recorded_before_its_commit_is_detected(jobs: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Trainer.save
 
-    def too_early(self: Trainer, wait: bool = True) -> float:
+    def record_then_save(self: Trainer, wait: bool = True) -> float:
         self.event("save", path="soon", seconds=0.0)
         return save(self, wait)
 
-    monkeypatch.setattr(Trainer, "save", too_early)
-    (outcome,) = strike(jobs, [chosen(("kill-rank", "save.commit", "one", "sync"), step=6, delay_ms=0.0)])
+    monkeypatch.setattr(Trainer, "save", record_then_save)
+    (outcome,) = inject(jobs, [chosen(("kill-rank", "save.commit", "one", "sync"), step=6, delay_ms=0.0)])
     assert (outcome.verdict, outcome.problem) == ("lost", "step 6 was saved, but a resume went on from step 4")
 
 
 # --- the command ---------------------------------------------------------------------------------------
 
 
-def test_a_trial_is_repeated_by_its_number_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trial_is_repeated_by_number_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--fault", "kill-rank", "--phase", "forward", "--seed", "7", "--trial", "0", "--out", str(tmp_path))
-    drawn = draw_trial(7, 0, "kill-rank", "forward")
+    drawn = sample_trial(7, 0, "kill-rank", "forward")
     code, out, err = lmworks(capsys, "chaos", *words, "--json")
-    (told,) = json.loads(out)
-    assert code == 0 and told["ok"] and told["verdict"] == "same" and "seed 7" in err
-    assert (told["trial"], told["layout"], told["rank"], told["step"]) == (0, drawn.layout, drawn.rank, drawn.step)
-    assert json.loads((tmp_path / "chaos.json").read_text()) == [told]
+    (record,) = json.loads(out)
+    assert code == 0 and record["ok"] and record["verdict"] == "same" and "seed 7" in err
+    assert (record["trial"], record["layout"], record["rank"], record["step"]) == (
+        0,
+        drawn.layout,
+        drawn.rank,
+        drawn.step,
+    )
+    assert json.loads((tmp_path / "chaos.json").read_text()) == [record]
     assert "# 1 trials, 0 lost" in (tmp_path / "chaos.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--fault", "kil-rank"], "there is no fault 'kil-rank'; did you mean 'kill-rank'?"),
         (["--phase", "save.comit"], "there is no phase 'save.comit'; did you mean 'save.commit'?"),
-        (["--fault", "slow", "--phase", "load.read"], "'slow' does not strike in the phase 'load.read', but in: data"),
+        (
+            ["--fault", "slow", "--phase", "load.read"],
+            "'slow' cannot be injected in the phase 'load.read', only in: data",
+        ),
     ],
 )
-def test_what_there_is_none_of_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_faults_and_phases_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = lmworks(capsys, "chaos", *words)
-    assert code == 2 and told in err
+    assert code == 2 and message in err
 
 
 def test_the_list_has_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,20 +218,20 @@ def test_the_list_has_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and [row["fault"] for row in json.loads(out)] == [fault.name for fault in FAULTS]
 
 
-# --- which trials there are ----------------------------------------------------------------------------
+# --- sampling of trials ---------------------------------------------------------------------------------
 
 
-def test_the_first_trials_go_through_every_legal_pair_and_are_the_same_each_time() -> None:
+def test_first_trials_cover_every_legal_pair_and_are_deterministic() -> None:
     pairs = {(fault.name, phase) for fault in FAULTS for phase in fault.phases}
-    drawn = [draw_trial(3, number) for number in range(len(pairs) + 20)]
+    drawn = [sample_trial(3, number) for number in range(len(pairs) + 20)]
     assert {(trial.fault, trial.phase) for trial in drawn[: len(pairs)]} == pairs
-    assert drawn == [draw_trial(3, number) for number in range(len(pairs) + 20)]
-    assert drawn != [draw_trial(4, number) for number in range(len(pairs) + 20)]
+    assert drawn == [sample_trial(3, number) for number in range(len(pairs) + 20)]
+    assert drawn != [sample_trial(4, number) for number in range(len(pairs) + 20)]
     assert all(trial.layout in BY_NAME[trial.fault].layouts for trial in drawn)
 
 
 @pytest.mark.parametrize(
-    ("events", "said", "broken"),
+    ("events", "output", "problem"),
     [
         ([("save", 4), ("interrupt", 4), ("resume", 4)], "lmworks: error: the agent was killed", ""),
         ([("save", 2), ("interrupt", 4), ("resume", 2)], "", "step 4 was taken and not saved"),
@@ -236,12 +244,12 @@ def test_the_first_trials_go_through_every_legal_pair_and_are_the_same_each_time
         ([("save", 6), ("finish", 6)], "", ""),
     ],
 )
-def test_what_is_promised_when_an_agent_is_killed_is_compared(
-    tmp_path: Path, events: list[tuple[str, int]], said: str, broken: str
+def test_ranks_must_save_when_their_agent_is_killed(
+    tmp_path: Path, events: list[tuple[str, int]], output: str, problem: str
 ) -> None:
-    """A resume that ends bitwise where it should does not show that the save was made."""
+    """A bitwise equal result after a resume does not prove that the save was made."""
     (tmp_path / "run").mkdir()
     run = RunFolder(tmp_path / "run")
     for kind, step in [("start", 0), *events]:
         run.event(kind, step, error="why")
-    assert broken_promise(tmp_path, said) == broken
+    assert exit_save_problem(tmp_path, output) == problem

@@ -38,19 +38,19 @@ def chaos(
       lmworks chaos --seed 7 --trial 31
       lmworks chaos --list
     """
-    from ..prove.chaos.draw import draw_trial
-    from ..prove.chaos.report import SUMMARY, legal_rows, line_of, summary_rows, write_report
-    from ..prove.chaos.runner import harness, run_trials
+    from ..prove.chaos.report import SUMMARY, fault_rows, progress_line, summary_rows, write_report
+    from ..prove.chaos.runner import open_harness, run_trials
+    from ..prove.chaos.trial import sample_trial
 
     if listing:
-        show_list(json, legal_rows())
+        show_list(json, fault_rows())
         return
     numbers = range(trials) if trial is None else [trial]
-    drawn = [draw_trial(seed, number, fault, phase) for number in numbers]
+    drawn = [sample_trial(seed, number, fault, phase) for number in numbers]
     began = time.monotonic()
     typer.echo(f"seed {seed}: {len(drawn)} trials, {jobs} at a time", err=True)
-    with harness(out) as kept:
-        found = run_trials(kept, drawn, jobs, lambda outcome: typer.echo(line_of(outcome, trials), err=True))
+    with open_harness(out) as kept:
+        found = run_trials(kept, drawn, jobs, lambda outcome: typer.echo(progress_line(outcome, trials), err=True))
     table, record = write_report(found, seed, time.monotonic() - began, out)
     failed = [outcome for outcome in found if not outcome.ok]
     if json:

@@ -1,1 +1,1 @@
-"""Faults put into real training jobs at a named place, and the proof that nothing was lost by them."""
+"""Fault injection into real training jobs, and the comparison with a reference run that had no fault."""

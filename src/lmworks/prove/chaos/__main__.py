@@ -1,6 +1,6 @@
-"""`python -m lmworks.prove.chaos FOLDER train …`: `lmworks train …` under the acts of FOLDER, in all its ranks.
+"""`python -m lmworks.prove.chaos FOLDER train …`: `lmworks train …` with the fault injections of FOLDER on all ranks.
 
-Where the command is the agent that starts ranks, those come through here too.
+If the command is the agent that starts the ranks, the ranks are started through this module too.
 """
 
 import os
@@ -12,9 +12,9 @@ from ...cli import ranks
 
 folder, arguments = sys.argv[1], sys.argv[2:]
 if "RANK" in os.environ:
-    from .rank import be_rank  # which an agent does without: it imports the whole trainer
+    from .instrumented_rank import run_rank  # imports the whole trainer, which the agent does not need
 
-    be_rank(Path(folder), arguments)
+    run_rank(Path(folder), arguments)
 else:
     ranks.PROGRAM = ("-m", "lmworks.prove.chaos", folder)  # type: ignore[assignment]
     sys.argv = ["lmworks", *arguments]

@@ -1,4 +1,4 @@
-"""Faults of processes and disks, as they are done inside a rank or the writer of its saves, which has no torch."""
+"""Injectors of process and disk faults. They run inside a rank, or inside its checkpoint writer, which has no torch."""
 
 from __future__ import annotations
 
@@ -15,117 +15,119 @@ from pathlib import Path
 from typing import Any
 
 from ...record import phase
-from .injection_plan import Act
-from .trigger import Place, Say, Strike, Waiting
+from .injection_plan import Injection
+from .trigger import Announce, FaultTrigger, Injector, ProcessContext
 
-FILLER = "filler"  # takes what room is left on a disk
-SMALL_FILE = 65_536  # bytes: room for a line of events, not for a shard
+FILLER = "filler"  # a file that takes all free space of a disk
+SMALL_FILE = 65_536  # bytes: enough for a line of events.jsonl, not for a shard
 
 
 # --- processes ------------------------------------------------------------------------------------------
 
 
-def after(act: Act, do: Callable[[], None]) -> None:
-    """At once, or from a thread some milliseconds later: in the middle of whatever the phase does."""
-    if not act.delay_ms:
+def after_delay(injection: Injection, do: Callable[[], None]) -> None:
+    """Run `do` at once, or `delay_ms` later from a thread, in the middle of the phase."""
+    if not injection.delay_ms:
         do()
         return
-    threading.Timer(act.delay_ms / 1000, do).start()
+    threading.Timer(injection.delay_ms / 1000, do).start()
 
 
-def kill_rank(place: Place, act: Act, say: Say) -> None:
-    say(f"SIGKILL to rank {act.rank}")
-    after(act, lambda: os.kill(place.pid(act.rank), signal.SIGKILL))
+def kill_rank(context: ProcessContext, injection: Injection, announce: Announce) -> None:
+    announce(f"SIGKILL to rank {injection.rank}")
+    after_delay(injection, lambda: os.kill(context.pid(injection.rank), signal.SIGKILL))
 
 
-def kill_agent(place: Place, act: Act, say: Say) -> None:
-    say("SIGKILL to the agent")
-    status = Path(f"/proc/{place.pid(place.rank)}/status").read_text()
+def kill_agent(context: ProcessContext, injection: Injection, announce: Announce) -> None:
+    announce("SIGKILL to the agent")
+    status = Path(f"/proc/{context.pid(context.rank)}/status").read_text()
     agent = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid:"))
-    after(act, lambda: os.kill(agent, signal.SIGKILL))
+    after_delay(injection, lambda: os.kill(agent, signal.SIGKILL))
 
 
-def kill_writer(place: Place, act: Act, say: Say) -> None:
-    say(f"SIGKILL to the writer of rank {place.rank}")
-    after(act, lambda: os.kill(os.getpid(), signal.SIGKILL))
+def kill_writer(context: ProcessContext, injection: Injection, announce: Announce) -> None:
+    announce(f"SIGKILL to the writer of rank {context.rank}")
+    after_delay(injection, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def die(place: Place) -> None:
-    """The rank, and this process of its, if it is another."""
-    os.kill(place.pid(place.rank), signal.SIGKILL)
+def kill_self(context: ProcessContext) -> None:
+    """Kill the rank, and this process if it is the rank's writer."""
+    os.kill(context.pid(context.rank), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def sigstop(place: Place, act: Act, say: Say) -> None:
-    say(f"SIGSTOP to rank {act.rank}")
-    os.kill(place.pid(act.rank), signal.SIGSTOP)
+def sigstop(context: ProcessContext, injection: Injection, announce: Announce) -> None:
+    announce(f"SIGSTOP to rank {injection.rank}")
+    os.kill(context.pid(injection.rank), signal.SIGSTOP)
 
 
-def sigterm(place: Place, act: Act, say: Say) -> None:
-    """As a batch system does it: to every rank."""
-    say("SIGTERM to all ranks")
-    others = [int(path.read_text()) for path in place.folder.glob("rank-*.pid")]
+def sigterm(context: ProcessContext, injection: Injection, announce: Announce) -> None:
+    """As a batch system sends it: to every rank."""
+    announce("SIGTERM to all ranks")
+    others = [int(path.read_text()) for path in context.folder.glob("rank-*.pid")]
     for pid in [*(pid for pid in others if pid != os.getpid()), os.getpid()]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
 
 
-def sigterm_late(place: Place, act: Act, say: Say) -> None:
-    """And then the step does not come to its end."""
-    sigterm(place, act, say)
+def sigterm_late(context: ProcessContext, injection: Injection, announce: Announce) -> None:
+    """The step does not end within the deadline."""
+    sigterm(context, injection, announce)
     time.sleep(60)
 
 
 # --- disks ----------------------------------------------------------------------------------------------
 
 
-def enospc(place: Place, act: Act, say: Say) -> None:
-    """Fill the small disk that the harness has put under the run folder; or, without one, allow no larger file."""
-    if os.path.ismount(place.folder / "run"):
-        say("tmpfs: the disk of the run is full")
-        fill(place.folder / "run" / FILLER)
+def enospc(context: ProcessContext, injection: Injection, announce: Announce) -> None:
+    """Fill the small tmpfs that the harness mounted at the run folder; without one, limit the size of files."""
+    if os.path.ismount(context.folder / "run"):
+        announce("tmpfs: the disk of the run is full")
+        fill_disk(context.folder / "run" / FILLER)
         return
-    say(f"RLIMIT_FSIZE: rank {act.rank} may write no file beyond {SMALL_FILE} bytes")
+    announce(f"RLIMIT_FSIZE: rank {injection.rank} may write no file beyond {SMALL_FILE} bytes")
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def fill(path: Path) -> None:
+def fill_disk(path: Path) -> None:
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
 
 
-def eio(place: Place, act: Act, say: Say) -> None:
-    """The disk takes what is written and then cannot keep it, which is when a program learns of most bad sectors."""
-    say(f"injected OSError: the next fsync of rank {act.rank} fails with EIO")
+def eio(context: ProcessContext, injection: Injection, announce: Announce) -> None:
+    """Writes succeed and fsync fails: programs learn of most bad sectors at fsync."""
+    announce(f"injected OSError: the next fsync of rank {injection.rank} fails with EIO")
     fsync = os.fsync
 
-    def failing(descriptor: Any) -> None:
+    def fail_once(descriptor: Any) -> None:
         os.fsync = fsync
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    os.fsync = failing  # type: ignore[assignment]
+    os.fsync = fail_once  # type: ignore[assignment]
 
 
-def damage(change: Callable[[Path, random.Random], None], word: str) -> Callable[[Place, Act, Say], None]:
-    """One file of the newest checkpoint. A running job then dies, since it is a resume that has to find it."""
+def damage(
+    change: Callable[[Path, random.Random], None], word: str
+) -> Callable[[ProcessContext, Injection, Announce], None]:
+    """Damage one file of the newest checkpoint. A running job is then killed, because a resume must detect it."""
 
-    def act_on(place: Place, act: Act, say: Say) -> None:
-        draw = random.Random(act.draw)
-        newest = max(step_folders(place.checkpoints, act), key=lambda path: path.name.lstrip("."))
+    def inject(context: ProcessContext, injection: Injection, announce: Announce) -> None:
+        draw = random.Random(injection.seed)
+        newest = max(step_folders(context.checkpoints, injection), key=lambda path: path.name.lstrip("."))
         path = draw.choice(sorted(file for file in newest.iterdir() if file.stat().st_size > 1000))
-        say(f"{word} {newest.name}/{path.name}")
+        announce(f"{word} {newest.name}/{path.name}")
         change(path, draw)
-        if not act.phase.startswith("load"):
-            die(place)
+        if not injection.phase.startswith("load"):
+            kill_self(context)
 
-    return act_on
+    return inject
 
 
-def step_folders(root: Path, act: Act) -> list[Path]:
-    """Until its commit a checkpoint has a hidden name."""
-    mark = ".step-" if act.phase == "save.commit" else "step-"
+def step_folders(root: Path, injection: Injection) -> list[Path]:
+    """A checkpoint has a hidden name until its commit."""
+    mark = ".step-" if injection.phase == "save.commit" else "step-"
     return [path for path in root.iterdir() if path.name.startswith(mark)]
 
 
@@ -135,10 +137,10 @@ def truncate(path: Path, draw: random.Random) -> None:
 
 def flip_bit(path: Path, draw: random.Random) -> None:
     with path.open("r+b") as file:
-        place = draw.randrange(path.stat().st_size)
-        file.seek(place)
+        offset = draw.randrange(path.stat().st_size)
+        file.seek(offset)
         byte = file.read(1)[0]
-        file.seek(place)
+        file.seek(offset)
         file.write(bytes([byte ^ 1 << draw.randrange(8)]))
 
 
@@ -146,21 +148,23 @@ def remove(path: Path, _draw: random.Random) -> None:
     path.unlink()
 
 
-def damage_data(change: Callable[[Path, random.Random], None], word: str) -> Callable[[Place, Act, Say], None]:
-    """A shard of tokens. Who has it open may read on (it is mapped), so a running job dies, and its resume must see."""
+def damage_data(
+    change: Callable[[Path, random.Random], None], word: str
+) -> Callable[[ProcessContext, Injection, Announce], None]:
+    """Damage a shard of tokens. A running job has it mapped, so it is killed, and its resume must detect the damage."""
 
-    def act_on(place: Place, act: Act, say: Say) -> None:
-        draw = random.Random(act.draw)
-        path = draw.choice(sorted(place.data.glob("*.bin")))
-        say(f"{word} {path.name}")
+    def inject(context: ProcessContext, injection: Injection, announce: Announce) -> None:
+        draw = random.Random(injection.seed)
+        path = draw.choice(sorted(context.data.glob("*.bin")))
+        announce(f"{word} {path.name}")
         change(path, draw)
-        if act.phase != "start":
-            die(place)
+        if injection.phase != "start":
+            kill_self(context)
 
-    return act_on
+    return inject
 
 
-FAULTS: dict[str, Strike] = {
+INJECTORS: dict[str, Injector] = {
     "kill-rank": kill_rank,
     "kill-agent": kill_agent,
     "kill-writer": kill_writer,
@@ -178,6 +182,6 @@ FAULTS: dict[str, Strike] = {
 }
 
 
-def wait_in_writer(folder: Path, rank: int) -> None:
-    """For `process.startup`: called in every writer before its first job."""
-    phase.listeners.append(Waiting(Place(folder, rank, "writer"), FAULTS))
+def install_in_writer(folder: Path, rank: int) -> None:
+    """For `writer_client.startup`: called in every writer process before its first job."""
+    phase.listeners.append(FaultTrigger(ProcessContext(folder, rank, "writer"), INJECTORS))

@@ -1,4 +1,4 @@
-"""The outcomes of many trials as tables: by fault, by pair, and what failed."""
+"""Tables of trial outcomes: by fault, by (fault, phase) pair, and the failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from ... import __version__
 from .faults import FAULTS, LAYOUTS, PAIRS, TOLERANCE
-from .trials import Outcome
+from .harness import Outcome
 
 SUMMARY = ("fault", "trials", "pairs", "verdict", "ok", "median s", "longest s")
 
@@ -22,18 +22,18 @@ SUMMARY = ("fault", "trials", "pairs", "verdict", "ok", "median s", "longest s")
 def summary_rows(outcomes: Sequence[Outcome]) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for fault in FAULTS:
-        mine = [outcome for outcome in outcomes if outcome.fault == fault.name]
-        if not mine:
+        of_fault = [outcome for outcome in outcomes if outcome.fault == fault.name]
+        if not of_fault:
             continue
-        times = sorted(outcome.seconds for outcome in mine)
-        struck = {outcome.phase for outcome in mine}
+        times = sorted(outcome.seconds for outcome in of_fault)
+        injected = {outcome.phase for outcome in of_fault}
         rows.append(
             [
                 fault.name,
-                len(mine),
-                f"{len(struck)} of {len(fault.phases)}",
+                len(of_fault),
+                f"{len(injected)} of {len(fault.phases)}",
                 fault.verdict,
-                sum(outcome.ok for outcome in mine),
+                sum(outcome.ok for outcome in of_fault),
                 f"{times[len(times) // 2]:.1f}",
                 f"{times[-1]:.1f}",
             ]
@@ -41,23 +41,23 @@ def summary_rows(outcomes: Sequence[Outcome]) -> list[list[Any]]:
     return rows
 
 
-def legal_rows() -> list[list[str]]:
-    """Every fault, where it may strike, and what must come of it."""
+def fault_rows() -> list[list[str]]:
+    """Every fault, its legal phases and the expected verdict."""
     return [
         [
             fault.name,
-            fault.what,
+            fault.description,
             " ".join(fault.phases),
             fault.verdict + (f" (async: {fault.verdict_async})" if fault.verdict_async else ""),
-            told(fault.layouts),
+            layouts_text(fault.layouts),
             "/".join(fault.saves),
         ]
         for fault in FAULTS
     ]
 
 
-def told(layouts: tuple[str, ...]) -> str:
-    """The layouts, by what is left out where that is shorter."""
+def layouts_text(layouts: tuple[str, ...]) -> str:
+    """The layouts, or "all but …" where that is shorter."""
     without = [name for name in LAYOUTS if name not in layouts]
     return "all" + (f" but {', '.join(without)}" if without else "") if len(without) < 3 else " ".join(layouts)
 
@@ -78,7 +78,7 @@ def as_markdown(outcomes: Sequence[Outcome], seed: int, seconds: float) -> str:
         f"# {len(outcomes)} trials, {len(failed)} lost",
         "",
         f"Seed {seed}; {len(pairs)} of {len(PAIRS)} legal pairs of fault and phase; {seconds / 60:.0f} minutes. "
-        f"{about()}. Tolerance of `close`: {TOLERANCE:g}, relative.",
+        f"{environment_text()}. Tolerance of `close`: {TOLERANCE:g}, relative.",
         "",
         *markdown_table(SUMMARY, summary_rows(outcomes)),
         "",
@@ -94,15 +94,15 @@ def as_markdown(outcomes: Sequence[Outcome], seed: int, seconds: float) -> str:
         lines += ["", "## What failed", ""]
         lines += [f"- `{o.repeat}`: {o.fault} in {o.phase} ({o.layout}): {o.verdict}: {o.problem}" for o in failed]
     lines += ["", "## Every trial", ""]
-    columns = ("trial", "fault", "phase", "layout", "saves", "job", "struck", "attempts", "s", "verdict", "ok")
-    lines += markdown_table(columns, [row_of(outcome) for outcome in outcomes])
+    columns = ("trial", "fault", "phase", "layout", "saves", "job", "injected", "attempts", "s", "verdict", "ok")
+    lines += markdown_table(columns, [trial_row(outcome) for outcome in outcomes])
     return "\n".join(lines) + "\n"
 
 
-def row_of(outcome: Outcome) -> list[Any]:
+def trial_row(outcome: Outcome) -> list[Any]:
     o = outcome
     ok = "yes" if o.ok else "NO"
-    return [o.trial, o.fault, o.phase, o.layout, o.saves, o.job, o.struck, o.attempts, o.seconds, o.verdict, ok]
+    return [o.trial, o.fault, o.phase, o.layout, o.saves, o.job, o.injected, o.attempts, o.seconds, o.verdict, ok]
 
 
 def counts(outcomes: Sequence[Outcome], key: str) -> list[list[Any]]:
@@ -115,7 +115,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> lis
     return [f"| {' | '.join(str(cell) for cell in line)} |" for line in lines]
 
 
-def about() -> str:
+def environment_text() -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
@@ -123,7 +123,7 @@ def about() -> str:
     return f"LMWorks {__version__}{at}, torch {torch.__version__}, {os.cpu_count()} cores, {platform.system()}"
 
 
-def line_of(outcome: Outcome, total: int) -> str:
+def progress_line(outcome: Outcome, total: int) -> str:
     """One line of progress."""
     o = outcome
     how = f"{o.verdict} ({o.seconds:.1f} s)" if o.ok else f"FAILED, {o.verdict}: {o.problem}"

@@ -1,4 +1,4 @@
-"""Many trials, some at a time, each in a process of its own that can be ended with all that it started."""
+"""Many trials, several at a time, each in its own process group that can be killed as a whole."""
 
 from __future__ import annotations
 
@@ -20,71 +20,73 @@ import torch.multiprocessing as mp
 
 from ...spec import TrainingError
 from ..corpus import write_corpus
-from .draw import Trial
-from .trials import Harness, Outcome
+from .harness import Harness, Outcome
+from .trial import Trial
 
-LIMIT_S = 2000.0  # for one trial, beyond anything that its own limits allow
-IMPORTED = (  # by a rank in the course of its life: imported once here, not once in every rank
+TRIAL_TIMEOUT_S = 2000.0  # of one trial, above the sum of its own timeouts
+PRELOADED_MODULES = (  # imported once here, inherited by every forked rank
     "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.checkpoint",
     "lmworks.cli.main", "lmworks.report.run_report", "lmworks.bench.probe", "lmworks.train",
 )  # fmt: skip
 
 
 @contextmanager
-def harness(out: Path) -> Iterator[Harness]:
-    """Works in `out`, where the folders of trials that failed are left."""
-    for name in IMPORTED:
+def open_harness(out: Path) -> Iterator[Harness]:
+    """A harness in `out`; folders of failed trials stay there."""
+    for name in PRELOADED_MODULES:
         importlib.import_module(name)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="chaos-data-", dir=out) as made:
         yield Harness(out / "trials", write_corpus(Path(made), documents=300))
-    with contextlib.suppress(OSError):  # of a trial that failed something is there
+    with contextlib.suppress(OSError):  # not empty after a failed trial
         (out / "trials").rmdir()
 
 
-def run_trials(harness: Harness, trials: list[Trial], jobs: int, tell: Callable[[Outcome], None]) -> list[Outcome]:
-    """In the order of their numbers; `tell` hears of each when it is done."""
-    needed = {harness.straight_folder(trial): trial for trial in trials}
-    for outcome in side_by_side(harness.run_straight, list(needed.values()), jobs):
+def run_trials(
+    harness: Harness, trials: list[Trial], jobs: int, on_outcome: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """Outcomes in the order of trial numbers; `on_outcome` is called as each trial ends."""
+    needed = {harness.reference_folder(trial): trial for trial in trials}
+    for outcome in run_in_processes(harness.run_reference, list(needed.values()), jobs):
         if isinstance(outcome, str):
-            raise TrainingError(f"a run that nothing happens to does not end well: {outcome}")
+            raise TrainingError(f"a reference run without faults failed: {outcome}")
     outcomes = []
-    for outcome in side_by_side(harness.run, trials, jobs):
+    for outcome in run_in_processes(harness.run, trials, jobs):
         if isinstance(outcome, str):
             raise TrainingError(f"the harness itself failed: {outcome}")
         outcomes.append(outcome)
-        tell(outcome)
+        on_outcome(outcome)
     return sorted(outcomes, key=lambda outcome: outcome.trial)
 
 
-def side_by_side(work: Callable[[Trial], Any], trials: list[Trial], jobs: int) -> Iterator[Any]:
-    """What `work` returned for each, or the traceback in words, as they end."""
+def run_in_processes(work: Callable[[Trial], Any], trials: list[Trial], jobs: int) -> Iterator[Any]:
+    """The result of `work` for each trial, or its traceback as text, in order of completion."""
     context = mp.get_context("fork")
     waiting, running = list(trials), dict[Connection, tuple[BaseProcess, float]]()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 ours, theirs = context.Pipe(duplex=False)
-                process: BaseProcess = context.Process(target=answer, args=(theirs, work, waiting.pop(0)))
+                process: BaseProcess = context.Process(target=trial_process, args=(theirs, work, waiting.pop(0)))
                 process.start()
                 theirs.close()
-                running[ours] = process, time.monotonic() + LIMIT_S
+                running[ours] = process, time.monotonic() + TRIAL_TIMEOUT_S
             for end in wait(list(running), 1.0):
                 assert isinstance(end, Connection)
                 process, _ = running.pop(end)
-                yield received(end)
+                yield receive(end)
                 process.join()
             for end, (process, limit) in list(running.items()):
                 if time.monotonic() > limit:
                     del running[end]
-                    end_all(process)
-                    yield f"a trial took longer than {LIMIT_S:g} s"
+                    kill_process_group(process)
+                    yield f"a trial took longer than {TRIAL_TIMEOUT_S:g} s"
     finally:
         for process, _ in running.values():
-            end_all(process)
+            kill_process_group(process)
 
 
-def answer(end: Connection, work: Callable[[Trial], Any], trial: Trial) -> None:
+def trial_process(end: Connection, work: Callable[[Trial], Any], trial: Trial) -> None:
     os.setsid()
     try:
         end.send(work(trial))
@@ -92,14 +94,14 @@ def answer(end: Connection, work: Callable[[Trial], Any], trial: Trial) -> None:
         end.send(traceback.format_exc())
 
 
-def received(end: Connection) -> Any:
+def receive(end: Connection) -> Any:
     try:
         return end.recv()
     except EOFError:
         return "a trial's own process died"
 
 
-def end_all(process: BaseProcess) -> None:
+def kill_process_group(process: BaseProcess) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.join()

@@ -1,4 +1,4 @@
-"""Lying in wait in a process of a job, until it comes to the place of its act."""
+"""The trigger: a phase listener in a process of the job that injects a fault at the planned phase and step."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .injection_plan import Act, mark_of, read_acts
+from .injection_plan import Injection, done_marker, read_injections
 
 
 @dataclass
-class Place:
-    """Where a process stands: the files of its job, and whose it is."""
+class ProcessContext:
+    """The folder of the job, and which process of it this is."""
 
     folder: Path
     rank: int
-    process: str = "rank"  # or the writer of its asynchronous saves
-    trainer: Any = None  # from the time a rank has built it
+    process: str = "rank"  # or "writer": its asynchronous checkpoint writer
+    trainer: Any = None  # set once a rank has built it
 
     def pid_file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.pid"
@@ -35,34 +35,34 @@ class Place:
         return self.folder / "data"
 
 
-Say = Callable[[str], None]
-Strike = Callable[[Place, Act, Say], None]
+Announce = Callable[[str], None]
+Injector = Callable[[ProcessContext, Injection, Announce], None]
 
 
-class Waiting:
-    """A listener of `record.phase`. Strikes once, where its act says."""
+class FaultTrigger:
+    """A listener of `record.phase` that makes each injection once."""
 
-    def __init__(self, place: Place, faults: Mapping[str, Strike]) -> None:
-        self.place, self.faults = place, faults
-        self.acts = list(enumerate(read_acts(place.folder)))
+    def __init__(self, context: ProcessContext, injectors: Mapping[str, Injector]) -> None:
+        self.context, self.injectors = context, injectors
+        self.injections = list(enumerate(read_injections(context.folder)))
 
     def __call__(self, name: str, step: int) -> None:
-        while self.acts and mark_of(self.place.folder, self.acts[0][0]).exists():
-            self.acts.pop(0)
-        if not self.acts:
+        while self.injections and done_marker(self.context.folder, self.injections[0][0]).exists():
+            self.injections.pop(0)
+        if not self.injections:
             return
-        index, act = self.acts[0]
-        here = (act.process, act.seen_by) == (self.place.process, self.place.rank)
-        if not here or act.phase != name or act.step not in (0, step):
+        index, injection = self.injections[0]
+        here = (injection.process, injection.trigger_rank) == (self.context.process, self.context.rank)
+        if not here or injection.phase != name or injection.step not in (0, step):
             return
-        self.acts.pop(0)
-        mark = mark_of(self.place.folder, index)
-        # What is done is told before: some faults do not come back.
-        self.faults[act.fault](self.place, act, lambda words: write_whole(mark, words))
+        self.injections.pop(0)
+        marker = done_marker(self.context.folder, index)
+        # Injectors announce before they act: some faults do not return.
+        self.injectors[injection.fault](self.context, injection, lambda text: write_atomically(marker, text))
 
 
-def write_whole(mark: Path, words: str) -> None:
-    """Whoever sees the mark sees all of it."""
-    half = mark.with_suffix(f".{os.getpid()}")
-    half.write_text(words, encoding="utf-8")
-    half.replace(mark)
+def write_atomically(marker: Path, text: str) -> None:
+    """Readers of the marker see all of it or nothing."""
+    partial = marker.with_suffix(f".{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(marker)

@@ -1,4 +1,4 @@
-"""Whether a run that was struck ended where the one that was not ended, to the last bit."""
+"""Whether a run with an injected fault ended bitwise equal to the reference run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from ... import checkpoint
 from ...record import RunFolder, read_metrics
 from ...spec import LMWorksError
 from .faults import TOLERANCE
-from .rank import Log, read_samples
+from .instrumented_rank import SampleLog, read_samples
 
-STACK = re.compile(r"frame #\d+: |Exception raised from|Traceback \(most recent call last\)")
-CURVE = ("loss", "lr", "grad_norm", "tokens", "val_loss")  # what a line of metrics.jsonl has that is not time or memory
+TRACEBACK = re.compile(r"frame #\d+: |Exception raised from|Traceback \(most recent call last\)")
+COMPARED_METRICS = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "val_loss",
+)  # fields of metrics.jsonl other than times and memory
 
 
-def losses_of(struck: Path, straight: Path, exact: bool = True) -> list[str]:
-    """What was lost, in words; nothing if nothing was. Both are folders of jobs, with `run` in them."""
+def compare_runs(injected: Path, reference: Path, exact: bool = True) -> list[str]:
+    """The differences as messages; empty if equal. Both are job folders that contain `run`."""
     try:
         return [
-            *compare_curves(curve(struck), curve(straight), exact),
-            *compare_states(saved(struck), saved(straight), exact),
-            *compare_samples(read_samples(struck), read_samples(straight), exact),
-            *forgotten_saves(RunFolder(struck / "run").events()),
+            *compare_curves(metric_curve(injected), metric_curve(reference), exact),
+            *compare_states(load_newest_state(injected), load_newest_state(reference), exact),
+            *compare_samples(read_samples(injected), read_samples(reference), exact),
+            *skipped_saves(RunFolder(injected / "run").events()),
         ]
     except LMWorksError as error:
         return [str(error)]
@@ -37,9 +43,9 @@ def losses_of(struck: Path, straight: Path, exact: bool = True) -> list[str]:
 # --- losses ---------------------------------------------------------------------------------------------
 
 
-def curve(folder: Path) -> dict[int, dict[str, Any]]:
+def metric_curve(folder: Path) -> dict[int, dict[str, Any]]:
     lines = read_metrics(RunFolder(folder / "run").metrics_path)
-    return {line["step"]: {key: line.get(key) for key in CURVE} for line in lines}
+    return {line["step"]: {key: line.get(key) for key in COMPARED_METRICS} for line in lines}
 
 
 def compare_curves(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]], exact: bool) -> list[str]:
@@ -48,20 +54,20 @@ def compare_curves(one: dict[int, dict[str, Any]], other: dict[int, dict[str, An
     for step in sorted(one):
         for key, value in one[step].items():
             expected = other[step][key]
-            if value != expected and (exact or not near(value, expected)):
+            if value != expected and (exact or not is_close(value, expected)):
                 return [f"step {step}: {key} is {value} instead of {expected}"]
     return []
 
 
-def near(value: Any, expected: Any) -> bool:
+def is_close(value: Any, expected: Any) -> bool:
     return None not in (value, expected) and math.isclose(value, expected, rel_tol=TOLERANCE)
 
 
 # --- state ----------------------------------------------------------------------------------------------
 
 
-def saved(folder: Path) -> dict[str, Any]:
-    """All that the newest checkpoint holds, by name."""
+def load_newest_state(folder: Path) -> dict[str, Any]:
+    """All entries of the newest checkpoint, by name."""
     refusals: list[str] = []
     state: dict[str, Any] = {"model": None, "optim": None, "rng": None}
     root = RunFolder(folder / "run").checkpoints
@@ -69,13 +75,13 @@ def saved(folder: Path) -> dict[str, Any]:
     if found is None or refusals:
         raise LMWorksError(f"the last checkpoint cannot be loaded: {'; '.join(refusals) or 'there is none'}")
     plain = {key: value for key, value in found.meta.items() if key not in ("spec", "data")}
-    return {"step": found.step, **flat(state), **flat(plain, "meta.")}
+    return {"step": found.step, **flatten(state), **flatten(plain, "meta.")}
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        leaves |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return leaves
 
 
@@ -87,8 +93,8 @@ def compare_states(one: dict[str, Any], other: dict[str, Any], exact: bool) -> l
 
 
 def equal(one: Any, other: Any, exact: bool) -> bool:
-    if isinstance(one, list) and isinstance(other, list) and not exact:  # the losses that a run remembers
-        return len(one) == len(other) and all(near(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, list) and isinstance(other, list) and not exact:  # the loss history of the spike detector
+        return len(one) == len(other) and all(is_close(a, b) for a, b in zip(one, other, strict=True))
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return bool(one == other)
     if one.dtype != other.dtype or one.shape != other.shape:
@@ -102,20 +108,20 @@ def equal(one: Any, other: Any, exact: bool) -> bool:
 # --- samples --------------------------------------------------------------------------------------------
 
 
-def compare_samples(one: dict[int, Log], other: dict[int, Log], exact: bool) -> list[str]:
-    """On the same ranks, each must have been given the same; on fewer, all of them together."""
+def compare_samples(one: dict[int, SampleLog], other: dict[int, SampleLog], exact: bool) -> list[str]:
+    """On the same ranks, each must have had the same samples; on fewer ranks, all of them together."""
     if exact:
         wrong = [
             (rank, step) for rank, log in other.items() for step in log if one.get(rank, {}).get(step) != log[step]
         ]
         return [f"step {step}: rank {rank} was given other samples" for rank, step in wrong[:1]]
     steps = next(iter(other.values()))
-    mixed = [step for step in steps if of_all(one, step) != of_all(other, step)]
+    mixed = [step for step in steps if samples_of_step(one, step) != samples_of_step(other, step)]
     return [f"step {step}: the ranks were given other samples" for step in mixed[:1]]
 
 
-def of_all(logs: dict[int, Log], step: int) -> list[str]:
-    """The samples of a step on all ranks that took it at last; rank 0 is one of them, and knows how many there were."""
+def samples_of_step(logs: dict[int, SampleLog], step: int) -> list[str]:
+    """The samples of a step over all ranks of its last attempt; the log of rank 0 says how many ranks there were."""
     world, rows = logs.get(0, {}).get(step, (0, []))
     return sorted([*rows, *(row for rank in range(1, world) for row in logs[rank][step][1])])
 
@@ -123,8 +129,8 @@ def of_all(logs: dict[int, Log], step: int) -> list[str]:
 # --- saves ----------------------------------------------------------------------------------------------
 
 
-def forgotten_saves(events: list[dict[str, Any]]) -> list[str]:
-    """A resume goes on from the last save that was announced, unless it says what is wrong with that one."""
+def skipped_saves(events: list[dict[str, Any]]) -> list[str]:
+    """A resume must start from the last recorded save, unless that checkpoint was refused with a reason."""
     last, excused = 0, False
     for event in events:
         match event["kind"]:
@@ -137,8 +143,8 @@ def forgotten_saves(events: list[dict[str, Any]]) -> list[str]:
     return []
 
 
-def broken_promise(folder: Path, said: str) -> str:
-    """Of a job whose ranks were left alone: they take their step, save it, and say in plain words why they end."""
+def exit_save_problem(folder: Path, output: str) -> str:
+    """Ranks that lost their agent must finish the step, save it, and report why they exit, without a traceback."""
     first: list[dict[str, Any]] = []
     for event in RunFolder(folder / "run").events():
         if event["kind"] == "resume":
@@ -151,11 +157,11 @@ def broken_promise(folder: Path, said: str) -> str:
         return f"the job ended with {end['kind']!r} instead of a save: {end.get('error', '')}"
     if not any(event["kind"] == "save" and event["step"] == end["step"] for event in first):
         return f"step {end['step']} was taken and not saved"
-    stack = next((line for line in said.splitlines() if STACK.search(line)), "")
+    stack = next((line for line in output.splitlines() if TRACEBACK.search(line)), "")
     return f"it printed a stack: {stack}" if stack else ""
 
 
-def evidence(folder: Path, said: str) -> list[str]:
-    """Lines in which a cause may be named: what was printed, and what was recorded."""
+def log_lines(folder: Path, output: str) -> list[str]:
+    """Lines that may name the cause: the output and the recorded events."""
     events = [{**event, "time": "", "host": ""} for event in RunFolder(folder / "run").events()]
-    return [*said.splitlines(), *map(json.dumps, events)]
+    return [*output.splitlines(), *map(json.dumps, events)]
