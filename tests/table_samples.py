@@ -198,7 +198,7 @@ def bench_train(sample: Sample) -> None:
 
 
 def bench_offline(sample: Sample) -> None:
-    from lmworks.cli import bench
+    from lmworks.cli import bench_offline
 
     facts = {
         "model": "qwen3-0.6b", "device": "NVIDIA H200", "dtype": "bf16", "output_tokens_per_s": 23456.7, "power": None,
@@ -209,7 +209,7 @@ def bench_offline(sample: Sample) -> None:
         "steps": 1024, "decode_ms": {"1": 1.234, "256": 12.345}, "floors_ms": {"1": 1.0, "256": 10.5},
         "weights": "1.11 GiB", "bandwidth_gbs": 4256.6,
     }  # fmt: skip
-    bench.show(facts)
+    bench_offline.show(facts)
 
 
 def bench_kernels(sample: Sample) -> None:
@@ -227,7 +227,7 @@ def bench_serve(sample: Sample) -> None:
 
 
 def profile(sample: Sample) -> None:
-    from lmworks.cli import profile
+    from lmworks.cli import bench_profile
 
     row = {"batch": 64, "ms": 213.94, "p99_ms": 339.968, "floor_ms": 0.307, "tokens_per_s": 2990.0, "gain": 49.1}
     facts = {
@@ -236,7 +236,7 @@ def profile(sample: Sample) -> None:
         "inter_token_ms": {"p50": 12.3, "p99": 45.6}}, "host": {"share": 0.1, "launch_ms": 0.123, "wait_ms": 1.234},
         "prefill": {"tokens_per_s": 53123.0}, "batching": [{**row, "slower": 1.3, "efficiency": 0.77}],
     }  # fmt: skip
-    profile.show(facts)
+    bench_profile.show(facts)
 
 
 def quantized(sample: Sample) -> None:
@@ -316,7 +316,7 @@ def validated(sample: Sample) -> None:
 
 # What prints tables, and in which functions: by file and name, as the test finds them in the source.
 SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
-    (bench_offline, "bench.show"),
+    (bench_offline, "bench_offline.show"),
     (bench_kernels, "bench_kernels.show"),
     (bench_serve, "bench_serve.show"),
     (bench_train, "bench_train.show bench_train.parts_table bench_train.kernels_table"),
@@ -343,12 +343,12 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (typed("plan", "serve", "llama3-70b", "--gpu", "H100-SXM-80GB"), "plan_serve.print_plans plan_serve.print_chosen"),
     (validated, "plan_validate.print_report plan_validate.print_parts"),
     (predicted, "plan_validate.print_predictions"),
-    (profile, "profile.show"),
+    (profile, "bench_profile.show"),
     (quantized, "quantize.show"),
     (listed, "runs.print_list"),
     (compared, "runs.print_comparison"),
     (show, " ".join(f"runs_show.print_{part}" for part in ("attempts", "time", "interval", "events", "layers"))),
     (simulated, "simulate.show"),
-    (ddp_fsdp, "study.ddp_fsdp"),
-    (precision, "study.precision"),
+    (ddp_fsdp, "bench_compare.ddp_fsdp"),
+    (precision, "bench_compare.precision"),
 ]

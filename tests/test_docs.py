@@ -56,7 +56,7 @@ def test_commands_can_be_typed(line: str, monkeypatch: pytest.MonkeyPatch) -> No
         ("lmworks trains configs/tiny.toml", "No such command"),
         ("lmworks train configs/tiny.toml --ranks 2", "No such option"),
         ("lmworks train configs/tiny.toml parallel.tp=3", "does not divide"),
-        ("lmworks parity --layouts fsdp9", "there is no layout"),
+        ("lmworks prove parity --layouts fsdp9", "there is no layout"),
     ],
 )
 def test_what_cannot_be_typed_is_found(line: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,11 +44,11 @@ SHORTER = {
     r"^lmworks bench train (gpt2-small|llama3-1b)": f"{SMALL_SHAPE} {SMALL_BATCH} parallel.compile=false --steps 1",
     r"^lmworks bench offline": "--model tiny --quick",
     r"^lmworks bench kernels": "--model tiny --batch 1 --seq 16 --rounds 1",
-    r"^lmworks profile engine": "--model tiny --requests 4",
+    r"^lmworks bench profile engine": "--model tiny --requests 4",
     r"^lmworks bench serve": "--requests 4 --input 8:16 --output 4:8",
-    r"^lmworks chaos (?!--list|.*--trial )": "--trials 1",
+    r"^lmworks prove chaos (?!--list|.*--trial )": "--trials 1",
     r"^lmworks plan calibrate": "--quick --minutes 0.1",
-    r"^lmworks study precision": "--steps 8",
+    r"^lmworks bench precision": "--steps 8",
 }
 STANDS_FOR = {  # addresses, folders and sizes of the page's own world
     "file:///backup/": "file://$PWD/backup/",
@@ -85,7 +85,7 @@ refused() {  # WORD COMMAND…: exit code 2, and a message that holds the word
 STAGE = """
 set -eu
 lmworks train configs/small.toml --run-dir runs/demo optim.steps=5 log.eval_batches=1
-lmworks export runs/demo exported/demo
+lmworks checkpoint export runs/demo exported/demo
 cp -r exported/demo exported/small
 cp -r runs/demo runs/code
 cp -r runs/demo runs/other
@@ -179,7 +179,7 @@ def test_page_runs_as_printed(page: Path, stage: Path, tmp_path: Path) -> None:
     shell("\n".join([PRELUDE, *commands]), folder)
 
 
-QUICK = ("models", "hardware", "launch", "mesh", "plan memory", "plan serve", "plan reliability")
+QUICK = ("plan models", "plan hardware", "launch", "plan mesh", "plan memory", "plan serve", "plan reliability")
 LINES = [line for page in PAGES for block in blocks(page) for line in block]
 
 

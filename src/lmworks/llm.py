@@ -236,5 +236,5 @@ def hf_folder(source: str | Path, step: int | None) -> Path:
     """What vLLM can read."""
     folder = Path(source)
     if step is not None or not is_hf(folder) or is_quantized(folder):
-        raise SpecError(f"vLLM reads Hugging Face folders: write one with `lmworks export {source} OUT`")
+        raise SpecError(f"vLLM reads Hugging Face folders: write one with `lmworks checkpoint export {source} OUT`")
     return folder

@@ -1,4 +1,4 @@
-"""`lmworks study ddp-fsdp`: what it measures of small models, what it writes, and what happens when a rank dies."""
+"""`lmworks bench ddp-fsdp`: what it measures of small models, what it writes, and what happens when a rank dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lmworks study precision`: what formats lose, what an update keeps, verdicts, and runs that go on when stopped."""
+"""`lmworks bench precision`: what formats lose, what an update keeps, verdicts, and runs that go on when stopped."""
 
 from __future__ import annotations
 

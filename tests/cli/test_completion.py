@@ -61,6 +61,9 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     [
         ("lmworks train t", ["tiny", "tall.toml", "tests/"]),
         ("lmworks train x", []),  # no preset: the shell completes paths itself
+        ("lmworks p", ["plan", "prove"]),  # former spellings are not offered, and complete what follows them
+        ("lmworks hardware gb2", ["gb200"]),
+        ("lmworks prove ", ["parity", "chaos", "simulate"]),
         ("lmworks plan gpt2-s", ["gpt2-small"]),
         ("lmworks plan sea", ["search"]),
         ("lmworks plan memory mix", ["mixtral-8x7b"]),
@@ -81,7 +84,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("lmworks train tiny optim.lr=", []),
         ("lmworks generate tiny engine.dt", ["engine.dtype="]),
         ("lmworks generate tiny engine.kv_dtype=f", ["engine.kv_dtype=fp8"]),
-        ("lmworks hardware gb2", ["gb200"]),
+        ("lmworks plan hardware gb2", ["gb200"]),
         ("lmworks plan serve tiny --gpu l40", ["l40s"]),
         ("lmworks plan memory tiny --cluster 2x8xb20", ["2x8xb200"]),
     ],

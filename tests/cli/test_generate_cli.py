@@ -342,7 +342,7 @@ def test_a_full_disk_is_said_while_text_comes(run_dir: Path) -> None:
         (["--prompt", "x", "model.layers=3"], "'model' is no part of the engine"),
         (["--prompt", "x", "engine=3"], "'engine' is no part of the engine"),
         (["--prompt", "x", "--engine", "tgi"], "engine = 'tgi' is not one of"),
-        (["--prompt", "x", "--engine", "vllm"], "write one with `lmworks export"),
+        (["--prompt", "x", "--engine", "vllm"], "write one with `lmworks checkpoint export"),
         (["--prompt", "x", "--n", "0"], "n = 0 is out of range"),
         (["--prompt", "\udcff"], "--prompt is not valid UTF-8"),
         (["--prompt", "x", "--adapter", "sql"], "--adapter sql: write NAME=FOLDER"),

@@ -1,4 +1,4 @@
-"""`lmworks health`: from what a run recorded to what stands behind it."""
+"""`lmworks runs health`: from what a run recorded to what stands behind it."""
 
 from __future__ import annotations
 

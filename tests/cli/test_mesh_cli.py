@@ -1,4 +1,4 @@
-"""`lmworks mesh` as it is typed."""
+"""`lmworks plan mesh` as it is typed."""
 
 from __future__ import annotations
 

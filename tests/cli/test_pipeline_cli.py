@@ -1,4 +1,4 @@
-"""`lmworks pipeline` as it is typed."""
+"""`lmworks plan pipeline` as it is typed."""
 
 from __future__ import annotations
 

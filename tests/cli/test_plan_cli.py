@@ -1,4 +1,4 @@
-"""`lmworks plan` and `lmworks hardware` as they are typed."""
+"""`lmworks plan` and `lmworks plan hardware` as they are typed."""
 
 from __future__ import annotations
 

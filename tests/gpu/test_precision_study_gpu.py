@@ -1,4 +1,4 @@
-"""`lmworks study precision` on a GPU: close looks at formats, gradients and updates where the tensors are."""
+"""`lmworks bench precision` on a GPU: close looks at formats, gradients and updates where the tensors are."""
 
 from __future__ import annotations
 

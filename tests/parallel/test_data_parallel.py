@@ -120,7 +120,7 @@ def test_steps_equal_one_rank(outcomes: dict[str, list[Outcome]], name: str) -> 
         meet_once(name, outcome)
 
 
-@pytest.mark.slow  # `lmworks parity` holds the same strategies against one rank, through the trainer
+@pytest.mark.slow  # `lmworks prove parity` holds the same strategies against one rank, through the trainer
 @pytest.mark.parametrize("case", CASES)
 def test_steps_of_every_strategy_equal_one_rank(all_outcomes: dict[str, list[Outcome]], case: str) -> None:
     for outcome in all_outcomes[case]:

@@ -146,7 +146,7 @@ def test_what_cannot_run_is_refused(dataset: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"dp": 2}, {"dp": 2, "strategy": "fsdp2"}, {"pp": 2}], ids=str)
 def test_ranks_are_no_further_from_fp32_than_one(parallel: dict[str, Any]) -> None:
-    """Bytes and messages are those of the planner, too. Not in the list of `lmworks parity`, which needs no torchao."""
+    """Bytes and messages are those of the planner, too. `lmworks prove parity` leaves fp8 out: it needs no torchao."""
     sections = {
         "model": {"preset": "tiny", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2},
         "data": {"seq": 16, "global_batch": 4, "micro_batch": 1},

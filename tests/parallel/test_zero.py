@@ -59,7 +59,7 @@ def test_steps_equal_one_rank(outcomes: list[dict[str, Outcome]], name: str) -> 
         meet_once(name, outcome[f"{name} / sgd"])
 
 
-@pytest.mark.slow  # `lmworks parity` holds the same strategies against one rank, through the trainer
+@pytest.mark.slow  # `lmworks prove parity` holds the same strategies against one rank, through the trainer
 @pytest.mark.parametrize("case", CASES)
 def test_steps_of_every_stage_equal_one_rank(all_outcomes: list[dict[str, Outcome]], case: str) -> None:
     for outcome in all_outcomes:

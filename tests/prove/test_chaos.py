@@ -160,7 +160,7 @@ def test_an_incomplete_resume_is_detected(
     monkeypatch.setattr(Trainer, "load", after_load(bug))
     (outcome,) = inject(jobs, [trial])
     assert not outcome.ok and outcome.verdict == "lost" and message in outcome.problem
-    assert outcome.repeat == "lmworks chaos --seed 7 --trial 0 --fault kill-rank --phase forward"
+    assert outcome.repeat == "lmworks prove chaos --seed 7 --trial 0 --fault kill-rank --phase forward"
     assert (Path(outcome.folder) / "run" / "metrics.jsonl").exists()  # the folder of a failed trial stays
 
 

@@ -32,7 +32,7 @@ def proof() -> Iterator[Parity]:
         yield made
 
 
-# Variations of what stays; `make test-slow` and `lmworks parity --layouts all` prove them too.
+# Variations of what stays; `make test-slow` and `lmworks prove parity --layouts all` prove them too.
 VARIATIONS = [
     "ddp-4-accumulate",
     "fsdp1-no-shard",

@@ -48,7 +48,7 @@ def why(folder: RunFolder) -> str:
         (QUIET, [0.1, 0.2, 0.3] * 10, "steps took 100 ms to 300 ms: other work ran beside the training"),
         (QUIET, [0.05] * 30, "0.50 × predicted, outside 0.85 to 1.30 ×: the machine was faster than when it"),
         (BUSY, [1.5] * 30, "outside 0.65 to 10.40 ×: the machine was busier still than when runs took 8.0 × what"),
-        (BUSY, [0.01] * 30, "rates that were measured on a busy machine were too low; `lmworks hardware --probe`"),
+        (BUSY, [0.01] * 30, "rates that were measured on a busy machine were too low; `lmworks plan hardware --probe`"),
         ({**QUIET, "quiet": None}, [0.2] * 30, "the rates are of its kind, not of this machine: `lmworks plan"),
         ({"step_s": 0.1, "tokens_per_s": 1000.0}, [0.9] * 30, ""),  # a run of before there were ranges
     ],

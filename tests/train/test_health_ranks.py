@@ -100,7 +100,7 @@ def test_a_weight_that_is_nan_on_one_replica_is_named_with_its_rank(dataset: Pat
         assert f"from the weight {weight} on rank 1" in said, folder
         (fault,) = events(folder, "fault")
         assert (fault["parameter"], fault["rank"]) == (weight, 1)
-        (found,) = findings(events(folder, "fault"))  # what `lmworks health` prints
+        (found,) = findings(events(folder, "fault"))  # what `lmworks runs health` prints
         assert f"from the weight {weight} on rank 1" in found.what
 
 

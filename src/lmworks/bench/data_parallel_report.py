@@ -1,4 +1,4 @@
-"""What `lmworks study ddp-fsdp` writes: the same sections as markdown with drawn text, and as a page with pictures."""
+"""What `lmworks bench ddp-fsdp` writes: the same sections as markdown with drawn text, and as a page with pictures."""
 
 from __future__ import annotations
 

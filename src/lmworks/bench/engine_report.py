@@ -1,4 +1,4 @@
-"""The page of `lmworks profile engine`: one file that shows where the time of an engine goes."""
+"""The page of `lmworks bench profile engine`: one file that shows where the time of an engine goes."""
 
 from __future__ import annotations
 

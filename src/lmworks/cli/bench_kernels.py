@@ -37,7 +37,7 @@ def kernels(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Time all implementations of attention, norms, rope, SwiGLU, the loss, fp8 and the update, beside their floors.
+    """Time all implementations of each op, beside its limit.
 
     The floor is bytes over the rate of a copy or FLOPs over the rate of a product, whichever takes longer; both rates
     are measured here first. Implementations take turns. --out and --record are written after every op.

@@ -60,7 +60,7 @@ def serve(
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Send requests to a server and time what comes back: first tokens, tokens between, whole answers, goodput.
+    """Load-test a server: TTFT, TPOT, latency and goodput.
 
     \b
     Examples:

@@ -25,7 +25,7 @@ def train(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Train a few steps as the spec says, and set tokens/s, MFU and memory beside their limits and the planner's word.
+    """Time training steps: tokens/s, MFU, memory, beside limits.
 
     Nothing is saved. Without data of its own the spec trains on the embedded corpus; the figures are the same.
 

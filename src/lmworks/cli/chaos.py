@@ -1,4 +1,4 @@
-"""`lmworks chaos`: put faults into real jobs, and see that nothing is lost."""
+"""`lmworks prove chaos`: put faults into real jobs, and see that nothing is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chaos(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Strike small training jobs with faults, take them up again, and compare with the run that was never struck.
+    """Inject faults into small jobs, resume them, compare the results.
 
     Every trial is a job of real ranks on this machine: killed, stopped, preempted, out of disk, with damaged
     checkpoints or data, wrong numbers, a slow rank or a wrong collective, at a named phase. It must end bitwise where
@@ -33,10 +33,10 @@ def chaos(
 
     \b
     Examples:
-      lmworks chaos --trials 200 --seed 7 --jobs 2
-      lmworks chaos --fault kill-rank --phase save.commit --trials 5
-      lmworks chaos --seed 7 --trial 31
-      lmworks chaos --list
+      lmworks prove chaos --trials 200 --seed 7 --jobs 2
+      lmworks prove chaos --fault kill-rank --phase save.commit --trials 5
+      lmworks prove chaos --seed 7 --trial 31
+      lmworks prove chaos --list
     """
     from ..prove.chaos.report import SUMMARY, fault_rows, progress_line, summary_rows, write_report
     from ..prove.chaos.runner import open_harness, run_trials

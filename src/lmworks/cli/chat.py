@@ -45,7 +45,9 @@ def chat(
     step: Step = None,
     engine: Engine = "native",
 ) -> None:
-    """Talk with a model: its own chat template where it has one, else as a plain dialogue.
+    """Chat with a model in the terminal, or through a pipe.
+
+    The model's own chat template is used where it has one, else a plain dialogue.
 
     \b
     Examples:

@@ -13,6 +13,7 @@ import typer
 
 from ..spec.errors import CheckpointError, SpecError
 from .generate import Step
+from .groups import CommandGroup
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from ..checkpoint.format.survey import Verdict
     from ..data.progress import Progress
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at, verify, export and prune checkpoints.")
+app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None, help="List, verify, export and prune checkpoints."
+)
 
 Source = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder, or a folder of checkpoints, or one of them.")
@@ -31,7 +34,7 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @app.command()
 def ls(source: Source, json: Json = False) -> None:
-    """List checkpoints, the newest first, and what unfinished saves have left.
+    """List checkpoints, the newest first, and unfinished saves.
 
     Sizes are compared with what was saved; `verify` reads the contents too.
 
@@ -66,7 +69,7 @@ def show(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     json: Json = False,
 ) -> None:
-    """Tell what one checkpoint holds: by default the newest.
+    """Show what a checkpoint holds, by default the newest.
 
     \b
     Examples:
@@ -87,7 +90,7 @@ def show(
 
 @app.command()
 def verify(source: Source, step: Step = None, json: Json = False) -> None:
-    """Read every byte and compare it with what was saved; exit code 1 if anything is damaged.
+    """Verify the digests of every file; exit code 1 if damaged.
 
     Says which step a resume would go on from, where all steps are looked at.
 
@@ -127,14 +130,14 @@ def export(
     ] = "5GB",
     json: Json = False,
 ) -> None:
-    """Write a run as a Hugging Face folder, which `transformers` and others load.
+    """Export a run as a Hugging Face folder.
 
     The layout that the run was trained under does not matter. Weights go from the checkpoint to the files one at a
     time, so that a model of any size can be exported on a small machine.
 
     \b
     Examples:
-      lmworks export runs/tiny exported/tiny
+      lmworks checkpoint export runs/tiny exported/tiny
       lmworks checkpoint export runs/tiny exported/tiny-100 --step 100 --max-shard-size 2GB --json
     """
     from ..train.export import export as write
@@ -160,7 +163,9 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     json: Json = False,
 ) -> None:
-    """Remove old checkpoints and what unfinished saves have left; never the newest that is intact.
+    """Remove old checkpoints and unfinished saves.
+
+    The newest intact checkpoint is never removed.
 
     \b
     Examples:

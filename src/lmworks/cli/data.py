@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..spec.errors import SpecError
+from .groups import CommandGroup
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from ..data.survey import Survey
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prepare training data, and look into it.")
+app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None, help="Prepare and inspect training data."
+)
 
 
 @app.command()
@@ -99,7 +102,7 @@ def inspect(
     samples: Annotated[int, typer.Option(min=0, help="Documents to show the beginning of.")] = 3,
     json: Json = False,
 ) -> None:
-    """Check the shards against their checksums and say what lies in them.
+    """Verify the checksums of shards, and describe them.
 
     \b
     Examples:
@@ -150,7 +153,7 @@ def window(
     text: Annotated[int, typer.Option(min=0, help="Characters of each sequence to show (0: none).")] = 60,
     json: Json = False,
 ) -> None:
-    """Show the sequences of one global batch: where they come from, and how ordinary they are.
+    """Show the sequences of one global batch and their sources.
 
     The least ordinary ones come first: those that have far fewer bits a token than usual (one line for ever) or far
     more (noise, another language). They are what most often stands behind a spike of the loss.

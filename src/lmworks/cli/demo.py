@@ -23,7 +23,7 @@ def demo(
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Where the run is kept (runs/demo).")] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=1, help="How long training should take.")] = 120,
 ) -> None:
-    """Plan, train, compare and use a small code model on this machine.
+    """Plan, train, compare and use a small model on this machine.
 
     \b
     Examples:

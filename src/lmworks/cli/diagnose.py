@@ -1,4 +1,4 @@
-"""`lmworks diagnose`: why ranks of a run waited for one another, and which of them was the cause."""
+"""`lmworks runs diagnose`: why ranks of a run waited for one another, and which of them was the cause."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def diagnose(
     stacks: Annotated[bool, typer.Option("--stacks", help="Print the stacks of every rank's threads.")] = False,
     json: Json = False,
 ) -> None:
-    """Tell the cause of a hang from what the ranks left behind; of a run under way, where each rank is now.
+    """Find the cause of a hang, or show where each rank is now.
 
     \b
     Examples:
-      lmworks diagnose runs/tiny
-      lmworks diagnose runs/tiny --stacks
-      lmworks diagnose runs/tiny --attempt 0 --json
+      lmworks runs diagnose runs/tiny
+      lmworks runs diagnose runs/tiny --stacks
+      lmworks runs diagnose runs/tiny --attempt 0 --json
     """
     from ..diagnose.hang import diagnose
     from ..report.run_list import locate

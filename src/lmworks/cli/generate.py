@@ -75,7 +75,7 @@ def generate(
     engine: Engine = "native",
     json: Json = False,
 ) -> None:
-    """Continue texts with a trained run, a Hugging Face folder or a quantized one.
+    """Generate text with a run or a Hugging Face folder.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`lmworks hardware`: the catalogue of accelerators, and what this machine can do."""
+"""`lmworks plan hardware`: the catalogue of accelerators, and what this machine can do."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def hardware(
     probe: Annotated[bool, typer.Option("--probe", help="Measure this machine anew, and keep the result.")] = False,
     json: Json = False,
 ) -> None:
-    """List the known accelerators with where each figure comes from, or measure this machine.
+    """List accelerators and their sources, or measure this machine.
 
     \b
     Examples:
-      lmworks hardware
-      lmworks hardware H100-SXM-80GB
-      lmworks hardware --probe
+      lmworks plan hardware
+      lmworks plan hardware H100-SXM-80GB
+      lmworks plan hardware --probe
     """
     from ..spec import Cluster, SpecError, catalogue
     from ..spec.hardware import find_gpu_name
@@ -62,7 +62,7 @@ def print_catalogue(gpus: list[Gpu]) -> None:
         rows.append([gpu.name, *(f"{figure:g}" if figure else "-" for figure in figures)])
     title = "Accelerators: dense peaks in TFLOP/s, memory in GB = 1e9 bytes (-: unknown)"
     print_table(title, ["name", *columns], rows, drop=("fp32", "W", "fp16", "network GB/s", "link GB/s", "fp8"))
-    typer.echo("lmworks hardware NAME names the sources; cluster.catalogue = FILE adds accelerators of your own")
+    typer.echo("lmworks plan hardware NAME names the sources; cluster.catalogue = FILE adds accelerators of your own")
 
 
 def print_gpu(gpu: Gpu) -> None:
@@ -92,6 +92,7 @@ def print_busy(machine: Machine) -> None:
         return
     typer.secho(
         f"this machine was busy while it was measured: runs took {machine.noise:.1f} × what they take alone. Figures "
-        "are of the machine alone, ranges reach to one that stays as busy; lmworks hardware --probe measures it again",
+        "are of the machine alone, ranges reach to one that stays as busy; "
+        "lmworks plan hardware --probe measures it again",
         fg="yellow",
     )

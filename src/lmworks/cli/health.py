@@ -1,4 +1,4 @@
-"""`lmworks health`: what went wrong in the numbers of a run, and where to look next."""
+"""`lmworks runs health`: what went wrong in the numbers of a run, and where to look next."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def health(
     stats: Annotated[bool, typer.Option("--stats", help="Also show the newest statistics of every block.")] = False,
     json: Json = False,
 ) -> None:
-    """Say of every spike, NaN and corruption of a run whether data, numbers or the machine stand behind it.
+    """Explain spikes, NaNs and corruption: data, numbers or machine.
 
     \b
     Examples:
-      lmworks health runs/tiny
-      lmworks health runs/tiny --stats
-      lmworks health runs/tiny --json
+      lmworks runs health runs/tiny
+      lmworks runs health runs/tiny --stats
+      lmworks runs health runs/tiny --json
     """
     from ..record import RunFolder, read_metrics
     from ..record.stats import read_stats

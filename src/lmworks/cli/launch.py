@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..spec.errors import SpecError, did_you_mean
+from .groups import CommandGroup
 from .handoff import refuse_vocabulary
 from .output import Overrides, Spec, write_file
 
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
     from ..launch import Job
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Write a job that starts a run on Slurm, Kubernetes or Ray."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Write a job that starts a run on Slurm, Kubernetes or Ray.",
 )
 
 Nodes = Annotated[int | None, typer.Option(min=1, help="Machines (by default cluster.nodes, or what the ranks need).")]
@@ -50,7 +54,7 @@ def slurm(
     run_dir: RunDir = "",
     out: Out = None,
 ) -> None:
-    """Write an sbatch script: srun starts one torchrun agent a node.
+    """Write an sbatch script: one torchrun agent a node.
 
     Before the time limit the run saves a checkpoint and is queued again; it then goes on where it was.
 
@@ -84,7 +88,7 @@ def kubernetes(
     run_dir: RunDir = "",
     out: Out = None,
 ) -> None:
-    """Write manifests: a Kubeflow PyTorchJob or TrainJob, or an Indexed Job with a headless Service.
+    """Write a PyTorchJob, a TrainJob or an Indexed Job.
 
     \b
     Examples:
@@ -107,7 +111,7 @@ def ray(
     run_dir: RunDir = "",
     out: Out = None,
 ) -> None:
-    """Write a Ray Train driver: a TorchTrainer that runs our trainer in each worker.
+    """Write a Ray Train driver with a TorchTrainer.
 
     \b
     Examples:

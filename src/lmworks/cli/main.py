@@ -4,50 +4,64 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from .. import __version__
 from ..record.oom import as_oom
 from ..spec.errors import LMWorksError, last_line
-from . import (
-    bench,
-    chaos,
-    chat,
-    checkpoint,
-    data,
-    demo,
-    diagnose,
-    generate,
-    hardware,
-    health,
-    launch,
-    mesh,
-    models,
-    parity,
-    pipeline,
-    plan,
-    profile,
-    quantize,
-    runs,
-    serve,
-    simulate,
-    study,
-    train,
-    use,
-)
+from . import bench, chat, checkpoint, data, demo, generate, launch, plan, prove, quantize, runs, serve, train, use
+from .groups import RootGroup
 from .override_hints import refuse_key_as_option
 from .ranks import leave_word, stop_with_starter
+
+# Panel of the help → word → command. What comes next has its panel already: `finetune`, `sweep` (data and training);
+# `scaling`, `tune` (plan); `evals`, `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
+PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
+    "Plan": {"plan": plan.app},
+    "Data and training": {
+        "data": data.app,
+        "train": train.train,
+        "resume": train.resume,
+        "launch": launch.app,
+        "checkpoint": checkpoint.app,
+    },
+    "Look and prove": {"runs": runs.app, "report": runs.report, "bench": bench.app, "prove": prove.app},
+    "Use and serve": {
+        "generate": generate.generate,
+        "chat": chat.chat,
+        "serve": serve.serve,
+        "eval": use.evaluate,
+        "quantize": quantize.quantize,
+    },
+    "Learn": {"demo": demo.demo},
+}
 
 
 class Interrupted(Exception):
     """Ctrl-C. Typer ends the process on a KeyboardInterrupt, and lets this through."""
 
 
-class Commands(TyperGroup):
+class Commands(RootGroup):
+    order: ClassVar = [word for panel in PANELS.values() for word in panel]
+    former: ClassVar = {
+        "models": "plan models",
+        "hardware": "plan hardware",
+        "mesh": "plan mesh",
+        "pipeline": "plan pipeline",
+        "health": "runs health",
+        "diagnose": "runs diagnose",
+        "parity": "prove parity",
+        "chaos": "prove chaos",
+        "simulate": "prove simulate",
+        "study": "bench",
+        "profile": "bench profile",
+        "export": "checkpoint export",
+    }
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -66,33 +80,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo.demo)
-app.command("models")(models.models)
-app.command("hardware")(hardware.hardware)
-app.add_typer(plan.app, name="plan")
-app.command("mesh")(mesh.mesh)
-app.command("pipeline")(pipeline.pipeline)
-app.command("simulate")(simulate.simulate)
-app.add_typer(runs.app, name="runs")
-app.command("report")(runs.report)
-app.command("health")(health.health)
-app.add_typer(data.app, name="data")
-app.command("train")(train.train)
-app.command("resume")(train.resume)
-app.command("diagnose")(diagnose.diagnose)
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(launch.app, name="launch")
-app.command("parity")(parity.parity)
-app.command("chaos")(chaos.chaos)
-app.add_typer(study.app, name="study")
-app.command("eval")(use.evaluate)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("serve")(serve.serve)
-app.add_typer(bench.app, name="bench")
-app.add_typer(profile.app, name="profile")
-app.command("export")(checkpoint.export)
-app.command("quantize")(quantize.quantize)
+for panel, words in PANELS.items():
+    for word, command in words.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=word, rich_help_panel=panel)
+        else:
+            app.command(word, rich_help_panel=panel)(command)
 
 
 def print_version(wanted: bool) -> None:
@@ -130,7 +123,7 @@ def main() -> None:
 
 
 def fail(error: LMWorksError) -> NoReturn:
-    """One line, an exit code, and word to whoever started this rank."""
+    """Print one line, report the error to the process that started this rank, and exit with the error's code."""
     rank = os.environ.get("RANK", "0")
     mine = rank == "0" or not error.collective  # what every rank raises, the first one says
     if mine and not error.reported:

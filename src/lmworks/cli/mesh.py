@@ -1,4 +1,4 @@
-"""`lmworks mesh`: the grid of ranks, and who talks to whom."""
+"""`lmworks plan mesh`: the ranks of a layout and their process groups."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def mesh(
     rank: Annotated[int, typer.Option("--rank", help="The rank whose neighbours are shown.")] = 0,
     json: Json = False,
 ) -> None:
-    """Show the grid of ranks of a layout: where each stands, and who talks to whom.
+    """Show the ranks of a layout and their process groups.
 
     \b
     Examples:
-      lmworks mesh configs/tiny.toml parallel.dp=2 parallel.tp=2 parallel.pp=2
-      lmworks mesh llama3-70b parallel.tp=8 parallel.pp=8 parallel.dp=16 parallel.strategy=fsdp2 --rank 777
+      lmworks plan mesh configs/tiny.toml parallel.dp=2 parallel.tp=2 parallel.pp=2
+      lmworks plan mesh llama3-70b parallel.tp=8 parallel.pp=8 parallel.dp=16 parallel.strategy=fsdp2 --rank 777
     """
     from ..spec import Grid, SpecError, load_run
 

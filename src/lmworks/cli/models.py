@@ -1,4 +1,4 @@
-"""`lmworks models`: the named shapes."""
+"""`lmworks plan models`: the presets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def models(json: Json = False) -> None:
 
     \b
     Examples:
-      lmworks models
-      lmworks models --json
+      lmworks plan models
+      lmworks plan models --json
     """
     from ..spec import PRESETS, ModelSpec
 

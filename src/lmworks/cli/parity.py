@@ -1,4 +1,4 @@
-"""`lmworks parity`: the proof that a layout computes what one rank computes."""
+"""`lmworks prove parity`: the proof that a layout computes what one rank computes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parity(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Train a small model on one rank and under each layout, and compare all that they compute.
+    """Compare training under each layout with training on one rank.
 
     Ranks are processes on this machine's CPU. Every gradient of five steps is compared on every rank that holds a part
     of it, and every weight after them; a layout outside the tolerance is named with the parameter, and the exit code
@@ -53,15 +53,15 @@ def parity(
 
     \b
     Examples:
-      lmworks parity --layouts all
-      lmworks parity --layouts fsdp2,tp2-sp,pp2-zbv --json
-      lmworks parity tiny parallel.dp=2 parallel.tp=2
-      lmworks parity configs/tiny.toml --layouts all --keep-going
+      lmworks prove parity --layouts all
+      lmworks prove parity --layouts fsdp2,tp2-sp,pp2-zbv --json
+      lmworks prove parity tiny parallel.dp=2 parallel.tp=2
+      lmworks prove parity configs/tiny.toml --layouts all --keep-going
     """
     from ..spec import SpecError
 
     if spec is not None and "=" in spec:  # `parity model.layers=4`: there is no spec to change
-        raise SpecError(f"'{spec}' changes a spec, but none is given; e.g. lmworks parity tiny {spec}")
+        raise SpecError(f"'{spec}' changes a spec, but none is given; e.g. lmworks prove parity tiny {spec}")
     given, chosen = choose_layouts(spec, overrides or [], layouts)
     skip = given is not None and layouts == "all"
     results = prove(given, chosen, keep_going, skip_illegal=skip, timeout=timeout, force=force)

@@ -1,4 +1,4 @@
-"""`lmworks pipeline`: how a run's layers are cut into stages, what its schedule does when, and how long ranks idle."""
+"""`lmworks plan pipeline`: the stages of a pipeline, the timeline of its schedule, and how long ranks idle."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def pipeline(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Show the stages of a pipeline, its timeline, and the share of a step that each rank idles.
+    """Show the stages of a pipeline, its timeline and its bubble.
 
-    The timeline is worked out from the schedule's list of actions and needs no ranks; with --measure the ranks are
-    started, and the picture and the idle time of a real step stand beside it.
+    The bubble is the share of a step that each rank idles. The timeline follows from the schedule and needs no ranks;
+    with --measure the ranks are started, and the timeline and idle time of a real step stand beside it.
 
     \b
     Examples:
-      lmworks pipeline llama3-1b parallel.pp=4 data.global_batch=64
-      lmworks pipeline cpu-10m parallel.pp=2 parallel.schedule=zbv data.global_batch=32 --png zbv.png
-      lmworks pipeline tiny parallel.pp=2 data.global_batch=32 --measure
-      lmworks pipeline gpt2-small parallel.pp=4 parallel.schedule=interleaved data.global_batch=64 --json
+      lmworks plan pipeline llama3-1b parallel.pp=4 data.global_batch=64
+      lmworks plan pipeline cpu-10m parallel.pp=2 parallel.schedule=zbv data.global_batch=32 --png zbv.png
+      lmworks plan pipeline tiny parallel.pp=2 data.global_batch=32 --measure
+      lmworks plan pipeline gpt2-small parallel.pp=4 parallel.schedule=interleaved data.global_batch=64 --json
     """
     from ..spec import SpecError, load_run
 
@@ -48,7 +48,7 @@ def pipeline(
         refuse_plot(png, "--png")
     if measure and needs_ranks(run):
         options = [*(["--png", str(png)] if png else []), *(["--json"] if json else [])]
-        start_ranks(run, ["pipeline", spec, *(overrides or ()), "--measure", *options])
+        start_ranks(run, ["plan", "pipeline", spec, *(overrides or ()), "--measure", *options])
         return
     real = measured(run) if measure else None
     if measure and real is None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from .hardware import print_busy
+from .groups import DefaultCommandGroup
+from .hardware import hardware, print_busy
 from .job import print_host
+from .mesh import mesh
+from .models import models
 from .output import Json, Overrides, Spec, print_json, print_table
+from .pipeline import pipeline
 from .plan_calibrate import calibrate
 from .plan_memory import memory
 from .plan_reliability import reliability
@@ -25,13 +28,10 @@ if TYPE_CHECKING:
     from ..spec import Cluster, RunSpec
 
 
-class SpecOrCommand(TyperGroup):
+class SpecOrCommand(DefaultCommandGroup):
     """`lmworks plan SPEC` is `lmworks plan run SPEC`."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        if args and not args[0].startswith("-") and args[0] not in self.commands:
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
+    default_command = "run"
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         spec = self.commands["run"].params[0]
@@ -42,11 +42,12 @@ app = typer.Typer(
     cls=SpecOrCommand,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Know before you rent: memory, time, cost and the best layout of a run.",
+    help="Predict memory, time and cost of a run; find the best layout.",
 )
+PREDICT, LOOK_UP, CHECK = "Predict", "Look up and draw", "Calibrate and validate"
 
 
-@app.command("run")
+@app.command("run", rich_help_panel=PREDICT)
 def run(
     spec: Spec,
     overrides: Overrides = None,
@@ -95,13 +96,17 @@ def run(
     print_time(prediction, job)
 
 
-app.command()(memory)
-app.command()(search)
-app.command()(serve)
-app.command()(reliability)
-app.command()(calibrate)
-app.command()(validate)
-app.command("predict")(predict_table)
+app.command(rich_help_panel=PREDICT)(memory)
+app.command(rich_help_panel=PREDICT)(search)
+app.command(rich_help_panel=PREDICT)(serve)
+app.command(rich_help_panel=PREDICT)(reliability)
+app.command("predict", rich_help_panel=PREDICT)(predict_table)
+app.command(rich_help_panel=LOOK_UP)(models)
+app.command(rich_help_panel=LOOK_UP)(hardware)
+app.command(rich_help_panel=LOOK_UP)(mesh)
+app.command(rich_help_panel=LOOK_UP)(pipeline)
+app.command(rich_help_panel=CHECK)(calibrate)
+app.command(rich_help_panel=CHECK)(validate)
 
 
 def is_here(cluster: Cluster) -> bool:

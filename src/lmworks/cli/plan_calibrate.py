@@ -26,7 +26,7 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds: fewer sizes.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure this machine and write a profile that later plans use.
+    """Measure this machine; later plans use the profile.
 
     Matrix products, attention, passes over memory, the optimizer, launches, and collectives between ranks of this
     machine. Leave it alone meanwhile: what else runs here is measured too.

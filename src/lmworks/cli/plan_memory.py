@@ -45,7 +45,7 @@ def memory(
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with pictures.")] = None,
     json: Json = False,
 ) -> None:
-    """What every rank of a training run must hold, in bytes, and whether it fits.
+    """Show the memory of every rank in bytes, and whether it fits.
 
     Data parallelism takes the GPUs that tp, cp and pp leave, and shards everything unless --zero says otherwise. With a
     pipeline the sheet is of the rank that needs most.

@@ -38,7 +38,7 @@ def reliability(
     seed: Annotated[int, typer.Option(help="Of their stops.")] = 0,
     json: Json = False,
 ) -> None:
-    """Say how often a large cluster stops, how often it should save, and what asynchronous saves give.
+    """Predict failures, goodput and the best checkpoint interval.
 
     Whole runs are simulated, stop by stop, and held against Daly's formula. The rates are published ones: Llama 3's 419
     stops in 54 days on 16,384 GPUs, Meta's RSC-1 and RSC-2 clusters. All times are assumptions until you set them.

@@ -63,7 +63,7 @@ def search(
     html: Annotated[Path | None, typer.Option("--html", help="Also write an interactive page.")] = None,
     json: Json = False,
 ) -> None:
-    """Price every legal layout of a model on a cluster, and show the best.
+    """Price every legal layout on a cluster, and show the best.
 
     The table is the Pareto front, fastest first: every further row is slower and leaves more memory free. Times are of
     the closed form, the best 50 of a simulated timeline; `lmworks plan validate` says how wrong they are.

@@ -17,7 +17,8 @@ def serve(
     spec: Spec,
     overrides: Overrides = None,
     gpu: Annotated[
-        str, typer.Option(help="Accelerator, e.g. h100 (lmworks hardware lists them).", autocompletion=complete.gpus)
+        str,
+        typer.Option(help="Accelerator, e.g. h100 (lmworks plan hardware lists them).", autocompletion=complete.gpus),
     ] = "h100",
     rate: Annotated[float, typer.Option(help="Requests a second (0: as many as one replica can take).")] = 0.0,
     slo: Annotated[str, typer.Option(help="Promised seconds, e.g. ttft=0.5,tpot=0.05,e2e=10.")] = "",
@@ -33,7 +34,9 @@ def serve(
     price: Annotated[float, typer.Option(help="$ an hour for one accelerator (0: the catalogue's).")] = 0.0,
     json: Json = False,
 ) -> None:
-    """Find the cheapest way to serve a model: what fits, how fast, how many replicas, $ per million tokens.
+    """Find the cheapest way to serve a model under an SLO.
+
+    What fits, how fast it is, how many replicas it takes, and $ per million tokens.
 
     \b
     Examples:

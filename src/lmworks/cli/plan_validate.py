@@ -27,7 +27,7 @@ def validate(
     source: Annotated[str, typer.Option(help="One source alone, e.g. llm-foundry.")] = "",
     json: Json = False,
 ) -> None:
-    """Hold the planner against runs that other people measured.
+    """Compare the planner with published measurements.
 
     Mean absolute error per source, beside the guess that every run has the same MFU. `fitted`: the planner's constants
     have seen the source; `blind`: they have not. Exit code 1 when an error has grown.

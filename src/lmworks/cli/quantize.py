@@ -45,7 +45,7 @@ def quantize(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Make a model smaller, measure what it lost, and refuse it where that is too much.
+    """Quantize a model, measure the loss, refuse it if too large.
 
     Half of the calibration text is what rounding is fitted to, the other half what perplexity is measured on. A model
     that is refused (exit code 1) is not written; its worst layers are named.

@@ -1,4 +1,4 @@
-"""`lmworks runs` and `lmworks report`: look at what runs left behind."""
+"""`lmworks runs` and `lmworks report`: list, compare and diagnose run folders."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
+from .diagnose import diagnose
+from .groups import DefaultCommandGroup
+from .health import health
 from .output import Json, print_json, print_table
 from .runs_show import show
 
 
-class FoldersOrCommand(TyperGroup):
+class FoldersOrCommand(DefaultCommandGroup):
     """`lmworks runs DIR…` is `lmworks runs ls DIR…`."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        if not args or args[0] not in (*self.commands, *ctx.help_option_names):
-            args = ["ls", *args]
-        return super().parse_args(ctx, args)
+    default_command = "ls"
 
 
 app = typer.Typer(
     cls=FoldersOrCommand,
     rich_markup_mode=None,
-    help="Look at runs: `lmworks runs [DIR]...` lists them, as `lmworks runs ls` does.",
+    help="List and show runs; diagnose bad steps and hangs.",
 )
-app.command()(show)
 
 
 @app.command("ls")
@@ -40,6 +38,8 @@ def runs(
     json: Json = False,
 ) -> None:
     """List runs, the newest first, or compare some of them.
+
+    `lmworks runs DIR` is `lmworks runs ls DIR`; a folder named like a command is written `./health`.
 
     \b
     Examples:
@@ -73,11 +73,16 @@ def runs(
         typer.echo(f"loss curves: {plot}")
 
 
+app.command()(show)
+app.command()(health)
+app.command()(diagnose)
+
+
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
     json: Json = False,
 ) -> None:
-    """Write a run's report.html again, and say where it is.
+    """Write a run's report.html again, and print its path.
 
     \b
     Examples:

@@ -27,7 +27,7 @@ def show(
     plot: Annotated[bool, typer.Option("--plot", help="Draw its time into plots/goodput.png.")] = False,
     json: Json = False,
 ) -> None:
-    """Show one run: its attempts, useful and lost time by cause, and how often it should save.
+    """Show one run: attempts, goodput, and time lost by cause.
 
     \b
     Examples:

@@ -67,7 +67,7 @@ def serve(
     step: Annotated[int | None, typer.Option(help="Of a run: the checkpoint of this step, not the newest.")] = None,
     seed: Annotated[int, typer.Option(help="Of requests that bring none, and of a preset's random weights.")] = 0,
 ) -> None:
-    """Serve models to OpenAI clients, with keys, limits, metrics and a page to try them.
+    """Serve models over OpenAI's API: keys, limits, metrics, a page.
 
     \b
     Examples:

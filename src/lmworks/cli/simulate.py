@@ -1,4 +1,4 @@
-"""`lmworks simulate`: one rank of a large world on this machine, without the others and without the memory."""
+"""`lmworks prove simulate`: one rank of a large world on this machine, without the others and without the memory."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def simulate(
     exact: Annotated[bool, typer.Option("--exact", help="Simulate every layer, and extrapolate nothing.")] = False,
     json: Json = False,
 ) -> None:
-    """Build and step one rank of a layout: its parameters, its collectives, its peak memory by category.
+    """Step one rank of a layout on a CPU: collectives, peak memory.
 
     The code is that of a real run; the other ranks, the numbers and the memory are not there. Layers are alike, so a
     few of them tell the rest: the report says whether it is exact or how it was extrapolated.
 
     \b
     Examples:
-      lmworks simulate gpt2-small parallel.strategy=fsdp2 parallel.dp=64 --rank 63
-      lmworks simulate llama3-70b parallel.tp=8 parallel.sp=true parallel.pp=8 parallel.strategy=fsdp2 \\
+      lmworks prove simulate gpt2-small parallel.strategy=fsdp2 parallel.dp=64 --rank 63
+      lmworks prove simulate llama3-70b parallel.tp=8 parallel.sp=true parallel.pp=8 parallel.strategy=fsdp2 \\
         parallel.dp=16 data.seq=8192 data.micro_batch=1 precision.dtype=bf16 cluster.device=cuda \\
         --world 1024 --rank 777
     """

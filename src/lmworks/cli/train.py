@@ -39,7 +39,7 @@ def train(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Train a model as the spec says, and leave a run folder behind.
+    """Train a model from a spec, and write a run folder.
 
     \b
     Examples:
@@ -93,7 +93,7 @@ def resume(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Go on with a run from its newest intact checkpoint, or from that of a step.
+    """Continue a run from its newest intact checkpoint, or another.
 
     \b
     Examples:

@@ -24,7 +24,7 @@ def refuse_missing_gpu(cluster: Cluster) -> None:
     if cluster.device == "auto" and cluster.accelerator is not None and not torch.cuda.is_available():
         error = SpecError(
             f"cluster.gpu = '{cluster.gpu}', and this machine has no GPU; --device cpu runs it here all the same, and "
-            "`lmworks simulate` steps one rank of it without the memory"
+            "`lmworks prove simulate` steps one rank of it without the memory"
         )
         error.collective = int(os.environ.get("LOCAL_RANK") or 0) > 0  # the first rank of each machine says it
         raise error

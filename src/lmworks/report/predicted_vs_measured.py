@@ -19,7 +19,7 @@ LABELS = {
 }
 ENOUGH = 20  # steps to judge a spread by
 SPREAD = 1.5  # the slowest tenth of steps over the fastest: with more, something else ran beside them
-AGAIN = "`lmworks hardware --probe` measures this machine again"
+AGAIN = "`lmworks plan hardware --probe` measures this machine again"
 
 
 @dataclass(frozen=True)

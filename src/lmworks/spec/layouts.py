@@ -1,4 +1,4 @@
-"""The layouts that are proved against one rank: `layouts.toml`, read by `lmworks parity` and the tests."""
+"""The layouts that are proved against one rank: `layouts.toml`, read by `lmworks prove parity` and the tests."""
 
 from __future__ import annotations
 

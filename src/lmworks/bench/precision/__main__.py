@@ -1,4 +1,4 @@
-"""One training of `lmworks study precision`: see `one`."""
+"""One training of `lmworks bench precision`: see `one`."""
 
 import sys
 from pathlib import Path

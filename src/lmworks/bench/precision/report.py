@@ -1,4 +1,4 @@
-"""What `lmworks study precision` writes: report.md, report.html and, where matplotlib is there, report.png."""
+"""What `lmworks bench precision` writes: report.md, report.html and, where matplotlib is there, report.png."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def sample_trial(seed: int, number: int, fault: str = "", phase: str = "") -> Tr
         step=3 if name == "slow" else sample_step(at, draw),  # the straggler detector needs some steps
         delay_ms=draw.choice([0.0, round(draw.uniform(0, 12), 2)]) if kind.external else 0.0,
         injection_seed=draw.randrange(2**31),
-        repeat=" ".join([f"lmworks chaos --seed {seed} --trial {number}", *filters]),
+        repeat=" ".join([f"lmworks prove chaos --seed {seed} --trial {number}", *filters]),
     )
 
 

@@ -131,7 +131,7 @@ class Alarm:
         where = str(self.folder.relative_to(self.run.path))
         self.run.event("hang", phase.step, ranks=list(verdict.ranks), cause=verdict.kind, reports=where)
         self.run.event("fail", phase.step, error=text)
-        print(f"lmworks: error: {text} (lmworks diagnose {self.run.path})", file=sys.stderr, flush=True)
+        print(f"lmworks: error: {text} (lmworks runs diagnose {self.run.path})", file=sys.stderr, flush=True)
 
     def release(self, states: dict[int, str]) -> None:
         """End ranks of this host that could not report: one that is stopped goes on, and finds the verdict itself."""

@@ -1,4 +1,4 @@
-"""`lmworks profile engine`: where the engine's time goes, as a table, as JSON, and as a page."""
+"""`lmworks bench profile engine`: where the engine's time goes, as a table, as JSON, and as a page."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Annotated, Any
 import typer
 
 from ..record.figures import duration, short
-from .bench import Input, Model, Output, Quick, Requests, Seed, started
+from .bench_offline import Input, Model, Output, Quick, Requests, Seed, started
 from .generate import EngineOverrides
+from .groups import CommandGroup
 from .output import Json, print_json, print_table, write_file
 
-app = typer.Typer(no_args_is_help=True, help="See where the time goes.")
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="See where the engine's time goes.")
 
 
 @app.callback()
 def profile() -> None:
-    """See where the time goes."""
+    """See where the engine's time goes."""
 
 
 @app.command("engine")
@@ -32,12 +33,12 @@ def engine(
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
     json: Json = False,
 ) -> None:
-    """Separate prefill, decode, cache reads and host time; set batching against tail latency.
+    """Time prefill, decode, cache reads and the host, by batch size.
 
     \b
     Examples:
-      lmworks profile engine --model qwen3-0.6b --html engine.html
-      lmworks profile engine --model tiny --requests 16 --json
+      lmworks bench profile engine --model qwen3-0.6b --html engine.html
+      lmworks bench profile engine --model tiny --requests 16 --json
     """
     from ..bench.engine_profile import profile_engine
     from ..bench.engine_report import engine_page

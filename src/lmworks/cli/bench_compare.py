@@ -1,4 +1,4 @@
-"""`lmworks study`: experiments that compare ways to train, with a report each."""
+"""`lmworks bench ddp-fsdp` and `lmworks bench precision`: compare ways to train, with a report each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from . import complete
 from .job import Force, OnDevice, on_device
 from .output import Json, Overrides, print_json, print_table
 
-app = typer.Typer(no_args_is_help=True, help="Compare ways to train by experiment, and write a report.")
 # Rows of its embedding do not divide, so that padding is seen.
 SMALL = ("tiny", ["model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab=259", "data.micro_batch=4"])
 # Large enough that formats differ, small enough that all of them train within minutes on a CPU.
 SMALLER = ("tiny", ["name=precision", "model.layers=4", "model.hidden=128", "optim.lr=1e-3", "log.eval_batches=8"])
 
 
-@app.command("ddp-fsdp")
 def ddp_fsdp(
     spec: Annotated[
         str,
@@ -43,16 +41,16 @@ def ddp_fsdp(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Train one model under DDP, FSDP1, FSDP2 and ZeRO-1/2/3 (and DeepSpeed), and compare.
+    """Compare DDP, FSDP1, FSDP2, ZeRO-1/2/3 and DeepSpeed on one model.
 
     Throughput, bytes that each rank holds (equal to the arithmetic, to the byte), peak memory, collectives, time to
     start, checkpoint, and what happens when a rank is killed.
 
     \b
     Examples:
-      lmworks study ddp-fsdp
-      lmworks study ddp-fsdp configs/tiny.toml model.layers=8 --ranks 4 --steps 20
-      lmworks study ddp-fsdp cpu-10m --only fsdp2-reshard,zero-1 --no-jobs --json
+      lmworks bench ddp-fsdp
+      lmworks bench ddp-fsdp configs/tiny.toml model.layers=8 --ranks 4 --steps 20
+      lmworks bench ddp-fsdp cpu-10m --only fsdp2-reshard,zero-1 --no-jobs --json
     """
     from ..bench.data_parallel import choose, study
     from ..bench.data_parallel_report import overview_table, write_reports
@@ -79,7 +77,6 @@ def ddp_fsdp(
         raise TrainingError(f"bytes of {', '.join(wrong)} are not what the arithmetic says; see {markdown}")
 
 
-@app.command("precision")
 def precision(
     spec: Annotated[
         str,
@@ -101,17 +98,17 @@ def precision(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Train one model in fp32, bf16, fp16 and fp8, and tell what each of them costs and loses.
+    """Compare fp32, bf16, fp16 and fp8 training of one model.
 
     Loss curves and their gap to fp32 beside the noise of two seeds, gradients flushed to zero or overflowing, updates
     lost to rounding, loss scales, gradient norms, speed, memory, and a verdict. Every training is a run under --out;
-    the same command goes on where it was stopped. What the spec says of number formats is replaced.
+    the same command continues where it was stopped. What the spec says of number formats is replaced.
 
     \b
     Examples:
-      lmworks study precision
-      lmworks study precision --only bf16,bf16-nearest --steps 50 --out runs/bf16
-      lmworks study precision configs/small.toml cluster.device=cpu --json
+      lmworks bench precision
+      lmworks bench precision --only bf16,bf16-nearest --steps 50 --out runs/bf16
+      lmworks bench precision configs/small.toml cluster.device=cpu --json
     """
     from ..bench.precision.report import overview_table, write_reports
     from ..bench.precision.study import study

@@ -1,0 +1,65 @@
+"""Command groups: help in panels with whole descriptions, a default command, former spellings, suggestions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+from typer.core import TyperGroup
+
+
+class CommandGroup(TyperGroup):
+    """Lists its commands by `rich_help_panel`; a description is wrapped where it is too long, never cut."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        visible = [(name, self.commands[name]) for name in self.list_commands(ctx) if not self.commands[name].hidden]
+        width = max((len(name) for name, _ in visible), default=0)  # one column for all panels
+        for name, command in visible:
+            panel = getattr(command, "rich_help_panel", None)
+            row = (name.ljust(width), command.get_short_help_str(1000))
+            panels.setdefault(panel if isinstance(panel, str) else "Commands", []).append(row)
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
+
+class DefaultCommandGroup(CommandGroup):
+    """A group whose `default_command` takes the arguments that do not begin with another command's name."""
+
+    default_command: ClassVar[str]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        bare_help = not args and self.no_args_is_help
+        if not bare_help and (not args or args[0] not in (*self.commands, *ctx.help_option_names)):
+            args = [self.default_command, *args]
+        return super().parse_args(ctx, args)
+
+
+class RootGroup(CommandGroup):
+    """The top level: commands in the order of `order`; former spellings are rewritten to the ones of today."""
+
+    order: ClassVar[Sequence[str]] = ()
+    former: ClassVar[Mapping[str, str]] = {}  # a word that was a command of the top level → how it is spelt now
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=self.order.index)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in self.former:
+            args = [*self.former[args[0]].split(), *args[1:]]
+        self.suggest_commands = False  # ours know commands of groups too
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            spelling = {**dict(self.subcommands()), **self.former, **{name: name for name in self.commands}}
+            near = dict.fromkeys(spelling[word] for word in get_close_matches(args[0], spelling))
+            if near and hasattr(error, "message"):
+                error.message = f"{error.message.rstrip('.')}. Did you mean {', '.join(map(repr, near))}?"
+            raise
+
+    def subcommands(self) -> Iterator[tuple[str, str]]:
+        for group, command in self.commands.items():
+            for name in getattr(command, "commands", ()):
+                yield name, f"{group} {name}"
