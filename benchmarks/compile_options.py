@@ -45,7 +45,6 @@ WAYS = {  # of ops of ours; others as `lmworks bench kernels` found them
     "the sum after the MLP apart": {"linear_add": "torch"},
     "GELU apart": {"linear_gelu": "torch"},
     "the sum after attention apart": {"linear_sum": "torch"},
-    "the embedding's gradient by PyTorch": {"embedding_gradient": "torch"},
 }
 OPTIONS |= {name: {} for name in WAYS}
 LIMIT_S = 150

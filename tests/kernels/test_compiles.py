@@ -189,17 +189,6 @@ def few_in_eight_bits() -> None:
     )
 
 
-def squares(dtype: torch.dtype) -> None:
-    tensors = [torch.zeros(size, dtype=dtype) for size in (2**20, 2**18 + 3)]
-    importlib.import_module("lmworks.kernels.training.grad_norm_triton").partial_sums(tensors, aligned=True)
-
-
-def embedding(vocab: int, hidden: int, dtype: torch.dtype = BF16) -> None:
-    """Its gradient: rows that are summed by token, and the parts of those that stand often."""
-    grad, tokens = torch.zeros(2, 512, hidden, dtype=dtype), torch.zeros(2, 512, dtype=torch.int64)
-    importlib.import_module("lmworks.kernels.training.embedding_triton").launch(grad, tokens, vocab)
-
-
 def adamw(size: int, low: bool, states: torch.dtype) -> None:
     module = importlib.import_module("lmworks.kernels.training.adamw")
     weight, states_like, scalar = torch.zeros(size, dtype=BF16), torch.zeros(size, dtype=states), torch.zeros(())
@@ -221,7 +210,6 @@ PASSES: dict[str, Callable[[], None]] = {  # over memory, with backward passes
 CASES: dict[str, Callable[[], None]] = {
     **PASSES,
     "norm-fp32-stream-16384": lambda: norm(16_384, torch.float32),
-    "embedding-odd": lambda: embedding(50_257, 1300, torch.float16),
     "adamw": lambda: adamw(2**16, True, torch.float32),
     "adamw-stochastic": lambda: adamw(2**16, False, BF16),
     "adamw-small": lambda: adamw(100, True, BF16),
@@ -358,33 +346,6 @@ def test_the_loss_moves_16_bytes_at_a_time(vocab: int, each: int, compiled: list
         assert stack_bytes(kernel, tmp_path) == 0
         assert kernel.asm["ptx"].count("ld.global.v4") == loads * each
         assert kernel.asm["ptx"].count("st.global.v4") == stores * each
-
-
-@pytest.mark.parametrize(("dtype", "wide"), [(BF16, 4), (torch.float32, 8)])
-def test_a_norm_loads_16_bytes_at_a_time(dtype: torch.dtype, wide: int, compiled: list[Any], tmp_path: Path) -> None:
-    """But for the last block of a tensor, whose end no compiler knows."""
-    squares(dtype)
-    [kernel] = compiled
-    assert stack_bytes(kernel, tmp_path) == 0
-    assert len(re.findall(r"ld\.global\S*\.v4\.", kernel.asm["ptx"])) == wide
-
-
-@pytest.mark.parametrize(
-    ("vocab", "hidden", "dtype", "each"),
-    [(50_257, 768, BF16, 1), (128_256, 4096, BF16, 1), (50_257, 768, torch.float32, 2)],
-)
-def test_the_gradient_of_an_embedding_loads_16_bytes_of_8_rows_at_a_time(
-    vocab: int, hidden: int, dtype: torch.dtype, each: int, compiled: list[Any], tmp_path: Path
-) -> None:
-    """No store between them: a load would wait behind it."""
-    embedding(vocab, hidden, dtype)
-    for kernel in compiled:
-        assert stack_bytes(kernel, tmp_path) == 0
-    ptx = compiled[0].asm["ptx"]
-    loads = [found.start() for found in re.finditer(r"ld\.global\S*\.v4\.", ptx)]
-    assert len(loads) == 8 * each
-    assert "st.global" not in ptx[loads[0] : loads[-1]]
-    assert not re.search(r"\s(atom|red)\.", "".join(kernel.asm["ptx"] for kernel in compiled))
 
 
 @pytest.mark.parametrize(("vocab", "again", "held"), [(128_256, 19, 13), (50_257, 0, 13), (32_000, 0, 8)])

@@ -174,7 +174,7 @@ def test_a_model_of_these_kernels(recompute: str, monkeypatch: pytest.MonkeyPatc
 
     def fastest(op: str, _device: torch.device, **_shape: int) -> str:
         passed.append(op)
-        return "triton" if op in ("rms_norm", "add_rms_norm", "rope", "swiglu") else "torch"
+        return "triton" if op in ("rms_norm", "rope", "swiglu") else "torch"
 
     models = [GPT(spec), GPT(spec)]
     for model in models:
@@ -182,14 +182,10 @@ def test_a_model_of_these_kernels(recompute: str, monkeypatch: pytest.MonkeyPatc
         model.loss.backward()
         monkeypatch.setattr(dispatch, "fastest", fastest)
         models[1].recompute = recompute
-    assert {"rms_norm", "add_rms_norm", "rope", "swiglu"} <= set(passed)
+    assert {"rms_norm", "rope", "swiglu"} <= set(passed)
     torch.testing.assert_close(models[1].loss, models[0].loss, rtol=1e-6, atol=0)
     for (name, one), other in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7, msg=name)
-    passed.clear()
-    models[1].layers()[0].mlp_norm.register_forward_hook(lambda *_: passed.append("heard"))
-    models[1](tokens)
-    assert "heard" in passed  # whoever watches norms sees this one
 
 
 @pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(3, 20)))])

@@ -20,8 +20,9 @@ from lmworks.kernels.training import cublas, gelu_mlp
 from lmworks.kernels.training.gelu import slope
 from lmworks.model import GPT
 from lmworks.model.attention import dense
+from lmworks.model.training_fusion import fuse_gelu_epilogues
 from lmworks.parallel.activation_checkpointing import choose_recompute
-from lmworks.parallel.parallelize import join_products
+from lmworks.parallel.parallelize import gelu_blocks
 from lmworks.spec import LMWorksError, ModelSpec, SpecError, load_run
 from lmworks.train.health.nonfinite import FirstBadModule
 
@@ -132,14 +133,9 @@ def test_a_block_joins_its_products_where_it_may(monkeypatch: pytest.MonkeyPatch
     tokens = torch.randint(0, model.spec.vocab, (2, 9), generator=torch.Generator().manual_seed(0))
     apart = model(tokens)
     monkeypatch.setattr(dispatch, "fastest", fastest)
-    for block in model.layers():
-        block.joined = True
+    fuse_gelu_epilogues(model.layers())
     found = model(tokens)
-    hidden = model.spec.hidden
-    assert asked[-4:] == [
-        ("linear_sum", {"hidden": hidden, "inner": model.spec.q_dim}),
-        *((op, {"hidden": hidden, "ffn": 64}) for op in gelu_mlp.OPS),
-    ]
+    assert asked[-3:] == [(op, {"hidden": model.spec.hidden, "ffn": 64}) for op in gelu_mlp.OPS]
     torch.testing.assert_close(found, apart, rtol=0.02, atol=0.02)
 
 
@@ -148,9 +144,9 @@ def test_whoever_listens_to_its_layers_hears_them(compiled: bool, monkeypatch: p
     """Where something is not finite, the layer is named; DeepSpeed's hooks gather its weights."""
     monkeypatch.setattr(dispatch, "fastest", lambda *_given, **_shape: CUBLAS)
     model = GPT(ModelSpec.from_preset("tiny").replace(mlp="gelu", norm="layer", ffn=64)).bfloat16()
-    for block in model.layers():
-        block.joined = True
-        if compiled:
+    fuse_gelu_epilogues(model.layers())
+    if compiled:
+        for block in model.layers():
             block.compile(fullgraph=True)
     tokens = torch.randint(0, model.spec.vocab, (2, 9), generator=torch.Generator().manual_seed(0))
     nodes = str(model.states(tokens, torch.arange(9), dense(model.spec, tokens.device, seq=9)).grad_fn)
@@ -178,8 +174,7 @@ def test_blocks_of_plain_layers_may(words: tuple[str, ...], joined: bool) -> Non
     with torch.device("meta"):
         part = GPT(spec.model)
     choose_recompute(part, spec, torch.device("cpu"))
-    join_products(part, spec)
-    assert {block.joined for block in part.layers()} == {joined}
+    assert gelu_blocks(part, spec) == (part.layers() if joined else [])
 
 
 def test_the_struct_is_that_of_the_c_interface() -> None:

@@ -22,6 +22,7 @@ from lmworks.kernels.training.float8 import E4M3, E5M2, Float8, dequantize
 from lmworks.kernels.training.swiglu_fp8 import swiglu_mlp
 from lmworks.model import GPT
 from lmworks.model.gpt import MLP
+from lmworks.model.training_fusion import Float8SwiGLU, fuse_float8_swiglu
 from lmworks.parallel import float8
 from lmworks.spec import ModelSpec
 from tiny import make_spec
@@ -141,14 +142,14 @@ def test_layers_are_taken_as_one_operation_where_they_may(dataset: Path, monkeyp
             with torch.device("meta"):
                 part = GPT(spec.model)
             float8.apply_float8(part, spec, torch.device(device))
-            assert [module.narrow for module in part.modules() if isinstance(module, MLP)] == [wanted]
+            assert [type(module) is Float8SwiGLU for module in part.modules() if isinstance(module, MLP)] == [wanted]
     for converted, bias in ((3, False), (2, False), (3, True)):
         mlp = made()
         mlp.down.bias = nn.Parameter(drawn(64)) if bias else None
         few = [*mlp.children()][:converted]
         torchao.convert_to_float8_training(mlp, module_filter_fn=lambda module, _, few=few: module in few)
-        float8.join_mlps(mlp, torchao.float8_linear.Float8Linear)
-        assert mlp.narrow == (converted == 3 and not bias)
+        fuse_float8_swiglu(mlp, torchao.float8_linear.Float8Linear)
+        assert (type(mlp) is Float8SwiGLU) == (converted == 3 and not bias)
 
 
 def test_it_is_taken_for_what_products_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,7 @@ def test_it_is_taken_for_what_products_take(monkeypatch: pytest.MonkeyPatch) -> 
         return bool(taken)
 
     assert not takes(x)
-    mlp.narrow = True
+    fuse_float8_swiglu(mlp, nn.Linear)
     assert takes(x) and takes(drawn(2, 24, 64)) and takes(x.float(), autocast=True)
     assert not takes(drawn(24, 64))
     with torch.no_grad():

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lmworks.kernels.training import swiglu_fp8
-from lmworks.model import GPT, gpt
+from lmworks.model import GPT, training_fusion
+from lmworks.model.training_fusion import fuse_float8_swiglu
 from lmworks.parallel import float8
 from lmworks.parallel.float8 import apply_float8, refuse_float8
 from lmworks.prove.parity import parity
@@ -109,7 +110,7 @@ def count_joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     def joined(part: GPT, spec: RunSpec, device: torch.device) -> None:
         apply(part, spec, device)
-        float8.join_mlps(part, torch.nn.Linear)
+        fuse_float8_swiglu(part, torch.nn.Linear)
 
     def counted(name: str, way: Callable[..., Any]) -> Any:
         def once_more(*args: Any) -> Any:
@@ -119,7 +120,7 @@ def count_joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return staticmethod(once_more)
 
     monkeypatch.setattr(float8, "apply_float8", joined)
-    monkeypatch.setattr(gpt, "heard", lambda _: False)  # by hooks that cast what comes in on a CPU
+    monkeypatch.setattr(training_fusion, "has_hooks", lambda _: False)  # by hooks that cast what comes in on a CPU
     monkeypatch.setattr(swiglu_fp8, "pick", lambda *_, **__: "triton")
     for name in passes:
         monkeypatch.setattr(function, name, counted(name, getattr(function, name)))

@@ -13,23 +13,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import rms_norm, rope, swiglu
 from ..kernels.training import (
     adamw,
-    add_linear,
     add_norm,
     cross_entropy,
     cublas,
-    embedding,
     flash_attention,
     float8,
-    grad_norm,
     swiglu_fp8,
 )
-from ..model import GPT
 from ..model.attention import Pattern, flex, flex_block_mask
 from ..model.rope import tables
 from ..plan.flops import keys_per_query
@@ -304,31 +299,6 @@ def compiled(place: Place, function: Callable[..., Any]) -> Callable[..., Any]:
     return function if place.device.type == "cpu" else torch.compile(function, dynamic=False)
 
 
-def summed(place: Place) -> Iterator[Case]:
-    """The sum after attention, with the norm that follows: a compiler leaves it to that."""
-    if place.model.mlp != "gelu":  # whose blocks alone join their products
-        return
-    tokens, hidden, inner = place.tokens, place.model.hidden, place.model.q_dim
-    moved, flops = tokens * (inner + 3.0 * hidden) + hidden * inner, 2.0 * tokens * hidden * inner
-    shape, choices = {"hidden": hidden, "inner": inner}, of_device(place, cublas.IMPLEMENTATIONS)
-    yield Case(add_linear.OP, FORWARD, shape, place.dtype.itemsize * moved, flops, partial(summing, place), choices)
-
-
-def summing(place: Place) -> Mapping[str, Work]:
-    """x + y · weightᵀ and its norm."""
-    hidden, inner = place.model.hidden, place.model.q_dim
-    x, y, weight = place.drawn(place.tokens, hidden), place.drawn(place.tokens, inner), place.drawn(hidden, inner)
-
-    def norm(total: Tensor) -> tuple[Tensor, Tensor]:
-        return total, F.layer_norm(total, (hidden,))
-
-    def whole() -> object:
-        return norm(x + F.linear(y, weight))
-
-    after = compiled(place, norm)
-    return by_cublas(compiled(place, whole), lambda way: after(cublas.linear_add(y, weight, None, x, way)), place)
-
-
 def loss(place: Place) -> Iterator[Case]:
     """Head and cross-entropy, forward and backward: three products; in chunks (ours), and unfused beside them."""
     tokens, vocab, hidden = place.tokens, place.model.vocab, place.model.hidden
@@ -348,27 +318,6 @@ def loss(place: Place) -> Iterator[Case]:
 
 def with_targets(way: Callable[..., Tensor], targets: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
     return way(hidden, weight, targets)
-
-
-def embedded(place: Place) -> Iterator[Case]:
-    """The gradient of the token embedding: one row a token is read, the whole table written."""
-    tokens, vocab, hidden = place.tokens, place.model.vocab, place.model.hidden
-    moved = place.dtype.itemsize * float(tokens + vocab) * hidden
-
-    def make() -> Mapping[str, Work]:
-        ids, grad = frequent(place), place.drawn(tokens, hidden)
-        ways = implementations(place, embedding.embedding_gradient, embedding.IMPLEMENTATIONS)
-        return {name: partial(way, grad, ids, vocab) for name, way in ways.items()}
-
-    shape = {"tokens": tokens, "vocab": vocab, "hidden": hidden}
-    yield Case(embedding.OP, FORWARD, shape, moved, 0, make, of_device(place, embedding.IMPLEMENTATIONS))
-
-
-def frequent(place: Place) -> Tensor:
-    """Tokens as often as in text: the n-th in frequency is drawn with a chance of 1/n (Zipf), and has any number."""
-    numbers = torch.randperm(place.model.vocab, device=place.device)
-    chances = 1 / torch.arange(1, place.model.vocab + 1, device=place.device)
-    return numbers[torch.multinomial(chances, place.tokens, replacement=True)]
 
 
 def eight_bits(place: Place) -> Iterator[Case]:
@@ -403,21 +352,6 @@ def dequantizing(place: Place, rows: int, columns: int) -> Mapping[str, Work]:
     return {name: partial(way, small) for name, way in ways.items()}
 
 
-def gradient_norm(place: Place) -> Iterator[Case]:
-    """Σ x² over all gradients of the model: each is read once."""
-    with torch.device("meta"):
-        sizes = [weight.numel() for weight in GPT(place.model).parameters()]
-    shape = {"tensors": len(sizes), "numbers": sum(sizes)}
-    choices = of_device(place, grad_norm.IMPLEMENTATIONS)
-
-    def make() -> Mapping[str, Work]:
-        gradients = [place.drawn(size) for size in sizes]
-        ways = implementations(place, grad_norm.sum_squares, grad_norm.IMPLEMENTATIONS)
-        return {name: partial(way, gradients) for name, way in ways.items()}
-
-    yield Case("sum_squares", FORWARD, shape, float(place.dtype.itemsize * sum(sizes)), 0, make, choices)
-
-
 def update(place: Place) -> Iterator[Case]:
     """AdamW: reads weight, gradient and two moments, writes all but the gradient. In fp32, and with bf16 weights that
     keep 16 more bits beside them."""
@@ -446,7 +380,6 @@ def updating(place: Place, count: int, dtype: torch.dtype) -> Mapping[str, Work]
 # Each gives no case where a model does without it: GPT-2 has no SwiGLU.
 OPS: dict[str, Callable[[Place], Iterator[Case]]] = {
     "linear_cross_entropy": loss,
-    "embedding_gradient": embedded,
     "attention": attention,
     "sparse_attention": sparse_attention,
     "rms_norm": norm,
@@ -455,8 +388,6 @@ OPS: dict[str, Callable[[Place], Iterator[Case]]] = {
     "swiglu": gated,
     "swiglu_fp8": gated_in_eight_bits,
     "gelu": joined,
-    "linear_sum": summed,
     "fp8": eight_bits,
-    "sum_squares": gradient_norm,
     "adamw": update,
 }

@@ -1,7 +1,8 @@
 """The network: one decoder-only transformer for training, generation and serving.
 
 Read top to bottom: norm, attention, MLP (a mixture of experts is in `moe`), block, model. It knows nothing of ranks,
-precision or optimizers; what attends to what is an argument (`attend`), so a KV cache or a paged backend can stand in.
+precision or optimizers, and of no fusion across layers: those are a pass over a built model (`training_fusion`, and the
+engine's own). The attention backend is an argument (`attend`), so a KV cache or a paged backend can stand in.
 """
 
 from __future__ import annotations
@@ -20,12 +21,8 @@ from torch import Tensor, nn
 from ..kernels.rms_norm import rms_norm
 from ..kernels.rope import rotate_both
 from ..kernels.swiglu import swiglu
-from ..kernels.training import add_norm, swiglu_fp8
-from ..kernels.training.add_linear import add_linear
 from ..kernels.training.cross_entropy import IGNORE, linear_cross_entropy
-from ..kernels.training.embedding import embedding
 from ..kernels.training.gelu import gelu
-from ..kernels.training.gelu_mlp import add_gelu_mlp
 from ..spec import ModelSpec
 from . import rope
 from .activation_checkpointing import recomputed
@@ -35,7 +32,7 @@ from .moe import MoE
 if TYPE_CHECKING:
     from .activation_offload import Offload  # which loads the compiler: seconds, and an engine does without it
 
-Rope = tuple[Tensor, Tensor] | None
+Rotary = tuple[Tensor, Tensor] | None  # cos and sin of every position, where the model has rotary embedding
 
 
 class Linear(nn.Linear):
@@ -48,13 +45,6 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         pass
-
-
-class TokenEmbedding(Embedding):
-    """Of many rows, used by many tokens: its gradient has a kernel."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return embedding(tokens, self.weight)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -94,21 +84,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
 
-    def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
-        return self.out(self.mix(x, turn, attend))
-
-    def onto(self, x: Tensor, normed: Tensor, turn: Rope, attend: Attend) -> Tensor:
-        """x + what it makes of its norm, with the sum as a part of the last product where that is faster."""
-        return add_linear(x, self.mix(normed, turn, attend), self.out.weight, self.out.bias)
-
-    def mix(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         # The number of heads is inferred, so that a rank may hold a part of them: (batch, seq, heads, head_dim)
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if turn is not None:
-            q, k = rotate_both(q, k, *turn)
-        return attend(q, k, v, self.layer).flatten(-2)
+        if rotary is not None:
+            q, k = rotate_both(q, k, *rotary)
+        return self.out(attend(q, k, v, self.layer).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -119,18 +102,11 @@ class MLP(nn.Module):
         self.gate = Linear(spec.hidden, width, bias=spec.bias) if spec.mlp == "swiglu" else None
         self.up = Linear(spec.hidden, width, bias=spec.bias)
         self.down = Linear(width, spec.hidden, bias=spec.bias)
-        self.narrow = False  # whether products are of 8 bits, with one scale for a tensor: they may be one operation
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self.down(gelu(self.up(x)))
-        if self.narrow and swiglu_fp8.chosen(x, self.gate.weight) and not heard(self.children()):
-            return swiglu_fp8.swiglu_mlp(x, self.gate.weight, self.up.weight, self.down.weight)
         return self.down(swiglu(self.gate(x), self.up(x)))
-
-    def onto(self, x: Tensor, normed: Tensor) -> Tensor:
-        """x + what GELU's MLP makes of its norm, with GELU and the sum as parts of products where that is faster."""
-        return add_gelu_mlp(x, normed, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
 
 
 def make_moe(spec: ModelSpec) -> MoE:
@@ -146,31 +122,11 @@ class Block(nn.Module):
         self.attention = Attention(spec, layer)
         self.mlp_norm = make_norm(spec)
         self.mlp = make_moe(spec) if spec.experts else MLP(spec, spec.ffn)
-        self.recompute = "none"  # what this block computes again in the backward pass: see model.recompute
-        self.joined = False  # whether GELU and sums may be parts of products: the layers are plain, the MLP is GELU's
+        self.recompute = "none"  # activation checkpointing policy: see `activation_checkpointing`
 
-    def forward(self, x: Tensor, turn: Rope, attend: Attend) -> Tensor:
-        if self.joined and not heard((self.attention, *self.attention.children(), self.mlp, *self.mlp.children())):
-            x = self.attention.onto(x, self.attention_norm(x), turn, attend)
-            return cast("MLP", self.mlp).onto(x, self.mlp_norm(x))
-        x, normed = added(x, self.attention(self.attention_norm(x), turn, attend), self.mlp_norm)
-        return x + self.mlp(normed)
-
-
-def heard(parts: Iterable[nn.Module]) -> bool:
-    """Whether somebody listens to some of these, to gather their weights or to see what they give."""
-    return any(
-        part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
-        for part in parts
-    )
-
-
-def added(x: Tensor, delta: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """x + delta and its norm: in one pass where that is the faster, and nobody listens to the norm alone."""
-    if isinstance(norm, RMSNorm) and add_norm.chosen(x) == "triton" and not norm._forward_hooks:
-        return add_norm.add_rms_norm(x, delta, norm.weight, norm.eps, "triton")
-    x = x + delta
-    return x, norm(x)
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, attend)
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
@@ -194,10 +150,10 @@ class GPT(nn.Module):
         # (hidden, head weight, targets) → sum of the loss
         self.cross_entropy: Callable[..., Tensor] = linear_cross_entropy
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear  # (hidden, head weight) → logits
-        self.turns: Callable[[ModelSpec, Tensor], tuple[Tensor, Tensor]] = rope.tables  # rotation at some positions
+        self.rotary_tables: Callable[[ModelSpec, Tensor], tuple[Tensor, Tensor]] = rope.tables  # cos, sin of positions
         self.offload: Offload | None = None  # where what blocks keep waits in host memory
         embeds = first or (last and spec.tie_embeddings)
-        self.embed: Embedding | None = TokenEmbedding(spec.vocab, spec.hidden) if embeds else None
+        self.embed: Embedding | None = Embedding(spec.vocab, spec.hidden) if embeds else None
         self.positions = Embedding(spec.context, spec.hidden) if first and spec.positions == "learned" else None
         # Names that say which layer it is, so that a part of the network has the names of the whole.
         chosen = range(spec.layers) if layers is None else layers
@@ -245,10 +201,10 @@ class GPT(nn.Module):
         x = self.embed(tokens) if self.first and self.embed is not None else tokens
         if self.positions is not None:
             x = x + self.positions(positions)
-        turn = self.turns(self.spec, positions) if self.spec.positions == "rope" else None
+        rotary = self.rotary_tables(self.spec, positions) if self.spec.positions == "rope" else None
         for index, block in enumerate(self.layers()):
-            with nullcontext() if self.offload is None else self.offload.around(index, x, turn or ()):
-                x = recomputed(block, block.recompute)(x, turn, attend)
+            with nullcontext() if self.offload is None else self.offload.around(index, x, rotary or ()):
+                x = recomputed(block, block.recompute)(x, rotary, attend)
         return x
 
     def logits(self, states: Tensor) -> Tensor:

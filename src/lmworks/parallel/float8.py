@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from ..kernels.training.float8 import has_products
 from ..model import GPT
-from ..model.gpt import MLP, Linear
+from ..model.gpt import Linear
+from ..model.training_fusion import fuse_float8_swiglu
 from ..spec import RunSpec, SpecError
 from ..spec.precision import FP8_ALIGNED
 
@@ -65,16 +66,9 @@ def apply_float8(part: GPT, spec: RunSpec, device: torch.device) -> None:
                 if isinstance(module, float8.float8_linear.Float8Linear):
                     module.register_forward_pre_hook(cast_input)
         if spec.precision.fp8_scaling == "tensorwise" and not emulate:
-            join_mlps(block, float8.float8_linear.Float8Linear)
+            fuse_float8_swiglu(block, float8.float8_linear.Float8Linear)
     if spec.precision.fp8_head:
         part.cross_entropy = partial(part.cross_entropy, fp8=True)
-
-
-def join_mlps(block: nn.Module, narrow: type[nn.Linear]) -> None:
-    """Where all of an MLP's layers are in 8 bits and plain, its products may be one operation."""
-    for module in block.modules():
-        if isinstance(module, MLP) and module.gate is not None:
-            module.narrow = all(isinstance(one, narrow) and one.bias is None for one in module.children())
 
 
 def fits(module: nn.Module) -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..kernels.training.grad_norm import sum_squares
 from .data_parallel import Shard
 
 
@@ -25,5 +24,6 @@ def squared_norm(shards: list[Shard], replicas: Callable[[Shard], int]) -> Tenso
             by_count.setdefault(replicas(shard), []).append(shard.leaf.grad)
     total = torch.zeros((), device=shards[0].leaf.device if shards else None)
     for count, gradients in by_count.items():
-        total += sum_squares(gradients) / count
+        norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
+        total += norms.square().sum() / count
     return total

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..kernels.training.adamw import split
 from ..model import GPT
 from ..model.activation_checkpointing import PARTLY, inside
-from ..model.gpt import LayerNorm
+from ..model.gpt import Block, LayerNorm
+from ..model.training_fusion import fuse_gelu_epilogues
 from ..plan.pipelines.stages import Stage, stages_here
 from ..spec import RunSpec
 from ..spec.layout import SPLIT_BACKWARD
@@ -61,7 +62,7 @@ def parallelize(
 
             apply_float8(part, spec, device)
         choose_recompute(part, spec, device)
-        join_products(part, spec)
+        fuse_gelu_epilogues(gelu_blocks(part, spec))
         offload_activations(part, spec)
         if spec.parallel.compile:
             compile_blocks(part, spec, mesh)
@@ -77,15 +78,16 @@ def parallelize(
     return ParallelModel(spec, mesh, device, sharding, parts, strategies, pipeline)
 
 
-def join_products(part: GPT, spec: RunSpec) -> None:
-    """Where layers are what they look like, and neither a policy nor a schedule tells apart what they compute: where
-    gradients of weights come later than those of inputs, both passes would compute all of them.
+def gelu_blocks(part: GPT, spec: RunSpec) -> list[Block]:
+    """Blocks whose GELU can be an epilogue: plain linear layers, and no activation checkpointing inside of the MLP.
+
+    A schedule that splits the backward pass would compute both gradients of such a product twice.
     """
     layout = spec.parallel
-    plain = spec.model.mlp == "gelu" and layout.tp == 1 and spec.precision.dtype != "fp8"
-    plain = plain and not (layout.pp > 1 and layout.schedule in SPLIT_BACKWARD)
-    for block in part.layers():
-        block.joined = plain and block.recompute not in PARTLY
+    plain = spec.model.mlp == "gelu" and not spec.model.experts and layout.tp == 1 and spec.precision.dtype != "fp8"
+    if not plain or (layout.pp > 1 and layout.schedule in SPLIT_BACKWARD):
+        return []
+    return [block for block in part.layers() if block.recompute not in PARTLY]
 
 
 def compile_blocks(part: GPT, spec: RunSpec, mesh: Mesh | None) -> None:

@@ -86,7 +86,7 @@ def residual(name: str, load: Workload, inner: bool = False) -> Op:
     x, s = load.outside * load.model.hidden, load.software.stream
     mask = x * load.software.dropout
     kept = min(s, load.width) if inner and load.software.fused else s
-    moved = np.where(load.joined, s, 2 * s + load.width)[()]
+    moved = np.where(load.joined & (not inner), s, 2 * s + load.width)[()]
     return Op(name, "residual", passes(moved * x + mask), passes(2 * s * x + mask), saved=(kept * x, mask))
 
 

@@ -127,7 +127,7 @@ def block(load: Workload) -> list[Op]:
     ops += [
         attention(load),
         linear("attention out", load, load.q_width, h, m.bias),
-        residual("attention residual", load),
+        residual("attention residual", load, inner=True),
     ]
     if m.experts:
         readers = 1 + 2 * (m.shared_experts > 0)

@@ -216,7 +216,7 @@ class Workload:
 
     @property
     def joined(self) -> Any:
-        """GELU, its gradient and a block's sums are ends of products, as parallel/parallelize.py joins them.
+        """GELU, its gradient and the sum after the MLP are epilogues of products (model/training_fusion.py).
 
         Each then moves one tensor that a product does not: GELU writes its result beside the product's, its gradient
         reads what GELU was made of, and a sum reads what is added to.
@@ -316,12 +316,12 @@ def norm(name: str, load: Workload, readers: int) -> Op:
     return Op(name, "norms", tuple(forward), tuple(backward), tuple(saved), freed=freed)
 
 
-def residual(name: str, load: Workload) -> Op:
+def residual(name: str, load: Workload, inner: bool = False) -> Op:
     """x + f(x): the sum is kept, as the next norm needs it; backward adds the two gradients."""
     x = load.outside * load.model.hidden
     passed = stream(3 * x * load.stream / 4)
     back = [passed] + ([stream(1.5 * x)] if load.cast else [])
-    forward = stream(np.where(load.joined, 1, 3)[()] * x * load.stream / 4)
+    forward = stream(np.where(load.joined & (not inner), 1, 3)[()] * x * load.stream / 4)
     return Op(name, "residual", (forward,), tuple(back), saved=(load.stream * x,), freed=load.width * x)
 
 

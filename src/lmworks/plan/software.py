@@ -61,7 +61,7 @@ class Software:
 # Whether our own loss does so now: as kernels/measured.toml has it, which a test compares. Runs that were measured
 # before keep what they had, see `as_it_ran`.
 IN_PLACE = True
-JOINED = True  # likewise, whether GELU and sums are ends of products: gelu_mlp.py, add_linear.py
+JOINED = True  # likewise, whether GELU and the sum after the MLP are epilogues of products: gelu_mlp.py
 
 WIDE_SUMS = "triton, fp32 sums"  # how runs of 15 November 2026 name the loss that they had
 

@@ -25,7 +25,7 @@ from ...kernels.inference.decode_linear import gated_linear, small_linear
 from ...kernels.swiglu import swiglu_packed
 from ...kernels.training.add_norm import add_rms_norm
 from ...model import rope
-from ...model.gpt import GPT, MLP, Attention, Block, Linear, RMSNorm, Rope
+from ...model.gpt import GPT, MLP, Attention, Block, Linear, RMSNorm, Rotary
 from ...spec import LMWorksError, ModelSpec, SpecError
 from ..quantization import quantized_model
 from ..tensor_parallel.row_parallel_linear import RowParallelLinear
@@ -74,7 +74,7 @@ class FusedAttention(nn.Module):
         self.heads, self.kv_heads = rows_of(was.q) // was.head_dim, rows_of(was.k) // was.head_dim
         self.qkv, self.out, self.q_norm, self.k_norm = qkv, was.out, was.q_norm, was.k_norm
 
-    def forward(self, x: Tensor, turn: Rope, attend: Paged) -> Tensor:
+    def forward(self, x: Tensor, turn: Rotary, attend: Paged) -> Tensor:
         q_norm = k_norm = None
         eps = 0.0
         if self.q_norm is not None and self.k_norm is not None:
@@ -149,7 +149,7 @@ class FusedBlock(nn.Module):
         self.last = last
         self.recompute = "none"
 
-    def forward(self, stream: Stream, turn: Rope, attend: Paged) -> Stream:
+    def forward(self, stream: Stream, turn: Rotary, attend: Paged) -> Stream:
         x, normed = self.attention_norm(stream)
         x, normed = self.mlp_norm((x, self.attention(normed, turn, attend)))
         delta = self.mlp(normed)
@@ -172,7 +172,7 @@ def fuse(model: GPT, context: int, invariant: bool = False) -> None:
     if not isinstance(model.head, quantized_model.QuantLinear):
         model.project = fuser.apply.project
     if model.spec.positions == "rope":
-        model.turns = Turns(model.spec, context, model.device)
+        model.rotary_tables = Turns(model.spec, context, model.device)
 
 
 class Fuser:

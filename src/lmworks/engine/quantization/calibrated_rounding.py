@@ -130,7 +130,7 @@ class Walk:
 
     def through(self, x: Tensor) -> Tensor:
         spec = self.model.spec
-        turn = self.model.turns(spec, default_positions(x, None)) if spec.positions == "rope" else None
+        turn = self.model.rotary_tables(spec, default_positions(x, None)) if spec.positions == "rope" else None
         result: Tensor = self.block(x, turn, dense(spec, x.device))
         return result
 
