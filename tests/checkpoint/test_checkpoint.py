@@ -96,7 +96,7 @@ def test_tensors_are_filled_in_place_and_sections_can_be_left_out(tmp_path: Path
 def test_a_fresh_process_reads_it(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     script = (
-        "import sys, torch; from pathlib import Path; from lmworks.train import checkpoint\n"
+        "import sys, torch; from pathlib import Path; from lmworks import checkpoint\n"
         "state = {'model': None}; m = checkpoint.load(Path(sys.argv[1]), state, refused=print)\n"
         "print(m.step, state['model']['embed.weight'].double().sum().item().hex())"
     )

@@ -77,7 +77,7 @@ def ends_alike(spec: RunSpec, folder: Path, prepare: Prepare = lambda _: None) -
 
 def ready(spec: RunSpec, folder: Path) -> Trainer:
     trainer = built(spec, folder)
-    trainer.feed = Prefetcher(trainer.batches, 0, trainer.device)
+    trainer.prefetcher = Prefetcher(trainer.batches, 0, trainer.device)
     return trainer
 
 

@@ -37,7 +37,7 @@ from .format.manifest import (
 )
 from .format.remote import download, steps_there
 from .format.validation import DamagedError
-from .load import MismatchError, read
+from .load_state import MismatchError, read
 from .rank_errors import first_reason
 from .save_plan import Plan, contents, make
 
