@@ -30,7 +30,7 @@ from lmworks.data import Batch, Batches
 from lmworks.plan.flops import model_flops_per_token
 from lmworks.spec import RunSpec, load_run
 from lmworks.train import Trainer
-from lmworks.train.device import resident_now, resident_peak
+from lmworks.train.device import reset_resident_peak, resident_peak
 
 BATCHES = (4, 8)
 PRESET = "cpu-10m"
@@ -102,7 +102,7 @@ def serve(side: str, batch: int, compile: bool) -> None:
     if side == "peer":
         import transformers.models.gpt2.modeling_gpt2  # noqa: F401  (imports are not the loop's memory)
     data = Batches(spec.data, seed=spec.seed)
-    base = resident_now()
+    base = reset_resident_peak()
     step = SIDES[side](spec)
     for cursor, _ in enumerate(sys.stdin):
         batches = data.at(cursor)

@@ -18,7 +18,7 @@ from lmworks.plan.memory.sheet import memory
 from lmworks.report.bars import Bars, as_svg, as_text
 from lmworks.report.sections import open_folder
 from lmworks.spec import Cluster, RunSpec, SpecError
-from lmworks.train.rank_memory import observe
+from lmworks.train.rank_memory import measure_rank_memory
 from tiny import make_spec, write_spec
 
 
@@ -78,7 +78,7 @@ def test_the_study_is_json(small: Study) -> None:
 
 
 def peaks(rank: int, specs: dict[str, RunSpec], folder: Path) -> dict[str, int]:
-    return {name: sum(observe(rank, spec, folder / name).peak.values()) for name, spec in specs.items()}
+    return {name: sum(measure_rank_memory(rank, spec, folder / name).peak.values()) for name, spec in specs.items()}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from lmworks.plan.step_flops import step_flops
 from lmworks.spec import Gpu, TrainingError, load_run
 from lmworks.train import Trainer
 from lmworks.train.device import PeakMemory
-from lmworks.train.health.bad_step import Health, Trouble
+from lmworks.train.health.bad_step import Health, HealthIssue
 from tiny import built, make_spec, steps_of, write_spec
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -156,14 +156,14 @@ def test_what_does_not_fit_is_said_in_one_line(dataset: Path, quick: Path, monke
 def test_a_spike_is_a_step_like_any_other(dataset: Path, quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the spec would do about it: there is no checkpoint to go back to."""
     monkeypatch.setattr(Health, "limits", lambda _: (-1.0, -1.0))
-    monkeypatch.setattr(Health, "judge", spiking)
+    monkeypatch.setattr(Health, "check_step", spiking)
     for action in ("skip", "rewind", "stop"):
         facts = bench_train(make_spec(dataset, f"health.spike_loss={action}", "checkpoint.every=4"), 1)
         assert facts is not None and len(facts["losses"]) == train.WARM_UP + 2
 
 
-def spiking(health: Health, *_: object) -> list[Trouble]:
-    return [Trouble("spike_loss", health.spec.spike_loss, "a spike")]
+def spiking(health: Health, *_: object) -> list[HealthIssue]:
+    return [HealthIssue("spike_loss", health.spec.spike_loss, "a spike")]
 
 
 @pytest.mark.parametrize("action", ["skip", "rewind", "stop"])

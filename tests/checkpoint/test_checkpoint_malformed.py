@@ -60,12 +60,12 @@ def newest(run: Path) -> Path:
 def load(reader: Trainer, run: Path) -> list[str]:
     """As a resume does it; returns why checkpoints were refused. Memory holds what no checkpoint would."""
     refused: list[str] = []
-    reader.saving.root = run / "checkpoints"
-    reader.saving.refused = lambda folder, reason: refused.append(reason)  # type: ignore[method-assign]
+    reader.checkpoints.root = run / "checkpoints"
+    reader.checkpoints.record_refused = lambda folder, reason: refused.append(reason)  # type: ignore[method-assign]
     with torch.no_grad():
         for shard in reader.parallel_model.shards:
             shard.leaf.fill_(-1e30)
-    assert reader.saving.load_saved(None)
+    assert reader.checkpoints.load_checkpoint(None)
     return refused
 
 

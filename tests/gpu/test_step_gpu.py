@@ -15,7 +15,7 @@ from lmworks.bench.train import bench_train, one_step
 from lmworks.model.gpt import LayerNorm
 from lmworks.spec import RunSpec
 from lmworks.train import Trainer
-from lmworks.train.async_step import look_ahead, started
+from lmworks.train.async_step import launch_next, take_launched
 from lmworks.train.health.bad_step import Health
 from lmworks.train.prefetcher import Prefetcher
 
@@ -72,12 +72,12 @@ def test_nothing_waits_before_the_figures_are_read(family: str, kept: str, docum
             trainer.cursor += 1
         assert trainer.ahead is not None
         with no_waiting():
-            now = started(trainer, trainer.feed.take(trainer.cursor, 9))
+            now = take_launched(trainer, trainer.feed.take(trainer.cursor, 9))
             gate = trainer.gate(now.sums, now.tokens)
             trainer.optimize(gate.divisor, gate.held)
             batches = trainer.following()
             assert batches is not None
-            look_ahead(trainer, batches)
+            launch_next(trainer, batches)
             trainer.meanwhile()
         assert math.isfinite(trainer.read(gate).loss)
 
@@ -85,7 +85,7 @@ def test_nothing_waits_before_the_figures_are_read(family: str, kept: str, docum
 def test_looking_ahead_changes_neither_losses_nor_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for name in ("first", "plain", "ahead"):  # the first one's libraries take memory that they keep
-        monkeypatch.setattr(Trainer, "looks_ahead", name == "ahead")
+        monkeypatch.setattr(Trainer, "is_async", name == "ahead")
         before = torch.cuda.memory_allocated()
         trainer = built(make_run().replace(deterministic=True), tmp_path / name)
         with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.feed:

@@ -24,7 +24,7 @@ from lmworks.model.training_fusion import fuse_gelu_epilogues
 from lmworks.parallel.activation_checkpointing import choose_recompute
 from lmworks.parallel.parallelize import gelu_blocks
 from lmworks.spec import LMWorksError, ModelSpec, SpecError, load_run
-from lmworks.train.health.nonfinite import FirstBadModule
+from lmworks.train.health.nonfinite import FirstNonfiniteModule
 
 CUBLAS = "cublas 2"
 
@@ -153,7 +153,7 @@ def test_whoever_listens_to_its_layers_hears_them(compiled: bool, monkeypatch: p
     assert compiled or "AddGeluMLP" in nodes
     with torch.no_grad():
         model.layers()[1].mlp.down.weight[0, 0] = torch.inf
-    with FirstBadModule({0: model}) as bad:
+    with FirstNonfiniteModule({0: model}) as bad:
         model(tokens)
     assert bad.name(None) == ("blocks.1.mlp.down", 0)
 

@@ -20,7 +20,7 @@ from lmworks.plan.exact.shards import flat, units
 from lmworks.plan.exact.weights import weights
 from lmworks.plan.pipelines.stages import split_layers, stages_here
 from lmworks.spec import ModelSpec, RunSpec, SpecError
-from lmworks.train.rank_memory import Holdings, observe
+from lmworks.train.rank_memory import RankMemory, measure_rank_memory
 
 STRATEGIES = {**COMPARED, "ZeRO-0": {"strategy": "zero", "zero": 0}}
 # Rows that neither 2 nor 3 divides (259, 50 by 3), and a width that is no multiple of FSDP1's alignment.
@@ -50,8 +50,8 @@ CASES = {  # ranks, micro-batches, tied
 COVERED = ("2 ranks", "3 ranks")  # parity holds two ranks of every strategy to the same arithmetic, byte by byte
 
 
-def observe_all(rank: int, specs: dict[str, RunSpec], folder: Path) -> dict[str, Holdings]:
-    return {name: observe(rank, spec, folder / name) for name, spec in specs.items()}
+def observe_all(rank: int, specs: dict[str, RunSpec], folder: Path) -> dict[str, RankMemory]:
+    return {name: measure_rank_memory(rank, spec, folder / name) for name, spec in specs.items()}
 
 
 @pytest.fixture(

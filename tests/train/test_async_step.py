@@ -21,11 +21,11 @@ from lmworks.data import Batch
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder, phase
 from lmworks.spec import LMWorksError, RunSpec
-from lmworks.train import Trainer, step
-from lmworks.train.async_step import look_ahead, may_look_ahead, stands_alone
+from lmworks.train import Trainer
+from lmworks.train.async_step import PassLauncher, is_sync_point, supports_async_step
 from lmworks.train.health.bad_step import Health
 from lmworks.train.prefetcher import Prefetcher
-from lmworks.train.restart import Detours
+from lmworks.train.restart import SkippedBatches
 from tiny import Crash, before_step, built, crash, curve, differences, events, live, make_spec, saved, train
 from unhealthy import WATCH, as_it_is, see_data, spoil_output
 
@@ -35,7 +35,7 @@ Prepare = Callable[[Trainer], Any]
 
 
 def looking(how: bool) -> Any:
-    return mock.patch.object(Trainer, "looks_ahead", property(lambda run: how and may_look_ahead(run.spec)))
+    return mock.patch.object(Trainer, "is_async", property(lambda run: how and supports_async_step(run.spec)))
 
 
 def run_to_end(trainer: Trainer) -> str:
@@ -59,7 +59,12 @@ def ends_alike(spec: RunSpec, folder: Path, prepare: Prepare = lambda _: None) -
     """Run it both ways, hold all they leave against each other, and return the folder of the one that looked ahead."""
     said = {}
     for how in (False, True):
-        with looking(how), mock.patch.object(step, "look_ahead", wraps=look_ahead) as looks:
+        with (
+            looking(how),
+            mock.patch.object(
+                PassLauncher, "launch_next", autospec=True, side_effect=PassLauncher.launch_next
+            ) as looks,
+        ):
             trainer = Trainer(spec, folder / str(how), quiet=True)
             prepare(trainer)
             said[how] = run_to_end(trainer)
@@ -95,14 +100,14 @@ def test_the_next_passes_come_before_the_figures_and_the_next_update_after(datas
 
     with (
         looking(True),
-        noted(trainer, "passes", passes),
+        noted(trainer, "forward_backward", passes),
         noted(trainer, "optimize", lambda: f"update {trainer.step + 1}"),
         noted(trainer.reader, "finish", lambda: f"read {trainer.step + 1}"),
     ):
         losses = [one_step(trainer, left) for left in (3, 2, 1)]
     assert order[:4] == ["passes", "update 1", "passes", "read 1"]
     assert order[4:] == ["update 2", "passes", "read 2", "update 3", "read 3"]
-    assert trainer.ahead is None
+    assert trainer.launcher.pending is None
     plain = ready(make_spec(dataset), tmp_path / "plain")
     assert losses == [one_step(plain, left) for left in (3, 2, 1)]
     assert differences(live(trainer), live(plain)) == []
@@ -123,7 +128,7 @@ def test_passes_over_other_batches_than_were_launched_are_new_ones(dataset: Path
     trainer, plain = ready(make_spec(dataset), tmp_path / "one"), ready(make_spec(dataset), tmp_path / "other")
     with looking(True):
         one_step(trainer, 9)
-        assert trainer.ahead is not None
+        assert trainer.launcher.pending is not None
         found = trainer.train_step(trainer.batches.at(7))["loss"]
     one_step(plain, 9)
     assert found == plain.train_step(plain.batches.at(7))["loss"]
@@ -132,7 +137,7 @@ def test_passes_over_other_batches_than_were_launched_are_new_ones(dataset: Path
 def test_a_step_is_settled_before_anybody_looks_at_the_state(dataset: Path) -> None:
     def alone(*overrides: str) -> list[int]:
         spec = make_spec(dataset, *overrides)
-        return [number for number in range(1, 13) if stands_alone(spec, number)]
+        return [number for number in range(1, 13) if is_sync_point(spec, number)]
 
     assert alone() == []
     assert alone("checkpoint.every=4") == [4, 8, 12]
@@ -144,15 +149,15 @@ def test_a_step_is_settled_before_anybody_looks_at_the_state(dataset: Path) -> N
 
 def test_no_pass_begins_where_the_step_before_changes_it(dataset: Path) -> None:
     experts = ("model.experts=2", "model.top_k=1", "model.expert_ffn=16")
-    assert may_look_ahead(make_spec(dataset))
+    assert supports_async_step(make_spec(dataset))
     for overrides in (experts, ("precision.dtype=fp16",), ("parallel.offload=optimizer",)):
-        assert not may_look_ahead(make_spec(dataset, *overrides))
+        assert not supports_async_step(make_spec(dataset, *overrides))
 
 
-def test_a_batch_that_is_passed_by_is_not_looked_at() -> None:
-    detours = Detours({5: "failed twice in step 4"}, step=9)
-    assert [detours.due(*at) for at in ((4, 5), (9, 20), (8, 20))] == [True, True, False]
-    assert detours.around(9, 20) and not detours.due(9, 21)
+def test_passes_over_a_skipped_batch_are_not_launched() -> None:
+    skipped_batches = SkippedBatches({5: "failed twice in step 4"}, step=9)
+    assert [skipped_batches.contains(*at) for at in ((4, 5), (9, 20), (8, 20))] == [True, True, False]
+    assert skipped_batches.skip_reason(9, 20) and not skipped_batches.contains(9, 21)
 
 
 # --- the same run --------------------------------------------------------------------------------------
@@ -192,7 +197,7 @@ def test_a_spike_is_met_alike(action: str, dataset: Path, tmp_path: Path) -> Non
 
 def spoil(trainer: Trainer, cursor: int, times: int) -> None:
     """A module gives a NaN for the batch of `cursor`, in the first `times` micro-batches."""
-    read, passes = trainer.batches.at, trainer.passes
+    read, passes = trainer.batches.at, trainer.forward_backward
     under_way: list[int] = []
     spoilt: list[int] = []
 
@@ -211,7 +216,7 @@ def spoil(trainer: Trainer, cursor: int, times: int) -> None:
         return under_way == [cursor] and len(spoilt) <= times
 
     trainer.batches.at = at  # type: ignore[method-assign]
-    trainer.passes = noting  # type: ignore[method-assign]
+    trainer.forward_backward = noting  # type: ignore[method-assign]
     before_step(trainer, 1, lambda: spoil_output(trainer, "blocks.0.mlp.up", when))
 
 
@@ -242,7 +247,7 @@ def test_a_failure_of_the_next_passes_is_one_of_the_next_step(number: int, datas
     """Step 5 is saved, so that the passes of 6 are not launched ahead, and those of 7 are."""
 
     def break_at(trainer: Trainer) -> None:
-        passes, seen = trainer.passes, []
+        passes, seen = trainer.forward_backward, []
 
         def breaking(batches: Any, tokens: int) -> Any:
             seen.append(tokens)
@@ -250,7 +255,7 @@ def test_a_failure_of_the_next_passes_is_one_of_the_next_step(number: int, datas
                 raise LMWorksError("too much")
             return passes(batches, tokens)
 
-        trainer.passes = breaking  # type: ignore[method-assign]
+        trainer.forward_backward = breaking  # type: ignore[method-assign]
 
     spec = make_spec(dataset, "checkpoint.every=5")
     run = ends_alike(spec, tmp_path / "both", break_at)

@@ -20,7 +20,7 @@ from lmworks.record.attempts import RESTARTS
 from lmworks.record.triage import findings
 from lmworks.spec import LMWorksError, RunSpec, TrainingError, dump_toml
 from lmworks.train import Trainer
-from lmworks.train.health.finite import first_bad
+from lmworks.train.health.finite import first_nonfinite_tensor
 from tiny import Crash, before_step, crash, curve, differences, events, make_spec, resume, saved, train
 
 SIX = ("optim.steps=6", "checkpoint.every=2", "checkpoint.keep=0")
@@ -48,12 +48,17 @@ def test_any_value_that_is_not_finite_is_found(bad: float, dtype: torch.dtype) -
     for place in (0, 517, 999):
         spoilt = good.clone()
         spoilt[place] = bad
-        assert first_bad([("a", good), ("b", spoilt), ("c", spoilt)]) == ("b", 1)
+        assert first_nonfinite_tensor([("a", good), ("b", spoilt), ("c", spoilt)]) == ("b", 1)
 
 
 def test_numbers_whose_squares_overflow_are_finite() -> None:
     large = {"f32": torch.full((100,), 3e38), "f16": torch.full((100,), 6e4).half(), "empty": torch.empty(0)}
-    assert first_bad([*large.items(), ("int", torch.ones(3, dtype=torch.int16)), ("scalar", torch.tensor(2.0))]) is None
+    assert (
+        first_nonfinite_tensor(
+            [*large.items(), ("int", torch.ones(3, dtype=torch.int16)), ("scalar", torch.tensor(2.0))]
+        )
+        is None
+    )
 
 
 # --- before a save --------------------------------------------------------------------------------------------
@@ -92,7 +97,7 @@ def test_health_goes_back_where_the_spec_says_so(dataset: Path, tmp_path: Path) 
     (skip,) = events(tmp_path / "run", "skip")
     assert (skip["from_cursor"], skip["to_cursor"]) == (2, 4)
     assert steps_saved(tmp_path / "run") == [2, 4, 6] and trainer.cursor == 8
-    assert first_bad(saved(tmp_path / "run").items()) in (None, ("rng.python_gauss", 1))
+    assert first_nonfinite_tensor(saved(tmp_path / "run").items()) in (None, ("rng.python_gauss", 1))
 
 
 @with_meshes
@@ -212,7 +217,9 @@ def test_copies_of_what_was_given_up_go_when_the_step_has_been_copied(dataset: P
     train(make_spec(dataset, *SIX, f"checkpoint.remote=file://{there}"), tmp_path / "run")
     assert "step-000006" in {path.name for path in there.iterdir()}
     trainer = Trainer.resume(tmp_path / "run", step=2, quiet=True)
-    before_step(trainer, 3, lambda: [trainer.saving.copied(copied) for copied in trainer.saving.copies.settle()])  # type: ignore[union-attr]
+    before_step(
+        trainer, 3, lambda: [trainer.checkpoints.record_copy(copied) for copied in trainer.checkpoints.copies.settle()]
+    )  # type: ignore[union-attr]
     before_step(trainer, 4, crash)
     with pytest.raises(Crash):
         trainer.run()
@@ -232,4 +239,4 @@ def test_ranks_that_are_started_over_do_not_begin_there_again(run: Path, monkeyp
     assert [event["step"] for event in events(run, "set_aside")] == [2]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another-launch")
     monkeypatch.delenv(RESTARTS)
-    assert Trainer.resume(run, step=4, quiet=True).begin_at == 4
+    assert Trainer.resume(run, step=4, quiet=True).resume_from == 4

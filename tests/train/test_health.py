@@ -17,7 +17,7 @@ from lmworks.record import RunFolder, read_metrics
 from lmworks.spec import RunSpec, SpecError, TrainingError
 from lmworks.train import Trainer, rewind
 from lmworks.train.health.bad_step import Health
-from lmworks.train.health.spikes import height
+from lmworks.train.health.spikes import spike_score
 from tiny import Crash, before_step, crash, curve, differences, events, make_spec, resume, saved, train
 from unhealthy import WATCH, as_it_is, see_data, spoil_output
 
@@ -54,41 +54,41 @@ def test_a_height_is_the_robust_z_score() -> None:
     before = [draw.gauss(3, 0.1) for _ in range(101)]
     middle = float(np.median(before))
     deviation = 1.4826 * float(np.median(np.abs(np.array(before) - middle)))
-    assert height(4.0, before).z == pytest.approx((4.0 - middle) / deviation)
-    assert height(2.0, before).z < -5  # below is not a spike, whatever its size
+    assert spike_score(4.0, before).z == pytest.approx((4.0 - middle) / deviation)
+    assert spike_score(2.0, before).z < -5  # below is not a spike, whatever its size
     spoiled = [*before[:60], *[50.0] * 41]  # as many spikes as that, and a new one is still one
-    assert height(50.0, spoiled).z > 100
+    assert spike_score(50.0, spoiled).z > 100
     assert (50.0 - statistics.mean(spoiled)) / statistics.stdev(spoiled) < 2  # what a plain z-score says
 
 
 def test_a_loss_that_hardly_moves_is_not_a_spike() -> None:
-    assert height(2.001, [2.0] * 32).z == pytest.approx(0.05)
-    assert height(1e-9, [0.0] * 8).z > 100  # nor is there a division by zero
+    assert spike_score(2.001, [2.0] * 32).z == pytest.approx(0.05)
+    assert spike_score(1e-9, [0.0] * 8).z > 100  # nor is there a division by zero
 
 
 def test_nothing_is_a_spike_before_the_warm_up(dataset: Path) -> None:
     health = Health(make_spec(dataset, *WATCH).health)
     for number in range(5):
-        assert health.judge(100.0, 1.0, scaled=False) == []
-        health.accept(1.0 + number / 10, 1.0)
-    assert health.judge(100.0, 1.0, scaled=False) == []
-    health.accept(1.5, 1.0)
-    (trouble,) = health.judge(100.0, 1.0, scaled=False)
-    assert trouble.kind == "spike_loss" and trouble.what.startswith("loss 100 is ")
-    assert [t.kind for t in health.judge(0.0, 50.0, scaled=False)] == ["spike_grad"]
+        assert health.check_step(100.0, 1.0, scaled=False) == []
+        health.record_step(1.0 + number / 10, 1.0)
+    assert health.check_step(100.0, 1.0, scaled=False) == []
+    health.record_step(1.5, 1.0)
+    (issue,) = health.check_step(100.0, 1.0, scaled=False)
+    assert issue.kind == "spike_loss" and issue.what.startswith("loss 100 is ")
+    assert [t.kind for t in health.check_step(0.0, 50.0, scaled=False)] == ["spike_grad"]
 
 
 def test_the_window_forgets_and_survives_being_saved(dataset: Path) -> None:
     health = Health(make_spec(dataset, *WATCH).health)
     for number in range(20):
-        health.accept(0.1 * number, 0.3 * number)
-    health.lower(5)
-    health.note(17)
+        health.record_step(0.1 * number, 0.3 * number)
+    health.lower_lr(5)
+    health.record_action(17)
     other = Health(health.spec)
     other.load_state_dict(health.state_dict())
-    assert other.memory == health.memory and len(other.memory.losses) == 8
+    assert other.state == health.state and len(other.state.losses) == 8
     other.load_state_dict({})  # a checkpoint from before there was any of this
-    assert other.memory.losses == [] and other.factor(9) == 1.0
+    assert other.state.losses == [] and other.lr_multiplier(9) == 1.0
 
 
 # --- what is done about it -----------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_a_rewind_goes_back_and_past_the_data(dataset: Path, tmp_path: Path) -> 
         assert same(go_on(killed, BAD), tmp_path / "run")
 
 
-@pytest.mark.parametrize("place", ["save", "drop_after"])
+@pytest.mark.parametrize("place", ["save", "delete_after"])
 def test_a_run_killed_while_it_goes_back_comes_to_the_same_place(dataset: Path, tmp_path: Path, place: str) -> None:
     """With the state gone back to not yet saved again, or saved and the line that was given up still there."""
     spec = make_spec(dataset, *REWIND)
@@ -159,10 +159,10 @@ def test_a_run_killed_while_it_goes_back_comes_to_the_same_place(dataset: Path, 
         raise Crash
 
     if place == "save":
-        go_back = rewind.skip
-        patch = mock.patch.object(rewind, "skip", lambda *args: (go_back(*args), die()))
+        skip_to = Trainer.skip_to
+        patch = mock.patch.object(Trainer, "skip_to", lambda *args: (skip_to(*args), die()))
     else:
-        patch = mock.patch.object(rewind, "drop_after", die)
+        patch = mock.patch.object(rewind, "delete_after", die)
     with patch, pytest.raises(Crash):
         trainer.run()
     assert checkpoint.step_of(checkpoint.committed(tmp_path / "run" / "checkpoints")[0]) == 12

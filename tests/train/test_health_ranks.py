@@ -16,8 +16,8 @@ from lmworks.record.stats import read_stats
 from lmworks.record.triage import findings
 from lmworks.spec import LMWorksError, RunSpec
 from lmworks.train import Trainer
-from lmworks.train.health.corruption import were_wrong
-from lmworks.train.health.replicas import combined, digest, odd_ones
+from lmworks.train.health.corruption import faulty_ranks
+from lmworks.train.health.replicas import combine_digests, digest, find_outliers
 from tiny import before_step, built, curve, differences, events, saved, steps_of
 from unhealthy import WATCH, as_it_is, flip, see_data, spoil_output
 
@@ -123,21 +123,21 @@ def test_one_flipped_bit_always_changes_the_digest() -> None:
     swapped = value.clone()
     swapped[[3, 7]] = value[[7, 3]]
     assert int(digest(swapped)) != int(digest(value))
-    assert combined({"a": 1, "b": 2}) != combined({"a": 2, "b": 1})
+    assert combine_digests({"a": 1, "b": 2}) != combine_digests({"a": 2, "b": 1})
 
 
 def test_the_odd_one_is_the_one_against_the_majority() -> None:
-    assert odd_ones({0: 7, 1: 7, 2: 9, 3: 7}) == [2]
-    assert odd_ones({4: 7, 6: 9}) == [4, 6]
-    assert odd_ones({0: 1, 1: 1, 2: 2, 3: 2}) == [0, 1, 2, 3]
-    assert odd_ones({0: 1, 1: 1, 2: 1, 3: 2, 4: 3}) == [3, 4]
+    assert find_outliers({0: 7, 1: 7, 2: 9, 3: 7}) == [2]
+    assert find_outliers({4: 7, 6: 9}) == [4, 6]
+    assert find_outliers({0: 1, 1: 1, 2: 2, 3: 2}) == [0, 1, 2, 3]
+    assert find_outliers({0: 1, 1: 1, 2: 1, 3: 2, 4: 3}) == [3, 4]
 
 
 def test_who_was_wrong_is_told_by_the_ranks_that_replay_and_by_no_others() -> None:
     suspects = {"step": 6, "part": "pp=0", "digests": {"0": 7, "1": 9}}
-    assert were_wrong(suspects, {0: {"pp=0": 7}, 1: {"pp=0": 7}}) == [1]
-    assert were_wrong(suspects, {0: {"pp=0": 7}}) == []  # one rank did not come back
-    assert were_wrong(suspects, {0: {"pp=0 tp=0": 7}, 1: {"pp=0 tp=1": 7}}) == []
+    assert faulty_ranks(suspects, {0: {"pp=0": 7}, 1: {"pp=0": 7}}) == [1]
+    assert faulty_ranks(suspects, {0: {"pp=0": 7}}) == []  # one rank did not come back
+    assert faulty_ranks(suspects, {0: {"pp=0 tp=0": 7}, 1: {"pp=0 tp=1": 7}}) == []
 
 
 def leaf(trainer: Trainer, name: str) -> torch.Tensor:
@@ -209,7 +209,7 @@ def test_the_rank_that_differs_is_named_and_a_replay_ends_as_if_nothing_had_been
         assert [(e["transient"], e["ranks"]) for e in events(folder, "rerun")] == [(True, wrong)]
         assert events(folder, "skip") == []
     assert went_on == late == ""
-    assert "it was so before the run went back, too: the fault stays" in stays
+    assert "it differed before the rewind, too: the fault is permanent" in stays
 
 
 def test_of_more_than_two_copies_the_odd_one_is_known_and_no_layout_raises_a_false_alarm(

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lmworks.data import Batch, Batches
-from lmworks.train.device import grow_segments
+from lmworks.train.device import use_expandable_segments
 from lmworks.train.health.bad_step import Health
-from lmworks.train.health.spikes import height, limit
+from lmworks.train.health.spikes import spike_score, spike_threshold
 from lmworks.train.prefetcher import Prefetcher
 from lmworks.train.step_scalars import make_gate
 from tiny import built, curve, differences, live, make_spec, saved, steps_of, train
@@ -74,7 +74,7 @@ def test_the_next_batch_is_read_after_the_launch_and_before_the_wait(dataset: Pa
     trainer = built(make_spec(dataset), tmp_path)
     order: list[str] = []
     trainer.optimizer.register_step_post_hook(lambda *_: order.append("launched"))
-    trainer.meanwhile = lambda: order.append("meanwhile")  # type: ignore[method-assign]
+    trainer.prefetch_next = lambda: order.append("meanwhile")  # type: ignore[method-assign]
     finish = trainer.reader.finish
     trainer.reader.finish = lambda: [order.append("wait"), finish()][1]  # type: ignore[func-returns-value,method-assign]
     list(steps_of(trainer, 1))
@@ -94,10 +94,10 @@ def test_the_divisor_undoes_the_loss_scale_and_clips_as_pytorch_does(clip: float
         torch.nn.utils.clip_grad_norm_([weight], clip)
     sums = torch.stack([torch.tensor(30.0), (gradient * scale).square().sum()]).double()
     gate, figures = make_gate(sums, 10, scale, clip, EASY, CPU)
-    divisor = 1.0 if gate.divisor is None else gate.divisor
-    torch.testing.assert_close(gradient * scale / divisor, weight.grad, rtol=2e-6, atol=0)
+    grad_divisor = 1.0 if gate.grad_divisor is None else gate.grad_divisor
+    torch.testing.assert_close(gradient * scale / grad_divisor, weight.grad, rtol=2e-6, atol=0)
     assert figures.tolist() == [3.0, pytest.approx(gradient.norm().item(), rel=1e-6), 0.0]
-    assert (gate.divisor is None) == (not clip and scale == 1)
+    assert (gate.grad_divisor is None) == (not clip and scale == 1)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_the_divisor_undoes_the_loss_scale_and_clips_as_pytorch_does(clip: float
 )
 def test_what_is_not_surely_fine_is_held(loss: float, squares: float, held: int) -> None:
     gate, _ = make_gate(torch.tensor([loss, squares]).double(), 1, 1.0, 1.0, (2.0, 3.0), CPU)
-    assert gate.held.item() == held
+    assert gate.skip.item() == held
     without_limits, _ = make_gate(torch.tensor([loss, squares]).double(), 1, 1.0, 1.0, EASY, CPU)
-    assert without_limits.held.item() == (not (math.isfinite(loss) and math.isfinite(squares)))
+    assert without_limits.skip.item() == (not (math.isfinite(loss) and math.isfinite(squares)))
 
 
 def test_no_trouble_gets_through_a_limit_and_hardly_anything_else_is_held() -> None:
@@ -116,23 +116,23 @@ def test_no_trouble_gets_through_a_limit_and_hardly_anything_else_is_held() -> N
     for _ in range(300):
         before = [draw.lognormvariate(draw.choice([-20, 0, 20]), draw.choice([0, 0.1, 3])) for _ in range(9)]
         z = draw.choice([0.01, 1, 8, 100])
-        most = limit(z, before)
-        middle = height(most, before).median
-        assert height(most, before).z <= z
-        assert height(math.nextafter(most, -math.inf), before).z <= z
-        assert height(most + 1e-6 * (abs(middle) + abs(most)), before).z > z
+        most = spike_threshold(z, before)
+        middle = spike_score(most, before).median
+        assert spike_score(most, before).z <= z
+        assert spike_score(math.nextafter(most, -math.inf), before).z <= z
+        assert spike_score(most + 1e-6 * (abs(middle) + abs(most)), before).z > z
 
 
 def test_limits_are_those_of_the_judge(dataset: Path) -> None:
     health = Health(make_spec(dataset, *WATCH).health)
     assert health.limits() == EASY
     for number in range(health.spec.warmup):
-        health.accept(3.0 + number / 10, 1.0 + number / 10)
+        health.record_step(3.0 + number / 10, 1.0 + number / 10)
     loss, norm = health.limits()
-    assert health.judge(loss, norm, scaled=False) == []
-    (spike,) = health.judge(loss * 1.001, norm, scaled=False)
+    assert health.check_step(loss, norm, scaled=False) == []
+    (spike,) = health.check_step(loss * 1.001, norm, scaled=False)
     assert spike.kind == "spike_loss"
-    assert [trouble.kind for trouble in health.judge(loss, norm * 1.001, scaled=False)] == ["spike_grad"]
+    assert [issue.kind for issue in health.check_step(loss, norm * 1.001, scaled=False)] == ["spike_grad"]
 
 
 # --- what is held is judged, and taken all the same -----------------------------------------------------
@@ -156,10 +156,10 @@ def test_a_held_update_leaves_weights_states_and_counts(dataset: Path, tmp_path:
     list(steps_of(trainer, 2))
     before = live(trainer)
     tokens = trainer.spec.tokens_per_step
-    gate = trainer.gate(trainer.passes(trainer.batches.at(2), tokens), tokens)
-    trainer.optimize(gate.divisor, torch.ones(()))
+    gate = trainer.gate(trainer.forward_backward(trainer.batches.at(2), tokens), tokens)
+    trainer.optimize(gate.grad_divisor, torch.ones(()))
     assert differences(live(trainer), before) == []
-    trainer.optimize(gate.divisor)
+    trainer.optimize(gate.grad_divisor)
     moved = differences(live(trainer), before)
     assert {name.rsplit(".", 1)[-1] for name in moved} == {"weight", "exp_avg", "exp_avg_sq", "step"}
     assert getattr(trainer.optimizer, "found_inf", None) is None  # a checkpoint's first step would be held by it
@@ -169,11 +169,11 @@ def test_a_held_update_leaves_weights_states_and_counts(dataset: Path, tmp_path:
 
 
 @pytest.fixture
-def feed(dataset: Path) -> Iterator[Prefetcher]:
+def prefetcher(dataset: Path) -> Iterator[Prefetcher]:
     spec = make_spec(dataset)
-    feed = Prefetcher(Batches(spec.data, seed=0), 0, CPU)
-    yield feed
-    feed.close()
+    prefetcher = Prefetcher(Batches(spec.data, seed=0), 0, CPU)
+    yield prefetcher
+    prefetcher.close()
 
 
 def same(one: list[Batch], other: list[Batch]) -> bool:
@@ -182,33 +182,35 @@ def same(one: list[Batch], other: list[Batch]) -> bool:
     )
 
 
-def test_a_prepared_batch_is_the_one_that_is_taken(feed: Prefetcher) -> None:
+def test_a_prepared_batch_is_the_one_that_is_taken(prefetcher: Prefetcher) -> None:
     opened: list[int] = []
-    stream = feed.batches.stream
-    feed.batches.stream = lambda start, *rest: [opened.append(start), stream(start, *rest)][1]  # type: ignore
-    assert same(feed.take(3, 4), feed.batches.at(3))
+    stream = prefetcher.batches.stream
+    prefetcher.batches.stream = lambda start, *rest: [opened.append(start), stream(start, *rest)][1]  # type: ignore
+    assert same(prefetcher.take(3, 4), prefetcher.batches.at(3))
     for cursor in (4, 5):
-        feed.prepare(cursor)
-        assert list(feed.ready) == [cursor]
-        assert same(feed.take(cursor, 9), feed.batches.at(cursor))
+        prefetcher.prefetch(cursor)
+        assert list(prefetcher.ready) == [cursor]
+        assert same(prefetcher.take(cursor, 9), prefetcher.batches.at(cursor))
     assert opened == [3]
-    feed.prepare(6)
-    assert same(feed.take(9, 2), feed.batches.at(9))  # a skip: what was prepared is of no use
-    feed.prepare(10)
-    feed.take(10, 1)
-    feed.prepare(11)  # the last was taken: there is no more
-    assert not feed.ready and opened == [3, 9]
+    prefetcher.prefetch(6)
+    assert same(prefetcher.take(9, 2), prefetcher.batches.at(9))  # a skip: what was prepared is of no use
+    prefetcher.prefetch(10)
+    prefetcher.take(10, 1)
+    prefetcher.prefetch(11)  # the last was taken: there is no more
+    assert not prefetcher.ready and opened == [3, 9]
 
 
-def test_what_cannot_be_prepared_fails_when_it_is_taken(feed: Prefetcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    feed.take(0, 5)
-    at = feed.batches.at
-    monkeypatch.setattr(feed.batches, "at", lambda cursor: (_ for _ in ()).throw(OSError(f"no {cursor}")))
-    feed.prepare(1)
+def test_what_cannot_be_prepared_fails_when_it_is_taken(
+    prefetcher: Prefetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefetcher.take(0, 5)
+    at = prefetcher.batches.at
+    monkeypatch.setattr(prefetcher.batches, "at", lambda cursor: (_ for _ in ()).throw(OSError(f"no {cursor}")))
+    prefetcher.prefetch(1)
     with pytest.raises(OSError, match="no 1"):
-        feed.take(1, 4)
-    monkeypatch.setattr(feed.batches, "at", at)
-    assert same(feed.take(1, 4), at(1))
+        prefetcher.take(1, 4)
+    monkeypatch.setattr(prefetcher.batches, "at", at)
+    assert same(prefetcher.take(1, 4), at(1))
 
 
 def test_targets_are_counted_where_they_are_read(dataset: Path) -> None:
@@ -226,8 +228,8 @@ def test_targets_are_counted_where_they_are_read(dataset: Path) -> None:
 def test_segments_grow_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, str] = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     monkeypatch.setattr(os, "environ", given)
-    grow_segments()
+    use_expandable_segments()
     assert given == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     given.clear()
-    grow_segments()
+    use_expandable_segments()
     assert given == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

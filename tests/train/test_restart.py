@@ -17,7 +17,7 @@ from lmworks.record import MetricsWriter, RunFolder
 from lmworks.record.attempts import NO_WORD, Attempt, attempts, crashed_twice
 from lmworks.spec import RunSpec, SpecError
 from lmworks.train import Trainer, restart
-from lmworks.train.restart import CrashLoop, begun
+from lmworks.train.restart import CrashLoop, is_restart
 from tiny import Crash, before_step, crash, curve, differences, events, make_spec, saved, train
 
 SPEC = ("checkpoint.every=2", "checkpoint.keep=0", "optim.steps=8")
@@ -144,7 +144,7 @@ def test_a_step_that_fails_twice_ends_the_run_with_its_cause(
     died_twice(dataset, run, monkeypatch)
     for count in (2, 3):  # torchrun starts it over all the same
         started_again(monkeypatch, count)
-        with pytest.raises(CrashLoop, match=f"step 6 failed twice: {KILLED}; not started again") as caught:
+        with pytest.raises(CrashLoop, match=f"step 6 failed twice: {KILLED}; not restarted") as caught:
             Trainer.resume(run, quiet=True).run()
         assert caught.value.final and caught.value.exit_code == 1
     assert len(events(run, "restart")) == 1
@@ -184,19 +184,19 @@ def test_ranks_that_are_started_again_take_up_their_own_run_only(
 ) -> None:
     folder = RunFolder(tmp_path / "run")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert not begun(folder)  # the first generation died before it had made one
+    assert not is_restart(folder)  # the first generation died before it had made one
     RunFolder.create(folder.path, make_spec(dataset))
-    assert begun(folder)
+    assert is_restart(folder)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert not begun(folder)
+    assert not is_restart(folder)
     folder.event("start", 0, attempt=0, launch="job-7")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    assert begun(folder)  # nodes came or went, which torchrun does not count
+    assert is_restart(folder)  # nodes came or went, which torchrun does not count
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")
-    assert not begun(folder)
+    assert not is_restart(folder)
     folder.event("resume", 0, attempt=1, launch="")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert not begun(folder)
+    assert not is_restart(folder)
 
 
 def keep(path: Path, has: Any, until: Any) -> None:
@@ -218,7 +218,7 @@ def test_the_lock_of_a_rank_that_is_ending_is_waited_for(
     with pytest.raises(SpecError, match="is in use: another process is training this run"):
         trainer.run()  # by hand: at once
     started_again(monkeypatch, 1)
-    look = restart.patience_s
+    look = restart.lock_timeout_s
 
     def patience() -> float:
         until.set()  # it ends while it is waited for

@@ -60,7 +60,7 @@ class Child:
 
 
 def stuck(stop: StopSignals, say: Callable[[str], None]) -> None:
-    stop.wait_for_step()
+    stop.defer_to_step_end()
     say("in a step")
     stand_still()
 
@@ -76,7 +76,7 @@ def noting(stop: StopSignals, say: Callable[[str], None], count: int = 1) -> Non
         say("noted")
 
     signal.signal(signal.SIGTERM, telling)
-    stop.wait_for_step()
+    stop.defer_to_step_end()
     say("in a step")
     while len(seen) < count:
         time.sleep(0.01)
@@ -84,7 +84,7 @@ def noting(stop: StopSignals, say: Callable[[str], None], count: int = 1) -> Non
 
 def interrupted(stop: StopSignals, say: Callable[[str], None]) -> None:
     """Tells of a signal, and then does not come to the end of its step."""
-    stop.wait_for_step()
+    stop.defer_to_step_end()
     say("in a step")
     while not stop.signal:
         time.sleep(0.01)
@@ -167,7 +167,7 @@ def test_a_signal_to_a_process_that_was_forked_is_not_taken_for_ours() -> None:
     """Data workers are forked from the rank, with the pipe that wakes its watcher."""
 
     def work(stop: StopSignals, say: Callable[[str], None]) -> None:
-        stop.wait_for_step()
+        stop.defer_to_step_end()
         worker = os.fork()
         if not worker:
             signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

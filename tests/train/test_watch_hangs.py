@@ -26,7 +26,7 @@ from lmworks.parallel.world import init_distributed, root_cause
 from lmworks.record import RunFolder, phase
 from lmworks.record.hang import read_reports
 from lmworks.spec import ParallelSpec, WatchSpec
-from lmworks.train.watch import watching
+from lmworks.train.watch import run_watchdog
 from tiny import events
 
 TIMEOUT_S = 2.0
@@ -38,7 +38,7 @@ def take_steps(rank: int, run: Path, layout: dict[str, int], fault: Fault, timeo
     """Steps as a trainer takes them, as far as a watchdog can see; the fault comes in the forward pass of step 3."""
     mesh = init_distributed(ParallelSpec(**layout), torch.device("cpu"), timeout_s)
     assert mesh is not None
-    with watching(WatchSpec(timeout_s=timeout_s), RunFolder(run), 0, mesh) as watchdog:
+    with run_watchdog(WatchSpec(timeout_s=timeout_s), RunFolder(run), 0, mesh) as watchdog:
         try:
             for step in range(1, 6):
                 phase.enter("forward", step)

@@ -14,8 +14,8 @@ from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.world import init_distributed
 from lmworks.record import RunFolder, phase
 from lmworks.spec import Grid, ParallelSpec, WatchSpec
-from lmworks.train.watch import Skew, watching
-from lmworks.train.watch.skew import Slow
+from lmworks.train.watch import Skew, run_watchdog
+from lmworks.train.watch.skew import Straggler
 from lmworks.train.watch.watchdog import stages
 from tiny import events
 
@@ -26,16 +26,16 @@ def test_a_rank_is_named_after_some_steps_in_a_row_and_once() -> None:
     skew = Skew(SPEC, [[0, 1, 2, 3]])
     slow, well = [0.4, 0.9, 0.5, 0.5], [0.5, 0.6, 0.5, 0.5]
     assert [skew.update(busy) for busy in (slow, slow, well, slow, slow)] == [[]] * 5
-    assert skew.update(slow) == [Slow(1, 1.8, recovered=False)]
+    assert skew.update(slow) == [Straggler(1, 1.8, recovered=False)]
     assert skew.largest == pytest.approx(1.8)
     assert [skew.update(busy) for busy in (slow, slow, slow, slow, well, well, slow, well, well)] == [[]] * 9
-    assert skew.update(well) == [Slow(1, 1.2, recovered=True)]
+    assert skew.update(well) == [Straggler(1, 1.2, recovered=True)]
 
 
 def test_of_two_ranks_the_other_one_is_the_measure_and_small_shares_mean_nothing() -> None:
     skew = Skew(SPEC, [[0, 1]])
     assert [skew.update([0.1, 0.4]) for _ in range(5)] == [[]] * 5  # both wait, for the network
-    assert [skew.update([0.3, 0.9]) for _ in range(3)][-1] == [Slow(1, 3.0, recovered=False)]
+    assert [skew.update([0.3, 0.9]) for _ in range(3)][-1] == [Straggler(1, 3.0, recovered=False)]
 
 
 def test_stages_of_a_pipeline_have_different_work_and_are_not_compared() -> None:
@@ -55,7 +55,7 @@ def be_slow_for_a_while(rank: int, run: Path) -> int:
     """Until rank 1 was named, then until it was told well again; every step ends with what all ranks have in common."""
     mesh = init_distributed(ParallelSpec(dp=2), torch.device("cpu"))
     step = 0
-    with watching(SPEC, RunFolder(run), 0, mesh) as watchdog:
+    with run_watchdog(SPEC, RunFolder(run), 0, mesh) as watchdog:
         assert watchdog is not None
         for wanted in (1, 2):
             told = 0

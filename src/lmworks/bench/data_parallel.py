@@ -23,7 +23,7 @@ from ..plan.exact.residency import Resident, resident
 from ..plan.memory.peak_memory import Row
 from ..plan.memory.sheet import MemorySheet, memory
 from ..spec import Cluster, RunSpec, SpecError
-from ..train.rank_memory import Holdings, observe
+from ..train.rank_memory import RankMemory, measure_rank_memory
 from .interleaved_steps import take_turns
 from .train_job import Job, run_job
 
@@ -115,7 +115,7 @@ def study(
         held = {}
         for name, one in specs.items():
             say(f"{name}: bytes and messages of a step")
-            held[name] = on_ranks(ranks, observe, one, work / "observed" / typed(name), timeout=600)
+            held[name] = on_ranks(ranks, measure_rank_memory, one, work / "observed" / typed(name), timeout=600)
         say(f"{rounds} steps of each, in turns")
         seconds = on_ranks(ranks, take_turns, specs, work / "turns", rounds, timeout=3600)[0]
         found = []
@@ -172,7 +172,7 @@ def with_layout(spec: RunSpec, ranks: int, layout: dict[str, Any]) -> RunSpec:
 
 
 def outcome(
-    name: str, spec: RunSpec, held: list[Holdings], seconds: list[float], base: list[float], job: Job | None
+    name: str, spec: RunSpec, held: list[RankMemory], seconds: list[float], base: list[float], job: Job | None
 ) -> Outcome:
     native = spec.parallel.engine == "native"
     everyone = range(len(held))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..spec import RunSpec
 from ..train import Trainer
-from ..train.rank_memory import take_step
+from ..train.rank_memory import train_one_step
 
 WARM_UP = 3  # rounds that are not counted: states and buckets are made in them
 
@@ -30,7 +30,7 @@ def take_turns(rank: int, specs: dict[str, RunSpec], folder: Path, rounds: int) 
         for name in names[first:] + names[:first]:
             all_done(trainers[name].device)
             began = time.perf_counter()
-            take_step(trainers[name])
+            train_one_step(trainers[name])
             all_done(trainers[name].device)
             if index >= WARM_UP:
                 seconds[name].append(time.perf_counter() - began)

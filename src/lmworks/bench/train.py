@@ -34,10 +34,9 @@ from ..plan.step_flops import StepFlops, step_flops
 from ..record.oom import OutOfMemory
 from ..spec import RunSpec, SpecError, TrainingError
 from ..train import Trainer
-from ..train.async_step import drop
 from ..train.device import find_gpu
-from ..train.health.bad_step import NotTaken
-from ..train.oom import naming
+from ..train.health.bad_step import StepRejected
+from ..train.oom import with_oom_report
 from ..train.prefetcher import Prefetcher
 from ..train.profile import recorder
 from .kernel_timing import device_name, memory_bytes
@@ -63,17 +62,17 @@ def bench_train(
         progress(f"measuring products and memory of {device_name(device)}", 0, 0)
         ceilings = [measured_ceilings(device, spec.precision.dtype)] if trainer.lead else []
         try:
-            measured = naming(trainer, lambda: take_steps(trainer, steps, kernels, progress))
+            measured = with_oom_report(trainer, lambda: take_steps(trainer, steps, kernels, progress))
         except OutOfMemory as error:
             error.args = (
                 f"{error}; {device_name(device)} has {gib(memory_bytes(device))}: lower data.micro_batch, or use "
                 "parallel.recompute=selective or precision.weights=bf16",
             )
             raise
-        except NotTaken as refused:
+        except StepRejected as refused:
             raise collective_error(
                 TrainingError(
-                    f"step {trainer.step + 1}: {refused.trouble.what}{refused.trouble.where}; what does not train has "
+                    f"step {trainer.step + 1}: {refused.issue.what}{refused.issue.where}; what does not train has "
                     "no speed: lower optim.lr, or use a wider precision.dtype"
                 )
             ) from None
@@ -119,7 +118,7 @@ def take_steps(trainer: Trainer, steps: int, kernels: bool, progress: Progress =
                     torch.cuda.reset_peak_memory_stats(device)
                 recorded = None
                 if kernels and number == total - 1:
-                    drop(trainer)  # all of the step is to be recorded, and nothing else
+                    trainer.launcher.discard()  # all of the step is to be recorded, and nothing else
                     recorded = stack.enter_context(recording(device))
                 losses.append(one_step(trainer, total - number))
             ends.append(time.perf_counter())

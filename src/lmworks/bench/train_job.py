@@ -18,7 +18,7 @@ from ..parallel.local_ranks import RankFailed, on_ranks
 from ..record import RunFolder, read_metrics
 from ..spec import RunSpec, TrainingError, dump_toml
 from ..train import Trainer
-from ..train.rank_memory import take_step
+from ..train.rank_memory import train_one_step
 
 SAVED_EVERY = 4  # steps
 PATIENCE_S = 300  # for a job to come so far, or to end once a rank is gone
@@ -134,5 +134,5 @@ def resume_one_step(rank: int, run: Path) -> tuple[int, float]:
     trainer = Trainer.resume(run, quiet=True, force=True)
     trainer.build()
     trainer.load()
-    values = take_step(trainer)
+    values = train_one_step(trainer)
     return trainer.step, values["loss"]

@@ -67,10 +67,10 @@ def train(
     from ..bench.probe import cached_machine
     from ..parallel.world import distributed_shutdown, is_rank_zero
     from ..train import Trainer
-    from ..train.restart import begun
+    from ..train.restart import is_restart
 
     # Every rank looks before it meets the others, and the folder is made after they met: all see the same.
-    if begun(RunFolder(target)):
+    if is_restart(RunFolder(target)):
         resume(target, device=device, force=force, json=json)
         return
     machine = cached_machine(loaded.cluster) if is_rank_zero() else None  # rank 0 writes what is predicted

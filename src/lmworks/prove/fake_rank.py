@@ -48,10 +48,11 @@ from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
 from ..train import adamw as narrow
 from ..train import step as training_step
+from ..train.async_step import PassLauncher
 from ..train.health.bad_step import Health
-from ..train.health.bad_step_recovery import Passed
+from ..train.health.bad_step_recovery import PassResult
 from ..train.optim import make_optimizer
-from ..train.step_scalars import Gate, Reader
+from ..train.step_scalars import ScalarReader, UpdateGate
 from ..train.trainer import Trainer
 from .fake_loss import loss_of, replaced
 
@@ -144,7 +145,8 @@ class Step(Trainer):
         self.parallel_model = parallelize(spec, mesh, CPU, weights, stages)
         self.optimizer = make_optimizer(self.parallel_model.shards, spec.optim, spec.precision, spec.seed)
         self.loss_scale, self.engine, self.step = LossScale(spec.precision), None, 0
-        self.health, self.reader = Health(spec.health), Reader(CPU)
+        self.health, self.reader = Health(spec.health), ScalarReader(CPU)
+        self.launcher = PassLauncher(self.parallel_model, self.launch_passes)
 
     def once(self) -> None:
         data = self.spec.data
@@ -159,14 +161,14 @@ class Step(Trainer):
             dist.all_reduce(torch.zeros((), dtype=torch.int64), group=self.mesh.group("dp"))
         return self.spec.tokens_per_step
 
-    def sum_over_ranks(self, loss: Tensor, squares: Tensor) -> Tensor:
+    def reduce_scalars(self, loss: Tensor, squares: Tensor) -> Tensor:
         """The same message."""
         figures = torch.zeros(2 + 3 * dist.get_world_size(), dtype=torch.float64)
         dist.all_reduce(figures)
         return figures
 
-    def read(self, gate: Gate) -> Passed:
-        return Passed(0.0, 1.0, self.loss_scale.scale, 0, held=False)
+    def read(self, gate: UpdateGate) -> PassResult:
+        return PassResult(0.0, 1.0, self.loss_scale.scale, 0, update_skipped=False)
 
 
 def visit_evenly(moe: MoE, rows: Tensor, counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:

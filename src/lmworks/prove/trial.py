@@ -24,7 +24,7 @@ from ..parallel.parallel_model import ParallelModel
 from ..plan.exact.residency import Resident
 from ..spec import OptimSpec, RunSpec
 from ..train import Trainer
-from ..train.rank_memory import STEPS_BEFORE, Reader, take_step
+from ..train.rank_memory import STEPS_BEFORE, ResidencyReader, train_one_step
 
 STEPS = 5
 STEPPING = "parity steps"  # from here on memory counts: what `build` does to warm up PyTorch is none of the model's
@@ -80,7 +80,7 @@ def run_trial(trainer: Trainer, optim: OptimSpec, observe: bool) -> Trial:
         with torch.profiler.record_function(STEPPING):
             for _ in range(STEPS_BEFORE):
                 record_step(trainer, trial)
-            reader = Reader(trainer)
+            reader = ResidencyReader(trainer)
             with Traffic(trainer.mesh) as traffic:
                 record_step(trainer, trial)
     for _ in range(STEPS_BEFORE + 1, STEPS):
@@ -94,7 +94,7 @@ def run_trial(trainer: Trainer, optim: OptimSpec, observe: bool) -> Trial:
 
 
 def record_step(trainer: Trainer, trial: Trial) -> None:
-    values = take_step(trainer)
+    values = train_one_step(trainer)
     trial.losses.append(values["loss"])
     trial.norms.append(values["grad_norm"])
     trial.tokens += values["tokens"]

@@ -1,128 +1,112 @@
-"""The passes of the next step, launched before the figures of this one are read: a GPU always has work in its queue.
+"""Async step: the passes of the next step are launched before the scalars of this one are read, so a GPU stays busy.
 
-    host     update n │ passes n+1 │ wait for the figures of n, judge, write metrics │ update n+1 │ passes n+2 │ …
+    host     update n │ passes n+1 │ wait for the scalars of n, check, write metrics │ update n+1 │ passes n+2 │ …
     device   passes n │ update n │ passes n+1                                        │ update n+1 │ …
 
 An update is launched only after the step before it is settled. So limits, learning rate and everything else that a step
-follows from are those of a run that waits, and it computes the same bits. What was launched ahead is thrown away where
-the step before it was held back or the run stops: it began from weights that are to change, or is not wanted.
+depends on are those of a synchronous run, and the result is bitwise the same. Launched passes are discarded if the
+update before them was skipped, or the run stops.
 
-Gradients of step n make room for those of n + 1 as soon as the update of n is launched; memory does not grow. A step
-that was held and is taken all the same computes them again.
+Gradients of step n are freed before those of n + 1 are computed, as soon as the update of n is launched; memory does
+not grow. A step whose update was skipped, and is taken after all, recomputes them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..data import Batch
-from ..record import phase
+from ..parallel.parallel_model import ParallelModel
 from ..spec import RunSpec
-from .health.bad_step_recovery import Passed
+from .health.bad_step_recovery import PassResult
 from .health.stats import BlockStats
-from .rng import rng_state, set_rng_state
-
-if TYPE_CHECKING:
-    from .step import Stepper
+from .rng import set_rng_state
 
 
 @dataclass(frozen=True)
-class Started:
-    """Passes that are on their way, of a step whose update was not launched yet."""
+class LaunchedPasses:
+    """Forward and backward passes of a step whose update is not launched yet."""
 
     batches: Sequence[Batch]
     tokens: int  # of the global batch that count
-    sums: Tensor  # of loss and squared norm, and what the ranks say of themselves
-    drawn: dict[str, Tensor] | None  # the random states that they began with, where they may be wanted
+    sums: Tensor  # loss sum, squared gradient norm, and the scalars of every rank
+    rng_before: dict[str, Tensor] | None  # with health.rerun
     stats: BlockStats | None  # of a step of health.stats_every
 
 
 @dataclass(frozen=True)
-class Failed:
-    """Passes that could not be launched ahead: an error of the step to come, not of the one under way."""
+class FailedLaunch:
+    """Passes that could not be launched: an error of the next step, raised when that step begins."""
 
     batches: Sequence[Batch]
     error: Exception
 
 
-# --- the passes -----------------------------------------------------------------------------------------
+class PassLauncher:
+    """Launches the passes of a step, or those of the next one early; holds at most one step's."""
+
+    def __init__(self, parallel_model: ParallelModel, launch: Callable[[Sequence[Batch]], LaunchedPasses]) -> None:
+        self.parallel_model, self.launch = parallel_model, launch
+        self.pending: LaunchedPasses | FailedLaunch | None = None  # of the next step
+
+    def take(self, batches: Sequence[Batch]) -> LaunchedPasses:
+        """The pending passes if they are of these batches; otherwise new ones."""
+        pending = self.pending
+        if pending is None or pending.batches is not batches:
+            self.discard()
+            return self.launch(batches)
+        self.pending = None
+        if isinstance(pending, FailedLaunch):
+            raise pending.error
+        return pending
+
+    def launch_next(self, batches: Sequence[Batch]) -> None:
+        """Queue the passes of the next step behind the update of this one."""
+        self.parallel_model.after_step()
+        self.parallel_model.clear()
+        try:
+            self.pending = self.launch(batches)
+        except Exception as error:
+            self.pending = FailedLaunch(batches, error)
+
+    def discard(self) -> None:
+        """Drop pending passes, with their gradients and the random numbers that they drew."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self.parallel_model.clear()
+        if isinstance(pending, LaunchedPasses) and pending.rng_before is not None:
+            set_rng_state(pending.rng_before)
 
 
-def started(run: Stepper, batches: Sequence[Batch]) -> Started:
-    """Passes over these batches: those that are under way, or new ones."""
-    ahead = run.ahead
-    if ahead is None or ahead.batches is not batches:
-        drop(run)
-        return start(run, batches)
-    run.ahead = None
-    if isinstance(ahead, Failed):
-        raise ahead.error
-    return ahead
+def recompute_gradients(launched: LaunchedPasses, result: PassResult, rerun: Callable[[], PassResult]) -> PassResult:
+    """Compute the gradients of a skipped step again; those of the next step were in their place.
 
-
-def start(run: Stepper, batches: Sequence[Batch]) -> Started:
-    # The loss is a mean over the tokens of the global batch, so every micro-batch on every rank is divided by that
-    # count, not by its own: uneven ones then weigh as their tokens do.
-    tokens = run.count_tokens(batches)
-    drawn = rng_state() if run.spec.health.rerun else None
-    stats = BlockStats(run.parallel_model) if run.is_due(run.spec.health.stats_every) else None
-    with stats or nullcontext():
-        return Started(batches, tokens, run.passes(batches, tokens), drawn, stats)
-
-
-def look_ahead(run: Stepper, batches: Sequence[Batch]) -> None:
-    """Launch the passes of the next step behind the update of this one."""
-    run.parallel_model.after_step()
-    run.parallel_model.clear()
-    try:
-        run.ahead = start(run, batches)
-    except Exception as error:
-        run.ahead = Failed(batches, error)
-    phase.enter("optimizer", run.step + 1)  # this step is what is waited for
-
-
-def drop(run: Stepper) -> None:
-    """What was launched ahead is not wanted."""
-    ahead, run.ahead = run.ahead, None
-    if ahead is not None:
-        run.parallel_model.clear()
-    if isinstance(ahead, Started) and ahead.drawn is not None:
-        set_rng_state(ahead.drawn)
-
-
-def regain(run: Stepper, now: Started, passed: Passed, again: Callable[[], Passed]) -> Passed:
-    """The gradients of a step that was held, in place of those of the next. What is judged stays what was found first,
-    so that a fault of the machine does not pass unseen; unless that was finite and this is not.
+    The first result is the one that is checked, so that a hardware fault is not missed; unless it was finite and the
+    second is not.
     """
-    drop(run)
-    if now.drawn is not None:
-        set_rng_state(now.drawn)
-    second = again()
-    if math.isfinite(passed.loss + passed.norm) and not math.isfinite(second.loss + second.norm):
+    if launched.rng_before is not None:
+        set_rng_state(launched.rng_before)
+    second = rerun()
+    if math.isfinite(result.loss + result.norm) and not math.isfinite(second.loss + second.norm):
         return second
-    return replace(passed, divisor=second.divisor)
+    return replace(result, grad_divisor=second.grad_divisor)
 
 
-# --- when ----------------------------------------------------------------------------------------------
-
-
-def may_look_ahead(spec: RunSpec) -> bool:
-    """Not where passes follow from how the step before ended (the scale of fp16), count something that it uses (loads
-    of experts), or have their update made by the host or by DeepSpeed.
+def supports_async_step(spec: RunSpec) -> bool:
+    """Not if passes depend on the end of the step before (the loss scale of fp16), count what it uses (expert loads),
+    or if the host or DeepSpeed makes the update.
     """
     own = spec.parallel.engine == "native" and spec.parallel.offload == "none"
     return own and not spec.model.experts and spec.precision.dtype != "fp16"
 
 
-def stands_alone(spec: RunSpec, step: int) -> bool:
-    """Whether the passes after `step` wait until it is over: somebody looks at the state between the two steps, or at
-    one of the two as a whole.
+def is_sync_point(spec: RunSpec, step: int) -> bool:
+    """Whether the passes after `step` wait until it is over: the state between the two steps is read (checkpoint,
+    evaluation, hashes), or one of the two is measured as a whole (statistics, profile).
     """
     between = spec.checkpoint.every, spec.log.eval_every, spec.health.hash_every
     statistics, profiled = spec.health.stats_every, spec.log.profile or (0, 0)

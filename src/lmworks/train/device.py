@@ -30,7 +30,7 @@ def pick_device(cluster: Cluster) -> torch.device:
             f"rank {local} of this machine has no GPU: there are {here}; start fewer ranks here, or use "
             "cluster.device=cpu"
         )
-    grow_segments()
+    use_expandable_segments()
     return torch.device("cuda", local)
 
 
@@ -39,7 +39,7 @@ def on_device(spec: RunSpec, device: str) -> RunSpec:
     return spec.replace(cluster=spec.cluster.replace(device=device)) if device else spec
 
 
-def grow_segments() -> None:
+def use_expandable_segments() -> None:
     """Let the allocator's segments grow, where the user has not set it up otherwise; before CUDA starts.
 
     Else each is as long as what was asked for first, and what does not fit into the rest of one is left unused: the
@@ -56,7 +56,7 @@ def find_gpu(cluster: Cluster, device: torch.device) -> Gpu | None:
     return cluster.accelerator or recognise(torch.cuda.get_device_name(device), cluster.catalogue)
 
 
-def naming_gpu(spec: RunSpec, device: torch.device) -> RunSpec:
+def with_gpu_name(spec: RunSpec, device: torch.device) -> RunSpec:
     """With the GPU that is here by its name, where activations are to fill its memory."""
     gpu = find_gpu(spec.cluster, device)
     if gpu is None or spec.parallel.recompute != "budget" or spec.parallel.recompute_budget:
@@ -82,7 +82,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             return
         warm_runtime()
-        self.base = self.highest = resident_now()
+        self.base = self.highest = reset_resident_peak()
 
     def read(self) -> int:
         if self.device.type == "cuda":
@@ -104,7 +104,7 @@ def warm_runtime() -> None:
     optimizer.step()
 
 
-def resident_now() -> int:
+def reset_resident_peak() -> int:
     """Where the resident set stands; on Linux its high-water mark starts again from here."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

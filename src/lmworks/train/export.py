@@ -33,7 +33,7 @@ from ..model.tensor_files import TORCH_DTYPES
 from ..parallel.precision import DTYPES
 from ..spec import CheckpointError, RunSpec, SpecError
 from ..spec.files import refuse_unwritable, write_whole
-from .load_run import Refusals
+from .load_run import RefusalLog
 
 MARKER = "lmworks_export.json"  # where the folder comes from; what bears it may be written anew
 
@@ -104,11 +104,11 @@ def refuse_others(out: Path) -> None:
 
 def find(place: Place, step: int | None) -> tuple[Path, Manifest]:
     """Every byte of a checkpoint is verified before the first is used; a damaged one is named, and the next taken."""
-    refused = Refusals()
+    refused = RefusalLog()
     found = checkpoint.find(place.root, refused, place.step if step is None else step)
     if found is None:
         raise CheckpointError(f"{place.name} has no checkpoint that was saved to the end")
-    refused.say_instead(found[1].step)
+    refused.report_fallback(found[1].step)
     return found
 
 

@@ -19,14 +19,14 @@ from .device import pick_device
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     model: GPT
     tokenizer: Tokenizer
     spec: RunSpec
     step: int
 
 
-class Refusals:
+class RefusalLog:
     """Says which checkpoints were refused, and what is used instead. No event: a reader writes nothing into a run."""
 
     def __init__(self) -> None:
@@ -36,19 +36,19 @@ class Refusals:
         self.any = True
         print(refusal(folder, reason), file=sys.stderr, flush=True)
 
-    def say_instead(self, step: int) -> None:
+    def report_fallback(self, step: int) -> None:
         if self.any:
             print(f"using step {step} instead", file=sys.stderr, flush=True)
 
 
-def load_trained(run_dir: str | Path, step: int | None = None) -> Trained:
+def load_trained(run_dir: str | Path, step: int | None = None) -> TrainedModel:
     """The weights of the newest intact checkpoint, or of `step`."""
     folder = RunFolder.open(run_dir)
     spec = folder.spec()
     with torch.device("meta"):
         model = GPT(spec.model)
     model.to_empty(device=pick_device(spec.cluster))
-    refused = Refusals()
+    refused = RefusalLog()
 
     def check(manifest: Manifest) -> None:
         if changes := refused_changes(manifest.meta.get("spec", {}), spec, "model."):
@@ -58,6 +58,6 @@ def load_trained(run_dir: str | Path, step: int | None = None) -> Trained:
     manifest = checkpoint.load(folder.checkpoints, state, step=step, refused=refused, check=check)
     if manifest is None:
         raise CheckpointError(f"{folder.path} has no checkpoint yet; train it with: lmworks resume {folder.path}")
-    refused.say_instead(manifest.step)
+    refused.report_fallback(manifest.step)
     tokenizer = load_tokenizer(resolve(next(iter(spec.data.sources))))
-    return Trained(model.eval(), tokenizer, spec, manifest.step)
+    return TrainedModel(model.eval(), tokenizer, spec, manifest.step)

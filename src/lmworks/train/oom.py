@@ -1,4 +1,4 @@
-"""Out of memory in a rank: which one, where, and what was predicted and measured of it."""
+"""Out of memory on a rank: the phase, the predicted and the measured peak."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def named(error: Exception, trainer: Trainer) -> Exception:
-    """The same error, or what it means where it is one of memory."""
+def describe_oom(error: Exception, trainer: Trainer) -> Exception:
+    """An out-of-memory error with rank, phase and peaks; any other error unchanged."""
     if isinstance(error, OutOfMemory) or not is_oom(error):
         return error
     place, asked = where(phase.name, phase.step), asked_bytes(error)
-    traceback.clear_frames(error.__traceback__)  # they hold tensors, and what is left to do takes memory too
+    traceback.clear_frames(error.__traceback__)  # its frames hold tensors, and the report needs memory too
     predicted, measured = predicted_bytes(trainer), measured_bytes(trainer)
     much = f": {gib(asked)} more could not be allocated" if asked else ""
     figures = [
         f"predicted {gib(predicted)} at its peak" if predicted else "no peak was predicted",
         f"measured {gib(measured)}" if measured else "none was measured yet",
     ]
-    who = "" if trainer.mesh is None else f"rank {trainer.mesh.rank('world')}: "
-    began = trainer.began
+    rank = "" if trainer.mesh is None else f"rank {trainer.mesh.rank('world')}: "
     return OutOfMemory(
-        f"{who}out of memory in {place}{much}; {', '.join(figures)} ({trainer.device.type})",
+        f"{rank}out of memory in {place}{much}; {', '.join(figures)} ({trainer.device.type})",
         predicted,
         measured,
-        final=began is None or trainer.step == began,
+        final=trainer.start_step is None or trainer.step == trainer.start_step,
     )
 
 
-def naming(trainer: Trainer, work: Callable[[], T]) -> T:
-    """Do `work`, which other ranks may have to hear about."""
+def with_oom_report(trainer: Trainer, work: Callable[[], T]) -> T:
+    """Run `work`; out-of-memory errors are described."""
     try:
         return work()
     except Exception as error:
-        cause = named(error, trainer)
+        cause = describe_oom(error, trainer)
         if cause is error:
             raise
         raise cause from None
@@ -61,6 +60,6 @@ def predicted_bytes(trainer: Trainer) -> int | None:
 
 
 def measured_bytes(trainer: Trainer) -> int | None:
-    """As prediction.json counts: what the run added."""
-    memory = getattr(trainer, "memory", None)  # there is one from `build` on
+    """What the run has added, as prediction.json counts it."""
+    memory = getattr(trainer, "memory", None)  # set by `build`
     return memory.read() if memory is not None else None

@@ -12,7 +12,7 @@ from ..data import Batch, Batches
 class Prefetcher:
     """Reads ahead as long as the cursor moves by one; where it jumps, the stream is opened anew.
 
-    On a GPU a batch goes through pinned memory on a stream of its own: `prepare` the next one while the device
+    On a GPU a batch goes through pinned memory on a stream of its own: `prefetch` the next one while the device
     computes, and neither the host nor the device waits for it in `take`.
     """
 
@@ -21,7 +21,7 @@ class Prefetcher:
         self.stream: Iterator[list[Batch]] = iter(())
         self.next = self.stop = 0  # the cursor that the stream gives next, and the one it ends before
         self.ready: dict[int, list[Batch] | Exception] = {}  # read ahead: by cursor, what came of it
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def take(self, cursor: int, ahead: int) -> list[Batch]:
         """The batch of `cursor`. `ahead`: how many the caller expects to take from there on."""
@@ -31,24 +31,24 @@ class Prefetcher:
         self.ready = {later: found for later, found in self.ready.items() if later > cursor}
         if isinstance(batches, Exception):
             raise batches
-        return self.handed(batches)
+        return self.sync_stream(batches)
 
-    def coming(self, cursor: int) -> list[Batch] | None:
+    def peek(self, cursor: int) -> list[Batch] | None:
         """The same batch that `take` will give; None where the stream does not go on to it, or it cannot be read."""
-        self.prepare(cursor)
+        self.prefetch(cursor)
         batches = self.ready.get(cursor)
-        return None if batches is None or isinstance(batches, Exception) else self.handed(batches)
+        return None if batches is None or isinstance(batches, Exception) else self.sync_stream(batches)
 
-    def handed(self, batches: list[Batch]) -> list[Batch]:
+    def sync_stream(self, batches: list[Batch]) -> list[Batch]:
         """Whatever is launched from here on finds them on the device."""
-        if self.side is not None:
+        if self.copy_stream is not None:
             here = torch.cuda.current_stream(self.device)
-            here.wait_stream(self.side)
+            here.wait_stream(self.copy_stream)
             for batch in batches:
                 batch.each(lambda tensor: record(tensor, here))
         return batches
 
-    def prepare(self, cursor: int) -> None:
+    def prefetch(self, cursor: int) -> None:
         """Read the batch of `cursor` before it is asked for, where the stream goes on to it.
 
         What cannot be read is told by `take`: the step under way is none the worse for it.
@@ -67,9 +67,9 @@ class Prefetcher:
         self.next = -1  # until it is read
         batches = next(self.stream)
         self.next = cursor + 1
-        if self.side is None:
+        if self.copy_stream is None:
             return batches
-        with torch.cuda.stream(self.side):
+        with torch.cuda.stream(self.copy_stream):
             return [batch.pin_memory().to(self.device) for batch in batches]  # of pinned memory a view
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ STEPS_BEFORE = 2  # until every buffer has its final form
 
 
 @dataclass(frozen=True)
-class Holdings:
+class RankMemory:
     """Of one rank, in one step."""
 
     resident: Resident
@@ -39,7 +39,7 @@ class Holdings:
     moment: str
 
 
-def observe(rank: int, spec: RunSpec, folder: Path) -> Holdings:
+def measure_rank_memory(rank: int, spec: RunSpec, folder: Path) -> RankMemory:
     """For `on_ranks`: train three steps, and tell of the third."""
     trainer = Trainer(spec, folder, quiet=True, force=True)  # the study has counted all that it builds
     ledger, seen = Ledger(), Traffic(trainer.mesh)
@@ -52,29 +52,29 @@ def observe(rank: int, spec: RunSpec, folder: Path) -> Holdings:
             ledger.watch(part, part.layers())
         ledger.name([local(p) for p in parameters(trainer)], PARAMETERS)
         for _ in range(STEPS_BEFORE):
-            take_step(trainer)
+            train_one_step(trainer)
         ledger.name(states(trainer), OPTIMIZER)
 
         def before_update(*_: Any) -> None:
             ledger.name([local(g) for g in gradients(trainer)], GRADIENTS)
-            held = read_held(trainer)
-            read.append((held, {what: formats(tensors) for what, tensors in tensors_of(trainer).items()}))
+            held = read_resident(trainer)
+            read.append((held, {what: dtype_names(tensors) for what, tensors in tensors_of(trainer).items()}))
             ledger.phase = "update"
 
         trainer.optimizer.register_step_pre_hook(before_update)
         gc.collect()
         ledger.begin("forward")
         modes.enter_context(seen)
-        take_step(trainer)
+        train_one_step(trainer)
         peak, moment = ledger.peak()
         after = ledger.of(ledger.live)[GRADIENTS]
     resident, dtypes = read[0]
     # DeepSpeed's optimizer is called for one group of weights after another, each with its gradients.
     resident = replace(resident, gradients=sum(found.gradients for found, _ in read))
-    return Holdings(resident, dtypes, after, seen.table(), peak, moment)
+    return RankMemory(resident, dtypes, after, seen.table(), peak, moment)
 
 
-def take_step(trainer: Trainer) -> dict[str, Any]:
+def train_one_step(trainer: Trainer) -> dict[str, Any]:
     """As the training loop does, without what it records."""
     values = trainer.train_step(trainer.batches.at(trainer.cursor))
     trainer.step += 1
@@ -86,7 +86,7 @@ def tensors_of(trainer: Trainer) -> dict[str, list[Tensor]]:
     return {"parameters": parameters(trainer), "gradients": gradients(trainer), "optimizer": states(trainer)}
 
 
-def read_held(trainer: Trainer) -> Resident:
+def read_resident(trainer: Trainer) -> Resident:
     """Bytes now, wherever they lie."""
     held = sizes(**tensors_of(trainer))
     return replace(held, master=storage_bytes(masters(trainer)))
@@ -104,7 +104,7 @@ def sizes(parameters: list[Tensor], gradients: list[Tensor], optimizer: list[Ten
     )
 
 
-class Reader:
+class ResidencyReader:
     """What a rank holds on its device and on its host just before its next update, told apart as its layout does.
 
     On a CPU both are one memory, so it is the layout that says what is whose. With offload = 'optimizer' gradients are
@@ -134,9 +134,9 @@ class Reader:
         self.hook.remove()
         trainer, leaves = self.trainer, [shard.leaf for shard in self.trainer.parallel_model.shards]
         if trainer.spec.parallel.offload == "full":
-            self.host = read_held(trainer)
+            self.host = read_resident(trainer)
         elif trainer.spec.parallel.offload == "none":
-            self.device = read_held(trainer)
+            self.device = read_resident(trainer)
         else:
             passing = sum(one.gradients for one in self.passing), sum(one.gradient_padding for one in self.passing)
             here = sizes(parameters(trainer), [], [])
@@ -157,7 +157,9 @@ def parameters(trainer: Trainer) -> list[Tensor]:
 
 def masters(trainer: Trainer) -> list[Tensor]:
     """What makes the weights fp32 numbers: the bits that bf16 lacks, or DeepSpeed's second copy."""
-    return trainer.engine.flats() if trainer.engine is not None else kept(trainer, lambda name: name == "low")
+    return (
+        trainer.engine.flats() if trainer.engine is not None else optimizer_tensors(trainer, lambda name: name == "low")
+    )
 
 
 def gradients(trainer: Trainer) -> list[Tensor]:
@@ -170,10 +172,10 @@ def gradients(trainer: Trainer) -> list[Tensor]:
 
 
 def states(trainer: Trainer) -> list[Tensor]:
-    return kept(trainer, lambda name: name != "low")
+    return optimizer_tensors(trainer, lambda name: name != "low")
 
 
-def kept(trainer: Trainer, wanted: Callable[[str], bool]) -> list[Tensor]:
+def optimizer_tensors(trainer: Trainer, wanted: Callable[[str], bool]) -> list[Tensor]:
     """What the optimizer keeps under such names."""
     every = [pair for state in trainer.optimizer.state.values() for pair in state.items()]
     return [value for name, value in every if isinstance(value, Tensor) and wanted(name)]
@@ -203,6 +205,6 @@ def element_bytes(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def formats(tensors: Iterable[Tensor]) -> str:
+def dtype_names(tensors: Iterable[Tensor]) -> str:
     names = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
     return ", ".join(sorted(names))

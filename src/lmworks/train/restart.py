@@ -1,8 +1,8 @@
-"""Starting again by itself: which start this is, what the one before left, and when to give up.
+"""Automatic restarts: which attempt this is, the cause of the last failure, crash loops.
 
-An agent says in the environment that it starts ranks again: torchrun in TORCHELASTIC_RESTART_COUNT, and `lmworks train
---max-restarts` in LMWORKS_RESTARTS, with the cause beside it. torchrun does not count a start over because nodes came
-or went; such a rank finds the launch that it belongs to in the run folder.
+An agent counts its restarts in the environment: torchrun in TORCHELASTIC_RESTART_COUNT, `lmworks train --max-restarts`
+in LMWORKS_RESTARTS, with the cause beside it. torchrun does not count a restart after a change of nodes; such a rank
+finds its launch id in the run folder.
 """
 
 from __future__ import annotations
@@ -20,85 +20,85 @@ from ..record.jsonl import read_lines
 from ..spec import RunSpec, TrainingError
 from ..spec.elastic import fitted
 
-FAILED_TWICE = "failed twice"  # how the reason of a skip begins that a crash loop led to
-LOCK_PATIENCE_S = 60.0  # for a rank of the generation before to end, and its lock with it
+FAILED_TWICE = "failed twice"  # prefix of the reason of a skip after a crash loop
+LOCK_TIMEOUT_S = 60.0  # until a rank of the previous generation has ended and released its lock
 
 
 class CrashLoop(TrainingError):
-    """The same step has failed twice, so it would fail again."""
+    """The same step has failed twice."""
 
     final = True
 
 
 def restarts() -> int:
-    """How often the agent of this process has started ranks over; 0 for a first start, or one by hand."""
+    """How often the agent has restarted its ranks; 0 for a first start, or one by hand."""
     return sum(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", RESTARTS))
 
 
-def launch() -> str:
-    """The name of what started this rank; empty where it has none of its own."""
+def launch_id() -> str:
+    """The rendezvous id of the agent; empty without one."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return "" if name == "none" else name  # what torchrun calls every job that was given no --rdzv-id
+    return "" if name == "none" else name  # torchrun's default without --rdzv-id
 
 
-def begun(folder: RunFolder) -> bool:
-    """Whether the run in `folder` is the one that this rank was started again for."""
+def is_restart(folder: RunFolder) -> bool:
+    """Whether this rank was restarted for the run in `folder`."""
     if not folder.spec_path.exists():
         return False
     past = attempts(folder)
-    return restarts() > 0 or bool(past and launch() and past[-1].launch == launch())
+    return restarts() > 0 or bool(past and launch_id() and past[-1].launch == launch_id())
 
 
-def chosen_step(folder: RunFolder, step: int | None) -> int | None:
-    """The step that a resume was told to begin at; None where this launch has begun there before.
+def resume_step(folder: RunFolder, step: int | None) -> int | None:
+    """The step that the user chose to resume from; None if this launch has done so before.
 
-    Ranks that are started over with the same command go on from what they have saved since.
+    Ranks that are restarted with the same command resume from what they have saved since.
     """
-    begun = (event for event in folder.events() if event["kind"] == "resume")
-    return None if launch() and any(event.get("launch") == launch() for event in begun) else step
+    resumes = (event for event in folder.events() if event["kind"] == "resume")
+    return None if launch_id() and any(event.get("launch") == launch_id() for event in resumes) else step
 
 
 def has_rewound(folder: RunFolder) -> bool:
-    """Whether checkpoints were set aside since the last line of metrics: those of their steps are void."""
+    """Whether checkpoints were set aside since the last line of metrics: metrics of their steps are void."""
     lines = [line["attempt"] for line in read_lines(folder.metrics_path) if isinstance(line.get("attempt"), int)]
     last = max(lines, default=-1)
     return any(event["kind"] == "set_aside" and event["attempt"] > last for event in folder.events())
 
 
-def patience_s() -> float:
-    """How long to wait for a folder that is in use: by a rank of the generation before, which is ending."""
-    return LOCK_PATIENCE_S if restarts() else 0.0
+def lock_timeout_s() -> float:
+    """How long to wait for the lock of a run folder: a rank of the previous generation may be ending."""
+    return LOCK_TIMEOUT_S if restarts() else 0.0
 
 
-def over_started(spec: RunSpec) -> RunSpec:
-    """The run laid over the ranks that were started, where these are fewer and `fault.elastic` allows it."""
+def fit_to_world_size(spec: RunSpec) -> RunSpec:
+    """With `fault.elastic`, the spec with a layout for the world size that was started."""
     started = int(os.environ.get("WORLD_SIZE", 0)) if launched() else 0
     return fitted(spec, started) if spec.fault.elastic and started else spec
 
 
-def who_runs(spec: RunSpec) -> dict[str, Any]:
-    """What an attempt runs on; the folder's spec.toml stays as it was written."""
+def layout_fields(spec: RunSpec) -> dict[str, Any]:
+    """The layout of an attempt, for its event; spec.toml stays as it was written."""
     layout = spec.parallel
     degrees = {axis: size for axis in ("pp", "dp", "cp", "tp", "ep") if (size := getattr(layout, axis)) > 1}
-    return {"launch": launch(), "ranks": layout.world, "layout": degrees, "accumulation": spec.accumulation}
+    return {"launch": launch_id(), "ranks": layout.world, "layout": degrees, "accumulation": spec.accumulation}
 
 
 @dataclass
-class Detours:
-    """The batches that a run passes by, for they would end it: found by the step that died, remembered by cursor.
+class SkippedBatches:
+    """Batches that crash the run: found by the step that failed, recorded by cursor.
 
-    The cursors are in events.jsonl, so that a run which comes there again, from an older checkpoint, passes them again.
+    The cursors are in events.jsonl, so that a run which reaches them again from an older checkpoint skips them again.
     """
 
     cursors: dict[int, str]
-    step: int = 0  # whose next batch is to be passed by; 0: none
+    step: int = 0  # whose next batch is to be skipped; 0: none
 
-    def due(self, step: int, cursor: int) -> bool:
-        """Whether `around` has something to say."""
+    def contains(self, step: int, cursor: int) -> bool:
+        """Whether the batch at `cursor` is to be skipped in `step`."""
         return cursor in self.cursors or step == self.step
 
-    def around(self, step: int, cursor: int) -> str:
-        """Why the batch at `cursor` is not to be used for `step`; empty where it is."""
+    def skip_reason(self, step: int, cursor: int) -> str:
+        """Why the batch at `cursor` is skipped in `step`, which is recorded; empty if it is not."""
         if cursor in self.cursors:
             return self.cursors[cursor]
         if step != self.step:
@@ -108,27 +108,26 @@ class Detours:
         return self.cursors[cursor]
 
 
-def note_restart(folder: RunFolder, attempt: int, crash_loop: str) -> Detours:
-    """Record that ranks were started over, by themselves, and why. A run that dies in one step again and again ends.
+def record_restart(folder: RunFolder, attempt: int, crash_loop: str) -> SkippedBatches:
+    """Record an automatic restart and its cause. A run that fails twice in the same step ends, or skips its batch.
 
-    Only what this agent has started counts towards a crash loop: before a `lmworks resume` by hand something has been
-    mended, one hopes.
+    Only attempts of this agent count towards a crash loop: a `lmworks resume` by hand starts afresh.
     """
     skips = [event for event in folder.events() if event["kind"] == "skip"]
-    detours = Detours({e["from_cursor"]: e["reason"] for e in skips if e["reason"].startswith(FAILED_TWICE)})
+    skipped = SkippedBatches({e["from_cursor"]: e["reason"] for e in skips if e["reason"].startswith(FAILED_TWICE)})
     count = restarts()
     if not count:
-        return detours
+        return skipped
     past = attempts(folder)
     last = past[-1] if past else Attempt(attempt, 0)
     cause = os.environ.get(CAUSE) or last.cause
     newest = max(map(step_of, committed(folder.checkpoints)), default=0)
-    detours.step = crashed_twice([each for each in past if each.launch == launch()][-count:])
-    if detours.step and crash_loop == "stop":
+    skipped.step = crashed_twice([each for each in past if each.launch == launch_id()][-count:])
+    if skipped.step and crash_loop == "stop":
         raise CrashLoop(
-            f"step {detours.step} failed twice: {cause}; not started again. Mend the cause and go on with "
-            f"`lmworks resume {folder.path}`, or pass its batch by with fault.crash_loop = 'skip'"
+            f"step {skipped.step} failed twice: {cause}; not restarted. Fix the cause and run "
+            f"`lmworks resume {folder.path}`, or skip its batch with fault.crash_loop = 'skip'"
         )
-    fields = {"attempt": attempt, "launch": launch(), "restarts": count, "cause": cause}
+    fields = {"attempt": attempt, "launch": launch_id(), "restarts": count, "cause": cause}
     folder.event("restart", newest, **fields, lost=max(0, last.step - newest))
-    return detours
+    return skipped

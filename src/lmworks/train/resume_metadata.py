@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.format.manifest import Manifest
 from ..checkpoint.format.validation import is_whole, shown
-from .health.bad_step import Memory
+from .health.bad_step import HealthState
 
 MOST = 2**62  # a cursor beyond it would overflow where sequences are counted
 
@@ -28,8 +28,8 @@ def wrong_meta(manifest: Manifest) -> str:
     health = meta.get("health", {})  # there was none in the first checkpoints
     if not isinstance(health, dict):
         return f"meta.health = {shown(health)} is not an object"
-    for one in fields(Memory):
-        if one.name in health and not fits(health[one.name], getattr(Memory(), one.name)):
+    for one in fields(HealthState):
+        if one.name in health and not fits(health[one.name], getattr(HealthState(), one.name)):
             return f"meta.health.{one.name} = {shown(health[one.name])} is not what a run writes there"
     return ""
 

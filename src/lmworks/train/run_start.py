@@ -12,7 +12,7 @@ from ..spec import RunSpec, SpecError
 from ..spec.files import write_whole
 
 
-def start_folder(run_dir: str | Path, spec: RunSpec, machine: Machine | None) -> None:
+def create_run_folder(run_dir: str | Path, spec: RunSpec, machine: Machine | None) -> None:
     try:
         prediction = predict(spec, machine).to_dict()
     except SpecError as error:  # no number is better than a made-up one

@@ -23,7 +23,7 @@ from ..parallel import elastic_agent
 from ..spec.errors import PREEMPTED, LMWorksError
 
 ONE_REQUEST_S = 3.0  # two SIGTERMs within this time are one request: see `watch`
-LEAVE = 0  # no signal has this number
+STOP_WATCHER = 0  # no signal has this number
 
 
 class Interrupted(LMWorksError):
@@ -40,13 +40,13 @@ class Interrupted(LMWorksError):
 class StopSignals:
     """While active, the first SIGINT or SIGTERM only sets `signal`; what comes after it ends the process at once.
 
-    Before `wait_for_step` there is nothing to finish, and the first one does that already.
+    Before `defer_to_step_end` there is nothing to finish, and the first one does that already.
     """
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
         self.signal = 0
-        self.in_steps = False
+        self.deferred = False
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -60,12 +60,12 @@ class StopSignals:
             self.watcher.start()
         return self
 
-    def wait_for_step(self) -> None:
+    def defer_to_step_end(self) -> None:
         """From now on a signal waits for the end of a step."""
-        self.in_steps = True
+        self.deferred = True
 
     def note(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and not self.in_steps:
+        if number == signal.SIGINT and not self.deferred:
             raise KeyboardInterrupt
         self.signal = self.signal or number
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends the process wherever Python is
@@ -82,10 +82,10 @@ class StopSignals:
             if not select.select([self.woken], [], [], left)[0]:
                 end(f"SIGTERM: the step and its save took longer than fault.deadline_s = {self.deadline_s:g}")
             for number in os.read(self.woken, 64):  # several, where this thread came to it late
-                if number == LEAVE:
+                if number == STOP_WATCHER:
                     return
                 if number == signal.SIGTERM:
-                    if not self.in_steps:
+                    if not self.deferred:
                         end("SIGTERM before the first step")
                     if first and time.monotonic() - first >= ONE_REQUEST_S:
                         end("a second SIGTERM")
@@ -98,7 +98,7 @@ class StopSignals:
             signal.signal(number, handler)
         if self.before:
             signal.set_wakeup_fd(self.waker_before)
-            os.write(self.waker, bytes([LEAVE]))  # closing it would not do: a forked process has it open too
+            os.write(self.waker, bytes([STOP_WATCHER]))  # closing it would not do: a forked process has it open too
             self.watcher.join()
             os.close(self.waker)
             os.close(self.woken)
@@ -113,9 +113,9 @@ def end(reason: str) -> NoReturn:
     os._exit(PREEMPTED)
 
 
-def forget_waker() -> None:
+def disable_wakeup_in_child() -> None:
     """A process forked from this one (a data worker) has signals of its own, and must not wake the watcher here."""
     signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=forget_waker)
+os.register_at_fork(after_in_child=disable_wakeup_in_child)

@@ -1,8 +1,8 @@
-"""One optimizer step: the forward and backward passes of a global batch, one exchange of figures, the update.
+"""One optimizer step: forward and backward passes over a global batch, one all-reduce of scalars, the update.
 
-The update is launched before the host has read the figures (step_scalars.py), and so are the passes of the next step
+The update is launched before the host has read the scalars (step_scalars.py), and so are the passes of the next step
 (async_step.py): a GPU never waits for its host.
-`Stepper` is what a step needs and nothing of the loop around it: the trainer is one, and so is a simulated rank.
+`Stepper` has what a step needs, without the loop around it: the trainer is one, and so is a simulated rank.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,19 +27,20 @@ from ..parallel.parallel_model import ParallelModel
 from ..parallel.precision import LossScale
 from ..record import MetricsWriter, RunFolder, phase
 from ..spec import RunSpec
-from .async_step import Failed, Started, look_ahead, regain, started
+from .async_step import LaunchedPasses, PassLauncher, recompute_gradients
 from .device import PeakMemory
 from .health.bad_step import Health
-from .health.bad_step_recovery import Passed, face, tell
+from .health.bad_step_recovery import PassResult, record_issue, recover_bad_step
 from .health.stats import BlockStats
 from .optim import learning_rate
+from .rng import rng_state
 from .signals import StopSignals
-from .step_scalars import Gate, Reader, make_gate
+from .step_scalars import ScalarReader, UpdateGate, make_gate
 from .watch import Watchdog
 
 
 class Stepper:
-    """A model laid over the ranks, with its optimizer, that can take a step."""
+    """A parallel model with its optimizer, that can take a training step."""
 
     spec: RunSpec
     device: torch.device
@@ -50,20 +52,20 @@ class Stepper:
     engine: DeepSpeedEngine | None
     loss_scale: LossScale
     health: Health
-    reader: Reader
+    reader: ScalarReader
+    launcher: PassLauncher
     batches: Batches
     memory: PeakMemory
     stop: StopSignals
     step: int  # optimizer steps taken
-    cursor: int  # where the data stands: steps taken + windows skipped on purpose
-    stop_asked: int  # the signal that any rank was sent
+    cursor: int  # position in the data: steps taken + batches skipped on purpose
+    stop_signal: int  # received by any rank; 0: none
     attempt = 0  # at this run, counted from 0
-    watchdog: Watchdog | None = None  # where there are others to wait for
-    ahead: Started | Failed | None = None  # passes of the next step, under way
+    watchdog: Watchdog | None = None  # with more than one rank
 
     @property
     def model(self) -> GPT:
-        """The whole model, where one rank holds it."""
+        """The whole model, if one rank holds it."""
         (part,) = self.parallel_model.parts.values()
         return part
 
@@ -72,117 +74,129 @@ class Stepper:
             self.folder.event(kind, self.step if step is None else step, **fields)
 
     def train_step(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """One optimizer step over the micro-batches of a global batch; passes of `following` are left under way."""
+        """One optimizer step over the micro-batches of a global batch; the passes of `next_batches` stay pending."""
         began = time.perf_counter()
         if self.engine is not None:
             return self.engine_step(self.engine, batches, self.count_tokens(batches), began)
-        now = started(self, batches)
-        launching = time.perf_counter()
-        gate = self.gate(now.sums, now.tokens)
-        early = now.stats is None  # statistics compare with the weights from before, of a step that is surely taken
+        launched = self.launcher.take(batches)
+        passes_launched = time.perf_counter()
+        gate = self.gate(launched.sums, launched.tokens)
+        early = launched.stats is None  # statistics need the weights from before the update, of a step that is taken
         if early:
-            self.optimize(gate.divisor, gate.held)
-        launched = time.perf_counter() - launching
-        reading = time.perf_counter()
-        then = self.following() if early else None
-        data = time.perf_counter() - reading
-        if then is not None:
-            look_ahead(self, then)
-        self.meanwhile()
-        passed = self.read(gate)
-        taken = early and not passed.held
-        if not taken:
-            passed = self.held(now, passed)
+            self.optimize(gate.grad_divisor, gate.skip)
+        update_launched = time.perf_counter()
+        next_batches = self.next_batches() if early else None
+        data_read = time.perf_counter()
+        if next_batches is not None:
+            self.launcher.launch_next(next_batches)
+            phase.enter("optimizer", self.step + 1)  # what the host waits for
+        self.prefetch_next()
+        result = self.read(gate)
+        updated = early and not result.update_skipped
+        if not updated:
+            result = self.handle_skipped_update(launched, result)
         computed = time.perf_counter()
-        lr = self.rate()  # which an answer to trouble may have lowered
-        self.update(passed, now.stats, taken)
-        values = {"loss": passed.loss, "lr": lr, "grad_norm": passed.norm, "tokens": now.tokens, "data_s": data}
-        values |= {"memory_bytes": passed.memory}
-        values["forward_backward_s"] = computed - began - launched - data
-        values["optimizer_s"] = time.perf_counter() - computed + launched
+        lr = self.learning_rate()  # a recovery may have lowered it
+        self.settle(result, launched.stats, updated)
+        launch_s, data_s = update_launched - passes_launched, data_read - update_launched
+        values = {"loss": result.loss, "lr": lr, "grad_norm": result.norm, "tokens": launched.tokens, "data_s": data_s}
+        values |= {"memory_bytes": result.memory}
+        values["forward_backward_s"] = computed - began - launch_s - data_s
+        values["optimizer_s"] = time.perf_counter() - computed + launch_s
         if self.loss_scale.enabled:
-            values |= {"loss_scale": passed.scale, "overflows": self.health.memory.overflows}
+            values |= {"loss_scale": result.scale, "overflows": self.health.state.overflows}
         if self.watchdog is not None:
             values["step_skew"] = self.watchdog.skew.largest
-        if self.spec.model.experts:  # the busiest expert's tokens over the mean, of the layers that are here
+        if self.spec.model.experts:  # the busiest expert's tokens over the mean, of this rank's layers
             values["expert_load"] = max(expert_load(part) for part in self.parallel_model.parts.values())
         return values
 
-    def following(self) -> Sequence[Batch] | None:
-        """What the step after this one trains on, where its passes need not wait for this one's figures."""
+    def next_batches(self) -> Sequence[Batch] | None:
+        """The batches of the next step, if its passes may be launched before this step's scalars are read."""
         return None
 
-    def held(self, now: Started, passed: Passed) -> Passed:
-        """The device has held the update back: the passes to make it with all the same, or NotTaken, or an error."""
-
-        def again() -> Passed:
-            return self.read(self.gate(self.passes(now.batches, now.tokens), now.tokens))
-
-        if self.ahead is not None:
-            passed = regain(self, now, passed, again)
-        troubles = self.health.judge(passed.loss, passed.norm, self.loss_scale.scale > 1)
-        return face(self, troubles, passed, again, now.drawn) if troubles else passed
+    def prefetch_next(self) -> None:
+        """Host work while the device computes; the trainer reads the next batch."""
 
     def is_due(self, every: int) -> bool:
-        """Whether the step being taken is one of every so many."""
+        """Whether the current step is a multiple of `every`."""
         return every > 0 and (self.step + 1) % every == 0
 
-    def meanwhile(self) -> None:
-        """What the host can do while the device computes; the trainer reads the next batch."""
+    def launch_passes(self, batches: Sequence[Batch]) -> LaunchedPasses:
+        # The loss is a mean over the tokens of the global batch, so every micro-batch on every rank is divided by that
+        # count, not by its own: uneven micro-batches are weighted by their tokens.
+        tokens = self.count_tokens(batches)
+        rng_before = rng_state() if self.spec.health.rerun else None
+        stats = BlockStats(self.parallel_model) if self.is_due(self.spec.health.stats_every) else None
+        with stats or nullcontext():
+            return LaunchedPasses(batches, tokens, self.forward_backward(batches, tokens), rng_before, stats)
 
-    def passes(self, batches: Sequence[Batch], tokens: int) -> Tensor:
-        """Forward and backward of all micro-batches, and what the ranks have to know of each other's."""
+    def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Tensor:
+        """Forward and backward of all micro-batches; returns the scalars of the step, summed over ranks."""
         loss_sum = self.parallel_model.forward_backward(batches, self.loss_scale.scale / max(1, tokens))
         phase.enter("reduce")
         self.parallel_model.finish()
-        return self.sum_over_ranks(loss_sum, squared_norm(self.parallel_model.shards, self.parallel_model.replicas))
+        return self.reduce_scalars(loss_sum, squared_norm(self.parallel_model.shards, self.parallel_model.replicas))
 
-    def gate(self, sums: Tensor, tokens: int) -> Gate:
-        """Have the device compare with health's limits; the figures are on their way to the host then."""
+    def gate(self, sums: Tensor, tokens: int) -> UpdateGate:
+        """Compare with health's limits on the device, and start to copy the scalars to the host."""
         clip, home = self.spec.optim.clip, self.parallel_model.shards[0].leaf.device
-        gate, figures = make_gate(sums, tokens, self.loss_scale.scale, clip, self.health.limits(), home)
-        self.reader.start(torch.cat([figures, sums[2:]]))
+        gate, scalars = make_gate(sums, tokens, self.loss_scale.scale, clip, self.health.limits(), home)
+        self.reader.start(torch.cat([scalars, sums[2:]]))
         return gate
 
-    def read(self, gate: Gate) -> Passed:
-        """Wait for the figures of the passes, not for the update behind them."""
-        loss, norm, held, *said = self.reader.finish()
-        return Passed(loss, norm, self.loss_scale.scale, self.hear(said), bool(held), gate.divisor)
+    def read(self, gate: UpdateGate) -> PassResult:
+        """Wait for the scalars of the passes, not for the update queued behind them."""
+        loss, norm, skip, *rank_scalars = self.reader.finish()
+        memory = self.read_rank_scalars(rank_scalars)
+        return PassResult(loss, norm, self.loss_scale.scale, memory, bool(skip), gate.grad_divisor)
 
-    def rate(self) -> float:
-        """The learning rate of the step being taken."""
-        return learning_rate(self.spec.optim, self.step) * self.health.factor(self.step)
+    def handle_skipped_update(self, launched: LaunchedPasses, result: PassResult) -> PassResult:
+        """The device has skipped the update: the result to make it with after all, or StepRejected, or an error."""
 
-    def optimize(self, divisor: Tensor | None, held: Tensor | None = None) -> None:
-        """Launch the update of the weights; it does nothing where `held` is 1."""
+        def rerun() -> PassResult:
+            return self.read(self.gate(self.forward_backward(launched.batches, launched.tokens), launched.tokens))
+
+        if self.launcher.pending is not None:
+            self.launcher.discard()
+            result = recompute_gradients(launched, result, rerun)
+        issues = self.health.check_step(result.loss, result.norm, self.loss_scale.scale > 1)
+        return recover_bad_step(self, issues, result, rerun, launched.rng_before) if issues else result
+
+    def learning_rate(self) -> float:
+        """Of the current step."""
+        return learning_rate(self.spec.optim, self.step) * self.health.lr_multiplier(self.step)
+
+    def optimize(self, grad_divisor: Tensor | None, skip: Tensor | None = None) -> None:
+        """Launch the update of the weights; it changes nothing if `skip` is 1."""
         phase.enter("optimizer", self.step + 1)
-        rate = self.rate()
+        lr = self.learning_rate()
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        for name, given in (("grad_scale", divisor), ("found_inf", held)):  # as torch.amp.GradScaler does it
-            setattr(self.optimizer, name, given)
+            group["lr"] = lr
+        for name, value in (("grad_scale", grad_divisor), ("found_inf", skip)):  # as torch.amp.GradScaler does
+            setattr(self.optimizer, name, value)
         self.optimizer.step()
         for name in ("grad_scale", "found_inf"):
-            setattr(self.optimizer, name, None)  # who else steps it means what the gradients say
+            setattr(self.optimizer, name, None)  # for any other caller of optimizer.step
 
-    def update(self, passed: Passed, stats: BlockStats | None, taken: bool) -> None:
-        """All that a step changes, less what the device has done already (`taken`)."""
-        overflow = not math.isfinite(passed.norm)  # of fp16: the weights are left alone, and the scale is halved
+    def settle(self, result: PassResult, stats: BlockStats | None, updated: bool) -> None:
+        """Update what a step changes; `updated`: the device has updated the weights already."""
+        overflow = not math.isfinite(result.norm)  # of fp16: weights stay, the loss scale is halved
         if stats is not None:
-            stats.before_update(passed.scale)
+            stats.before_update(result.scale)
         if not overflow:
-            if not taken:
-                self.optimize(passed.divisor)
-            if self.ahead is None:
+            if not updated:
+                self.optimize(result.grad_divisor)
+            if self.launcher.pending is None:
                 self.parallel_model.after_step()
         if stats is not None:
             self.write_stats(stats)
-        self.loss_scale.update(passed.norm)
-        if self.ahead is None:  # else the gradients are those of the next step
+        self.loss_scale.update(result.norm)
+        if self.launcher.pending is None:  # otherwise the gradients are those of the next step
             self.parallel_model.clear()
-        self.health.accept(passed.loss, passed.norm)
+        self.health.record_step(result.loss, result.norm)
         if overflow:
-            self.event("overflow", self.step + 1, loss_scale=passed.scale, next_scale=self.loss_scale.scale)
+            self.event("overflow", self.step + 1, loss_scale=result.scale, next_scale=self.loss_scale.scale)
 
     def write_stats(self, stats: BlockStats) -> None:
         stats.after_update()
@@ -194,24 +208,24 @@ class Stepper:
     def engine_step(
         self, engine: DeepSpeedEngine, batches: Sequence[Batch], tokens: int, began: float
     ) -> dict[str, Any]:
-        """The same step where DeepSpeed owns the backward pass, the reduction and the update."""
+        """The same step with DeepSpeed, which owns the backward pass, the reduction and the update."""
         loss_sum = torch.zeros((), device=self.device)
         for index, batch in enumerate(batches):
             with engine.micro_batch(last=index == len(batches) - 1):
                 _, loss = engine(**self.parallel_model.inputs(batch))
                 engine.backward(loss / max(1, tokens))
             loss_sum += loss.detach()
-        total, _, *said = self.sum_over_ranks(loss_sum, torch.zeros((), device=self.device)).tolist()
-        loss_mean, memory = total / max(1, tokens), self.hear(said)
+        total, _, *rank_scalars = self.reduce_scalars(loss_sum, torch.zeros((), device=self.device)).tolist()
+        loss_mean, memory = total / max(1, tokens), self.read_rank_scalars(rank_scalars)
         if not math.isfinite(loss_mean):
-            passed = Passed(loss_mean, math.nan, engine.loss_scale, memory)
-            face(self, self.health.judge(loss_mean, math.nan, scaled=False), passed)
+            result = PassResult(loss_mean, math.nan, engine.loss_scale, memory)
+            recover_bad_step(self, self.health.check_step(loss_mean, math.nan, scaled=False), result)
         computed = time.perf_counter()
         lr, scale = learning_rate(self.spec.optim, self.step), engine.loss_scale
         norm = engine.step(lr)
-        for trouble in self.health.judge(loss_mean, norm, scaled=True):  # its step cannot be undone
-            tell(self, trouble)
-        self.health.accept(loss_mean, norm)
+        for issue in self.health.check_step(loss_mean, norm, scaled=True):  # DeepSpeed's update cannot be undone
+            record_issue(self, issue)
+        self.health.record_step(loss_mean, norm)
         if not math.isfinite(norm):
             self.event("overflow", self.step + 1, loss_scale=scale, next_scale=engine.loss_scale)
         values = {"loss": loss_mean, "lr": lr, "grad_norm": norm, "tokens": tokens, "memory_bytes": memory}
@@ -219,43 +233,43 @@ class Stepper:
         return values | ({"loss_scale": scale} if self.loss_scale.enabled else {})
 
     def count_tokens(self, batches: Sequence[Batch]) -> int:
-        """Targets of the global batch that count. Only document masks leave any out."""
+        """Targets of the global batch that count; only document masks exclude any."""
         if not self.spec.data.document_mask:
             return self.spec.tokens_per_step
         counted = sum(batch.count() for batch in batches)
         if self.mesh is None:
             return counted
-        total = torch.tensor(counted)  # between hosts, who know it: a GPU would be waited for
+        total = torch.tensor(counted)  # on the CPU, where it is known: no GPU synchronisation
         dist.all_reduce(total, group=self.mesh.group("dp"))
         return int(total)
 
-    def sum_over_ranks(self, loss: Tensor, squares: Tensor) -> Tensor:
-        """The whole loss and squared norm, and what every rank says of itself, in one exchange; fp64.
+    def reduce_scalars(self, loss: Tensor, squares: Tensor) -> Tensor:
+        """All-reduce loss and squared norm together with the scalars of every rank; fp64.
 
-        A signal that one rank was sent travels along, so that all of them stop after the same step; its memory; and how
-        busy each of them is, by which a slow one is found.
+        Those are a stop signal, so that all ranks stop after the same step; the peak memory; and the busy share, which
+        shows stragglers.
         """
-        figures = torch.stack([figure.to(self.device, torch.float64).squeeze() for figure in (loss, squares)])
+        sums = torch.stack([one.to(self.device, torch.float64).squeeze() for one in (loss, squares)])
         if self.mesh is None:
-            return figures
+            return sums
         ranks = torch.zeros(3, self.mesh.size("world"), dtype=torch.float64, device=self.device)
-        mine = self.asked(), self.memory.read(), 1.0 if self.watchdog is None else self.watchdog.busy
+        mine = self.local_stop_signal(), self.memory.read(), 1.0 if self.watchdog is None else self.watchdog.busy
         for row, value in zip(ranks, mine, strict=True):
-            row[self.mesh.rank("world")].fill_(value)  # an argument of a kernel: for a copy the host would wait
-        figures = torch.cat([figures, ranks.flatten()])
-        dist.all_reduce(figures)
-        return figures
+            row[self.mesh.rank("world")].fill_(value)  # a kernel argument: a copy would block the host
+        sums = torch.cat([sums, ranks.flatten()])
+        dist.all_reduce(sums)
+        return sums
 
-    def hear(self, said: list[float]) -> int:
-        """What the ranks said of themselves: whether to stop, who is slow. Returns the largest memory of any."""
+    def read_rank_scalars(self, rank_scalars: list[float]) -> int:
+        """Stop signal, stragglers; returns the largest peak memory of any rank."""
         if self.mesh is None:
-            self.stop_asked = self.asked()
+            self.stop_signal = self.local_stop_signal()
             return self.memory.read()
-        world = len(said) // 3
-        self.stop_asked = int(max(said[:world]))
+        world = len(rank_scalars) // 3
+        self.stop_signal = int(max(rank_scalars[:world]))
         if self.watchdog is not None:
-            self.watchdog.compare(said[2 * world :], self.step + 1)
-        return int(max(said[world : 2 * world]))
+            self.watchdog.compare(rank_scalars[2 * world :], self.step + 1)
+        return int(max(rank_scalars[world : 2 * world]))
 
-    def asked(self) -> int:
+    def local_stop_signal(self) -> int:
         return self.stop.signal if hasattr(self, "stop") else 0

@@ -1,12 +1,12 @@
-"""The figures of a step, and a gate for its update: made on the device, and read by the host while the device goes on.
+"""The scalars of a step, and the gate of its update: computed on the device, read by the host asynchronously.
 
-    backward → sums over the ranks → is it within health's limits? → the optimizer, which does nothing if it is not
-                                   ↘ pinned memory → the host reads, judges, launches the next update
+    backward → all-reduce → within health's limits? → the optimizer, which does nothing if not
+                          ↘ pinned memory → the host reads, checks, launches the next update
 
-The host is never waited for: the optimizer, and the passes after it (async_step.py), were launched before the host
-has seen a figure. Nor is a step taken that the host would refuse: the limits are known by then, the device compares
-with them, and is stricter than the host by a rounding error. What it held back the host judges, and if there is nothing
-to it, has the update made after all.
+The device never waits for the host: the optimizer, and the passes after it (async_step.py), are launched before the
+host has read a scalar. A bad step is not taken either: its limits are known before it is launched, and the device
+compares with them; it is stricter than the host by a rounding error. The host checks a skipped update, and if it finds
+nothing, launches it after all.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
 @dataclass(frozen=True)
-class Gate:
-    """What the optimizer is given beside gradients; PyTorch's fused ones, and ours, take both from the device."""
+class UpdateGate:
+    """Inputs of the optimizer beside gradients; PyTorch's fused optimizers and ours read both on the device."""
 
-    divisor: Tensor | None  # of every gradient, fp32: the loss scale, times what clipping asks for; None: 1
-    held: Tensor  # fp32: 1 leaves weights, states and counts of steps as they are
+    grad_divisor: Tensor | None  # of every gradient, fp32: loss scale × clipping factor; None: 1
+    skip: Tensor  # fp32: 1 leaves weights, optimizer state and step counts unchanged
 
 
 def make_gate(
     sums: Tensor, tokens: int, scale: float, clip: float, limits: tuple[float, float], home: torch.device
-) -> tuple[Gate, Tensor]:
-    """The gate, where the weights are (`home`), and (loss, norm, held) for the host. `sums`: fp64 loss, squared norm.
+) -> tuple[UpdateGate, Tensor]:
+    """The gate on the device of the weights (`home`), and (loss, norm, skip) for the host. `sums`: loss, squared norm.
 
-    In fp64, as the host would compute it: both see the same two numbers.
+    In fp64, as the host computes it: both compare the same numbers.
     """
-    loss, norm = sums[0] / max(1, tokens), sums[1].sqrt() / scale  # of a NaN it is one
+    loss, norm = sums[0] / max(1, tokens), sums[1].sqrt() / scale  # NaN stays NaN
     fine = loss.isfinite() & norm.isfinite() & (loss <= limits[0]) & (norm <= limits[1])
-    held = (~fine).to(torch.float64)
-    divisor = None
+    skip = (~fine).to(torch.float64)
+    grad_divisor = None
     if clip or scale != 1.0:
         excess = ((norm + CLIP_EPS) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
-        divisor = (scale * excess).to(home, torch.float32)
-    return Gate(divisor, held.to(home, torch.float32)), torch.stack([loss, norm, held])
+        grad_divisor = (scale * excess).to(home, torch.float32)
+    return UpdateGate(grad_divisor, skip.to(home, torch.float32)), torch.stack([loss, norm, skip])
 
 
-class Reader:
-    """Brings a few numbers to the host: `start` where they are made, `finish` where they are needed.
+class ScalarReader:
+    """Copies a few numbers to the host: `start` when they are computed, `finish` when they are needed.
 
-    On a GPU they are copied to pinned memory, and `finish` waits for that copy alone, not for what was launched after.
+    On a GPU they are copied to pinned memory, and `finish` waits for that copy only, not for later kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.values: Tensor | None = None
-        self.waited = 0.0  # seconds, the last time: a host that never waits is what the device waits for
+        self.waited = 0.0  # seconds, last time: if 0, the host is the bottleneck
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def start(self, values: Tensor) -> None:

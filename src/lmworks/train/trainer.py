@@ -1,8 +1,8 @@
-"""The training loop: read a spec, take its steps, leave a run folder behind.
+"""The training loop: read a spec, run its steps, write a run folder.
 
-Every rank runs this same loop; `parallel` lays the model over them, and rank 0 (the lead) prints and writes the run
-folder. A run is resumable at any moment. What a step does follows from (spec, step, cursor) and the state in the last
-checkpoint, so a run that was killed and resumed ends bitwise where the run that never stopped ends.
+Every rank runs this loop; rank 0 prints and writes the run folder. A run can be resumed at any step. A step is a
+function of (spec, step, cursor) and the state in the last checkpoint, so a run that was killed and resumed ends bitwise
+like one that never stopped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -40,36 +41,44 @@ from ..record import MetricsWriter, RunFolder, phase
 from ..spec import LMWorksError, RunSpec
 from ..spec.files import refuse_unwritable
 from ..spec.paths import with_absolute_paths
-from .async_step import drop, may_look_ahead, stands_alone
+from .async_step import PassLauncher, is_sync_point, supports_async_step
 from .banner import banner, name_device
-from .device import PeakMemory, find_gpu, make_deterministic, naming_gpu, on_device, pick_device
+from .checkpoint_manager import CheckpointManager
+from .device import PeakMemory, find_gpu, make_deterministic, on_device, pick_device, with_gpu_name
 from .evaluate import Evaluation, evaluate, held_out
-from .health.bad_step import Health, NotTaken
+from .health.bad_step import Health, StepRejected
 from .health.corruption import check_replicas
 from .health.finite import check_state
-from .oom import named, naming
+from .oom import describe_oom, with_oom_report
 from .optim import make_optimizer
 from .prefetcher import Prefetcher
 from .profile import Profiler
 from .progress import Progress
-from .restart import Detours, chosen_step, has_rewound, note_restart, over_started, patience_s, who_runs
-from .rewind import move_on
+from .restart import (
+    SkippedBatches,
+    fit_to_world_size,
+    has_rewound,
+    layout_fields,
+    lock_timeout_s,
+    record_restart,
+    resume_step,
+)
+from .rewind import rewind
 from .rng import seed_everything
-from .run_start import start_folder
-from .saving import Saving
+from .run_start import create_run_folder
 from .signals import Interrupted, StopSignals
 from .sinks import Sink, open_sinks
 from .step import Stepper
-from .step_scalars import Reader
-from .watch import watching
+from .step_scalars import ScalarReader
+from .watch import run_watchdog
 
 
 class Trainer(Stepper):
-    """`Trainer(spec, run_dir).run()` starts a run, `Trainer.resume(run_dir).run()` goes on with one."""
+    """`Trainer(spec, run_dir).run()` starts a run, `Trainer.resume(run_dir).run()` resumes one."""
 
-    prefetcher: Prefetcher | None = None  # while it loops
-    begin_at: int | None = None  # the step to resume from, where one was chosen
-    began: int | None = None  # the step after which this start goes on
+    prefetcher: Prefetcher | None = None  # while the loop runs
+    resume_from: int | None = None  # the step to resume from, if the user chose one
+    start_step: int | None = None  # at which this attempt began
 
     def __init__(
         self,
@@ -78,15 +87,15 @@ class Trainer(Stepper):
         *,
         machine: Machine | None = None,
         quiet: bool = False,
-        force: bool = False,  # even where it does not fit into memory
+        force: bool = False,  # even if it does not fit into memory
     ) -> None:
-        self.meet(spec, quiet)
-        run_on_rank_zero(RunFolder(Path(run_dir)).refuse_taken)  # at once, not after data were prepared
+        self.init_ranks(spec, quiet)
+        run_on_rank_zero(RunFolder(Path(run_dir)).refuse_taken)  # before data are prepared
         run_on_rank_zero(lambda: refuse_unwritable(Path(run_dir), "--run-dir"))
         run_on_rank_zero(lambda: refuse_taken(spec.checkpoint.remote))
-        self.prepare(force)
+        self.preflight(force)
         run_on_rank_zero(
-            lambda: start_folder(run_dir, with_absolute_paths(spec), machine)
+            lambda: create_run_folder(run_dir, with_absolute_paths(spec), machine)
         )  # as written, however many started
         self.folder = RunFolder(Path(run_dir))
 
@@ -94,44 +103,43 @@ class Trainer(Stepper):
     def resume(
         cls, run_dir: str | Path, *, step: int | None = None, quiet: bool = False, device: str = "", force: bool = False
     ) -> Self:
-        """Take up a run at its newest intact checkpoint, or at step 0 where there is none yet.
+        """Resume a run from its newest intact checkpoint, or at step 0 without one.
 
-        With `step` at the checkpoint of that step: those after it are set aside. With `device` there, whatever the spec
-        says.
+        `step`: resume from that checkpoint; later ones are moved aside. `device`: overrides the spec.
         """
         folder = RunFolder.open(run_dir)
         trainer = cls.__new__(cls)
-        trainer.meet(on_device(folder.spec(), device), quiet)
-        trainer.begin_at = run_on_rank_zero(lambda: chosen_step(folder, step))
-        trainer.prepare(force)
+        trainer.init_ranks(on_device(folder.spec(), device), quiet)
+        trainer.resume_from = run_on_rank_zero(lambda: resume_step(folder, step))
+        trainer.preflight(force)
         trainer.folder = folder
         return trainer
 
-    def meet(self, spec: RunSpec, quiet: bool) -> None:
-        """Find the device and the other ranks, and lay the run over as many as there are."""
-        self.spec = over_started(with_absolute_paths(spec))
+    def init_ranks(self, spec: RunSpec, quiet: bool) -> None:
+        """Pick the device, fit the layout to the world size, create the process groups."""
+        self.spec = fit_to_world_size(with_absolute_paths(spec))
         refuse_missing_gpu(spec.cluster)
         self.device = pick_device(spec.cluster)
-        self.spec = naming_gpu(self.spec, self.device)
+        self.spec = with_gpu_name(self.spec, self.device)
         self.mesh = init_distributed(self.spec.parallel, self.device, self.spec.watch.timeout_s)
         self.lead = is_rank_zero()
         self.quiet = quiet or not self.lead
 
-    def prepare(self, force: bool = False) -> None:
-        """Everything that can be refused is refused here, before a folder is made or a file is written."""
+    def preflight(self, force: bool = False) -> None:
+        """All checks that can fail, before a folder or file is written."""
         spec = self.spec
         if spec.deterministic:
             make_deterministic()
         run_on_all_ranks(lambda: refuse_impossible(spec, self.device, force))
         run_on_all_ranks(lambda: new_hash(spec.checkpoint.hash))
         self.weights = run_on_all_ranks(lambda: source_of(spec))
-        run_on_rank_zero(self.open_data)  # the embedded corpus is made on first use, by one rank
+        run_on_rank_zero(self.open_data)  # the embedded corpus is created on first use, by one rank
         rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
         self.batches = run_on_all_ranks(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
         self.held_out = run_on_all_ranks(lambda: held_out(spec))
         run_on_all_ranks(lambda: refuse_vocabulary(spec, self.batches.vocab_size))
         self.step = self.cursor = 0
-        self.detours = Detours({})
+        self.skipped_batches = SkippedBatches({})
         gpu = find_gpu(spec.cluster, self.device)
         self.peak_flops = gpu.peak_flops(spec.precision.dtype) if gpu else None
 
@@ -144,21 +152,21 @@ class Trainer(Stepper):
         phase.enter("init")
         self.memory = PeakMemory(self.device)
         seed_everything(self.spec.seed)
-        self.parallel_model = run_on_all_ranks(
-            lambda: naming(self, lambda: parallelize(self.spec, self.mesh, self.device, self.weights))
-        )
+        with_oom = partial(with_oom_report, self, lambda: parallelize(self.spec, self.mesh, self.device, self.weights))
+        self.parallel_model = run_on_all_ranks(with_oom)
         self.optimizer = make_optimizer(
             self.parallel_model.shards, self.spec.optim, self.spec.precision, self.spec.seed
         )
         self.engine = None
-        if self.spec.parallel.engine == "deepspeed":  # it takes model and optimizer over
+        if self.spec.parallel.engine == "deepspeed":  # it takes ownership of model and optimizer
             self.engine = run_on_all_ranks(lambda: DeepSpeedEngine(self.model, self.optimizer, self.spec))
-            self.parallel_model.strategies = {0: cast(DataParallel, self.engine)}  # for evaluation, which only calls it
+            self.parallel_model.strategies = {0: cast(DataParallel, self.engine)}  # for evaluation
         self.loss_scale = LossScale(self.spec.precision)
         self.health = Health(self.spec.health)
-        self.reader = Reader(self.device)
-        self.stop_asked = 0
-        self.saving = Saving(self)
+        self.reader = ScalarReader(self.device)
+        self.launcher = PassLauncher(self.parallel_model, self.launch_passes)
+        self.stop_signal = 0
+        self.checkpoints = CheckpointManager(self)
         self.profiler = Profiler(self.spec.log, self.folder, self.device)
 
     def run(self) -> Evaluation:
@@ -166,31 +174,31 @@ class Trainer(Stepper):
         optim = self.spec.optim
         with ExitStack() as stack:
             self.stop = stack.enter_context(StopSignals(self.spec.fault.deadline_s))
-            attempt, self.detours = run_on_rank_zero(lambda: self.take_hold(stack))
+            attempt, self.skipped_batches = run_on_rank_zero(lambda: self.lock_folder(stack))
             self.attempt = attempt
-            self.watchdog = stack.enter_context(watching(self.spec.watch, self.folder, attempt, self.mesh))
+            self.watchdog = stack.enter_context(run_watchdog(self.spec.watch, self.folder, attempt, self.mesh))
             try:
                 with activity() if not self.quiet else nullcontext(silent) as doing:
                     doing(f"building {self.spec.model.params:,} parameters on {name_device(self.device)}", 0, 0)
                     self.build()
-                    stack.callback(self.saving.close)
-                    self.load(self.begin_at)
-                if self.begin_at is not None:
-                    self.saving.set_aside_later()
+                    stack.callback(self.checkpoints.close)
+                    self.load(self.resume_from)
+                if self.resume_from is not None:
+                    self.checkpoints.set_aside_later()
             except Exception as error:
-                cause = root_cause(named(error, self), self.watchdog)
+                cause = root_cause(describe_oom(error, self), self.watchdog)
                 if cause is not error:
                     raise cause from error
                 raise
-            self.began = self.step
+            self.start_step = self.step
             if self.step == optim.steps:
                 if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
                     self.event("finish")
                 return evaluate(self.parallel_model, self.held_out, self.spec, self.spec.log.eval_batches)
             if attempt and not self.step and not self.quiet:
                 print("no checkpoint yet: starting at step 0", flush=True)
-            self.event("resume" if attempt else "start", attempt=attempt, **who_runs(self.spec))
-            self.stop.wait_for_step()
+            self.event("resume" if attempt else "start", attempt=attempt, **layout_fields(self.spec))
+            self.stop.defer_to_step_end()
             with ExitStack() as writers:
                 self.sinks: list[Sink] = []
                 if self.lead:
@@ -204,23 +212,23 @@ class Trainer(Stepper):
                 try:
                     return self.loop()
                 except Exception as error:
-                    self.saving.close(error)
-                    self.end_with(error)
+                    self.checkpoints.close(error)
+                    self.record_failure(error)
                     raise
                 finally:
                     self.profiler.close()
                     for sink in self.sinks:
                         sink.close()
 
-    def take_hold(self, stack: ExitStack) -> tuple[int, Detours]:
-        """Keep the folder for this run; returns which attempt at it this is, and the batches that it passes by."""
-        stack.enter_context(self.folder.hold(patience_s()))
+    def lock_folder(self, stack: ExitStack) -> tuple[int, SkippedBatches]:
+        """Lock the run folder; returns the number of this attempt, and the batches to skip."""
+        stack.enter_context(self.folder.hold(lock_timeout_s()))
         attempt = self.folder.next_attempt()
-        return attempt, note_restart(self.folder, attempt, self.spec.fault.crash_loop)
+        return attempt, record_restart(self.folder, attempt, self.spec.fault.crash_loop)
 
-    def end_with(self, error: Exception) -> None:
-        """Record why the run ends. Where that is another rank's failure, raise it instead of what it led to here."""
-        cause = root_cause(named(error, self), self.watchdog)
+    def record_failure(self, error: Exception) -> None:
+        """Record why the run ends. If another rank failed first, raise its error instead of this one."""
+        cause = root_cause(describe_oom(error, self), self.watchdog)
         facts = cause.facts if isinstance(cause, LMWorksError) else {}
         self.event("interrupt" if isinstance(cause, Interrupted) else "fail", error=str(cause), **facts)
         if cause is not error:
@@ -236,20 +244,23 @@ class Trainer(Stepper):
         evaluation = None
         save_s = ended = 0.0
         while self.step < spec.optim.steps:
-            self.saving.poll()
-            began = time.perf_counter() if self.ahead is None else ended  # since then the device is at it
+            self.checkpoints.poll()
+            began = time.perf_counter() if self.launcher.pending is None else ended  # its passes run since then
             try:
                 values = self.next_step(prefetcher)
                 last = self.step == spec.optim.steps
-                saved = last or self.stop_asked or (spec.checkpoint.every and self.step % spec.checkpoint.every == 0)
-                if self.stop_asked:
-                    drop(self)
+                saved = last or self.stop_signal or (spec.checkpoint.every and self.step % spec.checkpoint.every == 0)
+                if self.stop_signal:
+                    self.launcher.discard()
                 if spec.health.hash_every and (saved or self.step % spec.health.hash_every == 0):
                     check_replicas(self)
                 if saved:
                     check_state(self)
-            except NotTaken as refused:
-                move_on(self, refused, time.perf_counter() - began)
+            except StepRejected as rejected:
+                if rejected.issue.action == "rewind":
+                    rewind(self, rejected.issue)
+                else:
+                    self.skip_to(self.cursor + 1, rejected.issue.kind, seconds=round(time.perf_counter() - began, 4))
                 continue
             ended = time.perf_counter()
             values |= {"step_s": ended - began, "checkpoint_s": save_s}
@@ -260,17 +271,17 @@ class Trainer(Stepper):
             self.report(values)
             save_s = 0.0
             if saved:
-                save_s = self.save(wait=bool(last or self.stop_asked))
-            if saved and self.stop_asked and not last:
-                raise collective_error(Interrupted(self.stop_asked, self.step, self.folder.path))
+                save_s = self.save(wait=bool(last or self.stop_signal))
+            if saved and self.stop_signal and not last:
+                raise collective_error(Interrupted(self.stop_signal, self.step, self.folder.path))
         self.event("finish")
         return evaluation or self.evaluate()
 
     def next_step(self, prefetcher: Prefetcher) -> dict[str, Any]:
-        """Wait for the batch that the cursor stands at, and train on it."""
+        """Wait for the batch at the cursor, and train on it."""
         began = time.perf_counter()
         phase.enter("data", self.step + 1)
-        self.pass_by()
+        self.skip_batches()
         batches = prefetcher.take(self.cursor, self.spec.optim.steps - self.step)
         waited = time.perf_counter() - began
         with self.profiler.step(self.step + 1):
@@ -280,32 +291,36 @@ class Trainer(Stepper):
         return values | {"data_s": waited + values.get("data_s", 0.0)}
 
     @property
-    def looks_ahead(self) -> bool:
-        """Whether passes are launched before the step before them is settled; a CPU would gain nothing by it."""
-        return self.device.type == "cuda" and may_look_ahead(self.spec)
+    def is_async(self) -> bool:
+        """Whether passes are launched before the step before them is settled; no gain on a CPU."""
+        return self.device.type == "cuda" and supports_async_step(self.spec)
 
-    def following(self) -> Sequence[Batch] | None:
-        if self.prefetcher is None or not self.looks_ahead:
+    def next_batches(self) -> Sequence[Batch] | None:
+        if self.prefetcher is None or not self.is_async:
             return None
-        step, cursor = self.step + 1, self.cursor + 1  # as they are when this step is over
-        if stands_alone(self.spec, step) or self.detours.due(step + 1, cursor):
+        step, cursor = self.step + 1, self.cursor + 1  # after this step
+        if is_sync_point(self.spec, step) or self.skipped_batches.contains(step + 1, cursor):
             return None
         phase.enter("data", step + 1)
-        batches = self.prefetcher.coming(cursor)
-        if batches is None:  # this step is what is waited for
+        batches = self.prefetcher.peek(cursor)
+        if batches is None:  # the host waits for this step
             phase.enter("optimizer", step)
         return batches
 
-    def meanwhile(self) -> None:
-        """Read the next batch while a GPU computes this one; a CPU would only do the one before the other."""
+    def prefetch_next(self) -> None:
+        """Read the next batch while a GPU computes; no gain on a CPU."""
         if self.device.type == "cuda" and self.prefetcher is not None:
-            self.prefetcher.prepare(self.cursor + (1 if self.ahead is None else 2))
+            self.prefetcher.prefetch(self.cursor + (1 if self.launcher.pending is None else 2))
 
-    def pass_by(self) -> None:
-        """Move on past batches that are not to be trained on."""
-        while reason := self.detours.around(self.step + 1, self.cursor):
-            self.event("skip", self.step + 1, from_cursor=self.cursor, to_cursor=self.cursor + 1, reason=reason)
-            self.cursor += 1
+    def skip_batches(self) -> None:
+        """Advance the cursor past batches that must not be trained on."""
+        while reason := self.skipped_batches.skip_reason(self.step + 1, self.cursor):
+            self.skip_to(self.cursor + 1, reason)
+
+    def skip_to(self, cursor: int, reason: str, **fields: float) -> None:
+        """Do not train on the batches from the current cursor up to `cursor`."""
+        self.event("skip", self.step + 1, from_cursor=self.cursor, to_cursor=cursor, reason=reason, **fields)
+        self.cursor = cursor
 
     def evaluate(self) -> Evaluation:
         phase.enter("evaluate")
@@ -316,7 +331,7 @@ class Trainer(Stepper):
         return result
 
     def report(self, values: dict[str, Any]) -> None:
-        """One line of metrics.jsonl, with what follows from the measured time."""
+        """Write one line of metrics.jsonl, with throughput and MFU."""
         if not self.lead:
             return
         positions = self.spec.tokens_per_step
@@ -334,15 +349,15 @@ class Trainer(Stepper):
             sink.log(self.step, values)
 
     def state(self) -> dict[str, Any]:
-        """Model and optimizer by name: the live tensors, to be saved, or loaded into and then taken up by `take`."""
+        """Model and optimizer by name: the live tensors, to save, or to load into and then pass to `load_state`."""
         if self.engine is not None:
             return self.engine.state()
         state = training_state(self.optimizer, self.parallel_model.shards, self.parallel_model.sharding, self.mesh)
         state["model"] |= self.parallel_model.buffers()
         return state
 
-    def take(self, state: dict[str, Any]) -> None:
-        """Go on from what was loaded into `state`."""
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what was loaded into `state`."""
         if self.engine is not None:
             self.engine.load(state)
             return
@@ -350,9 +365,10 @@ class Trainer(Stepper):
         self.parallel_model.after_load()
 
     def save(self, wait: bool = True) -> float:
-        """Commit a checkpoint; an asynchronous one is only waited for with `wait`. Returns how long we stood still."""
-        return self.saving.save(wait)
+        """Save a checkpoint; an asynchronous one is waited for only with `wait`. Returns the stall in seconds."""
+        return self.checkpoints.save(wait)
 
     def load(self, step: int | None = None) -> None:
-        """Take up the newest intact checkpoint (or that of `step`), if there is one."""
-        self.saving.load(step)
+        """Resume from the newest intact checkpoint (or that of `step`), if there is one."""
+        if position := self.checkpoints.load(step):
+            self.step, self.cursor = position

@@ -24,7 +24,7 @@ from ...record import MetricsWriter
 from ...spec import OptimSpec, PrecisionSpec
 from ...train import Trainer
 from ...train.health.stats import row_of
-from ...train.rank_memory import read_held
+from ...train.rank_memory import read_resident
 from .tensor_formats import Census
 from .variants import spots
 
@@ -45,9 +45,9 @@ class Watched(Trainer):
         self.seen = watch.found if watch else {}
         return values
 
-    def following(self) -> Sequence[Batch] | None:
+    def next_batches(self) -> Sequence[Batch] | None:
         """Gradients are looked at between this step and the next: there must be none under way."""
-        return None if self.step + 1 in self.spots else super().following()
+        return None if self.step + 1 in self.spots else super().next_batches()
 
     def report(self, values: dict[str, Any]) -> None:
         super().report(values)
@@ -83,7 +83,7 @@ class UpdateWatch:
             handle.remove()
 
     def look(self, *_: Any) -> None:
-        self.found["held"] = asdict(read_held(self.trainer))
+        self.found["held"] = asdict(read_resident(self.trainer))
         self.before = [kept_weight(self.trainer.optimizer, leaf) for leaf in self.leaves()]
 
     @torch.no_grad()

@@ -1,1 +1,1 @@
-"""What a run watches in its own numbers: spikes, numbers that are not finite, copies that differ, and statistics."""
+"""Health checks of a run: spikes, NaN and Inf, replicas that differ, statistics."""

@@ -1,7 +1,7 @@
-"""What is wrong with a step, and what is to be done about it: decided alike by every rank.
+"""Detection of bad steps and the choice of an action: the same on every rank.
 
-All of it follows from figures that the ranks have exchanged anyway and from the state kept here, which is saved with
-every checkpoint: a run that was killed and resumed decides as the one that never stopped.
+Both depend only on the all-reduced scalars of the step and on the state here, which is saved with every checkpoint: a
+resumed run decides like one that never stopped.
 """
 
 from __future__ import annotations
@@ -12,120 +12,120 @@ from typing import Any
 
 from ...spec import HealthSpec
 from ...spec.health import ACTIONS
-from .spikes import height, limit
+from .spikes import spike_score, spike_threshold
 
 STEP_KINDS = {"spike_loss": "loss", "spike_grad": "gradient norm"}
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """One thing that is wrong."""
+class HealthIssue:
+    """One problem of a step."""
 
     kind: str  # spike_loss, spike_grad, nonfinite or corruption
     action: str
-    what: str  # in words
-    where: str = ""  # it began, in words that go on from those
+    what: str  # as text
+    where: str = ""  # text that continues `what`: where it began
     facts: dict[str, Any] = field(default_factory=dict)  # for the event
-    taken: bool = False  # its step was, before it was found
+    taken: bool = False  # the step was taken before it was found
 
 
-class NotTaken(Exception):
-    """A step whose update was not made, or must not stand: the loop moves the data on, or goes back."""
+class StepRejected(Exception):
+    """A step whose update was not made, or must be undone: the loop skips its data, or rewinds."""
 
-    def __init__(self, trouble: Trouble) -> None:
-        super().__init__(trouble.what)
-        self.trouble = trouble
+    def __init__(self, issue: HealthIssue) -> None:
+        super().__init__(issue.what)
+        self.issue = issue
 
 
 @dataclass
-class Memory:
-    """What decisions depend on; a checkpoint's meta holds it."""
+class HealthState:
+    """What decisions depend on; saved in the metadata of a checkpoint."""
 
     losses: list[float] = field(default_factory=list)  # of the steps taken, at most a window of them
     norms: list[float] = field(default_factory=list)
-    acted: list[int] = field(default_factory=list)  # the cursors at which something other than logging was done
+    acted: list[int] = field(default_factory=list)  # cursors at which an action other than logging was taken
     lr_factor: float = 1.0
-    lr_until: int = 0  # the step from which the factor no longer holds; 0: it holds to the end
-    rewound_to: int = 0  # the step that was last gone back to
-    overflows: int = 0  # fp16: steps left out because the loss scale was too high
-    suspects: dict[str, Any] = field(default_factory=dict)  # replicas that differed: step and digests, until replayed
+    lr_until: int = 0  # the step at which the factor expires; 0: never
+    rewound_to: int = 0  # target of the last rewind
+    overflows: int = 0  # fp16: steps skipped because the loss scale was too high
+    suspects: dict[str, Any] = field(default_factory=dict)  # replicas that differed: step and digests, until the replay
 
 
 class Health:
     def __init__(self, spec: HealthSpec) -> None:
         self.spec = spec
-        self.memory = Memory()
+        self.state = HealthState()
 
-    # --- what is wrong ----------------------------------------------------------------------------------
+    # --- detection --------------------------------------------------------------------------------------
 
-    def judge(self, loss: float, norm: float, scaled: bool) -> list[Trouble]:
-        """The troubles of a step, the strongest action first. `scaled`: an infinite norm may be fp16's scale."""
+    def check_step(self, loss: float, norm: float, scaled: bool) -> list[HealthIssue]:
+        """The issues of a step, strongest action first. `scaled`: an infinite norm may be an fp16 overflow."""
         if not math.isfinite(loss) or not (math.isfinite(norm) or scaled):
             what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
-            return [Trouble("nonfinite", self.spec.nonfinite, what, facts={"loss": loss, "grad_norm": norm})]
+            return [HealthIssue("nonfinite", self.spec.nonfinite, what, facts={"loss": loss, "grad_norm": norm})]
         found = []
         for kind, value, before in (
-            ("spike_loss", loss, self.memory.losses),
-            ("spike_grad", norm, self.memory.norms),
+            ("spike_loss", loss, self.state.losses),
+            ("spike_grad", norm, self.state.norms),
         ):
             if len(before) < self.spec.warmup or not math.isfinite(value):
                 continue
-            seen = height(value, before)
+            seen = spike_score(value, before)
             if seen.z > self.spec.z:
                 what = f"{STEP_KINDS[kind]} {value:.4g} is {seen.z:.0f} robust deviations above {seen.median:.4g}"
                 facts = {"loss": loss, "grad_norm": norm, "median": seen.median, "z": round(seen.z, 2)}
                 where = f", the median of {len(before)} steps"
-                found.append(Trouble(kind, getattr(self.spec, kind), what, where, facts))
-        return sorted(found, key=lambda trouble: ACTIONS.index(trouble.action), reverse=True)
+                found.append(HealthIssue(kind, getattr(self.spec, kind), what, where, facts))
+        return sorted(found, key=lambda issue: ACTIONS.index(issue.action), reverse=True)
 
     def limits(self) -> tuple[float, float]:
-        """The largest loss and norm of the next step in which `judge` surely finds nothing; an infinite one allows
+        """The largest loss and norm of the next step in which `check_step` surely finds nothing; an infinite one allows
         all that is finite. Known when its update is launched, so the device can compare by itself.
         """
         loss, norm = (
-            limit(self.spec.z, before) if len(before) >= self.spec.warmup else math.inf
-            for before in (self.memory.losses, self.memory.norms)
+            spike_threshold(self.spec.z, before) if len(before) >= self.spec.warmup else math.inf
+            for before in (self.state.losses, self.state.norms)
         )
         return loss, norm
 
-    def accept(self, loss: float, norm: float) -> None:
-        """The step was taken: the next ones are judged against it too."""
+    def record_step(self, loss: float, norm: float) -> None:
+        """The step was taken: later steps are compared with it."""
         if not math.isfinite(norm):
-            self.memory.overflows += 1
+            self.state.overflows += 1
             return
-        for values, value in ((self.memory.losses, loss), (self.memory.norms, norm)):
+        for values, value in ((self.state.losses, loss), (self.state.norms, norm)):
             values.append(value)
             del values[: -self.spec.window]
 
-    # --- what is done about it --------------------------------------------------------------------------
+    # --- actions ----------------------------------------------------------------------------------------
 
-    def exhausted(self, cursor: int) -> bool:
-        """Whether enough was tried within a window: what does not help must not go on for ever."""
-        recent = [at for at in self.memory.acted if at > cursor - self.spec.window]
+    def actions_exhausted(self, cursor: int) -> bool:
+        """Whether max_actions were taken within the window: actions that do not help must end."""
+        recent = [at for at in self.state.acted if at > cursor - self.spec.window]
         return len(recent) >= self.spec.max_actions
 
-    def note(self, cursor: int) -> None:
-        self.memory.acted = [at for at in self.memory.acted if at > cursor - self.spec.window] + [cursor]
+    def record_action(self, cursor: int) -> None:
+        self.state.acted = [at for at in self.state.acted if at > cursor - self.spec.window] + [cursor]
 
-    def lower(self, step: int) -> None:
-        self.memory.lr_factor = self.factor(step) * self.spec.lr_factor
-        self.memory.lr_until = step + self.spec.lr_steps if self.spec.lr_steps else 0
+    def lower_lr(self, step: int) -> None:
+        self.state.lr_factor = self.lr_multiplier(step) * self.spec.lr_factor
+        self.state.lr_until = step + self.spec.lr_steps if self.spec.lr_steps else 0
 
-    def factor(self, step: int) -> float:
-        """What the schedule's rate is multiplied by in the step after `step`."""
-        over = self.memory.lr_until and step >= self.memory.lr_until
-        return 1.0 if over else self.memory.lr_factor
+    def lr_multiplier(self, step: int) -> float:
+        """Multiplier of the scheduled learning rate in the step after `step`."""
+        expired = self.state.lr_until and step >= self.state.lr_until
+        return 1.0 if expired else self.state.lr_factor
 
-    # --- what is kept -----------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self.memory)
+        return asdict(self.state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Checkpoints of before there was any are empty here."""
-        self.memory = Memory(**{one.name: state[one.name] for one in fields(Memory) if one.name in state})
+        """Empty in checkpoints of old versions."""
+        self.state = HealthState(**{one.name: state[one.name] for one in fields(HealthState) if one.name in state})
 
-    def remember(self, now: Memory) -> None:
-        """After an earlier checkpoint was loaded: what was done since then stays known, or it would never end."""
-        self.memory.acted, self.memory.suspects, self.memory.rewound_to = now.acted, now.suspects, now.rewound_to
-        self.memory.lr_factor, self.memory.lr_until = now.lr_factor, now.lr_until
+    def carry_over(self, now: HealthState) -> None:
+        """After a rewind: keep the record of actions, or rewinds would never end."""
+        self.state.acted, self.state.suspects, self.state.rewound_to = now.acted, now.suspects, now.rewound_to
+        self.state.lr_factor, self.state.lr_until = now.lr_factor, now.lr_until

@@ -1,8 +1,8 @@
-"""Facing a bad step: compute it again, say where it began and on what data, and act.
+"""Recovery from a bad step: rerun it, record its origin and its data, and apply the configured action.
 
-A step whose loss or gradient is not finite is always computed once more, with hooks that name the first bad module.
-With `health.rerun` a spike is too, and what comes out right the second time is taken: the machine had failed, not the
-data or the model. Every rank comes here with the same figures, and does the same.
+A step whose loss or gradient is not finite is always rerun, with hooks that find the first bad module. With
+`health.rerun` a spike is too; if the second result is good, it is used: the hardware had failed, not the data or the
+model. Every rank gets here with the same scalars, and does the same.
 """
 
 from __future__ import annotations
@@ -18,65 +18,65 @@ from ...data.window import describe
 from ...parallel.world import collective_error
 from ...spec import TrainingError
 from ..rng import set_rng_state
-from .bad_step import NotTaken, Trouble
-from .nonfinite import FROM_WEIGHT, FirstBadModule, first_nonfinite
+from .bad_step import HealthIssue, StepRejected
+from .nonfinite import FROM_WEIGHT, FirstNonfiniteModule, first_nonfinite
 
 if TYPE_CHECKING:
     from ..step import Stepper
 
 
 @dataclass(frozen=True)
-class Passed:
-    """What the forward and backward passes of a step gave, alike on every rank."""
+class PassResult:
+    """The scalars of the forward and backward passes of a step, the same on every rank."""
 
     loss: float  # mean over the tokens of the global batch
     norm: float  # of the whole gradient, before clipping
-    scale: float  # what the loss was multiplied by
+    scale: float  # the loss scale
     memory: int  # the largest peak of any rank
-    held: bool = True  # the weights were not updated with these figures: they may be trouble
-    divisor: Tensor | None = None  # of the gradients, where they are
+    update_skipped: bool = True  # the device has skipped the update: a limit was exceeded
+    grad_divisor: Tensor | None = None  # on the device of the gradients
 
 
-def face(
+def recover_bad_step(
     run: Stepper,
-    troubles: list[Trouble],
-    passed: Passed,
-    again: Callable[[], Passed] | None = None,  # computes the step's passes once more
-    drawn: dict[str, Tensor] | None = None,  # the random states that they began with
-) -> Passed:
-    """The passes to update the weights with; or NotTaken, or the error that ends the run."""
-    nonfinite = troubles[0].kind == "nonfinite"
+    issues: list[HealthIssue],
+    result: PassResult,
+    rerun: Callable[[], PassResult] | None = None,  # reruns the passes of the step
+    rng_before: dict[str, Tensor] | None = None,  # random states before the passes
+) -> PassResult:
+    """The result to update the weights with; raises StepRejected, or the error that ends the run."""
+    nonfinite = issues[0].kind == "nonfinite"
     if nonfinite:
         parameter, rank, where = first_nonfinite(run.parallel_model.shards, run.mesh)
-        facts = {**troubles[0].facts, "parameter": parameter, "rank": rank}
-        troubles = [replace(troubles[0], where=where, facts=facts)]
-    if again is not None and (nonfinite or run.spec.health.rerun):
-        passed, troubles = look_again(run, troubles, passed, again, drawn)
-    for trouble in troubles:
-        tell(run, trouble)
-    return act(run, troubles[0], passed) if troubles else passed
+        facts = {**issues[0].facts, "parameter": parameter, "rank": rank}
+        issues = [replace(issues[0], where=where, facts=facts)]
+    if rerun is not None and (nonfinite or run.spec.health.rerun):
+        result, issues = rerun_step(run, issues, result, rerun, rng_before)
+    for issue in issues:
+        record_issue(run, issue)
+    return apply_action(run, issues[0], result) if issues else result
 
 
-def look_again(
+def rerun_step(
     run: Stepper,
-    troubles: list[Trouble],
-    passed: Passed,
-    again: Callable[[], Passed],
-    drawn: dict[str, Tensor] | None,
-) -> tuple[Passed, list[Trouble]]:
-    """The step once more, from the same random states. Without trouble the second time, it was the machine's."""
-    nonfinite = troubles[0].kind == "nonfinite"
-    if drawn is not None:
-        set_rng_state(drawn)
+    issues: list[HealthIssue],
+    result: PassResult,
+    rerun: Callable[[], PassResult],
+    rng_before: dict[str, Tensor] | None,
+) -> tuple[PassResult, list[HealthIssue]]:
+    """Rerun the step from the same random states. If the second result is good, the fault was transient."""
+    nonfinite = issues[0].kind == "nonfinite"
+    if rng_before is not None:
+        set_rng_state(rng_before)
     run.parallel_model.clear()
-    with FirstBadModule(run.parallel_model.parts) if nonfinite else nullcontext() as first:
-        second = again()
-    left = run.health.judge(second.loss, second.norm, run.loss_scale.scale > 1)
+    with FirstNonfiniteModule(run.parallel_model.parts) if nonfinite else nullcontext() as first:
+        second = rerun()
+    left = run.health.check_step(second.loss, second.norm, run.loss_scale.scale > 1)
     transient = not left
     if run.spec.health.rerun:
-        same = repr((second.loss, second.norm)) == repr((passed.loss, passed.norm))
-        figures = {"loss": passed.loss, "grad_norm": passed.norm, "again": [second.loss, second.norm]}
-        reason = troubles[0].kind
+        same = repr((second.loss, second.norm)) == repr((result.loss, result.norm))
+        figures = {"loss": result.loss, "grad_norm": result.norm, "again": [second.loss, second.norm]}
+        reason = issues[0].kind
         run.event(
             "rerun", run.step + 1, reason=reason, transient=transient, same_bits=same, cursor=run.cursor, **figures
         )
@@ -85,56 +85,56 @@ def look_again(
     if first is None:
         return second, left
     module, rank = first.name(run.mesh)
-    return passed, [by_module(troubles[0], module, rank if run.mesh else None, transient)]
+    return result, [with_module(issues[0], module, rank if run.mesh else None, transient)]
 
 
-def by_module(trouble: Trouble, module: str | None, rank: int | None, transient: bool) -> Trouble:
-    """A bad weight explains itself; after a bad module every gradient is bad, and none of them tells anything."""
-    where, facts = trouble.where, {**trouble.facts, "module": module, "transient": transient}
+def with_module(issue: HealthIssue, module: str | None, rank: int | None, transient: bool) -> HealthIssue:
+    """Add the first bad module, unless a weight is bad; after a bad module every gradient is bad."""
+    where, facts = issue.where, {**issue.facts, "module": module, "transient": transient}
     if module and not where.startswith(FROM_WEIGHT):
         where = f", first in the output of {module}" + ("" if rank is None else f" on rank {rank}")
         facts |= {"parameter": None, "rank": rank}
     if transient:
         where += "; computed again it is finite, so the machine failed, not the data"
-    return replace(trouble, where=where, facts=facts)
+    return replace(issue, where=where, facts=facts)
 
 
-def tell(run: Stepper, trouble: Trouble) -> None:
-    """Into events.jsonl, with what lay in the batch."""
+def record_issue(run: Stepper, issue: HealthIssue) -> None:
+    """Write an event, with a description of the batch."""
     if run.lead:
-        kind = "fault" if trouble.kind == "nonfinite" else "spike"
+        kind = "fault" if issue.kind == "nonfinite" else "spike"
         data = describe(run.batches, run.cursor)
-        facts = {"reason": trouble.kind, "action": trouble.action, "cursor": run.cursor, **trouble.facts}
-        facts["what"] = trouble.what + trouble.where
+        facts = {"reason": issue.kind, "action": issue.action, "cursor": run.cursor, **issue.facts}
+        facts["what"] = issue.what + issue.where
         run.event(kind, run.step + 1, **facts, data=data)
 
 
-def act(run: Stepper, trouble: Trouble, passed: Passed) -> Passed:
-    if trouble.action == "log":
-        return passed
+def apply_action(run: Stepper, issue: HealthIssue, result: PassResult) -> PassResult:
+    if issue.action == "log":
+        return result
     tried = ""
-    if trouble.action != "stop":
-        if not run.health.exhausted(run.cursor):
-            return remedy(run, trouble, passed)
+    if issue.action != "stop":
+        if not run.health.actions_exhausted(run.cursor):
+            return skip_or_lower_lr(run, issue, result)
         health = run.spec.health
-        tried = f" ({trouble.action} did not help {health.max_actions} times within {health.window} steps)"
+        tried = f" ({issue.action} did not help {health.max_actions} times within {health.window} steps)"
     run.parallel_model.clear()
     raise collective_error(
         TrainingError(
-            f"step {run.step + 1}: {trouble.what}{trouble.where}{tried}; the step was not taken and the weights are as "
+            f"step {run.step + 1}: {issue.what}{issue.where}{tried}; the step was not taken and the weights are as "
             f"they were; lower optim.lr in {run.folder.spec_path} and resume, or look at its data: "
             f"lmworks data window {run.folder.path} --cursor {run.cursor}"
         )
     )
 
 
-def remedy(run: Stepper, trouble: Trouble, passed: Passed) -> Passed:
-    run.health.note(run.cursor)
-    if trouble.action == "lower_lr":
-        run.health.lower(run.step)
-        memory = run.health.memory
-        run.event("lower_lr", run.step + 1, factor=memory.lr_factor, until=memory.lr_until, reason=trouble.kind)
-        if trouble.kind != "nonfinite":
-            return passed  # the step is taken, at the lower rate
+def skip_or_lower_lr(run: Stepper, issue: HealthIssue, result: PassResult) -> PassResult:
+    run.health.record_action(run.cursor)
+    if issue.action == "lower_lr":
+        run.health.lower_lr(run.step)
+        memory = run.health.state
+        run.event("lower_lr", run.step + 1, factor=memory.lr_factor, until=memory.lr_until, reason=issue.kind)
+        if issue.kind != "nonfinite":
+            return result  # the step is taken, at the lower rate
     run.parallel_model.clear()
-    raise NotTaken(trouble)
+    raise StepRejected(issue)

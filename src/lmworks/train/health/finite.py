@@ -1,7 +1,7 @@
 """Before every save, and after every load: weights and optimizer states are finite.
 
-A NaN in an optimizer's state makes weights NaN in an update whose loss and gradient were fine. A checkpoint of that
-step would be the newest, and every resume would fail in its first step. So it is not saved, and not gone on from.
+A NaN in the optimizer state makes weights NaN in an update whose loss and gradient were finite. A checkpoint of that
+step would be the newest, and every resume would fail in its first step. So it is neither saved nor resumed from.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...parallel.world import collective_error
 from ...spec import TrainingError
-from .bad_step import NotTaken, Trouble
-from .nonfinite import everywhere
+from .bad_step import HealthIssue, StepRejected
+from .nonfinite import all_gather_object
 
 if TYPE_CHECKING:
     from ..step import Stepper
@@ -25,8 +25,9 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 def check_state(run: Stepper) -> None:
-    """Every rank, between a step and its save. The run goes back where health.nonfinite says so, or ends."""
-    found = [(rank, bad) for rank, bad in enumerate(everywhere(first_bad(held(run)), run.mesh)) if bad]
+    """On every rank, between a step and its save. The run rewinds if health.nonfinite says so, or ends."""
+    per_rank = all_gather_object(first_nonfinite_tensor(local_state(run)), run.mesh)
+    found = [(rank, bad) for rank, bad in enumerate(per_rank) if bad]
     if not found:
         return
     rank, (name, count) = found[0]
@@ -35,20 +36,20 @@ def check_state(run: Stepper) -> None:
     action = run.spec.health.nonfinite
     facts = {"parameter": name, "rank": None if run.mesh is None else rank, "values": count}
     run.event("fault", reason="nonfinite", action=action, cursor=run.cursor - 1, what=what + where, **facts)
-    if action == "rewind" and not run.health.exhausted(run.cursor):
-        run.health.note(run.cursor)
-        raise NotTaken(Trouble("nonfinite", "rewind", what, where, taken=True))
+    if action == "rewind" and not run.health.actions_exhausted(run.cursor):
+        run.health.record_action(run.cursor)
+        raise StepRejected(HealthIssue("nonfinite", "rewind", what, where, taken=True))
     raise collective_error(
         TrainingError(
             f"step {run.step}: after the update {what}{where}; nothing of it was saved, and the newest checkpoint "
-            f"is from before: go on from it with lmworks resume {run.folder.path}; if it happens again, lower optim.lr "
-            f"in {run.folder.spec_path}"
+            f"is from before: resume from it with lmworks resume {run.folder.path}; if it happens again, lower "
+            f"optim.lr in {run.folder.spec_path}"
         )
     )
 
 
-def held(run: Stepper) -> Iterator[tuple[str, Tensor]]:
-    """What this rank holds of the state that a checkpoint keeps, where it lies."""
+def local_state(run: Stepper) -> Iterator[tuple[str, Tensor]]:
+    """This rank's part of the state that a checkpoint holds, on its device."""
     if run.engine is not None:
         yield from run.engine.pieces()
         return
@@ -59,16 +60,16 @@ def held(run: Stepper) -> Iterator[tuple[str, Tensor]]:
     yield from run.parallel_model.buffers().items()
 
 
-def tensors_of(tree: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Of a state in sections, as it is saved and loaded; this rank's part of those that are cut."""
+def named_tensors(tree: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Of a state in sections, as it is saved and loaded; the local shard of DTensors."""
     for section, table in tree.items():
         for name, value in table.items():
             yield f"{section}.{name}", value.to_local() if hasattr(value, "to_local") else value
 
 
 @torch.no_grad()
-def first_bad(named: Named) -> tuple[str, int] | None:
-    """The first tensor that is not finite, and in how many values. One read from each device where all are."""
+def first_nonfinite_tensor(named: Named) -> tuple[str, int] | None:
+    """The first tensor that is not finite, and how many values. One synchronisation per device."""
     devices: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in named:
         if tensor.is_floating_point() and tensor.numel():

@@ -1,4 +1,4 @@
-"""Where a number that is not finite began: the weight, the module, or the gradient."""
+"""The origin of a NaN or Inf: a weight, a module, or a gradient."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ FROM_WEIGHT = ", from the weight"
 
 
 def first_nonfinite(shards: list[Shard], mesh: Mesh | None) -> tuple[str | None, int | None, str]:
-    """The weight that is not finite, or the gradient in which it began; its rank; and how to say both.
+    """The weight that is not finite, or the gradient in which it began; its rank; and both as text.
 
-    No rank where there is one only, or where all have it: a gradient that was reduced is bad everywhere.
+    The rank is None if there is only one, or if all have it: a reduced gradient is bad on every rank.
     """
     weight = next((shard.name for shard in shards if not shard.leaf.isfinite().all()), None)
-    # Backward runs from the last parameter to the first, so the last bad gradient is where it began.
+    # Backward runs from the last parameter to the first, so it began in the last bad gradient.
     broken = (s.name for s in reversed(shards) if s.leaf.grad is not None and not s.leaf.grad.isfinite().all())
-    names = everywhere((weight, next(broken, None)), mesh)
+    names = all_gather_object((weight, next(broken, None)), mesh)
     weights = [(name, rank) for rank, (name, _) in enumerate(names) if name]
     gradients = [(name, rank) for rank, (_, name) in enumerate(names) if name][::-1]
-    for found, said in ((weights, FROM_WEIGHT), (gradients, ", first in the gradient of")):
+    for found, prefix in ((weights, FROM_WEIGHT), (gradients, ", first in the gradient of")):
         if found:
             name, rank = found[0]
             alone = len(found) < len(names)
-            return name, rank if alone else None, f"{said} {name}" + (f" on rank {rank}" if alone else "")
+            return name, rank if alone else None, f"{prefix} {name}" + (f" on rank {rank}" if alone else "")
     return None, None, ""
 
 
-class FirstBadModule:
-    """While active, notes the first module that makes something not finite of inputs that are.
+class FirstNonfiniteModule:
+    """While active, finds the first module with finite inputs and an output that is not.
 
-    Modules end inside out, so it is the innermost. What happens between modules (attention itself, the sum of two
-    branches) is told by the module around it.
+    Inner modules end first, so it is the innermost. Operations between modules (attention itself, residual sums) are
+    attributed to the module around them.
     """
 
     def __init__(self, parts: dict[int, GPT]) -> None:
@@ -62,7 +62,7 @@ class FirstBadModule:
         def look(_module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:
             self.seen += 1
             earlier = self.found is not None and self.found[0] <= stage
-            if not earlier and finite(tensors_in((inputs, *named.values()))) and not finite(tensors_in(output)):
+            if not earlier and all_finite(tensors_in((inputs, *named.values()))) and not all_finite(tensors_in(output)):
                 self.found = stage, self.seen, name or "the loss"
 
         return look
@@ -74,8 +74,8 @@ class FirstBadModule:
             module._compiled_call_impl = compiled
 
     def name(self, mesh: Mesh | None) -> tuple[str | None, int | None]:
-        """The earliest of all ranks' findings, and its rank: an earlier stage fed the later ones."""
-        found = [(*one, rank) for rank, one in enumerate(everywhere(self.found, mesh)) if one is not None]
+        """The earliest module of all ranks, and its rank: earlier pipeline stages feed later ones."""
+        found = [(*one, rank) for rank, one in enumerate(all_gather_object(self.found, mesh)) if one is not None]
         if not found:
             return None, None
         _, _, name, rank = min(found, key=lambda one: (one[0], one[1], one[3]))
@@ -90,12 +90,12 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
             yield from tensors_in(item)
 
 
-def finite(tensors: Iterable[Tensor]) -> bool:
+def all_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 
 
-def everywhere(value: Any, mesh: Mesh | None) -> list[Any]:
-    """What every rank has, in the order of ranks."""
+def all_gather_object(value: Any, mesh: Mesh | None) -> list[Any]:
+    """The value of every rank, in rank order."""
     if mesh is None:
         return [value]
     values: list[Any] = [None] * mesh.size("world")

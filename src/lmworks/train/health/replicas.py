@@ -1,8 +1,8 @@
-"""Ranks that should hold the same numbers: do they, to the last bit?
+"""Bitwise comparison of replicas: ranks that should hold the same weights and optimizer state.
 
-Every rank hashes what its optimizer updates, and the optimizer's states with it, on its own device; the digests meet
-in one exchange. Ranks are copies of each other where nothing cuts a weight between them: all of DDP, `dp_replicate`
-of HSDP, the norms under tensor parallelism. What FSDP or ZeRO has cut lies on one rank alone, and cannot be compared.
+Every rank hashes its shards and their optimizer state on its own device; the digests are all-gathered. Ranks are
+replicas if a weight is not sharded between them: all of DDP, `dp_replicate` of HSDP, the norms under tensor
+parallelism. What FSDP or ZeRO shards is on one rank only, and cannot be compared.
 
     digest = Σ word_i · m_i  mod 2⁶⁴,  words of eight bytes, m_i odd
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...parallel.data_parallel import Shard
 from ...parallel.parallel_model import ParallelModel
-from .nonfinite import everywhere
+from .nonfinite import all_gather_object
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed number
 CHUNK = {False: 1 << 14, True: 1 << 16}  # numbers that share a factor, on a CPU and on a GPU
@@ -30,34 +30,34 @@ Digests = dict[str, int]
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Copies that are not equal."""
+class ReplicaMismatch:
+    """Replicas that are not equal."""
 
     part: str  # of the model
-    copies: list[int]  # the ranks that should agree
-    odd: list[int]  # those that differ from most of the others; all of them where no side has the majority
+    copies: list[int]  # the ranks that should be equal
+    outliers: list[int]  # ranks that differ from the majority; all of them without one
     names: list[str]  # of the weights (or "NAME exp_avg", an optimizer's state) that differ
     digests: dict[int, int]  # by rank
 
     @property
     def what(self) -> str:
-        ranks = ", ".join(map(str, self.odd))
+        ranks = ", ".join(map(str, self.outliers))
         some = ", ".join(self.names[:3]) + (f" and {len(self.names) - 3} more" if len(self.names) > 3 else "")
-        if self.odd == self.copies:
+        if self.outliers == self.copies:
             return f"ranks {ranks} hold different copies of {some}, and none has the majority"
-        word = "rank" if len(self.odd) == 1 else "ranks"
+        word = "rank" if len(self.outliers) == 1 else "ranks"
         return f"{word} {ranks} of the copies {', '.join(map(str, self.copies))} differ in {some}"
 
 
-def compare(
+def compare_replicas(
     parallel_model: ParallelModel, optimizer: torch.optim.Optimizer
-) -> tuple[list[Difference], dict[int, Digests]]:
-    """What differs, and the digests of every rank by the part of the model they are of. Every rank calls it."""
+) -> tuple[list[ReplicaMismatch], dict[int, Digests]]:
+    """The mismatches, and the digests of every rank by part of the model. A collective call."""
     mine: dict[str, Digests] = {}  # part → name → digest
-    for name, part, value in held(parallel_model, optimizer):
+    for name, part, value in local_digests(parallel_model, optimizer):
         mine.setdefault(part, {})[name] = value
-    whole = {part: combined(digests) for part, digests in mine.items()}
-    ranks = dict(enumerate(everywhere(whole, parallel_model.mesh)))
+    whole = {part: combine_digests(digests) for part, digests in mine.items()}
+    ranks = dict(enumerate(all_gather_object(whole, parallel_model.mesh)))
     groups: dict[str, list[int]] = {}
     for rank, parts in ranks.items():
         for part in parts:
@@ -65,26 +65,26 @@ def compare(
     broken = [part for part, group in groups.items() if len({ranks[rank][part] for rank in group}) > 1]
     if not broken:
         return [], ranks
-    details = everywhere({part: mine[part] for part in broken if part in mine}, parallel_model.mesh)
+    details = all_gather_object({part: mine[part] for part in broken if part in mine}, parallel_model.mesh)
     found = []
     for part in broken:
         group = groups[part]
         names = [n for n in details[group[0]][part] if len({details[rank][part][n] for rank in group}) > 1]
         digests = {rank: ranks[rank][part] for rank in group}
-        found.append(Difference(part, group, odd_ones(digests), names, digests))
+        found.append(ReplicaMismatch(part, group, find_outliers(digests), names, digests))
     return found, ranks
 
 
-def odd_ones(digests: dict[int, int]) -> list[int]:
+def find_outliers(digests: dict[int, int]) -> list[int]:
     ((common, count), *_) = Counter(digests.values()).most_common()
     return [rank for rank, digest in digests.items() if digest != common or 2 * count <= len(digests)]
 
 
-def held(parallel_model: ParallelModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, int]]:
-    """(name, part of the model, digest) of every weight and optimizer state here; one read from each device."""
+def local_digests(parallel_model: ParallelModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, int]]:
+    """(name, part of the model, digest) of every local weight and optimizer state; one synchronisation per device."""
     named: list[tuple[str, str, Tensor]] = []
     for shard in parallel_model.shards:
-        part = part_of(shard, parallel_model)
+        part = shard_key(shard, parallel_model)
         named.append((shard.name, part, digest(shard.leaf)))
         states = optimizer.state.get(shard.leaf, {}).items()
         named += [(f"{shard.name} {key}", part, digest(s)) for key, s in sorted(states) if isinstance(s, Tensor)]
@@ -95,8 +95,8 @@ def held(parallel_model: ParallelModel, optimizer: torch.optim.Optimizer) -> Ite
             yield name, part, value
 
 
-def part_of(shard: Shard, parallel_model: ParallelModel) -> str:
-    """Names a place in the model: two ranks that hold a weight under the same name here hold the same numbers."""
+def shard_key(shard: Shard, parallel_model: ParallelModel) -> str:
+    """Identifies a shard: ranks with the same key for a weight hold the same numbers."""
     mesh = parallel_model.mesh
     if mesh is None:
         return ""
@@ -118,7 +118,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def row_sums(rows: Tensor, own: Tensor) -> Iterator[Tensor]:
-    """On a CPU a row at a time: it fits into the cache, and `dot` needs no room. On a GPU many rows in one kernel."""
+    """On a CPU a row at a time: it fits into the cache, and `dot` needs no buffer. On a GPU many rows in one kernel."""
     if rows.is_cuda:
         yield from ((some * own).sum(1) for some in rows.split(64))
     else:
@@ -126,10 +126,10 @@ def row_sums(rows: Tensor, own: Tensor) -> Iterator[Tensor]:
 
 
 def as_words(tensor: Tensor) -> Tensor:
-    """The bits, eight bytes a number; what is left over is filled up with zeros."""
+    """The bits as int64, padded with zeros."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     spare = -len(flat) % 8
-    if spare or flat.data_ptr() % 8:  # a part of a larger tensor may begin anywhere
+    if spare or flat.data_ptr() % 8:  # a view may start at any offset
         flat = torch.nn.functional.pad(flat, (0, spare))
     return flat.view(torch.int64)
 
@@ -139,6 +139,6 @@ def factors(count: int, device: torch.device) -> Tensor:
     return torch.arange(1, count + 1, device=device) * GOLDEN | 1
 
 
-def combined(digests: Digests) -> int:
-    """One number for all of them, in which each has a factor of its own."""
+def combine_digests(digests: Digests) -> int:
+    """One digest of all; each has its own factor."""
     return sum(value * (2 * zlib.crc32(name.encode()) + 1) for name, value in digests.items()) % 2**64

@@ -1,10 +1,10 @@
-"""How far a number lies above those before it, measured so that a few odd ones among those do not matter.
+"""Spike detection: a robust z-score against previous values, insensitive to a few outliers among them.
 
     z = (x − median) / max(1.4826 · MAD, 1% of the median)
 
 MAD is the median distance from the median; 1.4826 makes it the standard deviation of a normal distribution. Half of the
-window may be spikes before the median moves; a mean and its deviation would follow the first. The 1% keeps a loss that
-hardly moves from raising an alarm at every tremor.
+window may be spikes before the median moves; a mean and its standard deviation would follow the first. The 1% keeps a
+loss that hardly changes from triggering at every fluctuation.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-NORMAL = 1.4826
-FLOOR = 0.01
-SAFE = 1e-9  # of a limit, by which it is set lower: far more than rounding takes, far less than anybody means
+MAD_TO_STD = 1.4826
+MIN_RELATIVE_DEVIATION = 0.01
+ROUNDING_MARGIN = 1e-9  # relative; thresholds are lowered by it, far more than rounding errors
 
 
 @dataclass(frozen=True)
-class Height:
+class SpikeScore:
     z: float
     median: float
 
 
-def height(value: float, before: Sequence[float]) -> Height:
-    middle, unit = usual(before)
-    return Height((value - middle) / unit, middle)
+def spike_score(value: float, before: Sequence[float]) -> SpikeScore:
+    middle, unit = median_and_deviation(before)
+    return SpikeScore((value - middle) / unit, middle)
 
 
-def limit(z: float, before: Sequence[float]) -> float:
-    """What is at most this is certainly not higher than `z`; what is more very nearly always is."""
-    middle, unit = usual(before)
-    return middle + z * unit - SAFE * (abs(middle) + z * unit)
+def spike_threshold(z: float, before: Sequence[float]) -> float:
+    """Values up to this have a score of at most `z`; larger ones nearly always exceed it."""
+    middle, unit = median_and_deviation(before)
+    return middle + z * unit - ROUNDING_MARGIN * (abs(middle) + z * unit)
 
 
-def usual(before: Sequence[float]) -> tuple[float, float]:
-    """The median, and the deviation that heights are measured in."""
+def median_and_deviation(before: Sequence[float]) -> tuple[float, float]:
+    """The median, and the unit of the score."""
     middle = median(before)
-    spread = NORMAL * median(abs(one - middle) for one in before)
-    return middle, max(spread, FLOOR * abs(middle), 1e-30)
+    spread = MAD_TO_STD * median(abs(one - middle) for one in before)
+    return middle, max(spread, MIN_RELATIVE_DEVIATION * abs(middle), 1e-30)

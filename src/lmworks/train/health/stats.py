@@ -1,8 +1,8 @@
 """Statistics of every block in one step: activations, gradients, weights and updates.
 
-Sums are taken where the tensors are, and meet in two exchanges at the end of the step. Every number counts once: what
-several ranks hold alike is divided by their number, as in the norm of the whole gradient. Weights from before the
-update are kept in host memory for that one step.
+Sums are computed on the device, and all-reduced twice at the end of the step. Every element counts once: what several
+ranks hold is divided by the number of replicas, as in the gradient norm. Weights from before the update are kept in
+host memory for that one step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...parallel.data_parallel import Shard
 from ...parallel.parallel_model import ParallelModel
 from ...record.stats import PartStats
 
-AROUND = ("embed", "positions"), ("norm", "head")  # what lies before and after the blocks
+OUTSIDE_BLOCKS = ("embed", "positions"), ("norm", "head")  # before and after the blocks
 SUMS = ("abs", "square", "count", "grad", "param", "update")
 
 
@@ -28,7 +28,7 @@ class BlockStats:
 
     def __init__(self, parallel_model: ParallelModel) -> None:
         self.parallel_model = parallel_model
-        self.rows = [*AROUND[0], *map(str, range(parallel_model.spec.model.layers)), *AROUND[1]]
+        self.rows = [*OUTSIDE_BLOCKS[0], *map(str, range(parallel_model.spec.model.layers)), *OUTSIDE_BLOCKS[1]]
         self.sums = torch.zeros(len(self.rows), len(SUMS), dtype=torch.float64, device=parallel_model.device)
         self.largest = torch.zeros(len(self.rows), dtype=torch.float64, device=parallel_model.device)
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -39,9 +39,9 @@ class BlockStats:
         for part in self.parallel_model.parts.values():
             for name, block in part.blocks.items():
                 look = partial(self.activation, self.rows.index(name))
-                if block._compiled_call_impl is not None:  # compiled code knows no hooks that came after it
+                if block._compiled_call_impl is not None:  # compiled code ignores hooks that are added later
                     self.compiled.append((block, block._compiled_call_impl))
-                    block._compiled_call_impl = followed(block._compiled_call_impl, look)
+                    block._compiled_call_impl = with_hook(block._compiled_call_impl, look)
                 else:
                     self.handles.append(block.register_forward_hook(lambda _m, _i, out, look=look: look(out)))
         return self
@@ -61,7 +61,7 @@ class BlockStats:
 
     @torch.no_grad()
     def before_update(self, scale: float) -> None:
-        """Gradients are whole, and not yet clipped; `scale` is what the loss was multiplied by."""
+        """Gradients are reduced, and not yet clipped; `scale` is the loss scale."""
         for shard in self.parallel_model.shards:
             if shard.leaf.grad is not None:
                 self.add(shard, "grad", shard.leaf.grad, scale)
@@ -79,7 +79,7 @@ class BlockStats:
         self.sums[self.rows.index(row_of(shard.name)), SUMS.index(what)] += square.to(self.sums.device)
 
     def collect(self) -> dict[str, PartStats]:
-        """Over all ranks, by part of the model. Every rank calls it."""
+        """Over all ranks, by part of the model. A collective call."""
         if self.parallel_model.mesh is not None:
             dist.all_reduce(self.sums)
             dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
@@ -102,7 +102,7 @@ def row_of(name: str) -> str:
     return second if first == "blocks" else first
 
 
-def followed(call: Callable[..., Any], look: Callable[[Any], None]) -> Callable[..., Any]:
+def with_hook(call: Callable[..., Any], look: Callable[[Any], None]) -> Callable[..., Any]:
     def both(*args: Any, **kwargs: Any) -> Any:
         result = call(*args, **kwargs)
         look(result)

@@ -29,23 +29,23 @@ from ...record.hang import Report, Verdict, judge, read_reports
 from ...record.life import UNSEEN, Beat, read_beats, state_of
 from ...spec import TrainingError, WatchSpec
 from ...spec.files import write_whole
-from .flight import Flight
+from .flight import FlightRecorder
 
-LOOK_S = 0.05
-PATIENCE_S = 10.0  # that ranks have to report, or the judge to judge
-PROD_AFTER_S = 2.0  # then a rank of this host that has not reported is asked by a signal
-ASK = signal.SIGUSR2  # answered by faulthandler in C, where Python itself is stuck
+POLL_S = 0.05
+REPORT_TIMEOUT_S = 10.0  # that ranks have to report, or the judge to judge
+SIGNAL_AFTER_S = 2.0  # then a rank of this host that has not reported is asked by a signal
+STACKS_SIGNAL = signal.SIGUSR2  # answered by faulthandler in C, where Python itself is stuck
 
 
 class Alarm:
-    def __init__(self, spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh, flight: Flight) -> None:
+    def __init__(self, spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh, flight: FlightRecorder) -> None:
         self.spec, self.run, self.attempt, self.flight = spec, folder, attempt, flight
         self.rank, self.world = mesh.rank("world"), mesh.size("world")
         self.folder = folder.path / "hangs" / f"attempt-{attempt}"
         self.path = self.folder / "alarm.json"
         self.verdict_path = self.folder / "verdict.json"
 
-    def raise_(self, reason: str) -> None:
+    def trigger(self, reason: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
             write_whole(self.path, json.dumps({"reason": reason, "rank": self.rank}))
@@ -55,35 +55,35 @@ class Alarm:
         """Else a rank has lost another, and only asks: every rank's main thread finds out by itself."""
         return bool(json.loads(self.path.read_text(encoding="utf-8"))["reason"] == "timeout")
 
-    def answer(self, waits: bool) -> None:
+    def respond(self, is_waiting: bool) -> None:
         """Report; judge, if that is this rank's to do, or wait for the judge; where it was a hang, end."""
         if self.verdict_path.exists():  # this rank was stopped, and the others have ended meanwhile
-            end()
-        self.report(waits)
+            exit_now()
+        self.report(is_waiting)
         reports, states = self.gather()
         if min(reports) == self.rank and not self.verdict_path.exists():
             verdict = judge(self.world, reports, read_beats(self.run.path, self.attempt), states)
-            self.keep_stacks(states)
+            self.copy_stacks(states)
             if self.hangs:
-                self.tell(verdict)
+                self.record_hang(verdict)
             write_whole(self.verdict_path, json.dumps(verdict.to_dict(), indent=1))  # last: the others end at it
-        self.verdict(PATIENCE_S)
+        self.verdict(REPORT_TIMEOUT_S)
         if self.hangs:
-            self.release(states)
-            end()
+            self.terminate_stuck_ranks(states)
+            exit_now()
 
-    def report(self, waits: bool) -> None:
+    def report(self, is_waiting: bool) -> None:
         report = Report(
             rank=self.rank,
             host=socket.gethostname(),
             pid=os.getpid(),
             phase=phase.name,
             step=phase.step,
-            waits=waits,
+            waits=is_waiting,
             calls=self.flight.calls(),
             groups=self.flight.groups(),
             states={rank: state_of(beat) for rank, beat in read_beats(self.run.path, self.attempt).items()},
-            stacks=own_stacks(),
+            stacks=dump_stacks(),
         )
         write_whole(self.folder / f"rank-{self.rank}.json", report.to_json())
 
@@ -98,19 +98,19 @@ class Alarm:
             states = {rank: state_of(beat) for rank, beat in beats.items()}
             missing = self.world - len(reports)
             waited = time.monotonic() - began
-            if sum(state in ("stopped", "gone") for state in states.values()) == missing or waited > PATIENCE_S:
+            if sum(state in ("stopped", "gone") for state in states.values()) == missing or waited > REPORT_TIMEOUT_S:
                 return reports, states
-            if waited > PROD_AFTER_S and not asked and min(reports) == self.rank:
+            if waited > SIGNAL_AFTER_S and not asked and min(reports) == self.rank:
                 asked = True
                 for rank, state in states.items():
                     if state == "running":
-                        send(beats[rank], ASK)
-            time.sleep(LOOK_S)
+                        send(beats[rank], STACKS_SIGNAL)
+            time.sleep(POLL_S)
 
     def verdict(self, patience_s: float) -> Verdict | None:
         give_up = time.monotonic() + patience_s
         while time.monotonic() < give_up and not self.verdict_path.exists():
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return self.read_verdict()
 
     def read_verdict(self) -> Verdict | None:
@@ -118,14 +118,14 @@ class Alarm:
             return None
         return Verdict.from_dict(json.loads(self.verdict_path.read_text(encoding="utf-8")))
 
-    def keep_stacks(self, states: dict[int, str]) -> None:
+    def copy_stacks(self, states: dict[int, str]) -> None:
         """Those that ranks without a report have left at the signal."""
         for rank in states:
             source = self.run.path / "watch" / f"rank-{rank}.stacks"
             if source.exists() and source.stat().st_size:
                 shutil.copyfile(source, self.folder / source.name)
 
-    def tell(self, verdict: Verdict) -> None:
+    def record_hang(self, verdict: Verdict) -> None:
         """In the run's events and on the terminal; the main thread of the lead may never come to it."""
         text = f"a collective took more than {self.spec.timeout_s:g} s: {verdict.text}"
         where = str(self.folder.relative_to(self.run.path))
@@ -133,7 +133,7 @@ class Alarm:
         self.run.event("fail", phase.step, error=text)
         print(f"lmworks: error: {text} (lmworks runs diagnose {self.run.path})", file=sys.stderr, flush=True)
 
-    def release(self, states: dict[int, str]) -> None:
+    def terminate_stuck_ranks(self, states: dict[int, str]) -> None:
         """End ranks of this host that could not report: one that is stopped goes on, and finds the verdict itself."""
         beats = read_beats(self.run.path, self.attempt)
         for rank, state in states.items():
@@ -141,7 +141,7 @@ class Alarm:
                 send(beats[rank], signal.SIGCONT if state == "stopped" else signal.SIGKILL)
 
 
-def end() -> NoReturn:
+def exit_now() -> NoReturn:
     """At once, from this thread: the main thread waits in a place that nothing can call it back from."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -149,14 +149,14 @@ def end() -> NoReturn:
     os._exit(TrainingError.exit_code)
 
 
-def own_stacks() -> str:
+def dump_stacks() -> str:
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read()
 
 
-def blank(beat: Beat, states: dict[int, str]) -> Report:
+def report_from_heartbeat(beat: Beat, states: dict[int, str]) -> Report:
     """A rank that is well, as far as its sign of life tells."""
     return Report(beat.rank, beat.host, beat.pid, beat.phase, beat.step, False, (), {}, states, "")
 

@@ -37,7 +37,7 @@ class Status(NamedTuple):
         return self.started > self.done
 
 
-class Flight:
+class FlightRecorder:
     """What this process has on record, of all its groups."""
 
     def __init__(self, mesh: Mesh) -> None:

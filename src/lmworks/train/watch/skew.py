@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from ...spec import WatchSpec
 
-MOSTLY = 0.5  # who holds others up hardly waits himself: small shares differ by chance
+MIN_BUSY_SHARE = 0.5  # who holds others up hardly waits himself: small shares differ by chance
 
 
 @dataclass(frozen=True)
-class Slow:
+class Straggler:
     """A rank became slow, or is slow no more."""
 
     rank: int
@@ -34,28 +34,28 @@ class Skew:
         self.fine_for: dict[int, int] = {}  # of a rank that was named
         self.largest = 1.0  # ratio of the last step
 
-    def update(self, busy: Sequence[float]) -> list[Slow]:
+    def update(self, busy: Sequence[float]) -> list[Straggler]:
         """`busy`: of every rank, the share of its time that it did not wait for others."""
-        found: list[Slow] = []
+        found: list[Straggler] = []
         self.largest = 1.0
         for stage in self.stages:
             usual = max(statistics.median_low([busy[rank] for rank in stage]), 0.01)
             for rank in stage:
                 ratio = busy[rank] / usual
                 self.largest = max(self.largest, round(ratio, 3))
-                found += self.judge(rank, ratio, slow=ratio > self.spec.straggler and busy[rank] > MOSTLY)
+                found += self.judge(rank, ratio, slow=ratio > self.spec.straggler and busy[rank] > MIN_BUSY_SHARE)
         return found
 
-    def judge(self, rank: int, ratio: float, slow: bool) -> list[Slow]:
+    def judge(self, rank: int, ratio: float, slow: bool) -> list[Straggler]:
         """A name is given, and taken back, after the same number of steps in a row."""
         if rank in self.fine_for:
             self.fine_for[rank] = 0 if slow else self.fine_for[rank] + 1
             if self.fine_for[rank] < self.spec.straggler_steps:
                 return []
             del self.fine_for[rank]
-            return [Slow(rank, round(ratio, 2), recovered=True)]
+            return [Straggler(rank, round(ratio, 2), recovered=True)]
         self.slow_for[rank] = self.slow_for.get(rank, 0) + 1 if slow else 0
         if self.slow_for[rank] < self.spec.straggler_steps:
             return []
         self.slow_for[rank], self.fine_for[rank] = 0, 0
-        return [Slow(rank, round(ratio, 2), recovered=False)]
+        return [Straggler(rank, round(ratio, 2), recovered=False)]

@@ -28,17 +28,17 @@ from ...record.hang import judge
 from ...record.life import Beat, own_beat, read_beats, read_stat, state_of
 from ...spec import Grid, LMWorksError, TrainingError, WatchSpec
 from ...spec.files import write_whole
-from .alarm import ASK, Alarm, blank, end
-from .flight import Flight
+from .alarm import STACKS_SIGNAL, Alarm, exit_now, report_from_heartbeat
+from .flight import FlightRecorder
 from .skew import Skew
 
 SAMPLE_S = 0.05
 WINDOW = 100  # samples: what a rank has been doing for the last seconds
-TALKING = tuple(str(Path(module.__file__ or "").parent) for module in (dist, parallel))
+COMMUNICATION_CODE = tuple(str(Path(module.__file__ or "").parent) for module in (dist, parallel))
 
 
 @contextmanager
-def watching(spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh | None) -> Iterator[Watchdog | None]:
+def run_watchdog(spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh | None) -> Iterator[Watchdog | None]:
     """Watch over this rank while it trains; a process alone waits for nobody."""
     if mesh is None or mesh.size("world") == 1:
         yield None
@@ -56,15 +56,15 @@ def watching(spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh | None
         watchdog.stop()
         raise  # the sign of life stays: the others see there when and where this rank was last
     watchdog.stop()
-    watchdog.forget()
+    watchdog.remove_heartbeat()
 
 
 class Watchdog:
     def __init__(self, spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh) -> None:
         self.spec, self.folder, self.attempt = spec, folder, attempt
         self.rank, self.world = mesh.rank("world"), mesh.size("world")
-        self.sign_path = folder.path / "watch" / f"rank-{self.rank}.life"
-        self.flight, self.main = Flight(mesh), MainThread()
+        self.heartbeat_path = folder.path / "watch" / f"rank-{self.rank}.life"
+        self.flight, self.main = FlightRecorder(mesh), MainThread()
         self.alarm = Alarm(spec, folder, attempt, mesh, self.flight)
         self.skew = Skew(spec, stages(mesh.grid))
         self.check_s = min(5.0, spec.timeout_s / 10)
@@ -80,36 +80,36 @@ class Watchdog:
     def start(self) -> None:
         beat = own_beat(self.rank, self.attempt)
         try:
-            self.sign_path.parent.mkdir(parents=True, exist_ok=True)  # NFS may not show yet what rank 0 has made
-            write_whole(self.sign_path, beat.first() + beat.second(beat.time, beat.phase, beat.step))
-            with self.sign_path.open("r+b") as file:
-                self.sign = mmap.mmap(file.fileno(), 0)
-            self.stacks: IO[str] = self.sign_path.with_suffix(".stacks").open("w")
+            self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)  # NFS may not show yet what rank 0 has made
+            write_whole(self.heartbeat_path, beat.first() + beat.second(beat.time, beat.phase, beat.step))
+            with self.heartbeat_path.open("r+b") as file:
+                self.heartbeat = mmap.mmap(file.fileno(), 0)
+            self.stacks: IO[str] = self.heartbeat_path.with_suffix(".stacks").open("w")
         except OSError as error:
-            raise TrainingError(f"cannot write {self.sign_path}: {error.strerror}") from None
+            raise TrainingError(f"cannot write {self.heartbeat_path}: {error.strerror}") from None
         self.at = len(beat.first())
-        faulthandler.register(ASK, self.stacks, all_threads=True)
-        phase.listeners.append(self.progress)
+        faulthandler.register(STACKS_SIGNAL, self.stacks, all_threads=True)
+        phase.listeners.append(self.on_phase)
         self.thread.start()
 
     def stop(self) -> None:
         self.ended.set()
         self.thread.join()
-        phase.listeners.remove(self.progress)
-        faulthandler.unregister(ASK)
+        phase.listeners.remove(self.on_phase)
+        faulthandler.unregister(STACKS_SIGNAL)
         self.stacks.close()
-        self.sign.close()
+        self.heartbeat.close()
 
-    def forget(self) -> None:
-        for path in (self.sign_path, self.sign_path.with_suffix(".stacks")):
+    def remove_heartbeat(self) -> None:
+        for path in (self.heartbeat_path, self.heartbeat_path.with_suffix(".stacks")):
             path.unlink(missing_ok=True)
         with suppress(OSError):  # others are still there
-            self.sign_path.parent.rmdir()
+            self.heartbeat_path.parent.rmdir()
 
-    def progress(self, name: str, step: int) -> None:
+    def on_phase(self, name: str, step: int) -> None:
         """Called at every phase: about a microsecond. Ranks of this host can read it at once."""
         self.entered += 1
-        self.sign[self.at :] = Beat.second(time.time(), name, step)
+        self.heartbeat[self.at :] = Beat.second(time.time(), name, step)
 
     @property
     def busy(self) -> float:
@@ -143,12 +143,12 @@ class Watchdog:
             except Exception as error:  # a full disk, a folder that was taken away: a hang must end all the same
                 print(f"lmworks: the watchdog of rank {self.rank}: {error!r}", file=sys.stderr, flush=True)
             if waited > self.spec.timeout_s:
-                end()
+                exit_now()
 
     def sample(self, now: float) -> float:
         """See what the main thread does; returns the seconds that it has waited for the same thing."""
-        asleep = self.main.sleeps()
-        place = self.standing() if asleep else None
+        asleep = self.main.is_sleeping()
+        place = self.communication_frame() if asleep else None
         status = self.flight.status()
         waits: set[object] = {(group, one.done) for group, one in status.items() if one.entered > one.done}
         self.samples.append(not (asleep and (waits or place)) and not any(one.runs for one in status.values()))
@@ -157,22 +157,22 @@ class Watchdog:
         self.since = {what: self.since.get(what, now) for what in waits}
         return now - min(self.since.values(), default=now)
 
-    def standing(self) -> tuple[object, int] | None:
+    def communication_frame(self) -> tuple[object, int] | None:
         """Where the main thread stands, if that is in code that talks to other ranks."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        if frame is None or not frame.f_code.co_filename.startswith(TALKING):
+        if frame is None or not frame.f_code.co_filename.startswith(COMMUNICATION_CODE):
             return None
         return frame.f_code, frame.f_lasti
 
     def check(self, now: float, waited: float) -> None:
         if now - self.flushed >= self.flush_s:
             self.flushed = now
-            self.sign.flush()  # a shared file system shows it to other hosts only then
+            self.heartbeat.flush()  # a shared file system shows it to other hosts only then
         if waited > self.spec.timeout_s:
-            self.alarm.raise_("timeout")
+            self.alarm.trigger("timeout")
         if not self.answered and self.alarm.path.exists():
             self.answered = True
-            self.alarm.answer(waits=self.main.sleeps() and self.standing() is not None)
+            self.alarm.respond(is_waiting=self.main.is_sleeping() and self.communication_frame() is not None)
 
     # --- another rank is lost (parallel.world asks) -----------------------------------------------------
 
@@ -185,13 +185,13 @@ class Watchdog:
         states = {rank: state_of(beat) for rank, beat in beats.items()}
         if "gone" not in states.values():
             return None
-        here = {rank: blank(beat, states) for rank, beat in beats.items() if states[rank] != "gone"}
+        here = {rank: report_from_heartbeat(beat, states) for rank, beat in beats.items() if states[rank] != "gone"}
         return judge(self.world, here, beats, states).text
 
     def diagnose(self) -> str | None:
         """Where nobody is gone and a collective failed all the same: what all ranks together make of it."""
         with suppress(OSError, LMWorksError):
-            self.alarm.raise_("loss")
+            self.alarm.trigger("loss")
             verdict = self.alarm.verdict(patience_s=20.0)
             if verdict is not None and verdict.ranks:
                 return verdict.text
@@ -212,7 +212,7 @@ class MainThread:
     def __init__(self) -> None:
         self.path = f"/proc/self/task/{threading.main_thread().native_id}/stat"
 
-    def sleeps(self) -> bool:
+    def is_sleeping(self) -> bool:
         try:
             return read_stat(self.path)[0] == "S"
         except OSError:

@@ -1,4 +1,4 @@
-"""What of a trainer goes into a checkpoint, and how it is taken up again."""
+"""Checkpoints of a trainer: what is saved, asynchronous saves, resuming."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..parallel.world import collective_error, is_rank_zero, run_on_all_ranks, r
 from ..record import RunFolder
 from ..spec import CheckpointError, DataError, LMWorksError, SpecError
 from ..spec.resumed import refused_changes
-from .health.finite import first_bad, tensors_of
+from .health.finite import first_nonfinite_tensor, named_tensors
 from .resume_metadata import wrong_meta
 from .rng import rng_state, set_rng_state, wrong_rng
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-class Saving:
-    """Saves and loads one trainer."""
+class CheckpointManager:
+    """Saves and loads the state of one trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -37,82 +37,82 @@ class Saving:
         self.keep = checkpoint.Keep(self.spec.keep, self.spec.keep_every)
         self.background: Background | None = None
         self.copies = Copies(self.spec.remote, self.keep) if self.spec.remote and trainer.lead else None
-        self.stalled = 0.0  # by the save under way
-        self.failed: list[str] = []  # the last saves, in a row
+        self.stall_s = 0.0  # training time lost to the pending save
+        self.failures: list[str] = []  # of consecutive saves
 
     def save(self, wait: bool) -> float:
-        """Save, and with `wait` (or without checkpoint.asynchronous) only return once it is committed.
+        """Save; with `wait` (or without checkpoint.asynchronous) return only once it is committed.
 
-        Returns the seconds that training stood still.
+        Returns the seconds that training was stalled.
         """
         began = time.perf_counter()
         state, meta = {**self.trainer.state(), "rng": rng_state()}, self.meta()
-        if self.background is None or not self.in_background(self.background, state, meta, wait, began):
+        if self.background is None or not self.save_async(self.background, state, meta, wait, began):
             path = checkpoint.save(self.root, self.trainer.step, state, meta, self.keep, self.spec.hash)
-            self.saved(Ended(self.trainer.step, path, 0.0, bytes_of(path)), time.perf_counter() - began)
+            self.record_committed(Ended(self.trainer.step, path, 0.0, bytes_of(path)), time.perf_counter() - began)
         if wait and self.copies is not None:
             for copied in self.copies.settle():
-                self.copied(copied)
+                self.record_copy(copied)
         return time.perf_counter() - began
 
     def meta(self) -> dict[str, Any]:
-        """What is no tensor."""
+        """State that is not tensors."""
         trainer = self.trainer
         meta = {"cursor": trainer.cursor, "data": trainer.batches.digest, "loss_scale": trainer.loss_scale.state_dict()}
         return meta | {"health": trainer.health.state_dict(), "spec": trainer.spec.to_dict()}
 
-    def in_background(
+    def save_async(
         self, background: Background, state: dict[str, Any], meta: dict[str, Any], wait: bool, began: float
     ) -> bool:
-        """False where it was waited for and failed: then the state is still here to be saved again."""
-        self.ended(background.settle())  # one at a time
-        run_on_rank_zero(self.refuse_third)
+        """False if it was waited for and failed: the state is still here to be saved again."""
+        self.record_save(background.settle())  # one at a time
+        run_on_rank_zero(self.refuse_repeated_failure)
         background.save(self.trainer.step, state, meta)
-        self.stalled = time.perf_counter() - began
+        self.stall_s = time.perf_counter() - began
         if not wait:
             return True
         ended = background.finish()
-        self.stalled = time.perf_counter() - began
-        self.ended(ended)
+        self.stall_s = time.perf_counter() - began
+        self.record_save(ended)
         return not run_on_rank_zero(lambda: ended.error if ended else "")
 
     def settle(self) -> None:
-        """Wait for the save under way: a rewind may go back to it, and must find the same ones whatever their speed."""
+        """Wait for the pending save: a rewind may load it, and must not depend on how fast it is written."""
         if self.background is not None:
-            self.ended(self.background.settle())
+            self.record_save(self.background.settle())
             run_on_rank_zero(lambda: None)
 
     def poll(self) -> None:
-        """Between steps: hear what became of the save under way."""
+        """Between steps: collect the results of finished saves and copies."""
         if self.background is not None:
-            self.ended(self.background.poll())
+            self.record_save(self.background.poll())
         if self.copies is not None:
-            self.copied(self.copies.poll())
+            self.record_copy(self.copies.poll())
 
-    def ended(self, ended: Ended | None) -> None:
-        """Record it; the lead alone hears anything."""
+    def record_save(self, ended: Ended | None) -> None:
+        """Record the end of an asynchronous save; only rank 0 gets one."""
         if ended is None:
             return
         if not ended.error:
-            self.saved(ended, self.stalled)
+            self.record_committed(ended, self.stall_s)
             return
-        self.failed.append(f"cannot save {ended.path}: {ended.error}")
+        self.failures.append(f"cannot save {ended.path}: {ended.error}")
         self.trainer.event("save_failed", ended.step, path=ended.path.name, error=ended.error)
-        print(f"{self.failed[-1]}; older checkpoints are as they were", file=sys.stderr, flush=True)
+        print(f"{self.failures[-1]}; older checkpoints are as they were", file=sys.stderr, flush=True)
 
-    def refuse_third(self) -> None:
-        """A run whose saves fail is not worth its time. One may, two in a row may not."""
-        if len(self.failed) > 1:
-            raise CheckpointError(f"{self.failed[-1]}; the save before failed too")
+    def refuse_repeated_failure(self) -> None:
+        """One failed save is tolerated; two in a row end the run."""
+        if len(self.failures) > 1:
+            raise CheckpointError(f"{self.failures[-1]}; the save before failed too")
 
-    def saved(self, ended: Ended, stalled: float) -> None:
-        self.failed = []
-        times = {"seconds": round(stalled, 4), "write_s": round(ended.seconds, 4)}
+    def record_committed(self, ended: Ended, stall_s: float) -> None:
+        self.failures = []
+        times = {"seconds": round(stall_s, 4), "write_s": round(ended.seconds, 4)}
         self.trainer.event("save", ended.step, path=ended.path.name, bytes=ended.bytes, **times)
         if self.copies is not None:
             self.copies.add(ended.path)
 
-    def copied(self, copied: Copied | None) -> None:
+    def record_copy(self, copied: Copied | None) -> None:
         if copied is None:
             return
         fields = {"path": copied.folder.name, "remote": self.spec.remote, "seconds": round(copied.seconds, 4)}
@@ -123,20 +123,24 @@ class Saving:
         print(f"cannot copy {copied.folder} to {self.spec.remote}: {copied.error}", file=sys.stderr, flush=True)
 
     def close(self, error: Exception | None = None) -> None:
-        """End the writers. What is under way is waited for only where every rank can be: not after the loss of one."""
-        run_on_all_ranks = isinstance(error, LMWorksError) and error.collective and not error.rank_lost
+        """End the writers. The pending save is waited for only if all ranks are alive."""
+        all_alive = isinstance(error, LMWorksError) and error.collective and not error.rank_lost
         if self.background is not None:
-            if run_on_all_ranks:
-                self.ended(self.background.settle())
+            if all_alive:
+                self.record_save(self.background.settle())
             self.background.close()
             self.background = None
         if self.copies is not None:
             self.copies.close()
 
-    def load(self, step: int | None = None) -> None:
-        """Take up the newest intact checkpoint (or that of `step`), if there is one. Damaged ones are named."""
-        if not self.load_saved(step):
-            self.load_start()
+    def load(self, step: int | None = None) -> tuple[int, int] | None:
+        """Load the newest intact checkpoint (or that of `step`); returns its step and data cursor, None without one.
+
+        Damaged checkpoints are reported.
+        """
+        position = self.load_checkpoint(step)
+        if position is None:
+            self.load_initial_weights()
         if self.spec.asynchronous and self.background is None:
             state = {**self.trainer.state(), "rng": rng_state()}
             self.background = Background(
@@ -147,31 +151,31 @@ class Saving:
                 self.spec.hash,
                 self.trainer.spec.watch.timeout_s,
             )
+        return position
 
-    def load_saved(self, step: int | None) -> bool:
+    def load_checkpoint(self, step: int | None) -> tuple[int, int] | None:
         trainer = self.trainer
         state: dict[str, Any] = {**trainer.state(), "rng": None}
         manifest = checkpoint.load(
             self.root,
             state,
-            refused=self.refused,
+            refused=self.record_refused,
             step=step,
             remote=self.spec.remote,
             check=self.check,
-            accept=accept,
+            accept=check_loaded,
         )
         if manifest is None:
-            run_on_rank_zero(self.refuse_lost)
-            return False
-        trainer.take(state)
+            run_on_rank_zero(self.refuse_missing)
+            return None
+        trainer.load_state(state)
         set_rng_state(state["rng"])
         trainer.loss_scale.load_state_dict(manifest.meta["loss_scale"])
         trainer.health.load_state_dict(manifest.meta.get("health", {}))
-        trainer.step, trainer.cursor = manifest.step, manifest.meta["cursor"]
-        return True
+        return manifest.step, manifest.meta["cursor"]
 
     def check(self, manifest: Manifest) -> None:
-        """Whether the run may go on from it: what it remembers makes sense, and neither spec nor data are others."""
+        """Whether the run may resume from it: valid metadata, and the same spec and data."""
         trainer, meta = self.trainer, manifest.meta
         if why := wrong_meta(manifest):
             raise DamagedError(why)
@@ -186,8 +190,8 @@ class Saving:
                 "bring the old data back, or start a new run"
             )
 
-    def refuse_lost(self) -> None:
-        """A run that has saved does not begin anew because its checkpoints are out of sight."""
+    def refuse_missing(self) -> None:
+        """A run that has saved does not restart at step 0 because its checkpoints are missing."""
         steps = [event["step"] for event in self.trainer.folder.events() if event["kind"] == "save"]
         if steps:
             raise CheckpointError(
@@ -195,21 +199,21 @@ class Saving:
                 "or begin a new run with another --run-dir"
             )
 
-    def load_start(self) -> None:
-        """Weights of another run, where checkpoint.init names one; those of a Hugging Face folder are in already."""
-        start = self.trainer.spec.checkpoint.init
-        if not start or is_hf(Path(start)):
+    def load_initial_weights(self) -> None:
+        """Weights of another run, if checkpoint.init names one; those of a Hugging Face folder are loaded already."""
+        source = self.trainer.spec.checkpoint.init
+        if not source or is_hf(Path(source)):
             return
         state = {"model": self.trainer.state()["model"]}
-        folder = run_on_all_ranks(lambda: RunFolder.open(start))
-        if checkpoint.load(folder.checkpoints, state, refused=self.refused) is None:
-            raise collective_error(SpecError(f"checkpoint.init = {start!r} has no checkpoint to start from"))
-        self.trainer.take(state)
+        folder = run_on_all_ranks(lambda: RunFolder.open(source))
+        if checkpoint.load(folder.checkpoints, state, refused=self.record_refused) is None:
+            raise collective_error(SpecError(f"checkpoint.init = {source!r} has no checkpoint to start from"))
+        self.trainer.load_state(state)
 
     def set_aside_later(self) -> None:
-        """After a step was chosen to go on from: later ones belong to a line that is given up, and must not be found.
+        """After resuming at a chosen step: move later checkpoints away, so that no resume finds them.
 
-        They are kept, since nobody said that they are bad. Copies of them go when this step has been copied again.
+        They are kept, since they may be good. Remote copies of them are deleted when this step has been copied again.
         """
         step, place = self.trainer.step, self.root / f"set-aside-{self.trainer.attempt}"
         steps = run_on_rank_zero(lambda: set_aside(self.root, step, place))
@@ -221,17 +225,17 @@ class Saving:
         if self.copies is not None:
             self.copies.add(self.root / f"step-{step:06d}")
 
-    def refused(self, path: Path, reason: str) -> None:
+    def record_refused(self, path: Path, reason: str) -> None:
         self.trainer.event("refused", checkpoint.step_of(path), path=path.name, reason=reason)
         print(refusal(path, reason), file=sys.stderr, flush=True)
 
 
-def accept(state: dict[str, Any]) -> None:
-    """Whether a run can go on from what was read: generators that take their state, and nothing that is NaN or Inf."""
+def check_loaded(state: dict[str, Any]) -> None:
+    """Refuse what no run can resume from: malformed generator states, NaN or Inf."""
     if why := wrong_rng(state["rng"]):
         raise DamagedError(f"its random states are malformed: {why}")
     sections = {key: state[key] for key in ("model", "optim")}
-    if found := first_reason(lambda: not_finite(first_bad(tensors_of(sections)))):
+    if found := first_reason(lambda: not_finite(first_nonfinite_tensor(named_tensors(sections)))):
         raise DamagedError(found[0])
 
 
