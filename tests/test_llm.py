@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 import lmworks
 from lmworks import LLM, SamplingParams, loading
-from lmworks.engine.core.request import Answer, Piece, Request, Result
-from lmworks.engine.offline import Offline
+from lmworks.engine.core.request import Answer, OutputDelta, Request, Result
+from lmworks.engine.offline import OfflineEngine
 from lmworks.model import GPT, generate
 from lmworks.spec import CheckpointError, EngineSpec, LMWorksError, ModelSpec, SpecError
 from tiny import make_spec, train
@@ -197,17 +197,17 @@ def test_who_raises_when_told_ends_it_and_loses_nothing(preset: LLM) -> None:
     with pytest.raises(RuntimeError, match="full"):
         preset.generate([[1], [2], [3], [4]], SamplingParams(max_tokens=2, ignore_eos=True), told=told)
     assert sorted(seen) == [0, 1, 2, 3]
-    assert isinstance(preset.backend, Offline)
+    assert isinstance(preset.backend, OfflineEngine)
     assert not preset.backend.boxes
     assert not preset.native.busy
 
 
 def test_a_second_interrupt_leaves_no_request_behind(preset: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = preset.backend
-    assert isinstance(backend, Offline)
+    assert isinstance(backend, OfflineEngine)
     step, leave, left = backend.engine.step, backend.leave, 0
 
-    def interrupted() -> list[Piece]:
+    def interrupted() -> list[OutputDelta]:
         signal.raise_signal(signal.SIGINT)
         return step()
 
@@ -503,6 +503,6 @@ def test_seeds(preset: LLM) -> None:
     ("source", "said"), [("tiny", "tp = 3 does not divide the model's"), ("nowhere", "neither a folder nor a preset")]
 )
 def test_ranks_are_not_started_for_what_cannot_be_cut(source: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmworks.engine.tensor_parallel.executor.Lead", None)  # calling it would be a TypeError
+    monkeypatch.setattr("lmworks.engine.tensor_parallel.executor.Executor", None)  # calling it would be a TypeError
     with pytest.raises(SpecError, match=said):
         LLM(source, tp=3)

@@ -16,9 +16,9 @@ from .data import Tokenizer
 from .data.tokenizer import FileTokenizer
 from .engine.chat_template import Chat
 from .engine.core.engine import Engine
-from .engine.core.request import Answer, Piece, Result, Told, tell_nobody
+from .engine.core.request import Answer, OutputDelta, Result, ResultCallback, ignore_result
 from .engine.core.sampling_params import SamplingParams, index
-from .engine.offline import CLOSED, Offline
+from .engine.offline import CLOSED, OfflineEngine
 from .engine.quantization.drift import DriftMonitor
 from .engine.quantization.folder import is_quantized
 from .engine.vllm import VLLM
@@ -36,9 +36,13 @@ class Backend(Protocol):
     @property
     def context(self) -> int: ...
     def generate(
-        self, prompts: Sequence[Any], params: Sequence[SamplingParams], progress: bool, told: Told = tell_nobody
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams],
+        progress: bool,
+        told: ResultCallback = ignore_result,
     ) -> list[Result]: ...
-    def stream(self, prompt: Any, params: SamplingParams) -> Generator[Piece, None, None]: ...
+    def stream(self, prompt: Any, params: SamplingParams) -> Generator[OutputDelta, None, None]: ...
     def close(self) -> None: ...
 
 
@@ -64,7 +68,7 @@ class LLM:
         else:
             loaded, served = serve(source, spec, step, seed)
             self.tokenizer = loaded.tokenizer
-            self.backend = Offline(served)
+            self.backend = OfflineEngine(served)
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -73,13 +77,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
-        told: Told = tell_nobody,
+        told: ResultCallback = ignore_result,
     ) -> list[Result]:
         """One result a prompt, in order; params are one for all or one each.
 
         A prompt that cannot be served has a result with finish_reason "error" and says why; the others go on.
-        `told(place, result)` is called for every prompt as soon as its result is there (vLLM has all at the end): what
-        it keeps is not lost when the rest is interrupted.
+        `told(place, result)` is called for every prompt as soon as its result is there (vLLM has all at the end):
+        what it keeps is not lost when the rest is interrupted.
         """
         many = as_prompts(prompts)
         wishes = as_params(params, len(many))
@@ -100,7 +104,7 @@ class LLM:
         found = dict(zip(good, served, strict=True))
         return [one if isinstance(one, Result) else found[place] for place, one in enumerate(encoded)]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece, None, None]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[OutputDelta, None, None]:
         """Pieces of the answer as they come; the last one carries the result. Leaving the loop cancels the request."""
         self.refuse_closed()
         return self.backend.stream(self.encode(prompt), as_params(params, 1)[0])
@@ -141,9 +145,9 @@ class LLM:
         return self.backend.context
 
     @property
-    def ours(self) -> Offline:
+    def ours(self) -> OfflineEngine:
         self.refuse_closed()
-        if not isinstance(self.backend, Offline):
+        if not isinstance(self.backend, OfflineEngine):
             raise SpecError("vLLM serves this model: it has an engine of its own")
         return self.backend
 

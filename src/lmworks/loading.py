@@ -11,20 +11,20 @@ import torch
 from .data import Tokenizer, load_tokenizer
 from .data.tokenizer import read_tokenizer
 from .engine.core.engine import Engine
-from .engine.core.kernel_warmup import rehearsal
-from .engine.core.meta_model import Outline
-from .engine.core.model_runner import DTYPES, Runner
+from .engine.core.kernel_warmup import warm_up_kernels
+from .engine.core.meta_model import MetaModel
+from .engine.core.model_runner import DTYPES, ModelRunner
 from .engine.quantization.folder import (
     QuantizedWeights,
     check_digests,
     is_quantized,
     load_quantized,
-    of_bytes,
     quantized_outline,
     quantized_vocab,
+    uses_byte_tokenizer,
 )
-from .engine.speculative.draft_model import Ahead, Draft
-from .engine.speculative.ngram import NGram
+from .engine.speculative.draft_model import DraftModel, DraftModelProposer
+from .engine.speculative.ngram import NgramProposer
 from .engine.speculative.verification import Speculator
 from .model import GPT
 from .model.gpt import initial_weight
@@ -35,7 +35,7 @@ from .spec.errors import did_you_mean
 from .spec.presets import PRESETS
 
 if TYPE_CHECKING:
-    from .engine.tensor_parallel.executor import Ranks
+    from .engine.tensor_parallel.executor import TensorParallelRank
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
     return Loaded(trained.model.to(device), trained.tokenizer, vocab=trained.tokenizer.vocab_size)
 
 
-def load_share(source: str | Path, spec: EngineSpec, step: int | None, seed: int, ranks: Ranks) -> Loaded:
+def load_share(source: str | Path, spec: EngineSpec, step: int | None, seed: int, ranks: TensorParallelRank) -> Loaded:
     """What one of several ranks holds of it, on its device."""
     folder, dtype = Path(source), pick_dtype(spec, ranks.device)
     refuse_step(source, step)
     if is_preset(source):
         model = ModelSpec.from_preset(str(source))
-        drawn = ranks.load_shards(Outline(model), dtype, lambda name, shape: initial_weight(model, seed, name, shape))
+        drawn = ranks.load_shards(MetaModel(model), dtype, lambda name, shape: initial_weight(model, seed, name, shape))
         return Loaded(drawn, None)
     if is_hf(folder):
         if is_quantized(folder):
@@ -83,11 +83,11 @@ def load_share(source: str | Path, spec: EngineSpec, step: int | None, seed: int
             part = ranks.load_shards(stored.outline, dtype, stored.tensor, stored.layer)
             return Loaded(part, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
         model = described(folder)[1]
-        part = ranks.load_shards(Outline(model), dtype, HFWeights(folder, model).whole)
+        part = ranks.load_shards(MetaModel(model), dtype, HFWeights(folder, model).whole)
         return Loaded(part, hf_tokenizer(folder), hf_eos(folder))
     whole = load(source, spec.replace(device="cpu"), step, seed)
     parameters, buffers = dict(whole.model.named_parameters()), dict(whole.model.named_buffers())
-    part = ranks.load_shards(Outline(whole.model.spec), dtype, lambda name, _shape: parameters[name].detach())
+    part = ranks.load_shards(MetaModel(whole.model.spec), dtype, lambda name, _shape: parameters[name].detach())
     for name, buffer in part.named_buffers():
         buffer.copy_(buffers[name])
     return replace(whole, model=part)
@@ -141,7 +141,7 @@ def pick_dtype(spec: EngineSpec, device: torch.device) -> torch.dtype:
 @torch.no_grad()
 def random_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
     """On a CPU the weights that training begins with; on a GPU drawn there, in a fraction of the time."""
-    model = Outline(spec).blank(device, dtype)
+    model = MetaModel(spec).blank(device, dtype)
     if device.type == "cpu":
         model.init_weights(seed)
         return model.eval()
@@ -171,7 +171,7 @@ def hf_eos(folder: Path) -> tuple[int, ...]:
 
 def hf_tokenizer(folder: Path) -> Tokenizer | None:
     """None where there is no tokenizer.json: prompts are then lists of ids."""
-    if is_quantized(folder) and of_bytes(folder):
+    if is_quantized(folder) and uses_byte_tokenizer(folder):
         return load_tokenizer("bytes")
     if not (folder / "tokenizer.json").is_file():
         return None
@@ -183,15 +183,15 @@ def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> 
     """A source and the engine that serves it; with engine.tp > 1, over as many processes."""
     refuse_too_large(source, spec)
     if spec.tp == 1:
-        with rehearsal(outline_of(source), spec, pick_device(spec)):
+        with warm_up_kernels(outline_of(source), spec, pick_device(spec)):
             loaded = load(source, spec, step, seed)
         return loaded, make_engine(loaded, spec, seed)
-    from .engine.tensor_parallel.executor import Lead  # not above: PyTorch's distributed parts take seconds to load
-    from .engine.tensor_parallel.tp_shards import check_shares
+    from .engine.tensor_parallel.executor import Executor  # not above: PyTorch's distributed parts take seconds to load
+    from .engine.tensor_parallel.tp_shards import check_tp_divides
 
     if (outline := outline_of(source)) is not None:
-        check_shares(outline, spec.tp)  # before others are started, who would only add their own complaints
-    lead = Lead(source, spec, step, seed, pick_device(spec))
+        check_tp_divides(outline, spec.tp)  # before others are started, who would only add their own complaints
+    lead = Executor(source, spec, step, seed, pick_device(spec))
     try:
         loaded = load_share(source, spec, step, seed, lead)
         engine = make_engine(loaded, spec, seed, lead)
@@ -221,36 +221,38 @@ def refuse_too_large(source: str | Path, spec: EngineSpec) -> None:
         )
 
 
-def outline_of(source: str | Path) -> Outline | None:
+def outline_of(source: str | Path) -> MetaModel | None:
     """Where it can be told without opening a checkpoint."""
     folder = Path(source)
     if is_preset(source):
-        return Outline(ModelSpec.from_preset(str(source)))
+        return MetaModel(ModelSpec.from_preset(str(source)))
     if is_hf(folder):
-        return quantized_outline(folder) if is_quantized(folder) else Outline(described(folder)[1])
+        return quantized_outline(folder) if is_quantized(folder) else MetaModel(described(folder)[1])
     refuse_nothing(folder)
     return None
 
 
-def make_engine(loaded: Loaded, spec: EngineSpec, seed: int, ranks: Ranks | None = None) -> Engine:
+def make_engine(loaded: Loaded, spec: EngineSpec, seed: int, ranks: TensorParallelRank | None = None) -> Engine:
     """Takes the model over; with a draft, that one too."""
     draft = load_draft(spec, seed) if spec.speculate == "draft" else None
     runner = make_runner(loaded, spec, draft, ranks)
     return Engine(runner, loaded.tokenizer, loaded.eos, seed, speculator(runner.spec))
 
 
-def load_draft(spec: EngineSpec, seed: int) -> Draft:
+def load_draft(spec: EngineSpec, seed: int) -> DraftModel:
     try:
-        return Draft(load(spec.draft, spec, None, seed).model)
+        return DraftModel(load(spec.draft, spec, None, seed).model)
     except LMWorksError as error:
         raise SpecError(f"engine.draft: {error}") from None
 
 
-def make_runner(loaded: Loaded, spec: EngineSpec, draft: Draft | None, ranks: Ranks | None) -> Runner:
-    return Runner(loaded.model, spec, loaded.model.device, loaded.vocab or loaded.model.spec.vocab, draft, ranks)
+def make_runner(
+    loaded: Loaded, spec: EngineSpec, draft: DraftModel | None, ranks: TensorParallelRank | None
+) -> ModelRunner:
+    return ModelRunner(loaded.model, spec, loaded.model.device, loaded.vocab or loaded.model.spec.vocab, draft, ranks)
 
 
 def speculator(spec: EngineSpec) -> Speculator | None:
     if spec.speculate == "none":
         return None
-    return Speculator(spec, Ahead() if spec.speculate == "draft" else NGram())
+    return Speculator(spec, DraftModelProposer() if spec.speculate == "draft" else NgramProposer())

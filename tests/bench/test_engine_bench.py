@@ -14,7 +14,7 @@ from lmworks.bench.engine_profile import profile_engine
 from lmworks.bench.engine_report import engine_page
 from lmworks.bench.engine_trace import watched
 from lmworks.bench.engine_workload import Workload, make_workload, read_range
-from lmworks.engine.core.kv_cache import CacheShape
+from lmworks.engine.core.kv_cache import KVCacheShape
 from lmworks.engine.core.request import Request
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.quantization.quantized_model import empty_like_quantized
@@ -26,7 +26,7 @@ def floor_of(name: str, bandwidth: float = 4.27e12, **changes: object) -> Floor:
     spec = ModelSpec.from_preset(name, **changes)
     with torch.device("meta"):
         model = GPT(spec).to(torch.bfloat16)
-    return Floor(model, CacheShape.of(spec, EngineSpec(), torch.bfloat16, spec.kv_heads), bandwidth)
+    return Floor(model, KVCacheShape.of(spec, EngineSpec(), torch.bfloat16, spec.kv_heads), bandwidth)
 
 
 # --- the floor --------------------------------------------------------------------------------------------

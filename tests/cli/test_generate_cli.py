@@ -15,7 +15,7 @@ from lmworks import LLM, SamplingParams
 from lmworks.cli import generate
 from lmworks.cli.main import main
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.request import Answer, Piece, Result, Told
+from lmworks.engine.core.request import Answer, OutputDelta, Result, Told
 from lmworks.spec import LMWorksError, SpecError
 from lmworks.train.load_run import load_trained
 from tiny import make_spec, train, write_adapter
@@ -253,7 +253,7 @@ def test_answers_that_all_fail_alike_are_said_once(
 def fail_after_the_first(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     step, done = Engine.step, []
 
-    def failing(self: Engine) -> list[Piece]:
+    def failing(self: Engine) -> list[OutputDelta]:
         if done:
             raise error
         pieces = step(self)

@@ -18,7 +18,7 @@ from lmworks.cli import generate, main
 from lmworks.cli.output import last_words, write
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.request import Answer
-from lmworks.engine.offline import Offline
+from lmworks.engine.offline import OfflineEngine
 
 BENCH = ("bench", "offline", "--model", "tiny", "--requests", "2")
 GENERATE = ("generate", "tiny", "--prompts", "ids.jsonl")
@@ -109,13 +109,13 @@ def while_they_are_put_into_words() -> None:
 
 
 def while_the_model_is_closed() -> None:
-    close = Offline.close
+    close = OfflineEngine.close
 
-    def interrupted(self: Offline) -> None:
+    def interrupted(self: OfflineEngine) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         close(self)
 
-    Offline.close = interrupted  # type: ignore[method-assign]
+    OfflineEngine.close = interrupted  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmworks.engine.core.request import UNKNOWN, Logprob, Sequence
+from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Logprob, Sequence
 from lmworks.engine.core.scheduler import Step
 from lmworks.engine.core.step_output import PromptLogprobs, TokenOutput
 from lmworks.engine.grammars.grammar import Grammars
@@ -51,7 +51,7 @@ class Work:
 
 
 @dataclass
-class Launched:
+class StepOutput:
     device: FakeDevice
     works: list[Work]
     copies: list[tuple[int, int]]
@@ -77,15 +77,15 @@ class FakeDevice:
     def __post_init__(self) -> None:
         self.blocks = self.spec.blocks
         self.cache = [[EMPTY] * self.spec.block for _ in range(self.blocks)]
-        self.recent = [UNKNOWN] * self.spec.max_seqs
-        self.queue: list[Launched] = []
+        self.recent = [PLACEHOLDER_TOKEN] * self.spec.max_seqs
+        self.queue: list[StepOutput] = []
         self.steps: list[Step] = []
 
     def admit(self, sequence: Sequence) -> None:
         assert 0 <= sequence.slot < self.spec.max_seqs
-        assert UNKNOWN not in sequence.tokens[: sequence.known]
+        assert PLACEHOLDER_TOKEN not in sequence.tokens[: sequence.known]
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> StepOutput:
         assert 0 < step.tokens <= self.spec.max_batch_tokens
         assert len(step.chunks) <= self.spec.max_seqs
         counts = [chunk.count for chunk in step.chunks]
@@ -100,7 +100,7 @@ class FakeDevice:
             bad = sequence.seed in self.bad_seeds
             works.append(Work(sequence.slot, sequence.seed, tokens, start, chunk.wanted, list(sequence.blocks), bad))
         self.steps.append(step)
-        self.queue.append(launched := Launched(self, works, list(step.copies)))
+        self.queue.append(launched := StepOutput(self, works, list(step.copies)))
         return launched
 
     def add_adapter(self, name: str, folder: Path) -> None:
@@ -112,13 +112,13 @@ class FakeDevice:
     def close(self) -> None:
         pass
 
-    def run_until(self, launched: Launched) -> None:
+    def run_until(self, launched: StepOutput) -> None:
         while launched.picks is None:
             first = self.queue.pop(0)
             for source, target in first.copies:
                 self.cache[target] = list(self.cache[source])
             # All keys are written before any are read, as within a layer of a real step.
-            tokens = [[self.recent[w.slot] if t == UNKNOWN else t for t in w.tokens] for w in first.works]
+            tokens = [[self.recent[w.slot] if t == PLACEHOLDER_TOKEN else t for t in w.tokens] for w in first.works]
             for work, ids in zip(first.works, tokens, strict=True):
                 self.write(work, ids)
             first.picks = [self.pick(work, ids) for work, ids in zip(first.works, tokens, strict=True) if work.wanted]

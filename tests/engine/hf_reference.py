@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import Request, Result
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.model import GPT
@@ -119,7 +119,7 @@ def random_prompts(lengths: list[int], seed: int = 0, prefix: int = 0) -> list[l
 
 def make_engine(family: str, device: str = "cpu", **spec: Any) -> Engine:
     given = {"dtype": "fp32", "block": 4, "max_seqs": 8, **spec}
-    return Engine(Runner(fresh_model(family), EngineSpec(**given), device, VOCAB), None)
+    return Engine(ModelRunner(fresh_model(family), EngineSpec(**given), device, VOCAB), None)
 
 
 def answers(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Result]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lmworks.engine.core.block_manager import IntegrityError, Pool, block_hash, root_hash
-from lmworks.engine.core.request import UNKNOWN, Request, Sequence
+from lmworks.engine.core.block_manager import BlockPool, IntegrityError, block_hash, root_hash
+from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Sequence
 from lmworks.engine.core.sampling_params import SamplingParams
 
 
@@ -14,7 +14,7 @@ def sequence(tokens: list[int], tenant: str = "", adapter: str | None = None) ->
     return Sequence(request, 0, 0, list(tokens), len(tokens))
 
 
-def computed(pool: Pool, tokens: list[int], tenant: str = "", adapter: str | None = None) -> Sequence:
+def computed(pool: BlockPool, tokens: list[int], tenant: str = "", adapter: str | None = None) -> Sequence:
     """A sequence that runs, with all its tokens in the cache."""
     each = sequence(tokens, tenant, adapter)
     each.blocks = pool.take(pool.blocks_for(len(tokens)))
@@ -24,7 +24,7 @@ def computed(pool: Pool, tokens: list[int], tenant: str = "", adapter: str | Non
 
 
 def test_full_blocks_are_found_again_even_after_they_are_freed() -> None:
-    pool = Pool(8, 4)
+    pool = BlockPool(8, 4)
     first = computed(pool, list(range(10)))
     held = list(first.blocks)
     assert pool.match(sequence(list(range(10)))) == held[:2]
@@ -36,13 +36,13 @@ def test_full_blocks_are_found_again_even_after_they_are_freed() -> None:
 
 
 def test_a_later_block_is_not_found_without_those_before_it() -> None:
-    pool = Pool(8, 2)
+    pool = BlockPool(8, 2)
     computed(pool, [1, 2, 3, 4, 5])
     assert pool.match(sequence([9, 9, 3, 4, 5])) == []
 
 
 def test_one_token_is_always_left_to_compute() -> None:
-    pool = Pool(8, 4)
+    pool = BlockPool(8, 4)
     held = computed(pool, list(range(8))).blocks
     assert pool.match(sequence(list(range(8)))) == held[:1]
     assert pool.match(sequence(list(range(9)))) == held[:2]
@@ -50,7 +50,7 @@ def test_one_token_is_always_left_to_compute() -> None:
 
 
 def test_tenants_and_adapters_do_not_share() -> None:
-    pool = Pool(8, 2)
+    pool = BlockPool(8, 2)
     computed(pool, [1, 2, 3], tenant="a", adapter="x")
     assert pool.match(sequence([1, 2, 3], tenant="a", adapter="x"))
     for tenant, adapter in (("b", "x"), ("a", None), ("a", "y"), ("", "ax"), ("ax", None), ("x", "a")):
@@ -68,19 +68,19 @@ def test_hashes_see_every_token_and_their_order() -> None:
 
 
 def test_tokens_that_are_not_known_are_not_offered() -> None:
-    pool = Pool(8, 2)
+    pool = BlockPool(8, 2)
     running = computed(pool, [1, 2, 3])
-    running.tokens.append(UNKNOWN)
+    running.tokens.append(PLACEHOLDER_TOKEN)
     running.computed = 4
     pool.offer(running)
-    assert pool.match(sequence([1, 2, 3, UNKNOWN, 5])) == running.blocks[:1]
+    assert pool.match(sequence([1, 2, 3, PLACEHOLDER_TOKEN, 5])) == running.blocks[:1]
     running.tokens[3], running.known = 7, 4
     pool.offer(running)
     assert pool.match(sequence([1, 2, 3, 7, 5])) == running.blocks[:2]
 
 
 def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -> None:
-    pool = Pool(6, 1)
+    pool = BlockPool(6, 1)
     old, new = computed(pool, [1, 2, 3]), computed(pool, [4, 5, 6])
     first, second = list(old.blocks), list(new.blocks)
     pool.release(old)
@@ -90,7 +90,7 @@ def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -
 
 
 def test_using_a_cached_block_makes_it_recent() -> None:
-    pool = Pool(4, 1)
+    pool = BlockPool(4, 1)
     old, new = computed(pool, [1, 2]), computed(pool, [3, 4])
     first, second = list(old.blocks), list(new.blocks)
     pool.release(old)
@@ -104,7 +104,7 @@ def test_using_a_cached_block_makes_it_recent() -> None:
 
 
 def test_blocks_without_content_to_find_go_before_all_others() -> None:
-    pool = Pool(4, 2)
+    pool = BlockPool(4, 2)
     cached, nothing = computed(pool, [1, 2]), computed(pool, [3])
     plain = list(nothing.blocks)
     pool.take(2)
@@ -114,7 +114,7 @@ def test_blocks_without_content_to_find_go_before_all_others() -> None:
 
 
 def test_a_branch_shares_full_blocks_and_copies_the_one_that_is_cut() -> None:
-    pool = Pool(8, 4)
+    pool = BlockPool(8, 4)
     parent = computed(pool, list(range(10)))
     blocks, copies = pool.fork(parent, 9)
     assert blocks[:2] == parent.blocks[:2] and blocks[2] not in parent.blocks
@@ -124,7 +124,7 @@ def test_a_branch_shares_full_blocks_and_copies_the_one_that_is_cut() -> None:
 
 
 def test_a_shared_block_is_free_when_the_last_holder_lets_go() -> None:
-    pool = Pool(8, 4)
+    pool = BlockPool(8, 4)
     parent = computed(pool, list(range(8)))
     child = sequence(list(range(8)))
     child.blocks, _ = pool.fork(parent, 8)
@@ -138,7 +138,7 @@ def test_a_shared_block_is_free_when_the_last_holder_lets_go() -> None:
 
 
 def test_what_cannot_be_trusted_is_not_found() -> None:
-    pool = Pool(8, 2)
+    pool = BlockPool(8, 2)
     bad = computed(pool, [1, 2, 3, 4, 5])
     pool.discard(bad)
     assert pool.match(sequence([1, 2, 3])) == []
@@ -148,13 +148,13 @@ def test_what_cannot_be_trusted_is_not_found() -> None:
 
 
 def test_without_a_prefix_cache_nothing_is_found() -> None:
-    pool = Pool(8, 2, prefix_cache=False)
+    pool = BlockPool(8, 2, prefix_cache=False)
     computed(pool, [1, 2, 3, 4])
     assert pool.match(sequence([1, 2, 3])) == []
 
 
-def two_running() -> tuple[Pool, Sequence, Sequence]:
-    pool = Pool(8, 2)
+def two_running() -> tuple[BlockPool, Sequence, Sequence]:
+    pool = BlockPool(8, 2)
     return pool, computed(pool, [1, 2, 3]), computed(pool, [4, 5, 6])
 
 

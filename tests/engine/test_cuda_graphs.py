@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from lmworks.engine.core import cuda_graphs as graphs_module
-from lmworks.engine.core.cuda_graphs import Graphs
-from lmworks.engine.core.graph_buckets import Prompts, buffer_size, sizes_up_to, worth_recording
+from lmworks.engine.core.cuda_graphs import CUDAGraphs
+from lmworks.engine.core.graph_buckets import PrefillBuckets, buffer_size, capture_sizes, prefill_buckets
 from lmworks.engine.core.request import Request, Sequence
-from lmworks.engine.core.sampler import Wants
+from lmworks.engine.core.sampler import SamplingMetadata
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Chunk, Step
-from lmworks.engine.core.step_input import Layout, Packer, decoding_frame, mixed_frame
+from lmworks.engine.core.step_input import Layout, Packer, decode_bucket, mixed_bucket
 from lmworks.spec import EngineSpec, ModelSpec
 
 CPU = torch.device("cpu")
@@ -64,8 +64,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
     return found
 
 
-def graphs_of(max_seqs: int, prompts: Prompts, work: Any = lambda _batch, _wants: torch.zeros(1)) -> Graphs[Any]:
-    return Graphs(work, decoding_frame(max_seqs), 8, CPU, prompts)
+def graphs_of(
+    max_seqs: int, prompts: PrefillBuckets, work: Any = lambda _batch, _wants: torch.zeros(1)
+) -> CUDAGraphs[Any]:
+    return CUDAGraphs(work, decode_bucket(max_seqs), 8, CPU, prompts)
 
 
 def step_of(counts: list[int], start: int = 0, wanted: int = 1) -> Step:
@@ -75,7 +77,7 @@ def step_of(counts: list[int], start: int = 0, wanted: int = 1) -> Step:
 
 @pytest.mark.parametrize("max_seqs", [1, 8, 256, 2048])
 def test_frames_of_steps_with_prompts_are_few_and_hold_them(max_seqs: int, pretended: Pretended) -> None:
-    prompts = worth_recording(ModelSpec.from_preset("tiny"), EngineSpec(max_batch_tokens=1000))
+    prompts = prefill_buckets(ModelSpec.from_preset("tiny"), EngineSpec(max_batch_tokens=1000))
     graphs = graphs_of(max_seqs, prompts)
     draw = random.Random(0)
     found: set[Layout] = set()
@@ -84,39 +86,39 @@ def test_frames_of_steps_with_prompts_are_few_and_hold_them(max_seqs: int, prete
         counts += [draw.randint(2, draw.choice((2, 5, 40, 600))) for _ in range(draw.randint(1, 70))]
         singles, longer = counts.count(1), [count for count in counts if count > 1]
         before = set(graphs.frames)
-        first, frame = graphs.mixed(step_of(counts)), graphs.mixed(step_of(counts))
+        first, bucket = graphs.mixed(step_of(counts)), graphs.mixed(step_of(counts))
         if len(longer) > 64 or sum(longer) > 1024:
-            assert first is frame is None
+            assert first is bucket is None
             continue
-        if frame is None:  # as many as there may be are known
-            assert len(graphs.frames) == graphs_module.MOST_MIXED
+        if bucket is None:  # as many as there may be are known
+            assert len(graphs.frames) == graphs_module.MAX_MIXED_BUCKETS
             continue
-        assert first == (frame if frame in before else None)
-        found.add(frame)
-        places, room = frame.seqs - frame.decoding, frame.tokens - frame.decoding
-        assert singles <= frame.decoding <= max_seqs
-        assert frame.decoding <= max(4 * singles, 8, room // 16)
-        assert len(longer) <= places <= max(4 * len(longer), 8 * room // frame.longest)
+        assert first == (bucket if bucket in before else None)
+        found.add(bucket)
+        places, room = bucket.seqs - bucket.decoding, bucket.tokens - bucket.decoding
+        assert singles <= bucket.decoding <= max_seqs
+        assert bucket.decoding <= max(4 * singles, 8, room // 16)
+        assert len(longer) <= places <= max(4 * len(longer), 8 * room // bucket.longest)
         assert sum(longer) <= room <= max(1.5 * sum(longer) + 1, 64, 3 * places)
-        assert max(longer) <= frame.longest <= max(256, 2 * max(longer))
-        assert frame.rows == frame.seqs < frame.tokens  # or every token would be taken to ask for logits
-        assert frame._replace(width=8).size <= len(graphs.buffer)
-    assert 5 < len(found) <= graphs_module.MOST_MIXED
+        assert max(longer) <= bucket.longest <= max(256, 2 * max(longer))
+        assert bucket.rows == bucket.seqs < bucket.tokens  # or every token would be taken to ask for logits
+        assert bucket._replace(width=8).size <= len(graphs.buffer)
+    assert 5 < len(found) <= graphs_module.MAX_MIXED_BUCKETS
 
 
 def test_full_steps_of_the_workload_are_of_one_kind(pretended: Pretended) -> None:
-    prompts = worth_recording(ModelSpec.from_preset("qwen3-0.6b"), EngineSpec(max_batch_tokens=8192))
+    prompts = prefill_buckets(ModelSpec.from_preset("qwen3-0.6b"), EngineSpec(max_batch_tokens=8192))
     graphs, draw = graphs_of(256, prompts), random.Random(0)
     for singles in range(0, 256, 9):
         counts = [1] * singles + [1024]
         while sum(counts) < 8192:
             counts.append(min(draw.randint(100, 1024), 8192 - sum(counts)))
         graphs.mixed(step_of(counts))
-    assert graphs.frames == {mixed_frame(256, 64, 8192, 1024)}
+    assert graphs.frames == {mixed_bucket(256, 64, 8192, 1024)}
 
 
 def test_no_frame_for_guesses_long_contexts_and_large_steps(pretended: Pretended) -> None:
-    graphs = graphs_of(256, worth_recording(ModelSpec.from_preset("llama3-8b"), EngineSpec(max_batch_tokens=8192)))
+    graphs = graphs_of(256, prefill_buckets(ModelSpec.from_preset("llama3-8b"), EngineSpec(max_batch_tokens=8192)))
     cases = {
         "guesses": Step(step_of([6], wanted=6).chunks + step_of([9]).chunks),
         "a long context": step_of([1, 40], start=8192),
@@ -136,49 +138,49 @@ def test_recorded_are_steps_that_take_the_host_longer_than_the_device() -> None:
 
     def most(name: str, **engine: Any) -> int:
         spec = EngineSpec(**{"max_batch_tokens": 8192, **engine})
-        return max(worth_recording(ModelSpec.from_preset(name), spec).rooms, default=0)
+        return max(prefill_buckets(ModelSpec.from_preset(name), spec).rooms, default=0)
 
     assert [most(name) for name in ("qwen3-0.6b", "llama3-1b", "llama3-8b", "llama3-70b")] == [8192, 3072, 768, 192]
     assert [most("tiny", max_batch_tokens=tokens) for tokens in (7, 64, 65, 1000)] == [64, 64, 96, 1024]
     assert most("tiny", graph_prompts=False) == 0
-    assert worth_recording(ModelSpec.from_preset("llama3-8b"), EngineSpec(max_batch_tokens=64)).most == 916
+    assert prefill_buckets(ModelSpec.from_preset("llama3-8b"), EngineSpec(max_batch_tokens=64)).most == 916
 
 
 def test_a_buffer_holds_the_largest_of_both_kinds() -> None:
-    largest, prompts = decoding_frame(4, 5), Prompts((64, 96), 1000)
-    assert buffer_size(largest, 8, Prompts()) == decoding_frame(4, 5)._replace(width=8).size
-    assert buffer_size(largest, 8, prompts) == mixed_frame(4, 64, 96, 256)._replace(width=8).size
-    assert buffer_size(decoding_frame(512, 5), 8, prompts) == decoding_frame(512, 5)._replace(width=8).size
+    largest, prompts = decode_bucket(4, 5), PrefillBuckets((64, 96), 1000)
+    assert buffer_size(largest, 8, PrefillBuckets()) == decode_bucket(4, 5)._replace(width=8).size
+    assert buffer_size(largest, 8, prompts) == mixed_bucket(4, 64, 96, 256)._replace(width=8).size
+    assert buffer_size(decode_bucket(512, 5), 8, prompts) == decode_bucket(512, 5)._replace(width=8).size
 
 
 def test_sizes_reach_the_last() -> None:
-    assert sizes_up_to(1) == [1]
-    assert sizes_up_to(100)[-2:] == [96, 100]
-    assert sizes_up_to(256)[-4:] == [160, 192, 224, 256]
+    assert capture_sizes(1) == [1]
+    assert capture_sizes(100)[-2:] == [96, 100]
+    assert capture_sizes(256)[-4:] == [160, 192, 224, 256]
 
 
 def test_a_step_runs_once_and_is_replayed_then(pretended: Pretended) -> None:
     ran: list[int] = []
-    graphs = graphs_of(8, Prompts((64,), 1000), lambda batch, _wants: ran.append(len(batch.tokens)))
+    graphs = graphs_of(8, PrefillBuckets((64,), 1000), lambda batch, _wants: ran.append(len(batch.tokens)))
     packer = Packer(EngineSpec(block=4, context=32, max_seqs=8), 320, pinned=False)
-    for wants in (Wants(), Wants(), Wants(logprobs=True)):
-        graphs.run(*packer.nobody(graphs.padded(3)), wants)
+    for sampling_metadata in (SamplingMetadata(), SamplingMetadata(), SamplingMetadata(logprobs=True)):
+        graphs.run(*packer.dummy_decode(graphs.padded(3)), sampling_metadata)
     assert (ran, pretended.replays) == ([4, 4, 4, 4], 1)  # twice each: as it is, and recorded
     graphs.forget()
-    graphs.run(*packer.nobody(graphs.padded(3)), Wants())
+    graphs.run(*packer.dummy_decode(graphs.padded(3)), SamplingMetadata())
     assert len(ran) == 6
 
 
 def test_graphs_without_a_sampler_give_their_logits_in_one_place(pretended: Pretended) -> None:
     """Else each keeps memory for its own, which no other graph of the pool can use."""
-    graphs = graphs_of(8, Prompts((64,), 1000), lambda batch, _wants: torch.full((len(batch.tokens), 5), 7.0))
+    graphs = graphs_of(8, PrefillBuckets((64,), 1000), lambda batch, _wants: torch.full((len(batch.tokens), 5), 7.0))
     packer = Packer(EngineSpec(block=4, context=32, max_seqs=8), 320, pinned=False)
     for sequences in (8, 3):
-        graphs.run(*packer.nobody(graphs.padded(sequences)), None)
-        again = graphs.run(*packer.nobody(graphs.padded(sequences)), None)
+        graphs.run(*packer.dummy_decode(graphs.padded(sequences)), None)
+        again = graphs.run(*packer.dummy_decode(graphs.padded(sequences)), None)
         assert again.shape == (len(again), 5) and (again == 7).all()
         assert graphs.logits is not None and again.data_ptr() == graphs.logits.data_ptr()
-    assert pretended.replays == 2 and len(graphs.recorded) == 2
+    assert pretended.replays == 2 and len(graphs.captured) == 2
 
 
 def test_prompts_are_not_recorded_any_more_where_memory_ran_out(pretended: Pretended) -> None:
@@ -190,20 +192,20 @@ def test_prompts_are_not_recorded_any_more_where_memory_ran_out(pretended: Prete
             raise torch.OutOfMemoryError("for the test")
         return len(batch.tokens)
 
-    graphs = graphs_of(8, Prompts((64, 96), 1000), work)
+    graphs = graphs_of(8, PrefillBuckets((64, 96), 1000), work)
     packer = Packer(EngineSpec(block=4, context=32, max_seqs=8), 320, pinned=False)
-    answers, prompts, more = graphs.padded(3), mixed_frame(0, 4, 64, 256), mixed_frame(0, 4, 96, 256)
-    for frame in (answers, prompts):
-        graphs.run(*packer.nobody(frame), None)
+    answers, prompts, more = graphs.padded(3), mixed_bucket(0, 4, 64, 256), mixed_bucket(0, 4, 96, 256)
+    for bucket in (answers, prompts):
+        graphs.run(*packer.dummy_decode(bucket), None)
     assert len(set(pretended.recorded_in)) == 2
     short_of_memory = True
-    assert graphs.run(*packer.nobody(more), None) == 96
-    assert not graphs.record_no_prompts()  # nothing is left to give back
+    assert graphs.run(*packer.dummy_decode(more), None) == 96
+    assert not graphs.drop_prefill_graphs()  # nothing is left to give back
     assert not pretended.capturing
-    assert [layout.tokens for layout, _ in graphs.recorded] == [4]
+    assert [layout.tokens for layout, _ in graphs.captured] == [4]
     assert graphs.mixed_pool not in pretended.recorded_in
     assert graphs.mixed(step_of([30])) is graphs.mixed(step_of([30])) is None
-    graphs.run(*packer.nobody(answers), None)
+    graphs.run(*packer.dummy_decode(answers), None)
     assert pretended.replays == 1
     with pytest.raises(torch.OutOfMemoryError):  # without graphs of answers there is no engine
-        graphs.run(*packer.nobody(graphs.padded(8)), None)
+        graphs.run(*packer.dummy_decode(graphs.padded(8)), None)

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
-from lmworks.engine.core.detokenizer import Text, decode
+from lmworks.engine.core.detokenizer import IncrementalDetokenizer, decode
 
 WORDS = ["▁", "▁▁", "▁the", "▁cat", "s", "at", "é", "▁名", "前", ",", ".", "a", "b"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -45,7 +45,7 @@ def word_pieces() -> FileTokenizer:
 
 def llama() -> decoders.Decoder:
     return decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [decoders.Replace("▁", " "), decoders.ByteFallbackDecoder(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
 
 
@@ -55,14 +55,16 @@ TOKENIZERS: dict[str, Tokenizer] = {
     "bytes": ByteTokenizer(),
     "byte-level": byte_level(),
     "llama": SENTENCES,
-    "gemma": sentence_pieces(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])),
+    "gemma": sentence_pieces(
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallbackDecoder(), decoders.Fuse()])
+    ),
     "metaspace": sentence_pieces(decoders.Metaspace()),
     "no decoder": sentence_pieces(None),
     "word pieces": word_pieces(),
 }
 
 
-def shown(text: Text, ids: list[int]) -> list[str]:
+def shown(text: IncrementalDetokenizer, ids: list[int]) -> list[str]:
     return [*(text.push(token) for token in ids), text.flush()]
 
 
@@ -87,7 +89,7 @@ def test_the_text_is_that_of_all_tokens_at_once(name: str) -> None:
         # Mostly from a few ids, so that runs, repetitions and leading spaces come up.
         few = [draw.randrange(tokenizer.vocab_size + 3) for _ in range(4)] + [tokenizer.vocab_size - 2]
         ids = [draw.choice(few) if draw.random() < 0.6 else draw.randrange(tokenizer.vocab_size) for _ in range(25)]
-        text = Text(tokenizer)
+        text = IncrementalDetokenizer(tokenizer)
         parts = shown(text, ids)
         expected = tokenizer.decode(mended(ids) if name in FALLBACK else ids)
         assert "".join(parts) == text.text == decode(tokenizer, ids) == expected, ids
@@ -102,7 +104,7 @@ def test_characters_in_byte_tokens(name: str) -> None:
         letters = "".join(draw.choice("a\n é名🙂▁\ufffd") * draw.choice([1, 1, 1, 12]) for _ in range(12))
         units = [[2 + byte for byte in letter.encode()] for letter in letters]
         units = [unit if draw.random() < 0.9 else draw.choice(pieces) for unit in units]
-        text, so_far = Text(tokenizer), []
+        text, so_far = IncrementalDetokenizer(tokenizer), []
         for unit in units:
             for token in unit:
                 text.push(token)
@@ -114,7 +116,7 @@ def test_characters_in_byte_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", FALLBACK)
 def test_a_broken_byte_spoils_no_characters_around_it(name: str) -> None:
-    text = Text(TOKENIZERS[name])
+    text = IncrementalDetokenizer(TOKENIZERS[name])
     assert [text.push(2 + byte) for byte in b"\n\xc3\xa9\xe2\x82A\xff\xc3"] == ["\n", "", "é", "", "", "��A", "�", ""]
     assert text.flush() == "�"
 
@@ -124,14 +126,14 @@ def test_half_a_character_waits_and_whole_ones_do_not(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     written = "a🙂é, 名前a"
     ids = tokenizer.encode(written) if name not in FALLBACK else [2 + byte for byte in written.encode()]
-    parts = shown(Text(tokenizer), ids)
+    parts = shown(IncrementalDetokenizer(tokenizer), ids)
     assert "".join(parts) == written and "\ufffd" not in "".join(parts)
     if name != "byte-level":
         assert parts == ["a", "", "", "", "🙂", "", "é", ",", " ", "", "", "名", "", "", "前", "a", ""]
 
 
 def test_a_character_that_is_never_finished_is_replaced_in_the_end() -> None:
-    text = Text(ByteTokenizer())
+    text = IncrementalDetokenizer(ByteTokenizer())
     assert [text.push(0xF0), text.push(0x9F), text.flush()] == ["", "", "\ufffd"]
 
 
@@ -155,7 +157,7 @@ def test_stop_strings_across_tokens() -> None:
         stop = ["".join(draw.choices("ab,.", k=draw.randint(1, 4))) for _ in range(draw.randint(1, 3))]
         pieces = draw.choices(["a", "b", ",", ".", "at"], k=20)
         ids = [tokenizer.inner.token_to_id(piece) for piece in pieces]
-        text, seen = Text(tokenizer, stop), ""
+        text, seen = IncrementalDetokenizer(tokenizer, stop), ""
         expected = stopped_at("".join(pieces), stop)
         for token in ids:
             seen += text.push(token)
@@ -168,39 +170,39 @@ def test_stop_strings_across_tokens() -> None:
 
 
 def test_text_that_begins_a_stop_string_is_held_back_and_no_more() -> None:
-    text = Text(ByteTokenizer(), ["END", "\n\n"])
+    text = IncrementalDetokenizer(ByteTokenizer(), ["END", "\n\n"])
     assert [text.push(byte) for byte in b"xEN, END."] == ["x", "", "", "EN,", " ", "", "", "", ""]
     assert text.stopped == "END" and text.flush() == "" and text.text == "xEN, "
 
 
 def test_include_stop_shows_the_string_itself() -> None:
-    text = Text(ByteTokenizer(), ["END"], include_stop=True)
+    text = IncrementalDetokenizer(ByteTokenizer(), ["END"], include_stop=True)
     assert "".join(map(text.push, b"an END and more")) == "an END" and text.stopped == "END"
 
 
 def test_text_at_the_end_that_only_began_a_stop_string_is_shown() -> None:
-    text = Text(ByteTokenizer(), ["END"])
+    text = IncrementalDetokenizer(ByteTokenizer(), ["END"])
     assert "".join(map(text.push, b"an EN")) == "an " and text.flush() == "EN" and text.stopped is None
 
 
 def test_a_stop_string_completed_by_what_waited() -> None:
     """The library turns the half character into U+FFFD in the end, and that may be what was looked for."""
-    text = Text(ByteTokenizer(), ["\ufffd"])
+    text = IncrementalDetokenizer(ByteTokenizer(), ["\ufffd"])
     assert text.push(ord("a")) + text.push(0xC3) + text.flush() == "a" and text.stopped == "\ufffd"
 
 
 @pytest.mark.parametrize("name", FALLBACK)
 def test_a_stop_string_in_byte_tokens_is_found_with_its_last_byte(name: str) -> None:
-    text = Text(TOKENIZERS[name], ["\n", "é"])
+    text = IncrementalDetokenizer(TOKENIZERS[name], ["\n", "é"])
     assert text.push(2 + ord("a")) == "a" and text.stopped is None
     assert text.push(2 + ord("\n")) == "" and text.stopped == "\n" and text.text == "a"
-    text = Text(TOKENIZERS[name], ["\n", "é"])
+    text = IncrementalDetokenizer(TOKENIZERS[name], ["\n", "é"])
     assert text.push(2 + 0xC3) == "" and text.stopped is None
     assert text.push(2 + 0xA9) == "" and text.stopped == "é"
 
 
 def test_no_stop_before_min_tokens() -> None:
-    text = Text(ByteTokenizer(), ["."], min_tokens=5)
+    text = IncrementalDetokenizer(ByteTokenizer(), ["."], min_tokens=5)
     assert "".join(map(text.push, b"a.b.c.d")) == "a.b.c" and text.stopped == "."
 
 
@@ -212,7 +214,7 @@ def test_the_cost_of_a_token_does_not_grow(name: str) -> None:
     broken = tokenizer.inner.token_to_id("<0xE2>" if name == "llama" else "â")
     space = tokenizer.inner.token_to_id("▁" if name == "llama" else "Ġ")
     for token in (broken, space):
-        text = Text(tokenizer, [" " * 50 + "."])
+        text = IncrementalDetokenizer(tokenizer, [" " * 50 + "."])
         times = []
         for _ in range(20):
             start = time.process_time()

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import FakeDevice, Launched, Work, alone
+from fake_device import FakeDevice, StepOutput, Work, alone
 
 from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.engine.async_engine import AsyncEngine, Consumer, send
 from lmworks.engine.core.block_manager import IntegrityError
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.model_runner import Runner
-from lmworks.engine.core.request import Piece, Request, Result, State
+from lmworks.engine.core.model_runner import ModelRunner
+from lmworks.engine.core.request import OutputDelta, Request, Result, SequenceStatus
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Step
 from lmworks.engine.core.step_output import TokenOutput
 from lmworks.engine.grammars.grammar import grammar
-from lmworks.engine.offline import Offline
+from lmworks.engine.offline import OfflineEngine
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 
@@ -38,15 +38,15 @@ class Diary(FakeDevice):
 
     entries: list[str] = field(default_factory=list)
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> StepOutput:
         self.entries.append(f"launch {len(self.steps)}")
         return super().launch(step)
 
-    def run_until(self, launched: Launched) -> None:
+    def run_until(self, launched: StepOutput) -> None:
         self.entries.append(f"read {self.steps.index(self.step_of(launched))}")
         super().run_until(launched)
 
-    def step_of(self, launched: Launched) -> Step:
+    def step_of(self, launched: StepOutput) -> Step:
         return self.steps[len(self.steps) - len(self.queue) + self.queue.index(launched)]
 
 
@@ -166,7 +166,7 @@ def test_cancelling_frees_everything_at_any_time() -> None:
         engine.add(other)
         pieces = [piece for _ in range(steps) for piece in engine.step()]
         assert engine.cancel(long.id) and not engine.cancel(long.id)
-        assert all(each.state is State.DONE and not each.blocks for each in long.sequences)
+        assert all(each.state is SequenceStatus.FINISHED and not each.blocks for each in long.sequences)
         engine.scheduler.pool.check(engine.scheduler.running)
         pieces += engine.run()
         results = {piece.request.id: piece.result for piece in pieces if piece.result}
@@ -260,7 +260,7 @@ def test_an_engine_that_failed_says_so_to_whoever_comes_later(monkeypatch: pytes
         engine.step()
 
 
-def broken(step: Step) -> Launched:
+def broken(step: Step) -> StepOutput:
     raise RuntimeError("the device is out of memory")
 
 
@@ -318,7 +318,7 @@ def test_a_shape_guides_its_own_answer_and_no_other() -> None:
     shapes = [{"regex": "[ab]{3}-[0-9]+"}, {"choice": ["left", "right"]}, {}, {"json_schema": {"type": "boolean"}}]
 
     def texts(shapes: list[dict[str, Any]]) -> list[str]:
-        runner = Runner(copy.deepcopy(model), SPEC.replace(batch_invariant=True), "cpu", ByteTokenizer.vocab_size)
+        runner = ModelRunner(copy.deepcopy(model), SPEC.replace(batch_invariant=True), "cpu", ByteTokenizer.vocab_size)
         engine = Engine(runner, ByteTokenizer())
         requests = [Request([1, 2], SamplingParams(max_tokens=12, seed=4, n=2, **shape)) for shape in shapes]
         for each in requests:
@@ -337,7 +337,7 @@ def test_a_shape_that_grows_too_complex_says_so_and_ends_alone() -> None:
     pytest.importorskip("llguidance")
     torch.manual_seed(0)
     model = GPT(ModelSpec.from_preset("tiny", vocab=320, layers=2, context=64)).eval()
-    engine = Engine(Runner(model, SPEC, "cpu", ByteTokenizer.vocab_size), ByteTokenizer())
+    engine = Engine(ModelRunner(model, SPEC, "cpu", ByteTokenizer.vocab_size), ByteTokenizer())
     requests = [
         Request([1, 2], SamplingParams(max_tokens=40, seed=1, regex=regex))
         for regex in ("((.{0,30}){30}){30}", "[ab]{40}")
@@ -399,7 +399,7 @@ def test_pieces_of_a_stream_add_up_to_the_result() -> None:
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
 
 
-def stepped(engine: Engine) -> Iterator[Piece]:
+def stepped(engine: Engine) -> Iterator[OutputDelta]:
     while engine.busy:
         yield from engine.step()
 
@@ -456,7 +456,7 @@ def test_a_consumer_that_leaves_takes_its_request_back(how: str) -> None:
 class Slow(FakeDevice):
     """A step takes until somebody else had a turn."""
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> StepOutput:
         threading.Event().wait(0.002)
         return super().launch(step)
 
@@ -498,7 +498,7 @@ def test_closing_ends_the_thread_and_tells_those_who_wait() -> None:
 def test_one_alone_steps_an_engine() -> None:
     """Two would take each other's pieces, and one of them wait for ever."""
     engine = Engine(Slow(SPEC, VOCAB))
-    offline, wishes = Offline(engine), SamplingParams(max_tokens=20, seed=3)
+    offline, wishes = OfflineEngine(engine), SamplingParams(max_tokens=20, seed=3)
 
     async def main() -> None:
         async with AsyncEngine(engine) as serving:

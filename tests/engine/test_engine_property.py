@@ -12,10 +12,10 @@ import pytest
 import torch
 from fake_device import FakeDevice, alone
 
-from lmworks.engine.core.block_manager import IntegrityError, Pool
+from lmworks.engine.core.block_manager import BlockPool, IntegrityError
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.model_runner import Runner
-from lmworks.engine.core.request import Piece, Request, Result, Sequence
+from lmworks.engine.core.model_runner import ModelRunner
+from lmworks.engine.core.request import OutputDelta, Request, Result, Sequence
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Scheduler, Step
 from lmworks.model import GPT
@@ -84,7 +84,7 @@ class Guesser:
 class Outcome:
     requests: list[Request]
     results: dict[int, Result]
-    pieces: list[Piece]
+    pieces: list[OutputDelta]
     cancelled: set[int]
     engine: Engine
 
@@ -94,7 +94,7 @@ def live(world: World) -> Outcome:
     device = FakeDevice(world.spec(), VOCAB, world.synchronous)
     engine = Engine(device, eos=[EOS], speculator=Guesser(draw) if world.guesses else None)
     requests: list[Request] = []
-    pieces: list[Piece] = []
+    pieces: list[OutputDelta] = []
     cancelled: set[int] = set()
     busy_share = draw.choice([0.1, 0.3])
     while engine.busy or len(device.steps) < world.steps:
@@ -159,14 +159,14 @@ def test_the_worlds_are_eventful() -> None:
     assert sum(len(outcome.cancelled) for outcome in outcomes) > 20
 
 
-def no_copy(pool: Pool, parent: Sequence, tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
+def no_copy(pool: BlockPool, parent: Sequence, tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
     """A branch in the middle of a block writes to its parent's."""
     blocks = parent.blocks[: pool.blocks_for(tokens)]
     pool.hold(blocks)
     return blocks, []
 
 
-def free_shared(pool: Pool, sequence: Sequence) -> None:
+def free_shared(pool: BlockPool, sequence: Sequence) -> None:
     """Blocks that another sequence still holds go back to the pool."""
     for block in sequence.blocks:
         pool.counts[block] = 0
@@ -175,7 +175,7 @@ def free_shared(pool: Pool, sequence: Sequence) -> None:
     sequence.offered = 0
 
 
-def offer_all(pool: Pool, sequence: Sequence) -> None:
+def offer_all(pool: BlockPool, sequence: Sequence) -> None:
     """A block can be found before it is full."""
     for i, block in enumerate(sequence.blocks[: pool.blocks_for(sequence.computed)]):
         if block not in pool.hash_of and (digest := pool.hashes(sequence, i + 1)[i]) not in pool.found:
@@ -193,9 +193,9 @@ def no_preempting(scheduler: Scheduler, sequence: Sequence, tokens: int) -> bool
 @pytest.mark.parametrize(
     ("where", "name", "bug"),
     [
-        (Pool, "fork", no_copy),
-        (Pool, "release", free_shared),
-        (Pool, "offer", offer_all),
+        (BlockPool, "fork", no_copy),
+        (BlockPool, "release", free_shared),
+        (BlockPool, "offer", offer_all),
         (Scheduler, "grow", no_preempting),
     ],
 )
@@ -205,7 +205,7 @@ def test_planted_bugs_are_found(
     """Wrong blocks are found by the check, and with the check switched off they give wrong answers."""
     monkeypatch.setattr(where, name, bug)
     if not checked:
-        monkeypatch.setattr(Pool, "check", lambda pool, sequences: None)
+        monkeypatch.setattr(BlockPool, "check", lambda pool, sequences: None)
     with pytest.raises(IntegrityError if checked else AssertionError):
         for seed in range(6):
             verify(live(World(seed)))
@@ -214,7 +214,7 @@ def test_planted_bugs_are_found(
 class Later(FakeDevice):
     """A runner on a CPU that is read only after the next step was launched, as on a GPU."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner.spec, runner.valid_vocab)
         self.runner = runner
 
@@ -233,11 +233,11 @@ def test_a_real_network_answers_as_if_alone(kind: str) -> None:
     model = GPT(ModelSpec.from_preset("tiny", context=24, **shape)).eval()
     tight = EngineSpec(block=4, blocks=9, context=24, max_seqs=5, max_batch_tokens=12, batch_invariant=True)
     roomy = tight.replace(blocks=100, max_batch_tokens=100, prefix_cache=False)
-    runner, other = (Runner(copy.deepcopy(model), spec, "cpu", VOCAB) for spec in (tight, roomy))
+    runner, other = (ModelRunner(copy.deepcopy(model), spec, "cpu", VOCAB) for spec in (tight, roomy))
     engine, lonely = Engine(Later(runner) if kind == "ahead" else runner, eos=[EOS]), Engine(other, eos=[EOS])
     draw, world = random.Random(3), World(3)
     requests = [world.request(draw) for _ in range(25)]
-    pieces: list[Piece] = []
+    pieces: list[OutputDelta] = []
     for request in requests:
         engine.add(request)
         pieces += [piece for _ in range(draw.randrange(4)) for piece in engine.step()]

@@ -12,11 +12,11 @@ import pytest
 
 from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import Request, Result
 from lmworks.engine.core.sampling_params import SamplingParams
-from lmworks.engine.speculative.draft_model import Ahead, Draft
-from lmworks.engine.speculative.ngram import NGram
+from lmworks.engine.speculative.draft_model import DraftModel, DraftModelProposer
+from lmworks.engine.speculative.ngram import NgramProposer
 from lmworks.engine.speculative.verification import Speculator
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec
@@ -40,9 +40,9 @@ def model() -> GPT:
 
 
 def engine_for(spec: EngineSpec) -> Engine:
-    draft = Draft(copy.deepcopy(model())) if spec.speculate == "draft" else None
-    runner = Runner(copy.deepcopy(model()), spec, "cpu", ByteTokenizer.vocab_size, draft)
-    guesser = None if spec.speculate == "none" else Speculator(spec, Ahead() if draft else NGram())
+    draft = DraftModel(copy.deepcopy(model())) if spec.speculate == "draft" else None
+    runner = ModelRunner(copy.deepcopy(model()), spec, "cpu", ByteTokenizer.vocab_size, draft)
+    guesser = None if spec.speculate == "none" else Speculator(spec, DraftModelProposer() if draft else NgramProposer())
     return Engine(runner, ByteTokenizer(), speculator=guesser)
 
 

@@ -13,11 +13,11 @@ import pytest
 from hf_reference import VOCAB, compare, random_prompts, reference_model
 
 from lmworks import LLM, SamplingParams
-from lmworks.engine.core.meta_model import Outline
-from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.meta_model import MetaModel
+from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.tensor_parallel import executor
-from lmworks.engine.tensor_parallel.executor import Ends, Lead, Words
-from lmworks.engine.tensor_parallel.tp_shards import check_shares
+from lmworks.engine.tensor_parallel.executor import Executor, WorkerExits, WorkerReplies
+from lmworks.engine.tensor_parallel.tp_shards import check_tp_divides
 from lmworks.model import GPT
 from lmworks.spec import LMWorksError, ModelSpec, SpecError
 from tiny import make_spec, train
@@ -33,10 +33,10 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-def lead_of(llm: LLM) -> Lead:
+def lead_of(llm: LLM) -> Executor:
     runner = llm.native.runner
-    assert isinstance(runner, Runner)
-    assert isinstance(runner.ranks, Lead)
+    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner.ranks, Executor)
     return runner.ranks
 
 
@@ -152,7 +152,7 @@ def test_the_end_of_a_follower_is_an_error_here(how: str, tmp_path: Path) -> Non
     llm = LLM(tmp_path, tp=2, **SMALL)
     assert greedy(llm) == alone
     lead = lead_of(llm)
-    (follower,) = lead.followers
+    (follower,) = lead.workers
     if how == "raises":
         lead.send(1, "a step")
         says = "rank 1: AttributeError: 'str' object has no attribute"
@@ -187,11 +187,11 @@ def test_the_cause_is_the_follower_that_ended_first() -> None:
     def follower(command: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
 
-    lead = Lead.__new__(Lead)
-    lead.ends = Ends()
-    killed = Words(2, follower("kill -9 $$"), lead.ends)
+    lead = Executor.__new__(Executor)
+    lead.ends = WorkerExits()
+    killed = WorkerReplies(2, follower("kill -9 $$"), lead.ends)
     assert killed.answers.get() == "it ended with exit code -9"
-    other = Words(1, follower("""echo '{"error": "connection closed by peer", "last": true}'"""), lead.ends)
+    other = WorkerReplies(1, follower("""echo '{"error": "connection closed by peer", "last": true}'"""), lead.ends)
     assert other.answers.get() == "connection closed by peer"
     for _ in range(2):
         assert str(lead.cause(OSError("broken pipe"))) == "rank 2: it ended with exit code -9"
@@ -199,7 +199,7 @@ def test_the_cause_is_the_follower_that_ended_first() -> None:
 
 def test_what_ranks_cannot_share() -> None:
     with pytest.raises(SpecError, match=r"engine.tp = 3 does not divide the model's heads = 4"):
-        check_shares(Outline(ModelSpec.from_preset("tiny", heads=4)), 3)
+        check_tp_divides(MetaModel(ModelSpec.from_preset("tiny", heads=4)), 3)
     odd = ModelSpec.from_preset("tiny", hidden=192, heads=12, kv_heads=3, vocab=512, ffn=256)
     with pytest.raises(SpecError, match=r"engine.tp = 4 and the model's kv_heads = 3: one must divide the other"):
-        check_shares(Outline(odd), 4)
+        check_tp_divides(MetaModel(odd), 4)

@@ -10,7 +10,7 @@ import torch
 from test_model_runner import SHAPES, answered, lively, prompts_of, runner_of
 from torch import Tensor
 
-from lmworks.engine.core.fusion import FusedAttention, FusedBlock, FusedMLP, Turns, Unfused, fuse
+from lmworks.engine.core.fusion import FusedAttention, FusedBlock, FusedMLP, RotaryCache, Unfused, fuse
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.quantization.quantized_model import apply_quantization
 from lmworks.model import GPT, generate, rope
@@ -98,14 +98,14 @@ def test_rotations_that_are_looked_up(scaling: dict[str, object]) -> None:
     spec = ModelSpec.from_preset("tiny", rope_scaling=scaling)
     positions = torch.tensor([0, 99, 7, 7, 127])
     for mine, theirs in zip(
-        Turns(spec, 128, torch.device("cpu"))(spec, positions), rope.tables(spec, positions), strict=True
+        RotaryCache(spec, 128, torch.device("cpu"))(spec, positions), rope.tables(spec, positions), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
 def test_a_context_too_long_to_look_up_is_named() -> None:
     with pytest.raises(LMWorksError, match=r"rotations of 1,000,000,000,000,000 positions .* engine\.context"):
-        Turns(ModelSpec.from_preset("tiny"), 10**15, torch.device("cpu"))
+        RotaryCache(ModelSpec.from_preset("tiny"), 10**15, torch.device("cpu"))
 
 
 def test_the_trainers_copy_is_not_touched() -> None:

@@ -16,13 +16,13 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Inner
 
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
-from lmworks.engine.core.detokenizer import Text
+from lmworks.engine.core.detokenizer import IncrementalDetokenizer
 from lmworks.engine.core.request import Request, Sequence
 from lmworks.engine.core.sampler import Sampler
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.grammars.grammar import KEPT, KEPT_BYTES, LIMITS, Grammars, Matcher, grammar, text_depth
-from lmworks.engine.grammars.grammar_sandbox import FIRST, Budget, TooComplex, Trial, end
-from lmworks.engine.grammars.lru_cache import Kept
+from lmworks.engine.grammars.grammar_sandbox import FIRST, Budget, GrammarSandbox, TooComplex, end
+from lmworks.engine.grammars.lru_cache import LRUCache
 from lmworks.spec import LMWorksError, SpecError
 
 PADDING = 40  # ids of the model that the tokenizer does not have
@@ -66,7 +66,7 @@ def answer(name: str, seed: int, params: SamplingParams, most: int = 600) -> tup
     sampler.admit(0, Sequence(Request([1], params), 0, seed, [1], 1))
     matcher = grammars.matcher(params)
     assert matcher is not None
-    text, draw = Text(tokenizer), torch.Generator().manual_seed(seed)
+    text, draw = IncrementalDetokenizer(tokenizer), torch.Generator().manual_seed(seed)
     for place in range(most):
         logits = torch.randn(1, vocab, generator=draw) * 2
         logits[0, tokenizer.eot] += 4
@@ -372,7 +372,7 @@ def children(process: int) -> list[str]:
 
 def test_what_died_of_a_grammar_is_there_for_the_next() -> None:
     """And nobody is left behind."""
-    trial, simple = Trial(LIMITS), json.dumps({"lark": 'start: "a"+'})
+    trial, simple = GrammarSandbox(LIMITS), json.dumps({"lark": 'start: "a"+'})
     trial.check(simple)
     first = trial.process
     assert first is not None
@@ -392,7 +392,7 @@ def test_what_died_of_a_grammar_is_there_for_the_next() -> None:
 
 
 def test_a_trial_that_is_ended_takes_its_fork_along() -> None:
-    trial = Trial(LIMITS)
+    trial = GrammarSandbox(LIMITS)
     with ThreadPoolExecutor(1) as pool:
         heavy = pool.submit(trial.check, grammar(SamplingParams(regex=r"\w*" * 20_000)), Budget(1000, 2**33))
         while trial.process is None or not (forked := children(trial.process.pid)):
@@ -418,8 +418,10 @@ def test_refused_grammars_are_remembered_within_a_bound(monkeypatch: pytest.Monk
     grammars = Grammars(ByteTokenizer(), 257)
     monkeypatch.setattr(grammars.refused, "most", 3)
     tried: list[str] = []
-    check = Trial.check
-    monkeypatch.setattr(Trial, "check", lambda trial, text, budget: tried.append(text) or check(trial, text, budget))
+    check = GrammarSandbox.check
+    monkeypatch.setattr(
+        GrammarSandbox, "check", lambda trial, text, budget: tried.append(text) or check(trial, text, budget)
+    )
     for _ in range(2):
         with pytest.raises(SpecError, match="unclosed group"):
             grammars.matcher(SamplingParams(regex="(a"))
@@ -433,7 +435,7 @@ def test_refused_grammars_are_remembered_within_a_bound(monkeypatch: pytest.Monk
 
 
 def test_what_is_kept_has_a_bound_in_number_and_size() -> None:
-    kept: Kept[str] = Kept(3, 100)
+    kept: LRUCache[str] = LRUCache(3, 100)
     for key in "abc":
         kept.put(key, key.upper(), 30)
     assert kept.get("a") == "A" and kept.bytes == 90

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lmworks.engine.core import kernel_warmup
-from lmworks.engine.core.cuda_graphs import sizes_up_to
-from lmworks.engine.core.meta_model import Outline
-from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.cuda_graphs import capture_sizes
+from lmworks.engine.core.meta_model import MetaModel
+from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.scheduler import Step
 from lmworks.engine.core.step_input import Packer
 from lmworks.engine.quantization.quantized_model import SCHEMES, apply_quantization, quantized_layers
@@ -28,20 +28,20 @@ SPEC = EngineSpec(device="cpu", max_seqs=20, max_batch_tokens=64, context=64, sp
 def test_every_size_is_taken_once_and_the_largest_step(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts fill a step, and decoding steps have the sizes of graphs: what is left out is compiled too late."""
     sizes, launched = [], []
-    work, launch = Runner.work, Runner.launch
+    work, launch = ModelRunner.work, ModelRunner.launch
 
-    def noted_work(self: Runner, batch: object, wants: object) -> object:
+    def noted_work(self: ModelRunner, batch: object, sampling_metadata: object) -> object:
         sizes.append(len(batch.rows))  # type: ignore[attr-defined]
-        return work(self, batch, wants)  # type: ignore[arg-type]
+        return work(self, batch, sampling_metadata)  # type: ignore[arg-type]
 
-    def noted_launch(self: Runner, step: Step) -> object:
+    def noted_launch(self: ModelRunner, step: Step) -> object:
         launched.append((len(step.chunks), step.tokens, self.model.spec.layers))
         return launch(self, step)
 
-    monkeypatch.setattr(Runner, "work", noted_work)
-    monkeypatch.setattr(Runner, "launch", noted_launch)
+    monkeypatch.setattr(ModelRunner, "work", noted_work)
+    monkeypatch.setattr(ModelRunner, "launch", noted_launch)
     monkeypatch.setattr(kernel_warmup, "pays", lambda *_: True)
-    with kernel_warmup.rehearsal(Outline(ModelSpec.from_preset(preset)), SPEC, CPU):
+    with kernel_warmup.warm_up_kernels(MetaModel(ModelSpec.from_preset(preset)), SPEC, CPU):
         pass
     assert launched == [(20, 60, 1), *((1, count, 1) for count in (2, 4, 8, 16, 32, 63))]
     assert sizes == [1, 2, 4, 8, 16, 20]
@@ -76,7 +76,7 @@ def test_one_who_asks_and_all_who_are_answered_attend_by_kernels_that_were_rehea
         return found.rows, found.tile, found.warps, found.stages, found.splits > 1
 
     rehearsed = {kernel(1, count, 1) for count in kernel_warmup.prompts(spec)}
-    rehearsed |= {kernel(size, 1, 1) for size in sizes_up_to(spec.max_seqs)}
+    rehearsed |= {kernel(size, 1, 1) for size in capture_sizes(spec.max_seqs)}
     draw = random.Random(0)
     for _ in range(300):
         longest = min(draw.choice((2, 16, draw.randint(1, 300), 8192)), context - 1)
@@ -92,11 +92,11 @@ def test_quantized_networks_rehearse_with_the_layers_that_they_have(
     served = apply_quantization(GPT(ModelSpec.from_preset("tiny").replace(tie_embeddings=False)), scheme)
     narrow = [layer for layer in quantized_layers(served) if layer.scheme.name == "int4"]
     groups = {layer.label: layer.in_features // layer.scale.shape[1] for layer in narrow}
-    found: list[Runner] = []
+    found: list[ModelRunner] = []
     steps = kernel_warmup.take_steps
     monkeypatch.setattr(kernel_warmup, "take_steps", lambda runner: (found.append(runner), steps(runner)))
-    kernel_warmup.rehearse(Outline(served.spec, scheme, groups), SPEC, CPU)
-    made = Runner(served, SPEC, CPU, served.spec.vocab)
+    kernel_warmup.compile_kernels(MetaModel(served.spec, scheme, groups), SPEC, CPU)
+    made = ModelRunner(served, SPEC, CPU, served.spec.vocab)
     told = [
         [(layer.scheme.name, layer.weight.shape, layer.scale.shape) for layer in quantized_layers(runner.model)]
         for runner in (*found, made)
@@ -114,7 +114,7 @@ def test_a_failure_is_told_and_left_to_the_engine(
 
     monkeypatch.setattr(kernel_warmup, "rehearse", fail)
     monkeypatch.setattr(kernel_warmup, "pays", lambda *_: True)
-    with kernel_warmup.rehearsal(Outline(ModelSpec.from_preset("tiny")), SPEC, CPU):
+    with kernel_warmup.warm_up_kernels(MetaModel(ModelSpec.from_preset("tiny")), SPEC, CPU):
         pass
     assert "kernels were not compiled ahead: RuntimeError: no memory" in caplog.text
 
@@ -125,7 +125,7 @@ def test_a_load_that_fails_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernel_warmup, "tried", lambda *_: waited.append(over.wait(20)))
     with (
         pytest.raises(ValueError, match="no weights"),
-        kernel_warmup.rehearsal(Outline(ModelSpec.from_preset("tiny")), SPEC, CPU),
+        kernel_warmup.warm_up_kernels(MetaModel(ModelSpec.from_preset("tiny")), SPEC, CPU),
     ):
         raise ValueError("no weights")
     assert not waited

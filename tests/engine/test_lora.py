@@ -17,10 +17,10 @@ from test_model_runner import Unrecorded
 from torch import Tensor
 
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.lora.adapters import adapters
-from lmworks.engine.speculative.ngram import NGram
+from lmworks.engine.speculative.ngram import NgramProposer
 from lmworks.engine.speculative.verification import Speculator
 from lmworks.model import GPT
 from lmworks.spec import CheckpointError, LMWorksError, ModelSpec, SpecError
@@ -140,7 +140,7 @@ def test_the_same_prompt_by_every_adapter(tmp_path: Path) -> None:
     adapters = two_adapters("llama")
     (prompt,) = random_prompts([30])
     engine = engine_with("llama", adapters, tmp_path)
-    engine.speculator = Speculator(engine.spec, NGram())
+    engine.speculator = Speculator(engine.spec, NgramProposer())
     for _ in range(2):
         for name, adapter in adapters.items():
             (result,) = answers(engine, [prompt], [SamplingParams(temperature=0, max_tokens=12, adapter=name)])
@@ -152,9 +152,9 @@ def test_frames_for_guesses_are_larger_than_any_step(tmp_path: Path) -> None:
     """Places for all sequences with all their guesses, where a step may have fewer tokens."""
     adapters = two_adapters("llama")
     engine = engine_with("llama", adapters, tmp_path, speculate="ngram", guesses=3, max_seqs=8, max_batch_tokens=12)
-    assert isinstance(engine.runner, Runner)
+    assert isinstance(engine.runner, ModelRunner)
     engine.runner.graphs = Unrecorded(engine.runner)
-    engine.speculator = Speculator(engine.spec, NGram())
+    engine.speculator = Speculator(engine.spec, NgramProposer())
     prompts = [prompt * 3 for prompt in random_prompts([7, 5, 6, 4])]
     names = [*adapters, None]
     params = [SamplingParams(temperature=0, max_tokens=16, adapter=name) for name in names]
@@ -322,7 +322,7 @@ def test_one_that_does_not_fit_changes_nothing(tmp_path: Path, monkeypatch: pyte
     engine = engine_with("llama", {"first": made["first"]}, tmp_path)
     params = [SamplingParams(temperature=0, max_tokens=6, logprobs=0, adapter=name) for name in ("first", None)]
     before = answers(engine, [[1, 2, 3]] * 2, params)
-    room = iter([adapters.stacked] * 3)  # for some of the layers
+    room = iter([adapters.stack_deltas] * 3)  # for some of the layers
     monkeypatch.setattr(adapters, "stacked", lambda *given: next(room, no_room)(*given))
     with pytest.raises(LMWorksError, match=r"second: the adapter does not fit the device \(out of memory\)"):
         engine.add_adapter("second", made["second"].save(tmp_path / "second"))
@@ -341,7 +341,7 @@ def test_experts_take_adapters_on_attention_only(tmp_path: Path) -> None:
 
     shape = {"layers": 1, "hidden": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": VOCAB, "context": 32}
     spec = ModelSpec.from_dict({**shape, "experts": 4, "expert_ffn": 32, "norm_eps": 1e-5})
-    engine = Engine(Runner(GPT(spec), EngineSpec(dtype="fp32", blocks=20), "cpu", VOCAB))
+    engine = Engine(ModelRunner(GPT(spec), EngineSpec(dtype="fp32", blocks=20), "cpu", VOCAB))
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
     attention = {"model.layers.0.self_attn.o_proj": (torch.ones(2, 64), torch.ones(48, 2))}
     engine.add_adapter("attention", Made(config, attention).save(tmp_path / "attention"))

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from lmworks.engine.core import sampler as sampler_module
-from lmworks.engine.core.cuda_graphs import Graphs
+from lmworks.engine.core.cuda_graphs import CUDAGraphs
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.graph_buckets import worth_recording
-from lmworks.engine.core.kv_cache import Cache, CacheShape
-from lmworks.engine.core.model_runner import Runner
-from lmworks.engine.core.request import UNKNOWN, Request, Result, Sequence
+from lmworks.engine.core.graph_buckets import prefill_buckets
+from lmworks.engine.core.kv_cache import KVCache, KVCacheShape
+from lmworks.engine.core.model_runner import ModelRunner
+from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Result, Sequence
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Chunk, Step
-from lmworks.engine.core.step_input import Layout, Packer, decoding_frame, mixed_frame, unpack
-from lmworks.engine.speculative.draft_model import Ahead, Draft
-from lmworks.engine.speculative.ngram import NGram
+from lmworks.engine.core.step_input import Layout, Packer, decode_bucket, mixed_bucket, unpack
+from lmworks.engine.speculative.draft_model import DraftModel, DraftModelProposer
+from lmworks.engine.speculative.ngram import NgramProposer
 from lmworks.engine.speculative.verification import Speculator
 from lmworks.model import GPT, generate
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec, SpecError
@@ -60,13 +60,13 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return [torch.randint(0, 320, (length,), generator=draw).tolist() for length in lengths]
 
 
-def runner_of(model: GPT, **spec: Any) -> Runner:
+def runner_of(model: GPT, **spec: Any) -> ModelRunner:
     given = {"block": 4, "max_seqs": 4, "max_batch_tokens": 24, **spec}
-    return Runner(copy.deepcopy(model), EngineSpec(**given), "cpu", 320)
+    return ModelRunner(copy.deepcopy(model), EngineSpec(**given), "cpu", 320)
 
 
 def answered(
-    runner: Runner, prompts: list[list[int]], *params: SamplingParams, speculator: Speculator | None = None
+    runner: ModelRunner, prompts: list[list[int]], *params: SamplingParams, speculator: Speculator | None = None
 ) -> list[Result]:
     engine = Engine(runner, None, speculator=speculator)
     requests = [Request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
@@ -108,7 +108,7 @@ def test_greedy_answers_are_those_of_generation(shape: str) -> None:
         assert prompt + result.token_ids == generate(model, torch.tensor([prompt]), 20)[0].tolist()
 
 
-def sequence_of(runner: Runner, prompt: list[int], slot: int, blocks: list[int], **params: Any) -> Sequence:
+def sequence_of(runner: ModelRunner, prompt: list[int], slot: int, blocks: list[int], **params: Any) -> Sequence:
     given = {"temperature": 0.0, "max_tokens": 40, **params}
     sequence = Sequence(Request(prompt, SamplingParams(**given)), 0, 0, list(prompt), len(prompt), slot=slot)
     sequence.blocks = blocks
@@ -128,7 +128,7 @@ def test_tokens_that_the_host_does_not_know_yet() -> None:
     launched = [runner.launch(Step([Chunk(each, 0, each.prompt, 1) for each in sequences]))]
     for _ in range(10):
         for each in sequences:
-            each.tokens.append(UNKNOWN)
+            each.tokens.append(PLACEHOLDER_TOKEN)
         sequences.reverse()
         launched.append(runner.launch(Step([Chunk(each, len(each.tokens) - 1, 1, 1) for each in sequences])))
     for each in sequences:
@@ -137,24 +137,24 @@ def test_tokens_that_the_host_does_not_know_yet() -> None:
         assert [one.read()[row].tokens[0] for one, row in zip(launched, rows, strict=True)] == expected
 
 
-class Unrecorded(Graphs[Any]):
+class Unrecorded(CUDAGraphs[Any]):
     """What surrounds a CUDA graph, without one: padding, and one buffer that all steps are written to."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self.work, self.sizes, self.frames = runner.work, [1, 3, 8], set()
-        self.prompts = worth_recording(runner.model.spec, runner.spec)
+        self.prompts = prefill_buckets(runner.model.spec, runner.spec)
         self.buffer = torch.full((8192,), -7, dtype=torch.int64)
         self.kinds: list[str] = []
         self.given_back = 0
 
-    def record_no_prompts(self) -> bool:
+    def drop_prefill_graphs(self) -> bool:
         self.given_back += 1
         return self.given_back == 1
 
-    def run(self, buffer: torch.Tensor, layout: Layout, wants: Any) -> Any:
+    def run(self, buffer: torch.Tensor, layout: Layout, sampling_metadata: Any) -> Any:
         self.kinds.append("decoding" if layout.rows == layout.tokens else "mixed")
         self.buffer[: layout.size].copy_(buffer)
-        return self.work(unpack(self.buffer, layout), wants)
+        return self.work(unpack(self.buffer, layout), sampling_metadata)
 
 
 @pytest.mark.parametrize("shape", ["gqa", "gpt2", "alibi", "window"])
@@ -182,7 +182,7 @@ def test_a_step_without_memory_is_taken_again_without_graphs_of_prompts(
     expected = answered(runner_of(model), prompts, ask, ask)
     runner = runner_of(model)
     graphs = runner.graphs = Unrecorded(runner)
-    owner, name = (Runner, "states") if at == "the network" else (sampler_module, "likeliest")
+    owner, name = (ModelRunner, "states") if at == "the network" else (sampler_module, "likeliest")
     usual, calls = getattr(owner, name), count(1)
 
     def sometimes_short(*given: Any) -> Any:
@@ -214,11 +214,11 @@ def test_padded_steps_with_guesses_give_the_same(source: str, temperature: float
         spec = EngineSpec(
             block=4, max_seqs=8, speculate=source, draft="given below" * (source == "draft"), guesses=3, blocks=200
         )
-        draft = Draft(lively(layers=1)) if source == "draft" else None
-        runner = Runner(copy.deepcopy(model), spec, "cpu", 320, draft)
+        draft = DraftModel(lively(layers=1)) if source == "draft" else None
+        runner = ModelRunner(copy.deepcopy(model), spec, "cpu", 320, draft)
         if graphs:
             runner.graphs = Unrecorded(runner)
-        speculator = Speculator(runner.spec, NGram() if draft is None else Ahead())
+        speculator = Speculator(runner.spec, NgramProposer() if draft is None else DraftModelProposer())
         results.append(answered(runner, prompts, *params, speculator=speculator))
     for plain, padded in zip(*results, strict=True):
         assert padded.token_ids == plain.token_ids
@@ -335,8 +335,8 @@ def test_heads_of_odd_width_have_no_8_bit_cache(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["auto", "fp8"])
 def test_bytes_of_a_block_are_what_it_takes(kind: str) -> None:
-    shape = CacheShape.of(ModelSpec.from_preset("tiny"), EngineSpec(kv_dtype=kind), torch.bfloat16, kv_heads=2)
-    cache = Cache(shape, 3, torch.device("cpu"))
+    shape = KVCacheShape.of(ModelSpec.from_preset("tiny"), EngineSpec(kv_dtype=kind), torch.bfloat16, kv_heads=2)
+    cache = KVCache(shape, 3, torch.device("cpu"))
     held = cache.store.nbytes + (0 if cache.scales is None else cache.scales.nbytes)
     assert held == 3 * shape.block_bytes
 
@@ -346,7 +346,7 @@ def decoding(packer: Packer, count: int, length: int) -> Step:
     chunks = []
     for slot in range(count):
         request = Request([1] * length, SamplingParams(max_tokens=50))
-        sequence = Sequence(request, 0, 0, [1] * length + [UNKNOWN], length, slot=slot)
+        sequence = Sequence(request, 0, 0, [1] * length + [PLACEHOLDER_TOKEN], length, slot=slot)
         sequence.blocks = list(range(slot * blocks, (slot + 1) * blocks))
         packer.admit(sequence)
         chunks.append(Chunk(sequence, length, 1, 1))
@@ -360,7 +360,7 @@ def test_packing_a_step_takes_little_time() -> None:
     times = [math.inf]
     while min(times) >= 1.5e-3 and len(times) < 500:  # seen: 0.4 ms
         begin = time.thread_time()
-        packer.pack(step, decoding_frame(256))
+        packer.pack(step, decode_bucket(256))
         times.append(time.thread_time() - begin)
     assert min(times) < 1.5e-3
 
@@ -368,7 +368,7 @@ def test_packing_a_step_takes_little_time() -> None:
 def test_a_padded_step_adds_places_that_nobody_took() -> None:
     packer = Packer(EngineSpec(context=256, max_seqs=8, max_batch_tokens=64), vocab=1000, pinned=False)
     step = decoding(packer, 3, 20)
-    buffer, layout = packer.pack(step, decoding_frame(8))
+    buffer, layout = packer.pack(step, decode_bucket(8))
     batch = unpack(buffer, layout)
     assert batch.tokens.tolist() == [1000, 1001, 1002, 0, 0, 0, 0, 0]
     assert batch.slots[:3].tolist() == [1 * 16 + 4, 6 * 16 + 4, 11 * 16 + 4] and set(batch.slots[3:].tolist()) == {-1}
@@ -376,9 +376,9 @@ def test_a_padded_step_adds_places_that_nobody_took() -> None:
     (pages,) = batch.pages
     assert pages.lengths.tolist() == [21, 21, 21, 0, 0, 0, 0, 0] and pages.starts.tolist() == list(range(9))
     assert batch.at is None
-    nobody = unpack(*packer.nobody(decoding_frame(4)))
-    assert nobody.slots.tolist() == [-1] * 4 and nobody.rows.tolist() == [8] * 4
-    assert nobody.pages[0].lengths.tolist() == [0] * 4 and nobody.pages[0].starts.tolist() == list(range(5))
+    dummy_decode = unpack(*packer.dummy_decode(decode_bucket(4)))
+    assert dummy_decode.slots.tolist() == [-1] * 4 and dummy_decode.rows.tolist() == [8] * 4
+    assert dummy_decode.pages[0].lengths.tolist() == [0] * 4 and dummy_decode.pages[0].starts.tolist() == list(range(5))
 
 
 def test_a_frame_for_prompts_beside_answers() -> None:
@@ -386,7 +386,7 @@ def test_a_frame_for_prompts_beside_answers() -> None:
     packer = Packer(EngineSpec(context=256, max_seqs=8, max_batch_tokens=64), vocab=1000, pinned=False)
     singles = decoding(packer, 3, 20).chunks
     prompts = [Chunk(chunk.sequence, 5, 4, int(i == 1)) for i, chunk in enumerate(decoding(packer, 5, 30).chunks[3:])]
-    batch = unpack(*packer.pack(Step(singles + prompts), mixed_frame(4, 4, 12, 8)))
+    batch = unpack(*packer.pack(Step(singles + prompts), mixed_bucket(4, 4, 12, 8)))
     assert batch.tokens.tolist() == [1000, 1001, 1002, 0, *[1] * 8, *[0] * 4]
     assert batch.positions.tolist() == [20, 20, 20, 0, 5, 6, 7, 8, 5, 6, 7, 8, 0, 0, 0, 0]
     assert batch.at is not None and batch.at[:4].tolist() == [0, 1, 2, 11]

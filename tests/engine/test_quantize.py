@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmworks import GPT, ModelSpec
 from lmworks.data import TokenData
-from lmworks.engine.quantization.calibrated_rounding import Seen, Walk, calibrated, gptq, quantize_layers
+from lmworks.engine.quantization.calibrated_rounding import InputStats, Walk, calibrated, gptq, quantize_layers
 from lmworks.engine.quantization.drift import DriftMonitor, Inputs
 from lmworks.engine.quantization.folder import (
     is_quantized,
@@ -203,7 +203,7 @@ def test_calibrated_rounding_keeps_the_output_of_inputs_that_move_together() -> 
     mix = torch.cat((mix, mix + 0.1 * torch.randn(100, 128, generator=draw)), dim=1)
     inputs, others = (torch.randn(600, 100, generator=draw) @ mix for _ in "ab")
     inputs[:, 5] = others[:, 5] = 0  # never seen: the damping keeps H invertible
-    seen = Seen()
+    seen = InputStats()
     seen.take(inputs, True, True)
     scheme = SCHEMES["int4"]
     wanted = F.linear(others, layer.weight)
@@ -281,7 +281,7 @@ def test_the_report_says_what_was_lost_and_won(scheme: str, trained: GPT, text: 
 
 @pytest.mark.parametrize("broken", ["blocks.0.mlp.up", "head"])
 def test_a_broken_scale_is_refused_and_its_layer_named(broken: str, trained: GPT, text: Calibration) -> None:
-    def damaged(name: str, layer: Linear, seen: Seen) -> QuantLinear:
+    def damaged(name: str, layer: Linear, seen: InputStats) -> QuantLinear:
         new = rounded(SCHEMES["int8"], layer)
         if name == broken:
             new.scale[30:120] *= 40
@@ -292,7 +292,7 @@ def test_a_broken_scale_is_refused_and_its_layer_named(broken: str, trained: GPT
     assert refused.value.exit_code == 1
     assert refused.value.report.increase > 0.02
 
-    def not_finite(name: str, layer: Linear, seen: Seen) -> QuantLinear:
+    def not_finite(name: str, layer: Linear, seen: InputStats) -> QuantLinear:
         new = rounded(SCHEMES["int8"], layer)
         if name == broken:
             new.scale[3] = math.inf

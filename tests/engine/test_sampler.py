@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from chance import chi_square, independent
-from lmworks.engine.core.request import UNKNOWN, Request, Sequence
-from lmworks.engine.core.sampler import Sampled, Sampler, Wants, check
+from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Sequence
+from lmworks.engine.core.sampler import Sampler, SamplerOutput, SamplingMetadata, check
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.spec import SpecError
 
@@ -45,7 +45,7 @@ def some_logits(rows: int = 1, vocab: int = VOCAB, seed: int = 0, scale: float =
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def one(sampler: Sampler, logits: Tensor, slot: int = 0, place: int = 0, mask: Tensor | None = None) -> Sampled:
+def one(sampler: Sampler, logits: Tensor, slot: int = 0, place: int = 0, mask: Tensor | None = None) -> SamplerOutput:
     return sampler(logits, torch.tensor([slot]), torch.tensor([place]), mask)
 
 
@@ -221,7 +221,7 @@ def test_what_is_picked_counts_from_then_on() -> None:
     picked = [one(sampler, close, place=i).tokens.item() for i in range(3)]
     assert picked == order[:3]
     assert one(sampler, close, slot=1).tokens.item() == order[0]
-    sampler.admit(2, sequence(answer=[*picked, UNKNOWN], temperature=0, presence_penalty=2.0))
+    sampler.admit(2, sequence(answer=[*picked, PLACEHOLDER_TOKEN], temperature=0, presence_penalty=2.0))
     assert one(sampler, close, slot=2).tokens.item() == order[3]
     sampler.admit(2, sequence(temperature=0, presence_penalty=2.0))  # another one in the same slot
     assert one(sampler, close, slot=2).tokens.item() == order[0]
@@ -290,13 +290,15 @@ def test_logprobs_are_the_models_own() -> None:
 
 def test_only_what_is_wanted_is_computed() -> None:
     sampler = sampler_of(sequence(temperature=0), sequence(), sequence(top_p=0.5, frequency_penalty=1.0))
-    assert sampler.wants([0]) == Wants() and sampler.wants([0, 1]) == Wants(noise=True)
-    assert sampler.wants([0, 1]).plain and not sampler.wants([2]).plain
-    assert sampler.wants([1, 2]) == Wants(noise=True, truncated=True, penalties=True)
+    assert sampler.sampling_metadata([0]) == SamplingMetadata() and sampler.sampling_metadata(
+        [0, 1]
+    ) == SamplingMetadata(noise=True)
+    assert sampler.sampling_metadata([0, 1]).plain and not sampler.sampling_metadata([2]).plain
+    assert sampler.sampling_metadata([1, 2]) == SamplingMetadata(noise=True, truncated=True, penalties=True)
     assert one(sampler, some_logits()).logprob is None
     assert sampler_of(sequence()).answered is None
     # A padded row names the spare slot, and asks for nothing.
-    sampler(some_logits(), torch.tensor([4]), torch.tensor([0]), None, sampler.wants([4]))
+    sampler(some_logits(), torch.tensor([4]), torch.tensor([0]), None, sampler.sampling_metadata([4]))
 
 
 def test_tokens_that_the_model_does_not_have_are_refused() -> None:

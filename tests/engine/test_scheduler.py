@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
-from lmworks.engine.core.request import UNKNOWN, Request, Sequence, State
+from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Sequence, SequenceStatus
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import AGEING, Scheduler, Step
 from lmworks.spec import EngineSpec
@@ -34,7 +34,7 @@ def read(scheduler: Scheduler, step: Step) -> None:
     """The tokens of a step become known; sequences that are complete end."""
     for chunk in step.chunks:
         sequence = chunk.sequence
-        if chunk.wanted and sequence.state is not State.DONE:
+        if chunk.wanted and sequence.state is not SequenceStatus.FINISHED:
             picked = [*sequence.draft_tokens[: chunk.wanted - 1], next(fresh)]
             sequence.tokens[chunk.place :] = picked
             sequence.known = len(sequence.tokens)
@@ -64,7 +64,7 @@ def until(scheduler: Scheduler, ready: Callable[[], bool], most: int = 2000) -> 
 
 
 def done(request: Request) -> bool:
-    return all(each.state is State.DONE for each in request.sequences)
+    return all(each.state is SequenceStatus.FINISHED for each in request.sequences)
 
 
 def test_a_long_prompt_is_cut_and_decoding_goes_first() -> None:
@@ -92,10 +92,10 @@ def test_tokens_that_are_on_their_way_are_unknown_and_nothing_is_computed_past_t
     request = add(scheduler, 4, answer=2)
     [sequence] = request.sequences
     first = scheduler.schedule()
-    assert sequence.tokens[4:] == [UNKNOWN] and sequence.computed == 4
+    assert sequence.tokens[4:] == [PLACEHOLDER_TOKEN] and sequence.computed == 4
     second = scheduler.schedule()
     assert shape(second, request) == [(0, 4, 1, 1)]
-    assert sequence.tokens[4:] == [UNKNOWN] * 2
+    assert sequence.tokens[4:] == [PLACEHOLDER_TOKEN] * 2
     assert scheduler.schedule().chunks == []
     sequence.tokens[4], sequence.known = 77, 5
     assert scheduler.schedule().chunks == []
@@ -115,7 +115,7 @@ def test_out_of_blocks_the_latest_gives_up_its_own_and_goes_on_later() -> None:
     until(scheduler, lambda: scheduler.preemptions > 0)
     assert (first.sequences[0].preempted, second.sequences[0].preempted) == (0, 1)
     waiting = second.sequences[0]
-    assert waiting.state is State.WAITING and not waiting.blocks and waiting.slot == -1
+    assert waiting.state is SequenceStatus.WAITING and not waiting.blocks and waiting.slot == -1
     until(scheduler, lambda: done(first))
     step = run(scheduler)
     # Computed again from the beginning, its answer so far included.
@@ -138,7 +138,7 @@ def test_an_urgent_request_takes_the_place_of_less_urgent_ones() -> None:
     run(scheduler)
     equal, urgent = add(scheduler, 4, priority=1), add(scheduler, 4, priority=0)
     step = run(scheduler)
-    assert urgent.sequences[0].state is State.RUNNING and equal.sequences[0].state is State.WAITING
+    assert urgent.sequences[0].state is SequenceStatus.RUNNING and equal.sequences[0].state is SequenceStatus.WAITING
     assert [request.sequences[0].preempted for request in relaxed] == [0, 1]
     assert {chunk.sequence.request.priority for chunk in step.chunks} == {0, 1}
 
@@ -159,7 +159,7 @@ def test_nobody_is_let_in_past_one_that_does_not_fit_yet() -> None:
     run(scheduler)
     large, small = add(scheduler, 8, answer=2), add(scheduler, 1, answer=1)
     run(scheduler)
-    assert small.sequences[0].state is State.WAITING
+    assert small.sequences[0].state is SequenceStatus.WAITING
     until(scheduler, lambda: done(large))
 
 
@@ -229,7 +229,7 @@ def test_answers_share_their_prompt_and_the_cut_block_is_copied() -> None:
     scheduler = make(tokens=8)
     request = add(scheduler, 10, n=3)
     run(scheduler)
-    assert [each.state for each in request.sequences[1:]] == [State.WAITING] * 2  # the prompt is on its way
+    assert [each.state for each in request.sequences[1:]] == [SequenceStatus.WAITING] * 2  # the prompt is on its way
     run(scheduler)
     step = run(scheduler)
     lead, *others = request.sequences
@@ -248,7 +248,7 @@ def test_answers_that_wait_for_their_prompt_hold_up_nobody() -> None:
     add(scheduler, 7, n=2)
     other = add(scheduler, 1)
     run(scheduler)
-    assert other.sequences[0].state is State.RUNNING
+    assert other.sequences[0].state is SequenceStatus.RUNNING
 
 
 def test_an_answer_whose_lead_is_gone_computes_the_prompt_itself() -> None:

@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 import test_engine_property as lives
 import torch
-from fake_device import FakeDevice, Launched, alone
+from fake_device import FakeDevice, StepOutput, alone
 from hf_reference import FAMILIES, VOCAB, answers, compare, fresh_model, random_prompts
 from test_engine_tp import Behind
 from torch import Tensor
 
 from chance import chi_square
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.model_runner import Runner
-from lmworks.engine.core.request import UNKNOWN, Request, Result, Sequence
+from lmworks.engine.core.model_runner import ModelRunner
+from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Result, Sequence
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Step
 from lmworks.engine.speculative import draft_model as draft_module
 from lmworks.engine.speculative import ngram, verification
-from lmworks.engine.speculative.draft_model import Ahead, Draft
-from lmworks.engine.speculative.ngram import Lookup, NGram
-from lmworks.engine.speculative.verification import Speculator, draw_guess, judge, pick
+from lmworks.engine.speculative.draft_model import DraftModel, DraftModelProposer
+from lmworks.engine.speculative.ngram import NgramIndex, NgramProposer
+from lmworks.engine.speculative.verification import Speculator, pick, rejection_sample, sample_draft_token
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec, SpecError
 
@@ -40,8 +40,8 @@ def engine_for(model: GPT, vocab: int, source: str, draft: GPT | None = None, **
     device, behind = spec.pop("device", "cpu"), spec.pop("behind", False)
     wanted = {"speculate": source or "none", "draft": "in memory" if source == "draft" else ""}
     given = EngineSpec(**{"dtype": "fp32", "block": 4, "max_seqs": 8, "guesses": 3, **wanted, **spec})
-    runner = Runner(model, given, device, vocab, None if draft is None else Draft(draft))
-    sources = {"ngram": NGram(), "draft": Ahead()}
+    runner = ModelRunner(model, given, device, vocab, None if draft is None else DraftModel(draft))
+    sources = {"ngram": NgramProposer(), "draft": DraftModelProposer()}
     speculator = Speculator(runner.spec, sources[source]) if source else None
     return Engine(Behind(runner) if behind else runner, None, seed=0, speculator=speculator)
 
@@ -83,12 +83,12 @@ def test_the_longest_match_is_found() -> None:
     draw = random.Random(0)
     found = 0
     for _ in range(100):
-        lookup, text = Lookup(), [draw.randrange(8) for _ in range(draw.randrange(10))]
+        lookup, text = NgramIndex(), [draw.randrange(8) for _ in range(draw.randrange(10))]
         for _ in range(30):
             text.append(draw.choice([draw.randrange(8), text[len(text) // 2] if text else 0]))
             if draw.random() < 0.5:  # several tokens may have come since the last guess
                 continue
-            drafted = lookup.propose([*text, *[UNKNOWN] * draw.randrange(2)], len(text), 4)
+            drafted = lookup.propose([*text, *[PLACEHOLDER_TOKEN] * draw.randrange(2)], len(text), 4)
             assert drafted == looked_up(text, 4)
             found += bool(drafted)
     assert found > 500
@@ -104,7 +104,7 @@ def test_a_guess_costs_the_same_in_a_long_text() -> None:
             Counted.reads += 1
             return super().__getitem__(index)
 
-    lookup, text = Lookup(), Counted([7] * 20_000)
+    lookup, text = NgramIndex(), Counted([7] * 20_000)
     lookup.propose(text, len(text), 4)
     Counted.reads = 0
     for _ in range(10):
@@ -283,7 +283,7 @@ def always(p: Tensor, q: Tensor, guesses: Tensor, seeds: Tensor, places: Tensor)
 
 def from_p(p: Tensor, q: Tensor, guesses: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
     """A refused guess is replaced by a draw from p: likely tokens then have a second chance."""
-    settled = judge(p, q, guesses, seeds, places)
+    settled = rejection_sample(p, q, guesses, seeds, places)
     return torch.where(settled == guesses, guesses, pick(p, seeds, places))
 
 
@@ -294,7 +294,9 @@ def test_a_planted_bias_is_seen(planted: Any, monkeypatch: pytest.MonkeyPatch) -
     assert fit < 1e-6
 
 
-def judged_alone(amount: float, propose: Any = draw_guess, rule: Any = judge) -> tuple[float, float, float]:
+def judged_alone(
+    amount: float, propose: Any = sample_draft_token, rule: Any = rejection_sample
+) -> tuple[float, float, float]:
     """How well 40,000 tokens fit p, how many of them are the guess, and how many can be: Σ min(p, q)."""
     luck = torch.Generator().manual_seed(2)
     logits = torch.randn(12, generator=luck)
@@ -321,7 +323,9 @@ def test_a_guess_that_is_refused_by_rounding_alone_is_replaced_by_a_token_of_p()
     """q is p and a little more everywhere, as rounding may leave it: nothing is left of p − q."""
     p = torch.tensor([0.0, 0.3, 0.7]).expand(40_000, -1)
     seeds = torch.arange(40_000)
-    tokens = judge(p, p * 1.5, torch.full_like(seeds, 1), seeds, seeds % 7)  # a third of the guesses is refused
+    tokens = rejection_sample(
+        p, p * 1.5, torch.full_like(seeds, 1), seeds, seeds % 7
+    )  # a third of the guesses is refused
     assert 0.1 < (tokens == 2).float().mean().item() < 0.4
     assert not (tokens == 0).any()
 
@@ -358,7 +362,7 @@ class Watched(FakeDevice):
 
     ahead = 0
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> StepOutput:
         assert all(work.wanted <= 1 for launched in self.queue for work in launched.works)
         self.ahead += bool(self.queue)
         return super().launch(step)
@@ -367,7 +371,7 @@ class Watched(FakeDevice):
 def looked_back(requests: list[Request], vocab: int, **fake: Any) -> tuple[Engine, Watched]:
     """An engine that has answered them. With one token in the vocabulary all is repetition, with many nothing is."""
     device = Watched(EngineSpec(block=4, blocks=200, context=128, max_seqs=8, max_batch_tokens=40), vocab, **fake)
-    engine = Engine(device, None, seed=0, speculator=Speculator(device.spec, NGram()))
+    engine = Engine(device, None, seed=0, speculator=Speculator(device.spec, NgramProposer()))
     for request in requests:
         engine.add(request)
     for piece in engine.run():
@@ -444,17 +448,17 @@ def test_guessing_may_stop_while_a_step_is_under_way() -> None:
 def test_everyone_ends_as_if_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrivals, cancellations and preemption at random, with so few tokens that looking back often finds some."""
     monkeypatch.setattr(lives, "VOCAB", 3)
-    monkeypatch.setattr(lives, "Guesser", lambda draw: Speculator(EngineSpec(guesses=1 + seed % 4), NGram()))
+    monkeypatch.setattr(lives, "Guesser", lambda draw: Speculator(EngineSpec(guesses=1 + seed % 4), NgramProposer()))
     outcome = lives.live(lives.World(seed, guesses=True))
     lives.verify(outcome)
     assert outcome.engine.spec.max_batch_tokens == 1 or outcome.engine.metrics.accepted_guesses > 10
 
 
 def test_a_draft_that_does_not_fit_is_refused() -> None:
-    def shaped(**changes: Any) -> GPT:
+    def structured(**changes: Any) -> GPT:
         return GPT(ModelSpec.from_dict({"layers": 1, "hidden": 16, "heads": 2, "vocab": 96, "context": 64, **changes}))
 
     with pytest.raises(SpecError, match="must have the same tokenizer"):
-        engine_for(shaped(), 96, "draft", shaped(vocab=95))
+        engine_for(structured(), 96, "draft", structured(vocab=95))
     with pytest.raises(SpecError, match=r"set engine.context = 32 or less"):
-        engine_for(shaped(), 96, "draft", shaped(context=32))
+        engine_for(structured(), 96, "draft", structured(context=32))

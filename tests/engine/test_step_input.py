@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from lmworks.engine.core.request import UNKNOWN, Request, Sequence
+from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Sequence
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Chunk, Step
-from lmworks.engine.core.step_input import Batch, Layout, Packer, decoding_frame, mixed_frame, unpack
+from lmworks.engine.core.step_input import Batch, Layout, Packer, decode_bucket, mixed_bucket, unpack
 from lmworks.spec import EngineSpec
 
 SPEC = EngineSpec(context=160, block=4, max_seqs=16, max_batch_tokens=2000)
@@ -29,7 +29,7 @@ def sequence_of(draw: random.Random, slot: int) -> Sequence:
 def chunk_of(draw: random.Random, sequence: Sequence, kind: str) -> Chunk:
     last = len(sequence.tokens) - 1
     if kind == "single":
-        sequence.tokens[last] = draw.choice([UNKNOWN, 5])
+        sequence.tokens[last] = draw.choice([PLACEHOLDER_TOKEN, 5])
         return Chunk(sequence, last, 1, 1)
     if kind == "guesses":
         sequence.draft_tokens = [draw.randrange(VOCAB) for _ in range(draw.randrange(1, GUESSES + 1))]
@@ -39,17 +39,17 @@ def chunk_of(draw: random.Random, sequence: Sequence, kind: str) -> Chunk:
     return Chunk(sequence, start, count, int(start + count > last))
 
 
-def check(batch: Batch, step: Step, frame: Layout) -> None:
+def check(batch: Batch, step: Step, bucket: Layout) -> None:
     """Every place, those that nobody took too: one token each among sequences that decode, and none behind them."""
     singles = sum(chunk.count == 1 for chunk in step.chunks)
-    gap = max(frame.decoding - singles, 0)
+    gap = max(bucket.decoding - singles, 0)
     taken: list[Chunk | None] = [*step.chunks[:singles], *[None] * gap, *step.chunks[singles:]]
-    places = taken + [None] * (frame.seqs - len(taken))
+    places = taken + [None] * (bucket.seqs - len(taken))
     tokens, rows, at, starts = [], [], [], [0]
     tables: list[tuple[int, list[int]]] = []
     for index, chunk in enumerate(places):
         if chunk is None:
-            tokens += [(0, 0, -1)] * (index < frame.decoding)
+            tokens += [(0, 0, -1)] * (index < bucket.decoding)
             tables.append((0, []))
         else:
             sequence, end = chunk.sequence, chunk.start + chunk.count
@@ -58,13 +58,13 @@ def check(batch: Batch, step: Step, frame: Layout) -> None:
                 if place >= end - chunk.wanted:
                     at.append(len(tokens))
                     rows.append((sequence.slot, place - sequence.prompt + 1))
-                token = VOCAB + sequence.slot if text[place] == UNKNOWN else text[place]
+                token = VOCAB + sequence.slot if text[place] == PLACEHOLDER_TOKEN else text[place]
                 block, within = sequence.blocks[place // SPEC.block], place % SPEC.block
                 tokens.append((token, place, block * SPEC.block + within))
             tables.append((end, sequence.blocks))
         starts.append(len(tokens))
-    tokens += [(0, 0, -1)] * (frame.tokens - len(tokens))
-    rows += [(SPEC.max_seqs, 0)] * (frame.rows - len(rows))
+    tokens += [(0, 0, -1)] * (bucket.tokens - len(tokens))
+    rows += [(SPEC.max_seqs, 0)] * (bucket.rows - len(rows))
 
     assert list(zip(batch.tokens.tolist(), batch.positions.tolist(), batch.slots.tolist(), strict=True)) == tokens
     assert list(zip(batch.rows.tolist(), batch.places.tolist(), strict=True)) == rows
@@ -77,7 +77,7 @@ def check(batch: Batch, step: Step, frame: Layout) -> None:
         for row, (_, blocks) in zip(pages.tables.tolist(), tables[first:end], strict=True):
             assert row[: len(blocks)] == blocks
         first = end
-    assert first == frame.seqs
+    assert first == bucket.seqs
 
 
 @pytest.mark.parametrize("kind", ["decoding", "guesses", "prompts"])
@@ -85,9 +85,9 @@ def check(batch: Batch, step: Step, frame: Layout) -> None:
 def test_a_step_is_packed_as_token_by_token(kind: str, framed: bool) -> None:
     draw = random.Random(0)
     frames = {
-        "decoding": decoding_frame(8),
-        "guesses": decoding_frame(8, 1 + GUESSES),
-        "prompts": mixed_frame(6, 4, 300, 128),
+        "decoding": decode_bucket(8),
+        "guesses": decode_bucket(8, 1 + GUESSES),
+        "prompts": mixed_bucket(6, 4, 300, 128),
     }
     for _ in range(100):
         packer = Packer(SPEC, VOCAB, pinned=False)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import Request, Sequence
 from lmworks.engine.core.sampler import wishes
 from lmworks.engine.core.sampling_params import SamplingParams
-from lmworks.engine.core.step_output import Asked, prompt_logprobs
+from lmworks.engine.core.step_output import PromptLogprobsQuery, prompt_logprobs
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec
 
@@ -27,7 +27,7 @@ def test_ids_that_no_token_has_are_never_listed() -> None:
     model.init_weights(0)
     with torch.no_grad():
         model.head_weight[VALID:] = torch.randn_like(model.head_weight[VALID:])
-    engine = Engine(Runner(copy.deepcopy(model), EngineSpec(block=4, blocks=20), "cpu", VALID))
+    engine = Engine(ModelRunner(copy.deepcopy(model), EngineSpec(block=4, blocks=20), "cpu", VALID))
     prompt = [5, 17, 250, 3, 9, 120]
     engine.add(Request(prompt, SamplingParams(max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=3)))
     [piece] = engine.run()
@@ -55,17 +55,17 @@ def test_prompts_are_scored_row_by_row_where_batches_must_not_matter() -> None:
     request = Request([*range(30)], SamplingParams(prompt_logprobs=2))
     sequence = Sequence(request, 0, 0, request.prompt, 30)
 
-    def scored(first: int, count: int) -> list[torch.Tensor]:
+    def needs_logprobs(first: int, count: int) -> list[torch.Tensor]:
         rows = states[first : first + count]
-        found = prompt_logprobs(head, 300, rows, [Asked(sequence, first + 1, 0, count)], invariant=True)
+        found = prompt_logprobs(head, 300, rows, [PromptLogprobsQuery(sequence, first + 1, 0, count)], invariant=True)
         return [part for part in found if part is not None]
 
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        whole = scored(0, 29)
+        whole = needs_logprobs(0, 29)
         for row in range(29):
-            for alone, among in zip(scored(row, 1), whole, strict=True):
+            for alone, among in zip(needs_logprobs(row, 1), whole, strict=True):
                 assert torch.equal(alone[0], among[row])
     finally:
         torch.set_num_threads(threads)

@@ -17,14 +17,14 @@ from test_lora import Made, all_at_once, greedy_of, merged, two_adapters
 from torch import Tensor, nn
 
 from lmworks import LLM, SamplingParams
-from lmworks.engine.core.meta_model import Outline
-from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.meta_model import MetaModel
+from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import Result
 from lmworks.engine.quantization.folder import QuantizedWeights, load_quantized, save_quantized
 from lmworks.engine.quantization.quantize import Calibration, quantize
 from lmworks.engine.quantization.quantized_model import SCHEMES, QuantLinear, quantized_layers, rounded, served_bytes
-from lmworks.engine.tensor_parallel.executor import Lead
-from lmworks.engine.tensor_parallel.tp_shards import INPUTS, OUTPUTS, Kept, check_shares
+from lmworks.engine.tensor_parallel.executor import Executor
+from lmworks.engine.tensor_parallel.tp_shards import INPUTS, OUTPUTS, LinearShard, check_tp_divides
 from lmworks.model import GPT
 from lmworks.model.gpt import Linear
 from lmworks.spec import CheckpointError, EngineSpec, LMWorksError, ModelSpec, SpecError
@@ -51,7 +51,7 @@ def a_layer(scheme: str, group: int = 128, inputs: int = 192, bias: bool = False
 
 def shares(whole: QuantLinear, dim: int, tp: int) -> list[QuantLinear]:
     size = (whole.weight.shape[0] if dim == OUTPUTS else whole.in_features) // tp
-    return [Kept(dim, slice(rank * size, (rank + 1) * size)).quantized(whole) for rank in range(tp)]
+    return [LinearShard(dim, slice(rank * size, (rank + 1) * size)).quantized(whole) for rank in range(tp)]
 
 
 # --- layers -----------------------------------------------------------------------------------------------
@@ -76,15 +76,15 @@ def test_shares_are_the_whole_bit_for_bit(scheme: str, group: int, tp: int) -> N
 def test_a_group_that_cannot_be_cut_is_refused_by_name() -> None:
     spec = ModelSpec.from_preset("tiny", hidden=64, heads=8, kv_heads=2, ffn=192)
     groups = {"blocks.0.attention.q": 32, "blocks.0.attention.out": 32, "blocks.0.mlp.down": 32}
-    outline = Outline(spec, "int4", groups)
-    check_shares(outline, 2)
+    outline = MetaModel(spec, "int4", groups)
+    check_tp_divides(outline, 2)
     says = (
         r"engine.tp = 4: layer 'blocks.0.attention.out' has 64 inputs in int4 groups of 32, and a rank's share of 16 "
         r"is no multiple of 32, the least that is packed together; engine.tp = 2 works"
     )
     with pytest.raises(SpecError, match=says):
-        check_shares(outline, 4)
-    check_shares(Outline(spec, "int8"), 4)
+        check_tp_divides(outline, 4)
+    check_tp_divides(MetaModel(spec, "int8"), 4)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -159,9 +159,9 @@ def prompt_logprobs(results: list[Result]) -> list[float]:
     return [each.logprob for result in results for each in result.prompt_logprobs or [] if each]
 
 
-def runner_of(llm: LLM) -> Runner:
+def runner_of(llm: LLM) -> ModelRunner:
     runner = llm.native.runner
-    assert isinstance(runner, Runner)
+    assert isinstance(runner, ModelRunner)
     return runner
 
 
@@ -261,7 +261,7 @@ def test_adapters_are_held_by_all_ranks_or_by_none(tmp_path: Path, monkeypatch: 
     spec = {"device": "cpu", "dtype": "fp32", "block": 4, "batch_invariant": True, "prefix_cache": False}
     with LLM(tmp_path / "llama", tp=2, **spec) as llm:
         runner = runner_of(llm)
-        hold, weights = runner.hold_adapter, folders["second"] / "adapter_model.safetensors"
+        hold, weights = runner.load_adapter, folders["second"] / "adapter_model.safetensors"
 
         def hold_and_hide(name: str, folder: Path) -> None:
             hold(name, folder)
@@ -306,7 +306,7 @@ def adapter_for(spec: ModelSpec, seed: int) -> Made:
 
 
 def test_who_holds_an_adapter_that_another_cannot_hold_lets_it_go() -> None:
-    class Heard(Lead):
+    class Heard(Executor):
         def __init__(self, answers: list[str | None]) -> None:
             self.tp, self.sent, self.words = 1 + len(answers), [], {}
             for rank, answer in enumerate(answers, start=1):
@@ -384,4 +384,4 @@ def test_bitwise_the_same_in_any_batch(scheme: str, tp: int, tmp_path: Path) -> 
 def test_not_promised_of_several_gpus() -> None:
     spec = EngineSpec(tp=2, batch_invariant=True)
     with pytest.raises(SpecError, match=r"batch_invariant = true with engine.tp = 2 is for CPUs.* use engine.tp = 1"):
-        Lead("tiny", spec, None, 0, torch.device("cuda"))
+        Executor("tiny", spec, None, 0, torch.device("cuda"))

@@ -15,11 +15,11 @@ from hf_reference import FAMILIES, VOCAB, compare, fresh_model, make_engine, ran
 from test_model_runner import SHAPES, answered, lively, log_probabilities, prompts_of
 
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.model_runner import Runner
+from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import Result
 from lmworks.engine.core.sampling_params import SamplingParams
-from lmworks.engine.speculative.draft_model import Ahead, Draft
-from lmworks.engine.speculative.ngram import NGram
+from lmworks.engine.speculative.draft_model import DraftModel, DraftModelProposer
+from lmworks.engine.speculative.ngram import NgramProposer
 from lmworks.engine.speculative.verification import Speculator
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec
@@ -52,7 +52,7 @@ def test_equal_to_transformers(family: str, way: str) -> None:
     assert way != "preemption" or engine.metrics.num_preemptions > 0
     graphs = engine.runner.graphs
     assert (graphs is None) == (way == "eager")
-    mixed = graphs is not None and any(layout.rows < layout.tokens for layout, _ in graphs.recorded)
+    mixed = graphs is not None and any(layout.rows < layout.tokens for layout, _ in graphs.captured)
     if way in ("chunks", "graphs of answers alone"):  # kinds that come again, or are not to be recorded
         assert mixed == (way == "chunks")
 
@@ -68,10 +68,10 @@ def test_long_prompts_in_graphs() -> None:
     assert runner.graphs is not None
     for _ in range(3):
         assert [each.token_ids for each in answered(runner, prompts, *params)] == expected
-    assert max(layout.longest for layout, _ in runner.graphs.recorded) > 1024
+    assert max(layout.longest for layout, _ in runner.graphs.captured) > 1024
     runner = cuda_runner(model, **spec)
     assert runner.graphs is not None
-    work, known = runner.graphs.work, len(runner.graphs.recorded)
+    work, known = runner.graphs.work, len(runner.graphs.captured)
 
     def without_memory(*given: Any) -> Any:
         if torch.cuda.is_current_stream_capturing():
@@ -81,7 +81,7 @@ def test_long_prompts_in_graphs() -> None:
     runner.graphs.work = without_memory
     for _ in range(3):
         assert [each.token_ids for each in answered(runner, prompts, *params)] == expected
-    assert len(runner.graphs.recorded) == known
+    assert len(runner.graphs.captured) == known
     assert not runner.graphs.prompts.rooms
 
 
@@ -92,20 +92,22 @@ def test_guesses_are_equal_to_transformers(family: str, source: str) -> None:
     spec = EngineSpec(
         dtype="fp32", block=4, blocks=400, max_seqs=8, speculate=source, draft="given" * (source == "draft"), guesses=3
     )
-    draft = Draft(fresh_model(family)) if source == "draft" else None
-    runner = Runner(fresh_model(family), spec, "cuda", VOCAB, draft)
-    engine = Engine(runner, None, speculator=Speculator(runner.spec, NGram() if draft is None else Ahead()))
+    draft = DraftModel(fresh_model(family)) if source == "draft" else None
+    runner = ModelRunner(fresh_model(family), spec, "cuda", VOCAB, draft)
+    engine = Engine(
+        runner, None, speculator=Speculator(runner.spec, NgramProposer() if draft is None else DraftModelProposer())
+    )
     prompts = [prompt * 3 for prompt in random_prompts([5, 1, 12, 9, 2, 14])]
     excused = compare(engine, family, prompts, COUNTS[:6]) + compare(engine, family, prompts, COUNTS[:6])
     assert excused <= 1
     assert engine.metrics.accepted_guesses > 0
 
 
-def cuda_runner(model: GPT, **spec: Any) -> Runner:
+def cuda_runner(model: GPT, **spec: Any) -> ModelRunner:
     given = {"dtype": "fp32", "block": 4, "blocks": 400, "max_seqs": 4, "max_batch_tokens": 24, **spec}
     import copy
 
-    return Runner(copy.deepcopy(model), EngineSpec(**given), "cuda", 320)
+    return ModelRunner(copy.deepcopy(model), EngineSpec(**given), "cuda", 320)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

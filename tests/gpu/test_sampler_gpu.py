@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmworks.engine.core.request import Request, Sequence
-from lmworks.engine.core.sampler import Sampled, Sampler
+from lmworks.engine.core.sampler import Sampler, SamplerOutput
 from lmworks.engine.core.sampling_params import SamplingParams
 
 pytestmark = [
@@ -56,7 +56,7 @@ def no_waiting() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def sampled_on(device: str, steps: int) -> list[Sampled]:
+def sampled_on(device: str, steps: int) -> list[SamplerOutput]:
     sampler = sampler_on(device, WISHES)
     batches = [[t.pin_memory().to(device, non_blocking=True) for t in batch(len(WISHES), i)] for i in range(steps)]
     return [sampler(*each) for each in batches]
@@ -75,17 +75,17 @@ def test_a_gpu_picks_what_a_cpu_picks() -> None:
 
 def test_a_graph_holds_the_plain_sampler() -> None:
     sampler = sampler_on("cuda", PLAIN)
-    wants = sampler.wants(range(len(PLAIN)))
-    assert wants.plain
+    sampling_metadata = sampler.sampling_metadata(range(len(PLAIN)))
+    assert sampling_metadata.plain
     inputs = [t.cuda() for t in batch(len(PLAIN), 0)]
-    sampler(*inputs, None, wants)  # kernels are compiled before
+    sampler(*inputs, None, sampling_metadata)  # kernels are compiled before
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held = sampler(*inputs, None, wants)
+        held = sampler(*inputs, None, sampling_metadata)
     for step in range(1, 6):
         if step == 3:
             sampler.admit(1, sequence(99, {"temperature": 2.0, "top_p": 0.5}))  # another one in a slot
         for kept, new in zip(inputs, batch(len(PLAIN), step), strict=True):
             kept.copy_(new)
         graph.replay()
-        assert torch.equal(held.tokens, sampler(*inputs, None, wants).tokens)
+        assert torch.equal(held.tokens, sampler(*inputs, None, sampling_metadata).tokens)

@@ -41,7 +41,7 @@ def hostile(number: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    with asyncio.Runner() as runner:
+    with asyncio.ModelRunner() as runner:
         yield runner.run
 
 

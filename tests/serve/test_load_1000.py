@@ -28,7 +28,7 @@ Run = Callable[[Any], Any]
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    with asyncio.Runner() as runner:
+    with asyncio.ModelRunner() as runner:
         yield runner.run
 
 

@@ -13,8 +13,8 @@ import torch
 
 from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.model_runner import Runner
-from lmworks.engine.core.request import Piece
+from lmworks.engine.core.model_runner import ModelRunner
+from lmworks.engine.core.request import OutputDelta
 from lmworks.model import GPT
 from lmworks.serve.channel import Served
 from lmworks.spec import EngineSpec, ModelSpec, SpecError
@@ -29,7 +29,7 @@ def tiny(**options: int) -> Served:
     torch.set_num_threads(1)
     model = GPT(MODEL)
     model.init_weights(0)
-    runner = Runner(model.eval(), SPEC.replace(**options), torch.device("cpu"), ByteTokenizer.vocab_size)
+    runner = ModelRunner(model.eval(), SPEC.replace(**options), torch.device("cpu"), ByteTokenizer.vocab_size)
     return Served(Engine(runner, ByteTokenizer(), seed=0))
 
 
@@ -74,7 +74,7 @@ class Fragile(Engine):
 
     let_go: frozenset[int] = frozenset()
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[OutputDelta]:
         if any(request.prompt[0] == 13 for request in self.requests.values()):
             raise RuntimeError("the device is on fire")
         if self.holds():
@@ -84,7 +84,7 @@ class Fragile(Engine):
 
     def holds(self) -> bool:
         begun = all(each.params.seed == HELD and each.first_token for each in self.requests.values())
-        return begun and bool(self.requests.keys() - self.let_go) and not self.outbox
+        return begun and bool(self.requests.keys() - self.let_go) and not self.pending_outputs
 
     def let_all_go(self, *_: object) -> None:
         self.let_go = frozenset(self.requests)

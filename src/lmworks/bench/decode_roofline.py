@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engine.core.kv_cache import CacheShape
+from ..engine.core.kv_cache import KVCacheShape
 from ..model import GPT
 from ..model.moe import MoE
 from ..plan.serving.served_model import Served
@@ -26,7 +26,7 @@ class Floor:
     """Of one model on one device; `seconds` of a step with so many sequences of so many tokens each."""
 
     model: GPT
-    cache: CacheShape
+    cache: KVCacheShape
     bandwidth: float  # bytes/s, reading and writing together
 
     def seconds(self, batch: int, context: float) -> float:

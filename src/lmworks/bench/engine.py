@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..engine.core.engine import Engine
-from ..engine.core.model_runner import Runner
+from ..engine.core.model_runner import ModelRunner
 from ..engine.core.request import Request
 from ..engine.core.sampling_params import SamplingParams
 from ..record.figures import binary_bytes
@@ -49,7 +49,7 @@ class Bench:
     """Measures an engine that nobody else uses meanwhile."""
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
-        assert isinstance(engine.runner, Runner), "an engine is measured with its own runner"
+        assert isinstance(engine.runner, ModelRunner), "an engine is measured with its own runner"
         self.engine, self.runner, self.seed = engine, engine.runner, seed
         self.floor = Floor(self.runner.model, self.runner.cache.shape, measure_bandwidth(self.runner.device))
 
@@ -175,10 +175,10 @@ class Bench:
         from ..kernels.triton_support import newly_met
 
         graphs = self.runner.graphs
-        before = 0 if graphs is None else len(graphs.recorded)
+        before = 0 if graphs is None else len(graphs.captured)
         with newly_met() as found["kernels"]:
             yield found
-        found["graphs"] = 0 if graphs is None else len(graphs.recorded) - before
+        found["graphs"] = 0 if graphs is None else len(graphs.captured) - before
 
     def least_seconds(self, trace: Trace) -> float:
         """The decoding steps of a trace, each at its floor."""

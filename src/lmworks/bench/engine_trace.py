@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
-from ..engine.core.engine import Device, Engine
+from ..engine.core.engine import Engine, RunnerProtocol
 from ..engine.core.request import Sequence as Answering
 from ..engine.core.scheduler import Chunk, Step
 
@@ -79,7 +79,7 @@ class Trace:
 class Watched:
     """A device as the engine sees it, with a clock; all else is its own."""
 
-    def __init__(self, inner: Device, engine: Engine, trace: Trace) -> None:
+    def __init__(self, inner: RunnerProtocol, engine: Engine, trace: Trace) -> None:
         self.inner, self.engine, self.trace = inner, engine, trace
 
     def __getattr__(self, name: str) -> Any:
@@ -114,7 +114,7 @@ class WatchedStep:
 def watched(engine: Engine) -> Iterator[Trace]:
     """All steps that the engine takes meanwhile; it must be idle before and after."""
     trace, inner = Trace(), engine.runner
-    engine.runner = cast(Device, Watched(inner, engine, trace))
+    engine.runner = cast(RunnerProtocol, Watched(inner, engine, trace))
     try:
         yield trace
     finally:

@@ -11,7 +11,7 @@ import traceback
 
 from ..loading import load_share, make_runner
 from ..spec import EngineSpec, LMWorksError
-from .tensor_parallel.executor import Assignment, in_words, last_words, meet
+from .tensor_parallel.executor import WorkerConfig, describe_error, join_group, send_final_error
 from .tensor_parallel.tp_worker import follow
 
 
@@ -26,12 +26,12 @@ def main() -> int:
     words = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no word to rank 0
     try:
-        assignment: Assignment = pickle.load(sys.stdin.buffer)
+        assignment: WorkerConfig = pickle.load(sys.stdin.buffer)
     except EOFError:
         return 0  # rank 0 has thought better of it
     threading.Thread(target=watch, args=(assignment.lead,), daemon=True).start()
     try:
-        ranks = meet(assignment, words)
+        ranks = join_group(assignment, words)
         spec = EngineSpec.from_dict(assignment.spec)
         loaded = load_share(assignment.source, spec, assignment.step, assignment.seed, ranks)
         follow(make_runner(loaded, spec, None, ranks), sys.stdin.buffer, words)
@@ -40,7 +40,7 @@ def main() -> int:
             return 1  # it is gone, and so is the reason to say so
         if not isinstance(error, LMWorksError):
             traceback.print_exc()
-        last_words(words, in_words(error))
+        send_final_error(words, describe_error(error))
         return 1
     return 0
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from ..spec import LMWorksError, SpecError
 from .core.engine import Engine
-from .core.request import Piece, Request
+from .core.request import OutputDelta, Request
 from .grammars.grammar import grammar
 
 CLOSED = "the engine was closed"
@@ -31,7 +31,7 @@ class Consumer:
     """Who waits for a request's pieces, and in which event loop."""
 
     loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[Piece | BaseException] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[OutputDelta | BaseException] = field(default_factory=asyncio.Queue)
 
 
 class AsyncEngine:
@@ -52,11 +52,11 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    async def stream(self, request: Request) -> AsyncIterator[Piece]:
+    async def stream(self, request: Request) -> AsyncIterator[OutputDelta]:
         """Pieces as they come; the last one carries the result. A request that cannot be served raises SpecError."""
         request.stream = True
         grammars = self.engine.runner.grammars
-        if request.params.shaped and grammars is not None:
+        if request.params.structured and grammars is not None:
             # Compiled here: it may take a second, and the engine's thread has others to serve.
             request.grammar = await asyncio.to_thread(lambda: grammars.compile(grammar(request.params)))
         consumer = Consumer(asyncio.get_running_loop())
@@ -64,14 +64,14 @@ class AsyncEngine:
         finished = False
         try:
             while not finished:
-                piece = await consumer.queue.get()
-                if isinstance(piece, BaseException):
+                delta = await consumer.queue.get()
+                if isinstance(delta, BaseException):
                     finished = True
-                    raise LMWorksError(f"the request cannot go on: {piece}") from piece
-                finished = piece.result is not None
-                if piece.result is not None and not request.sequences:
-                    raise SpecError(piece.result.error or "the request was refused")
-                yield piece
+                    raise LMWorksError(f"the request cannot go on: {delta}") from delta
+                finished = delta.result is not None
+                if delta.result is not None and not request.sequences:
+                    raise SpecError(delta.result.error or "the request was refused")
+                yield delta
         finally:
             self.leave(request.id, finished)
 
@@ -130,15 +130,15 @@ class AsyncEngine:
             order()
         return not self.closing
 
-    def deliver(self, pieces: list[Piece]) -> None:
+    def deliver(self, deltas: list[OutputDelta]) -> None:
         """One call into each event loop for all that a step brought."""
-        parcels: defaultdict[asyncio.AbstractEventLoop, list[tuple[Consumer, Piece | BaseException]]]
+        parcels: defaultdict[asyncio.AbstractEventLoop, list[tuple[Consumer, OutputDelta | BaseException]]]
         parcels = defaultdict(list)
         with self.changed:
-            for piece in pieces:
-                consumer = self.consumers.get(piece.request.id)
+            for delta in deltas:
+                consumer = self.consumers.get(delta.request.id)
                 if consumer is not None:
-                    parcels[consumer.loop].append((consumer, piece))
+                    parcels[consumer.loop].append((consumer, delta))
         for loop, parcel in parcels.items():
             send(loop, parcel)
 
@@ -151,10 +151,10 @@ class AsyncEngine:
             send(consumer.loop, [(consumer, error)])
 
 
-def send(loop: asyncio.AbstractEventLoop, parcel: list[tuple[Consumer, Piece | BaseException]]) -> None:
+def send(loop: asyncio.AbstractEventLoop, parcel: list[tuple[Consumer, OutputDelta | BaseException]]) -> None:
     def put() -> None:
-        for consumer, piece in parcel:
-            consumer.queue.put_nowait(piece)
+        for consumer, delta in parcel:
+            consumer.queue.put_nowait(delta)
 
     with suppress(RuntimeError):  # that loop was closed: nobody waits there any more, and others wait elsewhere
         loop.call_soon_threadsafe(put)

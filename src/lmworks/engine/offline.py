@@ -14,8 +14,8 @@ import torch
 
 from ..spec import LMWorksError
 from .core.engine import DRIVEN, Engine
-from .core.model_runner import Runner
-from .core.request import Piece, Request, Result, Told, tell_nobody
+from .core.model_runner import ModelRunner
+from .core.request import OutputDelta, Request, Result, ResultCallback, ignore_result
 from .core.sampling_params import SamplingParams
 from .quantization.drift import DriftMonitor
 
@@ -24,7 +24,7 @@ Advance = Callable[[Sequence[Result]], None]
 CLOSED = "this LLM was closed: make another one"
 
 
-class Offline:
+class OfflineEngine:
     """Steps the engine whenever somebody waits for a piece. Many may wait at once: streams that are open, threads."""
 
     def __init__(self, engine: Engine) -> None:
@@ -32,7 +32,7 @@ class Offline:
         self.closed = False
         self.door, self.lock = threading.Lock(), threading.Lock()
         self.mine = threading.local()  # `inside`: whether this thread has the engine, or is about to
-        self.boxes: dict[int, list[Piece]] = {}  # of every request that is waited for
+        self.boxes: dict[int, list[OutputDelta]] = {}  # of every request that is waited for
         self.left: list[int] = []  # requests to take back before the next step
 
     @property
@@ -44,23 +44,23 @@ class Offline:
         prompts: Sequence[list[int]],
         params: Sequence[SamplingParams],
         progress: bool,
-        told: Told = tell_nobody,
+        on_result: ResultCallback = ignore_result,
     ) -> list[Result]:
         """Results in order. Whatever ends this early (Ctrl-C) takes all requests back that have not been told of."""
         requests = [Request(prompt, wishes) for prompt, wishes in zip(prompts, params, strict=True)]
         places = {request.id: place for place, request in enumerate(requests)}
         results: dict[int, Result] = {}
-        box: list[Piece] = []
+        box: list[OutputDelta] = []
 
         def take() -> list[Result]:
-            """One by one: where `told` is interrupted, the others are still in the box."""
+            """One by one: where `on_result` is interrupted, the others are still in the box."""
             done = []
             while box:
-                piece = box.pop(0)
-                if piece.result is not None:
-                    results[piece.request.id] = piece.result
-                    told(places[piece.request.id], piece.result)
-                    done.append(piece.result)
+                delta = box.pop(0)
+                if delta.result is not None:
+                    results[delta.request.id] = delta.result
+                    on_result(places[delta.request.id], delta.result)
+                    done.append(delta.result)
             return done
 
         try:
@@ -71,7 +71,7 @@ class Offline:
                     self.step(box)
                     advance(take())
         finally:
-            with after_interrupts():  # a second Ctrl-C, too
+            with defer_interrupts():  # a second Ctrl-C, too
                 try:
                     take()  # what came of the step that was interrupted
                 finally:
@@ -79,36 +79,36 @@ class Offline:
                         self.leave(request, request.id in results)
         return [results[request.id] for request in requests]
 
-    def stream(self, prompt: list[int], params: SamplingParams) -> Generator[Piece, None, None]:
+    def stream(self, prompt: list[int], params: SamplingParams) -> Generator[OutputDelta, None, None]:
         """Pieces as they come; the last one carries the result. Closing it before that cancels the request."""
         request = Request(prompt, params, stream=True)
-        box: list[Piece] = []
+        box: list[OutputDelta] = []
         finished = False
         try:
             self.add(request, box)
             while not finished:
                 self.step(box)
                 for _ in range(len(box)):
-                    piece = box.pop(0)
-                    finished = piece.result is not None
-                    yield piece
+                    delta = box.pop(0)
+                    finished = delta.result is not None
+                    yield delta
         finally:
             self.leave(request, finished)
 
-    def add(self, request: Request, box: list[Piece]) -> None:
+    def add(self, request: Request, box: list[OutputDelta]) -> None:
         with self.alone():
             self.boxes[request.id] = box
             self.engine.add(request)
 
-    def step(self, box: list[Piece]) -> None:
+    def step(self, box: list[OutputDelta]) -> None:
         """Until something has come for one who waits; another thread may have taken the step that brought it."""
         with self.alone():
             if not box:
                 while self.left:
                     self.engine.cancel(self.left.pop())
-                for piece in self.engine.step():
-                    if piece.request.id in self.boxes:
-                        self.boxes[piece.request.id].append(piece)
+                for delta in self.engine.step():
+                    if delta.request.id in self.boxes:
+                        self.boxes[delta.request.id].append(delta)
 
     def leave(self, request: Request, finished: bool) -> None:
         """Of a request that may not have been added yet, or whose engine may be gone.
@@ -130,7 +130,7 @@ class Offline:
 
         Who waits for the lock waits at the door, so that the thread that has just had it does not have it again first.
         """
-        with after_interrupts():
+        with defer_interrupts():
             self.mine.inside = True
             try:
                 with self.door:
@@ -152,7 +152,7 @@ class Offline:
 
     def watch_drift(self, folder: Path) -> DriftMonitor:
         with self.alone():
-            assert isinstance(self.engine.runner, Runner)
+            assert isinstance(self.engine.runner, ModelRunner)
             return self.engine.runner.watch_drift(folder)
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Offline:
 
 
 @contextmanager
-def after_interrupts() -> Iterator[None]:
+def defer_interrupts() -> Iterator[None]:
     """Ctrl-C in the middle of this would leave the engine's books half written: it is raised behind it."""
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not usual or threading.current_thread() is not threading.main_thread():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..spec import EngineSpec, LMWorksError, SpecError
-from .core.request import Answer, Logprob, Piece, Request, Result, Told, tell_nobody
+from .core.request import Answer, Logprob, OutputDelta, Request, Result, ResultCallback, ignore_result
 from .core.sampling_params import SamplingParams
 
 Prompt = str | list[int]
@@ -27,7 +27,7 @@ class Stream:
 
     request: Request
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)  # tokens and characters so far, by answer
-    box: list[Piece] = field(default_factory=list)
+    box: list[OutputDelta] = field(default_factory=list)
 
 
 class VLLM:
@@ -45,7 +45,11 @@ class VLLM:
         self.streams: dict[str, Stream] = {}  # those that are open, by the name of their request
 
     def generate(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: bool, told: Told = tell_nobody
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        progress: bool,
+        on_result: ResultCallback = ignore_result,
     ) -> list[Result]:
         """Results in order. vLLM refuses a whole call for one bad prompt, so these are held back from it."""
         if self.streams:  # it would take their last pieces for results of this call
@@ -60,14 +64,14 @@ class VLLM:
         )
         results |= {place: to_result(output, params[place]) for place, output in zip(good, outputs, strict=True)}
         for place, result in results.items():
-            told(place, result)
+            on_result(place, result)
         return [results[place] for place in range(len(prompts))]
 
-    def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Piece, None, None]:
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[OutputDelta, None, None]:
         """Pieces as they come; leaving early cancels the request."""
         request = Request([] if isinstance(prompt, str) else prompt, params, stream=True)
         if why := self.wrong(prompt):
-            yield Piece(request, 0, [], finish_reason="error", result=refused(prompt, why, params.n))
+            yield OutputDelta(request, 0, [], finish_reason="error", result=refused(prompt, why, params.n))
             return
         engine, name, stream = self.inner.llm_engine, f"lmworks-{self.requests}", Stream(request)
         self.requests += 1
@@ -79,9 +83,9 @@ class VLLM:
                 if not stream.box:
                     self.step(engine)
                 while stream.box:
-                    piece = stream.box.pop(0)
-                    finished = piece.result is not None
-                    yield piece
+                    delta = stream.box.pop(0)
+                    finished = delta.result is not None
+                    yield delta
         finally:
             del self.streams[name]
             if not finished:
@@ -91,16 +95,16 @@ class VLLM:
         """For all streams: what comes for another one waits in its box."""
         for output in engine.step():
             if (stream := self.streams.get(output.request_id)) is not None:
-                stream.box.extend(self.pieces(stream, output))
+                stream.box.extend(self.deltas(stream, output))
 
-    def pieces(self, stream: Stream, output: Any) -> Iterator[Piece]:
+    def deltas(self, stream: Stream, output: Any) -> Iterator[OutputDelta]:
         """What is new in each answer since it was last told of. vLLM tells all of it every time."""
         result = to_result(output, stream.request.params) if output.finished else None
         for place, one in enumerate(output.outputs):
             tokens, characters = stream.sent.get(one.index, (0, 0))
             stream.sent[one.index] = len(one.token_ids), len(one.text)
             last = place == len(output.outputs) - 1
-            yield Piece(
+            yield OutputDelta(
                 stream.request,
                 one.index,
                 list(one.token_ids[tokens:]),
@@ -124,7 +128,7 @@ class VLLM:
         return self.module.SamplingParams(**sampling_options(params), **self.shape(params))
 
     def shape(self, params: SamplingParams) -> dict[str, Any]:
-        if not params.shaped:
+        if not params.structured:
             return {}
         module: Any = importlib.import_module("vllm.sampling_params")
         choice = None if params.choice is None else list(params.choice)

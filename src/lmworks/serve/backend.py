@@ -110,7 +110,7 @@ class State:
     last_error: str | None = None
     draining: bool = False
     # Engine.metrics, at most a second old while there is work: numbers by their names; `finished` by reason;
-    # times as {"counts": [...], "count": n, "seconds": s} with the upper edges `engine.core.metrics.EDGES`.
+    # times as {"counts": [...], "count": n, "seconds": s} with the upper edges `engine.core.metrics.BUCKETS`.
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @property

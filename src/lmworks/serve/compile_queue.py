@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ..engine.core.sampling_params import SamplingParams
 from ..engine.grammars.grammar import Grammars, digest, grammar, simple
 from ..engine.grammars.grammar_sandbox import FIRST, FULL, TooComplex
-from ..engine.grammars.lru_cache import Kept
+from ..engine.grammars.lru_cache import LRUCache
 
 if TYPE_CHECKING:
     import llguidance
@@ -71,7 +71,7 @@ class CompileQueue:
         self.lanes = {lane: Lane() for lane in BUDGETS}
         self.working: Counter[int] = Counter()  # threads, by lane
         self.slow_keys: set[str] = set()
-        self.found_slow: Kept[bool] = Kept(KEPT_SLOW)  # digests of grammars
+        self.found_slow: LRUCache[bool] = LRUCache(KEPT_SLOW)  # digests of grammars
         self.changed = threading.Condition()  # guards all of it
         self.threads: list[threading.Thread] = []
 

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..engine.core.engine import Engine
-from ..engine.core.request import Answer, Piece, Request, Result
+from ..engine.core.request import Answer, OutputDelta, Request, Result
 from ..spec import LMWorksError, SpecError
 from .backend import Ask, Usage
 from .channel import Assignment, Cancel, Failed, Hello, Report, Served, Submit, Wire, pack_tokenizer
@@ -114,7 +114,7 @@ class Loop:
         with self.changed:
             self.wanted.add(message.number)
         grammars = self.engine.runner.grammars
-        if not message.ask.params.shaped or grammars is None:
+        if not message.ask.params.structured or grammars is None:
             self.order(lambda: self.take_in(message))
             return
         self.compilers = self.compilers or CompileQueue(grammars)
@@ -142,7 +142,7 @@ class Loop:
     def run(self) -> None:
         while True:
             self.carry_out()
-            pieces: list[Piece] = []
+            pieces: list[OutputDelta] = []
             if self.engine.busy:
                 pieces = self.engine.step()
                 self.steps += 1
@@ -168,7 +168,7 @@ class Loop:
         self.compiling.discard(message.number)
         if message.number not in self.wanted:
             return  # taken back while its grammar was compiled
-        if message.ask.params.shaped:
+        if message.ask.params.structured:
             self.compiled.append(message.number)
         try:
             request = request_of(message.number, message.ask)
@@ -185,7 +185,7 @@ class Loop:
         self.compiling.discard(number)
         self.engine.cancel(number)
 
-    def report(self, pieces: list[Piece]) -> None:
+    def report(self, pieces: list[OutputDelta]) -> None:
         started = list({each.request.id for each in self.engine.scheduler.admitted}) if self.engine.busy else []
         events = []
         for piece in pieces:
@@ -222,7 +222,7 @@ def request_of(number: int, ask: Ask) -> Request:
     return Request(list(ask.prompt), params, ask.priority, ask.tenant, stream=stream, id=number)
 
 
-def events_of(piece: Piece) -> list[Fields]:
+def events_of(piece: OutputDelta) -> list[Fields]:
     """The fields of its events. A request that is not streamed has its answers as a whole, at its end."""
     request, result = piece.request, piece.result
     final = None if result is None else usage(request, result)

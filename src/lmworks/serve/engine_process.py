@@ -150,7 +150,7 @@ class EngineProcess:
             raise BackendError("dead", "the engine is being started again", self.retry_after)
         if life.writer.transport.get_write_buffer_size() > BACKLOG:
             raise BackendError("busy", "the engine does not keep up with what it is sent", 1.0)
-        if ask.params.shaped and self.grammars_of(ask) > COMPILING:
+        if ask.params.structured and self.grammars_of(ask) > COMPILING:
             raise BackendError("busy", f"{COMPILING} grammars of this key wait to be compiled already", 1.0)
         number, box = next(self.numbers), Box(ask)
         try:
@@ -160,7 +160,7 @@ class EngineProcess:
         self.boxes[number] = box
         self.owed.add(number)
         self.emptied.clear()
-        if ask.params.shaped:
+        if ask.params.structured:
             self.compiling[number] = ask
             self.after(ask.compile_seconds, self.not_compiled, number, box)
         else:

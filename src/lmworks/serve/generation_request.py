@@ -101,7 +101,7 @@ class Job:
                 async for place, event in found:
                     if event.finish_reason == "error":
                         # A shape that leads nowhere is the client's own; anything else is ours.
-                        status = 400 if self.params.shaped else 500
+                        status = 400 if self.params.structured else 500
                         raise Refusal(status, "answer_failed", event.error or "the answer could not be finished")
                     if place not in made:
                         entry.use(lengths[place])

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..engine.core.metrics import EDGES
+from ..engine.core.metrics import BUCKETS
 from .backend import State
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Counts:
             "until the last byte",
             ["path"],
             registry=self.registry,
-            buckets=EDGES,
+            buckets=BUCKETS,
         )
 
 
@@ -98,7 +98,7 @@ def family(kind: type[Any], name: str, what: str, values: Mapping[str, float]) -
 def times(name: str, what: str, values: Mapping[str, Mapping[str, Any]]) -> Metric:
     made = HistogramMetricFamily(f"{PREFIX}{name}", what, labels=["model_name"])
     for model, value in values.items():
-        edges = [*(f"{edge:g}" for edge in EDGES), "+Inf"]
+        edges = [*(f"{edge:g}" for edge in BUCKETS), "+Inf"]
         buckets = list(zip(edges, itertools.accumulate(value["counts"]), strict=True))
         made.add_metric([model], buckets, value["seconds"])
     return made

@@ -26,7 +26,7 @@ def check_prompt(request: Request, valid_vocab: int, context: int) -> None:
         )
 
 
-def check_room(request: Request, limit: int, size: int, blocks: int) -> None:
+def check_kv_capacity(request: Request, limit: int, size: int, blocks: int) -> None:
     """Alone in the pool it must fit, or it would wait for ever. The last token of an answer is never computed."""
     needed = -(-(limit - 1) // size)
     if needed > blocks:
@@ -37,7 +37,7 @@ def check_room(request: Request, limit: int, size: int, blocks: int) -> None:
         )
 
 
-def check_wishes(request: Request, adapters: Collection[str], has_tokenizer: bool) -> None:
+def check_params(request: Request, adapters: Collection[str], has_tokenizer: bool) -> None:
     params = request.params
     if not isinstance(request.tenant, str):
         raise SpecError(f"tenant = {request.tenant!r:.60}: the name of a tenant is expected")
@@ -47,5 +47,5 @@ def check_wishes(request: Request, adapters: Collection[str], has_tokenizer: boo
         raise SpecError(f"priority = {request.priority}: it must be between −{MAX_PRIORITY} and {MAX_PRIORITY}")
     if params.adapter is not None and params.adapter not in adapters:
         raise SpecError(f"adapter {params.adapter!r} is not loaded{did_you_mean(params.adapter, adapters)}")
-    if not has_tokenizer and (params.stop or params.shaped):
+    if not has_tokenizer and (params.stop or params.structured):
         raise SpecError("stop strings and structured output need a tokenizer; this engine has none: use token ids")

@@ -21,7 +21,7 @@ Turn = tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True)
-class Paged:
+class PagedAttention:
     """One step's batch: tokens of all sequences one after another."""
 
     caches: Sequence[LayerCache]  # by layer

@@ -39,7 +39,7 @@ def block_hash(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=DIGEST).digest()
 
 
-class Pool:
+class BlockPool:
     def __init__(self, blocks: int, size: int, prefix_cache: bool = True) -> None:
         self.size = size
         self.prefix_cache = prefix_cache
@@ -160,7 +160,7 @@ class Pool:
             raise IntegrityError(f"the pool of cache blocks is not sound: {'; '.join(wrong[:5])}{more}")
 
 
-def count_errors(pool: Pool, held: Counter[int]) -> list[str]:
+def count_errors(pool: BlockPool, held: Counter[int]) -> list[str]:
     """Every block is free or held, none is both, and counts are those of the holders."""
     wrong = []
     total = len(pool.counts)
@@ -176,7 +176,7 @@ def count_errors(pool: Pool, held: Counter[int]) -> list[str]:
     return wrong
 
 
-def sequence_errors(pool: Pool, sequence: Sequence) -> list[str]:
+def sequence_errors(pool: BlockPool, sequence: Sequence) -> list[str]:
     """A block that others can see (held twice, or found by its hash) is full, and holds what it is found by."""
     name = f"answer {sequence.index} of request {sequence.request.id}"
     wrong = []

@@ -34,7 +34,7 @@ class Decoder(Protocol):
     def flush(self) -> str: ...
 
 
-class Bytes:
+class ByteDecoder:
     """Tokens that are bytes: only a character that is cut in two has to wait."""
 
     def __init__(self, pieces: Callable[[int], bytes]) -> None:
@@ -48,7 +48,7 @@ class Bytes:
         return self.decoder.decode(b"", final=True)
 
 
-class Pieces:
+class WindowDecoder:
     """Tokens that are pieces of text, for whatever decoder the tokenizer has.
 
     A token's text is what it adds to that of a few tokens before it.
@@ -72,7 +72,7 @@ class Pieces:
         return text
 
 
-class ByteFallback(Pieces):
+class ByteFallbackDecoder(WindowDecoder):
     """Pieces of text, and bytes of characters that have no piece, as SentencePiece writes them.
 
     Byte tokens wait until they are a whole character. One that cannot become any is read as if U+FFFD stood there.
@@ -138,21 +138,21 @@ VOCABULARIES: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
 
 def decoder_of(tokenizer: Tokenizer) -> Decoder:
     if isinstance(tokenizer, ByteTokenizer):
-        return Bytes(lambda token: bytes([token]) if 0 <= token < 256 else b"")
+        return ByteDecoder(lambda token: bytes([token]) if 0 <= token < 256 else b"")
     if not isinstance(tokenizer, FileTokenizer):  # one that a caller brought along: nothing is known of its tokens
-        return Pieces(tokenizer)
+        return WindowDecoder(tokenizer)
     known = VOCABULARIES.get(tokenizer)
     if known is None:
         known = VOCABULARIES[tokenizer] = Vocabulary(tokenizer)
     if known.kinds == ["ByteLevel"]:
-        return Bytes(lambda token: byte_level(known, token))
-    return ByteFallback(tokenizer, known) if known.byte_tokens else Pieces(tokenizer, known)
+        return ByteDecoder(lambda token: byte_level(known, token))
+    return ByteFallbackDecoder(tokenizer, known) if known.byte_tokens else WindowDecoder(tokenizer, known)
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text of all tokens at once, for those that nobody looked at before."""
     text = tokenizer.decode(ids)
-    if REPLACEMENT in text and isinstance(decoder := decoder_of(tokenizer), ByteFallback):
+    if REPLACEMENT in text and isinstance(decoder := decoder_of(tokenizer), ByteFallbackDecoder):
         text = "".join(map(decoder.push, ids)) + decoder.flush()
     return text
 
@@ -183,7 +183,7 @@ def byte_level(vocabulary: Vocabulary, token: int) -> bytes:
     return piece.encode("utf-8")
 
 
-class Text:
+class IncrementalDetokenizer:
     """The text of one answer. `push` returns what may be shown; after a stop string (`stopped`) that is nothing."""
 
     def __init__(

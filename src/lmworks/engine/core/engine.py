@@ -20,11 +20,11 @@ from ...data.tokenizer import Tokenizer
 from ...spec import EngineSpec, LMWorksError, SpecError
 from ..grammars.grammar import Grammars
 from . import sampler
-from .admission import check_prompt, check_room, check_wishes
+from .admission import check_kv_capacity, check_params, check_prompt
 from .block_manager import IntegrityError
 from .metrics import Metrics
-from .output_processor import Ending, close, prepare, push, refusal, result, unpickable
-from .request import UNKNOWN, Logprob, Piece, Request, Sequence, State
+from .output_processor import FinishReason, attach_detokenizer_and_grammar, close, no_token_error, push, refusal, result
+from .request import PLACEHOLDER_TOKEN, Logprob, OutputDelta, Request, Sequence, SequenceStatus
 from .sampling_params import SEEDS
 from .scheduler import Chunk, Scheduler, Step
 from .step_output import PromptLogprobs, TokenOutput
@@ -33,7 +33,7 @@ DRIVEN = "an AsyncEngine drives it; ask that one, or close it first"
 NEXT_SEED = 0x1E3779B97F4A7C15  # between the seeds of a request's answers: odd, so all differ
 
 
-class Launched(Protocol):
+class StepOutput(Protocol):
     def read(self) -> list[TokenOutput]:
         """Waits for the step; in the order of its chunks that want logits."""
         ...
@@ -43,7 +43,7 @@ class Launched(Protocol):
         ...
 
 
-class Device(Protocol):
+class RunnerProtocol(Protocol):
     """What the engine asks of a runner."""
 
     spec: EngineSpec  # zeros filled in
@@ -53,7 +53,7 @@ class Device(Protocol):
     grammars: Grammars | None  # given by the engine, where it has a tokenizer
 
     def admit(self, sequence: Sequence) -> None: ...
-    def launch(self, step: Step) -> Launched: ...
+    def launch(self, step: Step) -> StepOutput: ...
     def add_adapter(self, name: str, folder: Path) -> None: ...
     def lost(self) -> str:
         """Why no step can be taken any more; empty where that is not known."""
@@ -73,18 +73,18 @@ class Speculator(Protocol):
 
 
 @dataclass(frozen=True)
-class Flight:
+class InFlightStep:
     """A step that is under way."""
 
     step: Step
-    launched: Launched
-    void: set[Sequence] = field(default_factory=set)  # whose tokens of this step are not taken
+    launched: StepOutput
+    discarded: set[Sequence] = field(default_factory=set)  # whose tokens of this step are not taken
 
 
 class Engine:
     def __init__(
         self,
-        runner: Device,
+        runner: RunnerProtocol,
         tokenizer: Tokenizer | None = None,
         eos: Iterable[int] = (),
         seed: int | None = None,
@@ -102,24 +102,24 @@ class Engine:
         self.adapters: set[str] = set()  # names that requests may ask for
         self.metrics = Metrics()
         self.requests: dict[int, Request] = {}  # those under way, by id
-        self.shaped: set[int] = set()  # those of them that a grammar guides
-        self.flight: Flight | None = None
-        self.outbox: list[Piece] = []
+        self.structured: set[int] = set()  # those of them that a grammar guides
+        self.in_flight: InFlightStep | None = None
+        self.pending_outputs: list[OutputDelta] = []
         self.failure: BaseException | None = None
         self.driver: object | None = None  # who alone may step it: each piece is given out once
 
     @property
     def busy(self) -> bool:
         """Whether another step would bring something."""
-        return bool(self.requests or self.flight or self.outbox)
+        return bool(self.requests or self.in_flight or self.pending_outputs)
 
     def check(self, request: Request) -> None:
         """Raises SpecError where the request could never be served."""
         if request.id in self.requests:
             raise SpecError(f"a request with id = {request.id} is under way already")
         check_prompt(request, self.runner.valid_vocab, self.spec.context)
-        check_room(request, self.limit(request), self.spec.block, self.runner.blocks)
-        check_wishes(request, self.adapters, self.tokenizer is not None)
+        check_kv_capacity(request, self.limit(request), self.spec.block, self.runner.blocks)
+        check_params(request, self.adapters, self.tokenizer is not None)
         sampler.check(request.params, self.runner.valid_vocab)
 
     def add_adapter(self, name: str, folder: Path) -> None:
@@ -146,11 +146,11 @@ class Engine:
             self.check(request)
             self.begin(request)
         except LMWorksError as error:
-            self.outbox.append(refusal(request, str(error)))
+            self.pending_outputs.append(refusal(request, str(error)))
             return
         self.requests[request.id] = request
-        if request.params.shaped:
-            self.shaped.add(request.id)
+        if request.params.structured:
+            self.structured.add(request.id)
         self.scheduler.add(request.sequences)
         self.metrics.prompt_tokens += len(request.prompt)
 
@@ -171,7 +171,7 @@ class Engine:
             for index in range(params.answers)
         ]
         for sequence in sequences:
-            prepare(sequence, self.tokenizer, self.runner.grammars)
+            attach_detokenizer_and_grammar(sequence, self.tokenizer, self.runner.grammars)
         request.sequences = sequences
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.prompt)  # the first stays so: nothing comes before it
@@ -182,11 +182,11 @@ class Engine:
         if request is None:
             return False
         for sequence in request.sequences:
-            if sequence.state is not State.DONE:
-                self.finish(sequence, Ending("cancelled"))
+            if sequence.state is not SequenceStatus.FINISHED:
+                self.finish(sequence, FinishReason("cancelled"))
         return True
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[OutputDelta]:
         """Launches a step, reads the one before it, and returns what that brought."""
         if self.failure is not None:
             raise LMWorksError(f"the engine has stopped after an error: {self.failure}") from self.failure
@@ -195,63 +195,63 @@ class Engine:
         except BaseException as error:
             self.failure = error
             raise
-        pieces, self.outbox = self.outbox, []
-        return pieces
+        deltas, self.pending_outputs = self.pending_outputs, []
+        return deltas
 
-    def run(self) -> list[Piece]:
+    def run(self) -> list[OutputDelta]:
         """Steps until nothing is left to do; the last pieces of all requests, in the order they ended."""
         last = []
         while self.busy:
-            last += [piece for piece in self.step() if piece.result is not None]
+            last += [delta for delta in self.step() if delta.result is not None]
         return last
 
     def advance(self) -> None:
-        if self.flight is not None and self.needs_tokens(self.flight.step):
-            self.land()
+        if self.in_flight is not None and self.needs_tokens(self.in_flight.step):
+            self.read_in_flight()
         if self.speculator is not None:
             self.speculator.propose(self.scheduler.running)
         step = self.scheduler.schedule()
-        before, self.flight = self.flight, None
+        before, self.in_flight = self.in_flight, None
         if step.chunks:
             now = time.monotonic()
             for sequence in self.scheduler.admitted:
                 self.runner.admit(sequence)
                 self.metrics.note_start(sequence.request, now)
-            self.flight = Flight(step, self.runner.launch(step))
+            self.in_flight = InFlightStep(step, self.runner.launch(step))
         elif before is None and self.scheduler.waiting:
             raise IntegrityError(f"{len(self.scheduler.waiting)} answers wait, nothing runs, and none can be let in")
         if before is not None:
             self.take(before)
         if self.runner.synchronous:
-            self.land()
+            self.read_in_flight()
         self.metrics.note_step(step, self.scheduler)
-        if not self.requests and self.flight is None:
+        if not self.requests and self.in_flight is None:
             self.scheduler.pool.check(self.scheduler.running)
 
     def needs_tokens(self, under_way: Step) -> bool:
         """Whether the next step is not made before the tokens of the one under way are known."""
-        if self.shaped or self.speculator is None:
-            return bool(self.shaped)
+        if self.structured or self.speculator is None:
+            return bool(self.structured)
         drafted = any(chunk.wanted > 1 for chunk in under_way.chunks)
         return drafted or self.speculator.active(self.scheduler.running)
 
-    def land(self) -> None:
+    def read_in_flight(self) -> None:
         """Reads the step that is under way."""
-        flight, self.flight = self.flight, None
-        if flight is not None:
-            self.take(flight)
+        in_flight, self.in_flight = self.in_flight, None
+        if in_flight is not None:
+            self.take(in_flight)
 
-    def take(self, flight: Flight) -> None:
-        picks = flight.launched.read()
-        for found in flight.launched.prompt_logprobs():
-            self.note_prompt(found)
+    def take(self, in_flight: InFlightStep) -> None:
+        picks = in_flight.launched.read()
+        for found in in_flight.launched.prompt_logprobs():
+            self.record_prompt_logprobs(found)
         now = time.monotonic()
-        wanting = (chunk for chunk in flight.step.chunks if chunk.wanted)
+        wanting = (chunk for chunk in in_flight.step.chunks if chunk.wanted)
         for chunk, token_output in zip(wanting, picks, strict=True):
-            if chunk.sequence.state is not State.DONE and chunk.sequence not in flight.void:
+            if chunk.sequence.state is not SequenceStatus.FINISHED and chunk.sequence not in in_flight.discarded:
                 self.accept(chunk, token_output, now)
 
-    def note_prompt(self, found: PromptLogprobs) -> None:
+    def record_prompt_logprobs(self, found: PromptLogprobs) -> None:
         """A prompt that is computed again, after a preemption, gives the same ones again."""
         request = found.sequence.request
         request.prompt_logprobs[found.first : found.first + len(found.logprobs)] = found.logprobs
@@ -266,7 +266,7 @@ class Engine:
         if chunk.wanted > 1:
             # Guesses that were refused lie in the cache behind `computed`, and are written over.
             sequence.computed = chunk.start + len(token_output.tokens)
-            sequence.tokens[place:] = [UNKNOWN] * len(token_output.tokens)
+            sequence.tokens[place:] = [PLACEHOLDER_TOKEN] * len(token_output.tokens)
             self.metrics.proposed_guesses += chunk.wanted - 1
             self.metrics.accepted_guesses += len(token_output.tokens) - 1
         shown, ending, taken = "", None, 0
@@ -284,7 +284,9 @@ class Engine:
         if ending is not None:
             self.finish(sequence, ending, token_output.tokens[:taken], shown, logprobs)
         elif sequence.request.stream:
-            self.outbox.append(Piece(sequence.request, sequence.index, token_output.tokens[:taken], shown, logprobs))
+            self.pending_outputs.append(
+                OutputDelta(sequence.request, sequence.index, token_output.tokens[:taken], shown, logprobs)
+            )
 
     def reject(self, sequence: Sequence) -> None:
         """No token could be picked for it. Where that may be the fault of what others had computed, it tries once more.
@@ -295,16 +297,16 @@ class Engine:
         self.scheduler.pool.discard(sequence)
         lost = sequence.matcher is not None and sequence.matcher.error is not None  # a grammar that is not followed
         if lost or not sequence.given or sequence.alone:
-            self.finish(sequence, unpickable(sequence.matcher))
+            self.finish(sequence, no_token_error(sequence.matcher))
             return
         self.scheduler.again(sequence)
-        if self.flight is not None:
-            self.flight.void.add(sequence)
+        if self.in_flight is not None:
+            self.in_flight.discarded.add(sequence)
 
     def finish(
         self,
         sequence: Sequence,
-        ending: Ending,
+        ending: FinishReason,
         tokens: list[int] | None = None,
         shown: str = "",
         logprobs: list[Logprob] | None = None,
@@ -317,10 +319,10 @@ class Engine:
         over = all(each.done is not None for each in request.sequences)
         if over:
             del self.requests[request.id]
-            self.shaped.discard(request.id)
+            self.structured.discard(request.id)
             self.metrics.note_end(request)
         if over or request.stream:
             outcome = result(request) if over else None
-            self.outbox.append(
-                Piece(request, sequence.index, tokens or [], shown, logprobs or [], ending.reason, outcome)
+            self.pending_outputs.append(
+                OutputDelta(request, sequence.index, tokens or [], shown, logprobs or [], ending.reason, outcome)
             )

@@ -7,7 +7,7 @@
                 stream and what the last part has yet to add to it
 
 The weights are the same numbers. Each layer's are merged and the ones they came from let go before the next layer's
-turn, so that a network that fills the memory can be fused in it. A part that cannot be merged stays as it is.
+rotary, so that a network that fills the memory can be fused in it. A part that cannot be merged stays as it is.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ...model.gpt import GPT, MLP, Attention, Block, Linear, RMSNorm, Rotary
 from ...spec import LMWorksError, ModelSpec, SpecError
 from ..quantization import quantized_model
 from ..tensor_parallel.row_parallel_linear import RowParallelLinear
-from .attention_backend import Paged
+from .attention_backend import PagedAttention
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Stream = Tensor | tuple[Tensor, Tensor]  # the residual stream, (tokens, hidden); or it, and what is still to be added
 
 
-class Applied:
+class LinearMethod:
     """The one place where it is chosen how linear layers are computed.
 
     A plain one by `product`: streamed where the rows are few, in an order that rows do not change where results must
@@ -68,19 +68,19 @@ class Applied:
 class FusedAttention(nn.Module):
     """model.gpt.Attention over pages, with one projection."""
 
-    def __init__(self, was: Attention, qkv: nn.Module, apply: Applied) -> None:
+    def __init__(self, was: Attention, qkv: nn.Module, apply: LinearMethod) -> None:
         super().__init__()
         self.layer, self.apply_linear = was.layer, apply
         self.heads, self.kv_heads = rows_of(was.q) // was.head_dim, rows_of(was.k) // was.head_dim
         self.qkv, self.out, self.q_norm, self.k_norm = qkv, was.out, was.q_norm, was.k_norm
 
-    def forward(self, x: Tensor, turn: Rotary, attend: Paged) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, attend: PagedAttention) -> Tensor:
         q_norm = k_norm = None
         eps = 0.0
         if self.q_norm is not None and self.k_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         qkv = self.apply_linear(self.qkv, x)
-        mixed = attend.projected(qkv, self.heads, self.kv_heads, q_norm, k_norm, eps, turn, self.layer)
+        mixed = attend.projected(qkv, self.heads, self.kv_heads, q_norm, k_norm, eps, rotary, self.layer)
         return self.apply_linear(self.out, mixed.flatten(-2))
 
 
@@ -88,7 +88,7 @@ class FusedMLP(nn.Module):
     """model.gpt.MLP with one product on the way in, which does SwiGLU too where `act` is None."""
 
     def __init__(
-        self, into: nn.Module, act: Callable[[Tensor], Tensor] | None, down: nn.Module, apply: Applied
+        self, into: nn.Module, act: Callable[[Tensor], Tensor] | None, down: nn.Module, apply: LinearMethod
     ) -> None:
         super().__init__()
         self.into, self.act, self.down, self.apply_linear = into, act, down, apply
@@ -110,7 +110,7 @@ class Unfused(nn.Module):
         return self.was(x.unsqueeze(0), *others).squeeze(0)
 
 
-class ByRows(nn.Module):
+class RowByRow(nn.Module):
     """One token at a time: for parts whose order of addition may depend on how many tokens there are."""
 
     def __init__(self, was: Callable[[Tensor], Tensor]) -> None:
@@ -149,9 +149,9 @@ class FusedBlock(nn.Module):
         self.last = last
         self.recompute = "none"
 
-    def forward(self, stream: Stream, turn: Rotary, attend: Paged) -> Stream:
+    def forward(self, stream: Stream, rotary: Rotary, attend: PagedAttention) -> Stream:
         x, normed = self.attention_norm(stream)
-        x, normed = self.mlp_norm((x, self.attention(normed, turn, attend)))
+        x, normed = self.mlp_norm((x, self.attention(normed, rotary, attend)))
         delta = self.mlp(normed)
         return x + delta if self.last else (x, delta)
 
@@ -160,7 +160,7 @@ def fuse(model: GPT, context: int, invariant: bool = False) -> None:
     """Change a network whose weights are where they will be used, for flat batches of positions below `context`."""
     model.requires_grad_(False)
     cpu = model.device.type == "cpu"
-    fuser = Fuser(Applied(invariant), by_rows=invariant and cpu)
+    fuser = Fuser(LinearMethod(invariant), by_rows=invariant and cpu)
     quantized_model.set_fixed(model, invariant)
     names = list(model.blocks)
     for name in names:
@@ -172,13 +172,13 @@ def fuse(model: GPT, context: int, invariant: bool = False) -> None:
     if not isinstance(model.head, quantized_model.QuantLinear):
         model.project = fuser.apply.project
     if model.spec.positions == "rope":
-        model.rotary_tables = Turns(model.spec, context, model.device)
+        model.rotary_tables = RotaryCache(model.spec, context, model.device)
 
 
 class Fuser:
     """How the parts of a block are changed. `by_rows`: on a CPU, norms and activations too may depend on the batch."""
 
-    def __init__(self, apply: Applied, by_rows: bool) -> None:
+    def __init__(self, apply: LinearMethod, by_rows: bool) -> None:
         self.apply, self.by_rows = apply, by_rows
 
     def block(self, was: Block, last: bool) -> FusedBlock:
@@ -188,7 +188,7 @@ class Fuser:
         return FusedBlock(norms, self.attention(was.attention), self.mlp(was.mlp), last)
 
     def norm(self, was: nn.Module) -> nn.Module:
-        return ByRows(was) if self.by_rows else was
+        return RowByRow(was) if self.by_rows else was
 
     def attention(self, was: Attention) -> nn.Module:
         qkv = merged([was.q, was.k, was.v])
@@ -196,7 +196,7 @@ class Fuser:
 
     def mlp(self, was: nn.Module) -> nn.Module:
         if not isinstance(was, MLP):
-            return ByRows(Unfused(was)) if self.apply.invariant else Unfused(was)
+            return RowByRow(Unfused(was)) if self.apply.invariant else Unfused(was)
         into = was.up if was.gate is None else merged([was.gate, was.up])
         if into is None:
             return Unfused(was)
@@ -204,7 +204,7 @@ class Fuser:
         if was.gate is None:
             act = functools.partial(F.gelu, approximate="tanh")
         if self.by_rows:
-            act = ByRows(act or swiglu_packed)
+            act = RowByRow(act or swiglu_packed)
         return FusedMLP(into, act, was.down, self.apply)
 
 
@@ -232,7 +232,7 @@ def rows_of(layer: nn.Module) -> int:
     return cast(Tensor, layer.weight).shape[0]
 
 
-class Turns:
+class RotaryCache:
     """`rope.tables`, computed once for all positions and looked up."""
 
     def __init__(self, spec: ModelSpec, context: int, device: torch.device) -> None:

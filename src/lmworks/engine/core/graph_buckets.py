@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...kernels.inference.paged_attention import SHORT
 from ...spec import EngineSpec, ModelSpec
 from .scheduler import Step
-from .step_input import Layout, mixed_frame
+from .step_input import Layout, mixed_bucket
 
 # A mixed frame has places for so many prompts, and for so many sequences that decode. More than a step needs where they
 # are cheap beside its tokens: places times the longest prompt are programs that end at once.
@@ -26,7 +26,7 @@ CONTEXT = 8192
 LAUNCHED = 2e11
 
 
-def sizes_up_to(most: int) -> list[int]:
+def capture_sizes(most: int) -> list[int]:
     """Numbers of sequences that graphs are made for: finer where a step is short."""
     fine = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
     sizes = [size for size in fine if size < most]
@@ -34,47 +34,47 @@ def sizes_up_to(most: int) -> list[int]:
     return [*sizes, most]
 
 
-class Prompts(NamedTuple):
+class PrefillBuckets(NamedTuple):
     """Which steps that compute prompts are recorded."""
 
     rooms: tuple[int, ...] = ()  # tokens of prompts that their frames have room for
     most: int = 0  # tokens of a frame
 
 
-def worth_recording(model: ModelSpec, engine: EngineSpec) -> Prompts:
+def prefill_buckets(model: ModelSpec, engine: EngineSpec) -> PrefillBuckets:
     if not engine.graph_prompts:
-        return Prompts()
+        return PrefillBuckets()
     most, budget = int(LAUNCHED / model.block_params), engine.max_batch_tokens
     rooms = [size * 2**double for double in range(budget.bit_length()) for size in (64, 96)]
-    return Prompts(tuple(room for room in rooms[: 1 + bisect_left(rooms, budget)] if room <= most), most)
+    return PrefillBuckets(tuple(room for room in rooms[: 1 + bisect_left(rooms, budget)] if room <= most), most)
 
 
-def buffer_size(largest: Layout, widest: int, prompts: Prompts) -> int:
+def buffer_size(largest: Layout, widest: int, prompts: PrefillBuckets) -> int:
     """Of the largest step in a frame, in int64 numbers."""
-    mixed = (mixed_frame(largest.seqs, PROMPTS[-1], room, 1) for room in prompts.rooms[-1:])
-    return max(frame._replace(width=widest).size for frame in (largest, *mixed))
+    mixed = (mixed_bucket(largest.seqs, PROMPTS[-1], room, 1) for room in prompts.rooms[-1:])
+    return max(bucket._replace(width=widest).size for bucket in (largest, *mixed))
 
 
-def frame_with_prompts(step: Step, prompts: Prompts, seqs: int) -> Layout | None:
+def mixed_bucket_for(step: Step, prompts: PrefillBuckets, seqs: int) -> Layout | None:
     """That of a step that computes prompts too, where up to `seqs` may decode; None where none would pay."""
     counts = [chunk.count for chunk in step.chunks if chunk.count > 1]
     singles = len(step.chunks) - len(counts)
     drafting = any(chunk.wanted > 1 for chunk in step.chunks)
     if drafting or not counts or max(chunk.start + chunk.count for chunk in step.chunks) > CONTEXT:
         return None
-    places = not_below(PROMPTS, len(counts))
-    room = not_below(prompts.rooms, max(sum(counts), 2 * places))
+    places = next_size(PROMPTS, len(counts))
+    room = next_size(prompts.rooms, max(sum(counts), 2 * places))
     if not places or not room:
         return None
     longest = max(SHORT, power_of_two(max(counts)))
     places = max(places, *(size for size in PROMPTS if size * longest <= PROGRAMS * room))
     decoding = [*(size for size in DECODING if size < seqs), seqs]
     singles = max(singles, *(size for size in decoding if PADDING * size <= room))
-    frame = mixed_frame(not_below(decoding, singles), places, room, longest)
-    return frame if frame.tokens <= prompts.most else None
+    bucket = mixed_bucket(next_size(decoding, singles), places, room, longest)
+    return bucket if bucket.tokens <= prompts.most else None
 
 
-def not_below(sizes: Iterable[int], number: int) -> int:
+def next_size(sizes: Iterable[int], number: int) -> int:
     """The first of these, or 0."""
     return next((size for size in sizes if size >= number), 0)
 

@@ -16,7 +16,7 @@ STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
-class CacheShape:
+class KVCacheShape:
     """What one block takes."""
 
     layers: int
@@ -26,7 +26,7 @@ class CacheShape:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, model: ModelSpec, engine: EngineSpec, dtype: torch.dtype, kv_heads: int) -> CacheShape:
+    def of(cls, model: ModelSpec, engine: EngineSpec, dtype: torch.dtype, kv_heads: int) -> KVCacheShape:
         stored = STORED.get(engine.kv_dtype, dtype)
         if stored.itemsize == 1 and model.head_dim % 2:
             raise SpecError(
@@ -46,8 +46,8 @@ class CacheShape:
         return 2 * self.layers * self.kv_heads * self.size * a_head
 
 
-class Cache:
-    def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
+class KVCache:
+    def __init__(self, shape: KVCacheShape, blocks: int, device: torch.device) -> None:
         self.shape, self.blocks = shape, blocks
         of_all = (shape.layers, 2, blocks, shape.kv_heads, shape.size)
         try:
@@ -84,7 +84,7 @@ class Cache:
         return [store] if self.scales is None else [store, self.scales]
 
 
-def blocks_that_fit(shape: CacheShape, room: int, engine: EngineSpec) -> int:
+def blocks_that_fit(shape: KVCacheShape, room: int, engine: EngineSpec) -> int:
     """As many blocks as `room` bytes hold, but no more than all sequences at their longest would fill."""
     fitting = max(room, 0) // shape.block_bytes
     if fitting == 0:

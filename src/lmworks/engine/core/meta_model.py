@@ -14,7 +14,7 @@ from ..quantization.quantized_model import empty_like_quantized
 
 
 @dataclass(frozen=True)
-class Outline:
+class MetaModel:
     spec: ModelSpec
     scheme: str = ""  # that its matrices are quantized by
     groups: Mapping[str, int] = field(default_factory=dict)  # numbers that share a scale, by layer, in int4

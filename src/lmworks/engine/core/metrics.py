@@ -10,21 +10,21 @@ from .request import Request, Sequence
 from .scheduler import Scheduler, Step
 
 # Upper edges in seconds, 1–2.5–5 from 1 ms to 100 s.
-EDGES = (
+BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0,
 )  # fmt: skip
 
 
 @dataclass
-class Times:
+class Histogram:
     """Durations, sorted into buckets: the last counts what is above all edges."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(EDGES) + 1))
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
     count: int = 0
     seconds: float = 0.0
 
     def add(self, seconds: float, times: int = 1) -> None:
-        self.counts[bisect.bisect_left(EDGES, seconds)] += times
+        self.counts[bisect.bisect_left(BUCKETS, seconds)] += times
         self.count += times
         self.seconds += seconds * times
 
@@ -55,10 +55,10 @@ class Metrics:
     accepted_guesses: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # answers by reason
     # seconds
-    request_queue_time_seconds: Times = field(default_factory=Times)
-    time_to_first_token_seconds: Times = field(default_factory=Times)
-    inter_token_latency_seconds: Times = field(default_factory=Times)
-    e2e_request_latency_seconds: Times = field(default_factory=Times)
+    request_queue_time_seconds: Histogram = field(default_factory=Histogram)
+    time_to_first_token_seconds: Histogram = field(default_factory=Histogram)
+    inter_token_latency_seconds: Histogram = field(default_factory=Histogram)
+    e2e_request_latency_seconds: Histogram = field(default_factory=Histogram)
 
     @property
     def mean_batch(self) -> float:

@@ -1,7 +1,7 @@
 """The device's side of a step: send the batch, run the network over the paged cache, pick tokens, send them back.
 
-`launch` only queues work and returns at once; `Launched.read` waits for that step alone, so the host can prepare the
-next one meanwhile. A token that the host has not read yet goes from step to step on the device, in `recent`.
+`launch` only queues work and returns at once; `AsyncStepOutput.read` waits for that step alone, so the host can prepare
+the next one meanwhile. A token that the host has not read yet goes from step to step on the device, in `recent`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from ...spec import EngineSpec, ModelSpec, SpecError
 from ..grammars.grammar import Grammars
 from ..lora.adapters import Adapters
 from ..quantization.drift import DriftMonitor
-from ..speculative.draft_model import Draft, Drafted
-from .attention_backend import Paged
-from .cuda_graphs import Graphs, recorded_as
+from ..speculative.draft_model import DraftedTokens, DraftModel
+from .attention_backend import PagedAttention
+from .cuda_graphs import CUDAGraphs, captured_metadata
 from .fusion import fuse
-from .graph_buckets import worth_recording
-from .kv_cache import CPU_BYTES, Cache, CacheShape, blocks_that_fit
+from .graph_buckets import prefill_buckets
+from .kv_cache import CPU_BYTES, KVCache, KVCacheShape, blocks_that_fit
 from .request import Sequence
-from .sampler import Sampled, Sampler, Wants
+from .sampler import Sampler, SamplerOutput, SamplingMetadata
 from .scheduler import Chunk, Step
-from .step_input import Batch, Layout, Packer, decoding_frame, unpack
-from .step_output import Asked, Launched, asked_of, prompt_logprobs
-from .warmup import record_graphs, room_on_gpu
+from .step_input import Batch, Layout, Packer, decode_bucket, unpack
+from .step_output import AsyncStepOutput, PromptLogprobsQuery, prompt_logprobs, prompt_logprobs_queries
+from .warmup import capture_graphs, profile_cache_memory
 
 if TYPE_CHECKING:
-    from ..tensor_parallel.executor import Ranks
+    from ..tensor_parallel.executor import TensorParallelRank
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Runner:
+class ModelRunner:
     """Takes the network over: its weights are moved, cast and merged in place."""
 
     def __init__(
@@ -48,11 +48,11 @@ class Runner:
         spec: EngineSpec,
         device: torch.device | str,
         valid_vocab: int,  # ids that the tokenizer has; rows of the head beyond it are never picked
-        draft: Draft | None = None,  # a smaller model that guesses
-        ranks: Ranks | None = None,  # those that share the model, which is this one's part of it
+        draft: DraftModel | None = None,  # a smaller model that guesses
+        ranks: TensorParallelRank | None = None,  # those that share the model, which is this one's part of it
     ) -> None:
         self.device = torch.device(device)
-        self.spec = filled(spec, model.spec, self.device)
+        self.spec = resolve_spec(spec, model.spec, self.device)
         self.synchronous = self.device.type == "cpu"  # a launch is done when it returns
         self.model, self.valid_vocab = model, valid_vocab
         dtype = DTYPES[self.spec.dtype]
@@ -61,7 +61,7 @@ class Runner:
         kv_heads = max(1, model.spec.kv_heads // (1 if ranks is None else ranks.tp))
         fuse(model, self.spec.context, self.spec.batch_invariant)
         if ranks is not None:
-            model.project = ranks.whole_logits(model.project)
+            model.project = ranks.gather_logits(model.project)
         slopes = make_pattern(model.spec, heads=slice(None) if ranks is None else ranks.heads(model.spec)).slopes
         self.slopes = torch.tensor(slopes, device=self.device) if slopes else None
         vocab, seqs = model.spec.vocab, self.spec.max_seqs
@@ -70,10 +70,10 @@ class Runner:
         self.recent = self.ids[vocab:]
         self.sampler = Sampler(vocab, valid_vocab, seqs, self.device)
         self.packer = Packer(self.spec, vocab, pinned=not self.synchronous)
-        self.graphs: Graphs[Tensor | Sampled] | None = None
+        self.graphs: CUDAGraphs[Tensor | SamplerOutput] | None = None
         self.each = 1 if self.spec.speculate == "none" else 1 + self.spec.guesses  # tokens of a sequence that decodes
         self.grammars: Grammars | None = None  # the engine's, where it has a tokenizer
-        shape = CacheShape.of(model.spec, self.spec, dtype, kv_heads)
+        shape = KVCacheShape.of(model.spec, self.spec, dtype, kv_heads)
         self.adapters: Adapters | None = None
         self.draft = draft
         if draft is not None:
@@ -81,25 +81,25 @@ class Runner:
             draft.join(self, dtype)
         if not self.spec.blocks:
             blocks = self.blocks_for(shape)
-            self.spec = self.spec.replace(blocks=blocks if ranks is None else ranks.agree(blocks))
+            self.spec = self.spec.replace(blocks=blocks if ranks is None else ranks.min_over_ranks(blocks))
         self.blocks = self.spec.blocks
-        self.cache = Cache(shape, self.blocks, self.device)
+        self.cache = KVCache(shape, self.blocks, self.device)
         # Experts are run one by one, by counts that the host has to know: no graph can hold that. Nor is there one of
         # steps that several ranks take.
         if self.device.type == "cuda" and self.spec.graphs and ranks is None and not moe_layers(model):
-            largest, prompts = decoding_frame(seqs, self.each), worth_recording(model.spec, self.spec)
-            self.graphs = Graphs(self.work, largest, self.packer.widest, self.device, prompts)
-            record_graphs(self)
+            largest, prompts = decode_bucket(seqs, self.each), prefill_buckets(model.spec, self.spec)
+            self.graphs = CUDAGraphs(self.work, largest, self.packer.widest, self.device, prompts)
+            capture_graphs(self)
         if draft is not None:
-            draft.allot(self.blocks, self.graphs is not None)
+            draft.allocate_cache(self.blocks, self.graphs is not None)
 
-    def blocks_for(self, shape: CacheShape) -> int:
+    def blocks_for(self, shape: KVCacheShape) -> int:
         room = CPU_BYTES
         if not self.synchronous:
-            self.cache = Cache(shape, 1, self.device)
+            self.cache = KVCache(shape, 1, self.device)
             if self.draft is not None:
-                self.draft.allot(1, graphs=False)
-            room = room_on_gpu(self)
+                self.draft.allocate_cache(1, graphs=False)
+            room = profile_cache_memory(self)
         if self.draft is not None:  # whose cache has as many blocks
             room = room * shape.block_bytes // (shape.block_bytes + self.draft.shape.block_bytes)
         return blocks_that_fit(shape, room, self.spec)
@@ -111,15 +111,15 @@ class Runner:
 
     def add_adapter(self, name: str, folder: Path) -> None:
         """Hold a LoRA adapter, for sequences that ask for it by name; all ranks do, or none."""
-        self.hold_adapter(name, folder)
+        self.load_adapter(name, folder)
         if self.ranks is not None:
             try:
                 self.ranks.add_adapter(name, folder)
             except Exception:
-                self.drop_adapter(name)
+                self.unload_adapter(name)
                 raise
 
-    def hold_adapter(self, name: str, folder: Path) -> None:
+    def load_adapter(self, name: str, folder: Path) -> None:
         """On this rank."""
         tokens = max(self.spec.max_batch_tokens, self.spec.max_seqs * self.each)
         adapters = self.adapters or Adapters(self.model, tokens, {} if self.ranks is None else self.ranks.kept)
@@ -128,7 +128,7 @@ class Runner:
         if self.graphs is not None:
             self.graphs.forget()  # recordings of layers without it
 
-    def drop_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         """On this rank, one that another could not hold."""
         assert self.adapters is not None
         self.adapters.remove(name)
@@ -155,13 +155,13 @@ class Runner:
             self.ranks.close()
 
     @torch.no_grad()
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> AsyncStepOutput:
         try:
             return self.queue(step)
         except torch.OutOfMemoryError:
             # Graphs of prompts hold memory that a step can do without. It can be taken once more: whatever it has
             # written already is written again.
-            if self.graphs is None or not self.graphs.record_no_prompts():
+            if self.graphs is None or not self.graphs.drop_prefill_graphs():
                 raise
         except (RuntimeError, OSError) as error:
             if self.ranks is None:
@@ -169,65 +169,76 @@ class Runner:
             raise self.ranks.cause(error) from error
         return self.queue(step)
 
-    def queue(self, step: Step) -> Launched:
+    def queue(self, step: Step) -> AsyncStepOutput:
         self.cache.copy(step.copies)
-        adapters = None if self.adapters is None else self.adapters.of_tokens(step.chunks)
+        adapters = None if self.adapters is None else self.adapters.adapter_indices(step.chunks)
         self.choose(adapters)
         picking = [chunk for chunk in step.chunks if chunk.wanted]
-        wants = self.sampler.wants(chunk.sequence.slot for chunk in picking)
+        sampling_metadata = self.sampler.sampling_metadata(chunk.sequence.slot for chunk in picking)
         mask = self.masks(picking)
         if self.draft is not None:
             self.draft.cache.copy(step.copies)
-        asked = asked_of(step.chunks)
-        if self.graphs is not None and not asked and (frame := self.frame(self.graphs, step)):
-            found, batch = self.replay(self.graphs, frame, step, wants, mask)
+        prompt_queries = prompt_logprobs_queries(step.chunks)
+        if self.graphs is not None and not prompt_queries and (bucket := self.bucket(self.graphs, step)):
+            found, batch = self.replay(self.graphs, bucket, step, sampling_metadata, mask)
             return self.launched(picking, found, [], None, draft_tokens_of(batch, picking))
         buffer, layout = self.packer.pack(step)
         if self.ranks is not None:
-            self.ranks.tell(step, buffer, layout, asked, self.draft is not None, adapters)
+            self.ranks.tell(step, buffer, layout, prompt_queries, self.draft is not None, adapters)
         batch = unpack(buffer.to(self.device, non_blocking=True), layout)
-        drafted = None if self.draft is None else self.draft.propose(step, batch, wants)
+        drafted = None if self.draft is None else self.draft.propose(step, batch, sampling_metadata)
         if self.ranks is not None and drafted is not None:
             self.ranks.share(batch.tokens)
         states = self.states(batch)
         invariant = self.spec.batch_invariant
-        prompt = prompt_logprobs(self.model, self.valid_vocab, states, asked, invariant) if asked else None
-        sampled = self.pick(states, batch, wants, mask, drafted) if picking else None
-        return self.launched(picking, sampled, asked, prompt, draft_tokens_of(batch, picking))
+        prompt = (
+            prompt_logprobs(self.model, self.valid_vocab, states, prompt_queries, invariant) if prompt_queries else None
+        )
+        sampled = self.pick(states, batch, sampling_metadata, mask, drafted) if picking else None
+        return self.launched(picking, sampled, prompt_queries, prompt, draft_tokens_of(batch, picking))
 
     def choose(self, adapters: np.ndarray | None) -> None:
         """The adapter of each token of a step, where there are any."""
         if self.adapters is not None and adapters is not None:
             self.adapters.choose(adapters)
 
-    def frame(self, graphs: Graphs[Tensor | Sampled], step: Step) -> Layout | None:
+    def bucket(self, graphs: CUDAGraphs[Tensor | SamplerOutput], step: Step) -> Layout | None:
         """That of the graph which holds such steps, if there is one."""
-        if decodes(step):
+        if is_decode_only(step):
             return graphs.padded(len(step.chunks), 1 if step.tokens == len(step.chunks) else self.each)
         # Drafts and adapters go by the order of tokens, which a frame for mixed steps tears apart.
         plain = self.draft is None and self.adapters is None
         return graphs.mixed(step) if plain else None
 
     def replay(
-        self, graphs: Graphs[Tensor | Sampled], frame: Layout, step: Step, wants: Wants, mask: Tensor | None
-    ) -> tuple[Sampled, Batch]:
+        self,
+        graphs: CUDAGraphs[Tensor | SamplerOutput],
+        bucket: Layout,
+        step: Step,
+        sampling_metadata: SamplingMetadata,
+        mask: Tensor | None,
+    ) -> tuple[SamplerOutput, Batch]:
         """The graph holds the sampler too where that makes passes over the logits alone."""
         rows = sum(chunk.wanted for chunk in step.chunks)
-        buffer, layout = self.packer.pack(step, frame)
+        buffer, layout = self.packer.pack(step, bucket)
         buffer = graphs.buffer[: layout.size].copy_(buffer, non_blocking=True)
         batch = unpack(buffer, layout)
-        drafted = None if self.draft is None else self.draft.propose(step, batch, wants)
-        whole = wants.plain and mask is None and drafted is None
-        result = graphs.run(buffer, layout, recorded_as(wants) if whole else None)
-        if isinstance(result, Sampled):
+        drafted = None if self.draft is None else self.draft.propose(step, batch, sampling_metadata)
+        whole = sampling_metadata.plain and mask is None and drafted is None
+        result = graphs.run(buffer, layout, captured_metadata(sampling_metadata) if whole else None)
+        if isinstance(result, SamplerOutput):
             return result, batch
-        sampled = self.sample(result[:rows], batch.rows[:rows], batch.places[:rows], wants, mask)
-        return self.judged(sampled, result[:rows], batch, drafted, wants), batch
+        sampled = self.sample(result[:rows], batch.rows[:rows], batch.places[:rows], sampling_metadata, mask)
+        return self.verify(sampled, result[:rows], batch, drafted, sampling_metadata), batch
 
-    def work(self, batch: Batch, wants: Wants | None) -> Tensor | Sampled:
-        """What a graph holds: up to the logits, or with `wants` up to the tokens."""
+    def work(self, batch: Batch, sampling_metadata: SamplingMetadata | None) -> Tensor | SamplerOutput:
+        """What a graph holds: up to the logits, or with `sampling_metadata` up to the tokens."""
         logits = self.logits(self.states(batch), batch)
-        return logits if wants is None else self.sample(logits, batch.rows, batch.places, wants, None)
+        return (
+            logits
+            if sampling_metadata is None
+            else self.sample(logits, batch.rows, batch.places, sampling_metadata, None)
+        )
 
     def logits(self, states: Tensor, batch: Batch) -> Tensor:
         """Of the tokens that ask for them, (rows, vocab)."""
@@ -236,7 +247,7 @@ class Runner:
     def states(self, batch: Batch) -> Tensor:
         """What the last block gives for every token, (tokens, hidden)."""
         spec = self.model.spec
-        attend = Paged(
+        attend = PagedAttention(
             self.cache.layers,
             batch.slots,
             batch.pages,
@@ -247,21 +258,37 @@ class Runner:
         )
         return self.model.states(self.ids[batch.tokens], batch.positions, attend)
 
-    def pick(self, states: Tensor, batch: Batch, wants: Wants, mask: Tensor | None, drafted: Drafted | None) -> Sampled:
+    def pick(
+        self,
+        states: Tensor,
+        batch: Batch,
+        sampling_metadata: SamplingMetadata,
+        mask: Tensor | None,
+        drafted: DraftedTokens | None,
+    ) -> SamplerOutput:
         logits = self.logits(states, batch)
-        sampled = self.sample(logits, batch.rows, batch.places, wants, mask)
-        return self.judged(sampled, logits, batch, drafted, wants)
+        sampled = self.sample(logits, batch.rows, batch.places, sampling_metadata, mask)
+        return self.verify(sampled, logits, batch, drafted, sampling_metadata)
 
-    def judged(self, sampled: Sampled, logits: Tensor, batch: Batch, drafted: Drafted | None, wants: Wants) -> Sampled:
+    def verify(
+        self,
+        sampled: SamplerOutput,
+        logits: Tensor,
+        batch: Batch,
+        drafted: DraftedTokens | None,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
         if self.draft is None or drafted is None:
             return sampled
-        return self.draft.judged(sampled, logits, batch, drafted, wants)
+        return self.draft.verify(sampled, logits, batch, drafted, sampling_metadata)
 
-    def sample(self, logits: Tensor, rows: Tensor, places: Tensor, wants: Wants, mask: Tensor | None) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Tensor, places: Tensor, sampling_metadata: SamplingMetadata, mask: Tensor | None
+    ) -> SamplerOutput:
         if self.spec.batch_invariant and self.synchronous:
-            sampled = one_by_one(self.sampler, logits, rows, places, mask, wants)
+            sampled = sample_row_by_row(self.sampler, logits, rows, places, mask, sampling_metadata)
         else:
-            sampled = self.sampler(logits, rows, places, mask, wants)
+            sampled = self.sampler(logits, rows, places, mask, sampling_metadata)
         self.recent.index_copy_(0, rows, sampled.tokens)
         if self.ranks is not None:
             self.ranks.share(sampled.tokens)
@@ -277,28 +304,30 @@ class Runner:
     def launched(
         self,
         picking: list[Chunk],
-        sampled: Sampled | None,
-        asked: list[Asked],
+        sampled: SamplerOutput | None,
+        prompt_queries: list[PromptLogprobsQuery],
         prompt: tuple[Tensor, Tensor | None, Tensor | None] | None,
         draft_tokens: Tensor | None,
-    ) -> Launched:
+    ) -> AsyncStepOutput:
         """Send the results home. Copies to page-locked memory do not wait, and come before all later steps."""
         if self.synchronous:
-            return Launched(picking, sampled, asked, prompt, draft_tokens, None)
+            return AsyncStepOutput(picking, sampled, prompt_queries, prompt, draft_tokens, None)
         arrived = torch.cuda.Event()
-        home = Launched(picking, sent_home(sampled), asked, sent_home(prompt), sent_home(draft_tokens), arrived)
+        home = AsyncStepOutput(
+            picking, to_host(sampled), prompt_queries, to_host(prompt), to_host(draft_tokens), arrived
+        )
         arrived.record()
         return home
 
 
-def sent_home(results: Any) -> Any:
+def to_host(results: Any) -> Any:
     """A tuple of tensors and Nones, or None."""
     if isinstance(results, Tensor):
         return results.to("cpu", non_blocking=True)
     if results is None:
         return None
-    parts = map(sent_home, results)
-    return Sampled(*parts) if isinstance(results, Sampled) else tuple(parts)
+    parts = map(to_host, results)
+    return SamplerOutput(*parts) if isinstance(results, SamplerOutput) else tuple(parts)
 
 
 def draft_tokens_of(batch: Batch, picking: list[Chunk]) -> Tensor | None:
@@ -308,22 +337,30 @@ def draft_tokens_of(batch: Batch, picking: list[Chunk]) -> Tensor | None:
     return batch.tokens[(batch.at + 1).clamp(max=len(batch.tokens) - 1)]
 
 
-def one_by_one(
-    sampler: Sampler, logits: Tensor, rows: Tensor, places: Tensor, mask: Tensor | None, wants: Wants
-) -> Sampled:
+def sample_row_by_row(
+    sampler: Sampler,
+    logits: Tensor,
+    rows: Tensor,
+    places: Tensor,
+    mask: Tensor | None,
+    sampling_metadata: SamplingMetadata,
+) -> SamplerOutput:
     """On a CPU the order of sums over a row of logits may depend on how many rows there are."""
     masks = [None] * len(rows) if mask is None else mask.split(1)
-    parts = [sampler(*each, wants) for each in zip(logits.split(1), rows.split(1), places.split(1), masks, strict=True)]
+    parts = [
+        sampler(*each, sampling_metadata)
+        for each in zip(logits.split(1), rows.split(1), places.split(1), masks, strict=True)
+    ]
     columns: Any = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
-    return Sampled(*columns)
+    return SamplerOutput(*columns)
 
 
-def decodes(step: Step) -> bool:
+def is_decode_only(step: Step) -> bool:
     """Whether every token of the step asks for the next one: those of answers, and guesses."""
     return all(chunk.count == chunk.wanted for chunk in step.chunks)
 
 
-def filled(spec: EngineSpec, model: ModelSpec, device: torch.device) -> EngineSpec:
+def resolve_spec(spec: EngineSpec, model: ModelSpec, device: torch.device) -> EngineSpec:
     """The spec with its zeros filled in, but for the blocks."""
     gpu = device.type == "cuda"
     if spec.context > model.context:

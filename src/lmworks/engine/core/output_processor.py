@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from ...data.tokenizer import Tokenizer
 from ..grammars.grammar import Grammars, Matcher
-from .detokenizer import Text, decode
-from .request import Answer, Piece, Request, Result, Sequence
+from .detokenizer import IncrementalDetokenizer, decode
+from .request import Answer, OutputDelta, Request, Result, Sequence
 
 NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity): no token can be picked"
-NOTHING_FITS = (
+NO_TOKEN_ALLOWED = (
     "no token can be picked: none fits the answer's shape together with logit_bias and min_tokens, "
     "or the model's logits are not finite"
 )
 
 
 @dataclass(frozen=True)
-class Ending:
+class FinishReason:
     """Why an answer is over: length, stop (`stop`: the token or string), cancelled, or error (`error`: what it was)."""
 
     reason: str
@@ -26,38 +26,38 @@ class Ending:
     error: str | None = None
 
 
-def prepare(sequence: Sequence, tokenizer: Tokenizer | None, grammars: Grammars | None) -> None:
+def attach_detokenizer_and_grammar(sequence: Sequence, tokenizer: Tokenizer | None, grammars: Grammars | None) -> None:
     """Text is made token by token only where someone looks at it before the end."""
     params = sequence.params
     if tokenizer is not None and (params.stop or sequence.request.stream):
-        sequence.text = Text(tokenizer, params.stop, params.include_stop, params.min_tokens)
-    if grammars is not None and params.shaped:
+        sequence.text = IncrementalDetokenizer(tokenizer, params.stop, params.include_stop, params.min_tokens)
+    if grammars is not None and params.structured:
         sequence.matcher = grammars.matcher(params, sequence.request.grammar)
 
 
-def push(sequence: Sequence, token: int) -> tuple[str, Ending | None]:
+def push(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
     """The latest known token of an answer: the text that may be shown now, and whether it was the last."""
     shown, ending = read(sequence, token)
     text = sequence.text
     if text is None or ending is None or ending.error is not None:
         return shown, ending
     shown += text.flush()  # the last half character is U+FFFD, and that may have been looked for
-    return shown, ending if text.stopped is None else Ending("stop", text.stopped)
+    return shown, ending if text.stopped is None else FinishReason("stop", text.stopped)
 
 
-def read(sequence: Sequence, token: int) -> tuple[str, Ending | None]:
+def read(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
     """The same, as far as the token itself says: text may still wait."""
     long_enough = sequence.known - sequence.prompt >= sequence.params.min_tokens
     if long_enough and token in sequence.request.ends and not within(sequence, token):
-        return "", Ending("stop", token)
+        return "", FinishReason("stop", token)
     shown = ""
     if sequence.text is not None:
         shown = sequence.text.push(token)
         if sequence.text.stopped is not None:
-            return shown, Ending("stop", sequence.text.stopped)
+            return shown, FinishReason("stop", sequence.text.stopped)
     if sequence.matcher is not None and (ending := matched(sequence.matcher, token)) is not None:
         return shown, ending
-    return shown, Ending("length") if sequence.known >= sequence.limit else None
+    return shown, FinishReason("length") if sequence.known >= sequence.limit else None
 
 
 def within(sequence: Sequence, token: int) -> bool:
@@ -66,26 +66,26 @@ def within(sequence: Sequence, token: int) -> bool:
     return matcher is not None and not matcher.complete and token not in sequence.params.stop_token_ids
 
 
-def matched(matcher: Matcher, token: int) -> Ending | None:
+def matched(matcher: Matcher, token: int) -> FinishReason | None:
     """Whether the answer's shape is complete with this token, or cannot be followed any further."""
     matcher.accept(token)
-    return unfollowable(matcher) or (Ending("stop") if matcher.done else None)
+    return grammar_error(matcher) or (FinishReason("stop") if matcher.done else None)
 
 
-def unfollowable(matcher: Matcher) -> Ending | None:
+def grammar_error(matcher: Matcher) -> FinishReason | None:
     """Too much work for the parser, most likely."""
     error = matcher.error
-    return None if error is None else Ending("error", error=f"the answer's shape cannot be followed: {error}")
+    return None if error is None else FinishReason("error", error=f"the answer's shape cannot be followed: {error}")
 
 
-def unpickable(matcher: Matcher | None) -> Ending:
+def no_token_error(matcher: Matcher | None) -> FinishReason:
     """The device found no token to pick."""
     if matcher is None:
-        return Ending("error", error=NOT_FINITE)
-    return unfollowable(matcher) or Ending("error", error=NOTHING_FITS)
+        return FinishReason("error", error=NOT_FINITE)
+    return grammar_error(matcher) or FinishReason("error", error=NO_TOKEN_ALLOWED)
 
 
-def close(sequence: Sequence, ending: Ending, tokenizer: Tokenizer | None) -> str:
+def close(sequence: Sequence, ending: FinishReason, tokenizer: Tokenizer | None) -> str:
     """The answer is written down; text that was held back until now is returned."""
     del sequence.tokens[sequence.known :]
     ids = sequence.answer
@@ -99,7 +99,7 @@ def close(sequence: Sequence, ending: Ending, tokenizer: Tokenizer | None) -> st
         text = ""
     params = sequence.params
     logprobs = sequence.logprobs if params.logprobs is not None else None
-    likelihood = sum(each.logprob for each in sequence.logprobs) if params.scored else None
+    likelihood = sum(each.logprob for each in sequence.logprobs) if params.needs_logprobs else None
     sequence.done = Answer(ids, text, ending.reason, logprobs, ending.stop, ending.error, likelihood)
     return rest
 
@@ -121,7 +121,7 @@ def result(request: Request) -> Result:
     return Result(list(request.prompt), answers[: params.n], prompt_logprobs, request.cached_tokens, times)
 
 
-def refusal(request: Request, error: str) -> Piece:
+def refusal(request: Request, error: str) -> OutputDelta:
     """The answer to a request that is not taken in."""
     answers = [Answer([], "", "error", error=error) for _ in range(request.params.n)]
-    return Piece(request, 0, [], finish_reason="error", result=Result(list(request.prompt), answers))
+    return OutputDelta(request, 0, [], finish_reason="error", result=Result(list(request.prompt), answers))

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     import llguidance
 
     from ..grammars.grammar import Matcher
-    from .detokenizer import Text
+    from .detokenizer import IncrementalDetokenizer
 
-UNKNOWN = -1  # a token that the device has picked and the host has not read yet
+PLACEHOLDER_TOKEN = -1  # a token that the device has picked and the host has not read yet
 
-Told = Callable[[int, "Result"], None]  # which of many prompts, and what it came to
-
-
-def tell_nobody(_place: int, _result: Result) -> None: ...
+ResultCallback = Callable[[int, "Result"], None]  # which of many prompts, and what it came to
 
 
-class State(enum.Enum):
+def ignore_result(_place: int, _result: Result) -> None: ...
+
+
+class SequenceStatus(enum.Enum):
     WAITING = "waiting"  # holds no blocks; its tokens so far are computed (again) when it is let in
     RUNNING = "running"
-    DONE = "done"
+    FINISHED = "done"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Sequence:
     prompt: int  # tokens of the prompt
     limit: int = sys.maxsize  # tokens it may come to, prompt included
     known: int = field(init=False)  # of `tokens`; what follows is UNKNOWN
-    state: State = State.WAITING
+    state: SequenceStatus = SequenceStatus.WAITING
     computed: int = 0  # tokens whose keys and values lie in the cache (or will, once launched steps have run)
     blocks: list[int] = field(default_factory=list)  # block i holds tokens [i·size, (i + 1)·size)
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, each over all tokens up to its end
@@ -111,7 +111,7 @@ class Sequence:
     preempted: int = 0
     given: int = 0  # tokens whose keys and values others had computed, when it was let in
     alone: bool = False  # what it was given was spoilt: it computes all of its tokens itself
-    text: Text | None = None  # of the answer so far, where someone looks at it before the end
+    text: IncrementalDetokenizer | None = None  # of the answer so far, where someone looks at it before the end
     done: Answer | None = None  # once it has ended
     latest: float = 0.0  # when its last token was read
     matcher: Matcher | None = None  # how far it has come in the shape that was asked for
@@ -150,7 +150,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputDelta:
     """What a step brought to one answer. The last piece of a request's last answer carries the result."""
 
     request: Request

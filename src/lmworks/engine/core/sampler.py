@@ -1,9 +1,9 @@
 """From logits to tokens, on the device: what every running sequence asked for lies in tables by slot.
 
-The host writes a sequence's row once, when it is admitted, and from then on knows what a batch needs (`Wants`)
-without asking the device. Order, as in `transformers`: repetition penalty, presence and frequency penalties, bias,
-grammar mask, min_tokens' ban; then temperature, top-k, top-p of what is left, min-p. Log-probabilities are those of
-the model itself: log softmax of its logits in fp32 over its whole vocabulary, before any of that.
+The host writes a sequence's row once, when it is admitted, and from then on knows what a batch needs
+(`SamplingMetadata`) without asking the device. Order, as in `transformers`: repetition penalty, presence and frequency
+penalties, bias, grammar mask, min_tokens' ban; then temperature, top-k, top-p of what is left, min-p. Log-probabilities
+are those of the model itself: log softmax of its logits in fp32 over its whole vocabulary, before any of that.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from .sampling_params import SamplingParams
 
 # Columns of a row of floats; the seed lies in the first two.
 TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MIN_TOKENS = range(2, 10)
-LEAST_P = 1e-30  # which fp32 holds; no token but the likeliest is left by it
-COOLEST, HOTTEST = 1e-30, 1e9  # beyond them a temperature is greedy, or uniform, to the last bit of fp32
+MIN_TOP_P = 1e-30  # which fp32 holds; no token but the likeliest is left by it
+MIN_TEMPERATURE, MAX_TEMPERATURE = (
+    1e-30,
+    1e9,
+)  # beyond them a temperature is greedy, or uniform, to the last bit of fp32
 
 
 @dataclass(frozen=True)
-class Wants:
+class SamplingMetadata:
     """What a batch needs beyond the first of the likeliest tokens. What nobody wants is not computed."""
 
     noise: bool = False
@@ -40,8 +43,8 @@ class Wants:
     logprobs: bool = False
     top: int = 0  # likeliest tokens to list with the log-probabilities
 
-    def __or__(self, other: Wants) -> Wants:
-        return Wants(
+    def __or__(self, other: SamplingMetadata) -> SamplingMetadata:
+        return SamplingMetadata(
             self.noise or other.noise,
             self.truncated or other.truncated,
             self.penalties or other.penalties,
@@ -57,7 +60,7 @@ class Wants:
         return not (self.penalties or self.bias or self.ban or self.top)
 
 
-class Sampled(NamedTuple):
+class SamplerOutput(NamedTuple):
     tokens: Tensor  # (rows) int64
     logprob: Tensor | None  # (rows) float32, where someone wants it
     top_ids: Tensor | None  # (rows, k) int64, the likeliest first
@@ -65,20 +68,20 @@ class Sampled(NamedTuple):
     bad: Tensor  # (rows) bool: logits that are not finite, or no token allowed; the token is then 0
 
 
-def wishes(params: SamplingParams, ends: Sequence[int]) -> Wants:
+def wishes(params: SamplingParams, ends: Sequence[int]) -> SamplingMetadata:
     sampled = not params.greedy
-    return Wants(
+    return SamplingMetadata(
         noise=sampled,
         truncated=sampled and bool(params.top_k or params.top_p < 1 or params.min_p),
-        penalties=penalised(params),
+        penalties=has_penalties(params),
         bias=bool(params.logit_bias),
         ban=bool(params.min_tokens and ends),
-        logprobs=params.scored,
+        logprobs=params.needs_logprobs,
         top=params.logprobs or 0,
     )
 
 
-def penalised(params: SamplingParams) -> bool:
+def has_penalties(params: SamplingParams) -> bool:
     """Whether the next token depends on a count of those before it: speculation leaves such a sequence alone."""
     return params.repetition_penalty != 1 or bool(params.presence_penalty or params.frequency_penalty)
 
@@ -97,7 +100,7 @@ class Sampler:
     def __init__(self, vocab: int, valid: int, max_seqs: int, device: torch.device | str) -> None:
         self.vocab, self.valid, self.slots = vocab, valid, max_seqs + 1
         self.device = torch.device(device)
-        self.asked: dict[int, Wants] = {}  # by slot
+        self.asked: dict[int, SamplingMetadata] = {}  # by slot
         self.rows = torch.zeros(self.slots, 5, dtype=torch.int64, device=self.device)  # seed, and eight floats
         self.seeds = self.rows[:, 0]
         self.floats = self.rows.view(torch.float32)  # (slots, 10)
@@ -118,9 +121,9 @@ class Sampler:
         row = np.zeros(5, np.int64)
         row[0] = sequence.seed
         row.view(np.float32)[2:] = (
-            0 if params.greedy else min(max(params.temperature, COOLEST), HOTTEST),
+            0 if params.greedy else min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE),
             min(params.top_k, self.valid),
-            max(params.top_p, LEAST_P),
+            max(params.top_p, MIN_TOP_P),
             params.min_p,
             params.repetition_penalty,
             params.presence_penalty,
@@ -168,9 +171,9 @@ class Sampler:
             counts = np.bincount([i for i in ids if 0 <= i < self.valid], minlength=self.valid)
             self.send(table[slot], counts.astype(bool if table is self.prompted else np.int32))
 
-    def wants(self, slots: Iterable[int]) -> Wants:
+    def sampling_metadata(self, slots: Iterable[int]) -> SamplingMetadata:
         """What a batch of these slots needs (those of padding need nothing)."""
-        needed = Wants()
+        needed = SamplingMetadata()
         for each in {self.asked[slot] for slot in slots if slot in self.asked}:
             needed |= each
         return needed
@@ -178,29 +181,49 @@ class Sampler:
     # --- what the device does ---
 
     def __call__(
-        self, logits: Tensor, slots: Tensor, places: Tensor, mask: Tensor | None = None, wants: Wants | None = None
-    ) -> Sampled:
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        places: Tensor,
+        mask: Tensor | None = None,
+        sampling_metadata: SamplingMetadata | None = None,
+    ) -> SamplerOutput:
         """One token for each row: logits (rows, vocab); slots, places (rows) int64: index of the token in its answer.
 
-        `mask` (rows, ⌈valid/32⌉) int32 holds a bit for each token, 1 where a grammar allows it. `wants` is what
-        `self.wants` said of the batch; None: what any slot wants.
+        `mask` (rows, ⌈valid/32⌉) int32 holds a bit for each token, 1 where a grammar allows it. `sampling_metadata` is
+        what `self.sampling_metadata` said of the batch; None: what any slot wants.
         """
-        wants = wants or self.wants(self.asked)
+        sampling_metadata = sampling_metadata or self.sampling_metadata(self.asked)
         # What is cut is cut of the tokens that a grammar allows; else its mask can wait for the pass that draws.
-        scores = self.changed(logits, slots, places, mask if wants.truncated else None, wants)
-        least = top_k_top_p.least_scores(scores, self.cuts(slots)) if wants.truncated else None
-        rows = gumbel_sample.Rows(self.floats[:, TEMPERATURE], self.seeds, slots, places) if wants.noise else None
-        drawn = gumbel_sample.draw(logits, scores, rows, wants.logprobs, least, mask)
-        top_ids, top_logprobs = likeliest(logits, self.valid, wants.top) if wants.top else (None, None)
-        if wants.penalties and self.answered is not None:  # last: if memory runs out before, the step is taken again
+        scores = self.changed(logits, slots, places, mask if sampling_metadata.truncated else None, sampling_metadata)
+        least = top_k_top_p.least_scores(scores, self.cuts(slots)) if sampling_metadata.truncated else None
+        rows = (
+            gumbel_sample.Rows(self.floats[:, TEMPERATURE], self.seeds, slots, places)
+            if sampling_metadata.noise
+            else None
+        )
+        drawn = gumbel_sample.draw(logits, scores, rows, sampling_metadata.logprobs, least, mask)
+        top_ids, top_logprobs = (
+            top_k_logprobs(logits, self.valid, sampling_metadata.top) if sampling_metadata.top else (None, None)
+        )
+        if (
+            sampling_metadata.penalties and self.answered is not None
+        ):  # last: if memory runs out before, the step is taken again
             self.answered.index_put_((slots, drawn.tokens), torch.ones_like(drawn.tokens, dtype=torch.int32), True)
-        return Sampled(drawn.tokens, drawn.logprobs, top_ids, top_logprobs, drawn.bad)
+        return SamplerOutput(drawn.tokens, drawn.logprobs, top_ids, top_logprobs, drawn.bad)
 
     def distribution(
-        self, logits: Tensor, slots: Tensor, places: Tensor, mask: Tensor | None = None, wants: Wants | None = None
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        places: Tensor,
+        mask: Tensor | None = None,
+        sampling_metadata: SamplingMetadata | None = None,
     ) -> Tensor:
         """(rows, vocab) float32: the probabilities that tokens are drawn with; a greedy row has all on one token."""
-        scores = self.scores(logits, slots, places, mask, wants or self.wants(self.asked)).float()
+        scores = self.scores(
+            logits, slots, places, mask, sampling_metadata or self.sampling_metadata(self.asked)
+        ).float()
         temperatures = self.floats[slots, TEMPERATURE].unsqueeze(1)
         best = torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1.0)
         drawn = top_k_top_p.cooled(scores, temperatures).softmax(dim=1)
@@ -211,28 +234,32 @@ class Sampler:
         temperatures, top_k, top_p, min_p = self.floats[:, TEMPERATURE : MIN_P + 1].unbind(dim=1)
         return top_k_top_p.Cuts(temperatures, top_k, top_p, min_p, slots)
 
-    def scores(self, logits: Tensor, slots: Tensor, places: Tensor, mask: Tensor | None, wants: Wants) -> Tensor:
+    def scores(
+        self, logits: Tensor, slots: Tensor, places: Tensor, mask: Tensor | None, sampling_metadata: SamplingMetadata
+    ) -> Tensor:
         """(rows, valid): the logits as the sequences asked them to be; −∞ for a token that may not be picked."""
-        scores = self.changed(logits, slots, places, mask, wants)
-        if not wants.truncated:
+        scores = self.changed(logits, slots, places, mask, sampling_metadata)
+        if not sampling_metadata.truncated:
             return scores
         least = top_k_top_p.least_scores(scores, self.cuts(slots)).unsqueeze(1)
         return scores.masked_fill(scores < least, -math.inf)
 
-    def changed(self, logits: Tensor, slots: Tensor, places: Tensor, mask: Tensor | None, wants: Wants) -> Tensor:
+    def changed(
+        self, logits: Tensor, slots: Tensor, places: Tensor, mask: Tensor | None, sampling_metadata: SamplingMetadata
+    ) -> Tensor:
         """(rows, valid): the logits, in fp32 where something was done to them, before anything is cut."""
         scores = logits[:, : self.valid]
-        if mask is None and not (wants.penalties or wants.bias or wants.ban):
+        if mask is None and not (sampling_metadata.penalties or sampling_metadata.bias or sampling_metadata.ban):
             return scores
         scores = scores.to(torch.float32, copy=True)
         floats = self.floats[slots]  # (rows, 10)
-        if wants.penalties and self.answered is not None and self.prompted is not None:
+        if sampling_metadata.penalties and self.answered is not None and self.prompted is not None:
             scores = penalise(scores, self.answered[slots], self.prompted[slots], floats)
-        if wants.bias:
+        if sampling_metadata.bias:
             scores.scatter_add_(1, self.bias_ids[slots], self.biases[slots])
         if mask is not None:
             scores.masked_fill_(~gumbel_sample.unpacked(mask, self.valid), -math.inf)
-        if wants.ban:
+        if sampling_metadata.ban:
             early = (places < floats[:, MIN_TOKENS]).unsqueeze(1) & (self.is_end[slots] > 0)
             most = torch.full_like(early, math.inf, dtype=scores.dtype).masked_fill_(early, -math.inf)
             scores.scatter_reduce_(1, self.end_ids[slots], most, "amin")
@@ -248,7 +275,7 @@ def penalise(scores: Tensor, answered: Tensor, prompted: Tensor, floats: Tensor)
     return scores - presence * inside - frequency * answered
 
 
-def likeliest(logits: Tensor, valid: int, count: int) -> tuple[Tensor, Tensor]:
+def top_k_logprobs(logits: Tensor, valid: int, count: int) -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens of each row, and log softmax(logits) of them."""
     wide = logits.float()
     values, ids = wide[:, :valid].topk(min(count, valid), dim=1)

@@ -132,12 +132,12 @@ class SamplingParams:
         return self.best_of or self.n
 
     @property
-    def scored(self) -> bool:
+    def needs_logprobs(self) -> bool:
         """Whether each token's log-probability is needed: it was asked for, or it chooses the best answers."""
         return self.logprobs is not None or self.answers > self.n
 
     @property
-    def shaped(self) -> bool:
+    def structured(self) -> bool:
         """Whether a grammar says which tokens may come."""
         return self.json_schema is not None or self.regex is not None or self.choice is not None
 

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ...spec import EngineSpec
-from .block_manager import Pool
-from .request import UNKNOWN, Sequence, State
+from .block_manager import BlockPool
+from .request import PLACEHOLDER_TOKEN, Sequence, SequenceStatus
 
 AGEING = 256  # steps of waiting that one level of priority is worth
 RANK = attrgetter("rank")
@@ -70,8 +70,8 @@ class Scheduler:
     def __init__(self, spec: EngineSpec, blocks: int) -> None:
         """`spec` with its zeros filled in; `blocks` in the pool."""
         self.spec = spec
-        self.pool = Pool(blocks, spec.block, spec.prefix_cache)
-        self.spare = blocks // 100  # left free when others are let in: those that run will want blocks soon
+        self.pool = BlockPool(blocks, spec.block, spec.prefix_cache)
+        self.watermark = blocks // 100  # left free when others are let in: those that run will want blocks soon
         self.waiting: list[Sequence] = []  # both by rank
         self.running: list[Sequence] = []
         self.admitted: list[Sequence] = []  # in the latest step
@@ -91,14 +91,14 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """It has ended, in whatever way: what it held is free."""
-        if sequence.state is State.RUNNING:
+        if sequence.state is SequenceStatus.RUNNING:
             self.running.remove(sequence)
-            self.let_go(sequence)
-        elif sequence.state is State.WAITING:
+            self.release(sequence)
+        elif sequence.state is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
-        sequence.state = State.DONE
+        sequence.state = SequenceStatus.FINISHED
 
-    def let_go(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         self.pool.release(sequence)
         heapq.heappush(self.slots, sequence.slot)
         sequence.slot = -1
@@ -117,7 +117,7 @@ class Scheduler:
             sequence = chunk.sequence
             sequence.computed = chunk.start + chunk.count
             if chunk.wanted:
-                sequence.tokens.append(UNKNOWN)
+                sequence.tokens.append(PLACEHOLDER_TOKEN)
             self.pool.offer(sequence)
         chunks.sort(key=lambda chunk: chunk.count > 1)
         return Step(chunks, copies)
@@ -127,15 +127,17 @@ class Scheduler:
         left = self.spec.max_batch_tokens
         chunks: list[Chunk] = []
         drafting = any(sequence.draft_tokens for sequence in self.running)
-        owed = sum(map(self.lacks_a_block, self.running)) if drafting else 0  # blocks for tokens, not for guesses
-        others = sum(map(answering, self.running)) if drafting else 0  # who have a token each to come, before any guess
+        owed = sum(map(self.needs_block, self.running)) if drafting else 0  # blocks for tokens, not for guesses
+        others = (
+            sum(map(is_decoding, self.running)) if drafting else 0
+        )  # who have a token each to come, before any guess
         for sequence in list(self.running):
             start = sequence.computed
-            if left and sequence.state is State.RUNNING and answering(sequence):
-                owed -= drafting and self.lacks_a_block(sequence)
+            if left and sequence.state is SequenceStatus.RUNNING and is_decoding(sequence):
+                owed -= drafting and self.needs_block(sequence)
                 others -= drafting
-                count = 1 + self.use_guesses(sequence, left - 1 - others, owed)
-                if self.grow(sequence, start + count):
+                count = 1 + self.trim_draft_tokens(sequence, left - 1 - others, owed)
+                if self.allocate_slots(sequence, start + count):
                     chunks.append(Chunk(sequence, start, count, count))
                     left -= count
         for sequence in self.running:
@@ -154,11 +156,11 @@ class Scheduler:
             parent = next((s for s in siblings if s.computed >= s.prompt and s not in self.admitted), None)
             if siblings and parent is None:
                 continue  # the prompt is being computed: soon it can be shared
-            if not (self.branch(sequence, parent, copies) if parent else self.begin(sequence)):
+            if not (self.fork_from(sequence, parent, copies) if parent else self.begin(sequence)):
                 break
             self.waiting.remove(sequence)
             bisect.insort(self.running, sequence, key=RANK)
-            sequence.state = State.RUNNING
+            sequence.state = SequenceStatus.RUNNING
             sequence.slot = heapq.heappop(self.slots)
             self.admitted.append(sequence)
             chunks.append(chunk_of(sequence, left))
@@ -167,7 +169,7 @@ class Scheduler:
     def begin(self, sequence: Sequence) -> bool:
         """Gives it blocks for all its tokens, those that the prefix cache holds among them, if there are enough."""
         matched = self.match(sequence)
-        if not self.room(self.from_free(sequence, matched)):
+        if not self.room(self.free_blocks_needed(sequence, matched)):
             return False
         self.pool.hold(matched)
         sequence.blocks = matched + self.pool.take(self.pool.blocks_for(sequence.known) - len(matched))
@@ -180,7 +182,7 @@ class Scheduler:
             sequence.request.cached_tokens = sequence.computed
         return True
 
-    def branch(self, sequence: Sequence, parent: Sequence, copies: list[tuple[int, int]]) -> bool:
+    def fork_from(self, sequence: Sequence, parent: Sequence, copies: list[tuple[int, int]]) -> bool:
         """The prompt of another answer to the same request is its own too."""
         start = min(sequence.prompt, sequence.known - 1)
         if not self.room(self.pool.blocks_for(sequence.known) - start // self.pool.size):
@@ -196,15 +198,15 @@ class Scheduler:
         whole = sequence.alone or sequence.params.prompt_logprobs is not None
         return [] if whole else self.pool.match(sequence)
 
-    def from_free(self, sequence: Sequence, matched: list[int]) -> int:
+    def free_blocks_needed(self, sequence: Sequence, matched: list[int]) -> int:
         """Blocks of the free list that it takes: what it lacks, and what it finds there."""
         lacking = self.pool.blocks_for(sequence.known) - len(matched)
         return lacking + sum(not self.pool.counts[block] for block in matched)
 
     def room(self, blocks: int) -> bool:
-        return self.pool.available >= blocks + (self.spare if self.running else 0)
+        return self.pool.available >= blocks + (self.watermark if self.running else 0)
 
-    def use_guesses(self, sequence: Sequence, left: int, owed: int) -> int:
+    def trim_draft_tokens(self, sequence: Sequence, left: int, owed: int) -> int:
         """Keeps as many guesses as the step has room for. Blocks that are owed to tokens stay: nobody is preempted."""
         if not sequence.draft_tokens:
             return 0
@@ -213,11 +215,11 @@ class Scheduler:
         sequence.draft_tokens = sequence.draft_tokens[: max(most, 0)]
         return len(sequence.draft_tokens)
 
-    def lacks_a_block(self, sequence: Sequence) -> bool:
+    def needs_block(self, sequence: Sequence) -> bool:
         """Whether the token that it computes next needs another one."""
         return sequence.computed >= len(sequence.blocks) * self.pool.size
 
-    def grow(self, sequence: Sequence, tokens: int) -> bool:
+    def allocate_slots(self, sequence: Sequence, tokens: int) -> bool:
         """Gives it blocks for so many tokens; false if it had to give up its own."""
         missing = self.pool.blocks_for(tokens) - len(sequence.blocks)
         while self.pool.available < missing:
@@ -241,18 +243,18 @@ class Scheduler:
         if not behind:
             return
         theirs = sum(self.pool.counts[block] == 1 for each in behind for block in each.blocks)
-        if self.from_free(head, self.match(head)) + self.spare > self.pool.available + theirs:
+        if self.free_blocks_needed(head, self.match(head)) + self.watermark > self.pool.available + theirs:
             return
         for each in behind:
-            if self.slots and self.room(self.from_free(head, self.match(head))):
+            if self.slots and self.room(self.free_blocks_needed(head, self.match(head))):
                 return
             self.preempt(each)
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the queue, at its old rank; its tokens so far are kept and computed again."""
         self.running.remove(sequence)
-        self.let_go(sequence)
-        sequence.state = State.WAITING
+        self.release(sequence)
+        sequence.state = SequenceStatus.WAITING
         sequence.computed = 0
         sequence.draft_tokens = []
         sequence.preempted += 1
@@ -263,18 +265,20 @@ class Scheduler:
         """All of its known tokens are computed anew, by itself; those that the device has picked since are nothing."""
         sequence.alone = True
         del sequence.tokens[sequence.known :]
-        if sequence.state is State.RUNNING:
+        if sequence.state is SequenceStatus.RUNNING:
             self.preempt(sequence)
 
 
-def answering(sequence: Sequence) -> bool:
+def is_decoding(sequence: Sequence) -> bool:
     """Whether its latest token is all that is to be computed, and another one may follow."""
     return len(sequence.tokens) == sequence.computed + 1 < sequence.limit
 
 
 def running_siblings(sequence: Sequence) -> list[Sequence]:
     """Other answers to the same request that run now."""
-    return [each for each in sequence.request.sequences if each.state is State.RUNNING and each is not sequence]
+    return [
+        each for each in sequence.request.sequences if each.state is SequenceStatus.RUNNING and each is not sequence
+    ]
 
 
 def chunk_of(sequence: Sequence, left: int) -> Chunk:

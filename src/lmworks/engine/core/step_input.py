@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...kernels.inference.paged_attention import Pages
 from ...spec import EngineSpec
-from .request import UNKNOWN, Sequence
+from .request import PLACEHOLDER_TOKEN, Sequence
 from .scheduler import Chunk, Step
 
 SLOTS, ROWS, STARTS = 2, 4, 7  # indices of sections
@@ -117,20 +117,20 @@ class Packer:
             width *= WIDER
         return min(width, self.widest)
 
-    def pack(self, step: Step, frame: Layout | None = None) -> tuple[Tensor, Layout]:
-        """The buffer on the host. `frame` has room for the step: the places that it does not take are nobody's."""
+    def pack(self, step: Step, bucket: Layout | None = None) -> tuple[Tensor, Layout]:
+        """The buffer on the host. `bucket` has room for the step: the places that it does not take are nobody's."""
         chunks = step.chunks
-        facts = list(zip(*map(facts_of, chunks), strict=True))
+        facts = list(zip(*map(chunk_facts, chunks), strict=True))
         _, _, counts, asked, _, held = facts
         slot, start, count, wanted, prompt, blocks = np.array(facts, np.int64)  # (S) each
         self.update_tables(chunks, slot, blocks)
         seqs, total, rows, single = len(chunks), sum(counts), sum(asked), counts.count(1)
         width = self.width(max(held))
-        if frame is None:
+        if bucket is None:
             layout = Layout(total, seqs, rows, width, single, max(counts))
         else:
-            layout = frame._replace(width=width)
-        buffer, parts = self.nobodys(layout)
+            layout = bucket._replace(width=width)
+        buffer, parts = self.padding_buffer(layout)
         tokens, positions, slots, at, row_slots, places, lengths, starts, *late, tables = parts
         mine, here = np.arange(seqs), np.arange(total)  # (S), (T): the place of each chunk, and of each token
         owner = mine.repeat(count)  # (T): the chunk of each token
@@ -142,8 +142,8 @@ class Packer:
             mine[single:] += layout.decoding - single
             here[single:] += layout.decoding - single
         slot_of = slot[owner]
-        ids = np.array(tokens_of(chunks), np.int64)
-        tokens[here] = np.where(ids == UNKNOWN, self.vocab + slot_of, ids)
+        ids = np.array(input_token_ids(chunks), np.int64)
+        tokens[here] = np.where(ids == PLACEHOLDER_TOKEN, self.vocab + slot_of, ids)
         positions[here] = position
         block, within = np.divmod(position, self.size)
         slots[here] = self.tables[slot_of, block].astype(np.int64) * self.size + within
@@ -161,14 +161,14 @@ class Packer:
             late[1][: rest + 1] = starts[-rest - 1 :] - layout.decoding
         return buffer, layout
 
-    def nobody(self, frame: Layout) -> tuple[Tensor, Layout]:
+    def dummy_decode(self, bucket: Layout) -> tuple[Tensor, Layout]:
         """A decoding step in which every place is nobody's: it changes nothing."""
-        layout = frame._replace(width=self.width(1))
-        buffer, parts = self.nobodys(layout)
+        layout = bucket._replace(width=self.width(1))
+        buffer, parts = self.padding_buffer(layout)
         parts[STARTS][:] = np.arange(layout.seqs + 1)
         return buffer, layout
 
-    def nobodys(self, layout: Layout) -> tuple[Tensor, list[np.ndarray]]:
+    def padding_buffer(self, layout: Layout) -> tuple[Tensor, list[np.ndarray]]:
         """A buffer and its sections. Its places are nobody's: token 0, stored nowhere, of a sequence without keys."""
         buffer = torch.zeros(layout.size, dtype=torch.int64, pin_memory=self.pinned)
         parts = cut(buffer.numpy(), layout, np.int32)
@@ -184,22 +184,22 @@ class Packer:
             self.filled[row] = end
 
 
-def decoding_frame(seqs: int, each: int = 1) -> Layout:
+def decode_bucket(seqs: int, each: int = 1) -> Layout:
     """For steps in which every token asks for the next: so many sequences, of up to `each` tokens."""
     return Layout(seqs * each, seqs, seqs * each, 0, seqs if each == 1 else 0, each)
 
 
-def mixed_frame(decoding: int, prompts: int, tokens: int, longest: int) -> Layout:
+def mixed_bucket(decoding: int, prompts: int, tokens: int, longest: int) -> Layout:
     """For steps in which so many sequences decode, and others compute so many tokens, each up to `longest`."""
     return Layout(decoding + tokens, decoding + prompts, decoding + prompts, 0, decoding, longest)
 
 
-def facts_of(chunk: Chunk) -> tuple[int, int, int, int, int, int]:
+def chunk_facts(chunk: Chunk) -> tuple[int, int, int, int, int, int]:
     sequence = chunk.sequence
     return sequence.slot, chunk.start, chunk.count, chunk.wanted, sequence.prompt, len(sequence.blocks)
 
 
-def tokens_of(chunks: list[Chunk]) -> list[int]:
+def input_token_ids(chunks: list[Chunk]) -> list[int]:
     """Of all chunks, one after another; behind the first token of one that speculates come its guesses."""
     ids: list[int] = []
     for chunk in chunks:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...model.gpt import GPT
 from .request import Logprob, Sequence
-from .sampler import Sampled, likeliest
+from .sampler import SamplerOutput, top_k_logprobs
 from .scheduler import Chunk
 
 LOGITS_AT_ONCE = 2**25  # elements of one chunk of a prompt's logits: 128 MiB in fp32
@@ -35,7 +35,7 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptLogprobsQuery:
     """Positions of one chunk whose next token is of the prompt, and wanted: flat indices `at` … `at + count`."""
 
     sequence: Sequence
@@ -52,55 +52,57 @@ class Asked:
         return self.sequence.params.prompt_logprobs or 0
 
 
-def asked_of(chunks: list[Chunk]) -> list[Asked]:
-    asked, at = [], 0
+def prompt_logprobs_queries(chunks: list[Chunk]) -> list[PromptLogprobsQuery]:
+    prompt_queries, at = [], 0
     for chunk in chunks:
         sequence = chunk.sequence
         count = min(chunk.count, sequence.prompt - 1 - chunk.start)
         if sequence.params.prompt_logprobs is not None and count > 0:
-            asked.append(Asked(sequence, chunk.start + 1, at, count))
+            prompt_queries.append(PromptLogprobsQuery(sequence, chunk.start + 1, at, count))
         at += chunk.count
-    return asked
+    return prompt_queries
 
 
 def prompt_logprobs(
-    model: GPT, valid: int, states: Tensor, asked: list[Asked], invariant: bool = False
+    model: GPT, valid: int, states: Tensor, prompt_queries: list[PromptLogprobsQuery], invariant: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Of all that is asked, one after another: (positions), and the likeliest ids (below `valid`) and theirs.
 
     `invariant`: row by row, for the order of sums over a row of logits may depend on how many rows there are.
     """
-    places = sent([place for each in asked for place in range(each.at, each.at + each.count)], states.device)
-    targets = sent([token for each in asked for token in each.targets], states.device)
-    top = max(each.top for each in asked)
+    places = to_device_async(
+        [place for each in prompt_queries for place in range(each.at, each.at + each.count)], states.device
+    )
+    targets = to_device_async([token for each in prompt_queries for token in each.targets], states.device)
+    top = max(each.top for each in prompt_queries)
     results = []
-    for some, wanted in zip(in_pieces(places, model), in_pieces(targets, model), strict=True):
+    for some, wanted in zip(split_by_logits_memory(places, model), split_by_logits_memory(targets, model), strict=True):
         logits = model.logits(states[some]).float()
         each = 1 if invariant else len(logits)
         for part, targets_of_it in zip(logits.split(each), wanted.split(each), strict=True):
             own = part.gather(1, targets_of_it.unsqueeze(1)).squeeze(1) - part.logsumexp(dim=1)
-            results.append((own, *(likeliest(part, valid, top) if top else (own, own))))
+            results.append((own, *(top_k_logprobs(part, valid, top) if top else (own, own))))
     own, ids, others = (torch.cat(part) for part in zip(*results, strict=True))
     return (own, ids, others) if top else (own, None, None)
 
 
-def sent(numbers: list[int], device: torch.device) -> Tensor:
+def to_device_async(numbers: list[int], device: torch.device) -> Tensor:
     """To the device, without waiting for it."""
     return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def in_pieces(rows: Tensor, model: GPT) -> tuple[Tensor, ...]:
+def split_by_logits_memory(rows: Tensor, model: GPT) -> tuple[Tensor, ...]:
     """As many rows at once as their logits may take."""
     return rows.split(max(1, LOGITS_AT_ONCE // model.spec.vocab))
 
 
 @dataclass(frozen=True)
-class Launched:
+class AsyncStepOutput:
     """A step on its way. Its tensors are on the host once `arrived` has happened."""
 
     chunks: list[Chunk]  # those that pick tokens
-    sampled: Sampled | None
-    asked: list[Asked]
+    sampled: SamplerOutput | None
+    prompt_queries: list[PromptLogprobsQuery]
     prompt: tuple[Tensor, Tensor | None, Tensor | None] | None
     draft_tokens: Tensor | None  # (rows): the guess that each row speaks of, where the step has guesses
     arrived: torch.cuda.Event | None
@@ -116,7 +118,7 @@ class Launched:
             return []
         sampled = self.sampled
         tokens, bad = sampled.tokens.tolist(), sampled.bad.tolist()
-        logprobs = None if sampled.logprob is None else list(listed(sampled.logprob, *sampled[2:4]))
+        logprobs = None if sampled.logprob is None else list(logprob_rows(sampled.logprob, *sampled[2:4]))
         draft_tokens = [] if self.draft_tokens is None else self.draft_tokens.tolist()
         token_output, row = [], 0
         for chunk in self.chunks:
@@ -126,8 +128,8 @@ class Launched:
                 end += 1
             params = chunk.sequence.params
             found = None
-            if logprobs is not None and params.scored:
-                found = [as_logprob(tokens[i], logprobs[i], params.logprobs or 0) for i in range(row, end)]
+            if logprobs is not None and params.needs_logprobs:
+                found = [to_logprob(tokens[i], logprobs[i], params.logprobs or 0) for i in range(row, end)]
             token_output.append(TokenOutput(tokens[row:end], found, any(bad[row:end])))
             row += chunk.wanted
         return token_output
@@ -137,19 +139,19 @@ class Launched:
         self.wait()
         if self.prompt is None:
             return []
-        rows = listed(*self.prompt)
+        rows = logprob_rows(*self.prompt)
         return [
             PromptLogprobs(
-                each.sequence, each.first, [as_logprob(token, next(rows), each.top) for token in each.targets]
+                each.sequence, each.first, [to_logprob(token, next(rows), each.top) for token in each.targets]
             )
-            for each in self.asked
+            for each in self.prompt_queries
         ]
 
 
 Row = tuple[float, list[int], list[float]]
 
 
-def listed(own: Tensor, ids: Tensor | None, others: Tensor | None) -> Iterator[Row]:
+def logprob_rows(own: Tensor, ids: Tensor | None, others: Tensor | None) -> Iterator[Row]:
     """Row by row: a token's log-probability, the likeliest ids, and theirs."""
     values = own.tolist()
     empty: list[list] = [[]] * len(values)
@@ -157,6 +159,6 @@ def listed(own: Tensor, ids: Tensor | None, others: Tensor | None) -> Iterator[R
     return zip(values, tops, empty if others is None else others.tolist(), strict=True)
 
 
-def as_logprob(token: int, row: Row, top: int) -> Logprob:
+def to_logprob(token: int, row: Row, top: int) -> Logprob:
     own, ids, others = row
     return Logprob(token, own, tuple(zip(ids[:top], others[:top], strict=True)))

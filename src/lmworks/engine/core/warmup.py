@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .cuda_graphs import recorded_as
+from .cuda_graphs import captured_metadata
 from .kv_cache import free_on_gpu
 from .request import Request, Sequence
-from .sampler import Wants
+from .sampler import SamplingMetadata
 from .sampling_params import SamplingParams
 from .scheduler import Chunk, Step
 
 if TYPE_CHECKING:
-    from .model_runner import Runner
+    from .model_runner import ModelRunner
 
 
-def take_largest_step(runner: Runner) -> None:
+def run_largest_step(runner: ModelRunner) -> None:
     """As many tokens as a step may have, of as many sequences."""
     spec = runner.spec
     seqs = min(spec.max_seqs, spec.max_batch_tokens)
-    take_step(runner, seqs, max(1, min(spec.max_batch_tokens // seqs, spec.context - 1)))
+    run_dummy_step(runner, seqs, max(1, min(spec.max_batch_tokens // seqs, spec.context - 1)))
 
 
-def take_step(runner: Runner, seqs: int, count: int) -> None:
+def run_dummy_step(runner: ModelRunner, seqs: int, count: int) -> None:
     """So many sequences, each with a prompt of so many tokens; all of their keys go to block 0."""
     request = Request([0] * count, SamplingParams(max_tokens=1))
     chunks = []
@@ -37,18 +37,18 @@ def take_step(runner: Runner, seqs: int, count: int) -> None:
     runner.launch(Step(chunks)).read()
 
 
-def room_on_gpu(runner: Runner) -> int:
+def profile_cache_memory(runner: ModelRunner) -> int:
     """Bytes that are left for the cache when the largest step runs; it also loads the kernels that it needs."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runner.device)
-    take_largest_step(runner)
+    run_largest_step(runner)
     peak = torch.cuda.max_memory_allocated(runner.device)
     torch.cuda.empty_cache()
     return free_on_gpu(runner.device, runner.spec.memory, peak)
 
 
 @torch.no_grad()
-def record_graphs(runner: Runner) -> None:
+def capture_graphs(runner: ModelRunner) -> None:
     """Graphs of the usual decoding step, for all numbers of sequences: less than a second for all of them together.
 
     Rarer kinds (wider tables, log-probabilities) are recorded when they are first needed, steps with prompts when their
@@ -56,5 +56,7 @@ def record_graphs(runner: Runner) -> None:
     """
     assert runner.graphs is not None
     for size in reversed(runner.graphs.sizes):  # the largest first: the others then find room in its memory
-        runner.graphs.run(*runner.packer.nobody(runner.graphs.padded(size)), recorded_as(Wants()))
+        runner.graphs.run(
+            *runner.packer.dummy_decode(runner.graphs.padded(size)), captured_metadata(SamplingMetadata())
+        )
     torch.cuda.synchronize(runner.device)

@@ -22,9 +22,9 @@ from torch import Tensor
 from ...data.tokenizer import Tokenizer
 from ...spec import SpecError
 from ..core.sampling_params import SamplingParams
-from .grammar_sandbox import FULL, Budget, TooComplex, Trial
-from .lru_cache import Kept
-from .token_bytes import adapted, imported
+from .grammar_sandbox import FULL, Budget, GrammarSandbox, TooComplex
+from .lru_cache import LRUCache
+from .token_bytes import import_llguidance, to_llguidance
 
 if TYPE_CHECKING:
     import llguidance
@@ -84,17 +84,17 @@ class Grammars:
         self.tokenizer, self.vocab = tokenizer, max(valid, tokenizer.vocab_size)
         self.ends = sorted({tokenizer.eot, *ends})
         self.lock, self.reading = threading.Lock(), threading.Lock()
-        self.compiled: Kept[llguidance.LLMatcher] = Kept(KEPT, KEPT_BYTES)  # by the grammar's text
-        self.refused: Kept[str] = Kept(KEPT_REFUSED)  # why, by the digest of the text
-        self.trials: LifoQueue[Trial] = LifoQueue()
+        self.compiled: LRUCache[llguidance.LLMatcher] = LRUCache(KEPT, KEPT_BYTES)  # by the grammar's text
+        self.refused: LRUCache[str] = LRUCache(KEPT_REFUSED)  # why, by the digest of the text
+        self.trials: LifoQueue[GrammarSandbox] = LifoQueue()
         for _ in range(TRIALS):
-            self.trials.put(Trial(LIMITS))
+            self.trials.put(GrammarSandbox(LIMITS))
         self.inner: llguidance.LLTokenizer | None = None
         self.executor: llguidance.LLExecutor | None = None
 
     def matcher(self, params: SamplingParams, compiled: llguidance.LLMatcher | None = None) -> Matcher | None:
         """For one sequence; None: its answer may have any shape. A shape that cannot be used raises SpecError."""
-        if not params.shaped:
+        if not params.structured:
             return None
         pristine = compiled or self.compile(grammar(params))
         with self.lock:
@@ -141,7 +141,7 @@ class Grammars:
     def tokens(self) -> llguidance.LLTokenizer:
         with self.reading:
             if self.inner is None:
-                self.inner = adapted(self.tokenizer, self.vocab, self.ends)
+                self.inner = to_llguidance(self.tokenizer, self.vocab, self.ends)
             return self.inner
 
     def masks(self, matchers: Sequence[Matcher | None], device: torch.device | str) -> Tensor | None:
@@ -156,7 +156,7 @@ class Grammars:
         words = (self.vocab + 31) // 32
         masks = torch.full((len(matchers), words), -1, dtype=torch.int32, pin_memory=on_gpu)
         if self.executor is None:
-            self.executor = imported().LLExecutor()
+            self.executor = import_llguidance().LLExecutor()
         self.executor.unsafe_compute_mask_ptr(rows, masks.data_ptr(), words * 4, len(matchers))
         for inner, i in rows:
             if inner.is_error():
@@ -165,7 +165,7 @@ class Grammars:
 
 
 def compiled(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatcher:
-    library = imported()
+    library = import_llguidance()
     matcher = library.LLMatcher(tokenizer, text, log_level=0, limits=library.LLParserLimits(**LIMITS))
     if matcher.is_error():
         raise SpecError(f"the answer's shape cannot be used: {explained(matcher.get_error())}")
@@ -180,7 +180,7 @@ def compiled(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatch
 
 
 def grammar(params: SamplingParams) -> str:
-    library = imported().LLMatcher
+    library = import_llguidance().LLMatcher
     if params.json_schema is not None:
         schema = checked_schema(params.json_schema)
         blanks = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}

@@ -45,7 +45,7 @@ class TooComplex(SpecError):
     """A grammar takes more than its budget."""
 
 
-class Trial:
+class GrammarSandbox:
     """One grammar at a time; safe to call from several threads. The process stays for the next."""
 
     def __init__(self, limits: Mapping[str, Any]) -> None:

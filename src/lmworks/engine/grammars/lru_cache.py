@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 Value = TypeVar("Value")
 
 
-class Kept(Generic[Value]):
+class LRUCache(Generic[Value]):
     """Not safe for several threads."""
 
     def __init__(self, most: int, most_bytes: int | None = None) -> None:

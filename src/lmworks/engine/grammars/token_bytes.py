@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import llguidance
 
 
-def imported() -> Any:
+def import_llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
@@ -61,9 +61,9 @@ class FileVocabulary:
         return [token for part in parts for token in self.read.tokenize_str(part)]
 
 
-def adapted(tokenizer: Tokenizer, vocab: int, ends: list[int]) -> llguidance.LLTokenizer:
+def to_llguidance(tokenizer: Tokenizer, vocab: int, ends: list[int]) -> llguidance.LLTokenizer:
     """Which bytes each token stands for. Takes one to two seconds for a large vocabulary."""
-    library = imported()
+    library = import_llguidance()
     try:
         if isinstance(tokenizer, FileTokenizer):
             read = library.LLTokenizer(tokenizer.inner.to_str(), n_vocab=vocab)

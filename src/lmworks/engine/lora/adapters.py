@@ -25,34 +25,34 @@ from torch import Tensor, nn
 
 from ...model import GPT
 from ...spec import LMWorksError, SpecError
-from ..core.fusion import Applied, FusedAttention, FusedBlock, FusedMLP
+from ..core.fusion import FusedAttention, FusedBlock, FusedMLP, LinearMethod
 from ..core.scheduler import Chunk
 from ..tensor_parallel.row_parallel_linear import RowParallelLinear
 from .peft_files import Adapter, read_adapter
 
 if TYPE_CHECKING:
     from ..tensor_parallel.tp_shards import (
-        Kept,  # which loads PyTorch's distributed parts: seconds, and one rank does without them
+        LinearShard,  # which loads PyTorch's distributed parts: seconds, and one rank does without them
     )
 
 
 @dataclass
-class Choice:
+class AdapterMask:
     """Which columns each row of the batch uses: one tensor for all layers, always the same memory."""
 
     others: Tensor  # (tokens of the largest step, Σ rank) bool: columns that are not the row's own
 
 
-class Adapted(nn.Module):
+class LoRALinear(nn.Module):
     """A linear layer, and what the adapters add to it."""
 
-    def __init__(self, base: nn.Module, apply: Applied, choice: Choice, down: Tensor, up: Tensor) -> None:
+    def __init__(self, base: nn.Module, apply: LinearMethod, mask: AdapterMask, down: Tensor, up: Tensor) -> None:
         super().__init__()
-        self.base, self.apply_linear, self.choice = base, apply, choice
+        self.base, self.apply_linear, self.mask = base, apply, mask
         self.down, self.up = down, up  # (parts · Σ rank, in), (out, parts · Σ rank)
 
     def forward(self, x: Tensor) -> Tensor:  # (tokens, in)
-        others = self.choice.others[: x.shape[0]].unsqueeze(1)  # (tokens, 1, Σ rank)
+        others = self.mask.others[: x.shape[0]].unsqueeze(1)  # (tokens, 1, Σ rank)
         product = self.apply_linear.product
         narrow = product(x, self.down, None)
         narrow.unflatten(1, (-1, others.shape[-1])).masked_fill_(others, 0)  # in place: elsewhere is a pass more
@@ -60,24 +60,24 @@ class Adapted(nn.Module):
 
 
 @dataclass(frozen=True)
-class Place:
+class LoRATarget:
     """A layer of the fused network, how it is computed, and the weights that it was merged from, with their rows."""
 
     owner: nn.Module
     attribute: str
-    apply: Applied
+    apply: LinearMethod
     parts: dict[str, int]
 
     @property
     def base(self) -> nn.Module:
         layer: nn.Module = getattr(self.owner, self.attribute)
-        return layer.base if isinstance(layer, Adapted) else layer
+        return layer.base if isinstance(layer, LoRALinear) else layer
 
 
 class Adapters:
     """The adapters that an engine holds. Adding one stacks all of them anew."""
 
-    def __init__(self, model: GPT, tokens: int, kept: Mapping[str, Kept]) -> None:
+    def __init__(self, model: GPT, tokens: int, kept: Mapping[str, LinearShard]) -> None:
         """`model` is fused; `tokens` are those of the largest step; `kept`: of layers that ranks share, by name."""
         self.model, self.tokens, self.kept = model, tokens, kept
         self.held: dict[str, Adapter] = {}
@@ -88,11 +88,11 @@ class Adapters:
         if name in self.held:
             raise SpecError(f"an adapter named {name!r} is already there; give this one another name")
         adapter = read_adapter(name, folder, self.model.spec, next(self.model.parameters()).dtype)
-        reachable = {part for place in places_of(self.model, self.kept) for part in place.parts}
+        reachable = {part for place in lora_targets(self.model, self.kept) for part in place.parts}
         if missed := sorted(adapter.deltas.keys() - reachable):
             raise SpecError(f"{folder}: it changes {missed[0]}, and the engine applies adapters to plain layers only")
         try:
-            self.stack({**self.held, name: own_part(adapter, self.kept)})
+            self.stack({**self.held, name: local_shard(adapter, self.kept)})
         except RuntimeError as error:  # no room; PyTorch says it in many ways
             raise LMWorksError(f"{folder}: the adapter does not fit the device ({error})") from None
 
@@ -111,19 +111,19 @@ class Adapters:
             indices[name] = index
             columns[index, begin : begin + adapter.rank] = False
             begin += adapter.rank
-        choice = Choice(torch.ones(self.tokens, width, dtype=torch.bool, device=weight.device))
-        places = places_of(self.model, self.kept)
+        mask = AdapterMask(torch.ones(self.tokens, width, dtype=torch.bool, device=weight.device))
+        places = lora_targets(self.model, self.kept)
         layers = [place.base for place in places]
         for at, place in enumerate(places):
             if any(part in adapter.deltas for adapter in adapters.values() for part in place.parts):
-                down, up = (matrix.to(weight) for matrix in stacked(list(adapters.values()), place.parts, width))
-                layers[at] = Adapted(place.base, place.apply, choice, down, up)
+                down, up = (matrix.to(weight) for matrix in stack_deltas(list(adapters.values()), place.parts, width))
+                layers[at] = LoRALinear(place.base, place.apply, mask, down, up)
         self.columns = columns.to(weight.device)  # (1 + adapters, Σ rank): `others`, by the index of a row's adapter
-        self.held, self.indices, self.choice = adapters, indices, choice
+        self.held, self.indices, self.mask = adapters, indices, mask
         for place, layer in zip(places, layers, strict=True):
             setattr(place.owner, place.attribute, layer)
 
-    def of_tokens(self, chunks: list[Chunk]) -> np.ndarray:
+    def adapter_indices(self, chunks: list[Chunk]) -> np.ndarray:
         """The index of the adapter that each token of a step goes by: that of its sequence."""
         indices = [self.indices[chunk.sequence.params.adapter] for chunk in chunks]
         return np.repeat(indices, [chunk.count for chunk in chunks])
@@ -134,10 +134,10 @@ class Adapters:
         if self.columns.is_cuda:
             index = index.pin_memory()
         index = index.to(self.columns.device, non_blocking=True)
-        torch.index_select(self.columns, 0, index, out=self.choice.others[: len(index)])
+        torch.index_select(self.columns, 0, index, out=self.mask.others[: len(index)])
 
 
-def own_part(adapter: Adapter, kept: Mapping[str, Kept]) -> Adapter:
+def local_shard(adapter: Adapter, kept: Mapping[str, LinearShard]) -> Adapter:
     """Of every layer that ranks share, what this one adds."""
     deltas = {
         name: kept[layer].delta(delta) if (layer := name.removesuffix(".weight")) in kept else delta
@@ -146,7 +146,7 @@ def own_part(adapter: Adapter, kept: Mapping[str, Kept]) -> Adapter:
     return Adapter(adapter.name, deltas)
 
 
-def places_of(model: GPT, kept: Mapping[str, Kept]) -> list[Place]:
+def lora_targets(model: GPT, kept: Mapping[str, LinearShard]) -> list[LoRATarget]:
     """Every layer that adapters can stand beside."""
     spec, places = model.spec, []
     rows = {"q": spec.q_dim, "k": spec.kv_dim, "v": spec.kv_dim, "out": spec.hidden}
@@ -170,12 +170,12 @@ def places_of(model: GPT, kept: Mapping[str, Kept]) -> list[Place]:
                 there: nn.Module = getattr(owner, attribute)
                 summed = isinstance(there, RowParallelLinear)  # over ranks, with what adapters add
                 places.append(
-                    Place(there if summed else owner, "part" if summed else attribute, owner.apply_linear, parts)
+                    LoRATarget(there if summed else owner, "part" if summed else attribute, owner.apply_linear, parts)
                 )
     return places
 
 
-def stacked(adapters: list[Adapter], parts: dict[str, int], width: int) -> tuple[Tensor, Tensor]:
+def stack_deltas(adapters: list[Adapter], parts: dict[str, int], width: int) -> tuple[Tensor, Tensor]:
     """A (parts · Σ rank, in) and B (out, parts · Σ rank) of a layer that was merged from `parts`."""
     inputs = next(a.deltas[part].down.shape[1] for a in adapters for part in parts if part in a.deltas)
     down, up = torch.zeros(len(parts) * width, inputs), torch.zeros(sum(parts.values()), len(parts) * width)

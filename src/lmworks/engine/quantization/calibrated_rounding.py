@@ -36,7 +36,7 @@ SAMPLE_ROWS = 1024  # inputs of a layer that are kept to measure its error on
 
 
 @dataclass
-class Seen:
+class InputStats:
     """What came into a layer: of some batches the second moments, of others rows, to measure its error on."""
 
     sample: list[Tensor] = field(default_factory=list)  # (rows, in)
@@ -77,7 +77,7 @@ class LayerReport:
     group: int  # int4: inputs that share a scale; else 0
 
 
-Make = Callable[[str, Linear, Seen], QuantLinear]
+Make = Callable[[str, Linear, InputStats], QuantLinear]
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def quantize_layers(
     states = [embedded(model, tokens) for tokens in batches]
     for number, block in model.blocks.items():
         assert isinstance(block, Block)
-        walk = Walk(model, block)
+        walk = BlockRunner(model, block)
         linears = {name: layer for name, layer in block.named_modules() if isinstance(layer, Linear)}
         seen = walk.watch(states, linears, moments=scheme.name == "int4")
         for name, layer in linears.items():
@@ -102,15 +102,15 @@ def quantize_layers(
             replace(model, full, new)
         states = [walk.through(x) for x in states]
     if model.head is not None and model.norm is not None:
-        normed = Seen()
+        normed = InputStats()
         for i, x in enumerate(states):
-            normed.take(model.norm(x), i < fitted_of(states), moments=False)
+            normed.take(model.norm(x), i < num_fit_batches(states), moments=False)
         new = chosen(HEAD, model.head, normed)
         yield report(HEAD, scheme_of(scheme, HEAD), model.head, new, normed, group)
         replace(model, HEAD, new)
 
 
-def fitted_of(states: list[Tensor]) -> int:
+def num_fit_batches(states: list[Tensor]) -> int:
     """Batches to fit to; the last quarter is what is measured on."""
     return len(states) - max(1, len(states) // 4)
 
@@ -122,7 +122,7 @@ def embedded(model: GPT, tokens: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Walk:
+class BlockRunner:
     """One block of a network, run by itself on states (rows, seq, hidden)."""
 
     model: GPT
@@ -134,10 +134,10 @@ class Walk:
         result: Tensor = self.block(x, turn, dense(spec, x.device))
         return result
 
-    def watch(self, states: list[Tensor], linears: dict[str, Linear], moments: bool) -> dict[str, Seen]:
+    def watch(self, states: list[Tensor], linears: dict[str, Linear], moments: bool) -> dict[str, InputStats]:
         """What comes into each of the block's linears."""
-        seen = {name: Seen() for name in linears}
-        fitted = fitted_of(states)
+        seen = {name: InputStats() for name in linears}
+        fitted = num_fit_batches(states)
 
         def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             return lambda _module, inputs: seen[name].take(inputs[0], number < fitted, moments)
@@ -152,7 +152,7 @@ class Walk:
         return seen
 
 
-def report(name: str, scheme: Scheme, layer: Linear, new: QuantLinear, seen: Seen, group: int) -> LayerReport:
+def report(name: str, scheme: Scheme, layer: Linear, new: QuantLinear, seen: InputStats, group: int) -> LayerReport:
     x = seen.rows()
     plain = new if scheme.name != "int4" else rounded(scheme, layer, group)
     found = new.in_features // new.scale.shape[1] if scheme.name == "int4" else 0
@@ -166,7 +166,7 @@ def output_error(layer: Linear, new: QuantLinear, x: Tensor) -> float:
     return float((new(x).float() - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
-def calibrated(scheme: Scheme, layer: Linear, seen: Seen, group: int) -> QuantLinear:
+def calibrated(scheme: Scheme, layer: Linear, seen: InputStats, group: int) -> QuantLinear:
     """int4: as above. int8 and fp8 have levels enough for plain rounding."""
     if scheme.name != "int4" or seen.second_moment is None:
         return rounded(scheme, layer, group)

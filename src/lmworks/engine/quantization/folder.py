@@ -29,7 +29,7 @@ from ...model.tensor_files import Span, save_tensors, spans
 from ...model.upload import STAGED, Lane, in_lanes
 from ...spec import CheckpointError, ModelSpec, SpecError
 from ...spec.files import refuse_unwritable, write_whole
-from ..core.meta_model import Outline
+from ..core.meta_model import MetaModel
 from .quantize import Report
 from .quantized_model import SCHEMES, QuantLinear, scheme_named, scheme_of
 
@@ -182,10 +182,10 @@ def whole_file(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
 
 
-def quantized_outline(folder: Path) -> Outline:
+def quantized_outline(folder: Path) -> MetaModel:
     about = read_about(folder)
     try:
-        return Outline(ModelSpec.from_dict(read_json(folder / CONFIG)["model"]), about["scheme"], about["groups"])
+        return MetaModel(ModelSpec.from_dict(read_json(folder / CONFIG)["model"]), about["scheme"], about["groups"])
     except (SpecError, KeyError) as error:
         raise CheckpointError(f"{folder / CONFIG}: it describes no network ({one_line(error)})") from None
 
@@ -256,7 +256,7 @@ def check_tensors(path: Path, names: set[str], table: dict[str, Span], state: di
             )
 
 
-def of_bytes(folder: Path) -> bool:
+def uses_byte_tokenizer(folder: Path) -> bool:
     """Whether tokens are bytes, for which there is no file."""
     return read_about(folder).get("tokenizer") == "bytes"
 

@@ -20,29 +20,29 @@ from ...model.attention import make_pattern
 from ...model.gpt import GPT
 from ...model.moe import moe_layers
 from ...spec import SpecError
-from ..core.attention_backend import Paged
-from ..core.cuda_graphs import Graphs
+from ..core.attention_backend import PagedAttention
+from ..core.cuda_graphs import CUDAGraphs
 from ..core.fusion import fuse
-from ..core.kv_cache import Cache, CacheShape
-from ..core.request import UNKNOWN, Sequence
-from ..core.sampler import Sampled, Wants
+from ..core.kv_cache import KVCache, KVCacheShape
+from ..core.request import PLACEHOLDER_TOKEN, Sequence
+from ..core.sampler import SamplerOutput, SamplingMetadata
 from ..core.scheduler import Chunk, Step
-from ..core.step_input import Batch, decoding_frame, unpack
-from .verification import draw_guess, judge, pick
+from ..core.step_input import Batch, decode_bucket, unpack
+from .verification import pick, rejection_sample, sample_draft_token
 
 if TYPE_CHECKING:
-    from ..core.model_runner import Runner
+    from ..core.model_runner import ModelRunner
 
 
-class Ahead:
+class DraftModelProposer:
     """Asks for guesses that the device will make."""
 
     def propose(self, sequence: Sequence, count: int) -> list[int]:
-        return [UNKNOWN] * count
+        return [PLACEHOLDER_TOKEN] * count
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftedTokens:
     """The guesses of a step."""
 
     rows: Tensor  # (guesses) int64: the row of the step's logits that judges each
@@ -50,14 +50,14 @@ class Drafted:
     q: Tensor | None  # (guesses, vocab): what each was drawn from; None: they are accepted if they are what is picked
 
 
-class Draft:
-    """Made of a network, which it takes over; the runner that it guesses for gives it a place (`join`, `allot`)."""
+class DraftModel:
+    """A draft model. It takes the network over; the runner of the target model attaches it (`join`, `allocate_cache`)."""
 
     def __init__(self, model: GPT) -> None:
         self.model = model
-        self.graphs: Graphs[Tensor] | None = None
+        self.graphs: CUDAGraphs[Tensor] | None = None
 
-    def join(self, runner: Runner, dtype: torch.dtype) -> None:
+    def join(self, runner: ModelRunner, dtype: torch.dtype) -> None:
         """`runner.model` may still be without a cache."""
         spec, shape = runner.spec, self.model.spec
         if shape.vocab < runner.valid_vocab:
@@ -75,23 +75,25 @@ class Draft:
         fuse(self.model, spec.context, spec.batch_invariant)
         slopes = make_pattern(shape).slopes
         self.slopes = torch.tensor(slopes, device=runner.device) if slopes else None
-        self.shape = CacheShape.of(shape, spec, dtype, kv_heads)
+        self.shape = KVCacheShape.of(shape, spec, dtype, kv_heads)
 
-    def allot(self, blocks: int, graphs: bool) -> None:
+    def allocate_cache(self, blocks: int, graphs: bool) -> None:
         """Give it as many blocks as the model has, and record its steps where the model's are."""
         runner = self.runner
-        self.cache = Cache(self.shape, blocks, runner.device)
+        self.cache = KVCache(self.shape, blocks, runner.device)
         if graphs and not moe_layers(self.model):
             seqs = runner.spec.max_seqs
-            self.graphs = Graphs(self.work, decoding_frame(seqs), runner.packer.widest, runner.device)
+            self.graphs = CUDAGraphs(self.work, decode_bucket(seqs), runner.packer.widest, runner.device)
 
     def states(self, batch: Batch) -> Tensor:
         spec, runner = self.model.spec, self.runner
         window, invariant = spec.sliding_window, runner.spec.batch_invariant
-        attend = Paged(self.cache.layers, batch.slots, batch.pages, batch.decoding, window, self.slopes, invariant)
+        attend = PagedAttention(
+            self.cache.layers, batch.slots, batch.pages, batch.decoding, window, self.slopes, invariant
+        )
         return self.model.states(runner.ids[batch.tokens], batch.positions, attend)
 
-    def work(self, batch: Batch, _wants: Wants | None) -> Tensor:
+    def work(self, batch: Batch, _wants: SamplingMetadata | None) -> Tensor:
         return self.model.logits(self.states(batch))
 
     def follow(self, step: Step) -> None:
@@ -102,21 +104,21 @@ class Draft:
         buffer, layout = self.runner.packer.pack(step)
         self.states(unpack(buffer.to(self.runner.device, non_blocking=True), layout))
 
-    def propose(self, step: Step, batch: Batch, wants: Wants) -> Drafted | None:
+    def propose(self, step: Step, batch: Batch, sampling_metadata: SamplingMetadata) -> DraftedTokens | None:
         """Fill in the guesses of a step's batch; None where it has none."""
         drafting = [chunk for chunk in step.chunks if chunk.wanted > 1]
         if others := [chunk for chunk in step.chunks if chunk.wanted <= 1]:
             self.follow(Step(others))
         if not drafting:
             return None
-        tokens, q = self.go_ahead(drafting, wants)
+        tokens, q = self.draft(drafting, sampling_metadata)
         assert batch.at is not None, "a step with guesses has more tokens than sequences"
-        rows, source = self.to_device(judges(step.chunks))
+        rows, source = self.to_device(verification_rows(step.chunks))
         found = tokens.flatten()[source]
         batch.tokens[batch.at[rows] + 1] = found
-        return Drafted(rows, found, None if q is None else q.flatten(0, 1)[source])
+        return DraftedTokens(rows, found, None if q is None else q.flatten(0, 1)[source])
 
-    def go_ahead(self, chunks: list[Chunk], wants: Wants) -> tuple[Tensor, Tensor | None]:
+    def draft(self, chunks: list[Chunk], sampling_metadata: SamplingMetadata) -> tuple[Tensor, Tensor | None]:
         """Guesses (seqs, most) and, where they are to be judged by it, what they were drawn from (seqs, most, vocab).
 
         A chunk that has room for fewer of them takes the first. The last guess is computed too, for what it leaves in
@@ -134,23 +136,23 @@ class Draft:
         (room,) = self.to_device([[chunk.wanted - 1 for chunk in chunks]])
         most = max(chunk.wanted for chunk in chunks) - 1
         rows, places = batch.rows[:count], batch.places[:count]
-        rejecting = wants.noise and not runner.spec.batch_invariant
+        rejecting = sampling_metadata.noise and not runner.spec.batch_invariant
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
         for made in range(most + 1):
             logits = self.graphs.run(buffer, layout, None) if self.graphs else self.work(batch, None)
             if made == most:
                 break
-            if wants.noise:
-                q = sampler.distribution(logits[:count], rows, places, None, wants)
-                tokens.append((draw_guess if rejecting else pick)(q, sampler.seeds[rows], places))
+            if sampling_metadata.noise:
+                q = sampler.distribution(logits[:count], rows, places, None, sampling_metadata)
+                tokens.append((sample_draft_token if rejecting else pick)(q, sampler.seeds[rows], places))
                 drawn_from += [q] * rejecting
             else:
-                tokens.append(sampler.scores(logits[:count], rows, places, None, wants).argmax(dim=1))
-            self.move_on(batch, tokens[-1], room > made)
+                tokens.append(sampler.scores(logits[:count], rows, places, None, sampling_metadata).argmax(dim=1))
+            self.advance_batch(batch, tokens[-1], room > made)
         return torch.stack(tokens, dim=1), torch.stack(drawn_from, dim=1) if drawn_from else None
 
-    def move_on(self, batch: Batch, tokens: Tensor, room: Tensor) -> None:
+    def advance_batch(self, batch: Batch, tokens: Tensor, room: Tensor) -> None:
         """Make the batch that of the next token, in place; a sequence without room for it stays, and writes nothing."""
         (pages,) = batch.pages
         size, count = self.runner.spec.block, len(tokens)
@@ -162,14 +164,21 @@ class Draft:
         block = pages.tables[:count].gather(1, (positions // size).unsqueeze(1)).squeeze(1).long()
         batch.slots[:count] = torch.where(room, block * size + positions % size, -1)
 
-    def judged(self, sampled: Sampled, logits: Tensor, batch: Batch, drafted: Drafted, wants: Wants) -> Sampled:
+    def verify(
+        self,
+        sampled: SamplerOutput,
+        logits: Tensor,
+        batch: Batch,
+        drafted: DraftedTokens,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
         """What the sampler picked, with the rows that judge a guess settled by it."""
         if drafted.q is None:
             return sampled  # a guess agrees or does not
         sampler, rows = self.runner.sampler, drafted.rows
         slots, places = batch.rows[rows], batch.places[rows]
-        p = sampler.distribution(logits[rows], slots, places, None, wants)
-        settled = judge(p, drafted.q, drafted.tokens, sampler.seeds[slots], places)
+        p = sampler.distribution(logits[rows], slots, places, None, sampling_metadata)
+        settled = rejection_sample(p, drafted.q, drafted.tokens, sampler.seeds[slots], places)
         tokens = sampled.tokens.index_copy(0, rows, settled)
         logprob = sampled.logprob
         if logprob is not None:
@@ -184,7 +193,7 @@ class Draft:
         return (host.pin_memory() if on_gpu else host).to(self.runner.device, non_blocking=True)
 
 
-def judges(chunks: list[Chunk]) -> list[list[int]]:
+def verification_rows(chunks: list[Chunk]) -> list[list[int]]:
     """For every guess of a step, the row of logits that judges it, and its place among (seqs, most) guesses."""
     most = max(chunk.wanted for chunk in chunks) - 1
     rows, source = [], []

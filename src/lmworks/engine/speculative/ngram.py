@@ -19,7 +19,7 @@ KEY = "ngram"  # where a sequence keeps its index
 
 
 @dataclass
-class Lookup:
+class NgramIndex:
     """Where pairs of tokens ended in one growing text."""
 
     seen: int = 0  # tokens whose pairs are entered
@@ -71,9 +71,9 @@ def common_suffix(tokens: list[int], end: int, known: int) -> int:
     return most
 
 
-class NGram:
+class NgramProposer:
     """Every sequence is the source of its own guesses."""
 
     def propose(self, sequence: Sequence, count: int) -> list[int]:
-        lookup: Lookup = sequence.extra.setdefault(KEY, Lookup())
+        lookup: NgramIndex = sequence.extra.setdefault(KEY, NgramIndex())
         return lookup.propose(sequence.tokens, sequence.known, count)

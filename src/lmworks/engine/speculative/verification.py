@@ -33,16 +33,16 @@ from torch import Tensor
 
 from ...kernels import counter_rng
 from ...spec import EngineSpec
-from ..core.request import Sequence, State
-from ..core.sampler import penalised
+from ..core.request import Sequence, SequenceStatus
+from ..core.sampler import has_penalties
 
 # Rows of a step: products of an 8B model take 3.7 ms with one in bf16, and 6.2 with so many (quant_gpu.json).
 LARGEST = 256
 # Random numbers of other streams than those that tokens are drawn with: a guess, and whether it is accepted.
-GUESSED, ACCEPTED = 0x3C6EF372FE94F82A, 0x5851F42D4C957F2D
+DRAFT_STREAM, ACCEPT_STREAM = 0x3C6EF372FE94F82A, 0x5851F42D4C957F2D
 
 
-class Source(Protocol):
+class Proposer(Protocol):
     """Where draft tokens come from: n-grams of the text, or a draft model."""
 
     def propose(self, sequence: Sequence, count: int) -> list[int]:
@@ -53,7 +53,7 @@ class Source(Protocol):
 class Speculator:
     """Sets the draft tokens of a step, before it is scheduled."""
 
-    def __init__(self, spec: EngineSpec, source: Source) -> None:
+    def __init__(self, spec: EngineSpec, source: Proposer) -> None:
         self.draft_tokens, self.source = spec.guesses, source
 
     def active(self, running: list[Sequence]) -> bool:
@@ -75,12 +75,12 @@ class Speculator:
 
 
 def may_speculate(sequence: Sequence) -> bool:
-    return not (penalised(sequence.params) or sequence.params.shaped)
+    return not (has_penalties(sequence.params) or sequence.params.structured)
 
 
 def decoding(sequence: Sequence) -> bool:
     """Its prompt is computed, and its latest token known."""
-    return sequence.state is State.RUNNING and sequence.computed + 1 == len(sequence.tokens) == sequence.known
+    return sequence.state is SequenceStatus.RUNNING and sequence.computed + 1 == len(sequence.tokens) == sequence.known
 
 
 def under_way(sequence: Sequence) -> bool:
@@ -88,20 +88,20 @@ def under_way(sequence: Sequence) -> bool:
     return sequence.known < len(sequence.tokens)
 
 
-def draw_guess(q: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
+def sample_draft_token(q: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
     """A token from each row of q (rows, vocab), with numbers that nothing else uses."""
-    return pick(q, seeds ^ GUESSED, places)
+    return pick(q, seeds ^ DRAFT_STREAM, places)
 
 
-def judge(p: Tensor, q: Tensor, draft_tokens: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
+def rejection_sample(p: Tensor, q: Tensor, draft_tokens: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
     """For each row the guess, where it is accepted, or another token: p, q (rows, vocab); the others (rows).
 
-    The guess was drawn from q by `draw_guess`. A token that stands in for a refused one is never the same: there
-    p < q, and nothing is left of it.
+    The guess was drawn from q by `sample_draft_token`. A token that stands in for a refused one is never the same:
+    there p < q, and nothing is left of it.
     """
     of_guess = draft_tokens.unsqueeze(1)
     zero = torch.zeros(1, dtype=torch.int64, device=p.device)
-    chance = counter_rng.uniform(counter_rng.bits(seeds ^ ACCEPTED, places, zero))  # (rows, 1)
+    chance = counter_rng.uniform(counter_rng.bits(seeds ^ ACCEPT_STREAM, places, zero))  # (rows, 1)
     accepted = chance * q.gather(1, of_guess) < p.gather(1, of_guess)
     rest = (p - q).clamp_(min=0)
     # p = q has no rest: every guess is accepted but for rounding, and what stands in for that one is drawn from p.

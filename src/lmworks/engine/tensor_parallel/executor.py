@@ -44,20 +44,20 @@ from ...parallel.sharding_plan import ShardingPlan
 from ...parallel.tensor_parallel import apply_tensor_parallel, local_heads
 from ...parallel.world import BACKENDS
 from ...spec import EngineSpec, Grid, LMWorksError, ModelSpec, ParallelSpec, SpecError
-from ..core.meta_model import Outline
+from ..core.meta_model import MetaModel
 from ..core.scheduler import Step
 from ..core.step_input import Layout
-from ..core.step_output import Asked
+from ..core.step_output import PromptLogprobsQuery
 from ..quantization.quantized_model import QuantLinear
-from .tp_shards import Kept, check_shares, kept_of, make_plain, put_quantized, take_out
+from .tp_shards import LinearShard, attach_quantized_shards, check_tp_divides, detach_linears, linear_shards, make_plain
 
 HOST = "127.0.0.1"
-PATIENCE = timedelta(minutes=10)  # of a collective: the first step of a kind may have kernels to compile
-LAST_WORDS_S = 5.0  # how long rank 0 waits for a follower's error, once something is wrong
-FAREWELL_S = 5.0  # how long a follower may take to end
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # of a collective: the first step of a kind may have kernels to compile
+WORKER_ERROR_TIMEOUT_S = 5.0  # how long rank 0 waits for a follower's error, once something is wrong
+SHUTDOWN_TIMEOUT_S = 5.0  # how long a follower may take to end
 
 
-class Assignment(NamedTuple):
+class WorkerConfig(NamedTuple):
     """All that a follower is told before the first step."""
 
     rank: int
@@ -70,64 +70,66 @@ class Assignment(NamedTuple):
     threads: int
 
 
-class Told(NamedTuple):
+class StepMessage(NamedTuple):
     """A step, as followers are told of it."""
 
     copies: list[tuple[int, int]]
     buffer: np.ndarray
     layout: Layout
-    asked: list[int]  # positions whose logits rank 0 needs for log-probabilities of prompts
+    prompt_queries: list[int]  # positions whose logits rank 0 needs for log-probabilities of prompts
     drafted: bool  # the tokens of the batch are not final: guesses of a draft follow
     adapters: np.ndarray | None  # (tokens): the index of the adapter of each
 
 
-class NewAdapter(NamedTuple):
+class AddAdapter(NamedTuple):
     """To be held from now on; followers say whether they can."""
 
     name: str
     folder: Path
 
 
-class OldAdapter(NamedTuple):
+class RemoveAdapter(NamedTuple):
     """To be let go: another rank could not hold it."""
 
     name: str
 
 
-class Ranks:
+class TensorParallelRank:
     """This process as one of `tp`, once it has met the others."""
 
     listening = False  # followers wait for steps; until then all ranks do the same by themselves
 
     def __init__(self, rank: int, spec: EngineSpec, device: torch.device, store: Store) -> None:
         self.rank, self.tp, self.device, self.in_order = rank, spec.tp, device, spec.batch_invariant
-        self.kept: dict[str, Kept] = {}  # by layer, once a network is laid out
+        self.kept: dict[str, LinearShard] = {}  # by layer, once a network is laid out
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=self.tp, timeout=PATIENCE)
+        dist.init_process_group(
+            BACKENDS[device.type], store=store, rank=rank, world_size=self.tp, timeout=COLLECTIVE_TIMEOUT
+        )
         self.mesh = Mesh(Grid(tp=self.tp), device.type)
         self.group = self.mesh.group("tp")
 
     def load_shards(
         self,
-        outline: Outline,
+        outline: MetaModel,
         dtype: torch.dtype,
         weights: Source,
         quantized: Callable[[str], QuantLinear] | None = None,  # where layers are: whole ones, by name
     ) -> GPT:
         """This rank's part of a network; of each weight only its share is ever kept."""
-        check_shares(outline, self.tp)
+        check_tp_divides(outline, self.tp)
         splits = ShardingPlan()
         with torch.device("meta"):
             model = GPT(outline.spec).to(dtype)
         apply_tensor_parallel(model, ParallelSpec(tp=self.tp), self.mesh, splits)
-        self.kept = kept_of(model, splits, self.rank)
-        taken = {} if quantized is None else take_out(model)
+        self.kept = linear_shards(model, splits, self.rank)
+        taken = {} if quantized is None else detach_linears(model)
         materialise(model, splits, self.mesh, self.device, weights, self.device)
         if quantized is None:
             make_plain(model, self.total)
         else:
-            put_quantized(model, taken, self.kept, quantized, self.total, self.device)
+            attach_quantized_shards(model, taken, self.kept, quantized, self.total, self.device)
         return model.eval()
 
     def total(self, product: Tensor) -> Tensor:
@@ -143,11 +145,11 @@ class Ranks:
     def heads(self, spec: ModelSpec) -> slice:
         return local_heads(spec, self.mesh)
 
-    def whole_logits(self, project: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def gather_logits(self, project: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Each rank has the logits of its range of the vocabulary: give every rank all of them."""
         return lambda states, weight: all_gather(project(states, weight), -1, self.group)
 
-    def agree(self, number: int) -> int:
+    def min_over_ranks(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
         least = torch.tensor(number, device=self.device)
         dist.all_reduce(least, dist.ReduceOp.MIN)
@@ -164,17 +166,17 @@ class Ranks:
         step: Step,
         buffer: Tensor,
         layout: Layout,
-        asked: list[Asked],
+        prompt_queries: list[PromptLogprobsQuery],
         drafted: bool,
         adapters: np.ndarray | None,
     ) -> None:
         """Followers, of a step that is about to be taken."""
         if self.listening:
-            places = [place for each in asked for place in range(each.at, each.at + each.count)]
+            places = [place for each in prompt_queries for place in range(each.at, each.at + each.count)]
             drafted = drafted and any(chunk.wanted > 1 for chunk in step.chunks)
-            self.pass_on(Told(step.copies, buffer.numpy(), layout, places, drafted, adapters))
+            self.send_to_workers(StepMessage(step.copies, buffer.numpy(), layout, places, drafted, adapters))
 
-    def pass_on(self, message: Any) -> None:
+    def send_to_workers(self, message: Any) -> None:
         """Nobody follows a follower."""
 
     def add_adapter(self, name: str, folder: Path) -> None:
@@ -192,7 +194,7 @@ class Ranks:
         """Nor anybody to end."""
 
 
-class Lead(Ranks):
+class Executor(TensorParallelRank):
     """Rank 0, and the processes of the others."""
 
     def __init__(self, source: str | Path, spec: EngineSpec, step: int | None, seed: int, device: torch.device) -> None:
@@ -203,46 +205,46 @@ class Lead(Ranks):
                 f"engine.batch_invariant = true with engine.tp = {spec.tp} is for CPUs: it was never tried on several "
                 "GPUs; use engine.tp = 1, or engine.batch_invariant = false"
             )
-        if device.type == "cuda" and cards() < spec.tp:
-            raise SpecError(f"engine.tp = {spec.tp}, but there are {cards()} CUDA devices")
+        if device.type == "cuda" and num_gpus() < spec.tp:
+            raise SpecError(f"engine.tp = {spec.tp}, but there are {num_gpus()} CUDA devices")
         server = socket.create_server((HOST, 0))
         port: int = server.getsockname()[1]
         store = TCPStore(HOST, port, is_master=True, master_listen_fd=server.detach(), wait_for_workers=False)
         told = spec.replace(device=device.type).to_dict()
         threads = max(1, torch.get_num_threads() // spec.tp)
-        self.followers: list[subprocess.Popen[bytes]] = []
-        self.ending = weakref.finalize(self, end, self.followers)
-        self.words: dict[int, Words] = {}
-        self.ends = Ends()
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.ending = weakref.finalize(self, end, self.workers)
+        self.words: dict[int, WorkerReplies] = {}
+        self.ends = WorkerExits()
         try:
             for rank in range(1, spec.tp):
-                self.followers.append(follower())
-                self.words[rank] = Words(rank, self.followers[-1], self.ends)
+                self.workers.append(start_worker())
+                self.words[rank] = WorkerReplies(rank, self.workers[-1], self.ends)
                 with suppress(OSError):  # it has ended: its words say more
-                    assignment = Assignment(rank, os.getpid(), port, str(source), told, step, seed, threads)
+                    assignment = WorkerConfig(rank, os.getpid(), port, str(source), told, step, seed, threads)
                     self.send(rank, assignment)
             for rank, words in self.words.items():
                 if (error := words.answers.get()) is not None:
                     raise LMWorksError(f"rank {rank}: {error}")
-            super().__init__(0, spec, on_rank(device, 0), store)
+            super().__init__(0, spec, rank_device(device, 0), store)
         except BaseException:
             self.close()
             raise
 
     def send(self, rank: int, message: Any) -> None:
-        pipe = self.followers[rank - 1].stdin
+        pipe = self.workers[rank - 1].stdin
         assert pipe is not None
         pickle.dump(message, pipe, protocol=pickle.HIGHEST_PROTOCOL)
         pipe.flush()
 
-    def pass_on(self, message: Any) -> None:
+    def send_to_workers(self, message: Any) -> None:
         for rank in range(1, self.tp):
             self.send(rank, message)
 
     def add_adapter(self, name: str, folder: Path) -> None:
         """On all followers, or on none."""
         try:
-            self.pass_on(NewAdapter(name, folder.absolute()))
+            self.send_to_workers(AddAdapter(name, folder.absolute()))
         except OSError as error:
             raise self.cause(error) from error
         answers = {rank: words.answers.get() for rank, words in self.words.items()}
@@ -251,7 +253,7 @@ class Lead(Ranks):
             for rank, answer in answers.items():
                 if answer is None:
                     with suppress(OSError):  # it has ended meanwhile: the next step says so
-                        self.send(rank, OldAdapter(name))
+                        self.send(rank, RemoveAdapter(name))
             raise LMWorksError(wrong[0])
 
     def lost(self) -> str:
@@ -262,10 +264,10 @@ class Lead(Ranks):
 
     def cause(self, error: Exception) -> Exception:
         """What is behind an error of rank 0: where followers are gone, what the first of them said."""
-        return LMWorksError(self.ends.first) if self.ends.any.wait(LAST_WORDS_S) else error
+        return LMWorksError(self.ends.first) if self.ends.any.wait(WORKER_ERROR_TIMEOUT_S) else error
 
 
-class Ends:
+class WorkerExits:
     """Followers that have ended. The first is the cause: what others say after it is that a peer is gone."""
 
     def __init__(self) -> None:
@@ -276,10 +278,10 @@ class Ends:
         self.any.set()
 
 
-class Words:
+class WorkerReplies:
     """What a follower says: that it is there, whether it holds an adapter, and at the end what went wrong."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], ends: Ends) -> None:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], ends: WorkerExits) -> None:
         self.rank, self.ends = rank, ends
         self.answers: SimpleQueue[str | None] = SimpleQueue()  # None: yes; else why not
         threading.Thread(target=self.listen, args=(process,), daemon=True).start()
@@ -299,30 +301,30 @@ class Words:
         self.answers.put(error)
 
 
-def cards() -> int:
+def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def on_rank(device: torch.device, rank: int) -> torch.device:
+def rank_device(device: torch.device, rank: int) -> torch.device:
     return torch.device("cuda", rank) if device.type == "cuda" else device
 
 
-def follower() -> subprocess.Popen[bytes]:
+def start_worker() -> subprocess.Popen[bytes]:
     """In a session of its own: Ctrl-C is for rank 0, which then closes it."""
     command = [sys.executable, "-m", "lmworks.engine"]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ.copy(), start_new_session=True)
 
 
-def end(followers: list[subprocess.Popen[bytes]]) -> None:
+def end(workers: list[subprocess.Popen[bytes]]) -> None:
     """Close the pipes, on which followers end; whoever does not is killed."""
-    for process in followers:
+    for process in workers:
         with suppress(OSError):
             assert process.stdin is not None
             process.stdin.close()
-    for process in followers:
+    for process in workers:
         try:
-            process.wait(FAREWELL_S)
+            process.wait(SHUTDOWN_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -330,13 +332,13 @@ def end(followers: list[subprocess.Popen[bytes]]) -> None:
         dist.destroy_process_group()
 
 
-def meet(assignment: Assignment, words: IO[str]) -> Ranks:
+def join_group(assignment: WorkerConfig, words: IO[str]) -> TensorParallelRank:
     """A follower finds the others."""
     torch.set_num_threads(assignment.threads)
     spec = EngineSpec.from_dict(assignment.spec)
     store = TCPStore(HOST, assignment.port, is_master=False)
     answer(words, None)
-    return Ranks(assignment.rank, spec, on_rank(torch.device(spec.device), assignment.rank), store)
+    return TensorParallelRank(assignment.rank, spec, rank_device(torch.device(spec.device), assignment.rank), store)
 
 
 def answer(words: IO[str], error: str | None) -> None:
@@ -344,7 +346,7 @@ def answer(words: IO[str], error: str | None) -> None:
     say(words, error, last=False)
 
 
-def last_words(words: IO[str], error: str) -> None:
+def send_final_error(words: IO[str], error: str) -> None:
     say(words, error, last=True)
 
 
@@ -353,5 +355,5 @@ def say(words: IO[str], error: str | None, last: bool) -> None:
     words.flush()
 
 
-def in_words(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     return str(error) if isinstance(error, LMWorksError) else f"{type(error).__name__}: {error}"

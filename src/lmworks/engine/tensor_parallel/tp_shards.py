@@ -21,7 +21,7 @@ from ...model.gpt import GPT, Linear
 from ...parallel.sharding_plan import ShardingPlan
 from ...parallel.tensor_parallel import OneHeadLinear, RowLinear
 from ...spec import ModelSpec, SpecError
-from ..core.meta_model import Outline
+from ..core.meta_model import MetaModel
 from ..lora.peft_files import Delta
 from ..quantization.quantized_model import QuantLinear, linears, put, replace
 from .row_parallel_linear import RowParallelLinear
@@ -33,29 +33,29 @@ PACKED = 2 * quantized.GROUPS[-1]  # inputs of an int4 layer come in pairs of gr
 # --- what can be shared -------------------------------------------------------------------------------------
 
 
-def check_shares(outline: Outline, tp: int) -> None:
+def check_tp_divides(outline: MetaModel, tp: int) -> None:
     """Before anything is read."""
-    if (width := uneven(outline.spec, tp)) is not None:
+    if (width := indivisible_width(outline.spec, tp)) is not None:
         raise SpecError(f"engine.tp = {tp} does not divide the model's {width[0]} = {width[1]}")
     heads = outline.spec.kv_heads
     if heads % tp and tp % heads:
         raise SpecError(f"engine.tp = {tp} and the model's kv_heads = {heads}: one must divide the other")
-    if (torn := torn_layer(outline, tp)) is not None:
+    if (torn := indivisible_int4_layer(outline, tp)) is not None:
         layer, inputs = torn
         raise SpecError(
             f"engine.tp = {tp}: layer '{layer}' has {inputs} inputs in int4 groups of {outline.groups[layer]}, and a "
             f"rank's share of {inputs // tp} is no multiple of {PACKED}, the least that is packed together; "
-            f"engine.tp = {fewer_ranks(outline, tp)} works"
+            f"engine.tp = {largest_valid_tp(outline, tp)} works"
         )
 
 
-def uneven(spec: ModelSpec, tp: int) -> tuple[str, int] | None:
+def indivisible_width(spec: ModelSpec, tp: int) -> tuple[str, int] | None:
     ffn = ("expert_ffn", spec.expert_ffn) if spec.experts else ("ffn", spec.ffn)
     widths = (("heads", spec.heads), ("vocab", spec.vocab), ffn)
     return next(((key, size) for key, size in widths if size % tp), None)
 
 
-def torn_layer(outline: Outline, tp: int) -> tuple[str, int] | None:
+def indivisible_int4_layer(outline: MetaModel, tp: int) -> tuple[str, int] | None:
     """An int4 layer whose inputs cannot be cut into so many shares."""
     inputs = {"attention.out": outline.spec.q_dim, "mlp.down": outline.spec.ffn}
     for layer in outline.groups:
@@ -65,15 +65,15 @@ def torn_layer(outline: Outline, tp: int) -> tuple[str, int] | None:
     return None
 
 
-def fewer_ranks(outline: Outline, tp: int) -> int:
+def largest_valid_tp(outline: MetaModel, tp: int) -> int:
     """The most that could share it; one always can."""
     heads = outline.spec.kv_heads
     return next(
         fewer
         for fewer in range(tp - 1, 0, -1)
-        if uneven(outline.spec, fewer) is None
+        if indivisible_width(outline.spec, fewer) is None
         and not (heads % fewer and fewer % heads)
-        and torn_layer(outline, fewer) is None
+        and indivisible_int4_layer(outline, fewer) is None
     )
 
 
@@ -81,7 +81,7 @@ def fewer_ranks(outline: Outline, tp: int) -> int:
 
 
 @dataclass(frozen=True)
-class Kept:
+class LinearShard:
     """Which outputs, or which inputs, of a layer are this rank's."""
 
     dim: int
@@ -125,15 +125,15 @@ def int4_inputs(words: Tensor, scale: Tensor, inputs: slice) -> tuple[Tensor, Te
     return quantized.int4_pack(q, smaller), scales[:, inputs.start // smaller : inputs.stop // smaller]
 
 
-def kept_of(model: GPT, splits: ShardingPlan, rank: int) -> dict[str, Kept]:
+def linear_shards(model: GPT, splits: ShardingPlan, rank: int) -> dict[str, LinearShard]:
     """By layer, of a network that is cut."""
     kept = {}
     for name, layer in linears(model):
         if isinstance(layer, OneHeadLinear):
-            kept[name] = Kept(OUTPUTS, layer.rows)
+            kept[name] = LinearShard(OUTPUTS, layer.rows)
         elif (dim := splits.axes(f"{name}.weight").get("tp")) is not None:
             size = layer.weight.shape[dim]
-            kept[name] = Kept(dim, slice(rank * size, (rank + 1) * size))
+            kept[name] = LinearShard(dim, slice(rank * size, (rank + 1) * size))
     return kept
 
 
@@ -158,7 +158,7 @@ def plain(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return layer
 
 
-def take_out(model: GPT) -> dict[str, Linear]:
+def detach_linears(model: GPT) -> dict[str, Linear]:
     """The layers that are quantized ones' places: they are given no memory."""
     taken = dict(linears(model))
     for name in taken:
@@ -166,10 +166,10 @@ def take_out(model: GPT) -> dict[str, Linear]:
     return taken
 
 
-def put_quantized(
+def attach_quantized_shards(
     model: GPT,
     taken: dict[str, Linear],
-    kept: dict[str, Kept],
+    kept: dict[str, LinearShard],
     whole: Callable[[str], QuantLinear],
     total: Callable[[Tensor], Tensor],
     device: torch.device,

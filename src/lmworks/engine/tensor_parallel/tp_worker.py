@@ -7,14 +7,14 @@ from typing import IO
 
 import torch
 
-from ..core.model_runner import Runner
+from ..core.model_runner import ModelRunner
 from ..core.step_input import unpack
-from ..core.step_output import in_pieces
-from .executor import NewAdapter, OldAdapter, Told, answer, in_words
+from ..core.step_output import split_by_logits_memory
+from .executor import AddAdapter, RemoveAdapter, StepMessage, answer, describe_error
 
 
 @torch.no_grad()
-def follow(runner: Runner, pipe: IO[bytes], words: IO[str]) -> None:
+def follow(runner: ModelRunner, pipe: IO[bytes], words: IO[str]) -> None:
     """Until the pipe ends."""
     assert runner.ranks is not None
     runner.ranks.listening = True
@@ -23,24 +23,24 @@ def follow(runner: Runner, pipe: IO[bytes], words: IO[str]) -> None:
             told = pickle.load(pipe)
         except EOFError:
             return
-        if isinstance(told, NewAdapter):
+        if isinstance(told, AddAdapter):
             answer(words, hold(runner, told))
-        elif isinstance(told, OldAdapter):
-            runner.drop_adapter(told.name)
+        elif isinstance(told, RemoveAdapter):
+            runner.unload_adapter(told.name)
         else:
             take(runner, told)
 
 
-def hold(runner: Runner, told: NewAdapter) -> str | None:
+def hold(runner: ModelRunner, told: AddAdapter) -> str | None:
     """What is wrong with an adapter; this rank goes on without it."""
     try:
-        runner.hold_adapter(told.name, told.folder)
+        runner.load_adapter(told.name, told.folder)
     except Exception as error:
-        return in_words(error)
+        return describe_error(error)
     return None
 
 
-def take(runner: Runner, told: Told) -> None:
+def take(runner: ModelRunner, told: StepMessage) -> None:
     """One step: all that rank 0 does up to the logits, and the tokens that it picks."""
     assert runner.ranks is not None
     runner.cache.copy(told.copies)
@@ -49,8 +49,8 @@ def take(runner: Runner, told: Told) -> None:
     if told.drafted:
         runner.ranks.share(batch.tokens)
     states = runner.states(batch)
-    if told.asked:
-        for places in in_pieces(torch.tensor(told.asked, device=runner.device), runner.model):
+    if told.prompt_queries:
+        for places in split_by_logits_memory(torch.tensor(told.prompt_queries, device=runner.device), runner.model):
             runner.model.logits(states[places])
     if told.layout.rows:
         runner.logits(states, batch)
