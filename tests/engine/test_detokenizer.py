@@ -45,7 +45,7 @@ def word_pieces() -> FileTokenizer:
 
 def llama() -> decoders.Decoder:
     return decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallbackDecoder(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
 
 
@@ -56,7 +56,7 @@ TOKENIZERS: dict[str, Tokenizer] = {
     "byte-level": byte_level(),
     "llama": SENTENCES,
     "gemma": sentence_pieces(
-        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallbackDecoder(), decoders.Fuse()])
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     ),
     "metaspace": sentence_pieces(decoders.Metaspace()),
     "no decoder": sentence_pieces(None),

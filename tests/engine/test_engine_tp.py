@@ -176,7 +176,7 @@ def test_a_follower_that_never_comes(llama: Path, monkeypatch: pytest.MonkeyPatc
         pipe = subprocess.PIPE
         return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(3)"], stdin=pipe, stdout=pipe)
 
-    monkeypatch.setattr(executor, "follower", short_lived)
+    monkeypatch.setattr(executor, "start_worker", short_lived)
     with pytest.raises(LMWorksError, match="rank 1: it ended with exit code 3"):
         LLM(llama, tp=2, **SMALL)
 

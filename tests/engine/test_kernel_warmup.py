@@ -40,7 +40,7 @@ def test_every_size_is_taken_once_and_the_largest_step(preset: str, monkeypatch:
 
     monkeypatch.setattr(ModelRunner, "work", noted_work)
     monkeypatch.setattr(ModelRunner, "launch", noted_launch)
-    monkeypatch.setattr(kernel_warmup, "pays", lambda *_: True)
+    monkeypatch.setattr(kernel_warmup, "is_worthwhile", lambda *_: True)
     with kernel_warmup.warm_up_kernels(MetaModel(ModelSpec.from_preset(preset)), SPEC, CPU):
         pass
     assert launched == [(20, 60, 1), *((1, count, 1) for count in (2, 4, 8, 16, 32, 63))]
@@ -75,7 +75,7 @@ def test_one_who_asks_and_all_who_are_answered_attend_by_kernels_that_were_rehea
         found = module.choose(q, cache, Pages(tables, numbers, numbers, longest), invariant=False)
         return found.rows, found.tile, found.warps, found.stages, found.splits > 1
 
-    rehearsed = {kernel(1, count, 1) for count in kernel_warmup.prompts(spec)}
+    rehearsed = {kernel(1, count, 1) for count in kernel_warmup.prompt_lengths(spec)}
     rehearsed |= {kernel(size, 1, 1) for size in capture_sizes(spec.max_seqs)}
     draw = random.Random(0)
     for _ in range(300):
@@ -93,8 +93,8 @@ def test_quantized_networks_rehearse_with_the_layers_that_they_have(
     narrow = [layer for layer in quantized_layers(served) if layer.scheme.name == "int4"]
     groups = {layer.label: layer.in_features // layer.scale.shape[1] for layer in narrow}
     found: list[ModelRunner] = []
-    steps = kernel_warmup.take_steps
-    monkeypatch.setattr(kernel_warmup, "take_steps", lambda runner: (found.append(runner), steps(runner)))
+    steps = kernel_warmup.run_steps
+    monkeypatch.setattr(kernel_warmup, "run_steps", lambda runner: (found.append(runner), steps(runner)))
     kernel_warmup.compile_kernels(MetaModel(served.spec, scheme, groups), SPEC, CPU)
     made = ModelRunner(served, SPEC, CPU, served.spec.vocab)
     told = [
@@ -112,17 +112,17 @@ def test_a_failure_is_told_and_left_to_the_engine(
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(kernel_warmup, "rehearse", fail)
-    monkeypatch.setattr(kernel_warmup, "pays", lambda *_: True)
+    monkeypatch.setattr(kernel_warmup, "compile_kernels", fail)
+    monkeypatch.setattr(kernel_warmup, "is_worthwhile", lambda *_: True)
     with kernel_warmup.warm_up_kernels(MetaModel(ModelSpec.from_preset("tiny")), SPEC, CPU):
         pass
     assert "kernels were not compiled ahead: RuntimeError: no memory" in caplog.text
 
 
 def test_a_load_that_fails_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_warmup, "pays", lambda *_: True)
+    monkeypatch.setattr(kernel_warmup, "is_worthwhile", lambda *_: True)
     over, waited = threading.Event(), list[bool]()
-    monkeypatch.setattr(kernel_warmup, "tried", lambda *_: waited.append(over.wait(20)))
+    monkeypatch.setattr(kernel_warmup, "warm_up_or_log", lambda *_: waited.append(over.wait(20)))
     with (
         pytest.raises(ValueError, match="no weights"),
         kernel_warmup.warm_up_kernels(MetaModel(ModelSpec.from_preset("tiny")), SPEC, CPU),
@@ -135,9 +135,9 @@ def test_a_load_that_fails_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("paid", [False, True])
 def test_a_cpu_rehearses_nothing(paid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
-    monkeypatch.setattr(kernel_warmup, "rehearse", lambda *given: done.append(given))
+    monkeypatch.setattr(kernel_warmup, "compile_kernels", lambda *given: done.append(given))
     if paid:  # what would be done on a GPU
-        monkeypatch.setattr(kernel_warmup, "pays", lambda *_: True)
+        monkeypatch.setattr(kernel_warmup, "is_worthwhile", lambda *_: True)
     _, engine = serve("tiny", SPEC, None, 0)
     assert engine.runner.model.spec.layers > 1
     assert bool(done) == paid

@@ -19,7 +19,7 @@ from torch import Tensor
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.sampling_params import SamplingParams
-from lmworks.engine.lora.adapters import adapters
+from lmworks.engine.lora import adapters
 from lmworks.engine.speculative.ngram import NgramProposer
 from lmworks.engine.speculative.verification import Speculator
 from lmworks.model import GPT
@@ -323,7 +323,7 @@ def test_one_that_does_not_fit_changes_nothing(tmp_path: Path, monkeypatch: pyte
     params = [SamplingParams(temperature=0, max_tokens=6, logprobs=0, adapter=name) for name in ("first", None)]
     before = answers(engine, [[1, 2, 3]] * 2, params)
     room = iter([adapters.stack_deltas] * 3)  # for some of the layers
-    monkeypatch.setattr(adapters, "stacked", lambda *given: next(room, no_room)(*given))
+    monkeypatch.setattr(adapters, "stack_deltas", lambda *given: next(room, no_room)(*given))
     with pytest.raises(LMWorksError, match=r"second: the adapter does not fit the device \(out of memory\)"):
         engine.add_adapter("second", made["second"].save(tmp_path / "second"))
     monkeypatch.undo()

@@ -289,7 +289,7 @@ def from_p(p: Tensor, q: Tensor, guesses: Tensor, seeds: Tensor, places: Tensor)
 
 @pytest.mark.parametrize("planted", [always, from_p])
 def test_a_planted_bias_is_seen(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_module, "judge", planted)
+    monkeypatch.setattr(draft_module, "rejection_sample", planted)
     fit, _ = fit_of_triples("draft")
     assert fit < 1e-6
 

@@ -268,7 +268,7 @@ def test_adapters_are_held_by_all_ranks_or_by_none(tmp_path: Path, monkeypatch: 
             weights.rename(weights.with_suffix(".hidden"))
 
         llm.add_adapter("first", folders["first"])
-        monkeypatch.setattr(runner, "hold_adapter", hold_and_hide)
+        monkeypatch.setattr(runner, "load_adapter", hold_and_hide)
         with pytest.raises(LMWorksError, match=r"rank 1: .*second/adapter_model\.safetensors: no such file"):
             llm.add_adapter("second", folders["second"])
         monkeypatch.undo()

@@ -51,7 +51,7 @@ class DraftedTokens:
 
 
 class DraftModel:
-    """A draft model. It takes the network over; the runner of the target model attaches it (`join`, `allocate_cache`)."""
+    """A draft model. It owns its network; the runner of the target model attaches it (`join`, `allocate_cache`)."""
 
     def __init__(self, model: GPT) -> None:
         self.model = model
