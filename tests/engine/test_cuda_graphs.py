@@ -85,13 +85,13 @@ def test_frames_of_steps_with_prompts_are_few_and_hold_them(max_seqs: int, prete
         counts = [1] * draw.randint(0, max_seqs)
         counts += [draw.randint(2, draw.choice((2, 5, 40, 600))) for _ in range(draw.randint(1, 70))]
         singles, longer = counts.count(1), [count for count in counts if count > 1]
-        before = set(graphs.frames)
+        before = set(graphs.mixed_buckets)
         first, bucket = graphs.mixed(step_of(counts)), graphs.mixed(step_of(counts))
         if len(longer) > 64 or sum(longer) > 1024:
             assert first is bucket is None
             continue
         if bucket is None:  # as many as there may be are known
-            assert len(graphs.frames) == graphs_module.MAX_MIXED_BUCKETS
+            assert len(graphs.mixed_buckets) == graphs_module.MAX_MIXED_BUCKETS
             continue
         assert first == (bucket if bucket in before else None)
         found.add(bucket)
@@ -114,7 +114,7 @@ def test_full_steps_of_the_workload_are_of_one_kind(pretended: Pretended) -> Non
         while sum(counts) < 8192:
             counts.append(min(draw.randint(100, 1024), 8192 - sum(counts)))
         graphs.mixed(step_of(counts))
-    assert graphs.frames == {mixed_bucket(256, 64, 8192, 1024)}
+    assert graphs.mixed_buckets == {mixed_bucket(256, 64, 8192, 1024)}
 
 
 def test_no_frame_for_guesses_long_contexts_and_large_steps(pretended: Pretended) -> None:
@@ -129,7 +129,7 @@ def test_no_frame_for_guesses_long_contexts_and_large_steps(pretended: Pretended
     }
     for name, step in cases.items():
         assert graphs.mixed(step) is graphs.mixed(step) is None, name
-    assert not graphs.frames
+    assert not graphs.mixed_buckets
     assert [graphs.mixed(step_of([1, 700], start=7000)) is None for _ in range(2)] == [True, False]
 
 

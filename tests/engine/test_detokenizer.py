@@ -55,9 +55,7 @@ TOKENIZERS: dict[str, Tokenizer] = {
     "bytes": ByteTokenizer(),
     "byte-level": byte_level(),
     "llama": SENTENCES,
-    "gemma": sentence_pieces(
-        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    ),
+    "gemma": sentence_pieces(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])),
     "metaspace": sentence_pieces(decoders.Metaspace()),
     "no decoder": sentence_pieces(None),
     "word pieces": word_pieces(),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmworks import GPT, ModelSpec
 from lmworks.data import TokenData
-from lmworks.engine.quantization.calibrated_rounding import InputStats, BlockRunner, calibrated, gptq, quantize_layers
+from lmworks.engine.quantization.calibrated_rounding import BlockRunner, InputStats, calibrated, gptq, quantize_layers
 from lmworks.engine.quantization.drift import DriftMonitor, Inputs
 from lmworks.engine.quantization.folder import (
     is_quantized,
@@ -217,7 +217,9 @@ def test_layers_are_measured_on_inputs_that_they_were_not_fitted_to() -> None:
     block = model.layers()[0]
     states = [torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     with torch.no_grad():
-        seen = BlockRunner(model, block).watch(states, {"mlp.down": block.mlp.down, "attention.q": block.attention.q}, True)
+        seen = BlockRunner(model, block).watch(
+            states, {"mlp.down": block.mlp.down, "attention.q": block.attention.q}, True
+        )
     rows = [block.attention_norm(x).flatten(0, 1) for x in states]
     torch.testing.assert_close(seen["attention.q"].rows(), rows[3])
     fitted = torch.cat(rows[:3])
