@@ -141,7 +141,7 @@ class Unrecorded(CUDAGraphs[Any]):
     """What surrounds a CUDA graph, without one: padding, and one buffer that all steps are written to."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.work, self.sizes, self.frames = runner.work, [1, 3, 8], set()
+        self.work, self.sizes, self.mixed_buckets = runner.work, [1, 3, 8], set()
         self.prompts = prefill_buckets(runner.model.spec, runner.spec)
         self.buffer = torch.full((8192,), -7, dtype=torch.int64)
         self.kinds: list[str] = []
