@@ -7,7 +7,7 @@
                 stream and what the last part has yet to add to it
 
 The weights are the same numbers. Each layer's are merged and the ones they came from let go before the next layer's
-rotary, so that a network that fills the memory can be fused in it. A part that cannot be merged stays as it is.
+turn, so that a network that fills the memory can be fused in it. A part that cannot be merged stays as it is.
 """
 
 from __future__ import annotations
