@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from lmworks.plan.case import Case
 from lmworks.plan.software import SOFTWARE
 from lmworks.plan.step.constants import FITTED, Constants
-from lmworks.plan.step.price import weigh
+from lmworks.plan.step.price import price_uncalibrated
 from lmworks.plan.step.uncalibrated import Uncalibrated
 from lmworks.plan.tables.rows import Job
 from lmworks.plan.tables.sources import SOURCES, Measured
@@ -60,7 +60,7 @@ def tree(table: str, root: float, sure: float, sigma: float, members: dict[str, 
 
 PRIORS = (
     # From the GPU of the generation before, or of the same.
-    *tree("products", 1.0, 0.1, 0.1, {"A100": "*", "H100": "*", "H200": "H100", "B200": "H100"}),
+    *tree("gemm", 1.0, 0.1, 0.1, {"A100": "*", "H100": "*", "H200": "H100", "B200": "H100"}),
     *tree("attention", 1.1, 0.15, 0.15, {"A100": "*", "H100": "*", "H100-fa1": "*", "H200": "H100", "B200": "H100"}),
     *tree("software", 1.0, 0.05, 0.05, {
         "llm-foundry": "*", "torchtitan": "*", "torchtitan-compile": "torchtitan", "torchtitan-2025": "torchtitan",
@@ -73,17 +73,17 @@ PRIORS = (
     # Our list of an eager block has every launch in it, as a compiled block's has.
     Prior("launch_s.lmworks", 0.5, kin="launch_s.compiled"),
     Prior("launch_s.lmworks-compile", 0.5, kin="launch_s.compiled"),
-    Prior("alone", 0.05, 0.95),
+    Prior("single_gpu", 0.05, 0.95),
     Prior("power", 0.4, 0.5),
     Prior("memory", 0.2, 1.15),
     Prior("casts", 0.4, 1.0),
-    Prior("uneven", 0.5, 0.1),
+    Prior("host_skew", 0.5, 0.1),
     *tree("step_s", 5e-3, 0.7, 0.7, {"lmworks": "*"}),
     Prior("contention", 0.7, 0.15),
-    Prior("pieces", 0.4, 0.5),
+    Prior("async_tp_contention", 0.4, 0.5),
     Prior("links", 0.2, 1.1),
     Prior("network", 0.3, kin="links"),
-    Prior("jitter", 0.7, 0.005),
+    Prior("stragglers", 0.7, 0.005),
 )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ class Table:
     def seconds(self, given: Constants) -> Array:
         result = np.zeros(len(self.rows))
         for places, bare in self.groups:
-            result[places] = weigh(bare, given).seconds
+            result[places] = price_uncalibrated(bare, given).seconds
         return result
 
     @property

@@ -46,8 +46,8 @@ from lmworks.plan.devices.profile import Profile
 from lmworks.plan.memory.reserve import reserved
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.policies import policies
-from lmworks.plan.software import as_it_ran, software_of
-from lmworks.plan.step.constants import USUAL_LAUNCH
+from lmworks.plan.software import as_measured, software_of
+from lmworks.plan.step.constants import REFERENCE_LAUNCH_S
 from lmworks.plan.step.one_device import step_time
 from lmworks.plan.step.price import price
 from lmworks.plan.tables.sources import PUBLISHED
@@ -133,7 +133,7 @@ def measure(case: list[str], device: str, steps: int) -> dict[str, Any]:
     measured, seconds = train_steps(spec, torch.device(device), steps)
     found: dict[str, Any] = {"case": " ".join(case), "memory": measured, "memory_before": before}
     found |= {"loss": loss_of(spec, torch.cuda.get_device_name() if device == "cuda" else device)}
-    found |= {"clips": software_of(spec).clips}
+    found |= {"clips": software_of(spec).clip_passes}
     if device == "cuda":
         found["reserved"] = torch.cuda.max_memory_reserved()
     return found | {"step": statistics.median(seconds[3:]), "step_best": min(seconds)}
@@ -168,9 +168,9 @@ def predict(measured: dict[str, Any], device: str, machine: Machine | None, gpu:
         found |= {"step_predicted": predicted.total, "parts": predicted.parts}
     kind = recognise(gpu) if device == "cuda" else None
     if kind is not None:  # what is said of it without it
-        host = (machine.launch_s if machine else TAKEN_LAUNCH) / USUAL_LAUNCH
+        host = (machine.launch_s if machine else TAKEN_LAUNCH) / REFERENCE_LAUNCH_S
         case = Case.of(spec, kind).replace(host=host)
-        modelled = price(case.replace(software=as_it_ran(case.software, ran["loss"], ran["clips"])))
+        modelled = price(case.replace(software=as_measured(case.software, ran["loss"], ran["clips"])))
         found |= {"reserved_predicted": float(reserved(sheet.total)), "step_modelled": float(modelled.seconds)}
         found |= {"parts_modelled": {part: float(s) for part, s in modelled.parts.items() if np.any(s)}}
         found |= {"interval": [float(end) for end in modelled.interval]}
@@ -296,7 +296,7 @@ def train_lines(path: Path) -> Iterator[dict[str, Any]]:
         chosen = Counter(policies(spec, range(spec.model.layers))) if spec.parallel.recompute == "budget" else {}
         blocks = " ".join(f"{policy}={count}" for policy, count in chosen.items() if policy != "none")
         found = {"run": " ".join(row["spec"]), "gpu": OWN_GPU, "launch_us": f"{1e6 * TAKEN_LAUNCH:.2f}"}
-        found |= {"loss": loss_of(spec, row["device"]), "clips": software_of(spec).clips, "blocks": blocks}
+        found |= {"loss": loss_of(spec, row["device"]), "clips": software_of(spec).clip_passes, "blocks": blocks}
         found |= {"step_s": f"{row['step_s']:.6f}", "allocated_bytes": row["memory"]["allocated_bytes"]}
         if (found["run"], found["step_s"]) not in known:
             yield found | {"note": f"torch {kept['machine']['torch']} {WHOLE}"}

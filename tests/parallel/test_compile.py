@@ -16,7 +16,7 @@ from lmworks.model.activation_checkpointing import inside
 from lmworks.parallel.initial_weights import source_of
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.parallelize import parallelize
-from lmworks.plan.policies import kept_bytes as plan_bytes
+from lmworks.plan.policies import saved_bytes_by_policy as plan_bytes
 from lmworks.spec import ModelSpec, RunSpec
 from tiny import curve, saved
 
@@ -56,7 +56,7 @@ def test_recompute_keeps_as_much_of_compiled_blocks(dataset: Path, policy: str) 
     for compiled in ("false", "true"):
         words = (f"parallel.recompute={policy}", f"parallel.compile={compiled}")
         before = counters["stats"]["unique_graphs"]
-        held[compiled] = kept_bytes(layout(dataset, *words, "precision.dtype=bf16"))
+        held[compiled] = saved_bytes_by_policy(layout(dataset, *words, "precision.dtype=bf16"))
         assert (counters["stats"]["unique_graphs"] > before) == (compiled == "true")
     assert 0.9 * held["false"] < held["true"] <= 1.02 * held["false"]  # it does without a few small tensors
 
@@ -87,11 +87,11 @@ def test_blocks_of_one_policy_share_a_graph(dataset: Path) -> None:
     spec = spec.replace(parallel=spec.parallel.replace(recompute="budget", recompute_budget=gib))
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
-    assert kept_bytes(spec) == pytest.approx(gib * 2**30, rel=0.2)
+    assert saved_bytes_by_policy(spec) == pytest.approx(gib * 2**30, rel=0.2)
     assert counters["stats"]["unique_graphs"] == before + 2
 
 
-def kept_bytes(spec: RunSpec) -> int:
+def saved_bytes_by_policy(spec: RunSpec) -> int:
     """What a forward pass leaves for the backward pass."""
     parallel_model = parallelize(spec, None, torch.device("cpu"), source_of(spec))
     tokens = torch.zeros(spec.data.micro_batch, spec.data.seq, dtype=torch.long)

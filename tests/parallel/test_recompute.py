@@ -11,7 +11,7 @@ import torch
 from layouts import Job, do, layout
 from lmworks.model import GPT, activation_offload
 from lmworks.parallel.activation_checkpointing import choose_recompute
-from lmworks.plan.policies import kept_bytes
+from lmworks.plan.policies import saved_bytes_by_policy
 from lmworks.spec import SpecError
 from tiny import differences, saved
 
@@ -30,7 +30,7 @@ def policies(data: Path, *keys: str, layers: range = range(4), device: str = "cp
 
 def budget(data: Path, share: float, *keys: str) -> list[str]:
     """With a budget that is a share of what four blocks keep without recompute."""
-    gib = share * 4 * kept_bytes(layout(data, *SHAPE, *keys))["none"] / 2**30
+    gib = share * 4 * saved_bytes_by_policy(layout(data, *SHAPE, *keys))["none"] / 2**30
     return policies(data, *keys, "parallel.recompute=budget", f"parallel.recompute_budget={gib:.12f}")
 
 
@@ -44,7 +44,7 @@ def test_every_kth_block_of_the_whole_model_wherever_it_stands(dataset: Path) ->
 
 
 def test_a_budget_gives_up_as_little_as_it_must(dataset: Path) -> None:
-    each, rungs = kept_bytes(layout(dataset, *SHAPE, *WIDE)), ("none", "selective", "mlp", "full")
+    each, rungs = saved_bytes_by_policy(layout(dataset, *SHAPE, *WIDE)), ("none", "selective", "mlp", "full")
     for here, further in itertools.pairwise(rungs):
         share = each[here] / each["none"]
         assert budget(dataset, share * 1.001, *WIDE) == [here] * 4
@@ -56,7 +56,7 @@ def test_a_budget_is_counted_for_the_device_that_runs_it(dataset: Path) -> None:
     """A spec that leaves the device open takes a GPU where there is one, and its kernels keep no mask of a window."""
     window = "model.sliding_window=8"
     specs = [layout(dataset, *SHAPE, window, f"cluster.device={name}") for name in ("cpu", "cuda")]
-    cpu, cuda = (kept_bytes(spec)["none"] for spec in specs)
+    cpu, cuda = (saved_bytes_by_policy(spec)["none"] for spec in specs)
     assert cuda < cpu
     gib = 4 * (cuda + cpu) / 2 / 2**30  # room for the one, and not for the other
     keys = (window, "cluster.device=auto", "parallel.recompute=budget", f"parallel.recompute_budget={gib:.12f}")
@@ -65,11 +65,14 @@ def test_a_budget_is_counted_for_the_device_that_runs_it(dataset: Path) -> None:
 
 
 def test_a_budget_is_for_the_share_of_a_rank_and_for_all_micro_batches_it_holds_at_once(dataset: Path) -> None:
-    whole, states = kept_bytes(layout(dataset, *SHAPE))["none"], 4 * 16 * 32  # fp32 × seq × hidden
+    whole, states = saved_bytes_by_policy(layout(dataset, *SHAPE))["none"], 4 * 16 * 32  # fp32 × seq × hidden
     # Attention and MLP each keep their input as it was gathered, whole; the other half of it is not saved.
-    assert kept_bytes(layout(dataset, *SHAPE, "parallel.tp=2", "parallel.sp=true"))["none"] == whole / 2 + states
+    assert (
+        saved_bytes_by_policy(layout(dataset, *SHAPE, "parallel.tp=2", "parallel.sp=true"))["none"]
+        == whole / 2 + states
+    )
     # Attention over several ranks keeps its result twice: as it was put together, and as the next product reads it.
-    assert kept_bytes(layout(dataset, *SHAPE, "parallel.cp=2"))["none"] == whole / 2 + states / 2
+    assert saved_bytes_by_policy(layout(dataset, *SHAPE, "parallel.cp=2"))["none"] == whole / 2 + states / 2
     assert budget(dataset, 1.001, "parallel.pp=2") != ["none"] * 4  # two micro-batches are under way
     assert budget(dataset, 2.001, "parallel.pp=2") == ["none"] * 4
     assert budget(dataset, 2.001, "parallel.pp=2", "parallel.schedule=gpipe") != ["none"] * 4  # all four are
@@ -85,7 +88,7 @@ def test_no_number_changes_under_any_layout(dataset: Path, tmp_path: Path) -> No
         "fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2"),
         "pp": ("parallel.pp=2", "parallel.schedule=zbv"),
     }
-    each = kept_bytes(layout(dataset, *SHAPE))
+    each = saved_bytes_by_policy(layout(dataset, *SHAPE))
     gib = 2 * (each["none"] + each["mlp"]) / 2**30
     ways = {
         "none": (),
@@ -111,7 +114,7 @@ def test_nor_by_waiting_in_host_memory(dataset: Path, tmp_path: Path, monkeypatc
         "fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2"),
         "tp": ("parallel.tp=2", "parallel.sp=true", "data.global_batch=1"),
     }
-    each = kept_bytes(layout(dataset, *keys, *layouts["fsdp2"]))
+    each = saved_bytes_by_policy(layout(dataset, *keys, *layouts["fsdp2"]))
     gib = 5 * (each["none"] + each["full"]) / 2 / 2**30
     away = f"parallel.offload_activations={3 * 8192 / 2**30:.12f}"
     both = (away, "parallel.recompute=budget", f"parallel.recompute_budget={gib:.12f}")

@@ -19,7 +19,7 @@ from lmworks.plan.flops import (
 from lmworks.plan.network import network
 from lmworks.plan.ops import Workload
 from lmworks.plan.software import COMPILED, EAGER, Software
-from lmworks.plan.step.work import repeated
+from lmworks.plan.step.work import recomputed_kernels
 from lmworks.plan.step_flops import step_flops
 from lmworks.spec import ModelSpec, RunSpec
 from tracker import Steps, make_run
@@ -77,7 +77,7 @@ def test_recompute_of_the_mlp_runs_its_products_again(shape: dict[str, Any]) -> 
 def test_what_the_mlp_repeats_is_priced_as_it_is_counted(shape: dict[str, Any], software: Software) -> None:
     """The same FLOPs by the list of ops, eager and fused, as by the closed form; fused experts pay for padding too."""
     spec = make_run(seq=512, **shape)
-    again = repeated(network(replace(Workload.of(spec, "cuda"), software=software)), "mlp")
+    again = recomputed_kernels(network(replace(Workload.of(spec, "cuda"), software=software)), "mlp")
     flops = sum(kernel.flops * kernel.count for _, kernel in again)
     once, twice = (hardware_flops_per_token(spec.model, 512, policy) for policy in ("none", "mlp"))
     ratio = flops * spec.model.layers / (spec.tokens_per_step * (twice - once))

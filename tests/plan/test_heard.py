@@ -13,7 +13,7 @@ from lmworks.plan.ops import Kernel, Workload
 from lmworks.plan.search.candidates import cases, question_of
 from lmworks.plan.step.comm import Weights
 from lmworks.plan.step.price import price
-from lmworks.plan.step.uncalibrated import owned
+from lmworks.plan.step.uncalibrated import updated_params
 from lmworks.plan.step.work import Pass
 from lmworks.spec import RunSpec, SpecError, catalogue, load_run
 
@@ -52,7 +52,7 @@ def test_a_search_hears_what_is_kept(dtype: str) -> None:
     alone = ("parallel.tp=1", "parallel.sp=false", "parallel.dp_shard=16", f"precision.dtype={dtype}")
     question = question_of(run(*alone, "precision.weights=bf16", "precision.states=bf16"), "8xh100")
     _, found = next(cases(question))
-    assert (found.software.weights, found.software.low, found.optimizer) == (2, 2, "adamw-bf16")
+    assert (found.software.weights, found.software.low_bytes, found.optimizer) == (2, 2, "adamw-bf16")
     assert dtype == "bf16" or not any(np.any(case.tp > 1) for _, case in cases(question))
 
 
@@ -64,8 +64,8 @@ def test_experts_are_not_in_8_bits(compiled: str) -> None:
     m, machine = spec.model, Machine.of(H100)
     block = network(Workload.of_case(Case.of(spec, H100))).block
     products = [kernel for op in block for kernel in op.forward if kernel.kind == "gemm"]
-    wide = [kernel for kernel in products if kernel.wide]
-    narrow = [kernel for kernel in products if not kernel.wide]
+    wide = [kernel for kernel in products if kernel.bf16_only]
+    narrow = [kernel for kernel in products if not kernel.bf16_only]
     visited = m.hidden * m.experts + m.top_k * m.mlp_matrix(m.expert_ffn)
     assert sum(kernel.count * kernel.flops for kernel in wide) == pytest.approx(2 * 8192 * visited, rel=0.05)
     assert sum(kernel.count * kernel.flops for kernel in narrow) == 2 * 8192 * m.attention_matrix
@@ -107,4 +107,4 @@ def test_a_rank_updates_what_it_holds(model: str, layout: str) -> None:
         for length in shape:
             size *= length
         exact += size
-    assert float(owned(case, Weights.of(case))) == pytest.approx(exact, rel=0.02)
+    assert float(updated_params(case, Weights.of(case))) == pytest.approx(exact, rel=0.02)

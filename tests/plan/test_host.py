@@ -8,7 +8,7 @@ import pytest
 
 from lmworks.plan.case import Case
 from lmworks.plan.software import SOFTWARE
-from lmworks.plan.step.layer import behind, hooks
+from lmworks.plan.step.layer import checkpoint_launches, host_bound_seconds
 from lmworks.plan.step.price import price
 from lmworks.spec import ModelSpec, catalogue
 
@@ -33,7 +33,7 @@ def test_a_step_lasts_as_long_as_its_host_and_its_gpu_followed_in_turn(batches: 
     for times in itertools.product(SECONDS, repeat=6):
         phases = list(zip(times[:3], times[3:], strict=True))
         busy = batches * sum(times[:3]) + 0.5
-        wait = behind(phases, batches, 0.5, 2.0)
+        wait = host_bound_seconds(phases, batches, 0.5, 2.0)
         assert busy + wait == pytest.approx(followed(phases, batches, 0.5, 2.0))
 
 
@@ -52,5 +52,9 @@ def test_selective_recompute_costs_an_eager_host_more_than_computing_all_again()
     """Measured on one H200: 50, 88 and 132 ms for none, full and selective; compiled blocks have no such hooks."""
     none, full, selective = (float(price(small(recompute=word)).seconds) for word in ("none", "full", "selective"))
     assert 1.4 < full / none < 2.1 and 2.0 < selective / none < 3.1
-    assert hooks(SOFTWARE["lmworks-compile"], "selective", 1) == 0
-    assert hooks(SOFTWARE["lmworks"], "full", 2) == hooks(SOFTWARE["lmworks"], "full", 1) / 2 > 0
+    assert checkpoint_launches(SOFTWARE["lmworks-compile"], "selective", 1) == 0
+    assert (
+        checkpoint_launches(SOFTWARE["lmworks"], "full", 2)
+        == checkpoint_launches(SOFTWARE["lmworks"], "full", 1) / 2
+        > 0
+    )

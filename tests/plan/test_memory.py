@@ -84,13 +84,13 @@ def test_what_bf16_weights_keep_is_exact(shape: str, recompute: str) -> None:
 
 
 def test_the_planner_knows_which_tensors_are_small() -> None:
-    assert activation_offload.SMALLEST == runtime_offload.SMALLEST
+    assert activation_offload.MIN_TENSOR_BYTES == runtime_offload.SMALLEST
 
 
 def waiting(spec: RunSpec, monkeypatch: pytest.MonkeyPatch, smallest: int) -> tuple[int, int]:
     """Bytes that a forward pass leaves on the device and in host memory, where tensors from `smallest` bytes on go."""
-    for module in (activation_offload, runtime_offload):
-        monkeypatch.setattr(module, "SMALLEST", smallest)
+    monkeypatch.setattr(activation_offload, "MIN_TENSOR_BYTES", smallest)
+    monkeypatch.setattr(runtime_offload, "SMALLEST", smallest)
     run = Steps(spec)
     offload_activations(run.model, spec)
     run.step()
@@ -230,7 +230,7 @@ def test_rows_sum_to_the_highest_moment() -> None:
 def test_chunks_are_those_of_the_loss(in_place: bool, device: str, dtype: str) -> None:
     code = replace(EAGER, in_place=in_place)
     load = Workload(ModelSpec.from_preset("llama3-8b"), 3, 8192, dtype, device, software=code)
-    given = (load.tokens, load.columns, device, load.width, in_place and device == "cuda")
+    given = (load.tokens, load.logit_columns, device, load.width, in_place and device == "cuda")
     assert load.chunk_rows == min(load.tokens, cross_entropy.chunk_rows(*given))
 
 
@@ -287,8 +287,8 @@ def test_what_whole_runs_of_the_trainer_allocated(monkeypatch: pytest.MonkeyPatc
 
     They ran with chunks of 1 GiB, whose gradients of the head were summed in fp32, and a last LayerNorm in fp32.
     """
-    now = software.kept_in
-    monkeypatch.setattr(software, "kept_in", lambda *given: replace(now(*given), wide_ends=True))
+    now = software.with_precision
+    monkeypatch.setattr(software, "with_precision", lambda *given: replace(now(*given), fp32_head=True))
     found = [run for run in SOURCES["lmworks"].rows() or [] if run.group == "bf16 weights"]
     runs = [run for run in found if run.allocated and not run.mixed]
     assert len(runs) == 5

@@ -22,14 +22,23 @@ from lmworks.parallel.activation_checkpointing import choose_recompute
 from lmworks.parallel.parallelize import gelu_blocks
 from lmworks.plan import fused, software
 from lmworks.plan.case import Case
-from lmworks.plan.network import HELD, LONG, loss, network
+from lmworks.plan.network import LOGITS_IN_REGISTERS, MIN_LONG_ROW, loss, network
 from lmworks.plan.ops import Workload
 from lmworks.plan.policies import policies
 from lmworks.plan.saved_activations import total
-from lmworks.plan.software import COMPILED, DENSE, EAGER, SOFTWARE, WIDE_SUMS, as_it_ran, kept_in, software_of
+from lmworks.plan.software import (
+    COMPILED,
+    DENSE_GEMM_SLOWDOWN,
+    EAGER,
+    FP32_SUMS_LOSS,
+    SOFTWARE,
+    as_measured,
+    software_of,
+    with_precision,
+)
 from lmworks.plan.step.constants import Constants
-from lmworks.plan.step.uncalibrated import machine_of
-from lmworks.plan.step.work import repeated
+from lmworks.plan.step.uncalibrated import sustained_machine
+from lmworks.plan.step.work import recomputed_kernels
 from lmworks.plan.tables.replay import seconds
 from lmworks.plan.tables.sources import SOURCES, Measured, blocks_of
 from lmworks.plan.tables.validate import mean_of
@@ -53,7 +62,7 @@ def whole() -> tuple[Measured, ...]:
 
 def test_a_loss_that_reads_once_is_priced_as_it_was_timed() -> None:
     """The kernel of a step on an H200: GPT-2's as docs/log.md has it, Llama's in the profile of its run."""
-    assert (HELD, LONG) == (2 * 32 * once.WARPS * once.THREAD * once.HELD, once.SHORTEST)
+    assert (LOGITS_IN_REGISTERS, MIN_LONG_ROW) == (2 * 32 * once.WARPS * once.THREAD * once.HELD, once.SHORTEST)
     rows = json.loads((BENCHMARKS / "results" / "train_gpu.json").read_text(encoding="utf-8"))["rows"]
     (row,) = (row for row in rows if row["row"] == "8b-75" and "20 GiB wait" in row["variant"])
     timed = sum(entry["seconds"] for entry in every(row, "once_kernel"))
@@ -65,12 +74,12 @@ def test_a_loss_that_reads_once_is_priced_as_it_was_timed() -> None:
     ):
         load = Workload.of(load_run(preset, [*half, *words]), "cuda")
         (kernel,) = (one for op in loss(load) for one in op.forward if one.kind == "exp")
-        assert machine_of(H200, "").seconds(kernel, "bf16") == pytest.approx(measured, rel=0.02)
+        assert sustained_machine(H200, "").seconds(kernel, "bf16") == pytest.approx(measured, rel=0.02)
         (before,) = (
-            one for op in loss(replace(load, software=replace(load.software, wide_ends=True))) for one in op.forward
+            one for op in loss(replace(load, software=replace(load.software, fp32_head=True))) for one in op.forward
             if one.kind == "exp"
         )  # fmt: skip
-        assert before.bytes * before.count == pytest.approx(3 * 2 * load.tokens * load.columns)
+        assert before.bytes * before.count == pytest.approx(3 * 2 * load.tokens * load.logit_columns)
 
 
 GPT2 = ["precision.dtype=bf16", "precision.weights=bf16", "data.micro_batch=64", "data.seq=1024", "model.layers=4"]
@@ -81,8 +90,8 @@ def test_gelu_and_sums_at_the_end_of_products_save_what_was_timed(compiled: str)
     """On an H200, of 65,536 tokens of GPT-2: a compiled pair or one product, three times. Nothing less is kept."""
     timed = (0.615 - 0.490) + (0.713 - 0.541) + (0.4505 - 0.4175)  # ms: GELU, its gradient, the sum after the MLP
     load = Workload.of(load_run("gpt2-small", [*GPT2, f"parallel.compile={compiled}"]), "cuda")
-    joined, apart = network(load), network(replace(load, apart=True))
-    machine, took = machine_of(H200, ""), []
+    joined, apart = network(load), network(replace(load, no_epilogue_fusion=True))
+    machine, took = sustained_machine(H200, ""), []
     for net in (joined, apart):
         kernels = [kernel for op in net.block for kernel in (*op.forward, *op.backward) if kernel.kind != "gemm"]
         took.append(1e3 * sum(machine.seconds(kernel, "bf16") for kernel in kernels))
@@ -110,18 +119,18 @@ def test_it_is_priced_where_blocks_join_it(words: tuple[str, ...]) -> None:
     with torch.device("meta"):
         part = GPT(spec.model)
     choose_recompute(part, spec, torch.device("cuda"))
-    assert bool(gelu_blocks(part, spec)) == bool(Workload.of(spec, "cuda").joined)
-    assert Workload.of_case(Case.of(spec, H200)).joined == Workload.of(spec, "cuda").joined
-    assert not Workload.of(spec, "cpu").joined
+    assert bool(gelu_blocks(part, spec)) == bool(Workload.of(spec, "cuda").epilogue_fusion)
+    assert Workload.of_case(Case.of(spec, H200)).epilogue_fusion == Workload.of(spec, "cuda").epilogue_fusion
+    assert not Workload.of(spec, "cpu").epilogue_fusion
 
 
 @pytest.mark.parametrize("op", gelu_mlp.OPS)
 def test_products_are_joined_where_that_was_measured_to_be_faster(op: str) -> None:
     """Of weights in 2 bytes: the residual stream of others is wider than their products."""
     measured = [winner for device in dispatch.table() for _, winner in dispatch.points_of(op, device)]
-    assert any(winner != dispatch.TORCH for winner in measured) == software.JOINED
+    assert any(winner != dispatch.TORCH for winner in measured) == software.EPILOGUE_FUSION
     wide = load_run("gpt2-small", [*GPT2, "precision.weights=fp32"])
-    assert not Workload.of(wide, "cuda").joined
+    assert not Workload.of(wide, "cuda").epilogue_fusion
 
 
 def every(found: Any, name: str) -> Iterator[dict[str, Any]]:
@@ -136,14 +145,14 @@ def test_a_run_keeps_the_loss_and_the_clipping_that_it_had() -> None:
     """Those of before with PyTorch's loss and three passes to clip, whole runs of the trainer as it is."""
     before = [run for run in runs() if run.group != "bf16 weights"]
     assert (len(before), len(whole())) == (19, 9)
-    assert {(run.case.software.in_place, run.case.software.clips) for run in before} == {(False, 3)}
+    assert {(run.case.software.in_place, run.case.software.clip_passes) for run in before} == {(False, 3)}
     for run in whole():
         preset, *words = run.label.split()
-        assert run.case.software == replace(software_of(load_run(preset, words)), wide_ends=True, joined=False)
+        assert run.case.software == replace(software_of(load_run(preset, words)), fp32_head=True, epilogue_fusion=False)
     now = software_of(load_run("llama3-1b", ["precision.dtype=bf16"]))
-    assert (now.in_place, now.clips) == (True, 2)
-    assert as_it_ran(now, "triton", 2) == now
-    assert as_it_ran(now, "torch", 3) == replace(EAGER, clips=3)
+    assert (now.in_place, now.clip_passes) == (True, 2)
+    assert as_measured(now, "triton", 2) == now
+    assert as_measured(now, "torch", 3) == replace(EAGER, clip_passes=3)
 
 
 def test_blocks_that_recompute_in_several_ways_are_the_mean_of_them() -> None:
@@ -169,7 +178,9 @@ def test_a_compiled_block_runs_again_as_a_whole() -> None:
     products = {}
     for code in (EAGER, COMPILED):
         net = network(Workload(model, 2, 8192, "bf16", "cuda", software=code))
-        products[code.name] = sum(kernel.flops for _, kernel in repeated(net, "full") if kernel.kind == "gemm")
+        products[code.name] = sum(
+            kernel.flops for _, kernel in recomputed_kernels(net, "full") if kernel.kind == "gemm"
+        )
     once = 2.0 * 16_384 * model.hidden * (2 * model.q_dim + 2 * model.kv_dim + 3 * model.ffn)
     assert products["lmworks-compile"] == once
     assert products["lmworks"] == once - 2.0 * 16_384 * model.hidden * model.ffn
@@ -191,11 +202,11 @@ def test_the_gradient_of_a_bias_is_a_pass_where_a_compiler_makes_it() -> None:
 def test_products_of_a_gpu_alone_take_longer_where_little_is_between_them() -> None:
     """As profiles of compiled steps with bf16 weights have it; among others the factor of the GPU says it."""
     half = PrecisionSpec(dtype="bf16", weights="bf16")
-    wide, narrow = kept_in(COMPILED, PrecisionSpec(dtype="bf16")), kept_in(COMPILED, half)
-    assert (wide.dense, narrow.dense, kept_in(EAGER, half).dense) == (1.0, DENSE, 1.0)
-    given = Constants(alone=0.9)
+    wide, narrow = with_precision(COMPILED, PrecisionSpec(dtype="bf16")), with_precision(COMPILED, half)
+    assert (wide.gemm_slowdown, narrow.gemm_slowdown, with_precision(EAGER, half).gemm_slowdown) == (1.0, DENSE_GEMM_SLOWDOWN, 1.0)
+    given = Constants(single_gpu=0.9)
     one, many = (given.factors(H200, narrow, world) for world in (1, 8))
-    assert (one["gemm"], many["gemm"]) == (pytest.approx(0.9 * DENSE), 1.0)
+    assert (one["gemm"], many["gemm"]) == (pytest.approx(0.9 * DENSE_GEMM_SLOWDOWN), 1.0)
     assert {**one, "gemm": 0.9} == given.factors(H200, wide)
 
 
@@ -217,7 +228,9 @@ def test_a_case_of_ours_is_that_of_its_spec() -> None:
     run = whole()[0]
     preset, *words = run.label.split()
     case = Case.of(load_run(preset, words), H200)
-    assert run.case == case.replace(host=2.0, software=as_it_ran(case.software, WIDE_SUMS, case.software.clips))
+    assert run.case == case.replace(
+        host=2.0, software=as_measured(case.software, FP32_SUMS_LOSS, case.software.clip_passes)
+    )
 
 
 def test_a_run_that_is_published_stays_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,15 @@ from collections import Counter
 
 import pytest
 
-from lmworks.plan.activation_offload import sent
-from lmworks.plan.policies import RUNGS, kept_bytes, ladder, policies, seconds_again, waiting_bytes
+from lmworks.plan.activation_offload import offloaded_bytes
+from lmworks.plan.policies import (
+    POLICIES,
+    offloadable_bytes_by_policy,
+    policies,
+    policies_by_cost,
+    recompute_seconds,
+    saved_bytes_by_policy,
+)
 from lmworks.spec import RunSpec, load_run
 
 HALF = ("precision.dtype=bf16", "precision.weights=bf16", "precision.states=bf16", "precision.master=false")
@@ -28,7 +35,7 @@ def test_what_a_block_keeps_in_units_of_its_input() -> None:
     """Compiled: input 1, q, k, v 1.5, attention 1, its product 1, gate and up 3.5 each; a number a head beside."""
     spec = llama(8192, "parallel.compile=true")
     unit = 16384 * 4096 * 2
-    assert {policy: round(size / unit, 1) for policy, size in kept_bytes(spec).items()} == {
+    assert {policy: round(size / unit, 1) for policy, size in saved_bytes_by_policy(spec).items()} == {
         "none": 17.0, "selective": 11.5, "mlp": 4.5, "full": 1.0,
     }  # fmt: skip
 
@@ -37,13 +44,16 @@ def test_what_a_block_keeps_in_units_of_its_input() -> None:
 def test_a_budget_is_kept_and_none_that_fits_is_faster(seq: int) -> None:
     """But for what the last block that gave something up could have spared: the choice is greedy."""
     spec = llama(seq)
-    each, seconds, blocks = kept_bytes(spec), seconds_again(spec), 8
+    each, seconds, blocks = saved_bytes_by_policy(spec), recompute_seconds(spec), 8
     mixtures = [
-        Counter(dict(zip(RUNGS, (*counts, blocks - sum(counts)), strict=True)))
-        for counts in itertools.product(range(blocks + 1), repeat=len(RUNGS) - 1)
+        Counter(dict(zip(POLICIES, (*counts, blocks - sum(counts)), strict=True)))
+        for counts in itertools.product(range(blocks + 1), repeat=len(POLICIES) - 1)
         if sum(counts) <= blocks
     ]
-    one = max(seconds[further] - seconds[here] for here, further in itertools.pairwise(["none", *ladder(spec, each)]))
+    one = max(
+        seconds[further] - seconds[here]
+        for here, further in itertools.pairwise(["none", *policies_by_cost(spec, each)])
+    )
     seen = set()
     for share in range(7, 101, 3):
         budget = share / 100 * blocks * each["none"]
@@ -53,18 +63,18 @@ def test_a_budget_is_kept_and_none_that_fits_is_faster(seq: int) -> None:
         best = min(sum(seconds[policy] * count for policy, count in mix.items()) for mix in fitting)
         assert sum(seconds[policy] * count for policy, count in chosen.items()) < best + one
         seen |= set(chosen)
-    assert seen == set(RUNGS) if seq == 8192 else seen == set(RUNGS) - {"mlp"}
+    assert seen == set(POLICIES) if seq == 8192 else seen == set(POLICIES) - {"mlp"}
 
 
 def test_attention_is_computed_again_last_where_it_is_dear_for_its_bytes() -> None:
     """Its FLOPs grow with the sequence, and its bytes do not."""
-    assert ladder(llama(8192), kept_bytes(llama(8192))) == ["selective", "mlp", "full"]
-    assert ladder(llama(512), kept_bytes(llama(512))) == ["selective", "full"]
+    assert policies_by_cost(llama(8192), saved_bytes_by_policy(llama(8192))) == ["selective", "mlp", "full"]
+    assert policies_by_cost(llama(512), saved_bytes_by_policy(llama(512))) == ["selective", "full"]
 
 
 def test_the_choice_is_the_same_whoever_asks() -> None:
     """A trainer need not know by name the GPU that a plan was made for."""
-    budget = 0.4 * 32 * kept_bytes(llama(8192))["none"]
+    budget = 0.4 * 32 * saved_bytes_by_policy(llama(8192))["none"]
     named = (with_budget(llama(8192, *gpu), budget) for gpu in ((), ("cluster.gpu=a100",), ("cluster.gpu=B200-SXM",)))
     first, *others = (policies(spec, range(32)) for spec in named)
     assert Counter(first).keys() == {"mlp", "selective"} and others == [first, first]
@@ -73,7 +83,7 @@ def test_the_choice_is_the_same_whoever_asks() -> None:
 def test_what_waits_in_host_memory_is_no_part_of_a_budget() -> None:
     """Compiled: 20 GiB on the host, dealt to 30 blocks, keep as many from computing their MLP again."""
     spec = llama(8192, "parallel.compile=true")
-    each, budget = kept_bytes(spec), 26.2 * 2**30
+    each, budget = saved_bytes_by_policy(spec), 26.2 * 2**30
     assert Counter(policies(with_budget(spec, budget), range(32))) == {"mlp": 23, "selective": 9}
     away = spec.replace(parallel=spec.parallel.replace(offload_activations=20.0))
     chosen = policies(with_budget(away, budget), range(32))
@@ -81,8 +91,10 @@ def test_what_waits_in_host_memory_is_no_part_of_a_budget() -> None:
     assert budget - each["selective"] < sum(each[one] for one in chosen) - 20 * 2**30 <= budget
     # An eager block's checkpoint holds all but its input: 30 inputs of 1/8 GiB are all that can go.
     eager = llama(8192, "parallel.offload_activations=20")
-    assert sum(sent(eager, ["selective"] * 32, waiting_bytes(eager))) == 30 * 2**27
-    assert sum(sent(eager, ["none"] * 32, waiting_bytes(eager))) == pytest.approx(20 * 2**30, rel=1e-5)
+    assert sum(offloaded_bytes(eager, ["selective"] * 32, offloadable_bytes_by_policy(eager))) == 30 * 2**27
+    assert sum(offloaded_bytes(eager, ["none"] * 32, offloadable_bytes_by_policy(eager))) == pytest.approx(
+        20 * 2**30, rel=1e-5
+    )
 
 
 def test_blocks_that_send_nothing_compute_again_first() -> None:

@@ -12,7 +12,7 @@ import pytest
 from lmworks.plan.devices.machine import Machine, Rate
 from lmworks.plan.memory.reserve import reserved, room
 from lmworks.plan.ops import Kernel
-from lmworks.plan.policies import kept_bytes, policies
+from lmworks.plan.policies import policies, saved_bytes_by_policy
 from lmworks.plan.predict import predict
 from lmworks.plan.step.one_device import step_time
 from lmworks.spec import RunSpec, SpecError, catalogue, load_run
@@ -149,7 +149,7 @@ def test_a_budget_takes_the_time_of_what_its_blocks_do() -> None:
     none, full = seconds(recompute="none"), seconds(recompute="full")
     assert seconds(recompute="budget", recompute_budget=1000.0) == pytest.approx(none)
     spec = make_run()
-    each = kept_bytes(spec)
+    each = saved_bytes_by_policy(spec)
     layers = spec.model.layers
     assert layers >= 2
     one_of_them = (each["full"] + (layers - 1) * each["mlp"]) / 2**30 * 1.0001

@@ -1,6 +1,6 @@
 """A sample of measured products and collectives, priced with the code and the constants of today.
 
-`sample/products.csv`: rows that no fit has seen, spread evenly over FLOPs. `sample/collectives.csv`: inside a machine,
+`sample/gemm.csv`: rows that no fit has seen, spread evenly over FLOPs. `sample/collectives.csv`: inside a machine,
 every collective on each GPU, from 16 KiB to 256 MiB; the median of several NCCL versions, and the fit has seen them.
 """
 

@@ -14,9 +14,9 @@ from lmworks.plan.expert_load import fullest
 from lmworks.plan.flops import model_flops_per_token
 from lmworks.plan.pipelines.orders import stages_of
 from lmworks.plan.software import EAGER, SOFTWARE
-from lmworks.plan.step.constants import Constants, constants, family
-from lmworks.plan.step.pipeline import Cut, stages
-from lmworks.plan.step.price import price, timeline, weigh
+from lmworks.plan.step.constants import Constants, chip_family, constants
+from lmworks.plan.step.pipeline import StageSplit, stages
+from lmworks.plan.step.price import price, price_uncalibrated, timeline
 from lmworks.plan.step.uncalibrated import Uncalibrated
 from lmworks.plan.tables.sources import SOURCES
 from lmworks.spec import Cluster, ModelSpec, SpecError, catalogue
@@ -24,7 +24,7 @@ from lmworks.spec.run import SCHEDULES
 
 LLAMA = ModelSpec.from_preset("llama3-8b")
 H100 = catalogue()["H100-SXM-80GB"]
-PLAIN = Constants(step_s={"*": 1e-12}, contention=0.0, jitter=0.0)  # nothing but rates and links
+PLAIN = Constants(step_s={"*": 1e-12}, contention=0.0, stragglers=0.0)  # nothing but rates and links
 
 
 def make(software: str = "torchtitan-compile", model: ModelSpec = LLAMA, **changes: Any) -> Case:
@@ -67,7 +67,7 @@ def test_more_constants_of_the_same_step_need_no_new_kernels() -> None:
     case = make(dp_shard=8, zero=3)
     bare = Uncalibrated.of(case)
     for given in (PLAIN, constants()):
-        assert weigh(bare, given).seconds == price(case, given).seconds
+        assert price_uncalibrated(bare, given).seconds == price(case, given).seconds
 
 
 def test_tensor_parallel_sums_show_unless_they_are_cut_into_pieces() -> None:
@@ -197,7 +197,7 @@ def test_zero_3_of_2021_copies_what_it_gathers_rank_by_rank() -> None:
     """Three gathers of four tensors a block: forward, once more for what is computed again, and backward."""
     case = make("megatron-2021", dp_shard=1024, zero=3, recompute="full")
     slow, quick = (
-        price(case, Constants(launch_s={"eager": each}, step_s={"*": 1e-12}, jitter=0.0)) for each in (2e-5, 0.0)
+        price(case, Constants(launch_s={"eager": each}, step_s={"*": 1e-12}, stragglers=0.0)) for each in (2e-5, 0.0)
     )
     assert slow.parts["dp"] - quick.parts["dp"] == pytest.approx(2e-5 * 1024 * 4 * 3 * 32)
 
@@ -218,8 +218,8 @@ def test_the_closed_cut_is_the_one_that_is_made(schedule: str) -> None:
         held = [sum(sizes[i] for i in stages_of(schedule, ranks, virtual, rank)) for rank in range(ranks)]
         last = held.pop(0 if schedule == "zbv" else -1)
         expected = (sizes[0], sizes[-1], np.mean(sizes[:-1]), max(held), last - sizes[-1])
-        cut = Cut.of(case)
-        assert (cut.first, cut.last, cut.mean, cut.middle, cut.below) == pytest.approx(expected), (name, ranks, virtual)
+        cut = StageSplit.of(case)
+        assert (cut.first, cut.last, cut.mean, cut.middle_rank, cut.last_rank_rest) == pytest.approx(expected), (name, ranks, virtual)
 
 
 def off(schedule: str) -> dict[str, float]:
@@ -276,26 +276,26 @@ def test_every_source_has_constants_that_never_saw_it() -> None:
 
 def test_fitted_constants_are_plausible() -> None:
     given = constants()
-    assert all(0.7 < factor < 1.6 for factor in given.products.values())
+    assert all(0.7 < factor < 1.6 for factor in given.gemm.values())
     assert all(0.8 < factor < 1.25 for factor in given.software.values())
-    assert 0 < given.contention < 1 and 0 < given.jitter < 0.02
+    assert 0 < given.contention < 1 and 0 < given.stragglers < 0.02
     assert all(1e-6 < seconds < 2e-4 for seconds in given.launch_s.values())
 
 
 def test_what_has_no_factor_of_its_own_takes_that_of_its_kind() -> None:
     given = constants()
     known, other = (given.factors(gpu, EAGER, world=8) for gpu in (H100, catalogue()["MI300X"]))
-    assert (known["gemm"], other["gemm"]) == (given.products["H100"], given.products["*"])
+    assert (known["gemm"], other["gemm"]) == (given.gemm["H100"], given.gemm["*"])
     assert other["attention"] == given.attention["*"]
     blind = constants("simumax")  # the only runs on B200: products as on H100
-    assert blind.products["B200"] == pytest.approx(blind.products["H100"], rel=1e-3)
+    assert blind.gemm["B200"] == pytest.approx(blind.gemm["H100"], rel=1e-3)
     assert constants("vtrain").launch_s["megatron-deepspeed"] == constants("vtrain").launch_s["eager"]
 
 
 def test_boards_with_the_same_chip_share_constants() -> None:
     gpus = catalogue()
-    assert family(gpus["H100-PCIe-80GB"]) == family(H100) == "H100"
-    assert family(gpus["GB200"]) == family(gpus["B200-SXM"]) == "B200"
+    assert chip_family(gpus["H100-PCIe-80GB"]) == chip_family(H100) == "H100"
+    assert chip_family(gpus["GB200"]) == chip_family(gpus["B200-SXM"]) == "B200"
 
 
 def test_what_was_never_fitted_has_a_wider_interval_and_says_so() -> None:

@@ -218,9 +218,9 @@ def with_timelines(rows: list[dict[str, Any]], layouts: Sequence[Found]) -> list
 
 def spans_of(found: Found) -> list[list[Any]] | None:
     """The pipeline in time: too long for --json, so only a page has it."""
-    from ..plan.step.price import passes
+    from ..plan.step.price import pipeline_spans
 
-    return [list(span) for span in passes(found.case)] if found.case.pp > 1 else None
+    return [list(span) for span in pipeline_spans(found.case)] if found.case.pp > 1 else None
 
 
 def explained(verdict: Verdict) -> dict[str, Any]:

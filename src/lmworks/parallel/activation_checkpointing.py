@@ -9,7 +9,7 @@ import torch
 
 from ..model import GPT
 from ..model.activation_offload import Offload
-from ..plan.activation_offload import shares
+from ..plan.activation_offload import block_budgets
 from ..plan.policies import policies
 from ..spec import RunSpec
 
@@ -24,7 +24,7 @@ def choose_recompute(part: GPT, spec: RunSpec, device: torch.device) -> None:
 def offload_activations(part: GPT, spec: RunSpec) -> None:
     if spec.parallel.offload_activations:
         blocks = part.layers()
-        part.offload = Offload(shares(spec, len(blocks)), blocks[0].parameters())
+        part.offload = Offload(block_budgets(spec, len(blocks)), blocks[0].parameters())
 
 
 def placed(spec: RunSpec, device: torch.device) -> RunSpec:

@@ -1,8 +1,7 @@
-"""Activations that wait in host memory between forward and backward pass: how many bytes each block sends there.
+"""Activation offload: bytes of each block in host memory between forward and backward pass.
 
-`parallel.offload_activations` is dealt evenly to all blocks but the last two, whose backward pass comes at once. A
-block cannot send more than it keeps, and of one whose checkpoint holds what it keeps only the input. Small tensors
-stay, and so do whole numbers.
+`parallel.offload_activations` is shared evenly by all blocks but the last two, whose backward pass comes at once. A
+block offloads at most what it saves; a checkpointed block only its input. Small tensors and integer tensors stay.
 """
 
 from __future__ import annotations
@@ -14,75 +13,79 @@ from typing import Any
 import numpy as np
 
 from ..spec import RunSpec
-from ..spec.layout import STAY
+from ..spec.layout import RESIDENT_BLOCKS
 from .case import Case, Number
 from .network import Network
-from .saved_activations import keepers, stream_bytes
+from .saved_activations import selective_ops, stream_bytes
 
-PAGE = 4096  # bytes
-SMALLEST = 2**20  # bytes of a tensor that leaves, and of a piece of host memory: as in model/activation_offload.py
+PAGE_BYTES = 4096
+# Smallest tensor that is offloaded, and unit of pinned host memory; as in model/activation_offload.py.
+MIN_TENSOR_BYTES = 2**20
 
 
-def shares(spec: RunSpec, blocks: int) -> list[int]:
-    """Bytes that each block may send."""
+def block_budgets(spec: RunSpec, blocks: int) -> list[int]:
+    """Bytes that each block may offload."""
     if not spec.parallel.offload_activations:
         return [0] * blocks
-    each = int(spec.parallel.offload_activations * 2**30 / (blocks - STAY)) // PAGE * PAGE
-    return [each] * (blocks - STAY) + [0] * STAY
+    each = int(spec.parallel.offload_activations * 2**30 / (blocks - RESIDENT_BLOCKS)) // PAGE_BYTES * PAGE_BYTES
+    return [each] * (blocks - RESIDENT_BLOCKS) + [0] * RESIDENT_BLOCKS
 
 
-def may_wait(net: Network, recompute: str) -> Any:
-    """Bytes of what one block keeps that could leave, where its hooks see them."""
+def offloadable_bytes(net: Network, recompute: str) -> Any:
+    """Saved bytes of one block that saved-tensor hooks can offload."""
     if recompute == "none":
-        return large((op.copies, size) for op in net.block for size in op.saved)
-    found = large([(1, stream_bytes(net))])
+        return large_tensor_bytes((op.copies, size) for op in net.block for size in op.saved)
+    found = large_tensor_bytes([(1, stream_bytes(net))])
     if recompute == "full":
         return found
-    return found + large((op.copies, size) for op in keepers(net, recompute) for size in op.dear)
+    return found + large_tensor_bytes(
+        (op.copies, size) for op in selective_ops(net, recompute) for size in op.saved_selective
+    )
 
 
-def large(tensors: Iterable[tuple[Number, Number]]) -> Any:
-    """Bytes of those that are, of (how many there are, bytes of one)."""
-    return sum(count * np.where(np.greater_equal(size, SMALLEST), size, 0)[()] for count, size in tensors)
+def large_tensor_bytes(tensors: Iterable[tuple[Number, Number]]) -> Any:
+    """Bytes of tensors of at least `MIN_TENSOR_BYTES`; `tensors`: (count, bytes of one)."""
+    return sum(count * np.where(np.greater_equal(size, MIN_TENSOR_BYTES), size, 0)[()] for count, size in tensors)
 
 
-def sent(spec: RunSpec, policies: Sequence[str], most: Mapping[str, float]) -> list[float]:
-    """Bytes that each block sends, by its recompute policy; `most` has what a block `may_wait` for under any."""
+def offloaded_bytes(spec: RunSpec, policies: Sequence[str], most: Mapping[str, float]) -> list[float]:
+    """Bytes that each block offloads under its recompute policy; `most`: `offloadable_bytes` of every policy."""
     layout = spec.parallel
-    # Of a compiled block that talks to nobody the compiler keeps what a policy asks for, and the hooks see it.
-    seen = layout.compile and layout.tp * layout.cp * layout.ep == 1
-    limits = [most[policy if seen or policy == "none" else "full"] for policy in policies]
-    return [min(share, limit) for share, limit in zip(shares(spec, len(policies)), limits, strict=True)]
+    # In a compiled block without collectives the compiler saves what the policy says, and hooks see it.
+    hooked = layout.compile and layout.tp * layout.cp * layout.ep == 1
+    limits = [most[policy if hooked or policy == "none" else "full"] for policy in policies]
+    return [min(share, limit) for share, limit in zip(block_budgets(spec, len(policies)), limits, strict=True)]
 
 
-def pinned(sizes: Iterable[float]) -> int:
-    """Host memory for what blocks send: whole pieces for each."""
-    return sum(math.ceil(size / SMALLEST) * SMALLEST for size in sizes)
+def pinned_bytes(sizes: Iterable[float]) -> int:
+    """Pinned host memory: whole buffers of `MIN_TENSOR_BYTES` per block."""
+    return sum(math.ceil(size / MIN_TENSOR_BYTES) * MIN_TENSOR_BYTES for size in sizes)
 
 
 # --- in closed form -------------------------------------------------------------------------------------
 
 
-def sent_by_all(case: Case, net: Network) -> Number:
-    """Of all blocks of a micro-batch."""
-    return sum((count * size for count, size in senders(case, net)), 0.0 * net.load.tokens)
+def total_offloaded_bytes(case: Case, net: Network) -> Number:
+    """Of all blocks, per micro-batch."""
+    return sum((count * size for count, size in offloading_blocks(case, net)), 0.0 * net.load.tokens)
 
 
-def pinned_by_all(case: Case, net: Network) -> Number:
-    pieces = ((count, np.ceil(size / SMALLEST)) for count, size in senders(case, net))
-    return sum((count * number * SMALLEST for count, number in pieces), 0.0 * net.load.tokens)
+def total_pinned_bytes(case: Case, net: Network) -> Number:
+    pieces = ((count, np.ceil(size / MIN_TENSOR_BYTES)) for count, size in offloading_blocks(case, net))
+    return sum((count * number * MIN_TENSOR_BYTES for count, number in pieces), 0.0 * net.load.tokens)
 
 
-def senders(case: Case, net: Network) -> Iterator[tuple[Number, Number]]:
-    """Blocks that are alike: how many, and what each sends."""
+def offloading_blocks(case: Case, net: Network) -> Iterator[tuple[Number, Number]]:
+    """(number of blocks, bytes that each offloads)."""
     if not np.any(case.offload_activations):
         return
-    blocks = case.model.layers - STAY
-    share = case.offload_activations * 2**30 / blocks // PAGE * PAGE
+    blocks = case.model.layers - RESIDENT_BLOCKS
+    share = case.offload_activations * 2**30 / blocks // PAGE_BYTES * PAGE_BYTES
     every = case.recompute_every if case.recompute == "full" else 1
-    again: Number = 0 if case.recompute == "none" else np.ceil(blocks / every)
-    if np.any(np.less(again, blocks)):
-        yield blocks - again, np.minimum(share, may_wait(net, "none"))
+    recomputed: Number = 0 if case.recompute == "none" else np.ceil(blocks / every)
+    if np.any(np.less(recomputed, blocks)):
+        yield blocks - recomputed, np.minimum(share, offloadable_bytes(net, "none"))
     if case.recompute != "none":
-        alone = case.software.graph & np.equal(case.tp * case.cp * case.ep, 1)
-        yield again, np.minimum(share, np.where(alone, may_wait(net, case.recompute), may_wait(net, "full")))
+        hooked = case.software.graph & np.equal(case.tp * case.cp * case.ep, 1)
+        most = np.where(hooked, offloadable_bytes(net, case.recompute), offloadable_bytes(net, "full"))
+        yield recomputed, np.minimum(share, most)

@@ -1,7 +1,7 @@
-"""One training job as the planner prices it, or many at once that differ in numbers only.
+"""One training job as the planner prices it, or many that differ in numbers only.
 
-A number may be a numpy array: the search prices thousands of layouts in one call, with the same formulas that price
-one. What changes which formula applies (model, precision, recompute, schedule) is one value for the whole case.
+A number may be a numpy array: the search prices thousands of layouts in one call, with the formulas that price one.
+What selects a formula (model, precision, recompute, schedule) is one value per case.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Case:
     pp: Number = 1
     ep: Number = 1
     virtual: Number = 1  # pipeline stages of one rank
-    zero: int = 0  # what dp_shard shards: 1 optimizer states, 2 gradients too, 3 parameters too
-    reshard: bool = True  # zero = 3: gathered parameters are let go between forward and backward pass
+    zero: int = 0  # ZeRO stage over dp_shard: 1 optimizer states, 2 gradients too, 3 parameters too
+    reshard: bool = True  # ZeRO-3: gathered parameters are freed between forward and backward pass
     sp: bool = False
     schedule: str = "1f1b"
-    # "full", "selective" (products and attention are kept), "mlp" (attention and its), or "attention" (its inside only)
+    # "full", "selective" (GEMMs and attention are saved), "mlp" (attention and its GEMMs), "attention" (core attention)
     recompute: str = "none"
     recompute_every: Number = 1
     cp_method: str = "ring"  # or "ulysses"
     dtype: str = "bf16"
     optimizer: str = "adamw"
     offload: str = "none"
-    offload_activations: Number = 0.0  # GiB of a rank's that wait in host memory
-    cluster: Cluster = Cluster(gpus_per_node=8)  # how many GPUs a machine has, and what joins them
-    host: Number = 1.0  # how much longer its host takes to launch a kernel than usual ones
+    offload_activations: Number = 0.0  # GiB of a rank in host memory
+    cluster: Cluster = Cluster(gpus_per_node=8)  # GPUs per node, and links
+    host: Number = 1.0  # launch time of its host over that of the reference host
 
     @classmethod
     def of(cls, spec: RunSpec, gpu: Gpu) -> Self:
@@ -88,7 +88,7 @@ class Case:
         return replace(self, **changes)
 
     def take(self, rows: NDArray[Any] | np.intp) -> Self:
-        """The candidates that `rows` (a mask, or a place) picks."""
+        """The candidates that `rows` (a mask or an index) selects."""
         arrays = {name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         return replace(self, **arrays)
 
@@ -115,17 +115,17 @@ class Case:
 
     @property
     def layers(self) -> Number:
-        """Of the busiest rank."""
+        """Of the rank with the most."""
         return np.ceil(self.model.layers / self.pp)
 
     @property
     def width(self) -> int:
-        """Bytes of one number in a product."""
+        """Bytes per element of a GEMM operand."""
         return {"fp32": 4, "fp8": 1}.get(self.dtype, 2)
 
     @property
     def text(self) -> str:
-        """The layout of one candidate, as people say it: what is 1 or off is left out."""
+        """The layout of one candidate; degrees of 1 are left out."""
         words = [f"{axis}={int(getattr(self, axis))}" for axis in ("tp", "cp", "pp", "ep") if getattr(self, axis) > 1]
         if self.dp > 1:
             copies = f"{int(self.dp_replicate)}×" if self.dp_shard > 1 and self.dp_replicate > 1 else ""

@@ -1,7 +1,7 @@
-"""How unevenly tokens fall on experts: what the fullest of them, and the fullest rank, gets. Modelled.
+"""Expert load imbalance: tokens of the most loaded expert, and of the most loaded rank. Modelled.
 
-A router that is trained to balance spreads slots about as evenly as chance does. Every layer waits for its fullest
-rank, and every expert's rows end in a tile that is filled by half, on average.
+A router trained with a balance loss spreads slots about as evenly as chance does. Every layer waits for its most loaded
+rank, and the last tile of an expert's rows is half full on average.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import numpy as np
 
 from .case import Number
 
-TILE = 128  # rows of one tile of a grouped product
-EULER = 0.5772
+TILE = 128  # rows of one tile of a grouped GEMM; modelled
+EULER = 0.5772  # Euler–Mascheroni constant
 
 
 def fullest(slots: Number, bins: Number) -> Number:
-    """Slots of the fullest of `bins` over their mean, when `slots` of each fall where chance has it.
+    """Largest load of `bins` over their mean, with `slots` of each placed at random.
 
-    The largest of n normal numbers lies about √(2 ln n) − (ln ln n + ln 4π − 2γ) / √(8 ln n) above their mean.
+    The expected maximum of n normal numbers lies about √(2 ln n) − (ln ln n + ln 4π − 2γ) / √(8 ln n) above their mean.
     """
     log = np.log(np.maximum(bins, 2))
     above = np.sqrt(2 * log) - (np.log(log) + np.log(4 * np.pi) - 2 * EULER) / np.sqrt(8 * log)
@@ -25,5 +25,5 @@ def fullest(slots: Number, bins: Number) -> Number:
 
 
 def padded(rows: Number) -> Number:
-    """Rows that a product of one expert pays for: to the end of its last tile."""
+    """Rows that the GEMM of one expert computes: to the end of its last tile."""
     return rows + TILE / 2

@@ -1,8 +1,8 @@
-"""The op list of code that fuses: Megatron with Transformer Engine, torchtitan, FSDP over MPT, our own blocks compiled.
+"""The op list of code with fused kernels: Megatron with Transformer Engine, torchtitan, MPT, our own compiled blocks.
 
-The same lists as `network`, with what sits between two products in one kernel: one pass reads its inputs and writes its
-result. Kept for the backward pass (Korthikanti et al. 2022, with flash attention instead of scores where there is one):
-the stream before each norm, the input of every product, q, k, v and attention's result, and dropout's masks.
+The same lists as `network`, with what lies between two GEMMs in one kernel that reads its inputs and writes its output
+once. Saved for the backward pass (Korthikanti et al. 2022, with flash attention instead of scores where there is one):
+the residual stream before each norm, the input of every GEMM, q, k, v and attention's output, and dropout masks.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import numpy as np
 
 from .expert_load import fullest, padded
 from .flops import keys_per_query
-from .ops import Kernel, Op, Workload, gemm, in_16_bits
+from .ops import Kernel, Op, Workload, gemm, without_fp8
 
-# Small passes over every token's scores, each way: logits in fp32, softmax, the largest, their sum and weights, who
-# goes where as a mask, counts by expert and by rank, sums of these, a sort, and the loss that balances.
+# Passes over the router's scores in each direction: logits in fp32, softmax, top-k, their sum and weights, the dispatch
+# mask, counts by expert and by rank, their sums, a sort, and the balance loss. Counted from this list, not measured.
 ROUTING = 12
 
 
 def passes(*sizes: Any) -> tuple[Kernel, ...]:
-    """One pass each, over so many bytes."""
+    """One memory-bound kernel for each size in bytes."""
     return tuple(Kernel("stream", bytes=1.0 * size) for size in sizes)
 
 
 def launched(load: Workload, count: int) -> tuple[Kernel, ...]:
-    """Launches of code that fuses nothing, of which the host has the work: small sums, and gradients added to others.
+    """Launches of unfused code that cost the host only: small sums, and gradient accumulation.
 
-    What they move is counted with the passes that they belong to.
+    Their bytes are counted with the kernels that they belong to.
     """
     return () if load.software.fused else (Kernel("stream", count=count),)
 
 
 def summed(load: Workload, numbers: Any, bias: bool) -> tuple[Kernel, ...]:
-    """The gradient of a bias, where a pass of its own adds up that of the product."""
-    return passes(load.width * numbers) if load.software.sums and bias else ()
+    """The gradient of a bias, where a separate kernel sums it over tokens."""
+    return passes(load.width * numbers) if load.software.bias_grad_pass and bias else ()
 
 
 def product(
@@ -45,48 +45,48 @@ def product(
     inputs: Any,
     outputs: Any,
     part: str = "matmul",
-    dear: Sequence[Any] | None = None,
+    saved_selective: Sequence[Any] | None = None,
     bias: bool = False,
 ) -> Op:
     """Weights arrive in the compute precision, or are cast with the layer where the code does so (autocast).
 
-    `dear` are the widths of the outputs that selective recompute keeps, where that is not all of them in one tensor.
+    `saved_selective`: widths of the outputs that selective recompute saves, by default all in one tensor.
     """
     t = load.tokens
-    # The weight's gradient is added to the last one; a bias has a sum over tokens, and the same.
+    # Weight-gradient accumulation; a bias has a sum over tokens and an accumulation too.
     sums = launched(load, 3 if load.model.bias else 1)
     cast = passes(6.0 * inputs * outputs) if load.cast_weights else ()
     forward = (gemm(t, inputs, outputs), *cast)
     backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs), *cast, *sums, *summed(load, t * outputs, bias))
-    kept = tuple(load.width * t * width for width in ((outputs,) if dear is None else dear))
-    return Op(name, part, forward, backward, dear=kept)
+    kept = tuple(load.width * t * width for width in ((outputs,) if saved_selective is None else saved_selective))
+    return Op(name, part, forward, backward, saved_selective=kept)
 
 
 def stem(load: Workload) -> list[Op]:
-    x, table = load.outside * load.model.hidden * load.software.stream, load.vocab * load.model.hidden
-    mask = load.outside * load.model.hidden * load.software.dropout
+    x, table = load.sp_tokens * load.model.hidden * load.software.stream, load.vocab * load.model.hidden
+    mask = load.sp_tokens * load.model.hidden * load.software.dropout
     return [Op("embedding", "embedding", passes(2 * x + mask), passes(4 * table, 2 * x), saved=(x, mask))]
 
 
 def norm(name: str, load: Workload) -> Op:
-    """Its result is kept as the next product's input; its own input is kept by whoever made it."""
-    x = load.outside * load.model.hidden
+    """Its output is saved as the next GEMM's input; its input is saved by the op that made it."""
+    x = load.sp_tokens * load.model.hidden
     s, w = load.software.stream, load.width
-    statistics = [4 * load.outside] * (2 if load.model.norm == "layer" else 1)
-    results = [] if load.made_again else [w * x]
+    statistics = [4 * load.sp_tokens] * (2 if load.model.norm == "layer" else 1)
+    results = [] if load.rematerialized else [w * x]
     sums = launched(load, 4 if load.model.norm == "layer" else 2)  # each of its weights: a sum, added to the last
     return Op(name, "norms", passes((s + w) * x), (*passes((2 * s + w) * x), *sums), saved=(*results, *statistics))
 
 
 def residual(name: str, load: Workload, inner: bool = False) -> Op:
-    """Sum, and dropout before it with one byte a number for its mask.
+    """Residual add, and dropout before it with a mask of one byte per element.
 
-    Of an `inner` sum a compiler keeps what was added, where that has fewer bytes, and adds again.
+    A compiler saves the addend of an `inner` add, where that has fewer bytes, and adds again.
     """
-    x, s = load.outside * load.model.hidden, load.software.stream
+    x, s = load.sp_tokens * load.model.hidden, load.software.stream
     mask = x * load.software.dropout
     kept = min(s, load.width) if inner and load.software.fused else s
-    moved = np.where(load.joined & (not inner), s, 2 * s + load.width)[()]
+    moved = np.where(load.epilogue_fusion & (not inner), s, 2 * s + load.width)[()]
     return Op(name, "residual", passes(moved * x + mask), passes(2 * s * x + mask), saved=(kept * x, mask))
 
 
@@ -95,14 +95,14 @@ def attention(load: Workload) -> list[Op]:
     result, both = w * t * load.q_width, w * t * (load.q_width + load.kv_width)
     wide = [load.q_width, load.kv_width, load.kv_width]
     held = [w * t * width for width in wide]
-    dear = wide[:-1] if load.software.every_second else wide
-    ops = [product("query, key, value", load, m.hidden, sum(wide), dear=dear, bias=m.qkv_bias)]
+    saved_selective = wide[:-1] if load.software.saves_alternate_gemms else wide
+    ops = [product("query, key, value", load, m.hidden, sum(wide), saved_selective=saved_selective, bias=m.qkv_bias)]
     if m.positions == "rope":
-        turns = 1 if load.software.fused else 3  # two halves, their product with tables in fp32, and back
+        turns = 1 if load.software.fused else 3  # unfused: two halves, their product with fp32 tables, and back
         ops.append(Op("rotary", "rotary", passes(2 * turns * both), passes(2 * turns * both)))
     if m.qk_norm:
         ops.append(Op("head norms", "norms", passes(2 * both), passes(3 * both), saved=tuple(held[:2])))
-    # Where keys travel between ranks, q and k are held as they came and as they were turned.
+    # Under context parallelism q and k are saved before and after the rotary embedding.
     inputs = [*held, *(size * np.greater(load.cp, 1) for size in held[:2])]
     if load.software.attention == "scores":
         return [*ops, scores(load, inputs, result)]
@@ -118,11 +118,11 @@ def attention(load: Workload) -> list[Op]:
 
 
 def scores(load: Workload, inputs: Sequence[Any], result: Any) -> Op:
-    """Before flash attention: q·kᵀ whole, scaled, masked and turned into weights in one pass, dropout in another."""
+    """Without flash attention: all scores q·kᵀ, one kernel for scale, mask and softmax, another for dropout."""
     m, w, drop = load.model, load.width, load.software.dropout
     each = load.batch * load.heads
     count = load.tokens * load.seq * load.heads
-    seen = w * (1 + drop) + drop  # weights, and under dropout what is left of them and its mask
+    seen = w * (1 + drop) + drop  # softmax output, and under dropout its output and mask
     up, down = (
         gemm(load.seq // load.cp, m.head_dim, load.seq, each),
         gemm(load.seq // load.cp, load.seq, m.head_dim, each),
@@ -130,11 +130,19 @@ def scores(load: Workload, inputs: Sequence[Any], result: Any) -> Op:
     forward = (up, down, *passes(2 * w * count), *passes(*[(2 * w + 1) * count] * drop), *launched(load, 1))
     backward = (up, up, down, down, *passes(3 * w * count), *passes(*[(2 * w + 1) * count] * drop), *launched(load, 3))
     saved = (*inputs, seen * count, result)
-    return Op("attention", "attention", forward, backward, saved, dear=(w * count, result), inside=seen * count)
+    return Op(
+        "attention",
+        "attention",
+        forward,
+        backward,
+        saved,
+        saved_selective=(w * count, result),
+        core_attention=seen * count,
+    )
 
 
 def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = None) -> list[Op]:
-    """`count` of them, each over so many tokens: one, or this rank's experts. Their products pay for `rows`."""
+    """`count` MLPs (one, or this rank's experts) over `tokens` each; their GEMMs are padded to `rows`."""
     h, w = load.model.hidden, load.width
     rows = tokens if rows is None else rows
     each = w * tokens * width
@@ -145,34 +153,34 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
     forward = (gemm(rows, h, up * width, count), *up * cast)
     sums = launched(load, 3 if bias else 1)
     backward = (gemm(rows, up * width, h, count), gemm(up * width, rows, h, count), *up * cast, *sums)
-    there, back = (np.where(load.joined, 1, moved * apart)[()] * wide for moved in (up + 1, 2 * up + 1))
+    there, back = (np.where(load.epilogue_fusion, 1, moved * apart)[()] * wide for moved in (up + 1, 2 * up + 1))
     last = (
         (gemm(rows, width, h, count), *cast),
         (gemm(rows, h, width, count), gemm(h, rows, width, count), *cast, *sums),
     )
     more = summed(load, up * tokens * width * count, bias), summed(load, tokens * h * count, bias)
-    dear = (each,) * (1 if load.software.every_second else up)
-    saved = (each,) * (up + (not load.made_again))
+    saved_selective = (each,) * (1 if load.software.saves_alternate_gemms else up)
+    saved = (each,) * (up + (not load.rematerialized))
     return [
-        Op("up", "matmul", forward, backward + more[0], dear=dear, copies=count),
+        Op("up", "matmul", forward, backward + more[0], saved_selective=saved_selective, copies=count),
         Op(load.model.mlp, "activation", passes(there), passes(back), saved=saved, copies=count),
-        # Nothing in the backward pass asks for the last product: a compiler does not keep it.
+        # The backward pass does not need the last GEMM's output: a compiler does not save it.
         Op(
             "down",
             "matmul",
             last[0],
             last[1] + more[1],
-            dear=() if load.software.fused else (w * tokens * h,),
+            saved_selective=() if load.software.fused else (w * tokens * h,),
             copies=count,
         ),
     ]
 
 
 def experts(load: Workload) -> list[Op]:
-    """Rows sorted by expert, each rank's experts over what comes to them, rows back.
+    """Token dispatch sorted by expert, each rank's experts, combine.
 
-    They are sorted before they travel to another rank and again after, and so on their way back. The pace is that of
-    the fullest rank; what is kept is counted as evenly spread.
+    Rows are sorted before and after the all-to-all, in both directions. Time is that of the most loaded rank; saved
+    bytes are counted as evenly spread.
     """
     m, w, t = load.model, load.width, load.tokens
     shared = mlp(load, m.shared_experts * m.expert_ffn // load.tp, t) if m.shared_experts else []
@@ -186,24 +194,24 @@ def experts(load: Workload) -> list[Op]:
     move = Op("dispatch", "experts", sorts, sorts, saved=(moved,))
     rows = padded(each * fullest(slots, load.ep))
     ops = [route, scores, move, *mlp(load, m.expert_ffn // load.tp, each, mine, rows)]
-    return in_16_bits(load, ops) + shared
+    return without_fp8(load, ops) + shared
 
 
 def block(load: Workload) -> list[Op]:
     m = load.model
-    dear = () if load.software.every_second else None
-    out = product("attention out", load, load.q_width, m.hidden, dear=dear, bias=m.bias)
+    saved_selective = () if load.software.saves_alternate_gemms else None
+    out = product("attention out", load, load.q_width, m.hidden, saved_selective=saved_selective, bias=m.bias)
     first = [norm("attention norm", load), *attention(load), out, residual("attention residual", load, inner=True)]
     second = experts(load) if m.experts else mlp(load, m.ffn // load.tp, load.tokens)
     return [*first, norm("mlp norm", load.routed), *second, residual("mlp residual", load)]
 
 
 def loss(load: Workload) -> list[Op]:
-    """Logits whole: plain code also has them in fp32, as their logarithms and as their gradient."""
+    """Unchunked logits; plain code also holds them in fp32, as log-softmax and as gradient."""
     logits, w = load.tokens * load.vocab, load.width
     plain = load.software.loss == "plain"
     there, back = (
-        # a cast; logarithms of their softmax, which read it twice; their gradient and the cast back
+        # a cast; log-softmax, which reads twice; the gradient and the cast back
         ((w + 4) * logits, 12 * logits) if plain else (w * logits, w * logits),
         (12 * logits, (w + 4) * logits) if plain else (w * logits,),
     )

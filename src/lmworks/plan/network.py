@@ -17,22 +17,23 @@ from .ops import (
     attention,
     gemm,
     head_norm,
-    in_16_bits,
     linear,
     norm,
     residual,
     rotary,
     stream,
+    without_fp8,
 )
 from .software import Software
 
-# As in kernels/training/cross_entropy_one_pass_triton.py: logits that a program holds, and of a row for it.
-HELD, LONG = 13 * 4096, 2**14
+# As in kernels/training/cross_entropy_one_pass_triton.py: logits that a program holds in registers, and the shortest
+# row for which it does.
+LOGITS_IN_REGISTERS, MIN_LONG_ROW = 13 * 4096, 2**14
 
 
 def embedding(load: Workload) -> list[Op]:
-    m, t, h, vocab = load.model, load.outside, load.model.hidden, load.vocab
-    # Backward scatters into a dense gradient of the whole table; a tied head's gradient is added to it.
+    m, t, h, vocab = load.model, load.sp_tokens, load.model.hidden, load.vocab
+    # Backward scatters into a dense gradient of the table; a tied head's gradient is added to it.
     x, table = t * h * load.stream / 4, vocab * h * load.software.gradients / 4  # in units of 4 bytes
     back = [stream(table), stream(3 * x)] + ([stream(3 * table)] if m.tie_embeddings else [])
     ops = [Op("token embedding", "embedding", (stream(2 * x),), tuple(back), saved=(4 * x,))]
@@ -46,9 +47,9 @@ def embedding(load: Workload) -> list[Op]:
 
 
 def mask(load: Workload) -> list[Op]:
-    """Who may look at whom, made once a pass where attention is not plainly causal.
+    """The attention mask, made once per pass where attention is not plainly causal.
 
-    Autograd keeps it only where it is the very tensor that the kernel takes; under recompute the blocks hold it (dear).
+    Autograd saves it only where the kernel takes this very tensor; under recompute the blocks save it.
     """
     m = load.model
     size = load.seq**2 * (load.batch if load.documents else 1)
@@ -56,10 +57,10 @@ def mask(load: Workload) -> list[Op]:
         return []
     if m.positions == "alibi":  # one fp32 bias a head
         bias = 4 * m.heads * size
-        kept = bias if load.attention == "fused" and not load.half else 0
-        return [Op("mask", "attention", (stream(bias),), saved=(kept,), dear=(bias - kept,))]
+        kept = bias if load.attention == "fused" and not load.is_16_bit else 0
+        return [Op("mask", "attention", (stream(bias),), saved=(kept,), saved_selective=(bias - kept,))]
     if m.sliding_window or load.documents:
-        return [Op("mask", "attention", (stream(size),), dear=(size,))]
+        return [Op("mask", "attention", (stream(size),), saved_selective=(size,))]
     return []
 
 
@@ -71,14 +72,14 @@ def mlp(load: Workload, width: Any, prefix: str = "") -> list[Op]:
 
 
 def experts(load: Workload) -> list[Op]:
-    """Router, rows grouped by expert, expert after expert, rows back: tokens × top_k slots, taken as spread evenly."""
+    """Router, dispatch by expert, expert after expert, combine: tokens × top_k slots, counted as spread evenly."""
     shared = mlp(load, load.model.shared_experts * load.model.expert_ffn // load.tp, "shared ")
     load = load.routed
     m, t, w, h = load.model, load.tokens, load.width, load.model.hidden
     ffn, slots = m.expert_ffn // load.tp, load.tokens * m.top_k
-    count = m.experts // load.ep  # of this rank, which gets as many slots as it gives away
+    count = m.experts // load.ep  # of this rank, which receives as many slots as it sends
     rows = np.maximum(1, slots // count)  # tokens of one expert
-    # softmax, the chosen values, their sum (fp32), a weight per slot, each sequence's shares
+    # softmax, top-k values, their sum (fp32), a weight per slot, each sequence's load
     scores = [4 * t * m.experts, 4 * slots, 4 * t, load.stream * slots]
     if m.balance_loss:
         scores.append(4 * load.batch * m.experts)
@@ -91,9 +92,9 @@ def experts(load: Workload) -> list[Op]:
         indices=24 * slots + 8 * m.experts,  # of the chosen, two permutations; counts
     )
     x = slots * h * w / 4  # rows that move, in units of 4 bytes
-    # Rows grouped by expert and their results in place are kept; results are joined, moved, weighted and added up.
+    # Saved: rows grouped by expert, and their outputs. Outputs are concatenated, moved, weighted and summed.
     move = [stream(2 * x, count=3), stream(x + slots * h), stream(slots * h + t * h)]
-    # The other way; the weights' gradient reads the results, gradients of gate's and up's input are added.
+    # Backward; the gate weights' gradient reads the outputs, input gradients of gate and up are added.
     back = [stream(2 * x, count=3), stream(x + slots * h, count=2), stream(x + t * h), stream(3 * x)]
     join = [stream(2 * count * ffn * h, count=3)]  # gradients of single experts into one tensor
     dispatch = Op("dispatch", "experts", tuple(move), (*back, *join), saved=(4 * x, 4 * x))
@@ -104,7 +105,7 @@ def experts(load: Workload) -> list[Op]:
         forward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
         backward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
     dear = [slots / count * w * width for width in (ffn, ffn, h)]
-    products = Op("experts", "matmul", tuple(forward), tuple(backward), dear=tuple(dear), copies=count)
+    products = Op("experts", "matmul", tuple(forward), tuple(backward), saved_selective=tuple(dear), copies=count)
     ops = [
         linear("router", load, h, m.experts),
         route,
@@ -112,7 +113,7 @@ def experts(load: Workload) -> list[Op]:
         products,
         activation(load, ffn, slots / count, count),
     ]
-    return in_16_bits(load, ops) + (shared if m.shared_experts else [])
+    return without_fp8(load, ops) + (shared if m.shared_experts else [])
 
 
 def block(load: Workload) -> list[Op]:
@@ -138,15 +139,15 @@ def block(load: Workload) -> list[Op]:
 
 
 def loss(load: Workload) -> list[Op]:
-    """Final norm, head and cross-entropy in chunks: all three products and both gradients within the forward pass."""
+    """Final norm, head and chunked cross-entropy: all three GEMMs and both gradients within the forward pass."""
     t, h, vocab = load.tokens, load.model.hidden, load.vocab
-    rows, seen = load.chunk_rows, load.columns
+    rows, seen = load.chunk_rows, load.logit_columns
     chunks, head = t / rows, vocab * h
     products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks)]
     passes = [*softmax(load, rows * seen, chunks)]
     if load.cast:  # the head, once
         passes.append(stream(1.5 * head))
-    if load.half:  # every chunk adds to its gradient
+    if load.is_16_bit:  # every chunk adds to its gradient
         added = load.head_gradient / 2 if load.in_place else 3
         passes.append(stream(added * head, count=chunks))
     scaled = (load.head_gradient + load.software.gradients) / 4
@@ -162,7 +163,7 @@ def softmax(load: Workload, logits: Any, chunks: Any) -> list[Kernel]:
     if load.in_place:
         return [Kernel("exp", bytes=passes_in_place(load) * load.width * logits, count=chunks)]
     found = [stream(3 * logits, kind="exp", count=chunks), stream(2 * logits, kind="exp", count=chunks)]  # log p, exp
-    if not load.half:
+    if not load.is_16_bit:
         return [*found, stream(2 * logits, count=chunks)]  # which rows count
     # Softmax on a GPU reads fp16 itself. Which rows count, and back to 2 bytes, is one pass that is not vectorised.
     wide = [] if load.dtype == "fp16" else [stream(1.5 * logits, kind="widen", count=chunks)]
@@ -171,21 +172,26 @@ def softmax(load: Workload, logits: Any, chunks: Any) -> list[Kernel]:
 
 
 def passes_in_place(load: Workload) -> Any:
-    """A row is read twice and written once; in bf16 the part of a long one that registers hold is read once.
+    """Passes over the logits: two reads and a write; in bf16 the part of a long row held in registers is read once.
 
-    That kernel is not as near a copy's pace as one that reads twice: on an H200 it took what 2.63 passes would where it
-    holds all of a row (4.27 ms a step of GPT-2, docs/log.md), and 2.88 where it holds 0.42 of it (2.98 ms a step of
-    Llama 3 8B, benchmarks/results/train_gpu.json). Ranks that share a vocabulary meet between the two reads.
+    That kernel is further from copy bandwidth than one that reads twice: on an H200 it took what 2.63 passes would
+    where it holds all of a row (4.27 ms a step of GPT-2, docs/log.md), and 2.88 where it holds 0.42 of it (2.98 ms a
+    step of Llama 3 8B, benchmarks/results/train_gpu.json). Under vocabulary parallelism a collective lies between the
+    two reads.
     """
-    if load.dtype == "fp16" or load.width != 2 or load.software.wide_ends:
+    if load.dtype == "fp16" or load.width != 2 or load.software.fp32_head:
         return 3.0
-    held = np.minimum(1.0, HELD / load.columns) * np.greater_equal(load.columns, LONG) * np.equal(load.tp, 1)
+    held = (
+        np.minimum(1.0, LOGITS_IN_REGISTERS / load.logit_columns)
+        * np.greater_equal(load.logit_columns, MIN_LONG_ROW)
+        * np.equal(load.tp, 1)
+    )
     return 3.0 - 0.37 * held
 
 
 @dataclass(frozen=True)
 class Network:
-    """Ops before the blocks, of one block, and after them."""
+    """Ops of the embedding, of one block, and of head and loss."""
 
     load: Workload
     stem: tuple[Op, ...]
@@ -200,7 +206,7 @@ class Network:
 
 
 def network(load: Workload) -> Network:
-    """Of the code that runs it: our blocks op by op, or a list in which what can be one kernel is one."""
+    """By code base: our eager blocks op by op, or the list of fused kernels."""
     if load.software.fused or (load.software.stream == 2 and not load.software.name.startswith("lmworks")):
         last = loss(load) if load.software.loss == "chunked" else fused.loss(load)
         return Network(load, tuple(fused.stem(load)), tuple(fused.block(load)), tuple(last))
@@ -208,8 +214,8 @@ def network(load: Workload) -> Network:
 
 
 def optimizer(model: ModelSpec, software: Software, states: float) -> list[Op]:
-    """Clipping passes over the gradients; the update reads p, g and states, and writes p and states."""
+    """Gradient clipping, and the update, which reads p, g and states and writes p and states."""
     numbers = model.params * software.gradients / 4  # in units of 4 bytes
-    clip = Op("clip", "optimizer", (stream(software.clips * numbers),))
-    each = 2 * (software.weights + software.low + states) + software.gradients
+    clip = Op("clip", "optimizer", (stream(software.clip_passes * numbers),))
+    each = 2 * (software.weights + software.low_bytes + states) + software.gradients
     return [clip, Op("update", "optimizer", (Kernel("optimizer", bytes=1.0 * each * model.params),))]

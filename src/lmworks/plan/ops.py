@@ -1,16 +1,15 @@
-"""The op list of one micro-batch: what the model's code runs and what it keeps, op by op.
+"""The op list of one micro-batch: the kernels that the model's code runs and the tensors it saves, op by op.
 
-One list, read three times: `time` prices its kernels, `memory` sums what is kept for the backward pass, and its matrix
-products add up to `flops`. It follows `model/gpt.py` and `training/cross_entropy.py` line by line as PyTorch runs
-them eagerly; tests hold the kept bytes, the products and the traffic against what PyTorch really does.
+One list with three readers: `step/` prices its kernels, `memory/` sums the saved activations, and its GEMMs add up to
+`flops`. It follows `model/gpt.py` and `training/cross_entropy.py` line by line as PyTorch runs them eagerly; tests
+compare saved bytes, GEMMs and memory traffic with what PyTorch does.
 
-Widths are elements per token. Weights and the residual stream are fp32 (4 bytes) or, where weights are kept so, bf16;
-under autocast the matrix products, attention and activations are `width` = 2 bytes wide, and every input of a linear
-layer that has 4 is cast by that layer.
+Widths are elements per token. Weights and the residual stream are fp32 (4 bytes), or bf16 with bf16 weights. Under
+autocast GEMMs, attention and activations are `width` = 2 bytes wide, and a linear layer casts inputs of 4 bytes.
 
-The work is that of one rank: tensor parallelism leaves it its heads and its part of the MLP and of the vocabulary,
-sequence parallelism its positions between these, context parallelism its positions everywhere. Degrees and batch may be
-numpy arrays, one element a candidate.
+The ops are those of one rank: its heads and its part of the MLP and of the vocabulary under tensor parallelism, its
+positions between these under sequence parallelism, its positions everywhere under context parallelism. Degrees and
+batch may be numpy arrays, one element per candidate.
 """
 
 from __future__ import annotations
@@ -31,13 +30,17 @@ from .software import EAGER, Software, software_of
 # As in kernels/training/cross_entropy.py, which a test compares.
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 CHUNK_BYTES_IN_PLACE = 2**29
-TALL, FEW = 256, 16
-ALIGNED, FILLED = 8, 64
-APART = ("selective", "mlp", "budget")  # recompute that tells apart what the layers of a block compute, or of some
+CHUNK_ROW_MULTIPLE, FEW_CHUNKS = 256, 16
+ALIGNED, VOCAB_MULTIPLE = 8, 64
+UNFUSED_RECOMPUTE = (
+    "selective",
+    "mlp",
+    "budget",
+)  # policies that save single outputs inside a block
 
 
 def device_of(spec: RunSpec) -> str:
-    """Whose kernels will run (they differ in what they keep): as the spec says, else a named accelerator's."""
+    """cpu or cuda, whose kernels save different tensors: as the spec says, else by the named accelerator."""
     if spec.cluster.device != "auto":
         return spec.cluster.device
     return "cpu" if spec.cluster.gpu == "auto" else "cuda"
@@ -45,7 +48,7 @@ def device_of(spec: RunSpec) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch, `count` times over.
+    """One kernel, launched `count` times.
 
     kind: 'gemm' (shape m, k, n), 'attention' and 'attention_backward' (shape seq, head_dim), or a pass over memory:
     'stream' (contiguous), 'strided' (a row of a table for every head, as rotary embedding reads them, or a sum over
@@ -58,21 +61,25 @@ class Kernel:
     flops: Number = 0.0
     shape: tuple[Any, ...] = ()  # of numbers
     count: Number = 1.0
-    wide: bool = False  # in 16 bits where the others are in 8
+    bf16_only: bool = False  # stays in 16 bits under fp8
 
 
 @dataclass(frozen=True)
 class Op:
     name: str
-    part: str  # the line of the step-time sheet it belongs to
+    part: str  # its line of the step-time sheet
     forward: tuple[Kernel, ...] = ()
     backward: tuple[Kernel, ...] = ()
-    saved: tuple[Number, ...] = ()  # bytes of each tensor kept for the backward pass
-    dear: tuple[Number, ...] = ()  # and of those kept under selective recompute: results of products and of attention
-    indices: Number = 0.0  # bytes kept beside `saved` that are whole numbers
-    copies: Number = 1  # of all these tensors: one for each expert
-    inside: Number = 0.0  # bytes of `saved` that recompute of attention's inside gives up
-    freed: Number = 0.0  # bytes that the forward pass makes and frees again, its input included where nobody keeps it
+    saved: tuple[Number, ...] = ()  # bytes of each saved tensor
+    saved_selective: tuple[
+        Number, ...
+    ] = ()  # and of those kept under selective recompute: results of products and of attention
+    indices: Number = 0.0  # further saved bytes of integer tensors
+    copies: Number = 1  # of all these tensors: one per expert
+    core_attention: Number = 0.0  # bytes of `saved` that recompute of core attention frees
+    transient: Number = (
+        0.0  # bytes that the forward pass makes and frees again, its input included where nobody keeps it
+    )
 
 
 @dataclass(frozen=True)
@@ -84,13 +91,13 @@ class Workload:
     seq: int
     dtype: str = "fp32"
     device: str = "cpu"
-    documents: bool = False  # attention stays inside documents
+    documents: bool = False  # attention is masked by document
     tp: Any = 1
     sp: bool = False
     cp: Any = 1
     ep: Any = 1
     software: Software = EAGER
-    apart: bool = False  # recompute, or a schedule, tells apart what the layers of a block compute
+    no_epilogue_fusion: bool = False  # recompute, or a schedule, tells apart what the layers of a block compute
 
     @classmethod
     def of(cls, spec: RunSpec, device: str) -> Self:
@@ -107,23 +114,23 @@ class Workload:
             layout.cp,
             layout.ep,
             software_of(spec),
-            layout.recompute in APART or layout.schedule in SPLIT_BACKWARD,
+            layout.recompute in UNFUSED_RECOMPUTE or layout.schedule in SPLIT_BACKWARD,
         )
 
     @classmethod
     def of_case(cls, case: Case) -> Self:
         work = cls(case.model, case.micro_batch, case.seq, case.dtype, "cuda", software=case.software)
-        apart = case.recompute in APART or case.schedule in SPLIT_BACKWARD
-        return replace(work, tp=case.tp, sp=case.sp, cp=case.cp, ep=case.ep, apart=apart)
+        apart = case.recompute in UNFUSED_RECOMPUTE or case.schedule in SPLIT_BACKWARD
+        return replace(work, tp=case.tp, sp=case.sp, cp=case.cp, ep=case.ep, no_epilogue_fusion=apart)
 
     @functools.cached_property
     def tokens(self) -> Any:
-        """Positions of this rank, where all its tensor-parallel neighbours see the same."""
+        """Positions of this rank inside tensor-parallel regions."""
         return self.batch * self.seq // self.cp
 
     @property
-    def outside(self) -> Any:
-        """Positions of this rank between tensor-parallel regions."""
+    def sp_tokens(self) -> Any:
+        """Positions of this rank between tensor-parallel regions, sharded under sequence parallelism."""
         return self.tokens // self.tp if self.sp else self.tokens
 
     @property
@@ -136,7 +143,7 @@ class Workload:
 
     @property
     def kv_width(self) -> Any:
-        """At least one head: ranks that outnumber them share one."""
+        """At least one head: with more ranks than KV heads, heads are replicated."""
         return np.maximum(self.model.kv_dim // self.tp, self.model.head_dim)
 
     @property
@@ -144,35 +151,35 @@ class Workload:
         return self.model.vocab // self.tp
 
     @functools.cached_property
-    def columns(self) -> Any:
-        """Logits of a token: our loss fills up a vocabulary that tensor cores cannot take."""
+    def logit_columns(self) -> Any:
+        """Logits per token: our loss pads a vocabulary that tensor cores cannot use."""
         if self.device == "cpu" or self.width == 4 or self.software.loss != "chunked":
             return self.vocab
         odd = np.not_equal(self.vocab % ALIGNED, 0) & np.equal(self.tp, 1)
-        return np.where(odd, -(-self.vocab // FILLED) * FILLED, self.vocab)[()]
+        return np.where(odd, -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, self.vocab)[()]
 
     @property
     def width(self) -> int:
         return 4 if self.dtype == "fp32" else 2
 
     @property
-    def half(self) -> bool:
-        """Products take and give numbers of 2 bytes."""
+    def is_16_bit(self) -> bool:
+        """GEMM inputs and outputs have 2 bytes."""
         return self.width == 2
 
     @property
     def cast(self) -> bool:
-        """And every layer casts its input to them, as autocast does."""
-        return self.half and self.software.cast
+        """Every layer casts its input to 16 bits, as autocast does."""
+        return self.is_16_bit and self.software.cast
 
     @property
     def cast_weights(self) -> bool:
-        """And its weight; to 8 bits that is a part of the product, and not kept."""
+        """Every layer casts its weight to 16 bits; casts to fp8 are part of the GEMM and not saved."""
         return self.cast and self.dtype != "fp8"
 
     @property
     def cast_share(self) -> Any:
-        """Of a block's weights, those that are cast to 16 bits."""
+        """Share of a block's weights that is cast to 16 bits."""
         if self.cast_weights or not self.routed.cast_weights:
             return float(self.cast_weights)
         routed = self.model.experts * self.model.mlp_matrix(self.model.expert_ffn)
@@ -180,33 +187,33 @@ class Workload:
 
     @functools.cached_property
     def routed(self) -> Self:
-        """As routers and experts see it: our own trainer has fp8 in linear layers, and neither is one."""
-        in_16_bits = self.model.experts and self.dtype == "fp8" and not self.software.narrow_experts
-        return replace(self, dtype="bf16") if in_16_bits else self
+        """The workload of routers and experts, which our trainer keeps in 16 bits under fp8."""
+        without_fp8 = self.model.experts and self.dtype == "fp8" and not self.software.fp8_experts
+        return replace(self, dtype="bf16") if without_fp8 else self
 
     @property
-    def made_again(self) -> bool:
-        """What norms and activations give to a product in 8 bits is not kept, where a compiler has the whole block.
+    def rematerialized(self) -> bool:
+        """A compiled block does not save the outputs of norms and activations that enter fp8 GEMMs.
 
-        It is cast once more for the weight's gradient, and made once more in the same pass.
+        They are recomputed in the pass that casts them again for the weight gradient.
         """
         return self.dtype == "fp8" and self.software.graph
 
     @property
     def stream(self) -> int:
-        """Bytes of a number of the residual stream."""
+        """Bytes per element of the residual stream."""
         return self.software.stream
 
     @functools.cached_property
     def chunk_rows(self) -> Any:
-        """Tokens whose logits are held at once."""
-        width = self.width // (2 if self.software.wide_ends else 1)  # twice as many rows
-        return chunk_rows(self.tokens, self.columns, self.device, width, self.in_place)
+        """Tokens per chunk of logits."""
+        width = self.width // (2 if self.software.fp32_head else 1)  # twice as many rows
+        return chunk_rows(self.tokens, self.logit_columns, self.device, width, self.in_place)
 
     @functools.cached_property
     def head_gradient(self) -> Any:
-        """Bytes of a number of the head's gradient while it is summed: fp32 over many chunks, else as it is kept."""
-        few = FEW if self.in_place and not self.software.wide_ends else 1
+        """Bytes per element of the head's gradient while it is summed: fp32 over many chunks, else as stored."""
+        few = FEW_CHUNKS if self.in_place and not self.software.fp32_head else 1
         many = np.greater(self.tokens, few * self.chunk_rows)
         return np.where(many, 4, self.software.gradients)[()]
 
@@ -215,18 +222,23 @@ class Workload:
         return self.device == "cuda" and self.software.in_place
 
     @property
-    def joined(self) -> Any:
-        """GELU, its gradient and the sum after the MLP are epilogues of products (model/training_fusion.py).
+    def epilogue_fusion(self) -> Any:
+        """GELU, its gradient and the residual add after the MLP are GEMM epilogues (model/training_fusion.py).
 
-        Each then moves one tensor that a product does not: GELU writes its result beside the product's, its gradient
-        reads what GELU was made of, and a sum reads what is added to.
+        Each then moves one tensor beside the GEMM's own: GELU writes its output, its gradient reads GELU's input, and
+        an add reads its addend.
         """
-        plain = self.software.joined and self.model.mlp == "gelu" and self.dtype != "fp8" and not self.apart
+        plain = (
+            self.software.epilogue_fusion
+            and self.model.mlp == "gelu"
+            and self.dtype != "fp8"
+            and not self.no_epilogue_fusion
+        )
         return np.equal(self.tp, 1) & (plain and self.device == "cuda")
 
     @property
     def attention(self) -> str:
-        """'fused' keeps no scores; 'scores' holds every one, as the reference does.
+        """'fused' saves no scores; 'scores' saves all, as the reference does.
 
         PyTorch's fused CPU attention takes a mask of 2 or 4 dimensions; ALiBi's (heads, seq, seq) is its math path.
         """
@@ -235,30 +247,32 @@ class Workload:
 
 
 def chunk_rows(tokens: Number, columns: Number, device: str, width: int, in_place: bool) -> Any:
-    """Tokens in one chunk of logits, of `width` bytes each; chunks that are large are made nearly alike."""
+    """Tokens per chunk of logits of `width` bytes; large chunks are made nearly equal."""
     in_place = in_place and device == "cuda"
     limit = CHUNK_BYTES_IN_PLACE // width if in_place else CHUNK_LOGITS[device]
     rows = np.minimum(tokens, np.maximum(1, limit // columns))
     if not in_place:
         return rows
     alike = -(-tokens // -(-tokens // rows))
-    return np.where((alike < TALL) | (alike >= tokens), alike, -(-alike // TALL) * TALL)[()]
+    return np.where(
+        (alike < CHUNK_ROW_MULTIPLE) | (alike >= tokens), alike, -(-alike // CHUNK_ROW_MULTIPLE) * CHUNK_ROW_MULTIPLE
+    )[()]
 
 
 def stream(elements: Number, *, kind: str = "stream", count: Number = 1) -> Kernel:
-    """A pass that reads and writes `elements` × 4 bytes in all."""
+    """A memory-bound kernel that reads and writes `elements` × 4 bytes in all."""
     return Kernel(kind, bytes=4 * elements, count=count)
 
 
-def in_16_bits(load: Workload, ops: Iterable[Op]) -> list[Op]:
-    """Ops of a router and its experts: in 8 bits as others are only in code that has them so."""
-    if load.software.narrow_experts:
+def without_fp8(load: Workload, ops: Iterable[Op]) -> list[Op]:
+    """Ops of a router and its experts: in fp8 only in code bases that support it."""
+    if load.software.fp8_experts:
         return list(ops)
 
-    def wide(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-        return tuple(replace(kernel, wide=True) for kernel in kernels)
+    def bf16(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+        return tuple(replace(kernel, bf16_only=True) for kernel in kernels)
 
-    return [replace(op, forward=wide(op.forward), backward=wide(op.backward)) for op in ops]
+    return [replace(op, forward=bf16(op.forward), backward=bf16(op.backward)) for op in ops]
 
 
 def gemm(m: Any, k: Any, n: Any, count: Number = 1) -> Kernel:
@@ -266,7 +280,7 @@ def gemm(m: Any, k: Any, n: Any, count: Number = 1) -> Kernel:
 
 
 def linear(name: str, load: Workload, inputs: Any, outputs: Any, bias: bool = False) -> Op:
-    """y = x·Wᵀ; backward: grad·W and gradᵀ·x, and a sum over tokens for the bias. Its result counts as dear only."""
+    """y = x·Wᵀ; backward: grad·W, gradᵀ·x, and a sum over tokens for the bias. Saved under selective recompute only."""
     t, w = load.tokens, load.width
     backward = [gemm(t, outputs, inputs), gemm(outputs, t, inputs)]
     if bias:
@@ -275,13 +289,13 @@ def linear(name: str, load: Workload, inputs: Any, outputs: Any, bias: bool = Fa
     if load.cast_weights:  # once a micro-batch, and its gradient back
         forward.append(Kernel("stream", bytes=6.0 * inputs * outputs))
         backward.append(Kernel("widen", bytes=6.0 * inputs * outputs))
-    return Op(name, "matmul", tuple(forward), tuple(backward), dear=(t * outputs * w,))
+    return Op(name, "matmul", tuple(forward), tuple(backward), saved_selective=(t * outputs * w,))
 
 
 def normalise(load: Workload, x: Number) -> tuple[list[Kernel], list[Kernel]]:
-    """Passes of a norm over x elements: a fused kernel each way, but for RMSNorm on a CPU, made of small ops.
+    """Kernels of a norm over x elements: one each way, but for RMSNorm on a CPU, made of small ops.
 
-    On a GPU the gradient of the weights is a kernel of its own, which reads both inputs again.
+    On a GPU the weight gradient is a kernel of its own, which reads both inputs again.
     """
     x = x * load.stream / 4
     if load.device == "cuda":
@@ -294,17 +308,17 @@ def normalise(load: Workload, x: Number) -> tuple[list[Kernel], list[Kernel]]:
 def norm(name: str, load: Workload, readers: int) -> Op:
     """Normalise the residual stream for `readers` linear layers.
 
-    Kept: the result once (fp32), or one cast of it per reader; 1/σ, and LayerNorm's mean. Its input is kept by
-    whoever made it.
+    Saved: the output once (fp32), or one cast of it per reader; 1/σ, and LayerNorm's mean. Its input is saved by the
+    op that made it.
     """
-    t, x, whole = load.outside, load.outside * load.model.hidden, load.tokens * load.model.hidden
+    t, x, whole = load.sp_tokens, load.sp_tokens * load.model.hidden, load.tokens * load.model.hidden
     results = [2 * x] * readers if load.cast else [load.stream * x] * (readers > 0)
     if np.any(load.tp > 1):  # one tensor enters the region, cast before it does
         entering = [load.width * whole, *[0] * len(results[1:])]
         results = [np.where(load.tp > 1, one, many) for one, many in zip(entering, results, strict=False)]
     figure = load.stream if load.device == "cpu" else 4  # 1/σ, or a mean; those of our RMSNorm are always fp32
     saved = [*results, *([t * figure] * 2 if load.model.norm == "layer" else [4 * t])]
-    if load.model.norm == "layer" and load.software.wide_ends and load.stream == 2 and not readers:
+    if load.model.norm == "layer" and load.software.fp32_head and load.stream == 2 and not readers:
         saved.append(6 * x)  # before the loss nothing fuses it: autocast had its input and its result in fp32
     forward, backward = normalise(load, x)
     if load.cast:
@@ -313,20 +327,20 @@ def norm(name: str, load: Workload, readers: int) -> Op:
     added = 3 * x * load.stream / 4  # gradients of the readers
     backward.append(stream(added, count=max(0, readers - 1)))
     freed = 4 * x * ((load.model.norm == "rms" and load.device == "cpu") + load.cast)  # x², and what was cast
-    return Op(name, "norms", tuple(forward), tuple(backward), tuple(saved), freed=freed)
+    return Op(name, "norms", tuple(forward), tuple(backward), tuple(saved), transient=freed)
 
 
 def residual(name: str, load: Workload, inner: bool = False) -> Op:
-    """x + f(x): the sum is kept, as the next norm needs it; backward adds the two gradients."""
-    x = load.outside * load.model.hidden
+    """x + f(x): the sum is saved for the next norm; backward adds the two gradients."""
+    x = load.sp_tokens * load.model.hidden
     passed = stream(3 * x * load.stream / 4)
     back = [passed] + ([stream(1.5 * x)] if load.cast else [])
-    forward = stream(np.where(load.joined & (not inner), 1, 3)[()] * x * load.stream / 4)
-    return Op(name, "residual", (forward,), tuple(back), saved=(load.stream * x,), freed=load.width * x)
+    forward = stream(np.where(load.epilogue_fusion & (not inner), 1, 3)[()] * x * load.stream / 4)
+    return Op(name, "residual", (forward,), tuple(back), saved=(load.stream * x,), transient=load.width * x)
 
 
 def head_norm(name: str, load: Workload, heads: Any) -> Op:
-    """RMSNorm over each head. Kept: its input, and 1/σ of every head."""
+    """RMSNorm over each head. Saved: its input, and 1/σ of every head."""
     x = load.tokens * heads * load.model.head_dim
     forward, backward = normalise(load, x)
     return Op(name, "norms", tuple(forward), tuple(backward), saved=(load.width * x, 4 * load.tokens * heads))
@@ -335,18 +349,18 @@ def head_norm(name: str, load: Workload, heads: Any) -> Op:
 def rotary(name: str, load: Workload, width: Any) -> Op:
     """x·cos + swap(x)·sin in fp32: two products with a table per position, a cat of swapped halves, a sum.
 
-    Nothing is kept but the tables, which all layers share; backward is the same four passes.
+    Only the tables are saved, which all layers share; backward is the same four kernels.
     """
     x = load.tokens * width
     passes = [stream(2 * x, kind="strided", count=3), stream(3 * x)]
-    if load.half:  # 2 bytes in and out, fp32 within
+    if load.is_16_bit:  # 2 bytes in and out, fp32 within
         passes = [stream(1.5 * x, kind="strided", count=2), stream(x, kind="strided"), stream(3 * x), stream(1.5 * x)]
-    freed = (14 if load.half else 12) * x + load.width * x * (not load.model.qk_norm)
-    return Op(name, "rotary", tuple(passes), tuple(passes), freed=freed)
+    freed = (14 if load.is_16_bit else 12) * x + load.width * x * (not load.model.qk_norm)
+    return Op(name, "rotary", tuple(passes), tuple(passes), transient=freed)
 
 
 def attention(load: Workload) -> Op:
-    """softmax(q·kᵀ)·v. Fused: keeps q, k, v, the result and a log-sum-exp per head and token."""
+    """softmax(q·kᵀ)·v. Fused: saves q, k, v, the output and a log-sum-exp per head and token."""
     m, t, w = load.model, load.tokens, load.width
     result = t * load.q_width * w
     inputs = [t * width * w for width in (load.q_width, load.kv_width, load.kv_width)]
@@ -355,23 +369,25 @@ def attention(load: Workload) -> Op:
     forward, backward = [], []
     if load.attention == "scores":
         scores = t * load.seq * load.heads
-        product = 4.0 * t * load.q_width * load.seq  # nothing is left out above the diagonal
+        product = 4.0 * t * load.q_width * load.seq  # no causal skipping
         forward = [gemm(t * load.heads, m.head_dim, load.seq), gemm(t * load.heads, load.seq, m.head_dim)]
         forward += [stream(2 * scores, count=2), stream(2 * scores, kind="exp")]
         backward = [Kernel("attention_backward", flops=2 * product, shape=shape), stream(3 * scores, count=2)]
         inner = w if m.attention == "reference" else 4  # SDPA's math path computes in fp32
         saved = [4 * scores, *[t * load.q_width * inner] * 3, result]  # k and v repeated for every head
-        if load.half and m.attention == "reference":
+        if load.is_16_bit and m.attention == "reference":
             saved.append(2 * scores)
         dear = scores * inner, t * load.q_width * inner
         return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), dear)
     forward = [Kernel("attention", flops=flops, shape=shape)]
-    backward = [Kernel("attention_backward", flops=2.5 * flops, shape=shape)]  # 5 products against 2: scores again
-    # Over several ranks the result is kept as it was put together, and as the next product reads it.
+    backward = [
+        Kernel("attention_backward", flops=2.5 * flops, shape=shape)
+    ]  # 5 GEMMs against 2: scores are recomputed
+    # Under context parallelism the output is saved twice: as merged, and as the next GEMM reads it.
     sums = 4 * t * load.heads
     saved = [*inputs, result, sums, result * np.greater(load.cp, 1)]
     mask = load.seq**2 * (load.batch if load.documents else 1)
-    if load.device == "cpu" and m.positions == "alibi" and load.half:  # every layer casts its own
+    if load.device == "cpu" and m.positions == "alibi" and load.is_16_bit:  # every layer casts its own
         saved.append(load.heads * mask * w)
     elif load.device == "cpu" and m.positions != "alibi" and (m.sliding_window or load.documents):
         # SDPA turns the Boolean mask into a float one in every layer: (seq, seq), one a sequence with documents.
@@ -382,10 +398,10 @@ def attention(load: Workload) -> Op:
 
 
 def activation(load: Workload, width: Any, tokens: Any, count: Any = 1) -> Op:
-    """SwiGLU keeps gate, silu(gate) and up; GELU keeps its input; the next product keeps their result, as wide."""
+    """SwiGLU saves gate, silu(gate) and up; GELU saves its input; the next GEMM saves their output."""
     x = tokens * width * load.width / 4  # in units of 4 bytes
     if load.model.mlp == "gelu":
-        there, back = (np.where(load.joined, 1, apart)[()] * x for apart in (2, 3))
+        there, back = (np.where(load.epilogue_fusion, 1, apart)[()] * x for apart in (2, 3))
         forward, backward = [stream(there, kind="tanh", count=count)], [stream(back, kind="tanh", count=count)]
         tensors = 1
     else:

@@ -1,11 +1,9 @@
-"""Which blocks compute their activations again, and how: one policy for all, every k-th block, or as a budget asks.
+"""The recompute policy of each block: one for all, every k-th block, or chosen to fit an activation budget.
 
-A budget is GiB of activations that a rank may keep; where none is given, what all else leaves free on its GPU, with the
-planner's own margin for what an allocator wastes. Blocks give them up one after another, where they are cheapest first:
-down to their matrix products (`selective`: little is computed twice), to those of attention (`mlp`), to their input
-(`full`), until what is kept fits. A rung whose bytes cost more time than those of the next is left out. The bytes are
-the planner's, for the share of a sequence that this rank sees; the time is an H100's, so that nobody's machine changes
-what a run keeps.
+A budget is GiB of activations per rank; by default what is left free on the GPU, less the planner's margin for the
+allocator. Blocks move one by one to the policy that costs least time per byte: from their GEMMs saved (`selective`) to
+those of attention (`mlp`) to their input (`full`), until the saved bytes fit. A policy that costs more time per byte
+than the next is skipped. Times are of an H100 on every machine, so that a run saves the same everywhere.
 """
 
 from __future__ import annotations
@@ -14,21 +12,21 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from ..spec import RunSpec, SpecError, catalogue
-from .activation_offload import may_wait, sent
+from .activation_offload import offloadable_bytes, offloaded_bytes
 from .devices.machine import Machine
 from .network import network
 from .ops import Workload, device_of
 from .pipelines import bubble
-from .saved_activations import kept
-from .step.work import Pass, repeated
+from .saved_activations import saved_bytes
+from .step.work import Pass, recomputed_kernels
 
-RUNGS = ("none", "selective", "mlp", "full")  # by what a block keeps, the most first
-YARDSTICK = "H100-SXM-80GB"
-STEPS = 64  # in which a budget that is not given is looked for
+POLICIES = ("none", "selective", "mlp", "full")  # by saved bytes, the most first
+REFERENCE_GPU = "H100-SXM-80GB"
+BUDGET_STEPS = 64  # resolution of the search for a default budget
 
 
 def policies(spec: RunSpec, layers: Iterable[int]) -> list[str]:
-    """none, selective, mlp or full, of each of a stage's layers."""
+    """none, selective, mlp or full, for each layer of a stage."""
     layout, chosen = spec.parallel, list(layers)
     if layout.recompute == "full":
         return ["none" if layer % layout.recompute_every else "full" for layer in chosen]
@@ -38,23 +36,28 @@ def policies(spec: RunSpec, layers: Iterable[int]) -> list[str]:
 
 
 def within_budget(spec: RunSpec, blocks: int) -> list[str]:
-    """The cheapest policies whose kept bytes fit: no block a rung further before all others are there."""
-    each, most = kept_bytes(spec), waiting_bytes(spec)
-    whole = spec.parallel.recompute_budget * 2**30 or left_free(spec, each, most)
-    # A rank's budget is for all its stages, and each is asked about alone.
-    budget = whole / in_flight(spec) / spec.parallel.virtual_stages
+    """The cheapest policies whose saved bytes fit; blocks differ by one policy at most."""
+    each, most = saved_bytes_by_policy(spec), offloadable_bytes_by_policy(spec)
+    whole = spec.parallel.recompute_budget * 2**30 or budget_that_fits(spec, each, most)
+    # A rank's budget is shared by its virtual stages.
+    budget = whole / in_flight_micro_batches(spec) / spec.parallel.virtual_stages
     chosen = ["none"] * blocks
-    alike = {rung: stays(spec, [rung] * blocks, each, most) / blocks for rung in RUNGS}
-    # Where activations wait in host memory the last blocks are those that send none.
+    per_block = {policy: resident_bytes(spec, [policy] * blocks, each, most) / blocks for policy in POLICIES}
+    # With activation offload, begin at the last blocks, which offload nothing.
     order = range(blocks - 1, -1, -1) if spec.parallel.offload_activations else range(blocks)
-    for policy in ladder(spec, alike):
+    for policy in policies_by_cost(spec, per_block):
         for block in order:
-            if stays(spec, chosen, each, most) <= budget:
+            if resident_bytes(spec, chosen, each, most) <= budget:
                 return chosen
             chosen[block] = policy
-    if stays(spec, chosen, each, most) > budget:
+    if resident_bytes(spec, chosen, each, most) > budget:
         all_blocks = blocks * spec.parallel.virtual_stages
-        least = stays(spec, ["full"] * blocks, each, most) * spec.parallel.virtual_stages * in_flight(spec) / 2**30
+        least = (
+            resident_bytes(spec, ["full"] * blocks, each, most)
+            * spec.parallel.virtual_stages
+            * in_flight_micro_batches(spec)
+            / 2**30
+        )
         raise SpecError(
             f"parallel.recompute_budget = {spec.parallel.recompute_budget:g} GiB is too little: with every block "
             f"recomputed, {all_blocks} blocks still keep {least:.3g} GiB; lower data.micro_batch or raise the budget"
@@ -62,14 +65,14 @@ def within_budget(spec: RunSpec, blocks: int) -> list[str]:
     return chosen
 
 
-def stays(spec: RunSpec, chosen: list[str], each: dict[str, float], most: dict[str, float]) -> float:
-    """Bytes that blocks keep on the device: what waits in host memory is no part of a budget."""
-    return sum(each[policy] for policy in chosen) - sum(sent(spec, chosen, most))
+def resident_bytes(spec: RunSpec, chosen: list[str], each: dict[str, float], most: dict[str, float]) -> float:
+    """Saved bytes on the device, without those offloaded to host memory."""
+    return sum(each[policy] for policy in chosen) - sum(offloaded_bytes(spec, chosen, most))
 
 
-def left_free(spec: RunSpec, each: dict[str, float], most: dict[str, float]) -> float:
-    """The most bytes of activations, in steps of a 64th of all, with which a run fits into its GPU."""
-    from .memory.reserve import reserved, room  # which ask here what blocks keep
+def budget_that_fits(spec: RunSpec, each: dict[str, float], most: dict[str, float]) -> float:
+    """The largest activation budget, in 64ths of all, with which a run fits its GPU."""
+    from .memory.reserve import reserved, room  # imported here: they import this module
     from .memory.sheet import memory
 
     gpu, layout = spec.cluster.accelerator, spec.parallel
@@ -78,17 +81,19 @@ def left_free(spec: RunSpec, each: dict[str, float], most: dict[str, float]) -> 
             "parallel.recompute = 'budget' without parallel.recompute_budget fills the memory of a GPU: name it with "
             "cluster.gpu, or give the GiB of activations a rank may keep"
         )
-    all_alike = (stays(spec, [rung] * spec.model.layers, each, most) for rung in (RUNGS[-1], RUNGS[0]))
-    low, high = (1.000001 * in_flight(spec) * size / layout.pp for size in all_alike)
+    all_alike = (
+        resident_bytes(spec, [policy] * spec.model.layers, each, most) for policy in (POLICIES[-1], POLICIES[0])
+    )
+    low, high = (1.000001 * in_flight_micro_batches(spec) * size / layout.pp for size in all_alike)
 
     def bytes_of(step: int) -> float:
-        return low + (high - low) * step / STEPS
+        return low + (high - low) * step / BUDGET_STEPS
 
     def planned(step: int) -> float:
         budget = spec.replace(parallel=layout.replace(recompute_budget=bytes_of(step) / 2**30))
         return float(reserved(memory(budget, "cuda").total))
 
-    fitting = bisect_right(range(STEPS + 1), room(gpu), key=planned)
+    fitting = bisect_right(range(BUDGET_STEPS + 1), room(gpu), key=planned)
     if not fitting:
         raise SpecError(
             "parallel.recompute = 'budget': with every block recomputed the run still takes "
@@ -98,41 +103,41 @@ def left_free(spec: RunSpec, each: dict[str, float], most: dict[str, float]) -> 
     return bytes_of(fitting - 1)
 
 
-def kept_bytes(spec: RunSpec) -> dict[str, float]:
-    """Bytes that one block keeps of a micro-batch on this rank, by policy."""
+def saved_bytes_by_policy(spec: RunSpec) -> dict[str, float]:
+    """Saved bytes of one block per micro-batch, by policy."""
     net = network(Workload.of(spec, device_of(spec)))
-    return {policy: kept(net, policy)[1] for policy in RUNGS}
+    return {policy: saved_bytes(net, policy)[1] for policy in POLICIES}
 
 
-def waiting_bytes(spec: RunSpec) -> dict[str, float]:
-    """Of those, what could wait in host memory."""
+def offloadable_bytes_by_policy(spec: RunSpec) -> dict[str, float]:
+    """Of those, bytes that can be offloaded."""
     net = network(Workload.of(spec, device_of(spec)))
-    return {policy: float(may_wait(net, policy)) for policy in RUNGS}
+    return {policy: float(offloadable_bytes(net, policy)) for policy in POLICIES}
 
 
-def ladder(spec: RunSpec, each: dict[str, float]) -> list[str]:
-    """Policies from none on, each with less time for a byte that it frees than any further one: a convex hull."""
-    seconds, here, found = seconds_again(spec), "none", []
-    while here != RUNGS[-1]:
+def policies_by_cost(spec: RunSpec, each: dict[str, float]) -> list[str]:
+    """Policies on the convex hull of recompute time over freed bytes, cheapest first."""
+    seconds, current, found = recompute_seconds(spec), "none", []
+    while current != POLICIES[-1]:
         costs = {
-            rung: (seconds[rung] - seconds[here]) / (each[here] - each[rung])
-            for rung in RUNGS[RUNGS.index(here) + 1 :]
-            if each[rung] < each[here]  # ranks that share a block's products may keep more of them than they gave up
+            policy: (seconds[policy] - seconds[current]) / (each[current] - each[policy])
+            for policy in POLICIES[POLICIES.index(current) + 1 :]
+            if each[policy] < each[current]  # under tensor parallelism `selective` may save more than `none`
         }
-        here = min(costs, key=lambda rung: costs[rung])
-        found.append(here)
+        current = min(costs, key=lambda policy: costs[policy])
+        found.append(current)
     return found
 
 
-def seconds_again(spec: RunSpec) -> dict[str, float]:
-    """What one block computes again of a micro-batch, on the yardstick, by policy."""
-    net, machine = network(Workload.of(spec, device_of(spec))), Machine.of(catalogue()[YARDSTICK])
-    done = {policy: Pass.of(repeated(net, policy), machine, spec.precision.dtype) for policy in RUNGS}
-    return {policy: float(sum(kernels.raw.values())) for policy, kernels in done.items()}
+def recompute_seconds(spec: RunSpec) -> dict[str, float]:
+    """Recompute time of one block per micro-batch on the reference GPU, by policy."""
+    net, machine = network(Workload.of(spec, device_of(spec))), Machine.of(catalogue()[REFERENCE_GPU])
+    done = {policy: Pass.of(recomputed_kernels(net, policy), machine, spec.precision.dtype) for policy in POLICIES}
+    return {policy: float(sum(kernels.seconds_by_kind.values())) for policy, kernels in done.items()}
 
 
-def in_flight(spec: RunSpec) -> float:
-    """Micro-batches whose activations the first pipeline rank holds at once, in terms of all its layers."""
+def in_flight_micro_batches(spec: RunSpec) -> float:
+    """Micro-batches in flight on the first pipeline rank, counted over all its layers."""
     layout = spec.parallel
     if layout.pp == 1:
         return 1

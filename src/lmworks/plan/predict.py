@@ -1,4 +1,8 @@
-"""The first sheet: what is said about a run before its first step, and written to its prediction.json."""
+"""The prediction of a run before its first step (prediction.json): FLOPs, memory sheet, step time.
+
+The path of a step time: `predict` → `step.price.timeline` (GPUs by name, any layout) or `step.one_device.step_time`
+(one measured machine). The path of a memory figure: `memory.sheet.memory`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ class Prediction:
     params: int
     flops: StepFlops
     memory: MemorySheet
-    time: StepTime | None  # None where nobody knows: a time is never made up
+    time: StepTime | None  # None where it is unknown
     machine: Machine | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,16 +55,16 @@ class Prediction:
 
 
 def predict(spec: RunSpec, machine: Machine | None = None) -> Prediction:
-    """Memory is that of rank 0, which a pipeline gives the most micro-batches."""
+    """Memory is that of rank 0, which has the most micro-batches in flight under a pipeline."""
     device = machine.device if machine else device_of(spec)
     return Prediction(spec.model.params, step_flops(spec), memory(spec, device), time_of(spec, machine), machine)
 
 
 def time_of(spec: RunSpec, machine: Machine | None) -> StepTime | None:
-    """By the fitted model of a GPU that is named, or by the rates of one machine that was measured.
+    """By the fitted model of a named GPU, or by the rates of one measured machine.
 
-    There is none without a machine, where its rate for this precision is unknown, for ranks that share a CPU, and for
-    a pipeline with a budget of activations, whose stages may do different things.
+    None without a machine, where its rate for this precision is unknown, for ranks that share a CPU, and for a pipeline
+    with an activation budget, whose stages may have different recompute policies.
     """
     gpu = spec.cluster.accelerator
     if machine is None or not machine.covers(spec.precision.dtype):
@@ -76,15 +80,15 @@ def time_of(spec: RunSpec, machine: Machine | None) -> StepTime | None:
 
 
 def within_budget(spec: RunSpec, machine: Machine) -> StepTime | None:
-    """Blocks take what they would among their like: the mean of the policies, by the number of their blocks."""
+    """The mean over recompute policies, weighted by their number of blocks."""
     if spec.parallel.pp > 1:
         return None
     parts: dict[str, float] = defaultdict(float)
     tags: dict[str, str] = {}
     low = high = 0.0
     for policy, blocks in Counter(policies(spec, range(spec.model.layers))).items():
-        alike = spec.replace(parallel=spec.parallel.replace(recompute=policy, recompute_budget=0.0))
-        time = time_of(alike, machine)
+        uniform = spec.replace(parallel=spec.parallel.replace(recompute=policy, recompute_budget=0.0))
+        time = time_of(uniform, machine)
         if time is None:
             return None
         tags |= time.tags

@@ -1,8 +1,7 @@
-"""What a training code base does that the spec of a run does not say: how it holds tensors and which kernels it has.
+"""Properties of a training code base that the spec of a run does not say: how it stores tensors, which kernels it has.
 
-The planner is held against runs of other people's code. Their step differs from ours in a few facts, and these are
-all of them; a run of our own trainer is one entry among the others. Constants of time are fitted and live in
-`fitted.toml`.
+The planner is validated on runs of other code bases, whose step differs from ours in these properties; our own trainer
+is one entry. Fitted constants of time are in `fitted.toml`.
 """
 
 from __future__ import annotations
@@ -21,61 +20,59 @@ class Software:
     weights: int = 4
     gradients: int = 4
     master: int = 0  # an fp32 copy of weights that are held in fewer bytes
-    low: int = 0  # or the bits that make such a weight an fp32 number
-    # Passes over the gradients beside the update's: their norm, then read and written to scale them. An update that
-    # scales them itself saves the second; PyTorch's still writes them back.
-    clips: int = 3
+    low_bytes: int = 0  # or the low bits that complete such a weight to fp32
+    # Passes over the gradients beside the update's: their norm, then a read and a write to scale them. A fused update
+    # saves the second; PyTorch's still writes them back.
+    clip_passes: int = 3
     # Kernels of a block.
-    stream: int = 4  # bytes of one number of the residual stream; products are as wide as the precision in use
+    stream: int = 4  # bytes per element of the residual stream; GEMMs have the precision in use
     cast: bool = False  # weights are fp32 and every layer casts them, as autocast does
-    fused: bool = False  # norms, rotary embedding, activation and residual sums are one pass each
-    # A block is one graph to its compiler: it runs again as a whole, and what products in 8 bits take is not kept.
+    fused: bool = False  # norms, rotary embedding, activation and residual adds are one kernel each
+    # A block is one compiled graph: it is recomputed as a whole, and inputs of fp8 GEMMs are not saved.
     graph: bool = False
-    sums: bool = False  # the gradient of a bias is a pass of its own, where norms and the like are fused
-    attention: str = "flash"  # or "scores": every score is held, as before flash attention
-    flash: str = ""  # which flash attention, as rates.toml names them ("": what PyTorch takes on this GPU)
-    dropout: bool = False  # its masks are kept
-    loss: str = "chunked"  # logits never whole; "plain": whole, in fp32 as well; "fused": whole, once; or "compiled"
-    in_place: bool = False  # gradients take the place of logits on a GPU, in one kernel
-    joined: bool = False  # GELU, its gradient and the sums of a block are ends of products on a GPU
-    wide_ends: bool = False  # the last LayerNorm and the head's gradient in fp32, over chunks twice as large: ours once
-    logit_bytes: int = 0  # of one logit when the loss is highest (0: as its kind has it, see closed_form.py)
-    every_second: bool = False  # selective recompute keeps every second product, not all
-    stand_in: int = 0  # bytes a weight of what autograd is handed where a product adds to the gradient itself
-    narrow_experts: bool = True  # with products in 8 bits, those of routed experts are too
-    casts: float = 5.0  # bytes moved for every number of a product's operands that is cast to 8 bits
-    # Times that products of one GPU take over those of code with more between them: see DENSE.
-    dense: float = 1.0
-    # What the data-parallel traffic of a step hides behind.
-    overlap: bool = True
-    gather: int = 0  # bytes of a parameter on its way to a gather (0: as the precision in use)
-    reduce: int = 4  # bytes of a gradient on its way
-    held_back: bool = False  # sharded gradients meet after the last micro-batch of a step, and are whole until then
-    bucket: float = math.inf  # weights that are gathered or reduced at once, where that is less than a block
-    # ZeRO-3 of 2021: gathers tensor by tensor, copies every rank's part by itself, and again for what is computed again
-    piecewise: bool = False
-    async_tp: bool = False  # tensor-parallel traffic runs behind the products it feeds
-    again: float = 0.0  # share of a block's products that selective recompute computes again all the same
+    bias_grad_pass: bool = False  # a bias gradient is a separate kernel in fused code
+    attention: str = "flash"  # or "scores": all scores are stored
+    flash: str = ""  # version, as in rates.toml ("": PyTorch's default on this GPU)
+    dropout: bool = False  # its masks are saved
+    loss: str = "chunked"  # "plain": all logits, in fp32 too; "fused": all, once; or "compiled"
+    in_place: bool = False  # the loss kernel overwrites logits with gradients on a GPU
+    epilogue_fusion: bool = False  # GELU, its gradient and residual adds are GEMM epilogues on a GPU
+    fp32_head: bool = False  # last LayerNorm and head gradient in fp32, chunks twice as large: ours before
+    logit_bytes: int = 0  # per logit at the peak of the loss (0: by kind of loss, see closed_form.py)
+    saves_alternate_gemms: bool = False  # selective recompute saves every second GEMM, not all
+    wgrad_placeholder: int = 0  # bytes per weight of autograd's dummy gradient with wgrad fusion
+    fp8_experts: bool = True  # under fp8, GEMMs of routed experts are fp8 too
+    casts: float = 5.0  # bytes moved per GEMM operand element cast to fp8
+    # Factor on GEMMs of one GPU: see DENSE_GEMM_SLOWDOWN.
+    gemm_slowdown: float = 1.0
+    overlap: bool = True  # data-parallel communication with compute
+    gather: int = 0  # bytes per parameter in an all-gather (0: those of the precision in use)
+    reduce: int = 4  # bytes per gradient element in a reduction
+    delayed_reduction: bool = False  # sharded gradients are reduced after the last micro-batch only
+    bucket: float = math.inf  # parameters per collective, where fewer than a block
+    # ZeRO-3 of 2021: gathers tensor by tensor, copies each rank's shard separately, and again for recompute.
+    per_tensor_gather: bool = False
+    async_tp: bool = False  # tensor-parallel communication overlaps with the GEMMs it feeds
+    selective_recompute_share: float = 0.0  # share of a block's GEMMs that selective recompute recomputes
 
 
-# Whether our own loss does so now: as kernels/measured.toml has it, which a test compares. Runs that were measured
-# before keep what they had, see `as_it_ran`.
+# Whether our trainer does so today: as in kernels/measured.toml, which a test compares. Earlier runs: `as_measured`.
 IN_PLACE = True
-JOINED = True  # likewise, whether GELU and the sum after the MLP are epilogues of products: gelu_mlp.py
+EPILOGUE_FUSION = True  # of GELU and the residual add after the MLP: gelu_mlp.py
 
-WIDE_SUMS = "triton, fp32 sums"  # how runs of 15 November 2026 name the loss that they had
+FP32_SUMS_LOSS = "triton, fp32 sums"  # name of the loss in runs of 15 November 2026
 
-# Compiled, with bf16 weights, our steps have little between two products that would let the GPU cool. In profiles of
-# seven of them on one H200 (15 November 2026, benchmarks/results/train_gpu.json) all products together took 1.07 times
-# what the constants of earlier runs give where they are 58 % of the step (GPT-2), 1.10 at 65 % (1B and 1.5B), 1.12 at
-# 53 % beside much attention (8B, fp8) and 1.20 at 73 % (8B): 1.12 in the mean.
-DENSE = 1.12
+# Factor on GEMM time. Compiled steps with bf16 weights have little between two GEMMs, so that the clock drops. Source:
+# profiles of seven runs on one H200 (15 November 2026, benchmarks/results/train_gpu.json): all GEMMs together took 1.07
+# times what the constants of earlier runs give where they are 58 % of the step (GPT-2), 1.10 at 65 % (1B and 1.5B),
+# 1.12 at 53 % beside much attention (8B, fp8) and 1.20 at 73 % (8B): 1.12 in the mean.
+DENSE_GEMM_SLOWDOWN = 1.12
 
-DEEPSPEED = 5e8  # its default reduce_bucket_size, in weights
+DEEPSPEED_BUCKET = 5e8  # its default reduce_bucket_size, in weights
 
-OWN: Any = {"clips": 2, "cast": True, "held_back": True, "narrow_experts": False}
-EAGER = Software("lmworks", **OWN)
-COMPILED = Software("lmworks-compile", fused=True, graph=True, sums=True, **OWN)
+LMWORKS_DEFAULTS: Any = {"clip_passes": 2, "cast": True, "delayed_reduction": True, "fp8_experts": False}
+EAGER = Software("lmworks", **LMWORKS_DEFAULTS)
+COMPILED = Software("lmworks-compile", fused=True, graph=True, bias_grad_pass=True, **LMWORKS_DEFAULTS)
 
 SOFTWARE = {
     software.name: software
@@ -84,10 +81,17 @@ SOFTWARE = {
         COMPILED,
         # FSDP2 with fp32 shards gathered in bf16; logits whole. Its selective recompute saves every second product of a
         # block: keys, attention's output and the second half of SwiGLU are computed again.
-        Software("torchtitan", stream=2, loss="plain", flash="fa2", every_second=True, again=0.36),
+        Software(
+            "torchtitan",
+            stream=2,
+            loss="plain",
+            flash="fa2",
+            saves_alternate_gemms=True,
+            selective_recompute_share=0.36,
+        ),
         # A compiler that is only asked to prefer it keeps them.
-        Software("torchtitan-compile", stream=2, fused=True, loss="plain", flash="fa2", every_second=True),
-        Software("torchtitan-2025", stream=2, fused=True, loss="compiled", every_second=True),
+        Software("torchtitan-compile", stream=2, fused=True, loss="plain", flash="fa2", saves_alternate_gemms=True),
+        Software("torchtitan-2025", stream=2, fused=True, loss="compiled", saves_alternate_gemms=True),
         # bf16 weights, gradients summed in fp32, fp32 master weights and moments: 18 bytes a parameter.
         Software(
             "megatron-2021",
@@ -99,10 +103,10 @@ SOFTWARE = {
             dropout=True,
             loss="plain",
             overlap=False,
-            piecewise=True,
-            bucket=DEEPSPEED,
+            per_tensor_gather=True,
+            bucket=DEEPSPEED_BUCKET,
         ),
-        Software("megatron", 2, 4, 4, stream=2, fused=True, loss="fused", stand_in=2),
+        Software("megatron", 2, 4, 4, stream=2, fused=True, loss="fused", wgrad_placeholder=2),
         Software(
             "megatron-deepspeed",
             2,
@@ -114,36 +118,48 @@ SOFTWARE = {
             loss="plain",
             overlap=False,
             reduce=2,
-            piecewise=True,
-            bucket=DEEPSPEED,
+            per_tensor_gather=True,
+            bucket=DEEPSPEED_BUCKET,
         ),
         # FSDP1 over MPT with flash attention, all gathers and sums in bf16; logits and their gradients too.
         Software("llm-foundry", stream=2, fused=True, loss="plain", logit_bytes=4, flash="fa1", reduce=2),
         # Only met in tables: ZeRO over a plain model, the Trainer's autocast, one compiled file.
-        Software("deepspeed", 2, 2, 4, stream=2, loss="plain", reduce=2, bucket=DEEPSPEED),
+        Software("deepspeed", 2, 2, 4, stream=2, loss="plain", reduce=2, bucket=DEEPSPEED_BUCKET),
         Software("huggingface", cast=True, loss="plain"),
-        Software("nanogpt", cast=True, fused=True, sums=True, loss="plain"),
+        Software("nanogpt", cast=True, fused=True, bias_grad_pass=True, loss="plain"),
     )
 }
 
 
 def software_of(spec: RunSpec) -> Software:
-    """Our own trainer, as this run uses it."""
+    """Our own trainer with the options of this run."""
     own = COMPILED if spec.parallel.compile else EAGER
-    return replace(kept_in(own, spec.precision), async_tp=spec.parallel.async_tp)
+    return replace(with_precision(own, spec.precision), async_tp=spec.parallel.async_tp)
 
 
-def kept_in(own: Software, kept: PrecisionSpec) -> Software:
-    """Our own trainer of today in these formats."""
-    own = replace(own, reduce=2 if kept.reduce == "bf16" else 4, in_place=IN_PLACE)
-    if kept.weights == "bf16":  # and with them gradients and the residual stream; nothing is left to cast
-        dense = DENSE if own.fused else 1.0
-        low = 2 if kept.master else 0
-        return replace(own, weights=2, gradients=2, low=low, clips=1, stream=2, cast=False, dense=dense, joined=JOINED)
-    return replace(own, cast=kept.compute != "fp32")
+def with_precision(own: Software, precision: PrecisionSpec) -> Software:
+    """Our trainer of today with these number formats."""
+    own = replace(own, reduce=2 if precision.reduce == "bf16" else 4, in_place=IN_PLACE)
+    if precision.weights == "bf16":  # gradients and residual stream are bf16 too; no casts
+        dense = DENSE_GEMM_SLOWDOWN if own.fused else 1.0
+        low = 2 if precision.master else 0
+        return replace(
+            own,
+            weights=2,
+            gradients=2,
+            low_bytes=low,
+            clip_passes=1,
+            stream=2,
+            cast=False,
+            gemm_slowdown=dense,
+            epilogue_fusion=EPILOGUE_FUSION,
+        )
+    return replace(own, cast=precision.compute != "fp32")
 
 
-def as_it_ran(own: Software, loss: str, clips: int) -> Software:
-    """Our own trainer as it was when a run was measured: how it clipped, and whose loss it had: "torch", "triton" or
-    `WIDE_SUMS`. GELU and sums were passes of their own in all of them."""
-    return replace(own, in_place=loss != "torch", wide_ends=loss == WIDE_SUMS, clips=clips, joined=False)
+def as_measured(own: Software, loss: str, clips: int) -> Software:
+    """Our trainer at the time of a measured run: its clipping passes and its loss ("torch", "triton" or
+    `FP32_SUMS_LOSS`). It had no epilogue fusion."""
+    return replace(
+        own, in_place=loss != "torch", fp32_head=loss == FP32_SUMS_LOSS, clip_passes=clips, epilogue_fusion=False
+    )

@@ -15,7 +15,7 @@ LOOPED = ("interleaved", "looped-bfs", "interleaved-zero-bubble")  # several sta
 V_SHAPED = ("zbv", "dualpipev")  # two stages a rank: r on the way down, 2P−1−r on the way up
 SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv", "dualpipev")  # gradients of inputs first, of weights later
 IN_ROUNDS = ("interleaved", "interleaved-zero-bubble")  # of at least pp micro-batches, every round of the same size
-STAY = 2  # the last blocks of a network, whose activations never wait in host memory
+RESIDENT_BLOCKS = 2  # the last blocks of a network, whose activations never wait in host memory
 DEGREES = ("pp", "tp", "cp", "dp")
 
 
@@ -193,10 +193,9 @@ def host(run: RunSpec) -> list[str]:
         found.append(f"{key} works without parallel.pp = {layout.pp}, which holds several micro-batches at once")
     if layout.engine == "deepspeed":
         found.append(f"{key} works with parallel.engine = 'native', not 'deepspeed'")
-    if run.model.layers <= STAY:
+    if run.model.layers <= RESIDENT_BLOCKS:
         found.append(
-            f"{key} needs more than model.layers = {run.model.layers}: the last {STAY} blocks keep what is asked for "
-            "first"
+            f"{key} needs more than model.layers = {run.model.layers}: the last {RESIDENT_BLOCKS} blocks keep theirs"
         )
     return found
 

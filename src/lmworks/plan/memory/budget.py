@@ -23,7 +23,7 @@ import numpy as np
 
 from ...spec import SpecError
 from ...spec.errors import did_you_mean
-from ..activation_offload import pinned_by_all
+from ..activation_offload import total_pinned_bytes
 from ..case import Case, Number
 from ..exact.optimizers import STATES
 from ..network import Network, network
@@ -106,7 +106,7 @@ def at_rank(case: Case, net: Network, rank: Number) -> Budget:
     there = pick("gradients")
     return Budget(
         **{name: state[name] for name in ("parameters", "gradients", "master", "optimizer")},
-        host=state["host"] + pinned_by_all(case, net),
+        host=state["host"] + total_pinned_bytes(case, net),
         activations=pick("activations") + batch_bytes(case),
         logits=pick("logits"),
         buffers=pick("buffers") + np.maximum(0.0, there - state["gradients"]) + WORKSPACES,
@@ -130,7 +130,7 @@ def held(case: Case, part: Share) -> dict[str, Number]:
     found = {
         "parameters": code.weights * (cut if case.zero == 3 else whole),
         "gradients": code.gradients * (cut if case.zero >= 2 else whole),
-        "master": (code.master + code.low) * (cut if case.zero >= 1 else whole),
+        "master": (code.master + code.low_bytes) * (cut if case.zero >= 1 else whole),
         "optimizer": states * (cut if case.zero >= 1 else whole),
     }
     host: Number = 0.0 * whole

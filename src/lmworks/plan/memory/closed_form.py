@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..activation_offload import sent_by_all
+from ..activation_offload import total_offloaded_bytes
 from ..case import Case, Number
 from ..network import Network
-from ..saved_activations import again, kept, stream_bytes, total
+from ..saved_activations import recomputed_bytes, saved_bytes, stream_bytes, total
 from .peak_memory import chunk_bytes
 from .share import Share, cut_over
 
@@ -55,7 +55,7 @@ def at_loss(case: Case, net: Network, part: Share, state: dict[str, Number], lat
         each = case.software.logit_bytes or LOGITS[kind] + CUT[kind] * (load.tp > 1)
         logits = each / 2 * load.width * count
         left = LEFT[kind] * count * (not case.software.logit_bytes)
-        weights = case.software.stand_in * head
+        weights = case.software.wgrad_placeholder * head
         if case.zero == 3:  # gathered, and its gradient as it is made and as it is sent
             weights = weights + (2 * load.width + case.software.reduce) * head
     return Moment(
@@ -86,14 +86,14 @@ def at_lowest(case: Case, net: Network, part: Share, state: dict[str, Number], l
     code = case.software
     over, over_experts = cut_over(case) if case.zero >= 2 else (1, 1)
     done = part.head + (part.layers - 1) * (part.dense / over + part.experts / over_experts)
-    stem, each, _ = kept(net, case.recompute)
+    stem, each, _ = saved_bytes(net, case.recompute)
     blocks = 1 + np.greater(case.offload_activations, 0)
     left = stem + blocks * each - stream_bytes(net)
     cast = 2.0 * part.block * net.load.cast_share * (case.zero < 3) * (blocks if case.recompute == "none" else 1)
     first = np.equal(case.accumulation, 1) | (not later)
     return Moment(
         gradients=gradients_there(case, part, state, done, later),
-        activations=left + again(net, case.recompute) + inside_mlp(case, net),
+        activations=left + recomputed_bytes(net, case.recompute) + inside_mlp(case, net),
         logits=0.0 * net.load.tokens,
         buffers=standing(case, part, net, gathered=1.0) + cast + code.reduce * part.block * (case.zero == 3) * first,
     )
@@ -114,7 +114,7 @@ def top_again(case: Case, net: Network) -> Number:
     it is not known which they are.)
     """
     spared = np.greater((case.model.layers - 1) % case.recompute_every, 0) & np.equal(case.pp, 1)
-    return again(net, case.recompute) * ~spared
+    return recomputed_bytes(net, case.recompute) * ~spared
 
 
 def at_end(case: Case, net: Network, part: Share, state: dict[str, Number]) -> Moment:
@@ -125,7 +125,7 @@ def at_end(case: Case, net: Network, part: Share, state: dict[str, Number]) -> M
         table = (code.gradients + code.reduce) * part.root
     return Moment(
         gradients=state["gradients"] + 0.0 * load.tokens,
-        activations=code.stream * load.outside * m.hidden * (case.zero < 3),
+        activations=code.stream * load.sp_tokens * m.hidden * (case.zero < 3),
         logits=0.0 * load.tokens,
         buffers=table + standing(case, part, net, gathered=0.0),
     )
@@ -144,23 +144,23 @@ def chunked_loss(net: Network) -> tuple[Any, Any, Any]:
 
 def stored(case: Case, net: Network, part: Share) -> Number:
     """Activations of all micro-batches under way."""
-    stem, _, _ = kept(net, case.recompute)
-    received = case.software.stream * net.load.outside * case.model.hidden
+    stem, _, _ = saved_bytes(net, case.recompute)
+    received = case.software.stream * net.load.sp_tokens * case.model.hidden
     loss: Number = 0.0 * received
     if case.software.loss == "chunked":  # both its gradients wait for the backward pass; those of one are at_loss's
         load = net.load
         loss = part.last * (part.under_way - 1) * (load.width * load.tokens + load.head_gradient * load.vocab)
     kept_here = blocks_keep(case, net, part) + np.where(part.first, stem, received * (not lmworks(case)))
-    return part.under_way * kept_here + loss * case.model.hidden - sent_by_all(case, net)
+    return part.under_way * kept_here + loss * case.model.hidden - total_offloaded_bytes(case, net)
 
 
 def blocks_keep(case: Case, net: Network, part: Share) -> Number:
     """Of one micro-batch. Every k-th block is recomputed whole, the others not at all."""
-    each = kept(net, case.recompute)[1]
+    each = saved_bytes(net, case.recompute)[1]
     if case.recompute != "full":
         return part.layers * each
     few = np.ceil(part.layers / case.recompute_every)
-    return few * each + (part.layers - few) * kept(net, "none")[1]
+    return few * each + (part.layers - few) * saved_bytes(net, "none")[1]
 
 
 # --- weights and gradients on their way -----------------------------------------------------------------
@@ -178,7 +178,7 @@ def gradients_there(case: Case, part: Share, state: dict[str, Number], done: Num
     piped = np.greater(case.pp, 1)
     several = np.greater(case.accumulation, 1) & later
     held_back = state["gradients"]
-    if case.software.held_back and case.zero == 3:  # of bf16 weights as they will be sent
+    if case.software.delayed_reduction and case.zero == 3:  # of bf16 weights as they will be sent
         held_back = whole * max(1, case.software.reduce / case.software.gradients)
     if case.zero >= 2:  # PyTorch's pipelines let gradients meet at the end
         held_back = np.where(piped, whole, held_back)
@@ -204,10 +204,10 @@ def casts(case: Case, net: Network, part: Share, forward: bool) -> Number:
 def standing(case: Case, part: Share, net: Network, gathered: float) -> Number:
     """Weights that are gathered for as long as a block, or the whole pass, needs them; buffers that code keeps."""
     code, w = case.software, net.load.width
-    own = code.stand_in * part.block
+    own = code.wgrad_placeholder * part.block
     if code.master == 0:  # PyTorch's pipelines receive every micro-batch in a buffer of its own, from both sides
         sides = 2 * case.virtual - np.where(part.first, 1, 0) - np.where(part.last, 1, 0)
-        stream = code.stream * net.load.outside * case.model.hidden
+        stream = code.stream * net.load.sp_tokens * case.model.hidden
         own = own + np.where(np.greater(case.pp, 1), sides * case.accumulation * stream, 0)
     if case.zero < 3:
         return own

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...spec import Grid, RunSpec, SpecError
-from ..policies import RUNGS
+from ..policies import POLICIES
 from .host_fit import gib
 from .peak_memory import Row
 from .sheet import memory
@@ -199,8 +199,8 @@ def changes(spec: RunSpec, device: str, ranks: Sequence[int], own_layout: bool) 
     yield ({"data": {"micro_batch": size, **own}} for size in divisors(batch.micro_batch))
     if spec.checkpoint.asynchronous and device == "cpu":
         yield [{"checkpoint": {"asynchronous": False}}]
-    if layout.recompute in RUNGS:
-        yield ({"parallel": {"recompute": rung}} for rung in RUNGS[RUNGS.index(layout.recompute) + 1 :])
+    if layout.recompute in POLICIES:
+        yield ({"parallel": {"recompute": rung}} for rung in POLICIES[POLICIES.index(layout.recompute) + 1 :])
     if (
         layout.dp > 1
         and own_layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...spec import RunSpec
-from ..activation_offload import SMALLEST
+from ..activation_offload import MIN_TENSOR_BYTES
 from .host_need import HostNeed
 
 GIB = 2**30
@@ -35,7 +35,9 @@ def what_fits(spec: RunSpec, need: HostNeed, ranks: int, there: int) -> str:
     without = {"states": "parallel.offload = 'none'", "staging": "checkpoint.asynchronous = false"}
     enough = [without[name] for name, room in left.items() if name in without and room >= 0]
     if "activations" in left:
-        whole = left["activations"] // ranks - spec.model.layers * SMALLEST  # a block's last piece may hold a byte
+        whole = (
+            left["activations"] // ranks - spec.model.layers * MIN_TENSOR_BYTES
+        )  # a block's last piece may hold a byte
         if most := max(0, whole // (GIB // 10)) / 10:
             enough.append(f"parallel.offload_activations = {most:g}")
         without["activations"] = "parallel.offload_activations = 0"

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from ...spec import Grid, RunSpec
-from ..activation_offload import pinned
+from ..activation_offload import pinned_bytes
 from ..exact.optimizers import STATES, optimizer_of
 from ..exact.residency import low_bytes, on_host
 from ..exact.shards import FP32, axis_of, own_shapes, padded, strategy_of, weight_bytes
@@ -79,7 +79,7 @@ def waiting(spec: RunSpec, rank: int, device: str) -> int:
     if not spec.parallel.offload_activations:
         return 0
     gathered = strategy_of(spec).startswith("fsdp")
-    return pinned(size for piece in pieces(spec, rank, device, gathered) for size in piece.sent)
+    return pinned_bytes(size for piece in pieces(spec, rank, device, gathered) for size in piece.offloaded)
 
 
 def staging(spec: RunSpec, rank: int) -> int:

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from ...spec import Grid, RunSpec
-from ..activation_offload import may_wait, sent
+from ..activation_offload import offloadable_bytes, offloaded_bytes
 from ..exact.weights import ROOT, held
 from ..network import Network, network
 from ..ops import Workload
 from ..pipelines.orders import actions
 from ..pipelines.stages import Stage, stages_here
-from ..policies import RUNGS, policies
-from ..saved_activations import again, kept, stream_bytes, total
+from ..policies import POLICIES, policies
+from ..saved_activations import recomputed_bytes, saved_bytes, stream_bytes, total
 
 LOSS, TOP, LOWEST, END = "loss", "backward, top block", "backward, lowest block", "backward, last gradient"
 # Of a pipeline rank that has made gradients of an earlier micro-batch.
@@ -52,7 +52,7 @@ class Piece:
     net: Network
     policies: tuple[str, ...]  # of each of its blocks
     casts: float  # bytes of one block's matrices in the precision of products, where each micro-batch casts them
-    sent: tuple[float, ...]  # bytes of each block that wait in host memory
+    offloaded: tuple[float, ...]  # bytes of each block that wait in host memory
 
     @property
     def head(self) -> Any:
@@ -74,12 +74,12 @@ class Piece:
         """
         over = left is not None
         groups = Counter(self.policies[:left])
-        each = {policy: kept(self.net, policy) for policy in groups}
-        away = sum(self.sent) if left in (None, len(self.policies)) else 0.0
+        each = {policy: saved_bytes(self.net, policy) for policy in groups}
+        away = sum(self.offloaded) if left in (None, len(self.policies)) else 0.0
         blocks = sum(count * each[policy][1] for policy, count in groups.items()) - stream_bytes(self.net) * over - away
         how = "; ".join(f"{n} × {each[policy][1]:,.0f} B: {each[policy][2]}" for policy, n in groups.items())
         how += f", less {away:,.0f} B in host memory" * bool(away)
-        stem = max(kept(self.net, policy)[0] for policy in self.policies) if self.stage.first else 0.0
+        stem = max(saved_bytes(self.net, policy)[0] for policy in self.policies) if self.stage.first else 0.0
         outside = stem + total(self.net.loss) * (self.stage.last and not over)
         found = [
             row("activations of blocks", blocks, how + ", less the last sum" * over),
@@ -101,11 +101,15 @@ class Piece:
         Autocast holds on to every cast until the pass is over, those of recomputed blocks as well.
         """
         load = self.net.load
-        again = sum(policy != "none" for policy in self.policies)
-        casts = row("weight casts", self.casts * again, "2 B × matrices of the blocks, until the forward pass is over")
+        recomputed = sum(policy != "none" for policy in self.policies)
+        casts = row(
+            "weight casts",
+            self.casts * recomputed,
+            "2 B × matrices of the blocks, until the forward pass is over",
+        )
         if not self.stage.last:
             return [casts]
-        logits = load.chunk_rows * load.columns
+        logits = load.chunk_rows * load.logit_columns
         chunk = chunk_bytes(load, self.head)
         inputs = load.width * self.hidden + (2 * self.head if load.cast else 0)
         if load.cast and load.tp == 1:
@@ -115,7 +119,7 @@ class Piece:
             row(
                 "loss: chunk of logits",
                 chunk,
-                f"{load.chunk_rows:,} tokens × {load.columns:,} logits, {chunk / logits:.3g} B each",
+                f"{load.chunk_rows:,} tokens × {load.logit_columns:,} logits, {chunk / logits:.3g} B each",
             ),
             row("loss: inputs", inputs, "final hidden states, and casts of them and of the head under autocast"),
         ]
@@ -125,7 +129,7 @@ class Piece:
         load, m = self.net.load, self.net.load.model
         w, g, slots = load.width, load.software.gradients, load.tokens * m.top_k
         policy = self.policies[-1]
-        once_more = again(self.net, policy) + self.casts * (policy != "none")
+        once_more = recomputed_bytes(self.net, policy) + self.casts * (policy != "none")
         stream = stream_bytes(self.net)
         # Gradients beside what is saved (the result's takes its place): swiglu of silu(gate) and up, gelu of its input.
         beside = 2 if m.mlp == "swiglu" else 1
@@ -150,7 +154,7 @@ class Piece:
 
     def waiting(self) -> float:
         """Of a micro-batch whose inputs have their gradients and whose weights have not: results' gradients."""
-        return float(len(self.policies) * total(self.net.block, "dear"))
+        return float(len(self.policies) * total(self.net.block, "saved_selective"))
 
 
 def chunk_bytes(load: Workload, head: Any) -> Any:
@@ -160,10 +164,10 @@ def chunk_bytes(load: Workload, head: Any) -> Any:
     gradient takes its place nothing else. On a GPU softmax reads fp16 itself, but not bf16. Then, where logits were
     cast, there is the product that is added to the head's gradient.
     """
-    logits, cut = load.chunk_rows * load.columns, np.greater(load.tp, 1)
+    logits, cut = load.chunk_rows * load.logit_columns, np.greater(load.tp, 1)
     if load.in_place:
         return load.width * logits
-    if not load.half:
+    if not load.is_16_bit:
         return np.where(cut, 4, 8)[()] * logits
     each = np.where(cut, 6, 6 if load.dtype == "fp16" and load.device == "cuda" else 10)[()]
     return np.maximum(each * logits, 2 * logits + 2 * head)
@@ -177,8 +181,8 @@ def pieces(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[Piece]
         matrices = sum(w.size for w in held(spec, stage) if w.unit != ROOT and len(w.shape) > 1)
         casts = 2.0 * matrices / len(stage.layers) * net.load.cast_share * (not gathered)
         chosen = tuple(policies(spec, stage.layers))
-        most = {rung: float(may_wait(net, rung)) for rung in RUNGS}
-        found.append(Piece(stage, net, chosen, casts, tuple(sent(spec, chosen, most))))
+        most = {rung: float(offloadable_bytes(net, rung)) for rung in POLICIES}
+        found.append(Piece(stage, net, chosen, casts, tuple(offloaded_bytes(spec, chosen, most))))
     return found
 
 
@@ -191,7 +195,7 @@ def moments(spec: RunSpec, rank: int, device: str, gathered: bool) -> dict[str, 
         LOSS: [*piece.keeps(), *piece.at_loss()],
         TOP: [*piece.keeps(len(piece.policies)), *piece.at_backward()],
         # Where some waited, the lowest block has its own back while the one above works.
-        LOWEST: [*piece.keeps(2 if any(piece.sent) else 1), *piece.at_backward()],
+        LOWEST: [*piece.keeps(2 if any(piece.offloaded) else 1), *piece.at_backward()],
         END: at_end(spec, piece),
     }
 

@@ -21,7 +21,7 @@ from ..network import Network, network
 from ..ops import Workload
 from ..pipelines.stages import stages_here
 from ..policies import policies
-from ..saved_activations import kept, total
+from ..saved_activations import saved_bytes, total
 from .dp_buffers import passing
 from .host_need import HostNeed, host_need
 from .peak_memory import Row, moments, row
@@ -108,7 +108,7 @@ def pipeline_rows(spec: RunSpec, net: Network, rank: int) -> list[Row]:
     if spec.parallel.pp == 1:
         return []
     ends = sum((not s.first) + (not s.last) for s in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]))
-    size = weight_bytes(spec) * net.load.outside * spec.model.hidden
+    size = weight_bytes(spec) * net.load.sp_tokens * spec.model.hidden
     return [row("pipeline buffers", ends * spec.accumulation * size, f"{ends} × {spec.accumulation} hidden states")]
 
 
@@ -125,5 +125,5 @@ def overhead_rows(spec: RunSpec, net: Network, rank: int) -> list[Row]:
     size = 0.0
     for stage in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
         for policy in policies(spec, stage.layers):
-            size += max(0.0, total(net.block) + total(net.block, "freed") - kept(net, policy)[1])
+            size += max(0.0, total(net.block) + total(net.block, "transient") - saved_bytes(net, policy)[1])
     return [row("allocator holes", size, "freed by each block in its forward pass")]

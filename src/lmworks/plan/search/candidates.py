@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...spec import Cluster, Gpu, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec, SpecError
-from ...spec.layout import IN_ROUNDS, LOOPED, SPLIT_BACKWARD, STAY, V_SHAPED
+from ...spec.layout import IN_ROUNDS, LOOPED, RESIDENT_BLOCKS, SPLIT_BACKWARD, V_SHAPED
 from ...spec.precision import FP8_ALIGNED
 from ...spec.run import SCHEDULES
 from ..case import Case
 from ..cluster_request import machines_of
 from ..exact.optimizers import optimizer_of
 from ..memory.reserve import RISK, room
-from ..software import COMPILED, EAGER, kept_in
+from ..software import COMPILED, EAGER, with_precision
 
 STRATEGIES = {0: "ddp", 1: "zero", 2: "zero", 3: "fsdp2"}
 SEQUENCES = 4  # of a step for each GPU, where the batch is not said
@@ -180,14 +180,14 @@ def legal(question: Question, kind: Words, columns: Columns) -> NDArray[np.bool_
 
 def may_wait(model: ModelSpec, pp: NDArray[Any]) -> NDArray[np.bool_]:
     """Whether activations can wait in host memory (`spec.layout.host`)."""
-    return (pp == 1) & (model.layers > STAY)
+    return (pp == 1) & (model.layers > RESIDENT_BLOCKS)
 
 
 def cases(question: Question) -> Iterator[tuple[Words, Case]]:
     """All legal layouts, in cases of equal words; sequence parallelism goes with tensor parallelism."""
     columns = numbers(question)
     constant = question.constant
-    software = kept_in(COMPILED if question.compile else EAGER, question.precision)
+    software = with_precision(COMPILED if question.compile else EAGER, question.precision)
     for kind in words(question):
         allowed = legal(question, kind, columns)
         if not allowed.any():

@@ -1,6 +1,6 @@
-"""Traffic of a step, in seconds: what layers exchange while a micro-batch passes, and what data parallelism moves.
+"""Communication of a step, in seconds on idle links: collectives of the layers, and of data parallelism.
 
-Groups lie as `spec/grid.py` lays them: tp at stride 1, then cp, dp_shard, dp_replicate, and the pipeline outermost.
+Ranks are ordered as in `spec/grid.py`: tp at stride 1, then cp, dp_shard, dp_replicate, and the pipeline outermost.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from ..devices.profile import profile_for
 from ..expert_load import fullest
 from ..memory.share import of_block
 
-TENSORS = 4  # of a block that are large enough to be sharded: the four products of attention and MLP
+SHARDED_TENSORS = 4  # of a block, large enough to be sharded one by one: two of attention, two of the MLP
 
 
 @dataclass(frozen=True)
-class Wire:
+class CommSeconds:
     """Seconds on the links inside a node and on the network between nodes."""
 
-    near: Number = 0.0
-    far: Number = 0.0
+    intra_node: Number = 0.0
+    inter_node: Number = 0.0
 
-    def __add__(self, other: Wire) -> Wire:
-        return Wire(self.near + other.near, self.far + other.far)
+    def __add__(self, other: CommSeconds) -> CommSeconds:
+        return CommSeconds(self.intra_node + other.intra_node, self.inter_node + other.inter_node)
 
-    def times(self, count: Number) -> Wire:
-        return Wire(self.near * count, self.far * count)
+    def scaled(self, count: Number) -> CommSeconds:
+        return CommSeconds(self.intra_node * count, self.inter_node * count)
 
 
 @dataclass(frozen=True, eq=False)
 class Links:
-    """A case's cluster, by the groups of its layout."""
+    """Collectives over the process groups of a case's layout."""
 
     case: Case
     fabric: Fabric
@@ -47,101 +47,101 @@ class Links:
         measured = profile_for(case.gpu, cluster.profile, cluster.catalogue).curve if cluster.profile else None
         return cls(case, Fabric.of(cluster, case.gpu, measured))
 
-    def wire(self, kind: str, nbytes: Number, ranks: Number, stride: Number) -> Wire:
+    def seconds(self, kind: str, nbytes: Number, ranks: Number, stride: Number) -> CommSeconds:
         if np.all(ranks == 1):
-            return Wire()
+            return CommSeconds()
         seconds, near = self.fabric.seconds(kind, nbytes, ranks, stride), self.fabric.inside(ranks, stride)
-        return Wire(np.where(near, seconds, 0.0), np.where(near, 0.0, seconds))
+        return CommSeconds(np.where(near, seconds, 0.0), np.where(near, 0.0, seconds))
 
-    def tensor(self, kind: str, nbytes: Number) -> Wire:
-        return self.wire(kind, nbytes, self.case.tp, 1)
+    def tensor(self, kind: str, nbytes: Number) -> CommSeconds:
+        return self.seconds(kind, nbytes, self.case.tp, 1)
 
-    def shard(self, kind: str, nbytes: Number) -> Wire:
-        """Ranks that hold other parts of one model's weights: dp_shard × cp."""
-        return self.wire(kind, nbytes, self.case.dp_shard * self.case.cp, self.case.tp)
+    def shard(self, kind: str, nbytes: Number) -> CommSeconds:
+        """Over the ranks that shard one copy of the weights: dp_shard × cp."""
+        return self.seconds(kind, nbytes, self.case.dp_shard * self.case.cp, self.case.tp)
 
-    def replicate(self, kind: str, nbytes: Number) -> Wire:
+    def replicate(self, kind: str, nbytes: Number) -> CommSeconds:
         case = self.case
-        return self.wire(kind, nbytes, case.dp_replicate, case.tp * case.cp * case.dp_shard)
+        return self.seconds(kind, nbytes, case.dp_replicate, case.tp * case.cp * case.dp_shard)
 
-    def all_data(self, kind: str, nbytes: Number) -> Wire:
-        return self.wire(kind, nbytes, self.case.dp * self.case.cp, self.case.tp)
+    def data_parallel(self, kind: str, nbytes: Number) -> CommSeconds:
+        return self.seconds(kind, nbytes, self.case.dp * self.case.cp, self.case.tp)
 
-    def expert(self, kind: str, nbytes: Number) -> Wire:
-        return self.wire(kind, nbytes, self.case.ep, self.case.tp)
+    def expert(self, kind: str, nbytes: Number) -> CommSeconds:
+        return self.seconds(kind, nbytes, self.case.ep, self.case.tp)
 
-    def expert_copies(self, kind: str, nbytes: Number, ranks: Number) -> Wire:
-        """Ranks that share the weights of the same experts: every ep-th of `ranks`."""
+    def expert_copies(self, kind: str, nbytes: Number, ranks: Number) -> CommSeconds:
+        """Over the ranks that hold the same experts: every ep-th of `ranks`."""
         case = self.case
         if not case.model.experts:
-            return Wire()
-        return self.wire(kind, nbytes, np.maximum(1, ranks // case.ep), case.tp * case.ep)
+            return CommSeconds()
+        return self.seconds(kind, nbytes, np.maximum(1, ranks // case.ep), case.tp * case.ep)
 
-    def next_rank(self, nbytes: Number, ranks: Number, stride: Number) -> Wire:
-        """To the neighbour on an axis, where there is one."""
+    def to_neighbour(self, nbytes: Number, ranks: Number, stride: Number) -> CommSeconds:
+        """Send to the next rank of an axis; 0 where the axis has one rank."""
         if np.all(ranks == 1):
-            return Wire()
-        return self.wire("send", nbytes, 2, stride).times(np.where(ranks > 1, 1.0, 0.0))
+            return CommSeconds()
+        return self.seconds("send", nbytes, 2, stride).scaled(np.where(ranks > 1, 1.0, 0.0))
 
 
 @dataclass(frozen=True)
-class Exchanges:
-    """Of one micro-batch and one block where nothing else is said."""
+class StepComm:
+    """Per micro-batch and block unless noted."""
 
-    tensor: tuple[Wire, Wire]  # forward, backward
-    ends: Wire  # of embedding or head, one way, over a split vocabulary
-    context: tuple[Wire, Wire]  # one step of the ring
-    expert: Wire  # one way
-    send: Wire  # to the next stage
-    gather: Wire  # ZeRO-3: weights of a block
-    reduce: Wire  # ZeRO-3: its gradients
-    gather_root: Wire  # ZeRO-3: embedding and head
-    reduce_root: Wire
-    gradients: Wire  # ZeRO 0 to 2: of a whole rank
-    new_weights: Wire  # ZeRO 1 and 2
+    tp: tuple[CommSeconds, CommSeconds]  # forward, backward
+    vocab: CommSeconds  # embedding or head with vocabulary parallelism, one direction
+    cp: tuple[CommSeconds, CommSeconds]  # forward, backward: one hop of the ring
+    ep: CommSeconds  # one direction
+    send: CommSeconds  # to the next stage
+    all_gather: CommSeconds  # ZeRO-3: weights of a block
+    reduce_scatter: CommSeconds  # ZeRO-3: its gradients
+    all_gather_root: CommSeconds  # ZeRO-3: embedding and head
+    reduce_scatter_root: CommSeconds
+    gradients: CommSeconds  # ZeRO 0 to 2: of a whole rank
+    weight_all_gather: CommSeconds  # ZeRO 1 and 2
 
     @classmethod
     def of(cls, case: Case) -> Self:
         links, weights, width = Links.of(case), Weights.of(case), 4 if case.dtype == "fp32" else 2
         stream = case.tokens * case.model.hidden * width
-        tensor = exchange(case, links, stream)
-        rows = Wire()
-        if case.model.experts:  # all wait for the rank that gets most
+        tensor = tp_collectives(case, links, stream)
+        rows = CommSeconds()
+        if case.model.experts:  # all ranks wait for the most loaded one
             most = fullest(case.tokens * case.model.top_k, case.ep)
             rows = links.expert("all-to-all", case.model.top_k * stream * most)
         own = stream / case.tp if case.sp else stream  # with sequence parallelism each rank sends its own positions
         return cls(
-            tensor=(tensor.times(2), tensor.times(2) + regathered(case, links, stream)),
-            ends=tensor.times(0.5) + links.tensor("all-reduce", 4.0 * case.tokens).times(0.75),
-            context=context(case, links, width),
-            expert=rows.times(2),
-            send=links.next_rank(own, case.pp, case.tp * case.cp * case.dp),
-            **(sharded(case, links, weights) if case.zero == 3 else whole(case, links, weights)),
+            tp=(tensor.scaled(2), tensor.scaled(2) + megatron_regather(case, links, stream)),
+            vocab=tensor.scaled(0.5) + links.tensor("all-reduce", 4.0 * case.tokens).scaled(0.75),
+            cp=cp_collectives(case, links, width),
+            ep=rows.scaled(2),
+            send=links.to_neighbour(own, case.pp, case.tp * case.cp * case.dp),
+            **(zero_3(case, links, weights) if case.zero == 3 else zero_0_to_2(case, links, weights)),
         )
 
 
-def context(case: Case, links: Links, width: int) -> tuple[Wire, Wire]:
-    """One turn of the ring, forward (keys and values) and back (their gradients too); or all of Ulysses' exchanges."""
+def cp_collectives(case: Case, links: Links, width: int) -> tuple[CommSeconds, CommSeconds]:
+    """One hop of ring attention (keys, values; backward their gradients too), or all all-to-alls of Ulysses."""
     q = case.tokens * case.model.q_dim / case.tp * width
     kv = 2 * case.tokens * np.maximum(case.model.kv_dim / case.tp, case.model.head_dim) * width
     if case.cp_method == "ulysses":
-        there = links.wire("all-to-all", q + kv, case.cp, case.tp) + links.wire("all-to-all", q, case.cp, case.tp)
+        there = links.seconds("all-to-all", q + kv, case.cp, case.tp) + links.seconds("all-to-all", q, case.cp, case.tp)
         return there, there
-    return links.next_rank(kv, case.cp, case.tp), links.next_rank(2 * kv, case.cp, case.tp)
+    return links.to_neighbour(kv, case.cp, case.tp), links.to_neighbour(2 * kv, case.cp, case.tp)
 
 
-def exchange(case: Case, links: Links, size: Number) -> Wire:
-    """A sum over tensor-parallel ranks, or the scatter and the gather that sequence parallelism makes of it."""
+def tp_collectives(case: Case, links: Links, size: Number) -> CommSeconds:
+    """All-reduce, or reduce-scatter and all-gather with sequence parallelism."""
     if case.sp:
         return links.tensor("all-gather", size) + links.tensor("reduce-scatter", size)
     return links.tensor("all-reduce", size)
 
 
-def regathered(case: Case, links: Links, size: Number) -> Wire:
-    """Megatron keeps its own positions of each region's input only, and gathers them again in the backward pass."""
+def megatron_regather(case: Case, links: Links, size: Number) -> CommSeconds:
+    """Megatron saves sequence-parallel inputs sharded, and gathers them again in the backward pass."""
     if case.sp and case.software.name.startswith("megatron"):
-        return links.tensor("all-gather", size).times(2)
-    return Wire()
+        return links.tensor("all-gather", size).scaled(2)
+    return CommSeconds()
 
 
 # --- data parallelism -------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def regathered(case: Case, links: Links, size: Number) -> Wire:
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers that a tensor-parallel rank has of one block, and of embedding and head together."""
+    """Parameters of a tensor-parallel rank: of one block, and of embedding and head together."""
 
     dense: Number
     experts: Number
@@ -165,36 +165,36 @@ class Weights:
         return self.dense + self.experts
 
 
-def sharded(case: Case, links: Links, weights: Weights) -> dict[str, Wire]:
-    """ZeRO-3: weights are gathered where they are used, gradients go to their owners, and there to other copies."""
+def zero_3(case: Case, links: Links, weights: Weights) -> dict[str, CommSeconds]:
+    """ZeRO-3: all-gather weights before use, reduce-scatter gradients, all-reduce them over replicas (HSDP)."""
     gather, reduce, ranks = case.software.gather or case.width, case.software.reduce, case.dp_shard * case.cp
     copies = links.replicate("all-reduce", reduce * weights.block / ranks)
-    pieces = TENSORS if case.software.piecewise else 1
+    pieces = SHARDED_TENSORS if case.software.per_tensor_gather else 1
     return {
-        "gather": links.shard("all-gather", gather * weights.dense / pieces).times(pieces)
+        "all_gather": links.shard("all-gather", gather * weights.dense / pieces).scaled(pieces)
         + links.expert_copies("all-gather", gather * weights.experts, ranks),
-        "reduce": links.shard("reduce-scatter", reduce * weights.dense)
+        "reduce_scatter": links.shard("reduce-scatter", reduce * weights.dense)
         + links.expert_copies("reduce-scatter", reduce * weights.experts, ranks)
         + copies,
-        "gather_root": links.shard("all-gather", gather * weights.root),
-        "reduce_root": links.shard("reduce-scatter", reduce * weights.root)
+        "all_gather_root": links.shard("all-gather", gather * weights.root),
+        "reduce_scatter_root": links.shard("reduce-scatter", reduce * weights.root)
         + links.replicate("all-reduce", reduce * weights.root / ranks),
-        "gradients": Wire(),
-        "new_weights": Wire(),
+        "gradients": CommSeconds(),
+        "weight_all_gather": CommSeconds(),
     }
 
 
-def whole(case: Case, links: Links, weights: Weights) -> dict[str, Wire]:
-    """ZeRO 0 to 2: all gradients of a rank once a step; where states are sharded, only to their owners, and back."""
+def zero_0_to_2(case: Case, links: Links, weights: Weights) -> dict[str, CommSeconds]:
+    """ZeRO 0 to 2: gradients of a rank once a step; with sharded optimizer states reduce-scatter, then all-gather."""
     dense = case.layers * weights.dense + weights.root / np.minimum(case.pp, 2)
     experts, ranks = case.layers * weights.experts, case.dp * case.cp
     kind, width = "reduce-scatter" if case.zero else "all-reduce", case.software.reduce
-    spread = Wire()
+    spread = CommSeconds()
     if case.zero:
-        spread = links.all_data("all-gather", case.software.weights * dense)
+        spread = links.data_parallel("all-gather", case.software.weights * dense)
         spread += links.expert_copies("all-gather", case.software.weights * experts, ranks)
     return {
-        **dict.fromkeys(("gather", "reduce", "gather_root", "reduce_root"), Wire()),
-        "gradients": links.all_data(kind, width * dense) + links.expert_copies(kind, width * experts, ranks),
-        "new_weights": spread,
+        **dict.fromkeys(("all_gather", "reduce_scatter", "all_gather_root", "reduce_scatter_root"), CommSeconds()),
+        "gradients": links.data_parallel(kind, width * dense) + links.expert_copies(kind, width * experts, ranks),
+        "weight_all_gather": spread,
     }

@@ -1,4 +1,8 @@
-"""One micro-batch on one rank: a block, what stands before and after the blocks, and what is exchanged meanwhile."""
+"""The cost of one micro-batch on one rank: a block, the embedding, and final norm, head and loss.
+
+Each pass has compute, recompute, collectives (exposed and overlapped) and host launches. Fitted constants turn the
+uncalibrated seconds of kernels and idle links into those of a long run.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,22 @@ import numpy as np
 
 from ..case import Case, Number
 from ..software import Software
-from .comm import TENSORS, Wire
+from .comm import SHARDED_TENSORS, CommSeconds
 from .constants import Constants
-from .uncalibrated import Uncalibrated, reductions
+from .uncalibrated import Uncalibrated, reductions_per_micro_batch
 from .work import Pass, stops_early
 
-CALL = 3  # launches that a collective costs its host: streams are made to wait for each other before it and after
-# What PyTorch's checkpoint costs the host of one eager block of ours, in launches: hooks for each tensor that is saved,
-# and where some are kept a Python function at every op, twice. Measured with batches too small to fill a GPU.
-CHECKPOINT = {"full": 48, "selective": 145, "mlp": 145}
+# Kernel launches that one collective costs the host: the collective, and an event wait on both streams.
+LAUNCHES_PER_COLLECTIVE = 3
+# Host cost of PyTorch's activation checkpointing for one eager block of our trainer, in kernel launches: a hook for
+# each saved tensor, and with selective policies a Python dispatch at every op, twice. Measured with batches too small
+# to fill a GPU.
+CHECKPOINT_LAUNCHES = {"full": 48, "selective": 145, "mlp": 145}
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds that lengthen the step, and seconds that pass unseen."""
+    """Seconds of communication that lengthen the step, and seconds that are overlapped with compute."""
 
     exposed: Number = 0.0
     hidden: Number = 0.0
@@ -30,26 +36,29 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.exposed + other.exposed, self.hidden + other.hidden)
 
-    def times(self, count: Number) -> Traffic:
+    def scaled(self, count: Number) -> Traffic:
         return Traffic(self.exposed * count, self.hidden * count)
 
 
-def hide(comm: Number, behind: Number, contention: float) -> Traffic:
-    """What exceeds the work it runs beside is exposed; what does not still slows that work down a little."""
-    hidden = np.minimum(comm, behind)
+def overlap(comm: Number, compute: Number, contention: float) -> Traffic:
+    """Communication beyond `compute` is exposed; the overlapped rest slows compute down by the share `contention`."""
+    hidden = np.minimum(comm, compute)
     return Traffic(comm - hidden + contention * hidden, hidden)
 
 
-def behind(phases: Sequence[tuple[Number, Number]], batches: Number, update: Number, beside: Number) -> Number:
-    """Seconds by which a step of one GPU lasts longer than its work, because of its host.
+def host_bound_seconds(
+    phases: Sequence[tuple[Number, Number]], batches: Number, update: Number, overhead: Number
+) -> Number:
+    """Seconds by which the host lengthens a step of one GPU.
 
-    `phases` of a micro-batch in their order, each in seconds of the GPU and of the host; then the update on the GPU,
-    and what the host does `beside` launching. It runs ahead wherever the GPU is slower. The step ends when the host was
-    behind up to the end of some phase and the GPU then had the rest to do, or when one of them was behind all along.
+    `phases` of a micro-batch in order, each (GPU seconds, host seconds); `update`: GPU seconds of the optimizer;
+    `overhead`: host seconds of a step beside launches. The host runs ahead wherever the GPU is slower. The step ends
+    when the host was the bottleneck up to the end of some phase and the GPU then had the rest to do, or when one of
+    them was the bottleneck throughout.
     """
     work, host = sum(busy for busy, _ in phases), sum(launching for _, launching in phases)
     busy = batches * work + update
-    end = np.maximum(busy, batches * host + beside)
+    end = np.maximum(busy, batches * host + overhead)
     launched, left = 0.0 * host, work
     for seconds, launching in phases:  # of the first micro-batch, or of the last: in between it is neither
         launched, left = launched + launching, left - seconds
@@ -57,47 +66,37 @@ def behind(phases: Sequence[tuple[Number, Number]], batches: Number, update: Num
     return end - busy
 
 
-def hooks(software: Software, recompute: str, every: Number) -> Number:
-    """Of one block in one pass, in launches: half of what a checkpoint costs, to put tensors away or to ask for them.
+def checkpoint_launches(software: Software, recompute: str, every: Number) -> Number:
+    """Host cost of checkpointing one block in one pass, in launches: half when tensors are saved, half when unpacked.
 
-    Of other code only the kernels are known, and a compiler has the whole block to itself.
+    0 for compiled blocks, and for other code bases, of which only the kernels are known.
     """
-    return CHECKPOINT.get(recompute, 0) / 2 / every if software.name == "lmworks" else 0.0
+    return CHECKPOINT_LAUNCHES.get(recompute, 0) / 2 / every if software.name == "lmworks" else 0.0
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """Forward or backward, seconds of each kind of cost."""
+    """One forward or backward pass, in seconds."""
 
-    parts: Mapping[str, Number]  # of its work
-    again: Number = 0.0  # computed once more
-    tensor: Traffic = field(default_factory=Traffic)
-    context: Traffic = field(default_factory=Traffic)
-    expert: Number = 0.0
-    data: Traffic = field(default_factory=Traffic)
-    launches: Number = 0.0
-    away: Traffic = field(default_factory=Traffic)  # activations to host memory, or back
+    parts: Mapping[str, Number]  # compute, by line of the step-time sheet
+    recompute: Number = 0.0
+    tp: Traffic = field(default_factory=Traffic)
+    cp: Traffic = field(default_factory=Traffic)
+    ep: Number = 0.0
+    dp: Traffic = field(default_factory=Traffic)
+    launches: Number = 0.0  # a count
+    offload: Traffic = field(default_factory=Traffic)  # activations to host memory, or back
     host: Number = 0.0  # by which launching takes longer than all this
 
     @property
-    def work(self) -> Number:
-        return sum(self.parts.values())
-
-    @property
     def busy(self) -> Number:
-        exchanged = self.tensor.exposed + self.context.exposed + self.expert + self.data.exposed + self.away.exposed
-        return self.work + self.again + exchanged
+        """GPU seconds: compute, recompute and exposed communication."""
+        exposed = self.tp.exposed + self.cp.exposed + self.ep + self.dp.exposed + self.offload.exposed
+        return sum(self.parts.values()) + self.recompute + exposed
 
     @property
     def seconds(self) -> Number:
         return self.busy + self.host
-
-    def launched_in(self, host_s: Number) -> PassCost:
-        """A GPU works while the host launches what follows: the slower of the two sets the pace.
-
-        Now one is slower and now the other, so neither hides the other wholly: the sum of squares, not the maximum.
-        """
-        return replace(self, host=np.hypot(self.busy, host_s) - self.busy)
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class ForwardBackward:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Of one rank: one block, the embedding, and final norm, head and loss."""
+    """One rank's costs: one block; the embedding; final norm, head and loss."""
 
     block: ForwardBackward
     stem: ForwardBackward
@@ -121,114 +120,120 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Turns bare seconds into those of a long run, with the fitted constants."""
+    """Uncalibrated seconds with the fitted constants applied."""
 
-    bare: Uncalibrated
-    given: Constants
-    factors: Mapping[str, Number]
+    uncalibrated: Uncalibrated
+    fitted: Constants
+    factors: Mapping[str, Number]  # by kind of kernel
 
     @property
     def case(self) -> Case:
-        return self.bare.case
+        return self.uncalibrated.case
 
-    def wire(self, wire: Wire) -> Number:
-        """A message between machines passes the links inside them too: it is not priced above their pace."""
-        return self.given.links * wire.near + max(self.given.links, self.given.network) * wire.far
+    def comm_seconds(self, comm: CommSeconds) -> Number:
+        """Inter-node messages cross the links inside a node too: never faster than those."""
+        return self.fitted.links * comm.intra_node + max(self.fitted.links, self.fitted.network) * comm.inter_node
 
-    def hide(self, comm: Number, behind: Number) -> Traffic:
-        return hide(comm, behind, self.given.contention)
+    def launch_seconds(self, count: Number) -> Number:
+        """Host seconds; tensor-parallel ranks wait for the slowest host in every collective."""
+        skew = 1 + self.fitted.host_skew * np.log2(self.case.tp)
+        return self.fitted.launch_seconds(self.case.software) * count * skew * self.case.host
 
-    def micro_batch(self) -> MicroBatch:
-        work = self.bare.work
-        return MicroBatch(self.block(), self.end(work.stem), self.end(work.loss))
+    def with_host(self, cost: PassCost) -> PassCost:
+        """The pass with its host-bound time. Ranks of a group synchronise in every block, and so do their hosts.
 
-    def end(self, done: tuple[Pass, Pass]) -> ForwardBackward:
-        tensor = Traffic(self.wire(self.bare.wires.ends))
-        ways = (PassCost(way.parts(self.factors), tensor=tensor, launches=way.launches) for way in done)
-        return ForwardBackward(*(self.launched(way) for way in ways))
+        Host and GPU alternate as the bottleneck, so neither hides the other wholly: √(GPU² + host²), not the maximum.
+        One GPU alone is priced per step (`host_wait_seconds`).
+        """
+        host_s = np.where(np.equal(self.case.world, 1), 0.0, self.launch_seconds(cost.launches))
+        return replace(cost, host=np.hypot(cost.busy, host_s) - cost.busy)
 
-    def parts(self, *done: Pass) -> dict[str, Number]:
-        return {name: seconds for way in done for name, seconds in way.parts(self.factors).items()}
+    def host_wait_seconds(self, phases: Sequence[tuple[Number, Number]], update: Number) -> Number:
+        """Seconds of a step in which one GPU waits for its host.
 
-    def launch(self, count: Number) -> Number:
-        """Host seconds; tensor-parallel ranks wait for the slowest host among them in every exchange."""
-        uneven = 1 + self.given.uneven * np.log2(self.case.tp)
-        return self.given.launch(self.case.software) * count * uneven * self.case.host
-
-    def launched(self, way: PassCost) -> PassCost:
-        """Ranks that exchange meet in every block, and so do their hosts; a host alone may run ahead all step long."""
-        return way.launched_in(np.where(np.equal(self.case.world, 1), 0.0, self.launch(way.launches)))
-
-    def waits(self, phases: Sequence[tuple[Number, Number]], update: Number) -> Number:
-        """Seconds of a step in which one GPU, with no other rank to meet, waits for its host.
-
-        `phases` of a micro-batch: (seconds of the GPU, launches); `update` is the optimizer's seconds.
+        `phases` of a micro-batch: (GPU seconds, launches); `update`: seconds of the optimizer.
         """
         case = self.case
-        launched = [(busy, self.launch(launches)) for busy, launches in phases]
-        beside = self.launch(self.bare.optimizer.launches) + self.given.beside(case.software) * case.host
-        return behind(launched, case.accumulation, update, beside)
+        launched = [(busy, self.launch_seconds(launches)) for busy, launches in phases]
+        optimizer = self.launch_seconds(self.uncalibrated.optimizer.launches)
+        overhead = optimizer + self.fitted.step_overhead(case.software) * case.host
+        return host_bound_seconds(launched, case.accumulation, update, overhead)
 
-    def context(self, seconds: Number, way: Pass) -> Traffic:
-        """Keys travel round the ring behind attention to those at hand; Ulysses' exchanges hide behind nothing."""
-        if self.case.cp_method == "ulysses":
-            return Traffic(exposed=seconds)
-        return self.hide(seconds, way.part("attention", self.factors) / self.case.cp).times(self.case.cp - 1)
+    def micro_batch(self) -> MicroBatch:
+        work = self.uncalibrated.work
+        return MicroBatch(self.block(), self.first_or_last(work.stem), self.first_or_last(work.loss))
+
+    def first_or_last(self, done: tuple[Pass, Pass]) -> ForwardBackward:
+        """Embedding, or head and loss."""
+        tp = Traffic(self.comm_seconds(self.uncalibrated.comm.vocab))
+        costs = (PassCost(one_pass.parts(self.factors), tp=tp, launches=one_pass.launches) for one_pass in done)
+        return ForwardBackward(*(self.with_host(cost) for cost in costs))
 
     def block(self) -> ForwardBackward:
-        case, work, wires = self.case, self.bare.work, self.bare.wires
-        ahead, back = work.block
-        again = work.again.seconds(self.factors) / case.recompute_every
-        repeats = (case.recompute == "full") / case.recompute_every  # exchanges of a block that runs again
-        tensor = [self.tensor(self.wire(wire), way) for wire, way in zip(wires.tensor, work.block, strict=True)]
-        ring = [self.context(self.wire(wire), way) for wire, way in zip(wires.context, work.block, strict=True)]
-        expert = self.wire(wires.expert)
-        passes = ahead.seconds(self.factors), back.seconds(self.factors) + again
-        data = self.data(*passes)
-        # An engine of its own copies: products beside it were measured to take as long as alone.
-        away = [hide(self.bare.away, seconds, 0.0) for seconds in passes]
-        calls = CALL * self.calls()
-        kept = hooks(case.software, case.recompute, case.recompute_every)
-        launches = ahead.launches + calls + kept
-        forward = PassCost(
-            self.parts(ahead, self.bare.copies[0]), 0.0, tensor[0], ring[0], expert, data[0], launches, away[0]
+        case, work, comm = self.case, self.uncalibrated.work, self.uncalibrated.comm
+        forward, backward = work.block
+        recompute = work.recomputed.seconds(self.factors) / case.recompute_every
+        repeats = (case.recompute == "full") / case.recompute_every  # collectives of a block that is recomputed
+        tp = [self.tp(self.comm_seconds(each), way) for each, way in zip(comm.tp, work.block, strict=True)]
+        cp = [self.cp(self.comm_seconds(each), way) for each, way in zip(comm.cp, work.block, strict=True)]
+        ep = self.comm_seconds(comm.ep)
+        compute = forward.seconds(self.factors), backward.seconds(self.factors) + recompute
+        dp = self.dp(*compute)
+        # A copy engine of its own: GEMMs beside it were measured to take as long as alone, so no contention.
+        offload = [overlap(self.uncalibrated.activation_offload, seconds, 0.0) for seconds in compute]
+        # Collectives of a block in one direction.
+        tp_calls = 2 * (1 + case.sp) * np.where(case.tp > 1, 1, 0)
+        ep_calls = 2 * bool(case.model.experts) * np.where(case.ep > 1, 1, 0)
+        collectives = LAUNCHES_PER_COLLECTIVE * (tp_calls + ep_calls + (case.cp - 1) + (case.zero == 3))
+        hooks = checkpoint_launches(case.software, case.recompute, case.recompute_every)
+        copies = self.uncalibrated.copies
+        forward_cost = PassCost(
+            {**forward.parts(self.factors), **copies[0].parts(self.factors)},
+            0.0,
+            tp[0],
+            cp[0],
+            ep,
+            dp[0],
+            forward.launches + collectives + hooks,
+            offload[0],
         )
-        backward = PassCost(
-            self.parts(back, self.bare.copies[1]),
-            again,
-            tensor[1] + tensor[0].times(repeats * (0.75 if stops_early(case.software) else 1.0)),
-            ring[1] + ring[0].times(repeats),
-            (1 + repeats) * expert,
-            data[1],
-            back.launches + work.again.launches / case.recompute_every + kept + calls * (1 + repeats),
-            away[1],
+        backward_cost = PassCost(
+            {**backward.parts(self.factors), **copies[1].parts(self.factors)},
+            recompute,
+            tp[1] + tp[0].scaled(repeats * (0.75 if stops_early(case.software) else 1.0)),
+            cp[1] + cp[0].scaled(repeats),
+            (1 + repeats) * ep,
+            dp[1],
+            backward.launches + work.recomputed.launches / case.recompute_every + hooks + collectives * (1 + repeats),
+            offload[1],
         )
-        return ForwardBackward(self.launched(forward), self.launched(backward))
+        return ForwardBackward(self.with_host(forward_cost), self.with_host(backward_cost))
 
-    def calls(self) -> Number:
-        """Collectives that a block calls each way."""
-        case = self.case
-        tensor = 2 * (1 + case.sp) * np.where(case.tp > 1, 1, 0)
-        expert = 2 * bool(case.model.experts) * np.where(case.ep > 1, 1, 0)
-        return tensor + expert + (case.cp - 1) + (case.zero == 3)
-
-    def tensor(self, comm: Number, way: Pass) -> Traffic:
-        """Cut into pieces, the exchanges run behind the products that they feed; else nothing hides them."""
+    def tp(self, comm: Number, compute: Pass) -> Traffic:
+        """Exposed; with async TP cut into pieces that overlap with the GEMMs they feed."""
         if not self.case.software.async_tp:
             return Traffic(comm)
-        return hide(comm, way.part("matmul", self.factors), self.given.pieces)
+        return overlap(comm, compute.part("matmul", self.factors), self.fitted.async_tp_contention)
 
-    def data(self, forward: Number, backward: Number) -> tuple[Traffic, Traffic]:
-        """ZeRO-3: the next block is gathered while this one works; gradients leave while the next block's are made."""
-        case, wires = self.case, self.bare.wires
+    def cp(self, comm: Number, compute: Pass) -> Traffic:
+        """Ring attention overlaps each hop with attention over the keys at hand; Ulysses' all-to-alls are exposed."""
+        if self.case.cp_method == "ulysses":
+            return Traffic(exposed=comm)
+        attention = compute.part("attention", self.factors) / self.case.cp
+        return overlap(comm, attention, self.fitted.contention).scaled(self.case.cp - 1)
+
+    def dp(self, forward: Number, backward: Number) -> tuple[Traffic, Traffic]:
+        """ZeRO-3: all-gather of the next block and reduce-scatter of the last one, overlapped with this block."""
+        case, comm = self.case, self.uncalibrated.comm
         if case.zero < 3:
             return Traffic(), Traffic()
-        gather, reduce = self.wire(wires.gather), self.wire(wires.reduce)
-        again: Number = 0.0
-        if case.software.piecewise:
-            gather = gather + self.given.launch(case.software) * TENSORS * case.dp_shard * case.cp
-            again = (case.recompute == "full") / case.recompute_every
-        back = gather * (case.reshard + again) + reduce * reductions(case)
+        gather, reduce = self.comm_seconds(comm.all_gather), self.comm_seconds(comm.reduce_scatter)
+        recomputed: Number = 0.0
+        if case.software.per_tensor_gather:
+            gather = gather + self.fitted.launch_seconds(case.software) * SHARDED_TENSORS * case.dp_shard * case.cp
+            recomputed = (case.recompute == "full") / case.recompute_every
+        back = gather * (case.reshard + recomputed) + reduce * reductions_per_micro_batch(case)
         if not case.software.overlap:
             return Traffic(gather), Traffic(back)
-        return self.hide(gather, forward), self.hide(back, backward)
+        contention = self.fitted.contention
+        return overlap(gather, forward, contention), overlap(back, backward, contention)

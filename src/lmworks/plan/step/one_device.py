@@ -1,9 +1,8 @@
-"""The time of one optimizer step of our trainer on one device, from a machine that was measured or is passed in.
+"""The time of one optimizer step of our trainer on one device, from a measured machine or one that is passed in.
 
-Nothing overlaps on one rank, save that a GPU runs while the host launches: there the step waits for the host where it
-falls behind, on a CPU launches come on top. What a launch of ours costs beside that of a bare op, and a step beside its
-launches, are fitted constants. Parts add up to the total. Reading data, logging, evaluation and checkpoints are not in
-it. Layouts of many ranks are priced by `step.price`.
+On one rank the only overlap is that a GPU runs while the host launches: the step waits where the host falls behind.
+On a CPU launches are added. Host seconds per launch and per step are fitted constants. Parts add up to the total;
+reading data, logging, evaluation and checkpoints are not included. `step.price` prices layouts of many ranks.
 """
 
 from __future__ import annotations
@@ -12,33 +11,33 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from ...spec import RunSpec, SpecError
-from ..activation_offload import may_wait, sent
+from ..activation_offload import offloadable_bytes, offloaded_bytes
 from ..case import Number
 from ..devices.machine import Machine
 from ..exact.optimizers import STATES, optimizer_of
 from ..network import network, optimizer
 from ..ops import Kernel, Workload
-from ..policies import RUNGS, policies
+from ..policies import POLICIES, policies
 from ..software import software_of
-from .constants import USUAL_LAUNCH, constants
-from .layer import behind, hooks
-from .uncalibrated import link
+from .constants import REFERENCE_LAUNCH_S, constants
+from .layer import checkpoint_launches, host_bound_seconds
+from .uncalibrated import host_link
 from .work import Pass, Work
 
-# Where nine in ten measured steps lie, over the predicted one. On a CPU six kinds of run took 0.96 to 1.22 of it
+# 90 % interval of measured over predicted step time. On a CPU six kinds of run took 0.96 to 1.22 of it
 # (benchmarks/results/plan_check_cpu.json), on a GPU 0.91 to 1.10 (train_gpu.json); a margin for other machines on top.
-WITHIN = {"cpu": (0.85, 1.3), "cuda": (0.88, 1.15)}
-BUSY_LOW = 0.65  # of rates that were measured while others used the machine: they may be too low
+INTERVAL = {"cpu": (0.85, 1.3), "cuda": (0.88, 1.15)}
+BUSY_MACHINE_LOW = 0.65  # lower end for rates measured on a busy machine: they may be too low
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds by part, and what each part's figure rests on: 'measured', 'fitted' or 'modelled'."""
+    """Seconds by part, and the source of each: 'measured', 'fitted' or 'modelled'."""
 
     parts: dict[str, float]
     tags: dict[str, str]
     tokens: int  # of a step, on all ranks
-    interval: tuple[float, float]  # of the whole: nine in ten lie within
+    interval: tuple[float, float]  # 90 % interval of the total
     notes: tuple[str, ...] = ()
 
     @property
@@ -59,15 +58,15 @@ def step_time(spec: RunSpec, machine: Machine) -> StepTime:
     update = Pass.of([(op.part, kernel) for op in updates for kernel in op.forward], machine, "fp32")
     parts: dict[str, float] = defaultdict(float)
     for done, times, _ in [*passes(spec, work, machine), (update, 1, 0.0)]:
-        for (part, _), seconds in done.raw.items():
+        for (part, _), seconds in done.seconds_by_kind.items():
             parts[part] += times * float(seconds)
     if spec.parallel.offload_activations:
-        parts["offload"] = copies(spec, work, machine)
+        parts["offload"] = activation_offload_seconds(spec, work, machine)
     tags = {part: machine.tag if part == "matmul" or machine.tag == "measured" else "modelled" for part in parts}
     tags["offload"] = tags["norms"] = tags["residual"] = tags["embedding"] = "modelled"
 
     if machine.device == "cuda":
-        parts["launches"] = waits(spec, work, update, machine)
+        parts["launches"] = host_wait_seconds(spec, work, update, machine)
     else:
         parts["launches"] = sum(
             times * launch_s * float(done.launches) for done, times, launch_s in passes(spec, work, machine)
@@ -77,49 +76,50 @@ def step_time(spec: RunSpec, machine: Machine) -> StepTime:
 
 
 def interval(seconds: float, machine: Machine) -> tuple[float, float]:
-    """From a machine that is left alone to one that stays as busy as it was when it was measured."""
-    low, high = WITHIN[machine.device]
-    return seconds * (low if machine.quiet else BUSY_LOW), seconds * high * max(1.0, machine.noise)
+    """From an idle machine to one as busy as it was when it was measured."""
+    low, high = INTERVAL[machine.device]
+    return seconds * (low if machine.quiet else BUSY_MACHINE_LOW), seconds * high * max(1.0, machine.noise)
 
 
-def copies(spec: RunSpec, work: Work, machine: Machine) -> float:
-    """Seconds of a step for activations on their way to the host and back.
+def activation_offload_seconds(spec: RunSpec, work: Work, machine: Machine) -> float:
+    """Seconds of a step for activation offload.
 
-    On a GPU what exceeds the passes beside them, where its link is known; a CPU has nothing to copy them beside.
+    On a GPU the copies beyond the pass they overlap with, where its host link is known; on a CPU all of them.
     """
     layers, gpu = spec.model.layers, spec.cluster.accelerator
     net = network(Workload.of(spec, machine.device))
-    most = {rung: float(may_wait(net, rung)) for rung in RUNGS}
-    each = sum(sent(spec, policies(spec, range(layers)), most)) / layers
+    most = {policy: float(offloadable_bytes(net, policy)) for policy in POLICIES}
+    each = sum(offloaded_bytes(spec, policies(spec, range(layers)), most)) / layers
     if machine.device == "cuda":
-        taken = each / link(gpu) if gpu else 0.0
-        ahead, back = (float(sum(way.raw.values())) for way in work.block)
-        shown = max(0.0, taken - ahead) + max(0.0, taken - back)
+        copy = each / host_link(gpu) if gpu else 0.0
+        forward, backward = (float(sum(way.seconds_by_kind.values())) for way in work.block)
+        exposed = max(0.0, copy - forward) + max(0.0, copy - backward)
     else:
-        shown = 2 * float(sum(Pass.of([("offload", Kernel("stream", bytes=2 * each))], machine, "fp32").raw.values()))
-    return shown * layers * spec.accumulation
+        copied = Pass.of([("offload", Kernel("stream", bytes=2 * each))], machine, "fp32")
+        exposed = 2 * float(sum(copied.seconds_by_kind.values()))
+    return exposed * layers * spec.accumulation
 
 
-def waits(spec: RunSpec, work: Work, update: Pass, machine: Machine) -> float:
-    """Seconds in which the GPU waits for its host, a little slower or faster than the one that the constants are of."""
-    given, software, host = constants(), software_of(spec), machine.launch_s / USUAL_LAUNCH
-    each, layers = given.launch(software) * host, spec.model.layers
-    kept = hooks(software, spec.parallel.recompute, spec.parallel.recompute_every)
+def host_wait_seconds(spec: RunSpec, work: Work, update: Pass, machine: Machine) -> float:
+    """Seconds in which the GPU waits for its host; constants scale with the host's measured launch time."""
+    fitted, software, host = constants(), software_of(spec), machine.launch_s / REFERENCE_LAUNCH_S
+    each, layers = fitted.launch_seconds(software) * host, spec.model.layers
+    kept = checkpoint_launches(software, spec.parallel.recompute, spec.parallel.recompute_every)
     again = 1 / spec.parallel.recompute_every
     phases: list[list[tuple[Pass, float, Number]]] = [
         [(work.stem[0], 1, 0.0), (work.block[0], layers, kept)],
         [(work.loss[0], 1, 0.0), (work.loss[1], 1, 0.0)],
-        [(work.again, layers * again, 0.0), (work.block[1], layers, kept), (work.stem[1], 1, 0.0)],
+        [(work.recomputed, layers * again, 0.0), (work.block[1], layers, kept), (work.stem[1], 1, 0.0)],
     ]
     launched = [
         (
-            sum(times * float(sum(done.raw.values())) for done, times, _ in phase),
+            sum(times * float(sum(done.seconds_by_kind.values())) for done, times, _ in phase),
             sum(times * each * float(done.launches + more) for done, times, more in phase),
         )
         for phase in phases
     ]
-    beside = each * float(update.launches) + given.beside(software) * host
-    return float(behind(launched, spec.accumulation, float(sum(update.raw.values())), beside))
+    beside = each * float(update.launches) + fitted.step_overhead(software) * host
+    return float(host_bound_seconds(launched, spec.accumulation, float(sum(update.seconds_by_kind.values())), beside))
 
 
 def passes(spec: RunSpec, work: Work, machine: Machine) -> list[tuple[Pass, float, float]]:
@@ -131,7 +131,7 @@ def passes(spec: RunSpec, work: Work, machine: Machine) -> list[tuple[Pass, floa
         (work.block[0], layers, ahead),
         (work.loss[0], batches, ahead),
         (work.loss[1], batches, back),
-        (work.again, layers / spec.parallel.recompute_every, ahead),
+        (work.recomputed, layers / spec.parallel.recompute_every, ahead),
         (work.block[1], layers, back),
         (work.stem[1], batches, back),
     ]

@@ -1,7 +1,8 @@
-"""A pipeline's ranks: how the blocks are cut, which rank is busiest, and how long all wait for each other.
+"""A pipeline's ranks: how blocks are split into stages, which rank is slowest, and the step time with the bubble.
 
-Megatron cuts blocks evenly and the head comes on top of the last stage. Others give that stage fewer blocks: with j
-there, the pace is max(j·block + head, ⌈(layers − j) / others⌉·block), and the best j lies next to where both are equal.
+Megatron splits blocks evenly and adds the head to the last stage. Others give that stage fewer blocks: with j there,
+the slowest stage takes max(j·block + head, ⌈(layers − j) / others⌉·block), and the best j is next to where both are
+equal.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from ...spec.layout import V_SHAPED
 from ..case import Case, Number
 from ..pipelines.bubble import Costs, bubble
 from ..pipelines.orders import actions
-from ..pipelines.schedule import Span, Times, simulate, total
+from ..pipelines.schedule import Span, Times, simulate
 from ..pipelines.stages import Stage, head_cost, layer_cost, split_layers
 from .layer import MicroBatch
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageSplit:
     """Blocks of the first stage, of the last, and of the others on average; and of whole ranks.
 
     `split_layers` gives stages ⌊mean⌋ blocks and, from some stage on, one more; a test compares the two.
@@ -30,8 +31,8 @@ class Cut:
     first: Number
     last: Number
     mean: Number  # of all stages but the last
-    middle: Number  # of the fullest rank that has neither end
-    below: Number  # of the rank that has the last stage, without that stage
+    middle_rank: Number  # of the fullest rank that has neither end
+    last_rank_rest: Number  # of the rank that has the last stage, without that stage
 
     @classmethod
     def of(cls, case: Case) -> Self:
@@ -53,7 +54,7 @@ class Cut:
 def last_stage(case: Case) -> Number:
     """Blocks of the last stage: of the cuts whose slowest stage is quickest, the most even one."""
     layers, stages = case.model.layers, case.pp * case.virtual
-    if cuts_evenly(case):
+    if splits_evenly(case):
         return np.floor(layers / stages)
     head, others = head_cost(case.model) / layer_cost(case.model, case.seq), np.maximum(stages - 1, 1)
     best = np.clip((layers - head * others) / stages, 1, np.maximum(layers - others, 1))
@@ -69,88 +70,89 @@ def last_stage(case: Case) -> Number:
 
 
 @dataclass(frozen=True)
-class Busiest:
-    """The rank that sets the pace: its blocks, and whether it has the embedding and the head (1 or 0)."""
+class SlowestRank:
+    """The pipeline rank that limits the step: its blocks, and whether it has the embedding and the head (1 or 0)."""
 
     layers: Number
     stem: Number
     head: Number
 
     @classmethod
-    def of(cls, case: Case, cut: Cut, one: MicroBatch) -> Self:
-        alone = case.pp == 1
-        head = one.loss.seconds / one.block.seconds
-        ends = alone | (cut.below + cut.last + head >= cut.middle) | ((case.pp == 2) & (case.schedule not in V_SHAPED))
-        layers = np.where(ends, cut.below + cut.last, cut.middle)
-        stem = alone | (ends & (case.schedule in V_SHAPED))  # a V begins where it ends
-        return cls(np.where(alone, case.model.layers, layers), stem * 1.0, ends * 1.0)
+    def of(cls, case: Case, split: StageSplit, micro_batch: MicroBatch) -> Self:
+        no_pipeline, v_shaped = case.pp == 1, case.schedule in V_SHAPED
+        head = micro_batch.loss.seconds / micro_batch.block.seconds
+        last_rank = split.last_rank_rest + split.last
+        is_last = no_pipeline | (last_rank + head >= split.middle_rank) | ((case.pp == 2) & (not v_shaped))
+        layers = np.where(is_last, last_rank, split.middle_rank)
+        stem = no_pipeline | (is_last & v_shaped)  # a V has its first and last stage on one rank
+        return cls(np.where(no_pipeline, case.model.layers, layers), stem * 1.0, is_last * 1.0)
 
-    def seconds(self, one: MicroBatch) -> Number:
+    def seconds(self, micro_batch: MicroBatch) -> Number:
         """Of one micro-batch."""
-        return self.layers * one.block.seconds + self.stem * one.stem.seconds + self.head * one.loss.seconds
+        blocks, stem = self.layers * micro_batch.block.seconds, self.stem * micro_batch.stem.seconds
+        return blocks + stem + self.head * micro_batch.loss.seconds
 
 
-def pace(case: Case, cut: Cut, one: MicroBatch, send: Number) -> Number:
+def pipeline_seconds(case: Case, split: StageSplit, micro_batch: MicroBatch, send: Number) -> Number:
     """Seconds of all passes of a step, in closed form."""
-    forward, backward = cut.mean * one.block.forward.seconds, cut.mean * one.block.backward.seconds
-    weight = cut.mean * weight_seconds(case, one)
-    whole = forward + backward
-    first = (cut.first * one.block.seconds + one.stem.seconds) / whole
-    last = (cut.last * one.block.seconds + one.loss.seconds) / whole
-    costs = Costs(first, last, cut.middle / (case.virtual * cut.mean), cut.last / cut.mean)
+    block = micro_batch.block
+    forward, backward = split.mean * block.forward.seconds, split.mean * block.backward.seconds
+    weight = split.mean * weight_seconds(case, micro_batch)
+    both = forward + backward
+    first = (split.first * block.seconds + micro_batch.stem.seconds) / both
+    last = (split.last * block.seconds + micro_batch.loss.seconds) / both
+    costs = Costs(first, last, split.middle_rank / (case.virtual * split.mean), split.last / split.mean)
     args = (case.schedule, case.pp, case.virtual, case.accumulation, forward, backward - weight, weight)
-    alone = case.accumulation * Busiest.of(case, cut, one).seconds(one)
+    one_rank = case.accumulation * SlowestRank.of(case, split, micro_batch).seconds(micro_batch)
     passes = bubble(*args, costs, send).total
     if case.schedule in ("gpipe", "looped-bfs"):
-        passes = passes + case.accumulation * apart(cut, one)
-    return np.where(case.pp == 1, alone, passes)
+        passes = passes + case.accumulation * phase_imbalance(split, micro_batch)
+    return np.where(case.pp == 1, one_rank, passes)
 
 
-def apart(cut: Cut, one: MicroBatch) -> Number:
-    """All forward passes, then all backward passes: where one stage is slowest in these and another in those, both."""
-    ways = [
-        (np.ceil(cut.mean) * getattr(one.block, way).seconds, cut.last * getattr(one.block, way).seconds + end.seconds)
-        for way, end in (("forward", one.loss.forward), ("backward", one.loss.backward))
-    ]
-    each = sum(np.maximum(middle, last) for middle, last in ways)
-    return each - np.maximum(ways[0][0] + ways[1][0], ways[0][1] + ways[1][1])
+def phase_imbalance(split: StageSplit, micro_batch: MicroBatch) -> Number:
+    """Extra seconds where all forward passes precede all backward passes and their slowest stages differ."""
+    block, loss, middle_blocks = micro_batch.block, micro_batch.loss, np.ceil(split.mean)
+    middle = middle_blocks * block.forward.seconds, middle_blocks * block.backward.seconds
+    last = (
+        split.last * block.forward.seconds + loss.forward.seconds,
+        split.last * block.backward.seconds + loss.backward.seconds,
+    )
+    each = 0 + np.maximum(middle[0], last[0]) + np.maximum(middle[1], last[1])
+    return each - np.maximum(middle[0] + middle[1], last[0] + last[1])
 
 
-def weight_seconds(case: Case, one: MicroBatch) -> Number:
-    """Of a block's backward pass, what only its weights' gradients need: half of the products, where it can wait."""
-    return one.block.backward.parts["matmul"] / 2 if case.recompute == "none" else 0.0
+def weight_seconds(case: Case, micro_batch: MicroBatch) -> Number:
+    """Seconds of a block's weight gradients, which split-backward schedules delay: half of its backward GEMMs."""
+    return micro_batch.block.backward.parts["matmul"] / 2 if case.recompute == "none" else 0.0
 
 
-def followed(case: Case, one: MicroBatch, send: float) -> float:
-    """Seconds of all passes of one candidate's step, action by action."""
-    return total(spans(case, one, send))
-
-
-def spans(case: Case, one: MicroBatch, send: float) -> list[Span]:
+def simulated_spans(case: Case, micro_batch: MicroBatch, send: float) -> list[Span]:
+    """All passes of one candidate's step, simulated action by action."""
     orders = actions(case.schedule, int(case.pp), int(case.virtual), int(case.accumulation))
-    return simulate(orders, [times(case, one, stage) for stage in stages(case)], send)
+    return simulate(orders, [action_seconds(case, micro_batch, stage) for stage in stages(case)], send)
 
 
 def stages(case: Case) -> list[Stage]:
     count, layers = int(case.pp * case.virtual), case.model.layers
-    if not cuts_evenly(case):
+    if not splits_evenly(case):
         return list(split_layers(case.model, case.seq, count))
     ends = [round(layers * i / count) for i in range(count + 1)]
     return [Stage(i, range(ends[i], ends[i + 1]), first=i == 0, last=i == count - 1) for i in range(count)]
 
 
-def times(case: Case, one: MicroBatch, stage: Stage) -> Times:
-    """Seconds of a stage's forward pass, its backward pass, and the two halves that some schedules make of it."""
+def action_seconds(case: Case, micro_batch: MicroBatch, stage: Stage) -> Times:
+    """Seconds of a stage's forward (F), backward (B), input-gradient (I) and weight-gradient (W) pass."""
     layers = len(stage.layers)
     forward, backward = (
-        layers * getattr(one.block, way).seconds
-        + stage.first * getattr(one.stem, way).seconds
-        + stage.last * getattr(one.loss, way).seconds
+        layers * getattr(micro_batch.block, way).seconds
+        + stage.first * getattr(micro_batch.stem, way).seconds
+        + stage.last * getattr(micro_batch.loss, way).seconds
         for way in ("forward", "backward")
     )
-    weight = layers * weight_seconds(case, one)
+    weight = layers * weight_seconds(case, micro_batch)
     return {"F": float(forward), "B": float(backward), "I": float(backward - weight), "W": float(weight)}
 
 
-def cuts_evenly(case: Case) -> bool:
+def splits_evenly(case: Case) -> bool:
     return case.software.name.startswith("megatron")

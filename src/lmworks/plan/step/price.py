@@ -1,9 +1,13 @@
 """The time of a training step on any layout: one candidate, or thousands at once.
 
-`price` is a closed form over arrays. A rank's micro-batch is its blocks, and on the ends embedding and head; what
-layers exchange lengthens them; a pipeline adds the time in which its ranks wait for each other; data parallelism adds
-what of its traffic does not hide behind the passes; then comes the optimizer. The parts are those of the busiest rank
-and add up to the step. `timeline` prices one candidate the same way, with its pipeline followed action by action.
+`price` is a closed form over arrays:
+
+    uncalibrated.py  kernels at benchmarked rates (work.py), collectives on idle links (comm.py), optimizer, copies
+    layer.py         one micro-batch of one rank with the fitted constants (constants.py), overlap and host launches
+    pipeline.py      the slowest rank, and the step time with the pipeline bubble
+    here             exposed data-parallel communication, optimizer, stragglers; the parts add up to the step
+
+`timeline` prices one candidate the same way, with its pipeline simulated action by action.
 """
 
 from __future__ import annotations
@@ -17,25 +21,25 @@ import numpy as np
 
 from ..case import Case, Number
 from ..flops import hardware_flops_per_token, model_flops_per_token
-from ..pipelines.schedule import Span
-from .constants import Constants, constants, factor, family
-from .layer import Calibrated, MicroBatch, PassCost, Traffic
-from .pipeline import Busiest, Cut, followed, pace, spans
-from .uncalibrated import Uncalibrated, reductions
+from ..pipelines.schedule import Span, total
+from .constants import Constants, chip_family, constants, factor
+from .layer import Calibrated, MicroBatch, Traffic, overlap
+from .pipeline import SlowestRank, StageSplit, pipeline_seconds, simulated_spans
+from .uncalibrated import Uncalibrated, reductions_per_micro_batch
 
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a step and what they are made of; every number may be an array, one element a candidate."""
+    """Seconds of a step and its parts; every number may be an array, one element per candidate."""
 
     seconds: Number
     parts: dict[str, Number]  # they add up to `seconds`
     tags: dict[str, str]  # of each part: measured, fitted or modelled
-    hidden: dict[str, Number]  # seconds of traffic behind other work, by what it is for
+    hidden: dict[str, Number]  # seconds of overlapped communication, by axis
     tokens_per_s: Number
     mfu: Number
     hfu: Number
-    interval: tuple[Number, Number]  # nine in ten lie within
+    interval: tuple[Number, Number]  # 90 % interval
     notes: tuple[str, ...] = ()
 
 
@@ -43,142 +47,145 @@ class Price:
 class Step:
     """What `price` and `timeline` have in common."""
 
-    weigher: Calibrated
-    one: MicroBatch
-    cut: Cut
-    send: Number  # seconds from one stage to the next
+    calibrated: Calibrated
+    micro_batch: MicroBatch
+    split: StageSplit
+    send: Number  # seconds from one pipeline stage to the next
 
     @classmethod
-    def of(cls, bare: Uncalibrated, given: Constants) -> Self:
-        case = bare.case
-        weigher = Calibrated(bare, given, given.factors(case.gpu, case.software, case.world))
-        one = weigher.micro_batch()
-        return cls(weigher, one, Cut.of(bare.case), weigher.wire(bare.wires.send))
+    def of(cls, uncalibrated: Uncalibrated, fitted: Constants) -> Self:
+        case = uncalibrated.case
+        calibrated = Calibrated(uncalibrated, fitted, fitted.factors(case.gpu, case.software, case.world))
+        send = calibrated.comm_seconds(uncalibrated.comm.send)
+        return cls(calibrated, calibrated.micro_batch(), StageSplit.of(case), send)
 
 
-def price(case: Case, given: Constants | None = None) -> Price:
-    return weigh(Uncalibrated.of(case), given or constants())
+def price(case: Case, fitted: Constants | None = None) -> Price:
+    return price_uncalibrated(Uncalibrated.of(case), fitted or constants())
 
 
-def weigh(bare: Uncalibrated, given: Constants) -> Price:
-    """The same with other constants, at little cost."""
-    step, case = Step.of(bare, given), bare.case
-    quick = pace(case, step.cut, step.one, 0.0)
-    whole = pace(case, step.cut, step.one, step.send) if np.any(case.pp > 1) else quick
-    return priced(step, quick, whole)
+def price_uncalibrated(uncalibrated: Uncalibrated, fitted: Constants) -> Price:
+    """`price` with kernels and collectives already timed: cheap to repeat with other constants."""
+    step, case = Step.of(uncalibrated, fitted), uncalibrated.case
+    without_sends = pipeline_seconds(case, step.split, step.micro_batch, 0.0)
+    if np.any(case.pp > 1):
+        return assemble(step, without_sends, pipeline_seconds(case, step.split, step.micro_batch, step.send))
+    return assemble(step, without_sends, without_sends)
 
 
-def timeline(case: Case, given: Constants | None = None) -> Price:
-    """Of one candidate, with the pipeline's waits as its actions give them."""
+def timeline(case: Case, fitted: Constants | None = None) -> Price:
+    """`price` of one candidate, with its pipeline simulated."""
     if case.pp == 1:
-        return price(case, given)
-    step = Step.of(Uncalibrated.of(case), given or constants())
-    return priced(step, followed(case, step.one, 0.0), followed(case, step.one, float(step.send)))
+        return price(case, fitted)
+    step = Step.of(Uncalibrated.of(case), fitted or constants())
+    without_sends, with_sends = (
+        total(simulated_spans(case, step.micro_batch, send)) for send in (0.0, float(step.send))
+    )
+    return assemble(step, without_sends, with_sends)
 
 
-def passes(case: Case, given: Constants | None = None) -> list[Span]:
-    """The pipeline of one candidate in time, as `timeline` follows it."""
-    step = Step.of(Uncalibrated.of(case), given or constants())
-    return spans(case, step.one, float(step.send))
+def pipeline_spans(case: Case, fitted: Constants | None = None) -> list[Span]:
+    """The simulated pipeline of one candidate."""
+    step = Step.of(Uncalibrated.of(case), fitted or constants())
+    return simulated_spans(case, step.micro_batch, float(step.send))
 
 
-def priced(step: Step, quick: Number, whole: Number) -> Price:
-    """All parts of a step whose passes last `whole` seconds, and `quick` where messages take no time."""
-    weigher, one = step.weigher, step.one
-    case, given = weigher.case, weigher.given
-    rank = Busiest.of(case, step.cut, one)
+def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
+    """All parts of a step, from the seconds of its passes without and with pipeline sends."""
+    calibrated, micro_batch = step.calibrated, step.micro_batch
+    case, fitted, uncalibrated = calibrated.case, calibrated.fitted, calibrated.uncalibrated
+    rank = SlowestRank.of(case, step.split, micro_batch)
     batches = case.accumulation
     parts: dict[str, Number] = defaultdict(float)
     hidden: dict[str, Number] = defaultdict(float)
-    for count, both in ((rank.layers, one.block), (rank.stem, one.stem), (rank.head, one.loss)):
-        for way in (both.forward, both.backward):
-            add(parts, hidden, batches * count, way)
-    quick = np.maximum(quick, batches * rank.seconds(one))  # rounding, or a closed form that is a little short
-    parts["bubble"] = quick - batches * rank.seconds(one)
-    parts["pp"] = np.maximum(0.0, whole - quick)
-    tail = data_tail(weigher, rank, one)
+    for count, both in ((rank.layers, micro_batch.block), (rank.stem, micro_batch.stem), (rank.head, micro_batch.loss)):
+        for cost in (both.forward, both.backward):
+            busy = {**cost.parts, "recompute": cost.recompute, "ep": cost.ep, "host": cost.host}
+            for name, seconds in busy.items():
+                parts[name] = parts[name] + batches * count * seconds
+            for name, traffic in {"tp": cost.tp, "cp": cost.cp, "dp": cost.dp, "offload": cost.offload}.items():
+                parts[name] = parts[name] + batches * count * traffic.exposed
+                hidden[name] = hidden[name] + batches * count * traffic.hidden
+    rank_s = batches * rank.seconds(micro_batch)
+    without_sends = np.maximum(without_sends, rank_s)  # the closed form may be a little short
+    parts["bubble"] = without_sends - rank_s
+    parts["pp"] = np.maximum(0.0, with_sends - without_sends)
+    tail = data_parallel_tail(calibrated, rank, micro_batch)
     parts["dp"] = parts["dp"] + tail.exposed
     hidden["dp"] = hidden["dp"] + tail.hidden
-    parts["optimizer"] = weigher.bare.optimizer.seconds(weigher.factors)
-    parts["offload"] = parts["offload"] + weigher.bare.offload
-    beside = parts["host"] + given.beside(case.software) * case.host
-    alone = weigher.waits(phases(rank, one), parts["optimizer"] + weigher.bare.offload)
-    parts["host"] = np.where(np.equal(case.world, 1), alone, beside)[()]
-    return finish(case, given, parts, hidden)
+    parts["optimizer"] = uncalibrated.optimizer.seconds(calibrated.factors)
+    parts["offload"] = parts["offload"] + uncalibrated.offload
+    many_gpus = parts["host"] + fitted.step_overhead(case.software) * case.host
+    one_gpu = calibrated.host_wait_seconds(phases(rank, micro_batch), parts["optimizer"] + uncalibrated.offload)
+    parts["host"] = np.where(np.equal(case.world, 1), one_gpu, many_gpus)[()]
 
-
-def phases(rank: Busiest, one: MicroBatch) -> list[tuple[Number, Number]]:
-    """Seconds and launches of a micro-batch on one GPU: forward, loss, backward."""
-    ends = (one.loss.forward, one.loss.backward)
-
-    def blocks(stem: PassCost, block: PassCost) -> tuple[Number, Number]:
-        busy = rank.stem * stem.busy + rank.layers * block.busy
-        return busy, rank.stem * stem.launches + rank.layers * block.launches
-
-    return [
-        blocks(one.stem.forward, one.block.forward),
-        (rank.head * sum(way.busy for way in ends), rank.head * sum(way.launches for way in ends)),
-        blocks(one.stem.backward, one.block.backward),
-    ]
-
-
-def add(parts: dict[str, Number], hidden: dict[str, Number], count: Number, way: PassCost) -> None:
-    costs = {**way.parts, "recompute": way.again, "ep": way.expert, "host": way.host}
-    for name, seconds in costs.items():
-        parts[name] = parts[name] + count * seconds
-    for name, traffic in {"tp": way.tensor, "cp": way.context, "dp": way.data, "offload": way.away}.items():
-        parts[name] = parts[name] + count * traffic.exposed
-        hidden[name] = hidden[name] + count * traffic.hidden
-
-
-def finish(case: Case, given: Constants, parts: dict[str, Number], hidden: dict[str, Number]) -> Price:
-    slow = factor(given.software, case.software.name)
+    software = factor(fitted.software, case.software.name)
     nodes = np.ceil(case.world / case.cluster.gpus_per_node)
-    parts = {name: slow * seconds for name, seconds in parts.items()}
-    parts["stragglers"] = sum(parts.values()) * given.jitter * np.log2(np.maximum(nodes, 1))
-    seconds = sum(parts.values())
-    rate = case.tokens_per_step / seconds
+    parts = {name: software * seconds for name, seconds in parts.items()}
+    parts["stragglers"] = sum(parts.values()) * fitted.stragglers * np.log2(np.maximum(nodes, 1))
+    step_s = sum(parts.values())
+    rate = case.tokens_per_step / step_s
     peak = case.world * (case.gpu.peak_flops(case.dtype) or np.nan)
-    model, hardware = (
-        model_flops_per_token(case.model, case.seq),
-        hardware_flops_per_token(case.model, case.seq, case.recompute),
-    )
-    known = given.knows(case.gpu, case.software)
-    margin = np.exp(1.645 * (given.spread if known else given.unseen))
+    known = fitted.was_fitted(case.gpu, case.software)
+    margin = np.exp(1.645 * (fitted.spread if known else fitted.unseen))
     return Price(
-        seconds,
+        step_s,
         parts,
-        tags(case, given, parts),
+        tags(case, fitted, parts),
         dict(hidden),
         rate,
-        rate * model / peak,
-        rate * hardware / peak,
-        (seconds / margin, seconds * margin),
+        rate * model_flops_per_token(case.model, case.seq) / peak,
+        rate * hardware_flops_per_token(case.model, case.seq, case.recompute) / peak,
+        (step_s / margin, step_s * margin),
         () if known else (f"no run of {case.software.name} on {case.gpu.name} was fitted: the interval is wider",),
     )
 
 
-def tags(case: Case, given: Constants, parts: Iterable[str]) -> dict[str, str]:
-    """What the figures rest on. Links between nodes and waits were never measured on their own."""
-    work = "fitted" if family(case.gpu) in given.products else "modelled"
-    inside = bool(np.all(case.world <= case.cluster.gpus_per_node))
-    found = dict.fromkeys(parts, "measured" if case.cluster.profile else work)
-    found |= dict.fromkeys(("tp", "cp", "ep", "dp", "pp"), "fitted" if inside else "modelled")
-    return {**found, "host": "fitted", "bubble": "modelled", "offload": "modelled", "stragglers": "fitted"}
+def phases(rank: SlowestRank, micro_batch: MicroBatch) -> list[tuple[Number, Number]]:
+    """GPU seconds and launches of a micro-batch on one GPU: forward, loss, backward."""
+    stem, block, loss = micro_batch.stem, micro_batch.block, micro_batch.loss
+    return [
+        (
+            rank.stem * stem.forward.busy + rank.layers * block.forward.busy,
+            rank.stem * stem.forward.launches + rank.layers * block.forward.launches,
+        ),
+        (
+            rank.head * (loss.forward.busy + loss.backward.busy),
+            rank.head * (loss.forward.launches + loss.backward.launches),
+        ),
+        (
+            rank.stem * stem.backward.busy + rank.layers * block.backward.busy,
+            rank.stem * stem.backward.launches + rank.layers * block.backward.launches,
+        ),
+    ]
 
 
-def data_tail(weigher: Calibrated, rank: Busiest, one: MicroBatch) -> Traffic:
-    """Beside the exchanges of each block: first and last messages, which nothing hides, or all gradients at once."""
-    case, wires = weigher.case, weigher.bare.wires
+def data_parallel_tail(calibrated: Calibrated, rank: SlowestRank, micro_batch: MicroBatch) -> Traffic:
+    """Data-parallel communication beside that of each block.
+
+    ZeRO-3: the first all-gather and the last reduce-scatter, which nothing overlaps. ZeRO 0 to 2: all gradients.
+    """
+    case, comm, contention = calibrated.case, calibrated.uncalibrated.comm, calibrated.fitted.contention
     if case.zero == 3:
-        first, last = wires.gather_root + wires.gather, wires.reduce_root + wires.reduce
-        return Traffic(case.accumulation * (weigher.wire(first) + reductions(case) * weigher.wire(last)))
-    summed, spread = weigher.wire(wires.gradients), weigher.wire(wires.new_weights)
+        first = calibrated.comm_seconds(comm.all_gather_root + comm.all_gather)
+        last = calibrated.comm_seconds(comm.reduce_scatter_root + comm.reduce_scatter)
+        return Traffic(case.accumulation * (first + reductions_per_micro_batch(case) * last))
+    gradients = calibrated.comm_seconds(comm.gradients)
+    weights = calibrated.comm_seconds(comm.weight_all_gather)
     if not case.software.overlap:
-        return Traffic(summed + spread)
-    # With several stages on a rank, the gradients of one leave while the others see their last micro-batches.
-    open_for = rank.layers * (1 + (np.minimum(case.pp, case.accumulation) - 1) * (1 - 1 / case.virtual))
-    behind = weigher.hide(summed, open_for * one.block.backward.seconds)
-    if case.software.master:  # new weights are needed, and sent, block by block in the next forward pass
-        return behind + weigher.hide(spread, open_for * one.block.forward.seconds)
-    return behind + Traffic(spread)
+        return Traffic(gradients + weights)
+    # With several stages on a rank, gradients of one are reduced while the others have their last micro-batches.
+    layers = rank.layers * (1 + (np.minimum(case.pp, case.accumulation) - 1) * (1 - 1 / case.virtual))
+    reduced = overlap(gradients, layers * micro_batch.block.backward.seconds, contention)
+    if case.software.master:  # new weights are gathered block by block in the next forward pass
+        return reduced + overlap(weights, layers * micro_batch.block.forward.seconds, contention)
+    return reduced + Traffic(weights)
+
+
+def tags(case: Case, fitted: Constants, parts: Iterable[str]) -> dict[str, str]:
+    """What each figure rests on. Inter-node links and bubbles were never measured on their own."""
+    work = "fitted" if chip_family(case.gpu) in fitted.gemm else "modelled"
+    one_node = bool(np.all(case.world <= case.cluster.gpus_per_node))
+    found = dict.fromkeys(parts, "measured" if case.cluster.profile else work)
+    found |= dict.fromkeys(("tp", "cp", "ep", "dp", "pp"), "fitted" if one_node else "modelled")
+    return {**found, "host": "fitted", "bubble": "modelled", "offload": "modelled", "stragglers": "fitted"}

@@ -1,4 +1,4 @@
-"""All that a step is made of, before the fitted constants: kernels at benchmarked rates, messages on idle links."""
+"""A step before the fitted constants: kernels at benchmarked rates, collectives on idle links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from ...spec import Gpu
-from ..activation_offload import sent_by_all
+from ..activation_offload import total_offloaded_bytes
 from ..case import Case, Number
 from ..devices.machine import Machine
 from ..devices.profile import profile_for
@@ -17,42 +17,42 @@ from ..exact.optimizers import STATES
 from ..memory.share import cut_over
 from ..network import network
 from ..ops import Kernel, Workload
-from .comm import Exchanges, Weights
+from .comm import StepComm, Weights
 from .work import Pass, Work
 
-LINK = 0.8  # of the link to the host that large copies get
-HOST = 30e9  # bytes/s of host memory for each GPU of a machine: eight share some 250 GB/s
-MACHINE = 8 * HOST
-PCIE = 64  # GB/s of the fastest
+HOST_LINK_EFFICIENCY = 0.8  # share of the host link's datasheet bandwidth that large copies reach; modelled
+HOST_BYTES_PER_S = 30e9  # host memory bandwidth per GPU of a node: eight share some 250 GB/s; modelled
+NODE_HOST_BYTES_PER_S = 8 * HOST_BYTES_PER_S
+PCIE_GBS = 64  # GB/s of PCIe 5.0 x16, one direction; its specification
 
 
 @dataclass(frozen=True)
 class Uncalibrated:
     case: Case
     work: Work
-    wires: Exchanges
-    copies: tuple[Pass, Pass]  # of a block's weights and gradients, forward and backward
+    comm: StepComm
+    copies: tuple[Pass, Pass]  # of a block's gathered weights and packed gradients, forward and backward
     optimizer: Pass
-    offload: Number  # seconds of a step on the way to the host and back, and in its update
-    away: Number  # seconds that a block's activations take to the host, in the mean of all blocks, and as many back
+    offload: Number  # seconds of a step for optimizer offload: copies, and the update on the CPU
+    activation_offload: Number  # seconds to copy one block's activations to the host, mean over blocks; the same back
 
     @classmethod
     def of(cls, case: Case) -> Self:
-        machine, weights = machine_of(case.gpu, case.software.flash, case.cluster.profile), Weights.of(case)
-        optimizer = Pass.of([("optimizer", kernel) for kernel in updates(case, weights)], machine, "fp32")
-        there, back = copied(case, weights)
+        machine, weights = sustained_machine(case.gpu, case.software.flash, case.cluster.profile), Weights.of(case)
+        optimizer = Pass.of([("optimizer", kernel) for kernel in optimizer_kernels(case, weights)], machine, "fp32")
+        there, back = copy_bytes(case, weights)
         copies = (
             Pass.of([("copies", Kernel("stream", bytes=there))], machine, "fp32"),
             Pass.of([("copies", Kernel("stream", bytes=back))], machine, "fp32"),
         )
-        offload = offloaded(case, owned(case, weights))
-        away = sent_by_all(case, network(Workload.of_case(case))) / case.model.layers / shared_link(case)
-        return cls(case, Work.of_case(case, machine), Exchanges.of(case), copies, optimizer, offload, away)
+        offload = optimizer_offload_seconds(case, updated_params(case, weights))
+        away = total_offloaded_bytes(case, network(Workload.of_case(case))) / case.model.layers / shared_host_link(case)
+        return cls(case, Work.of_case(case, machine), StepComm.of(case), copies, optimizer, offload, away)
 
 
 @functools.cache
-def machine_of(gpu: Gpu, flash: str, profile: str = "") -> Machine:
-    """A GPU in a long run, where the clock is down all the time: in a benchmark a short product still finds it up."""
+def sustained_machine(gpu: Gpu, flash: str, profile: str = "") -> Machine:
+    """A GPU at the sustained clock of a long run; short GEMM benchmarks still see the boost clock."""
     machine = profile_for(gpu, profile).machine if profile else Machine.of(gpu, flash)
     if machine.laws is None:
         return machine
@@ -62,57 +62,58 @@ def machine_of(gpu: Gpu, flash: str, profile: str = "") -> Machine:
     return replace(machine, laws=replace(machine.laws, gemm=hot))
 
 
-def copied(case: Case, weights: Weights) -> tuple[Number, Number]:
-    """Bytes of a block: gathered weights leave their buffer, gradients are packed, or added to earlier ones."""
+def copy_bytes(case: Case, weights: Weights) -> tuple[Number, Number]:
+    """Bytes copied per block: gathered weights out of their buffer; gradients packed, or accumulated."""
     software = case.software
     if case.zero == 3:
         gather = 2.0 * (software.gather or case.width) * weights.block
-        return gather, gather * case.reshard + 2.0 * software.reduce * weights.block * reductions(case)
-    if software.stand_in:  # products add to the gradients themselves
+        return gather, gather * case.reshard + 2.0 * software.reduce * weights.block * reductions_per_micro_batch(case)
+    if software.wgrad_placeholder:  # GEMMs accumulate into the gradients (wgrad fusion)
         return 0.0, 0.0
     summed = (2.0 * software.gradients + 2) * weights.block
     return 0.0, np.where((case.accumulation > 1) | (software.master > 0), summed, 0.0)
 
 
-def reductions(case: Case) -> Number:
-    """ZeRO-3, of each micro-batch: our trainer reduces after the last one only, others after every one."""
+def reductions_per_micro_batch(case: Case) -> Number:
+    """ZeRO-3 reduce-scatters per micro-batch: our trainer reduces after the last one only, others after each."""
     return 1 / case.accumulation if case.software.name.startswith("lmworks") else 1.0
 
 
-def owned(case: Case, weights: Weights) -> Number:
-    """Numbers that a rank updates."""
+def updated_params(case: Case, weights: Weights) -> Number:
+    """Parameters that a rank updates."""
     dense = (case.model.layers * weights.dense + weights.root) / case.pp
     experts = case.model.layers * weights.experts / case.pp
     over, over_experts = cut_over(case) if case.zero else (1, 1)
     return dense / over + experts / over_experts
 
 
-def updates(case: Case, weights: Weights) -> list[Kernel]:
-    """Clipping passes over the gradients; the update reads p, g and states and writes p and states."""
-    numbers, code = owned(case, weights), case.software
-    gradients, both = (4, 12) if code.master else (code.gradients, 2 * (code.weights + code.low) + code.gradients)
-    clip = Kernel("stream", bytes=1.0 * code.clips * gradients * numbers)
+def optimizer_kernels(case: Case, weights: Weights) -> list[Kernel]:
+    """Gradient clipping, and the update, which reads p, g and states and writes p and states."""
+    numbers, code = updated_params(case, weights), case.software
+    gradients, both = (4, 12) if code.master else (code.gradients, 2 * (code.weights + code.low_bytes) + code.gradients)
+    clip = Kernel("stream", bytes=1.0 * code.clip_passes * gradients * numbers)
     if case.offload != "none":
         return [clip]
     return [clip, Kernel("optimizer", bytes=(both + 2 * STATES[case.optimizer]) * numbers)]
 
 
-def offloaded(case: Case, numbers: Number) -> Number:
-    """Gradients to the host, its update, new weights back; `full`: weights come for every pass. Nothing hides it."""
+def optimizer_offload_seconds(case: Case, numbers: Number) -> Number:
+    """Gradients to the host, CPU update, weights back; `full`: weights copied for every pass. Not overlapped."""
     if case.offload == "none":
         return 0.0
     passes = 2 * case.accumulation if case.offload == "full" else 1
-    return numbers * ((4.0 + 4.0 * passes) / link(case.gpu) + 28.0 / HOST)
+    return numbers * ((4.0 + 4.0 * passes) / host_link(case.gpu) + 28.0 / HOST_BYTES_PER_S)
 
 
-def link(gpu: Gpu) -> float:
-    """Bytes/s between a GPU and its host."""
-    return LINK * 1e9 * (gpu.host_gbs or 16.0)
+def host_link(gpu: Gpu) -> float:
+    """Bytes/s of large copies between a GPU and its host."""
+    return HOST_LINK_EFFICIENCY * 1e9 * (gpu.host_gbs or 16.0)
 
 
-def shared_link(case: Case) -> float:
-    """The same where all GPUs of a machine copy at once, and share its memory: a GPU alone was measured to have all of
-    its link. Memory that is joined by more than PCIe is taken to be as fast.
+def shared_host_link(case: Case) -> float:
+    """`host_link` where all GPUs of a node copy at once and share its memory bandwidth.
+
+    One GPU alone was measured to reach its full link. Hosts joined by more than PCIe are assumed to keep up.
     """
-    alone = link(case.gpu)
-    return alone if case.gpu.host_gbs > PCIE else min(alone, MACHINE / case.cluster.gpus_per_node)
+    one_gpu = host_link(case.gpu)
+    return one_gpu if case.gpu.host_gbs > PCIE_GBS else min(one_gpu, NODE_HOST_BYTES_PER_S / case.cluster.gpus_per_node)

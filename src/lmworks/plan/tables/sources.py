@@ -15,8 +15,8 @@ from pathlib import Path
 from ...spec import RunSpec, SpecError, catalogue, load_run
 from ...spec.errors import did_you_mean
 from ..case import Case
-from ..software import as_it_ran
-from ..step.constants import USUAL_LAUNCH
+from ..software import as_measured
+from ..step.constants import REFERENCE_LAUNCH_S
 from .columns import read
 from .rows import Job, job
 
@@ -219,12 +219,12 @@ def own(raw: Raw, cells: dict[str, str]) -> Measured:
     """
     preset, *words = raw["run"].split()
     spec = load_run(preset, words)
-    host = float(raw["launch_us"]) * 1e-6 / USUAL_LAUNCH
+    host = float(raw["launch_us"]) * 1e-6 / REFERENCE_LAUNCH_S
     mixed = []
     for policy, count in blocks_of(raw["blocks"], spec).items():
         alike = spec.replace(parallel=spec.parallel.replace(recompute=policy, recompute_budget=0.0))
         case = Case.of(alike, catalogue()[cells["gpu"]])
-        ran = as_it_ran(case.software, raw["loss"], int(raw["clips"]))
+        ran = as_measured(case.software, raw["loss"], int(raw["clips"]))
         mixed.append((count / spec.model.layers, case.replace(host=host, software=ran)))
     if spec.precision.weights == "bf16":
         group = "bf16 weights"
