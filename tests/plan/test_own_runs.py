@@ -203,7 +203,11 @@ def test_products_of_a_gpu_alone_take_longer_where_little_is_between_them() -> N
     """As profiles of compiled steps with bf16 weights have it; among others the factor of the GPU says it."""
     half = PrecisionSpec(dtype="bf16", weights="bf16")
     wide, narrow = with_precision(COMPILED, PrecisionSpec(dtype="bf16")), with_precision(COMPILED, half)
-    assert (wide.gemm_slowdown, narrow.gemm_slowdown, with_precision(EAGER, half).gemm_slowdown) == (1.0, DENSE_GEMM_SLOWDOWN, 1.0)
+    assert (wide.gemm_slowdown, narrow.gemm_slowdown, with_precision(EAGER, half).gemm_slowdown) == (
+        1.0,
+        DENSE_GEMM_SLOWDOWN,
+        1.0,
+    )
     given = Constants(single_gpu=0.9)
     one, many = (given.factors(H200, narrow, world) for world in (1, 8))
     assert (one["gemm"], many["gemm"]) == (pytest.approx(0.9 * DENSE_GEMM_SLOWDOWN), 1.0)

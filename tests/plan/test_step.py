@@ -219,7 +219,11 @@ def test_the_closed_cut_is_the_one_that_is_made(schedule: str) -> None:
         last = held.pop(0 if schedule == "zbv" else -1)
         expected = (sizes[0], sizes[-1], np.mean(sizes[:-1]), max(held), last - sizes[-1])
         cut = StageSplit.of(case)
-        assert (cut.first, cut.last, cut.mean, cut.middle_rank, cut.last_rank_rest) == pytest.approx(expected), (name, ranks, virtual)
+        assert (cut.first, cut.last, cut.mean, cut.middle_rank, cut.last_rank_rest) == pytest.approx(expected), (
+            name,
+            ranks,
+            virtual,
+        )
 
 
 def off(schedule: str) -> dict[str, float]:
