@@ -25,7 +25,7 @@ from api_server import MODEL, House
 from test_heartbeat import ATTACKS, FRAMING, TEXT, post
 
 from lmworks.data.tokenizer import FileTokenizer, train_bpe
-from lmworks.serve.backend import Words
+from lmworks.serve.backend import PromptTokenizer
 
 BEAT_S, REPEATS, IDLE_S = 0.005, 3, 3.0
 
@@ -49,7 +49,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         house, beat = House(Path(folder)), Heartbeat()
         inner = tokenizers.Tokenizer.from_str(train_bpe([TEXT * 20], 300))
-        api = house.open(words=Words(FileTokenizer(inner, 0), folder=house.backend.words.folder))
+        api = house.open(
+            prompt_tokenizer=PromptTokenizer(FileTokenizer(inner, 0), folder=house.backend.prompt_tokenizer.folder)
+        )
         api.post("/tokenize", {"model": MODEL, "prompt": TEXT * 1000})
         beating = asyncio.run_coroutine_threadsafe(beat.run(), house.loop)
         gc.collect()

@@ -20,14 +20,14 @@ from openai import OpenAI
 
 from lmworks.model import GPT
 from lmworks.serve.app import make_app
-from lmworks.serve.backend import Words
-from lmworks.serve.channel import Served
-from lmworks.serve.engine_process import EngineProcess, Patience
+from lmworks.serve.backend import PromptTokenizer
+from lmworks.serve.channel import LoadedEngine
+from lmworks.serve.engine_process import EngineProcess, StallTimeouts
 from lmworks.serve.keys import Settings
-from lmworks.serve.server import Server, bound, make_server
-from lmworks.serve.serving import Local, Serving
+from lmworks.serve.server import Server, bind_socket, make_server
+from lmworks.serve.serving import LocalModel, Serving
 from lmworks.serve.upstream import Upstream
-from lmworks.serve.workers import Speech
+from lmworks.serve.workers import PromptProcessor
 
 MODEL = "tiny"
 # Knows tools, in the way of models that write <tool_call>.
@@ -41,9 +41,9 @@ TEMPLATE = """
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
 
 
-def chatty(folder: str) -> Served:
+def chatty(folder: str) -> LoadedEngine:
     """The tiny model, with a chat template. Made in the engine's process."""
-    return Served(tiny_engine.fragile().engine, Path(folder))
+    return LoadedEngine(tiny_engine.fragile().engine, Path(folder))
 
 
 def twin() -> GPT:
@@ -62,7 +62,7 @@ class House:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.backend = EngineProcess(MODEL, partial(chatty, str(folder)), Patience(stuck=0.6, kill=0.0))
+        self.backend = EngineProcess(MODEL, partial(chatty, str(folder)), StallTimeouts(stuck=0.6, kill=0.0))
         self.run(self.backend.start())
         self.opened: list[tuple[Server, Any]] = []
 
@@ -75,18 +75,18 @@ class House:
         keys: Sequence[str] = (),
         upstream: Upstream | list[Upstream] | None = None,
         tls: tuple[str, str] | None = None,
-        words: Words | None = None,
+        prompt_tokenizer: PromptTokenizer | None = None,
         **options: Any,
     ) -> Api:
-        """Another server over the same engine (or over an upstream alone); `words`: with another tokenizer."""
-        local = Local(self.backend)
-        if words is not None:
-            local.speech = Speech("reworded", words)
+        """Another server over the same engine (or an upstream alone); `prompt_tokenizer` replaces its tokenizer."""
+        local = LocalModel(self.backend)
+        if prompt_tokenizer is not None:
+            local.processor = PromptProcessor("reworded", prompt_tokenizer)
         behind = [upstream] if isinstance(upstream, Upstream) else upstream or []
         serving = Serving(Settings(config, keys), [] if behind else [local], behind)
         for one in behind:
             self.run(one.start())
-        listening = bound("127.0.0.1", 0)
+        listening = bind_socket("127.0.0.1", 0)
         server = make_server(make_app(serving, **options), serving, 30.0, *(tls or ()))
         # The engine is the house's own: not started and closed with each server.
         task = asyncio.run_coroutine_threadsafe(uvicorn.Server.serve(server, [listening]), self.loop)
@@ -97,13 +97,13 @@ class House:
     def idle(self) -> bool:
         """Nothing is left of any request."""
         found = self.backend.state.metrics
-        return not self.backend.boxes and found["num_requests_running"] == found["num_requests_waiting"] == 0
+        return not self.backend.queues and found["num_requests_running"] == found["num_requests_waiting"] == 0
 
     def close(self) -> None:
         for server, task in self.opened:
             server.force_exit = server.should_exit = True
             server.seconds = 0.0
-            server.serving.locals = []  # its engine goes on for the others
+            server.serving.local_models = []  # its engine goes on for the others
             task.result(30)
             self.loop.call_soon_threadsafe(server.serving.workers.close)
         self.run(self.backend.close())

@@ -26,7 +26,7 @@ requests_per_minute = 5
 BODY = {"model": "small", "prompt": [1, 2, 3], "max_tokens": 3, "temperature": 0, "logprobs": 0}
 
 
-def fronts(pid: int) -> list[int]:
+def api_processes(pid: int) -> list[int]:
     """API processes among the children of a process."""
     found = []
     for thread in Path(f"/proc/{pid}/task").iterdir():  # each has those that it started
@@ -55,7 +55,7 @@ def test_two_processes_serve_and_count_as_one(tmp_path: Path) -> None:
     config = tmp_path / "keys.toml"
     config.write_text(CONFIG)
     with served("--api-processes", "2", "--config", str(config)) as (process, url), ThreadPoolExecutor(8) as many:
-        until(lambda: len(fronts(process.pid)) == 2)
+        until(lambda: len(api_processes(process.pid)) == 2)
         found = list(many.map(lambda _: post(url), range(24)))
         assert {one.status_code for one in found} == {200}
         tokens = {tuple(one.json()["choices"][0]["logprobs"]["tokens"]) for one in found}
@@ -64,11 +64,11 @@ def test_two_processes_serve_and_count_as_one(tmp_path: Path) -> None:
         statuses = sorted(one.status_code for one in many.map(lambda _: post(url, LIMITED), range(15)))
         assert statuses == [200] * 5 + [429] * 10, "a key's limit is one for all processes"
 
-        lost, kept = fronts(process.pid)
+        lost, kept = api_processes(process.pid)
         os.kill(lost, signal.SIGKILL)
-        until(lambda: lost not in fronts(process.pid))
+        until(lambda: lost not in api_processes(process.pid))
         assert post(url).status_code == 200
-        until(lambda: len(fronts(process.pid)) == 2 and kept in fronts(process.pid), 60)
+        until(lambda: len(api_processes(process.pid)) == 2 and kept in api_processes(process.pid), 60)
 
         reading = Reading(url, KEY)
         until(lambda: reading.lines, 60)

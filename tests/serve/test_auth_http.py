@@ -16,7 +16,7 @@ from api_server import MODEL, Api, House, until
 from tiny_engine import HELD
 
 from lmworks.serve.keys import Settings, digest
-from lmworks.serve.logs import JSONLines
+from lmworks.serve.logs import JSONFormatter
 
 ALICE, BOB, CAROL, DAVE = "alice-alice", "bob-bob-bob", "carol-carol", "dave-dave-dave"
 FRANK = "frank-frank"  # of whom nothing is refused before: that would be charged, too
@@ -141,7 +141,7 @@ def test_a_full_house_sheds_and_says_when_to_come_back(house: House, tmp_path: P
         found = api.post("/v1/completions", BODY)
         with pytest.raises(openai.RateLimitError):
             api.client().completions.create(**BODY)  # type: ignore[call-overload]
-    until(lambda: house.idle() and not sum(api.serving.gate.open.values()))
+    until(lambda: house.idle() and not sum(api.serving.rate_limiter.open.values()))
     assert found.status_code == 429 and found.json()["error"]["code"] == "queue_full"
     assert int(found.headers["retry-after"]) >= 1
     assert api.post("/v1/completions", BODY).status_code == 200
@@ -203,7 +203,9 @@ def test_logs_tell_who_and_how_much_and_nothing_of_what(locked: Api, caplog: pyt
         locked.post("/v1/completions", BODY | {"model": secret}, headers=headers)
         locked.post("/v1/completions", BODY | {"guided_regex": f"({secret}"}, headers=headers)
         locked.http.get(f"/v1/models/{secret}", headers=header(secret))
-    written = "\n".join(JSONLines().format(record) for record in caplog.records if record.name.startswith("lmworks"))
+    written = "\n".join(
+        JSONFormatter().format(record) for record in caplog.records if record.name.startswith("lmworks")
+    )
     lines = [json.loads(line) for line in written.splitlines()]
     assert good.headers["x-request-id"] == "my-id.1"
     (line,) = [line for line in lines if line.get("request_id") == "my-id.1" and line["status"] == 200]

@@ -16,12 +16,12 @@ from worker_tasks import lost, nap
 
 from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.serve import workers as module
-from lmworks.serve.backend import Words
-from lmworks.serve.body import Nesting, parse
-from lmworks.serve.limits import Limits, Refusal
+from lmworks.serve.backend import PromptTokenizer
+from lmworks.serve.body import NestingLimiter, parse
+from lmworks.serve.limits import APIError, Limits
 from lmworks.serve.openai_types import ChatRequest, CompletionRequest
 from lmworks.serve.prompts import encode
-from lmworks.serve.workers import Speech, Workers
+from lmworks.serve.workers import PromptProcessor, WorkerPool
 
 COMPLETION = {"model": "m", "prompt": "a"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
@@ -54,7 +54,7 @@ def test_nesting_is_told_however_the_bytes_come() -> None:
     for _ in range(400):
         found = made(draw, 6)
         raw = json.dumps(found, ensure_ascii=draw.random() < 0.5).encode()
-        seen, at, deepest = Nesting(100, 10**6), 0, 0
+        seen, at, deepest = NestingLimiter(100, 10**6), 0, 0
         while at < len(raw):
             size = draw.choice([1, 1, 2, 3, 7, 50])
             for byte in range(at, min(at + size, len(raw))) if size == 1 else ():
@@ -65,19 +65,19 @@ def test_nesting_is_told_however_the_bytes_come() -> None:
             at += size
         assert seen.depth == 0 and seen.containers == containers_of(found) and not seen.open
         depth = depth_of(found)
-        Nesting(depth, 10**6).feed(raw)
+        NestingLimiter(depth, 10**6).feed(raw)
         if depth:
-            with pytest.raises(Refusal, match=f"deeper than {depth - 1} levels"):
-                Nesting(depth - 1, 10**6).feed(raw)
+            with pytest.raises(APIError, match=f"deeper than {depth - 1} levels"):
+                NestingLimiter(depth - 1, 10**6).feed(raw)
 
 
 def test_values_are_counted_while_they_come() -> None:
     for part in (b"[],", b'"a",', b"{},"):
-        seen = Nesting(5, 1000)
+        seen = NestingLimiter(5, 1000)
         seen.feed(b"[" + part * 990)
-        with pytest.raises(Refusal, match="more than 1000 objects, lists and strings"):
+        with pytest.raises(APIError, match="more than 1000 objects, lists and strings"):
             seen.feed(part * 20)
-    Nesting(5, 10).feed(b'["' + b'\\"' * 1000 + b'"]')  # one string
+    NestingLimiter(5, 10).feed(b'["' + b'\\"' * 1000 + b'"]')  # one string
 
 
 # --- counts -----------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_too_many_are_refused_before_they_are_validated(name: str, monkeypatch: 
     kind = ChatRequest if base is CHAT else CompletionRequest
     parse(None, json.dumps(base).encode(), kind, LIMITS)
     monkeypatch.setattr(kind, "model_validate", None)
-    with pytest.raises(Refusal, match="at most") as refusal:
+    with pytest.raises(APIError, match="at most") as refusal:
         parse(None, json.dumps(base | more).encode(), kind, LIMITS)
     assert (refusal.value.status, refusal.value.param) == (400, name.partition(":")[0])
 
@@ -129,17 +129,17 @@ def test_token_ids_come_as_arrays() -> None:
 
 
 def test_work_is_done_in_another_process_with_the_tokenizer_of_the_model() -> None:
-    speech = Speech("m", Words(ByteTokenizer()))
+    processor = PromptProcessor("m", PromptTokenizer(ByteTokenizer()))
 
     async def use() -> None:
-        workers = Workers(1)
+        workers = WorkerPool(1)
         try:
             plain = (None, False)
             prompts = ["Hé", array("i", [65])]
-            texts, (ids, given), made = await workers.run("a", speech, encode, prompts, 257, True, plain)
+            texts, (ids, given), made = await workers.run("a", processor, encode, prompts, 257, True, plain)
             assert (texts, list(ids), list(given), made) == (["Hé", "A"], list("Hé".encode()), [65], 3)
-            with pytest.raises(Refusal, match="not below 257") as refusal:
-                await workers.run("a", speech, encode, [array("i", [300])], 257, True, plain)
+            with pytest.raises(APIError, match="not below 257") as refusal:
+                await workers.run("a", processor, encode, [array("i", [300])], 257, True, plain)
             assert (refusal.value.status, refusal.value.param) == (400, "prompt")
             pid = await workers.run("a", None, nap, 0)
             assert pid != os.getpid() and pid == await workers.run("a", None, nap, 0), "it is used again"
@@ -153,7 +153,7 @@ def test_keys_take_turns_and_a_lost_process_is_replaced(monkeypatch: pytest.Monk
     order: list[str] = []
 
     async def use() -> None:
-        workers = Workers(1)
+        workers = WorkerPool(1)
         try:
             await workers.run("z", None, nap, 0)
 
@@ -167,7 +167,7 @@ def test_keys_take_turns_and_a_lost_process_is_replaced(monkeypatch: pytest.Monk
                 await workers.run("a", None, lost)
             assert await workers.run("a", None, nap, 0)
             monkeypatch.setattr(module, "WORK_SECONDS", 0.2)
-            with pytest.raises(Refusal, match=r"more than 0\.2 s"):
+            with pytest.raises(APIError, match=r"more than 0\.2 s"):
                 await workers.run("a", None, nap, 60)
             monkeypatch.setattr(module, "WORK_SECONDS", 60)
             assert await workers.run("a", None, nap, 0)

@@ -17,7 +17,7 @@ from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.grammars.grammar import Grammars
 from lmworks.serve.openai_types import ChatRequest
-from lmworks.serve.tool_calls import Reader, call_schema
+from lmworks.serve.tool_calls import ToolCallParser, call_schema
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -79,7 +79,7 @@ def test_variables_for_the_chat_template(api: Api) -> None:
 
 @pytest.mark.parametrize("cut", range(1, len(CALL)))
 def test_calls_are_found_wherever_the_text_is_cut(cut: int) -> None:
-    reader = Reader()
+    reader = ToolCallParser()
     found = [reader.push(("a" + CALL + "b")[:cut]), reader.push(("a" + CALL + "b")[cut:]), reader.flush()]
     assert "".join(text for text, _ in found) == "ab"
     assert [call["function"]["arguments"] for _, calls in found for call in calls] == ['{"x": 1}']
@@ -87,13 +87,13 @@ def test_calls_are_found_wherever_the_text_is_cut(cut: int) -> None:
 
 @pytest.mark.parametrize("text", ["<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", "<tool_ca", "<tool_call>{"])
 def test_what_is_no_call_is_text(text: str) -> None:
-    reader = Reader()
+    reader = ToolCallParser()
     (shown, calls), (rest, last) = reader.push(text), reader.flush()
     assert shown + rest == text and not calls and not last
 
 
 def test_a_lone_call_where_one_is_wanted() -> None:
-    reader = Reader(most=1)
+    reader = ToolCallParser(most=1)
     assert len(reader.push(CALL + CALL)[1]) == 1
 
 
@@ -160,8 +160,8 @@ def test_streams_end_with_an_error_when_the_engine_dies_and_the_next_is_served(a
     wishes = {"max_tokens": 400, "extra_body": {"ignore_eos": True}, "stream": True, "seed": HELD}
     stream = api.client().chat.completions.create(model=MODEL, messages=MESSAGES, **wishes)  # type: ignore
     next(iter(stream))
-    assert backend.life is not None
-    os.kill(backend.life.process.pid, signal.SIGKILL)
+    assert backend.handle is not None
+    os.kill(backend.handle.process.pid, signal.SIGKILL)
     with pytest.raises(openai.APIError, match="engine stopped"):
         for _ in stream:
             pass
@@ -174,8 +174,8 @@ def test_streams_end_with_an_error_when_the_engine_dies_and_the_next_is_served(a
 def test_health_tells_an_engine_that_hangs(api: Api) -> None:
     """It lives, its process is there, and it takes no step."""
     backend = api.house.backend
-    assert api.http.get("/health").json()["status"] == "ok" and backend.life is not None
-    pid = backend.life.process.pid
+    assert api.http.get("/health").json()["status"] == "ok" and backend.handle is not None
+    pid = backend.handle.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         with ThreadPoolExecutor(1) as one:

@@ -20,11 +20,11 @@ from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.grammars.grammar import Grammars
 from lmworks.serve import engine_process
-from lmworks.serve.backend import Ask, BackendError
-from lmworks.serve.channel import Report
-from lmworks.serve.compile_queue import CompileQueue, Job, Lane
-from lmworks.serve.engine_process import EngineProcess, Life, Patience
-from lmworks.serve.event_queue import Box
+from lmworks.serve.backend import BackendError, EngineRequest
+from lmworks.serve.channel import StepReport
+from lmworks.serve.compile_queue import CompileJob, CompileQueue, Lane
+from lmworks.serve.engine_process import EngineProcess, ProcessHandle, StallTimeouts
+from lmworks.serve.event_queue import EventQueue
 from lmworks.spec import SpecError
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -47,13 +47,13 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def engine(run: Run) -> Iterator[EngineProcess]:
-    backend = EngineProcess("tiny", tiny_engine.fragile, Patience(stuck=3.0, kill=3.5))
+    backend = EngineProcess("tiny", tiny_engine.fragile, StallTimeouts(stuck=3.0, kill=3.5))
     run(backend.start())
     yield backend
     run(backend.close())
 
 
-async def outcome(backend: EngineProcess, ask: Ask) -> str | BackendError:
+async def outcome(backend: EngineProcess, ask: EngineRequest) -> str | BackendError:
     """Its text, or why there is none."""
     try:
         async with aclosing(backend.stream(ask)) as events:
@@ -71,12 +71,12 @@ async def left(tasks: list[asyncio.Task[Any]]) -> None:
 def test_keys_take_turns() -> None:
     lane, done = Lane(), []
     for key in "aaaabbc":
-        lane.put(Job(key, CHOICE, lambda: True, done.append))
+        lane.put(CompileJob(key, CHOICE, lambda: True, done.append))
     turns = []
     while (job := lane.take()) is not None:
         turns.append(job.key)
     assert "".join(turns) == "abcabaa"
-    lane.put(Job("a", CHOICE, lambda: True, done.append))
+    lane.put(CompileJob("a", CHOICE, lambda: True, done.append))
     assert lane.take(busy={"a"}) is None and lane.take() is not None and lane.take() is None
 
 
@@ -92,7 +92,7 @@ def test_a_healthy_engine_is_not_killed_for_grammars(engine: EngineProcess, run:
                 await asyncio.sleep(0.02)
 
         looking = asyncio.create_task(look())
-        found = await asyncio.gather(*(outcome(engine, Ask([1], hostile(i), share="a")) for i in range(2)))
+        found = await asyncio.gather(*(outcome(engine, EngineRequest([1], hostile(i), share="a")) for i in range(2)))
         await left([looking])
         assert not any(sick) and engine.restarts == 0
         return found
@@ -100,19 +100,19 @@ def test_a_healthy_engine_is_not_killed_for_grammars(engine: EngineProcess, run:
     began = time.monotonic()
     for refused in run(main()):
         assert isinstance(refused, BackendError) and refused.kind == "refused" and "too complex" in str(refused)
-    assert time.monotonic() - began > engine.patience.kill, "or nothing was tried"
+    assert time.monotonic() - began > engine.stall_timeouts.kill, "or nothing was tried"
 
 
 @pytest.mark.parametrize("share", ["other", "hostile"], ids=["of another key", "of the same key"])
 def test_an_honest_grammar_does_not_wait_for_hostile_ones(engine: EngineProcess, run: Run, share: str) -> None:
     async def main() -> tuple[int, int]:
         several = range(100, 108) if share == "other" else range(200, 208)
-        crowd = [asyncio.create_task(outcome(engine, Ask([1], hostile(i), share="hostile"))) for i in several]
+        crowd = [asyncio.create_task(outcome(engine, EngineRequest([1], hostile(i), share="hostile"))) for i in several]
         while len(engine.compiling) < len(crowd):
             await asyncio.sleep(0.01)
-        assert await outcome(engine, Ask([1], CHOICE, share=share)) in ("yes", "no")
+        assert await outcome(engine, EngineRequest([1], CHOICE, share=share)) in ("yes", "no")
         choice = sum(not task.done() for task in crowd)
-        text = await outcome(engine, Ask([1], SCHEMA, share=share))
+        text = await outcome(engine, EngineRequest([1], SCHEMA, share=share))
         assert isinstance(text, str) and text.replace(" ", "").replace("\n", "") == "{}"
         schema = sum(not task.done() for task in crowd)
         await left(crowd)
@@ -126,20 +126,23 @@ def test_an_honest_grammar_does_not_wait_for_hostile_ones(engine: EngineProcess,
 
 def test_grammars_have_a_clock_of_their_own(engine: EngineProcess, run: Run) -> None:
     """The time in the queue begins when the grammar is there."""
-    late = run(outcome(engine, Ask([1], hostile(300), compile_seconds=0.2, queue_seconds=60)))
+    late = run(outcome(engine, EngineRequest([1], hostile(300), compile_seconds=0.2, queue_seconds=60)))
     assert isinstance(late, BackendError) and (late.kind, late.started, late.retry_after) == ("timeout", False, 1)
     assert "not compiled within 0.2 s" in str(late)
-    again = run(outcome(engine, Ask([1], hostile(0), compile_seconds=60, queue_seconds=0.01)))
+    again = run(outcome(engine, EngineRequest([1], hostile(0), compile_seconds=60, queue_seconds=0.01)))
     assert isinstance(again, BackendError) and again.kind == "refused" and "too complex" in str(again)
-    assert not engine.compiling and not engine.boxes
+    assert not engine.compiling and not engine.queues
 
     async def main() -> BackendError | None:
-        backend, box = EngineProcess("none", tiny_engine.tiny), Box(Ask([1], CHOICE, queue_seconds=0.01))
-        backend.boxes[1], backend.compiling[1] = box, box.ask
-        backend.take(Report(0, [1], [], [], [], None), cast(Life, SimpleNamespace(steps=0)))
-        assert not backend.compiling and box.error is None
-        await asyncio.wait_for(box.filled.wait(), 60)
-        return box.error
+        backend, queue = (
+            EngineProcess("none", tiny_engine.tiny),
+            EventQueue(EngineRequest([1], CHOICE, queue_seconds=0.01)),
+        )
+        backend.queues[1], backend.compiling[1] = queue, queue.request
+        backend.on_report(StepReport(0, [1], [], [], [], None), cast(ProcessHandle, SimpleNamespace(steps=0)))
+        assert not backend.compiling and queue.error is None
+        await asyncio.wait_for(queue.not_empty.wait(), 60)
+        return queue.error
 
     waited = run(main())
     assert waited is not None and waited.kind == "timeout" and "could not be started" in str(waited)
@@ -147,16 +150,16 @@ def test_grammars_have_a_clock_of_their_own(engine: EngineProcess, run: Run) -> 
 
 def test_a_process_that_hangs_while_it_compiles_is_noticed(engine: EngineProcess, run: Run) -> None:
     async def main() -> None:
-        assert engine.life is not None
-        engine.patience = Patience(stuck=0.6, kill=0.0)
-        os.kill(engine.life.process.pid, signal.SIGSTOP)
-        waiting = asyncio.create_task(outcome(engine, Ask([1], CHOICE)))
+        assert engine.handle is not None
+        engine.stall_timeouts = StallTimeouts(stuck=0.6, kill=0.0)
+        os.kill(engine.handle.process.pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(outcome(engine, EngineRequest([1], CHOICE)))
         try:
             while not engine.state.stuck:
                 await asyncio.sleep(0.01)
             assert len(engine.compiling) == 1
         finally:
-            os.kill(engine.life.process.pid, signal.SIGCONT)
+            os.kill(engine.handle.process.pid, signal.SIGCONT)
         assert await waiting in ("yes", "no")
         assert not engine.state.stuck
 
@@ -167,26 +170,26 @@ def test_a_process_that_hangs_while_it_compiles_is_noticed(engine: EngineProcess
 def test_one_key_has_so_many_grammars_in_the_queue(
     engine: EngineProcess, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_process, "COMPILING", 3)
+    monkeypatch.setattr(engine_process, "MAX_COMPILING", 3)
     one, two, three = (replace(CHOICE, choice=["yes", f"no {number}"]) for number in range(3))
 
     async def main() -> None:
-        assert engine.life is not None
-        os.kill(engine.life.process.pid, signal.SIGSTOP)  # so that all of them wait
+        assert engine.handle is not None
+        os.kill(engine.handle.process.pid, signal.SIGSTOP)  # so that all of them wait
         try:
             asks = [
-                *(Ask([i], one, share="a") for i in range(1, 9)),
-                Ask([1], two, share="a"),
-                Ask([1], three, share="a"),
+                *(EngineRequest([i], one, share="a") for i in range(1, 9)),
+                EngineRequest([1], two, share="a"),
+                EngineRequest([1], three, share="a"),
             ]
             tasks = [asyncio.create_task(outcome(engine, ask)) for ask in asks]
             await asyncio.sleep(0)
             assert len(engine.compiling) == 10, "the prompts of one request have one grammar"
-            over = await outcome(engine, Ask([1], CHOICE, share="a"))
-            other = asyncio.create_task(outcome(engine, Ask([1], CHOICE, share="b")))
+            over = await outcome(engine, EngineRequest([1], CHOICE, share="a"))
+            other = asyncio.create_task(outcome(engine, EngineRequest([1], CHOICE, share="b")))
             await asyncio.sleep(0)
         finally:
-            os.kill(engine.life.process.pid, signal.SIGCONT)
+            os.kill(engine.handle.process.pid, signal.SIGCONT)
         assert isinstance(over, BackendError) and (over.kind, over.retry_after) == ("busy", 1.0)
         assert all(isinstance(text, str) for text in await asyncio.gather(*tasks, other))
 
@@ -199,8 +202,8 @@ def test_nobody_compiles_for_those_who_left() -> None:
     queue, done, over = CompileQueue(grammars), list[Any](), threading.Event()
     for number in range(3):
         gone = SamplingParams(regex=f"a{{{number}}}b")
-        queue.put(Job("a", gone, lambda: False, done.append))
-    queue.put(Job("a", SamplingParams(regex="c"), lambda: True, lambda found: (done.append(found), over.set())))
+        queue.put(CompileJob("a", gone, lambda: False, done.append))
+    queue.put(CompileJob("a", SamplingParams(regex="c"), lambda: True, lambda found: (done.append(found), over.set())))
     assert over.wait(60) and len(done) == len(grammars.compiled) == 1
 
 
@@ -211,7 +214,7 @@ def test_many_that_wait_for_the_same_slow_grammar_have_it_compiled_once(monkeypa
     slow = SamplingParams(json_schema={"type": "integer", "multipleOf": 99_991})
     queue, done, over = CompileQueue(grammars), list[Any](), threading.Semaphore(0)
     for _ in range(12):
-        queue.put(Job("a", slow, lambda: True, lambda found: (done.append(found), over.release())))
+        queue.put(CompileJob("a", slow, lambda: True, lambda found: (done.append(found), over.release())))
     assert all(over.acquire(timeout=60) for _ in range(12))
     assert len(set(map(id, done))) == 1 and not isinstance(done[0], BaseException)
     assert tried.count(2.0) == 1 and tried.count(0.1) <= 3, "three threads may begin with it at once"
@@ -220,7 +223,7 @@ def test_many_that_wait_for_the_same_slow_grammar_have_it_compiled_once(monkeypa
 def test_what_a_job_comes_to_is_told_whatever_it_is() -> None:
     queue, done, over = CompileQueue(Grammars(ByteTokenizer(), 257)), list[Any](), threading.Semaphore(0)
     for params in (SamplingParams(regex="("), CHOICE, SamplingParams(choice=["x" * 70_000])):
-        queue.put(Job("a", params, lambda: True, lambda found: (done.append(found), over.release())))
+        queue.put(CompileJob("a", params, lambda: True, lambda found: (done.append(found), over.release())))
         assert over.acquire(timeout=60)
     refused, compiled, long = done
     assert isinstance(refused, SpecError) and "shape cannot be used" in str(refused)

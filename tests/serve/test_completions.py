@@ -16,10 +16,10 @@ from api_server import MODEL, Api, twin
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from lmworks.engine.core.request import Logprob
 from lmworks.serve.app import make_app
-from lmworks.serve.backend import Ask, Event, ModelCard, State, Usage, Words
+from lmworks.serve.backend import EngineRequest, Event, ModelCard, PromptTokenizer, State, Usage
 from lmworks.serve.completions import logprobs_of
 from lmworks.serve.keys import Settings
-from lmworks.serve.serving import Local, Serving
+from lmworks.serve.serving import LocalModel, Serving
 from lmworks.serve.token_logprobs import Offsets, TokenTexts
 
 PROMPT = "The quick brown fox"
@@ -113,13 +113,13 @@ class Recording:
 
     name = "base"
     card = ModelCard("base", 1, 100, 257, adapters=("kind", "rude"), max_seqs=4)
-    words = Words(ByteTokenizer())
+    prompt_tokenizer = PromptTokenizer(ByteTokenizer())
     state = State(alive=True, ready=True)
 
     def __init__(self) -> None:
-        self.asks: list[Ask] = []
+        self.asks: list[EngineRequest] = []
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[Event, None]:
+    async def stream(self, ask: EngineRequest) -> AsyncGenerator[Event, None]:
         self.asks.append(ask)
         yield Event(0, [65], "A", None, "length", final=Usage(len(ask.prompt), 1, 0))
 
@@ -133,7 +133,7 @@ class Recording:
 
 def test_an_adapter_is_a_model_of_its_own() -> None:
     backend = Recording()
-    transport = httpx.ASGITransport(make_app(Serving(Settings(), [Local(backend)])))
+    transport = httpx.ASGITransport(make_app(Serving(Settings(), [LocalModel(backend)])))
 
     async def ask() -> list[httpx.Response]:
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:

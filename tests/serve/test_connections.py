@@ -12,7 +12,7 @@ import pytest
 from api_server import MODEL, Api, House, until
 
 from lmworks.serve import body, connection, server
-from lmworks.serve.connection import address_of
+from lmworks.serve.connection import client_address
 
 COMPLETIONS = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
@@ -131,8 +131,14 @@ def test_so_many_and_no_more(house: House, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_host_on_ipv6_is_its_network() -> None:
-    assert address_of(("2001:db8::1", 1)) == address_of(("2001:db8::ffff:2", 1)) != address_of(("2001:db8:0:1::1", 1))
-    assert address_of(("::ffff:192.0.2.1", 1)) == address_of(("192.0.2.1", 1)) != address_of(("192.0.2.2", 1))
+    assert (
+        client_address(("2001:db8::1", 1))
+        == client_address(("2001:db8::ffff:2", 1))
+        != client_address(("2001:db8:0:1::1", 1))
+    )
+    assert (
+        client_address(("::ffff:192.0.2.1", 1)) == client_address(("192.0.2.1", 1)) != client_address(("192.0.2.2", 1))
+    )
 
 
 def test_length_and_chunks_together_are_closed(api: Api) -> None:

@@ -19,7 +19,7 @@ import pytest
 from api_server import MODEL, Api, until
 
 from lmworks.cli.main import app
-from lmworks.serve.server import bound
+from lmworks.serve.server import bind_socket
 from lmworks.spec import LMWorksError
 
 STREAM = {"model": "small", "prompt": [1, 2, 3], "stream": True, "ignore_eos": True, "n": 16, "max_tokens": 100}
@@ -148,5 +148,5 @@ def test_what_cannot_be_served_is_said_in_a_line(arguments: list[str], said: str
 
 def test_a_port_is_taken_before_anybody_listens() -> None:
     """Two servers that load their models at the same time: the second is told so at once, not after minutes."""
-    with bound("127.0.0.1", 0) as first, pytest.raises(LMWorksError, match="in use"):
-        bound("127.0.0.1", first.getsockname()[1])
+    with bind_socket("127.0.0.1", 0) as first, pytest.raises(LMWorksError, match="in use"):
+        bind_socket("127.0.0.1", first.getsockname()[1])

@@ -22,11 +22,11 @@ import tiny_engine
 from lmworks.engine.core.request import Request, Result
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.serve import engine_loop, engine_process
-from lmworks.serve.backend import Ask, BackendError, Event
-from lmworks.serve.channel import Wire
-from lmworks.serve.engine_loop import Loop
-from lmworks.serve.engine_process import EngineProcess, Patience
-from lmworks.serve.event_queue import Box, joined
+from lmworks.serve.backend import BackendError, EngineRequest, Event
+from lmworks.serve.channel import SocketChannel
+from lmworks.serve.engine_loop import EngineLoop
+from lmworks.serve.engine_process import EngineProcess, StallTimeouts
+from lmworks.serve.event_queue import EventQueue, merge_events
 from lmworks.spec import LMWorksError, SpecError
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
@@ -43,20 +43,20 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def engine(run: Run) -> Iterator[EngineProcess]:
-    backend = EngineProcess("tiny", tiny_engine.fragile, Patience(stuck=0.6, kill=0.0))
+    backend = EngineProcess("tiny", tiny_engine.fragile, StallTimeouts(stuck=0.6, kill=0.0))
     run(backend.start())
     yield backend
     run(backend.close())
 
 
-async def events_of(backend: EngineProcess, ask: Ask) -> list[Event]:
+async def collect_events(backend: EngineProcess, ask: EngineRequest) -> list[Event]:
     async with aclosing(backend.stream(ask)) as events:
         return [event async for event in events]
 
 
-async def outcome(backend: EngineProcess, ask: Ask) -> list[Event] | BackendError:
+async def outcome(backend: EngineProcess, ask: EngineRequest) -> list[Event] | BackendError:
     try:
-        return await events_of(backend, ask)
+        return await collect_events(backend, ask)
     except BackendError as error:
         return error
 
@@ -68,7 +68,7 @@ async def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
         await asyncio.sleep(0.01)
 
 
-async def beginning(backend: EngineProcess, ask: Ask) -> tuple[Any, Event]:
+async def beginning(backend: EngineProcess, ask: EngineRequest) -> tuple[Any, Event]:
     """A stream that has begun, and its first event."""
     stream = backend.stream(ask)
     return stream, await anext(stream)
@@ -76,12 +76,12 @@ async def beginning(backend: EngineProcess, ask: Ask) -> tuple[Any, Event]:
 
 def idle(backend: EngineProcess) -> bool:
     found = backend.state.metrics
-    return not backend.boxes and found["num_requests_running"] == found["num_requests_waiting"] == 0
+    return not backend.queues and found["num_requests_running"] == found["num_requests_waiting"] == 0
 
 
 def pid(backend: EngineProcess) -> int:
-    assert backend.life is not None
-    return backend.life.process.pid
+    assert backend.handle is not None
+    return backend.handle.process.pid
 
 
 def gone(process: int) -> bool:
@@ -118,10 +118,10 @@ def direct(prompt: list[int], params: SamplingParams) -> Result:
 def test_answers_are_those_of_the_engine(engine: EngineProcess, run: Run, params: SamplingParams, stream: bool) -> None:
     prompt = list(b"What is the answer?")
     result = direct(prompt, params)
-    events = run(events_of(engine, Ask(prompt, params, stream=stream)))
+    events = run(collect_events(engine, EngineRequest(prompt, params, stream=stream)))
     whole: dict[int, Event] = {}
     for event in events:
-        whole[event.index] = joined(whole[event.index], event) if event.index in whole else event
+        whole[event.index] = merge_events(whole[event.index], event) if event.index in whole else event
     assert len(whole) == params.n
     for index, answer in enumerate(result.answers):
         said = whole[index]
@@ -138,8 +138,8 @@ def test_answers_are_those_of_the_engine(engine: EngineProcess, run: Run, params
 def test_it_introduces_itself(engine: EngineProcess) -> None:
     card = engine.card
     assert (card.id, card.context, card.vocab, card.max_seqs) == ("tiny", 512, 257, 64)
-    assert engine.words.encode("é") == [*"é".encode()]
-    assert engine.words.decode([104, 105]) == "hi"
+    assert engine.prompt_tokenizer.encode("é") == [*"é".encode()]
+    assert engine.prompt_tokenizer.decode([104, 105]) == "hi"
     state = engine.state
     assert (state.alive, state.ready, state.healthy, state.stuck) == (True, True, True, False)
 
@@ -152,25 +152,25 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 HOPELESS = [
-    (Ask([], SamplingParams()), "prompt is empty"),
-    (Ask([257], SamplingParams()), "token 257"),
-    (Ask([1] * 512, SamplingParams()), "does not fit"),
-    (Ask([1], SamplingParams(regex="(")), "shape"),
-    (Ask([1], SamplingParams(json_schema={"type": "nonsense"})), "nonsense"),
-    (Ask([1], SamplingParams(json_schema=nested(100))), "nested more than"),
-    (Ask([1], SamplingParams(json_schema=nested(100_000))), "nested too deep"),
-    (Ask([1], SamplingParams(adapter="poet")), "adapter"),
-    (Ask([1], SamplingParams(logit_bias={300: 1.0})), "300"),
-    (Ask(["a"], SamplingParams()), "the prompt holds token 'a'"),  # type: ignore[list-item]
+    (EngineRequest([], SamplingParams()), "prompt is empty"),
+    (EngineRequest([257], SamplingParams()), "token 257"),
+    (EngineRequest([1] * 512, SamplingParams()), "does not fit"),
+    (EngineRequest([1], SamplingParams(regex="(")), "shape"),
+    (EngineRequest([1], SamplingParams(json_schema={"type": "nonsense"})), "nonsense"),
+    (EngineRequest([1], SamplingParams(json_schema=nested(100))), "nested more than"),
+    (EngineRequest([1], SamplingParams(json_schema=nested(100_000))), "nested too deep"),
+    (EngineRequest([1], SamplingParams(adapter="poet")), "adapter"),
+    (EngineRequest([1], SamplingParams(logit_bias={300: 1.0})), "300"),
+    (EngineRequest(["a"], SamplingParams()), "the prompt holds token 'a'"),  # type: ignore[list-item]
 ]
 
 
 def test_what_can_never_be_served_is_refused_and_harms_nobody(engine: EngineProcess, run: Run) -> None:
     async def main() -> None:
-        other, first = await beginning(engine, Ask([1], LONG))
+        other, first = await beginning(engine, EngineRequest([1], LONG))
         for ask, says in HOPELESS:
             with pytest.raises(BackendError, match=says) as refused:
-                await events_of(engine, ask)
+                await collect_events(engine, ask)
             assert (refused.value.kind, refused.value.retry_after) == ("refused", None)
         assert len(first.tokens) + sum([len(event.tokens) async for event in other]) == 400
 
@@ -182,7 +182,8 @@ def test_tenants_share_no_prefix(engine: EngineProcess, run: Run) -> None:
     prompt = list(range(1, 65))
 
     async def cached(tenant: str) -> int:
-        final = (await events_of(engine, Ask(prompt, SamplingParams(max_tokens=1), tenant=tenant)))[-1].final
+        request = EngineRequest(prompt, SamplingParams(max_tokens=1), tenant=tenant)
+        final = (await collect_events(engine, request))[-1].final
         assert final is not None
         return final.cached_tokens
 
@@ -198,14 +199,14 @@ def test_tenants_share_no_prefix(engine: EngineProcess, run: Run) -> None:
 def test_who_leaves_takes_the_request_back(engine: EngineProcess, run: Run) -> None:
     async def main() -> None:
         before = engine.state.metrics.get("finished", {}).get("cancelled", 0)
-        stream, _ = await beginning(engine, Ask([1], HELD))
+        stream, _ = await beginning(engine, EngineRequest([1], HELD))
         await stream.aclose()
-        task = asyncio.create_task(events_of(engine, Ask([2], HELD)))
-        await until(lambda: any(box.started for box in engine.boxes.values()))
+        task = asyncio.create_task(collect_events(engine, EngineRequest([2], HELD)))
+        await until(lambda: any(queue.started for queue in engine.queues.values()))
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-        forgotten, _ = await beginning(engine, Ask([3], HELD))
+        forgotten, _ = await beginning(engine, EngineRequest([3], HELD))
         del forgotten
         await until(lambda: idle(engine) and engine.state.metrics["finished"].get("cancelled", 0) == before + 3)
         assert engine.state.metrics["kv_cache_usage_perc"] == 0
@@ -218,13 +219,13 @@ def test_who_leaves_before_a_shape_is_compiled_leaves_nothing(engine: EngineProc
         taken_in = engine.state.metrics["prompt_tokens"]
         for number in range(20):
             shape = {"type": "object", "properties": {f"p{number}-{i}": {"type": "string"} for i in range(200)}}
-            stream = engine.stream(Ask([1], replace(LONG, json_schema=shape)))
+            stream = engine.stream(EngineRequest([1], replace(LONG, json_schema=shape)))
             first = asyncio.ensure_future(anext(stream))
             await asyncio.sleep(0)
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-        assert not engine.boxes
-        await events_of(engine, Ask([1], replace(LONG, max_tokens=2, choice=["a", "b"])))
+        assert not engine.queues
+        await collect_events(engine, EngineRequest([1], replace(LONG, max_tokens=2, choice=["a", "b"])))
         await until(lambda: idle(engine))
         assert engine.state.metrics["prompt_tokens"] <= taken_in + 3  # one of two compilers may have been that far
 
@@ -233,9 +234,9 @@ def test_who_leaves_before_a_shape_is_compiled_leaves_nothing(engine: EngineProc
 
 def test_an_engine_that_lost_a_rank_ends_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Health is told by its process, which is started again when it ends."""
-    monkeypatch.setattr(engine_loop, "LOOK_S", 0.01)
+    monkeypatch.setattr(engine_loop, "IDLE_CHECK_S", 0.01)
     answers = iter(["", "", "rank 1: it ended"])
-    loop = Loop(cast(Wire, None))
+    loop = EngineLoop(cast(SocketChannel, None))
     loop.engine = cast(Any, SimpleNamespace(runner=SimpleNamespace(lost=lambda: next(answers)), busy=False))
     with pytest.raises(LMWorksError, match="rank 1: it ended"):
         loop.run()
@@ -245,23 +246,23 @@ def test_what_comes_after_the_end_is_dropped() -> None:
     """One who reads slowly gets no more than what was there when its time was over."""
 
     async def main() -> None:
-        box = Box(Ask([1], LONG))
-        box.put(Event(0, [1]))
-        box.fail("timeout", "too long")
-        box.put(Event(0, [2]))
-        assert [event.tokens for event in await box.take()] == [[1]]
-        box.put(Event(0, [3]))
+        queue = EventQueue(EngineRequest([1], LONG))
+        queue.put(Event(0, [1]))
+        queue.fail("timeout", "too long")
+        queue.put(Event(0, [2]))
+        assert [event.tokens for event in await queue.get()] == [[1]]
+        queue.put(Event(0, [3]))
         with pytest.raises(BackendError, match="too long"):
-            await box.take()
+            await queue.get()
 
     asyncio.run(main())
 
 
 def test_who_is_slow_gets_larger_events_and_is_no_reason_to_worry(engine: EngineProcess, run: Run) -> None:
     async def main() -> None:
-        stream, first = await beginning(engine, Ask([1], HELD))
+        stream, first = await beginning(engine, EngineRequest([1], HELD))
         os.kill(pid(engine), signal.SIGCONT)
-        await until(lambda: not engine.owed)  # the engine is done with it
+        await until(lambda: not engine.unfinished)  # the engine is done with it
         await asyncio.sleep(0.9)
         assert engine.state.open == 1
         assert not engine.state.stuck
@@ -277,15 +278,17 @@ def test_waiting_and_running_have_their_time(run: Run) -> None:
     async def main() -> None:
         backend = EngineProcess("one", partial(tiny_engine.fragile, max_seqs=1))
         await backend.start()
-        first, _ = await beginning(backend, Ask([1], HELD))
-        waiting = await outcome(backend, Ask([2], LONG, queue_seconds=0.02))
+        first, _ = await beginning(backend, EngineRequest([1], HELD))
+        waiting = await outcome(backend, EngineRequest([2], LONG, queue_seconds=0.02))
         assert isinstance(waiting, BackendError)
         assert (waiting.kind, waiting.started, waiting.retry_after) == ("timeout", False, 1)
         await first.aclose()
-        patient = await outcome(backend, Ask([2], replace(LONG, max_tokens=4), queue_seconds=60, request_seconds=60))
+        patient = await outcome(
+            backend, EngineRequest([2], replace(LONG, max_tokens=4), queue_seconds=60, request_seconds=60)
+        )
         assert isinstance(patient, list)
         for _ in range(100):  # a busy machine may take that long before it begins
-            long = await outcome(backend, Ask([3], HELD, stream=False, queue_seconds=60, request_seconds=0.3))
+            long = await outcome(backend, EngineRequest([3], HELD, stream=False, queue_seconds=60, request_seconds=0.3))
             assert isinstance(long, BackendError) and long.kind == "timeout"
             if long.started:
                 break
@@ -302,17 +305,17 @@ def test_waiting_and_running_have_their_time(run: Run) -> None:
 async def recovers(backend: EngineProcess, end: Callable[[], Awaitable[Any]], says: str) -> None:
     """Whatever `end` does to the process: those who wait are told, those to come are served again."""
     restarts = backend.restarts
-    tasks = [asyncio.create_task(outcome(backend, Ask([20 + i], HELD, stream=i % 2 == 0))) for i in range(8)]
-    await until(lambda: len(backend.boxes) == 8 and all(box.started for box in backend.boxes.values()))
+    tasks = [asyncio.create_task(outcome(backend, EngineRequest([20 + i], HELD, stream=i % 2 == 0))) for i in range(8)]
+    await until(lambda: len(backend.queues) == 8 and all(queue.started for queue in backend.queues.values()))
     await end()
     found = await asyncio.wait_for(asyncio.gather(*tasks), 60.0)
     assert all(isinstance(error, BackendError) and error.kind == "dead" and error.started for error in found)
     if not backend.ready:
-        early = await outcome(backend, Ask([1], LONG))
+        early = await outcome(backend, EngineRequest([1], LONG))
         assert isinstance(early, BackendError) and early.kind == "dead" and early.retry_after
         assert not backend.state.healthy
     await until(lambda: backend.ready)
-    assert isinstance(await outcome(backend, Ask([1], replace(LONG, max_tokens=2))), list)
+    assert isinstance(await outcome(backend, EngineRequest([1], replace(LONG, max_tokens=2))), list)
     assert backend.restarts == restarts + 1
     assert says in (backend.state.last_error or "")
     assert backend.state.healthy
@@ -320,7 +323,7 @@ async def recovers(backend: EngineProcess, end: Callable[[], Awaitable[Any]], sa
 
 def test_a_loop_that_fails_is_told_and_replaced(engine: EngineProcess, run: Run) -> None:
     """One that is killed is in test_load_1000."""
-    end = partial(outcome, engine, Ask([13], LONG))
+    end = partial(outcome, engine, EngineRequest([13], LONG))
     run(recovers(engine, end, "RuntimeError: the device is on fire"))
 
 
@@ -328,7 +331,7 @@ def test_a_process_that_hangs_is_noticed(engine: EngineProcess, run: Run) -> Non
     """Stopped and let go again: it is unwell for as long as it does not advance, and then well."""
 
     async def main() -> None:
-        stream, _ = await beginning(engine, Ask([1], HELD))
+        stream, _ = await beginning(engine, EngineRequest([1], HELD))
         os.kill(pid(engine), signal.SIGSTOP)
         await until(lambda: engine.state.stuck, 20)
         assert engine.state.alive and not engine.state.healthy
@@ -345,19 +348,19 @@ def test_a_process_that_hangs_is_noticed(engine: EngineProcess, run: Run) -> Non
 def test_a_process_that_hangs_is_not_written_to_for_ever(
     engine: EngineProcess, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_process, "BACKLOG", 2**20)
+    monkeypatch.setattr(engine_process, "MAX_UNSENT_BYTES", 2**20)
 
     async def main() -> None:
         os.kill(pid(engine), signal.SIGSTOP)
         try:
             with pytest.raises(BackendError) as caught:
                 for _ in range(20):
-                    engine.leave(engine.submit(Ask([1] * 200_000, LONG))[0])
-            assert caught.value.kind == "busy" and not engine.boxes
+                    engine.close_request(engine.submit(EngineRequest([1] * 200_000, LONG))[0])
+            assert caught.value.kind == "busy" and not engine.queues
         finally:
             os.kill(pid(engine), signal.SIGCONT)
-        await until(lambda: engine.life is not None and not engine.life.writer.transport.get_write_buffer_size())
-        assert isinstance(await outcome(engine, Ask([1], replace(LONG, max_tokens=2))), list)
+        await until(lambda: engine.handle is not None and not engine.handle.writer.transport.get_write_buffer_size())
+        assert isinstance(await outcome(engine, EngineRequest([1], replace(LONG, max_tokens=2))), list)
 
     run(main())
 
@@ -372,16 +375,18 @@ def test_a_signal_without_a_name(engine: EngineProcess, run: Run) -> None:
 def test_a_process_that_hangs_for_long_is_replaced(engine: EngineProcess, run: Run) -> None:
     async def hang() -> None:
         os.kill(pid(engine), signal.SIGSTOP)
-        engine.patience = Patience(stuck=0.3, kill=0.5)  # not before: it may have been slow to begin
-        await until(lambda: not engine.boxes)
-        engine.patience = Patience(stuck=0.6, kill=0.0)  # before the next begins: it may be slow on a busy machine
+        engine.stall_timeouts = StallTimeouts(stuck=0.3, kill=0.5)  # not before: it may have been slow to begin
+        await until(lambda: not engine.queues)
+        engine.stall_timeouts = StallTimeouts(
+            stuck=0.6, kill=0.0
+        )  # before the next begins: it may be slow on a busy machine
 
     run(recovers(engine, hang, "took no step"))
 
 
 def test_signals_for_the_server_do_not_end_the_engine(engine: EngineProcess, run: Run) -> None:
     async def main() -> None:
-        stream, _ = await beginning(engine, Ask([1], HELD))
+        stream, _ = await beginning(engine, EngineRequest([1], HELD))
         os.kill(pid(engine), signal.SIGTERM)
         os.kill(pid(engine), signal.SIGINT)
         os.kill(pid(engine), signal.SIGCONT)
@@ -405,11 +410,11 @@ def test_draining_lets_some_finish_and_cuts_off_others(run: Run) -> None:
         backend = EngineProcess("tiny", tiny_engine.fragile)
         await backend.start()
         process = pid(backend)
-        short = asyncio.create_task(outcome(backend, Ask([1], replace(LONG, max_tokens=3))))
-        slow, _ = await beginning(backend, Ask([2], HELD))
+        short = asyncio.create_task(outcome(backend, EngineRequest([1], replace(LONG, max_tokens=3))))
+        slow, _ = await beginning(backend, EngineRequest([2], HELD))
         draining = asyncio.create_task(backend.drain(3.0))
         await until(lambda: backend.draining)
-        late = await outcome(backend, Ask([3], LONG))
+        late = await outcome(backend, EngineRequest([3], LONG))
         assert isinstance(late, BackendError) and late.kind == "dead" and "shutting down" in str(late)
         assert isinstance(await short, list)
         assert await draining == 1
@@ -426,7 +431,7 @@ def test_closing_in_the_middle_of_a_start(run: Run) -> None:
     async def main() -> None:
         backend = EngineProcess("tiny", tiny_engine.tiny)
         starting = asyncio.create_task(backend.start())
-        await until(lambda: backend.life is not None)
+        await until(lambda: backend.handle is not None)
         process = pid(backend)
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -445,7 +450,7 @@ async def main():
     serving, loading = EngineProcess("serving", tiny_engine.tiny), EngineProcess("loading", tiny_engine.endless)
     tasks = [asyncio.create_task(backend.start()) for backend in (serving, loading)]
     await tasks[0]
-    print(serving.life.process.pid, loading.life.process.pid, flush=True)
+    print(serving.handle.process.pid, loading.handle.process.pid, flush=True)
     await asyncio.sleep(1000)
 
 asyncio.run(main())

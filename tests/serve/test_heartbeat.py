@@ -22,7 +22,7 @@ from api_server import MODEL, Api, House, until
 
 from lmworks.data.tokenizer import FileTokenizer, train_bpe
 from lmworks.serve import text_endpoint
-from lmworks.serve.backend import Words
+from lmworks.serve.backend import PromptTokenizer
 
 LONGEST = 0.05  # seconds of CPU in one callback
 OTHERS = 0.15  # …and of all other threads together
@@ -41,7 +41,9 @@ class Beat:
 def spoken(house: House) -> Iterator[Api]:
     """A server with a real tokenizer, which holds the interpreter's lock while it encodes."""
     inner = tokenizers.Tokenizer.from_str(train_bpe([TEXT * 20], 300))
-    api = house.open(words=Words(FileTokenizer(inner, 0), folder=house.backend.words.folder))
+    api = house.open(
+        prompt_tokenizer=PromptTokenizer(FileTokenizer(inner, 0), folder=house.backend.prompt_tokenizer.folder)
+    )
     assert api.post("/tokenize", {"model": MODEL, "prompt": TEXT * 1000}).status_code == 200  # a worker is there
     yield api
 

@@ -11,7 +11,7 @@ import pytest
 from api_server import MODEL, Api, until
 
 from lmworks.serve import connection, sse
-from lmworks.serve.limits import Entry
+from lmworks.serve.limits import Admission
 
 GOOD = {"model": MODEL, "prompt": "Hi", "max_tokens": 2}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -273,9 +273,9 @@ def test_who_does_not_get_to_the_point_is_not_waited_for(api: Api, monkeypatch: 
 
 def test_who_does_not_read_does_not_keep_his_place(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "STALLED_S", 0.3)
-    gate, entered = api.serving.gate, list[Entry]()
-    enter = gate.enter
-    monkeypatch.setattr(gate, "enter", lambda *given: entered.append(enter(*given)) or entered[-1])
+    rate_limiter, admitted = api.serving.rate_limiter, list[Admission]()
+    admit = rate_limiter.admit
+    monkeypatch.setattr(rate_limiter, "admit", lambda *given: admitted.append(admit(*given)) or admitted[-1])
     body = GOOD | {"max_tokens": 400, "ignore_eos": True, "n": 16, "logprobs": 20, "stream": True}
     content = json.dumps(body).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
@@ -283,8 +283,8 @@ def test_who_does_not_read_does_not_keep_his_place(api: Api, monkeypatch: pytest
         staring.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         staring.connect(("127.0.0.1", api.port))
         staring.sendall(head + content)
-        until(lambda: entered and gate.open[MODEL] == 0, 60)
-        assert not api.house.backend.boxes
+        until(lambda: admitted and rate_limiter.open[MODEL] == 0, 60)
+        assert not api.house.backend.queues
         staring.settimeout(60)
         assert b"[DONE]" not in staring.recv(10_000_000)
     until(api.house.idle)
@@ -302,5 +302,5 @@ def test_clients_that_leave_are_not_computed_for(api: Api) -> None:
             if body["stream"]:
                 assert leaving.recv(100)
     until(api.house.idle, 60)
-    until(lambda: sum(api.serving.gate.open.values()) == 0)
+    until(lambda: sum(api.serving.rate_limiter.open.values()) == 0)
     good_still(api)

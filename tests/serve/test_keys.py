@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lmworks.serve.keys import ANYONE, Config, Settings, bearer
-from lmworks.serve.limits import Refusal
+from lmworks.serve.keys import ANONYMOUS, Config, Settings, bearer
+from lmworks.serve.limits import APIError
 from lmworks.spec import SpecError
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"
@@ -55,13 +55,13 @@ def test_keys_are_known_by_themselves_and_by_their_digest(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("wrong", ["", ALICE[:-1], ALICE + "x", ALICE.upper(), "é" * 20, "\udcff", "x" * 10**6])
 def test_wrong_keys_are_refused(tmp_path: Path, wrong: str) -> None:
-    with pytest.raises(Refusal, match="not known") as refusal:
+    with pytest.raises(APIError, match="not known") as refusal:
         settings(tmp_path).config.authenticate(wrong)
     assert (refusal.value.status, refusal.value.code) == (401, "invalid_api_key")
 
 
 def test_no_key_is_told_how_to_send_one(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="Bearer") as refusal:
+    with pytest.raises(APIError, match="Bearer") as refusal:
         settings(tmp_path).config.authenticate(None)
     assert refusal.value.status == 401
 
@@ -80,8 +80,8 @@ def test_every_key_is_compared_whichever_it_is(tmp_path: Path, monkeypatch: pyte
 
 
 def test_without_keys_anyone_comes_in() -> None:
-    assert Config().authenticate(None) is ANYONE
-    assert Config().authenticate("whatever") is ANYONE
+    assert Config().authenticate(None) is ANONYMOUS
+    assert Config().authenticate("whatever") is ANONYMOUS
 
 
 def test_keys_from_the_command_line_stand_beside_the_file(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert live.current() is live.current()
     write(live.path or tmp_path, FILE.replace(ALICE, "sk-alice-has-another"))
     assert live.current().authenticate("sk-alice-has-another").name == "alice"
-    with pytest.raises(Refusal):
+    with pytest.raises(APIError):
         live.current().authenticate(ALICE)
 
 
@@ -177,7 +177,7 @@ def test_a_file_that_turns_bad_changes_nothing_and_is_logged_once(
     live.path.unlink() if text is None else write(live.path, text)
     for _ in range(3):
         assert live.current().authenticate(ALICE).name == "alice"
-    with pytest.raises(Refusal):
+    with pytest.raises(APIError):
         live.current().authenticate(None)
     assert [record.message for record in caplog.records] == ["config not read again: the old one stays"]
     write(live.path, FILE.replace("queue = 7", "queue = 8"))

@@ -12,15 +12,15 @@ import pytest
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.serve.backend import ModelCard
 from lmworks.serve.limits import (
-    Entry,
-    Gate,
+    Admission,
+    APIError,
     KeyLimits,
     Limits,
-    Refusal,
-    Visit,
+    RateLimiter,
+    RequestMeter,
     check_model,
     check_params,
-    longest_answer,
+    max_answer_tokens,
     size_of,
 )
 
@@ -32,27 +32,27 @@ class House:
 
     def __init__(self, limits: Limits | None = None, **key: int) -> None:
         self.now = 1000.0
-        self.gate = Gate(lambda: self.now)
+        self.rate_limiter = RateLimiter(lambda: self.now)
         self.limits = limits or Limits(queue=10_000)
         self.key = KeyLimits(name="alice", **key)
 
     @contextmanager
-    def inside(self, key: KeyLimits | None = None) -> Iterator[Visit]:
-        visit = Visit(self.gate, key or self.key)
+    def inside(self, key: KeyLimits | None = None) -> Iterator[RequestMeter]:
+        meter = RequestMeter(self.rate_limiter, key or self.key)
         try:
-            visit.begin()
-            yield visit
+            meter.begin()
+            yield meter
         finally:
-            visit.leave()
+            meter.release()
 
     @contextmanager
     def entered(
         self, prompt: int = 1, max_tokens: int = 1, key: KeyLimits | None = None, answers: int = 1
-    ) -> Iterator[Entry]:
+    ) -> Iterator[Admission]:
         params = SamplingParams(max_tokens=max_tokens, n=answers)
         size = size_of(params, [prompt], 0, True)
-        with self.inside(key) as visit, self.gate.enter(visit, self.limits, CARD, params, size) as entry:
-            yield entry
+        with self.inside(key) as meter, self.rate_limiter.admit(meter, self.limits, CARD, params, size) as admission:
+            yield admission
 
     def enter(self, **request: Any) -> None:
         with self.entered(**request):
@@ -60,9 +60,9 @@ class House:
 
     def comes_and_goes(self, **request: int) -> bool:
         try:
-            with self.entered(**request) as entry:
-                entry.use(request.get("prompt", 1) + request.get("max_tokens", 1))
-        except Refusal:
+            with self.entered(**request) as admission:
+                admission.use(request.get("prompt", 1) + request.get("max_tokens", 1))
+        except APIError:
             return False
         return True
 
@@ -85,7 +85,7 @@ class House:
     ],
 )
 def test_one_more_than_allowed_is_refused(params: SamplingParams, param: str) -> None:
-    with pytest.raises(Refusal, match="at most") as refusal:
+    with pytest.raises(APIError, match="at most") as refusal:
         check_params(Limits(max_tokens=100), KeyLimits(), params)
     assert (refusal.value.status, refusal.value.param) == (400, param)
 
@@ -99,22 +99,22 @@ def test_a_key_may_have_less_than_others() -> None:
     key = KeyLimits(n=2, max_tokens=10)
     for params in (SamplingParams(n=3, max_tokens=1), SamplingParams(max_tokens=11)):
         check_params(Limits(), KeyLimits(), params)
-        with pytest.raises(Refusal):
+        with pytest.raises(APIError):
             check_params(Limits(), key, params)
 
 
 def test_the_longest_answer_is_the_smallest_of_all_limits() -> None:
-    assert longest_answer(Limits(), KeyLimits(), 512, 12) == 500
-    assert longest_answer(Limits(max_tokens=100), KeyLimits(), 512, 12) == 100
-    assert longest_answer(Limits(max_tokens=100), KeyLimits(max_tokens=50), 512, 12) == 50
-    assert longest_answer(Limits(), KeyLimits(tokens_per_minute=40), 512, 12) == 28
-    assert longest_answer(Limits(), KeyLimits(tokens_per_minute=10), 512, 12) == 1
+    assert max_answer_tokens(Limits(), KeyLimits(), 512, 12) == 500
+    assert max_answer_tokens(Limits(max_tokens=100), KeyLimits(), 512, 12) == 100
+    assert max_answer_tokens(Limits(max_tokens=100), KeyLimits(max_tokens=50), 512, 12) == 50
+    assert max_answer_tokens(Limits(), KeyLimits(tokens_per_minute=40), 512, 12) == 28
+    assert max_answer_tokens(Limits(), KeyLimits(tokens_per_minute=10), 512, 12) == 1
 
 
 def test_models_that_a_key_may_use() -> None:
     check_model(KeyLimits(), "tiny")
     check_model(KeyLimits(models=["tiny"]), "tiny")
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(APIError) as refusal:
         check_model(KeyLimits(models=["tiny"]), "large")
     assert refusal.value.status == 403
 
@@ -140,7 +140,7 @@ def test_who_waits_as_long_as_told_comes_in() -> None:
     house.now += 20.5
     assert house.comes_and_goes()
     house.now += 1
-    with pytest.raises(Refusal, match="2 requests a minute: try again in 39 s") as refusal:
+    with pytest.raises(APIError, match="2 requests a minute: try again in 39 s") as refusal:
         house.enter()
     assert (refusal.value.status, refusal.value.retry_after) == (429, 39)
     house.now += 38
@@ -151,11 +151,11 @@ def test_who_waits_as_long_as_told_comes_in() -> None:
 
 def test_tokens_are_charged_at_most_and_given_back() -> None:
     house = House(tokens_per_minute=100)
-    with house.entered(prompt=20, max_tokens=60) as entry:
-        with pytest.raises(Refusal, match="tokens a minute"):
+    with house.entered(prompt=20, max_tokens=60) as admission:
+        with pytest.raises(APIError, match="tokens a minute"):
             house.enter(prompt=20, max_tokens=1)
-        entry.use(20)
-        entry.use(5)
+        admission.use(20)
+        admission.use(5)
     assert house.comes_and_goes(prompt=20, max_tokens=55)
     assert not house.comes_and_goes(prompt=1, max_tokens=1)
     house.now += 60
@@ -168,14 +168,14 @@ def test_what_is_given_back_late_is_not_given_twice() -> None:
         house.now += 61
         with house.entered(prompt=50, max_tokens=50):
             pass
-    assert house.gate.ledgers["alice"].tokens.total == 0
+    assert house.rate_limiter.usage_by_key["alice"].tokens.total == 0
     assert house.comes_and_goes(prompt=50, max_tokens=50)
     assert not house.comes_and_goes()
 
 
 def test_more_tokens_than_a_minute_holds_are_never_let_in() -> None:
     house = House(tokens_per_minute=100)
-    with pytest.raises(Refusal, match="ask for fewer") as refusal:
+    with pytest.raises(APIError, match="ask for fewer") as refusal:
         house.enter(prompt=41, max_tokens=20, answers=3)
     assert (refusal.value.status, refusal.value.retry_after) == (400, None)
 
@@ -185,7 +185,7 @@ def test_requests_at_once() -> None:
     with ExitStack() as inside:
         for _ in range(3):
             inside.enter_context(house.entered())
-        with pytest.raises(Refusal, match="3 requests under way") as refusal:
+        with pytest.raises(APIError, match="3 requests under way") as refusal:
             house.enter()
         assert (refusal.value.status, refusal.value.code) == (429, "concurrent_requests")
         house.enter(key=KeyLimits(name="bob", concurrent=3))
@@ -198,12 +198,12 @@ def test_a_full_house_takes_no_more() -> None:
     with ExitStack() as inside:
         for number in range(5):
             inside.enter_context(house.entered(answers=2, key=KeyLimits(name=str(number))))
-        with pytest.raises(Refusal, match="10 answers are under way") as refusal:
+        with pytest.raises(APIError, match="10 answers are under way") as refusal:
             house.enter()
         assert (refusal.value.status, refusal.value.retry_after) == (429, 1)
-    assert house.gate.open["tiny"] == 0
+    assert house.rate_limiter.open["tiny"] == 0
     assert house.comes_and_goes(answers=10)
-    with pytest.raises(Refusal, match="at most 10 answers") as refusal:
+    with pytest.raises(APIError, match="at most 10 answers") as refusal:
         house.enter(answers=11)  # alone as well: the engine and its queue hold no more
     assert refusal.value.status == 400
 
@@ -219,7 +219,7 @@ def test_a_limit_that_changes_counts_what_was() -> None:
     house = House(requests_per_minute=100)
     for _ in range(10):
         assert house.comes_and_goes()
-    with pytest.raises(Refusal):
+    with pytest.raises(APIError):
         house.enter(key=KeyLimits(name="alice", requests_per_minute=10))
     house.enter(key=KeyLimits(name="alice", requests_per_minute=11))
 
@@ -231,32 +231,32 @@ def test_a_refused_request_is_charged() -> None:
     """As a request; and its body, by its length, where nothing else was charged for it."""
     house = House(requests_per_minute=2, tokens_per_minute=1000)
     for _ in range(2):
-        with house.inside() as visit:
-            visit.bytes = 600  # and then it is found to be wrong
-    assert house.gate.ledgers["alice"].tokens.total == 2 * 200
-    with pytest.raises(Refusal, match="2 requests a minute"):
+        with house.inside() as meter:
+            meter.bytes = 600  # and then it is found to be wrong
+    assert house.rate_limiter.usage_by_key["alice"].tokens.total == 2 * 200
+    with pytest.raises(APIError, match="2 requests a minute"):
         house.enter()
 
 
 def test_text_that_was_encoded_is_charged_once_and_whatever_comes_of_it() -> None:
     house = House(tokens_per_minute=100)
-    with house.inside() as visit:
-        visit.bytes = 300
-        visit.work(40)  # as /tokenize does
-    ledger = house.gate.ledgers["alice"]
-    assert ledger.tokens.total == 40
+    with house.inside() as meter:
+        meter.bytes = 300
+        meter.charge_prompt(40)  # as /tokenize does
+    usage = house.rate_limiter.usage_by_key["alice"]
+    assert usage.tokens.total == 40
     params = SamplingParams(max_tokens=20)
-    with house.inside() as visit:
-        visit.work(40)
-        with house.gate.enter(visit, house.limits, CARD, params, size_of(params, [40], 0, True)) as entry:
-            assert ledger.tokens.total == 100
-            entry.use(45)
-    assert ledger.tokens.total == 85
-    with house.inside() as visit:
-        visit.work(40)
-        with pytest.raises(Refusal, match="try again in 60 s"):  # when it has room again, encoding included
-            house.gate.enter(visit, house.limits, CARD, params, size_of(params, [40], 0, True))
-    with pytest.raises(Refusal, match="tokens a minute"):
+    with house.inside() as meter:
+        meter.charge_prompt(40)
+        with house.rate_limiter.admit(meter, house.limits, CARD, params, size_of(params, [40], 0, True)) as admission:
+            assert usage.tokens.total == 100
+            admission.use(45)
+    assert usage.tokens.total == 85
+    with house.inside() as meter:
+        meter.charge_prompt(40)
+        with pytest.raises(APIError, match="try again in 60 s"):  # when it has room again, encoding included
+            house.rate_limiter.admit(meter, house.limits, CARD, params, size_of(params, [40], 0, True))
+    with pytest.raises(APIError, match="tokens a minute"):
         house.enter()  # now before anything is read
     house.now += 60
     assert house.comes_and_goes(prompt=40, max_tokens=20)
@@ -264,15 +264,15 @@ def test_text_that_was_encoded_is_charged_once_and_whatever_comes_of_it() -> Non
 
 def test_a_key_has_so_many_answers_at_once() -> None:
     house = House(concurrent=4)
-    with pytest.raises(Refusal, match="at most 4 answers") as refusal:
+    with pytest.raises(APIError, match="at most 4 answers") as refusal:
         house.enter(answers=5)
     assert refusal.value.status == 400
     with house.entered(answers=3):
-        with pytest.raises(Refusal, match="3 answers under way and may have 4") as refusal:
+        with pytest.raises(APIError, match="3 answers under way and may have 4") as refusal:
             house.enter(answers=2)
         assert refusal.value.status == 429
         house.enter(answers=1)
-    assert house.gate.ledgers["alice"].open == 0
+    assert house.rate_limiter.usage_by_key["alice"].open == 0
 
 
 def test_what_is_allowed_one_by_one_may_be_too_much_together() -> None:
@@ -286,8 +286,8 @@ def test_what_is_allowed_one_by_one_may_be_too_much_together() -> None:
         (Limits(answer_bytes=size.bytes - 1), f"may come to {size.bytes} bytes"),
     ):
         house = House(limits)
-        with house.inside() as visit, pytest.raises(Refusal, match=what) as refusal:
-            house.gate.enter(visit, limits, CARD, params, size)
+        with house.inside() as meter, pytest.raises(APIError, match=what) as refusal:
+            house.rate_limiter.admit(meter, limits, CARD, params, size)
         assert (refusal.value.status, refusal.value.code) == (400, "limit_exceeded")
 
 
@@ -296,11 +296,13 @@ def test_answers_are_kept_until_they_are_sent() -> None:
     house, params = House(limits), SamplingParams(max_tokens=40, logprobs=20)
     size = size_of(params, [1], 0, True)
     assert size.extra == 40 * 21 * 96
-    with house.inside() as visit:
-        with house.gate.enter(visit, limits, CARD, params, size):
+    with house.inside() as meter:
+        with house.rate_limiter.admit(meter, limits, CARD, params, size):
             pass
-        with house.inside() as other, pytest.raises(Refusal, match="80640 bytes") as refusal:
-            house.gate.enter(other, limits, CARD, params, size)  # the first has its answer, and does not read it
+        with house.inside() as other, pytest.raises(APIError, match="80640 bytes") as refusal:
+            house.rate_limiter.admit(
+                other, limits, CARD, params, size
+            )  # the first has its answer, and does not read it
         assert refusal.value.status == 429
     with house.inside() as other:
-        house.gate.enter(other, limits, CARD, params, size)
+        house.rate_limiter.admit(other, limits, CARD, params, size)

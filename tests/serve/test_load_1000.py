@@ -18,8 +18,8 @@ import tiny_engine
 
 from lmworks.engine.core.request import Request
 from lmworks.engine.core.sampling_params import SamplingParams
-from lmworks.serve.backend import Ask, BackendError, Event
-from lmworks.serve.engine_process import EngineProcess, Patience
+from lmworks.serve.backend import BackendError, EngineRequest, Event
+from lmworks.serve.engine_process import EngineProcess, StallTimeouts
 
 STREAMS = 1000
 OPTIONS = {"max_seqs": 256, "blocks": 4096, "max_batch_tokens": 512}
@@ -34,7 +34,7 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def backend(run: Run) -> Iterator[EngineProcess]:
-    serving = EngineProcess("tiny", partial(tiny_engine.tiny, **OPTIONS), Patience(stuck=1.0, kill=0.0))
+    serving = EngineProcess("tiny", partial(tiny_engine.tiny, **OPTIONS), StallTimeouts(stuck=1.0, kill=0.0))
     run(serving.start())
     yield serving
     run(serving.close())
@@ -49,7 +49,7 @@ def params(number: int, tokens: int) -> SamplingParams:
 
 
 def stream(backend: EngineProcess, number: int, tokens: int) -> AsyncGenerator[Event, None]:
-    return backend.stream(Ask(prompt(number), params(number, tokens), stream=number % 10 > 0))
+    return backend.stream(EngineRequest(prompt(number), params(number, tokens), stream=number % 10 > 0))
 
 
 async def answer(backend: EngineProcess, number: int, tokens: int) -> list[int]:
@@ -72,15 +72,15 @@ async def until(true: Callable[[], bool], seconds: float) -> None:
 
 
 def pid(backend: EngineProcess) -> int:
-    assert backend.life is not None
-    return backend.life.process.pid
+    assert backend.handle is not None
+    return backend.handle.process.pid
 
 
 def left_over(backend: EngineProcess) -> list[Any]:
     """What a request could leave behind, on either side."""
     found = backend.state.metrics
     gauges = [found[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")]
-    return [each for each in (backend.boxes, backend.owed, *gauges) if each]
+    return [each for each in (backend.queues, backend.unfinished, *gauges) if each]
 
 
 def test_every_stream_gets_its_own_answer(backend: EngineProcess, run: Run) -> None:
@@ -110,7 +110,9 @@ def test_memory_stays_as_it_is(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     told = tmp_path / "in_use"
 
     async def main() -> None:
-        backend = EngineProcess("tiny", partial(tiny_engine.telling, told, **OPTIONS), Patience(stuck=1.0, kill=0.0))
+        backend = EngineProcess(
+            "tiny", partial(tiny_engine.telling, told, **OPTIONS), StallTimeouts(stuck=1.0, kill=0.0)
+        )
         await backend.start()
         for _ in range(2):  # pools fill
             await all_answers(backend, 2)
@@ -155,13 +157,13 @@ def test_a_hundred_who_leave_are_no_ghosts(backend: EngineProcess, run: Run) -> 
 def test_a_killed_engine_is_an_error_for_each_and_soon_forgotten(backend: EngineProcess, run: Run) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(answer(backend, number, 200)) for number in range(STREAMS)]
-        await until(lambda: sum(box.started for box in backend.boxes.values()) >= 256, 60)
+        await until(lambda: sum(queue.started for queue in backend.queues.values()) >= 256, 60)
         os.kill(pid(backend), signal.SIGKILL)
         outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         assert all(isinstance(each, BackendError) and each.kind == "dead" for each in outcomes)
         await until(lambda: backend.ready, 60)  # one or two seconds, where nothing else runs
         assert len(await answer(backend, 1, 5)) == 5
-        assert not backend.boxes and backend.restarts == 1
+        assert not backend.queues and backend.restarts == 1
         assert backend.state.last_error == "the engine's process ended: killed by SIGKILL"
 
     run(main())
@@ -171,7 +173,7 @@ def test_a_stopped_engine_is_seen_under_load(backend: EngineProcess, run: Run) -
     async def main() -> None:
         tasks = [asyncio.create_task(answer(backend, number, 20)) for number in range(STREAMS)]
         await asyncio.sleep(0)  # each has sent its request
-        assert len(backend.owed) == STREAMS
+        assert len(backend.unfinished) == STREAMS
         os.kill(pid(backend), signal.SIGSTOP)
         await until(lambda: backend.state.stuck, 60)
         assert backend.state.alive and not backend.state.healthy

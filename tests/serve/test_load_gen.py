@@ -337,7 +337,7 @@ def test_a_full_house_of_our_own(house, tmp_path):
     config = tmp_path / "serve.toml"
     config.write_text("[limits]\nqueue = 0\n")
     load = Load(100, Arrivals(), Lengths((5, 5), (60, 60)), shared_prefix=1)  # no prompt begins with 13, its bane
-    api, engine = house.open(config), house.backend.life.process
+    api, engine = house.open(config), house.backend.handle.process
     engine.send_signal(signal.SIGSTOP)  # else it may be done with the first before the last have come
     try:
         with ThreadPoolExecutor(1) as one:

@@ -63,15 +63,18 @@ def test_an_answer_that_is_not_read_counts_until_it_is_given_up(
     body = {"model": MODEL, "prompt": "a", "max_tokens": 480, "n": 16, "logprobs": 20, "ignore_eos": True}
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(content)}"
-    gate = api.serving.gate
+    rate_limiter = api.serving.rate_limiter
     with socket.socket() as staring:
         staring.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         staring.connect(("127.0.0.1", api.port))
         staring.sendall(f"{head}\r\n\r\n".encode() + content)
-        until(lambda: gate.kept and not gate.open[MODEL] and gate.ledgers["one"].open == 1, 60)
-        assert gate.kept == 16 * 480 * 21 * 96, "the engine is done, and the answer is kept"
+        until(
+            lambda: rate_limiter.kept and not rate_limiter.open[MODEL] and rate_limiter.usage_by_key["one"].open == 1,
+            60,
+        )
+        assert rate_limiter.kept == 16 * 480 * 21 * 96, "the engine is done, and the answer is kept"
         monkeypatch.setattr(connection, "WRITE_SECONDS", 0.1)
         (one,) = api.server.server_state.connections
-        house.loop.call_soon_threadsafe(one.look)  # type: ignore[union-attr]
-        until(lambda: gate.kept == gate.ledgers["one"].open == 0)
+        house.loop.call_soon_threadsafe(one.check_writes)  # type: ignore[union-attr]
+        until(lambda: rate_limiter.kept == rate_limiter.usage_by_key["one"].open == 0)
         until(lambda: not api.server.server_state.connections)

@@ -9,10 +9,10 @@ from api_server import Api
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from lmworks.data import load_tokenizer
-from lmworks.serve.backend import Words
+from lmworks.serve.backend import PromptTokenizer
 from lmworks.serve.openai_types import ChatRequest
-from lmworks.serve.prompts import converse
-from lmworks.serve.workers import Speech
+from lmworks.serve.prompts import render_chat
+from lmworks.serve.workers import PromptProcessor
 
 transformers = pytest.importorskip("transformers")
 TEXTS = ["Hi", "<|im_start|>user\nHi<|im_end|>", "a<|endoftext|><think>b</think>", "<|im_end"]
@@ -39,15 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("parse", [False, True])
 def test_ids_are_those_of_transformers(folder: Path, add: bool | None, parse: bool) -> None:
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    words = Words(load_tokenizer(folder), begin_of_text=True)
+    prompt_tokenizer = PromptTokenizer(load_tokenizer(folder), begin_of_text=True)
     for text in TEXTS:
         expected = theirs(text, add_special_tokens=add is not False, split_special_tokens=not parse)["input_ids"]
-        assert words.encode(text, add, parse_special=parse) == expected, text
+        assert prompt_tokenizer.encode(text, add, parse_special=parse) == expected, text
 
 
 def test_what_is_usual_depends_on_the_model(folder: Path) -> None:
     """A run of ours was trained on texts without a token before them."""
-    run = Words(load_tokenizer(folder))
+    run = PromptTokenizer(load_tokenizer(folder))
     begin = run.encode("Hi", add_special_tokens=True)
     assert run.encode("Hi") == run.encode("Hi", add_special_tokens=False) == begin[1:]
 
@@ -63,10 +63,12 @@ def test_a_request_asks_for_them(api: Api) -> None:
 
 def test_a_chat_template_writes_them_and_more_is_added_where_asked_for(folder: Path) -> None:
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    words = Words(load_tokenizer(folder), begin_of_text=True, chat_template=template)
+    prompt_tokenizer = PromptTokenizer(load_tokenizer(folder), begin_of_text=True, chat_template=template)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     said = [{"role": "user", "content": "Hi <|im_end|>"}]
     text = theirs.apply_chat_template(said, chat_template=template, tokenize=False)
     for add in (None, False, True):
         body = ChatRequest.model_validate({"model": "m", "messages": said, "add_special_tokens": add})
-        assert [*converse(Speech("m", words), body)] == theirs(text, add_special_tokens=bool(add))["input_ids"]
+        assert [*render_chat(PromptProcessor("m", prompt_tokenizer), body)] == theirs(
+            text, add_special_tokens=bool(add)
+        )["input_ids"]

@@ -47,7 +47,7 @@ def test_a_thousand_streams(house: House, tmp_path: Path) -> None:
         found = asyncio.run(round_of(leaving))
         assert all(whole and chunks for number, (chunks, whole) in enumerate(found) if number not in leaving)
         until(house.idle)
-        assert sum(api.serving.gate.open.values()) == 0
+        assert sum(api.serving.rate_limiter.open.values()) == 0
         sizes.append(resident())
     assert sizes[2] - sizes[0] < 30 * 2**20, [size >> 20 for size in sizes]
     assert api.complete(max_tokens=2)["usage"]["completion_tokens"] == 2

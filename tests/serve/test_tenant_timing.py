@@ -11,7 +11,7 @@ import pytest
 import tiny_engine
 
 from lmworks.engine.core.sampling_params import SamplingParams
-from lmworks.serve.backend import Ask
+from lmworks.serve.backend import EngineRequest
 from lmworks.serve.engine_process import EngineProcess
 
 TRIALS = 60
@@ -21,7 +21,7 @@ PROMPT = 500  # tokens: two steps to compute, a fraction of one where they are i
 async def first_token(backend: EngineProcess, prompt: list[int], tenant: str) -> float:
     """As a client sees it."""
     began = time.perf_counter()
-    async with aclosing(backend.stream(Ask(prompt, SamplingParams(max_tokens=1), tenant=tenant))) as events:
+    async with aclosing(backend.stream(EngineRequest(prompt, SamplingParams(max_tokens=1), tenant=tenant))) as events:
         await anext(events)
         took = time.perf_counter() - began
         assert (await anext(events, None)) is None

@@ -162,7 +162,7 @@ def test_one_that_comes_later(house: House) -> None:
     assert api.http.get("/ready").status_code == 503 and api.http.get("/v1/models").json()["data"] == []
     assert api.post("/v1/completions", BODY).status_code == 404
     there.append(True)
-    house.run(upstream.look())
+    house.run(upstream.refresh_models())
     assert api.http.get("/ready").status_code == 200
     assert api.http.get("/v1/models").json()["data"][0]["max_model_len"] == 100
 
@@ -292,12 +292,12 @@ def test_readiness_is_of_a_model(house: House) -> None:
     api = house.open(upstream=[one.upstream, other.upstream])
     assert api.http.get("/ready").status_code == 200
     one.answer = down
-    house.run(one.upstream.look())
+    house.run(one.upstream.refresh_models())
     statuses = {name: api.http.get("/ready", params={"model": name}).status_code for name in ("a", "b", "both", "c")}
     assert statuses == {"a": 503, "b": 200, "both": 200, "c": 404}
     assert api.http.get("/ready").status_code == 503 and api.http.get("/health").status_code == 503
     other.served = ("a", "b", "both")
-    house.run(other.upstream.look())
+    house.run(other.upstream.refresh_models())
     assert api.http.get("/ready").status_code == 200, "each model has one that answers"
 
 

@@ -16,7 +16,7 @@ from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import OutputDelta
 from lmworks.model import GPT
-from lmworks.serve.channel import Served
+from lmworks.serve.channel import LoadedEngine
 from lmworks.spec import EngineSpec, ModelSpec, SpecError
 
 MODEL = ModelSpec(layers=1, hidden=32, heads=2, kv_heads=1, ffn=64, vocab=257, context=512)
@@ -24,13 +24,13 @@ SPEC = EngineSpec(device="cpu", block=16, blocks=1024, context=512, max_seqs=64,
 HELD = 1414  # the seed of requests that `Fragile` does not finish by itself
 
 
-def tiny(**options: int) -> Served:
+def tiny(**options: int) -> LoadedEngine:
     """One layer of width 32 over bytes, random weights."""
     torch.set_num_threads(1)
     model = GPT(MODEL)
     model.init_weights(0)
     runner = ModelRunner(model.eval(), SPEC.replace(**options), torch.device("cpu"), ByteTokenizer.vocab_size)
-    return Served(Engine(runner, ByteTokenizer(), seed=0))
+    return LoadedEngine(Engine(runner, ByteTokenizer(), seed=0))
 
 
 class MallInfo(ctypes.Structure):
@@ -49,7 +49,7 @@ def in_use() -> tuple[int, int]:
     return sys.getallocatedblocks(), found.uordblks + found.hblkhd
 
 
-def telling(told: Path, **options: int) -> Served:
+def telling(told: Path, **options: int) -> LoadedEngine:
     """Writes down what its process has in use, when that gets SIGUSR1."""
 
     def tell(*_: object) -> None:
@@ -61,7 +61,7 @@ def telling(told: Path, **options: int) -> Served:
     return tiny(**options)
 
 
-def missing() -> Served:
+def missing() -> LoadedEngine:
     raise SpecError("no model is there")
 
 
@@ -90,13 +90,13 @@ class Fragile(Engine):
         self.let_go = frozenset(self.requests)
 
 
-def fragile(**options: int) -> Served:
+def fragile(**options: int) -> LoadedEngine:
     engine = Fragile(tiny(**options).engine.runner, ByteTokenizer(), seed=0)
     signal.signal(signal.SIGCONT, engine.let_all_go)
-    return Served(engine)
+    return LoadedEngine(engine)
 
 
-def endless() -> Served:
+def endless() -> LoadedEngine:
     """Weights that never come."""
     time.sleep(1000)
     return tiny()

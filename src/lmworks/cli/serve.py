@@ -17,7 +17,7 @@ from .generate import adapters_of, engine_options
 from .loading_text import loading
 
 if TYPE_CHECKING:
-    from ..serve.channel import Served
+    from ..serve.channel import LoadedEngine
     from ..serve.serving import Serving
 
 KEY, UPSTREAM_KEY = "LMWORKS_API_KEY", "LMWORKS_UPSTREAM_KEY"
@@ -91,10 +91,10 @@ def serve(
     templates = templates_of(chat_template or [], names)
     import_server()
     from ..serve.app import make_app
-    from ..serve.engine_host import Core, FrontSpec
+    from ..serve.engine_host import APIProcessConfig, EngineHost
     from ..serve.logs import log_as_json
     from ..serve.middleware import loopback
-    from ..serve.server import NOTICE_S, bound, make_server
+    from ..serve.server import NOTICE_S, bind_socket, make_server
     from ..serve.tracing import tracing_from_environment
 
     keys = [*(api_key or ()), *filter(None, [os.environ.get(KEY)])]
@@ -105,7 +105,7 @@ def serve(
             "lmworks: warning: anyone who can reach this machine can use these models: no keys are set", err=True
         )
     tracing = tracing_from_environment()
-    with bound(host, port) as listening:
+    with bind_socket(host, port) as listening:
         log_as_json()
         scheme = "http" if tls_cert is None else "https"
         typer.echo(f"{scheme}://{host}:{listening.getsockname()[1]} (models are being loaded)", err=True)
@@ -113,7 +113,7 @@ def serve(
             typer.echo(loading(source, step), err=True)
         tls = tuple(str(path) for path in (tls_cert, tls_key) if path)
         if api_processes > 1:
-            fronts = FrontSpec(
+            process_config = APIProcessConfig(
                 processes=api_processes,
                 config=config,
                 keys=keys,
@@ -124,7 +124,7 @@ def serve(
                 drain_seconds=drain_seconds,
                 tls=tls,
             )
-            Core(serving, fronts, listening, min(NOTICE_S, drain_seconds)).run()
+            EngineHost(serving, process_config, listening, min(NOTICE_S, drain_seconds)).run()
         else:
             app = make_app(serving, cors or (), tracing, loopback(host))
             make_server(app, serving, drain_seconds, *tls).run([listening])
@@ -202,19 +202,23 @@ def assemble(
     config: Path | None,
     keys: list[str],
 ) -> Serving:
-    from ..serve.engine_process import EngineProcess, Patience
+    from ..serve.engine_process import EngineProcess, StallTimeouts
     from ..serve.keys import Settings
-    from ..serve.serving import Local, Serving
+    from ..serve.serving import LocalModel, Serving
     from ..serve.upstream import Upstream
     from ..spec import EngineSpec
 
     EngineSpec.from_dict(options)  # what is wrong is said now, not by a process that ends
     settings = Settings(config, keys)
     limits = settings.current().limits
-    patience = Patience(limits.stuck_seconds, limits.kill_seconds)
+    stall_timeouts = StallTimeouts(limits.stuck_seconds, limits.kill_seconds)
     folders = adapters_of(adapters)
     models = [
-        Local(EngineProcess(name, partial(made, source, options, step, seed, folders, templates.get(name)), patience))
+        LocalModel(
+            EngineProcess(
+                name, partial(made, source, options, step, seed, folders, templates.get(name)), stall_timeouts
+            )
+        )
         for name, source in names.items()
     ]
     return Serving(settings, models, [Upstream(url, os.environ.get(UPSTREAM_KEY)) for url in upstreams])
@@ -227,16 +231,16 @@ def made(
     seed: int,
     adapters: dict[str, str],
     chat_template: str | None = None,
-) -> Served:
+) -> LoadedEngine:
     """In the engine's own process."""
     read_ahead(source)
     from ..loading import is_hf, is_preset
     from ..loading import serve as load_engine
-    from ..serve.channel import Served
+    from ..serve.channel import LoadedEngine
     from ..spec import EngineSpec
 
     _, engine = load_engine(source, EngineSpec.from_dict(options), step, seed)
     for name, where in adapters.items():
         engine.add_adapter(name, Path(where))
     folder = None if is_preset(source) else Path(source).resolve()
-    return Served(engine, folder, is_hf(folder), chat_template)
+    return LoadedEngine(engine, folder, is_hf(folder), chat_template)

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 
-from .channel import Wire
+from .channel import SocketChannel
 from .engine_loop import serve
 
 if __name__ == "__main__":
@@ -16,6 +16,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
-    code = serve(Wire(connection))
+    code = serve(SocketChannel(connection))
     sys.stderr.flush()
     os._exit(code)  # at once: threads may still be reading

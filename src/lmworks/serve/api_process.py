@@ -16,115 +16,117 @@ from typing import Any
 from prometheus_client import Metric
 
 from ..engine.core.sampling_params import SamplingParams
-from .backend import Ask, BackendError, Event, ModelCard, State, Words
-from .channel import frame, receive
-from .engine_host import ENDED, STATE_S, Call, Drain, Events, FrontSpec, Reply, Report
-from .event_queue import Box
-from .limits import Entry, KeyLimits, Limits, Refusal, Size, Visit
+from .backend import BackendError, EngineRequest, Event, ModelCard, PromptTokenizer, State
+from .channel import encode_frame, read_frame
+from .engine_host import ENDED, STATE_INTERVAL_S, APIProcessConfig, Call, Drain, Events, Reply, StateReport
+from .event_queue import EventQueue
+from .limits import Admission, APIError, KeyLimits, Limits, RequestMeter, Size
 from .logs import log_as_json
-from .serving import Local, Serving
-from .workers import Speech
+from .serving import LocalModel, Serving
+from .workers import PromptProcessor
 
-NOTHING = State(alive=False, ready=False)
+UNAVAILABLE = State(alive=False, ready=False)
 
 
-class Core:
-    """The process that holds engines and counts, as this one knows it."""
+class EngineHostClient:
+    """Calls the engine host: the process that holds the engines and the limits."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
-        self.numbers = itertools.count()
+        self.request_ids = itertools.count()
         self.replies: dict[int, asyncio.Future[Any]] = {}
-        self.boxes: dict[int, Box] = {}
+        self.queues: dict[int, EventQueue] = {}
         self.states: dict[str, State] = {}
-        self.others: list[Metric] = []  # what the other API processes counted
+        self.other_metrics: list[Metric] = []  # what the other API processes counted
 
-    def tell(self, method: str, *given: Any) -> None:
-        self.writer.write(frame(Call(None, method, given)))
+    def notify(self, method: str, *arguments: Any) -> None:
+        self.writer.write(encode_frame(Call(None, method, arguments)))
 
-    async def ask(self, method: str, *given: Any) -> Any:
-        number = next(self.numbers)
+    async def call(self, method: str, *arguments: Any) -> Any:
+        number = next(self.request_ids)
         reply = self.replies[number] = asyncio.get_running_loop().create_future()
-        self.writer.write(frame(Call(number, method, given)))
+        self.writer.write(encode_frame(Call(number, method, arguments)))
         return await reply
 
-    async def listen(self) -> Drain:
-        """Until it is time to end."""
+    async def read_messages(self) -> Drain:
+        """Until the host says that this process must drain."""
         while True:
-            message = await receive(self.reader)
+            message = await read_frame(self.reader)
             if isinstance(message, Reply):
-                self.answer(message)
+                self.on_reply(message)
             elif isinstance(message, Events):
                 for number, found in message.found:
-                    if number in self.boxes:
-                        deliver(self.boxes[number], found)
-            elif isinstance(message, Report):
-                self.states, self.others = message
+                    if number in self.queues:
+                        deliver(self.queues[number], found)
+            elif isinstance(message, StateReport):
+                self.states, self.other_metrics = message
             elif isinstance(message, Drain):
                 return message
 
-    def answer(self, reply: Reply) -> None:
+    def on_reply(self, reply: Reply) -> None:
         waiting = self.replies.pop(reply.number)
         if waiting.done():
             return
         if reply.refused is None:
             waiting.set_result(reply.found)
         else:
-            waiting.set_exception(Refusal(*reply.refused))
+            waiting.set_exception(APIError(*reply.refused))
 
-    # --- what Serving asks of it --------------------------------------------------------------------------
+    # --- as Serving uses it -------------------------------------------------------------------------------
 
-    def visit(self, key: KeyLimits) -> Visit:
-        return RemoteVisit(self, key)
+    def meter(self, key: KeyLimits) -> RequestMeter:
+        return RemoteMeter(self, key)
 
-    async def enter(self, visit: Visit, limits: Limits, card: ModelCard, params: SamplingParams, size: Size) -> Entry:
-        assert isinstance(visit, RemoteVisit)
-        visit.bytes, number = 0, next(self.numbers)
-        return RemoteEntry(self, number, await self.ask("enter", number, visit.number, limits, card, params, size))
+    async def admit(
+        self, meter: RequestMeter, limits: Limits, card: ModelCard, params: SamplingParams, size: Size
+    ) -> Admission:
+        assert isinstance(meter, RemoteMeter)
+        meter.bytes, number = 0, next(self.request_ids)
+        return RemoteAdmission(self, number, await self.call("admit", number, meter.number, limits, card, params, size))
 
 
-def deliver(box: Box, found: Any) -> None:
+def deliver(queue: EventQueue, found: Any) -> None:
     if isinstance(found, Event):
-        box.put(found)
+        queue.put(found)
         return
-    kind, message, retry_after, box.started = found
-    box.fail(kind, message, retry_after)
+    kind, message, retry_after, queue.started = found
+    queue.fail(kind, message, retry_after)
 
 
-class RemoteVisit(Visit):
-    """Counted in the other process."""
+class RemoteMeter(RequestMeter):
+    """Counted by the engine host."""
 
-    def __init__(self, core: Core, key: KeyLimits) -> None:
-        self.core, self.key, self.number = core, key, next(core.numbers)
-        self.bytes = self.worked = 0
+    def __init__(self, engine_host: EngineHostClient, key: KeyLimits) -> None:
+        self.engine_host, self.key, self.number = engine_host, key, next(engine_host.request_ids)
+        self.bytes = self.charged_tokens = 0
 
     async def start(self) -> None:
-        await self.core.ask("begin", self.number, self.key)
+        await self.engine_host.call("begin", self.number, self.key)
 
-    def work(self, tokens: int) -> None:
+    def charge_prompt(self, tokens: int) -> None:
         self.bytes = 0
-        self.worked += tokens
-        self.core.tell("work", self.number, tokens)
+        self.charged_tokens += tokens
+        self.engine_host.notify("charge_prompt", self.number, tokens)
 
-    def leave(self) -> None:
-        self.core.tell("leave", self.number, self.bytes)
+    def release(self) -> None:
+        self.engine_host.notify("release", self.number, self.bytes)
 
 
-class RemoteEntry(Entry):
-    def __init__(self, core: Core, number: int, tokens: int) -> None:
-        self.core, self.number, self.tokens, self.used = core, number, tokens, 0
+class RemoteAdmission(Admission):
+    def __init__(self, engine_host: EngineHostClient, number: int, tokens: int) -> None:
+        self.engine_host, self.number, self.tokens, self.used = engine_host, number, tokens, 0
 
     def __exit__(self, *_: object) -> None:
-        self.core.tell("exit", self.number, self.used)
+        self.engine_host.notify("finish", self.number, self.used)
 
 
 @dataclass
 class RemoteBackend:
-    """An engine behind the other process: a backend, see `serve.backend`."""
+    """An engine of the engine host: a backend, see `serve.backend`."""
 
-    core: Core
+    engine_host: EngineHostClient
     card: ModelCard
-    words: Words
+    prompt_tokenizer: PromptTokenizer
     open: set[int] = field(default_factory=set)
     draining: bool = False
 
@@ -134,28 +136,28 @@ class RemoteBackend:
 
     @property
     def state(self) -> State:
-        return self.core.states.get(self.name, NOTHING)
+        return self.engine_host.states.get(self.name, UNAVAILABLE)
 
     async def start(self) -> None:
         pass
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[Event, None]:
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[Event, None]:
         if self.draining:
             raise BackendError("dead", "the server is shutting down", 1.0)
-        number, box, finished = next(self.core.numbers), Box(ask), False
-        self.core.boxes[number] = box
+        number, queue, finished = next(self.engine_host.request_ids), EventQueue(request), False
+        self.engine_host.queues[number] = queue
         self.open.add(number)
-        self.core.tell("stream", number, self.name, ask)
+        self.engine_host.notify("stream", number, self.name, request)
         try:
             while not finished:
-                for event in await box.take():
+                for event in await queue.get():
                     finished = event.final is not None
                     yield event
         finally:
             self.open.discard(number)
-            del self.core.boxes[number]
+            del self.engine_host.queues[number]
             if not finished:
-                self.core.tell("cancel", number)
+                self.engine_host.notify("cancel", number)
 
     async def drain(self, seconds: float) -> int:
         self.draining = True
@@ -163,20 +165,20 @@ class RemoteBackend:
         while self.open and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
         for number in self.open:
-            self.core.boxes[number].fail("dead", "the server is shutting down")
+            self.engine_host.queues[number].fail("dead", "the server is shutting down")
         return len(self.open)
 
     async def close(self) -> None:
         pass
 
 
-async def serve(wire: socket.socket, listening: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=wire)
-    path, told = await receive(reader)
+async def serve(channel: socket.socket, listening: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=channel)
+    path, told = await read_frame(reader)
     sys.path[:] = path
-    spec, core = FrontSpec(**told), Core(reader, writer)
-    serving = serving_of(core, spec)
-    listening_task = asyncio.create_task(core.listen())
+    spec, engine_host = APIProcessConfig(**told), EngineHostClient(reader, writer)
+    serving = make_serving(engine_host, spec)
+    listening_task = asyncio.create_task(engine_host.read_messages())
 
     from .app import make_app
     from .server import Server, make_server
@@ -186,12 +188,12 @@ async def serve(wire: socket.socket, listening: socket.socket) -> None:
     app = make_app(serving, spec.origins, tracing, spec.local)
     server: Server = make_server(app, serving, spec.drain_seconds, *spec.tls, processes=spec.processes)
     serving_task = asyncio.create_task(server.serve([listening]))
-    counting = asyncio.create_task(count(core, serving))
+    counting = asyncio.create_task(report_metrics(engine_host, serving))
     await asyncio.wait([listening_task, serving_task], return_when=asyncio.FIRST_COMPLETED)
     if not listening_task.done() or listening_task.exception() is not None:
         os._exit(1)  # the other process is gone, or we cannot serve
     server.notice, server.should_exit = listening_task.result().notice, True
-    hearing = asyncio.create_task(core.listen())  # answers go on to come
+    hearing = asyncio.create_task(engine_host.read_messages())  # answers go on to come
     await serving_task
     for task in (counting, hearing):
         task.cancel()
@@ -199,22 +201,22 @@ async def serve(wire: socket.socket, listening: socket.socket) -> None:
         tracing.close()
 
 
-def serving_of(core: Core, spec: FrontSpec) -> Serving:
+def make_serving(engine_host: EngineHostClient, spec: APIProcessConfig) -> Serving:
     from .keys import Settings
     from .upstream import Upstream
 
     locals_ = []
     for card, packed in spec.models:
-        local = Local(RemoteBackend(core, card, Speech.unpacked(packed).words))
+        local = LocalModel(RemoteBackend(engine_host, card, PromptProcessor.unpacked(packed).prompt_tokenizer))
         locals_.append(local)
     upstreams = [Upstream(url, spec.upstream_key) for url in spec.upstreams]
-    return Serving(Settings(spec.config, spec.keys), locals_, upstreams, core=core)
+    return Serving(Settings(spec.config, spec.keys), locals_, upstreams, engine_host=engine_host)
 
 
-async def count(core: Core, serving: Serving) -> None:
+async def report_metrics(engine_host: EngineHostClient, serving: Serving) -> None:
     while True:
-        core.tell("count", list(serving.counts.registry.collect()))
-        await asyncio.sleep(STATE_S)
+        engine_host.notify("report_metrics", list(serving.http_metrics.registry.collect()))
+        await asyncio.sleep(STATE_INTERVAL_S)
 
 
 if __name__ == "__main__":
@@ -222,10 +224,10 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_as_json()
-    wire, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    for one in (wire, listening):
+    channel, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    for one in (channel, listening):
         one.set_inheritable(False)
     with suppress(*ENDED):
-        asyncio.run(serve(wire, listening))
+        asyncio.run(serve(channel, listening))
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The API: its routes, and the document that describes them (`/openapi.json`)."""
+"""The FastAPI application: routes, and their OpenAPI schema (`/openapi.json`)."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from ..spec import LMWorksError
 from . import prometheus, tokenize
 from .chat import chat
 from .completions import complete
-from .errors import ErrorBody, response_of
+from .errors import ErrorBody, error_response
 from .health import Health, health
-from .middleware import Door
+from .middleware import RequestMiddleware
 from .openai_answers import ChatCompletion, Completion, Detokenized, ModelList, ModelObject, Tokenized, TokenizerInfo
 from .openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .page import page
-from .serving import Local, Model, Serving
+from .serving import LocalModel, Model, Serving
 from .tracing import Tracing
 
 BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 REFUSED = {400: "cannot be served as it is", 401: "no key, or a wrong one", 404: "no such model"}
-LONGEST_PATH = 80  # letters of a path that is compared with others, and repeated
+LONGEST_PATH = 80  # characters of a path that is compared with others, and quoted
 BUSY = {429: "too much at once: see retry-after", 503: "not now: see retry-after"}
 
 
 def make_app(
     serving: Serving, origins: Sequence[str] = (), tracing: Tracing | None = None, local: bool = False
 ) -> FastAPI:
-    """For models that have been started. `origins`: pages of other sites that may call it (CORS).
+    """For models that have been started. `origins`: sites whose pages may call the API (CORS).
 
-    `local`: it listens on this machine alone; without keys it then refuses what a foreign page could send.
+    `local`: the server listens on loopback alone; without keys it then rejects requests of foreign pages.
     """
     app = FastAPI(
         title="LMWorks",
@@ -57,26 +57,26 @@ def make_app(
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["retry-after", "x-request-id"],
         )
-    app.add_middleware(Door, serving=serving, tracing=tracing, local=local, origins=tuple(origins))
+    app.add_middleware(RequestMiddleware, serving=serving, tracing=tracing, local=local, origins=tuple(origins))
     for kind in (HTTPException, LMWorksError, ValidationError):
-        app.add_exception_handler(kind, told)
-    add_models(app, serving)
-    add_answers(app, serving)
-    add_tokens(app, serving)
-    add_state(app, serving)
-    app.openapi = lambda: document(app)  # type: ignore[method-assign]
+        app.add_exception_handler(kind, handle_error)
+    add_model_routes(app, serving)
+    add_generation_routes(app, serving)
+    add_tokenizer_routes(app, serving)
+    add_status_routes(app, serving)
+    app.openapi = lambda: openapi_schema(app)  # type: ignore[method-assign]
     return app
 
 
-async def told(request: Request, error: Exception) -> Response:
-    """What is wrong with a request. What is wrong with us, the door tells."""
+async def handle_error(request: Request, error: Exception) -> Response:
+    """Error responses for wrong requests. Internal errors are handled by the middleware."""
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        error.detail = not_there(request)
-    return response_of(error)
+        error.detail = not_found_message(request)
+    return error_response(error)
 
 
-def not_there(request: Request) -> str:
-    """Which endpoints there are, and which of them was probably meant."""
+def not_found_message(request: Request) -> str:
+    """Lists the endpoints, and the one that was probably meant."""
     method, path = request.method, request.url.path
     served = {
         route.path_format: sorted(route.methods or ())
@@ -91,17 +91,17 @@ def not_there(request: Request) -> str:
     return f"there is no {method[:20]} {path[:LONGEST_PATH]}{meant}; there are {listed}"
 
 
-def errors(*tables: dict[int, str]) -> dict[int | str, dict[str, Any]]:
+def error_responses(*tables: dict[int, str]) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": what} for table in tables for status, what in table.items()}
 
 
-def takes(body: type[BaseModel]) -> dict[str, Any]:
-    """The body is read by us, within limits; the document names it."""
+def request_body(body: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI's requestBody: bodies are read within limits by `serve.body`, not by FastAPI."""
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def document(app: FastAPI) -> dict[str, Any]:
+def openapi_schema(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         found = FastAPI.openapi(app)
         _, schemas = models_json_schema(
@@ -118,22 +118,24 @@ def document(app: FastAPI) -> dict[str, Any]:
 # --- routes -----------------------------------------------------------------------------------------------
 
 
-def add_models(app: FastAPI, serving: Serving) -> None:
-    @app.get("/v1/models", responses=errors({401: REFUSED[401], 503: BUSY[503]}))
+def add_model_routes(app: FastAPI, serving: Serving) -> None:
+    @app.get("/v1/models", responses=error_responses({401: REFUSED[401], 503: BUSY[503]}))
     async def models(request: Request) -> ModelList:
         """Models that this key may use."""
-        caller = serving.admit(request)
-        return {"object": "list", "data": [described(name, *one) for name, one in serving.visible(caller).items()]}
+        caller = serving.authenticate(request)
+        return {"object": "list", "data": [model_object(name, *one) for name, one in serving.visible(caller).items()]}
 
-    @app.get("/v1/models/{model:path}", responses=errors({401: REFUSED[401], 404: REFUSED[404], 503: BUSY[503]}))
+    @app.get(
+        "/v1/models/{model:path}", responses=error_responses({401: REFUSED[401], 404: REFUSED[404], 503: BUSY[503]})
+    )
     async def model(request: Request, model: str) -> ModelObject:
         """One of them."""
-        caller = serving.admit(request)
-        return described(model, *serving.find(caller, model))
+        caller = serving.authenticate(request)
+        return model_object(model, *serving.find(caller, model))
 
 
-def described(name: str, model: Model, adapter: str | None) -> ModelObject:
-    card = model.backend.card if isinstance(model, Local) else model.card(name)
+def model_object(name: str, model: Model, adapter: str | None) -> ModelObject:
+    card = model.backend.card if isinstance(model, LocalModel) else model.card(name)
     return {
         "id": name,
         "object": "model",
@@ -144,14 +146,14 @@ def described(name: str, model: Model, adapter: str | None) -> ModelObject:
     }
 
 
-def add_answers(app: FastAPI, serving: Serving) -> None:
+def add_generation_routes(app: FastAPI, serving: Serving) -> None:
     streamed: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 
     @app.post(
         "/v1/completions",
-        openapi_extra=takes(CompletionRequest),
+        openapi_extra=request_body(CompletionRequest),
         response_model=Completion,
-        responses={200: {"content": streamed}, **errors(REFUSED, BUSY)},
+        responses={200: {"content": streamed}, **error_responses(REFUSED, BUSY)},
     )
     async def completions(request: Request) -> Response:
         """Continue texts."""
@@ -159,18 +161,21 @@ def add_answers(app: FastAPI, serving: Serving) -> None:
 
     @app.post(
         "/v1/chat/completions",
-        openapi_extra=takes(ChatRequest),
+        openapi_extra=request_body(ChatRequest),
         response_model=ChatCompletion,
-        responses={200: {"content": streamed}, **errors(REFUSED, BUSY)},
+        responses={200: {"content": streamed}, **error_responses(REFUSED, BUSY)},
     )
     async def chat_completions(request: Request) -> Response:
         """Answer in a conversation."""
         return await chat(serving, request)
 
 
-def add_tokens(app: FastAPI, serving: Serving) -> None:
+def add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
     @app.post(
-        "/tokenize", openapi_extra=takes(TokenizeRequest), response_model=Tokenized, responses=errors(REFUSED, BUSY)
+        "/tokenize",
+        openapi_extra=request_body(TokenizeRequest),
+        response_model=Tokenized,
+        responses=error_responses(REFUSED, BUSY),
     )
     async def encode(request: Request) -> Response:
         """Token ids of a text or a conversation."""
@@ -178,34 +183,34 @@ def add_tokens(app: FastAPI, serving: Serving) -> None:
 
     @app.post(
         "/detokenize",
-        openapi_extra=takes(DetokenizeRequest),
+        openapi_extra=request_body(DetokenizeRequest),
         response_model=Detokenized,
-        responses=errors(REFUSED, BUSY),
+        responses=error_responses(REFUSED, BUSY),
     )
     async def decode(request: Request) -> Response:
         """The text of token ids."""
         return await tokenize.detokenize(serving, request)
 
-    @app.get("/tokenizer_info", responses=errors(REFUSED))
+    @app.get("/tokenizer_info", responses=error_responses(REFUSED))
     async def info(request: Request, model: str | None = None) -> TokenizerInfo:
         """What a client must know to make prompts itself."""
         return tokenize.tokenizer_info(serving, request, model)
 
 
-def add_state(app: FastAPI, serving: Serving) -> None:
+def add_status_routes(app: FastAPI, serving: Serving) -> None:
     @app.get("/health", responses={503: {"model": Health, "description": "an engine is down, or hangs"}})
     async def healthy(request: Request) -> Health:
         """Whether all engines run and advance."""
-        state = health(serving, serving.trusts(request))
-        return answered(state, state["status"] in ("ok", "draining"))
+        state = health(serving, serving.has_valid_key(request))
+        return health_response(state, state["status"] in ("ok", "draining"))
 
     elsewhere: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "send requests elsewhere"}}
 
-    @app.get("/ready", responses={**errors({404: "no such model"}), **elsewhere})
+    @app.get("/ready", responses={**error_responses({404: "no such model"}), **elsewhere})
     async def ready(request: Request, model: str | None = None) -> Health:
         """Whether requests may be sent here: for each model, or for one of them."""
-        state, well = health(serving, serving.trusts(request)), serving.ready(model)
-        return answered({**state, "status": "ok" if well else not_ready(state)}, well)
+        state, well = health(serving, serving.has_valid_key(request)), serving.ready(model)
+        return health_response({**state, "status": "ok" if well else not_ready(state)}, well)
 
     @app.get("/", include_in_schema=False)
     async def playground() -> Response:
@@ -215,12 +220,12 @@ def add_state(app: FastAPI, serving: Serving) -> None:
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(prometheus.written(serving), media_type=prometheus.CONTENT_TYPE)
+        return Response(prometheus.render_metrics(serving), media_type=prometheus.CONTENT_TYPE)
 
 
 def not_ready(state: Health) -> Literal["draining", "unhealthy"]:
     return "draining" if state["status"] == "draining" else "unhealthy"
 
 
-def answered(state: Health, well: bool) -> Any:
+def health_response(state: Health, well: bool) -> Any:
     return JSONResponse(state, 200 if well else 503)

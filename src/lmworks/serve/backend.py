@@ -42,7 +42,7 @@ class BackendError(LMWorksError):
 
 
 @dataclass(frozen=True)
-class Ask:
+class EngineRequest:
     """One prompt and its wishes. A smaller priority is served first; prefixes are shared within a tenant."""
 
     prompt: Sequence[int]
@@ -119,7 +119,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Words:
+class PromptTokenizer:
     """Text and token ids, on the API's side."""
 
     tokenizer: Tokenizer | None
@@ -129,7 +129,7 @@ class Words:
 
     def encode(self, text: str, add_special_tokens: bool | None = None, parse_special: bool = False) -> list[int]:
         """A prompt as the model wants it, or as is said. Names of special tokens are text, unless they are parsed."""
-        tokenizer = self.known()
+        tokenizer = self.require_tokenizer()
         add = self.begin_of_text if add_special_tokens is None else add_special_tokens
         if parse_special:
             return self.encode_special(text, add)
@@ -140,30 +140,30 @@ class Words:
 
     @cached_property
     def encode_special(self) -> EncodeSpecial:
-        return with_special_tokens(self.known())
+        return with_special_tokens(self.require_tokenizer())
 
     def decode(self, ids: list[int]) -> str:
-        return self.known().decode(ids)
+        return self.require_tokenizer().decode(ids)
 
     def chat(self) -> Chat:
         """How conversations become prompts; compiles the template, so keep it."""
-        return Chat.of(self.folder, self.known(), self.encode, self.chat_template)
+        return Chat.of(self.folder, self.require_tokenizer(), self.encode, self.chat_template)
 
-    def known(self) -> Tokenizer:
+    def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise SpecError("this model has no tokenizer: give prompts as lists of token ids")
         return self.tokenizer
 
 
 class Backend(Protocol):
-    """`card` and `words` are there once `start` has returned."""
+    """`card` and `prompt_tokenizer` are there once `start` has returned."""
 
     @property
     def name(self) -> str: ...
     @property
     def card(self) -> ModelCard: ...
     @property
-    def words(self) -> Words: ...
+    def prompt_tokenizer(self) -> PromptTokenizer: ...
     @property
     def state(self) -> State: ...
 
@@ -171,7 +171,7 @@ class Backend(Protocol):
         """Returns when it is ready; raises LMWorksError where it never will be."""
         ...
 
-    def stream(self, ask: Ask) -> AsyncGenerator[Event, None]:
+    def stream(self, request: EngineRequest) -> AsyncGenerator[Event, None]:
         """Nothing is sent before the first event is awaited. An async generator: close it (`aclosing`)."""
         ...
 

@@ -17,14 +17,14 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from .limits import Limits, Refusal
+from .limits import APIError, Limits
 from .openai_types import CompletionRequest, DetokenizeRequest
 from .serving import Caller, Serving
-from .workers import Speech
+from .workers import PromptProcessor
 
 BODY_SECONDS = 60.0  # for a body to arrive
-LARGE = 65_536  # bytes that take milliseconds to parse
-SHAPE_CHARS = 65_536  # of a schema, a regex or all choices together: the engine compiles no more
+LARGE_BODY_BYTES = 65_536  # bytes that take milliseconds to parse
+MAX_GRAMMAR_CHARS = 65_536  # of a schema, a regex or all choices together: the engine compiles no more
 # A string, closed; or open (group 1) at the end of what came so far.
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|(")(?:[^"\\]++|\\.)*+\\?\Z', re.DOTALL)
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -33,7 +33,7 @@ OPENING = b"[{"
 Body = TypeVar("Body", bound=BaseModel)
 
 
-class Nesting:
+class NestingLimiter:
     """How deep JSON is nested, and of how many objects, lists and strings it is made: told part by part, as it comes.
 
     Numbers are not counted: prompts may be token ids.
@@ -60,73 +60,73 @@ class Nesting:
         for bracket in brackets:
             self.depth += 1 if bracket in OPENING else -1
             if self.depth > self.deepest:
-                raise Refusal(400, "limit_exceeded", f"the body is nested deeper than {self.deepest} levels")
+                raise APIError(400, "limit_exceeded", f"the body is nested deeper than {self.deepest} levels")
 
     def check(self) -> None:
         if self.containers + self.quotes // 2 > self.most:
-            raise Refusal(400, "limit_exceeded", f"the body has more than {self.most} objects, lists and strings")
+            raise APIError(400, "limit_exceeded", f"the body has more than {self.most} objects, lists and strings")
 
 
 async def read_body(serving: Serving, request: Request, caller: Caller, kind: type[Body]) -> tuple[Body, bytes]:
     """The body, checked; and as it came. It is charged from here on."""
-    raw = await received(request, caller)
-    if len(raw) <= LARGE:
+    raw = await receive_body(request, caller)
+    if len(raw) <= LARGE_BODY_BYTES:
         return parse(None, raw, kind, caller.limits), raw
     return await serving.workers.run(caller.key.name, None, parse, raw, kind, caller.limits), raw
 
 
-async def received(request: Request, caller: Caller) -> bytes:
+async def receive_body(request: Request, caller: Caller) -> bytes:
     limits = caller.limits
     if not request.headers.get("content-type", "application/json").lower().startswith("application/json"):
-        raise Refusal(415, "unsupported_media_type", "the body must be JSON: send content-type: application/json")
+        raise APIError(415, "unsupported_media_type", "the body must be JSON: send content-type: application/json")
     if (declared := request.headers.get("content-length", "0")).isdecimal() and int(declared) > limits.body_bytes:
         raise too_large(limits.body_bytes)
-    await caller.visit.start()
-    raw, nesting = bytearray(), Nesting(limits.depth, limits.values)
+    await caller.meter.start()
+    raw, nesting = bytearray(), NestingLimiter(limits.depth, limits.values)
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 raw += part
-                caller.visit.bytes = len(raw)
+                caller.meter.bytes = len(raw)
                 if len(raw) > limits.body_bytes:
                     raise too_large(limits.body_bytes)
                 nesting.feed(part)
     except TimeoutError:
-        raise Refusal(408, "body_timeout", f"the body did not arrive within {BODY_SECONDS:g} s") from None
+        raise APIError(408, "body_timeout", f"the body did not arrive within {BODY_SECONDS:g} s") from None
     return bytes(raw)
 
 
-def too_large(limit: int) -> Refusal:
-    return Refusal(413, "body_too_large", f"the body has more than {limit} bytes, which is as many as may be sent")
+def too_large(limit: int) -> APIError:
+    return APIError(413, "body_too_large", f"the body has more than {limit} bytes, which is as many as may be sent")
 
 
-def parse(_: Speech | None, raw: bytes, kind: type[Body], limits: Limits) -> Body:
+def parse(_: PromptProcessor | None, raw: bytes, kind: type[Body], limits: Limits) -> Body:
     """In this process or in another. Token ids come back as arrays, which are passed on in no time."""
-    found = json_of(raw)
+    found = parse_json(raw)
     if isinstance(found, dict):
         check_counts(found, limits)
     body = kind.model_validate(found)
     if b"NaN" in raw or b"Infinity" in raw:
-        json_of(raw, allow_inf_nan=False)  # where a schema holds them: those who speak JSON do not read them
+        parse_json(raw, allow_inf_nan=False)  # where a schema holds them: those who speak JSON do not read them
     if isinstance(body, CompletionRequest):
-        body.prompt = packed(body.prompt)
+        body.prompt = pack_token_ids(body.prompt)
     if isinstance(body, DetokenizeRequest):
-        body.tokens = packed(body.tokens)
+        body.tokens = pack_token_ids(body.tokens)
     return body
 
 
-def json_of(raw: bytes, allow_inf_nan: bool = True) -> Any:
+def parse_json(raw: bytes, allow_inf_nan: bool = True) -> Any:
     try:
         return from_json(raw, allow_inf_nan=allow_inf_nan)
     except ValueError as error:
-        raise Refusal(400, "invalid_json", f"the body is no JSON: {error}") from None
+        raise APIError(400, "invalid_json", f"the body is no JSON: {error}") from None
 
 
-def packed(prompt: Any) -> Any:
+def pack_token_ids(prompt: Any) -> Any:
     """Lists of token ids as arrays; texts as they are."""
     if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
         return array("i", prompt)
-    return [packed(one) for one in prompt] if isinstance(prompt, list) else prompt
+    return [pack_token_ids(one) for one in prompt] if isinstance(prompt, list) else prompt
 
 
 # --- counts -----------------------------------------------------------------------------------------------
@@ -134,12 +134,12 @@ def packed(prompt: Any) -> Any:
 
 def check_counts(body: dict[str, Any], limits: Limits) -> None:
     """Before a validator, a template or a tokenizer looks at each of so many items."""
-    for param, count, limit, what in counts(body, limits):
+    for param, count, limit, what in item_counts(body, limits):
         if count > limit:
-            raise Refusal(400, "limit_exceeded", f"{param} has {count} {what}: at most {limit} are allowed", param)
+            raise APIError(400, "limit_exceeded", f"{param} has {count} {what}: at most {limit} are allowed", param)
 
 
-def counts(body: dict[str, Any], limits: Limits) -> Iterator[tuple[str, int, int, str]]:
+def item_counts(body: dict[str, Any], limits: Limits) -> Iterator[tuple[str, int, int, str]]:
     prompt, messages = body.get("prompt"), items(body.get("messages"))
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     yield "prompt", len(cast("list[Any]", prompt)) if several else 1, limits.prompts, "prompts"
@@ -156,15 +156,15 @@ def counts(body: dict[str, Any], limits: Limits) -> Iterator[tuple[str, int, int
     yield "stop_token_ids", len(items(body.get("stop_token_ids"))), limits.stop, "tokens"
     yield "logit_bias", len(items(body.get("logit_bias"))), limits.logit_bias, "tokens"
     yield "metadata", len(items(body.get("metadata"))), limits.metadata, "entries"
-    for param, found in shapes(body):
-        yield param, characters(found), SHAPE_CHARS, "characters"
+    for param, found in grammar_fields(body):
+        yield param, characters(found), MAX_GRAMMAR_CHARS, "characters"
 
 
 def items(found: Any) -> Any:
     return found if isinstance(found, list | dict) else ()
 
 
-def shapes(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def grammar_fields(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """What the engine is asked to compile."""
     yield from ((param, body[param]) for param in ("guided_json", "guided_regex", "guided_choice") if param in body)
     wanted = body.get("response_format")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.tokenizer import FileTokenizer, Tokenizer
-from .backend import Ask
+from .backend import EngineRequest
 
 if TYPE_CHECKING:  # the API does without torch
     from ..engine.core.engine import Engine
@@ -26,7 +26,7 @@ LENGTH = struct.Struct("!I")
 
 
 @dataclass(frozen=True)
-class Served:
+class LoadedEngine:
     """An engine, and what the API must know to make prompts for it."""
 
     engine: Engine
@@ -35,20 +35,20 @@ class Served:
     chat_template: str | None = None  # to use instead of the folder's
 
 
-Factory = Callable[[], Served]  # picklable: a function of a module, or functools.partial of one
+Factory = Callable[[], LoadedEngine]  # picklable: a function of a module, or functools.partial of one
 
 
 # --- messages ---------------------------------------------------------------------------------------------
 
 
-class Assignment(NamedTuple):
+class LoadEngine(NamedTuple):
     """The first word to the process."""
 
     path: list[str]  # sys.path, before the factory is unpickled
     factory: bytes
 
 
-class Hello(NamedTuple):
+class EngineReady(NamedTuple):
     """The engine is ready."""
 
     context: int
@@ -63,14 +63,14 @@ class Hello(NamedTuple):
 
 class Submit(NamedTuple):
     number: int  # by which both sides know the request
-    ask: Ask
+    request: EngineRequest
 
 
 class Cancel(NamedTuple):
     number: int
 
 
-class Report(NamedTuple):
+class StepReport(NamedTuple):
     """What the last steps brought."""
 
     steps: int  # since the start
@@ -81,7 +81,7 @@ class Report(NamedTuple):
     metrics: dict[str, Any] | None  # now and then
 
 
-class Failed(NamedTuple):
+class EngineFailed(NamedTuple):
     """The last word of a process that cannot go on."""
 
     error: str
@@ -91,18 +91,18 @@ class Failed(NamedTuple):
 # --- frames -----------------------------------------------------------------------------------------------
 
 
-def frame(message: Any) -> bytes:
+def encode_frame(message: Any) -> bytes:
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
 
 
-async def receive(reader: asyncio.StreamReader) -> Any:
+async def read_frame(reader: asyncio.StreamReader) -> Any:
     """The next message; raises IncompleteReadError or ConnectionError at the end."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return pickle.loads(await reader.readexactly(length))
 
 
-class Wire:
+class SocketChannel:
     """The process's own end, for threads: one reads, any may write."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -112,7 +112,7 @@ class Wire:
 
     def send(self, message: Any) -> None:
         """Waits where the other side does not read: an engine must not run far ahead of those who listen."""
-        data = frame(message)
+        data = encode_frame(message)
         with self.writing:
             self.connection.sendall(data)
 

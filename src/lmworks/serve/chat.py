@@ -15,8 +15,16 @@ from starlette.responses import Response
 
 from ..engine.core.request import Logprob
 from .backend import Event, Usage
-from .generation_request import Job, Total, Whole, room, total, usage_object, wishes
-from .limits import Refusal
+from .generation_request import (
+    CompletionOutput,
+    GenerationRequest,
+    RequestOutput,
+    add_usage,
+    resolve_max_tokens,
+    sampling_params,
+    usage_object,
+)
+from .limits import APIError
 from .openai_answers import (
     ChatChoice,
     ChatChunk,
@@ -30,38 +38,40 @@ from .openai_answers import (
     ToolCall,
 )
 from .openai_types import ChatRequest, JSONFormat, ObjectFormat
-from .prompts import converse, prompted, size_of_chat
-from .serving import Caller, Local, Serving
-from .sse import DONE, line
-from .text_endpoint import answered
-from .token_logprobs import TokenTexts, finite, likeliest
-from .tool_calls import ANY_OBJECT, Reader, call_schema, chosen
+from .prompts import chat_size, render_chat, tokenize_prompt
+from .serving import Caller, LocalModel, Serving
+from .sse import DONE, sse_event
+from .text_endpoint import handle_request
+from .token_logprobs import TokenTexts, finite, top_tokens
+from .tool_calls import ANY_OBJECT, ToolCallParser, call_schema, required_tools
 
 
 async def chat(serving: Serving, request: Request) -> Response:
-    return await answered(serving, request, ChatRequest, prepared)
+    return await handle_request(serving, request, ChatRequest, make_handler)
 
 
-async def prepared(serving: Serving, caller: Caller, local: Local, adapter: str | None, body: ChatRequest) -> Answering:
-    ids = await prompted(serving, caller, local, size_of_chat(body), converse, body)
-    caller.visit.work(len(ids))
+async def make_handler(
+    serving: Serving, caller: Caller, local: LocalModel, adapter: str | None, body: ChatRequest
+) -> ChatHandler:
+    ids = await tokenize_prompt(serving, caller, local, chat_size(body), render_chat, body)
+    caller.meter.charge_prompt(len(ids))
     if body.top_logprobs is not None and not body.logprobs:
-        raise Refusal(400, "invalid_request", "top_logprobs needs logprobs = true", "top_logprobs")
-    params = wishes(
+        raise APIError(400, "invalid_request", "top_logprobs needs logprobs = true", "top_logprobs")
+    params = sampling_params(
         body,
         caller,
         adapter=adapter,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        json_schema=shape(body) or body.guided_json,
-        max_tokens=room(caller, local, [ids], body.max_completion_tokens or body.max_tokens, None),
+        json_schema=response_schema(body) or body.guided_json,
+        max_tokens=resolve_max_tokens(caller, local, [ids], body.max_completion_tokens or body.max_tokens, None),
     )
     params = replace(params, stop=(*params.stop, *local.chat.stop))
-    return Answering(Job(serving, caller, local, params, [ids], bool(body.stream)), body)
+    return ChatHandler(GenerationRequest(serving, caller, local, params, [ids], bool(body.stream)), body)
 
 
-def shape(body: ChatRequest) -> dict[str, Any] | None:
+def response_schema(body: ChatRequest) -> dict[str, Any] | None:
     """A JSON schema that the answer must fit."""
-    wanted, tools = body.response_format, chosen(body)
+    wanted, tools = body.response_format, required_tools(body)
     if tools:
         return call_schema(tools)
     if isinstance(wanted, ObjectFormat):
@@ -75,27 +85,27 @@ def shape(body: ChatRequest) -> dict[str, Any] | None:
 
 
 @dataclass
-class Answering:
+class ChatHandler:
     """One request, and the form in which it is answered."""
 
-    job: Job
+    generation: GenerationRequest
     body: ChatRequest
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def reader(self) -> Reader | None:
+    def parser(self) -> ToolCallParser | None:
         """None: there are no tools, so nothing is a call."""
         if not self.body.tools or self.body.tool_choice == "none":
             return None
-        return Reader(bool(chosen(self.body)), 1 if self.body.parallel_tool_calls is False else None)
+        return ToolCallParser(bool(required_tools(self.body)), 1 if self.body.parallel_tool_calls is False else None)
 
     def logprobs(self, scored: Sequence[Logprob]) -> ChatLogprobs | None:
         if not self.body.logprobs:
             return None
-        texts, most = self.job.local.token_texts, self.body.top_logprobs or 0
+        texts, most = self.generation.local.token_texts, self.body.top_logprobs or 0
         return {"content": [token_logprob(texts, one, most) for one in scored], "refusal": None}
 
-    def whole(self, found: Total) -> ChatCompletion:
+    def full_response(self, found: RequestOutput) -> ChatCompletion:
         return {
             "id": self.id,
             "object": "chat.completion",
@@ -105,10 +115,10 @@ class Answering:
             "usage": usage_object(found.usage),
         }
 
-    def choice(self, index: int, answer: Whole) -> ChatChoice:
+    def choice(self, index: int, answer: CompletionOutput) -> ChatChoice:
         text, calls = answer.text, list[ToolCall]()
-        if (reader := self.reader()) is not None:
-            (text, calls), (rest, last) = reader.push(answer.text), reader.flush()
+        if (parser := self.parser()) is not None:
+            (text, calls), (rest, last) = parser.push(answer.text), parser.flush()
             text, calls = text + rest, calls + last
         message: ChatMessage = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if calls:
@@ -120,19 +130,21 @@ class Answering:
             "finish_reason": finish(answer.finish_reason, bool(calls)),
         }
 
-    async def lines(self) -> AsyncGenerator[bytes, None]:
-        usage, told = Usage(0, 0, 0), bool(self.body.stream_options and self.body.stream_options.include_usage)
-        readers: defaultdict[int, Reader | None] = defaultdict(self.reader)
-        async with aclosing(self.job.events()) as events:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        usage, include_usage = Usage(0, 0, 0), bool(self.body.stream_options and self.body.stream_options.include_usage)
+        parsers: defaultdict[int, ToolCallParser | None] = defaultdict(self.parser)
+        async with aclosing(self.generation.events()) as events:
             async for _, event in events:
-                usage = usage if event.final is None else total(usage, event.final)
-                begins = event.index not in readers
-                yield line(self.around([self.chunk(event, readers[event.index], begins)], told, None))
-        if told:
-            yield line(self.around([], told, usage))
+                usage = usage if event.final is None else add_usage(usage, event.final)
+                is_first = event.index not in parsers
+                yield sse_event(
+                    self.make_chunk([self.chunk(event, parsers[event.index], is_first)], include_usage, None)
+                )
+        if include_usage:
+            yield sse_event(self.make_chunk([], include_usage, usage))
         yield DONE
 
-    def around(self, choices: list[ChunkChoice], told: bool, usage: Usage | None) -> ChatChunk:
+    def make_chunk(self, choices: list[ChunkChoice], include_usage: bool, usage: Usage | None) -> ChatChunk:
         chunk: ChatChunk = {
             "id": self.id,
             "object": "chat.completion.chunk",
@@ -140,25 +152,25 @@ class Answering:
             "model": self.body.model,
             "choices": choices,
         }
-        if told:
+        if include_usage:
             chunk["usage"] = None if usage is None else usage_object(usage)
         return chunk
 
-    def chunk(self, event: Event, reader: Reader | None, begins: bool) -> ChunkChoice:
+    def chunk(self, event: Event, parser: ToolCallParser | None, is_first: bool) -> ChunkChoice:
         """Its text may be empty: half a character, or what may become a call."""
         text, calls, before = event.text, list[ToolCall](), 0
-        if reader is not None:
-            before = reader.made
-            text, calls = reader.push(event.text)
+        if parser is not None:
+            before = parser.made
+            text, calls = parser.push(event.text)
             if event.finish_reason is not None:
-                rest, last = reader.flush()
+                rest, last = parser.flush()
                 text, calls = text + rest, calls + last
-        delta: Delta = {"role": "assistant"} if begins else {}
+        delta: Delta = {"role": "assistant"} if is_first else {}
         if text or not calls:
             delta["content"] = text
         if calls:
             delta["tool_calls"] = [{"index": before + place, **call} for place, call in enumerate(calls)]
-        ended = finish(event.finish_reason, reader is not None and reader.made > 0) if event.finish_reason else None
+        ended = finish(event.finish_reason, parser is not None and parser.made > 0) if event.finish_reason else None
         logprobs = self.logprobs(event.logprobs or [])
         return {"index": event.index, "delta": delta, "logprobs": logprobs, "finish_reason": ended}
 
@@ -174,7 +186,7 @@ def token_logprob(texts: TokenTexts, found: Logprob, most: int) -> TokenLogprob:
         "bytes": as_list(texts.bytes(found.token)),
         "top_logprobs": [
             {"token": texts.text(token), "logprob": logprob, "bytes": as_list(texts.bytes(token))}
-            for token, logprob in likeliest(found)[:most]
+            for token, logprob in top_tokens(found)[:most]
         ],
     }
 

@@ -33,7 +33,7 @@ CROWD = {SIMPLE: WORKERS, FIRST_LANE: WORKERS - 1, SLOW: WORKERS - 2}  # threads
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class CompileJob:
     """A request whose grammar is to be compiled."""
 
     key: str  # whose turn it takes
@@ -46,12 +46,12 @@ class Lane:
     """Jobs of several keys, one of each in turn."""
 
     def __init__(self) -> None:
-        self.queues: OrderedDict[str, deque[Job]] = OrderedDict()  # whose turn it is first
+        self.queues: OrderedDict[str, deque[CompileJob]] = OrderedDict()  # whose turn it is first
 
-    def put(self, job: Job) -> None:
+    def put(self, job: CompileJob) -> None:
         self.queues.setdefault(job.key, deque()).append(job)
 
-    def take(self, busy: Container[str] = ()) -> Job | None:
+    def take(self, busy: Container[str] = ()) -> CompileJob | None:
         """The next of a key that is not busy."""
         key = next((key for key in self.queues if key not in busy), None)
         if key is None:
@@ -75,7 +75,7 @@ class CompileQueue:
         self.changed = threading.Condition()  # guards all of it
         self.threads: list[threading.Thread] = []
 
-    def put(self, job: Job, lane: int | None = None) -> None:
+    def put(self, job: CompileJob, lane: int | None = None) -> None:
         with self.changed:
             self.lanes[(SIMPLE if simple(job.params) else FIRST_LANE) if lane is None else lane].put(job)
             if not self.threads:
@@ -103,7 +103,7 @@ class CompileQueue:
                         self.slow_keys.discard(job.key)
                     self.changed.notify_all()
 
-    def next(self) -> tuple[int, Job] | None:
+    def next(self) -> tuple[int, CompileJob] | None:
         for lane, crowd in CROWD.items():
             if sum(self.working[each] for each in BUDGETS if each >= lane) >= crowd:
                 return None  # nor is there room for those that are slower
@@ -115,7 +115,7 @@ class CompileQueue:
                 return lane, job
         return None
 
-    def compile(self, job: Job, lane: int) -> None:
+    def compile(self, job: CompileJob, lane: int) -> None:
         if not job.wanted():
             return  # taken back while it waited
         found: llguidance.LLMatcher | BaseException

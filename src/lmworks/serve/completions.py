@@ -15,61 +15,76 @@ from starlette.responses import Response
 
 from ..engine.core.request import Logprob
 from .backend import Event, Usage
-from .generation_request import Job, Total, aside, collected, room, total, usage_object, wishes
-from .limits import Refusal
+from .generation_request import (
+    GenerationRequest,
+    RequestOutput,
+    add_usage,
+    collect_output,
+    in_thread_with_logprobs,
+    resolve_max_tokens,
+    sampling_params,
+    usage_object,
+)
+from .limits import APIError
 from .openai_answers import Completion, CompletionChoice, CompletionLogprobs, Finish
 from .openai_types import CompletionRequest
-from .prompts import encode, prompted
-from .serving import Caller, Local, Serving
-from .sse import DONE, line
-from .text_endpoint import answered
-from .token_logprobs import Offsets, TokenTexts, finite, likeliest
+from .prompts import encode, tokenize_prompt
+from .serving import Caller, LocalModel, Serving
+from .sse import DONE, sse_event
+from .text_endpoint import handle_request
+from .token_logprobs import Offsets, TokenTexts, finite, top_tokens
 
-USUAL_TOKENS = 16  # as OpenAI has it
+DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
 
 Scored = Sequence[Logprob]
 
 
 async def complete(serving: Serving, request: Request) -> Response:
-    return await answered(serving, request, CompletionRequest, prepared)
+    return await handle_request(serving, request, CompletionRequest, make_handler)
 
 
-async def prepared(
-    serving: Serving, caller: Caller, local: Local, adapter: str | None, body: CompletionRequest
-) -> Answering:
+async def make_handler(
+    serving: Serving, caller: Caller, local: LocalModel, adapter: str | None, body: CompletionRequest
+) -> CompletionHandler:
     prompt = body.prompt
     given = cast("list[Any]", [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt)
     long = sum(len(one) for one in given if body.echo or isinstance(one, str))
     known = local.backend.card.vocab
     special = (body.add_special_tokens, bool(body.parse_special))
-    texts, prompts, made = await prompted(serving, caller, local, long, encode, given, known, bool(body.echo), special)
-    caller.visit.work(made)
-    bare = bool(body.echo) and body.max_tokens == 0  # nothing but the prompt: one token is made and not shown
-    if body.max_tokens == 0 and not bare:
-        raise Refusal(400, "invalid_request", "max_tokens = 0 makes sense with echo = true alone", "max_tokens")
-    judged = bool(body.echo) and body.logprobs is not None
-    params = wishes(
+    texts, prompts, made = await tokenize_prompt(
+        serving, caller, local, long, encode, given, known, bool(body.echo), special
+    )
+    caller.meter.charge_prompt(made)
+    prompt_only = bool(body.echo) and body.max_tokens == 0  # nothing but the prompt: one token is made and not shown
+    if body.max_tokens == 0 and not prompt_only:
+        raise APIError(400, "invalid_request", "max_tokens = 0 makes sense with echo = true alone", "max_tokens")
+    prompt_scored = bool(body.echo) and body.logprobs is not None
+    params = sampling_params(
         body,
         caller,
         adapter=adapter,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if judged else None,
-        max_tokens=1 if bare else room(caller, local, prompts, body.max_tokens, USUAL_TOKENS),
+        prompt_logprobs=body.logprobs if prompt_scored else None,
+        max_tokens=1
+        if prompt_only
+        else resolve_max_tokens(caller, local, prompts, body.max_tokens, DEFAULT_MAX_TOKENS),
     )
     # What the prompt's tokens are worth is known at the end: then all is written at once.
     echoed = sum(len(text.encode()) for text in texts)
-    job = Job(serving, caller, local, params, prompts, bool(body.stream) and not judged, echoed)
-    return Answering(job, body, texts, bare)
+    generation = GenerationRequest(
+        serving, caller, local, params, prompts, bool(body.stream) and not prompt_scored, echoed
+    )
+    return CompletionHandler(generation, body, texts, prompt_only)
 
 
 @dataclass
-class Answering:
+class CompletionHandler:
     """One request, and the form in which it is answered."""
 
-    job: Job
+    generation: GenerationRequest
     body: CompletionRequest
     texts: list[str]  # prompts, where they are echoed
-    bare: bool  # the prompt alone
+    prompt_only: bool  # the prompt alone
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -82,55 +97,55 @@ class Answering:
             "choices": choices,
         }
 
-    def whole(self, found: Total) -> Completion:
-        n = self.job.params.n
+    def full_response(self, found: RequestOutput) -> Completion:
+        n = self.generation.params.n
         choices = []
         for number, answer in enumerate(found.answers):
             place = number // n
             before = found.prompt_logprobs.get(place) or []
             text, scored = answer.text, answer.logprobs
-            if self.bare:
+            if self.prompt_only:
                 text, scored = "", []
             text = self.texts[place] + text if self.texts else text
-            logprobs = self.logprobs([*named(self.job.prompts[place], before), *scored])
-            choices.append(choice(number, text, logprobs, "length" if self.bare else answer.finish_reason))
-        return {**self.completion(choices), "usage": usage_object(self.counted(found.usage))}
+            logprobs = self.logprobs([*with_first_token(self.generation.prompts[place], before), *scored])
+            choices.append(choice(number, text, logprobs, "length" if self.prompt_only else answer.finish_reason))
+        return {**self.completion(choices), "usage": usage_object(self.shown_usage(found.usage))}
 
     def logprobs(self, scored: Scored, offsets: Offsets | None = None) -> CompletionLogprobs | None:
         if self.body.logprobs is None:
             return None
-        texts = self.job.local.token_texts
+        texts = self.generation.local.token_texts
         return logprobs_of(texts, scored, offsets or Offsets(texts))
 
-    def counted(self, usage: Usage) -> Usage:
-        return replace(usage, completion_tokens=0) if self.bare else usage
+    def shown_usage(self, usage: Usage) -> Usage:
+        return replace(usage, completion_tokens=0) if self.prompt_only else usage
 
-    async def lines(self) -> AsyncGenerator[bytes, None]:
-        usage, told = Usage(0, 0, 0), bool(self.body.stream_options and self.body.stream_options.include_usage)
-        more = {"usage": None} if told else {}
-        if not self.job.stream:  # a judged prompt: one chunk an answer
-            found = await collected(self.job)
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        usage, include_usage = Usage(0, 0, 0), bool(self.body.stream_options and self.body.stream_options.include_usage)
+        more = {"usage": None} if include_usage else {}
+        if not self.generation.stream:  # a judged prompt: one chunk an answer
+            found = await collect_output(self.generation)
             usage = found.usage
-            whole = await aside(self.job, lambda: self.whole(found))
-            for one in whole["choices"]:
-                yield line({**self.completion([one]), **more})
+            full_response = await in_thread_with_logprobs(self.generation, lambda: self.full_response(found))
+            for one in full_response["choices"]:
+                yield sse_event({**self.completion([one]), **more})
         else:
             offsets: dict[int, Offsets] = {}  # by answer: those that have begun
-            async with aclosing(self.job.events()) as events:
+            async with aclosing(self.generation.events()) as events:
                 async for place, event in events:
-                    usage = usage if event.final is None else total(usage, event.final)
-                    yield line({**self.completion([self.chunk(place, event, offsets)]), **more})
-        if told:
-            yield line({**self.completion([]), "usage": usage_object(self.counted(usage))})
+                    usage = usage if event.final is None else add_usage(usage, event.final)
+                    yield sse_event({**self.completion([self.chunk_choice(place, event, offsets)]), **more})
+        if include_usage:
+            yield sse_event({**self.completion([]), "usage": usage_object(self.shown_usage(usage))})
         yield DONE
 
-    def chunk(self, place: int, event: Event, offsets: dict[int, Offsets]) -> CompletionChoice:
+    def chunk_choice(self, place: int, event: Event, offsets: dict[int, Offsets]) -> CompletionChoice:
         """Its text may be empty: half a character, or the beginning of a stop string."""
-        number = place * self.job.params.n + event.index
-        text = "" if self.bare else event.text
+        number = place * self.generation.params.n + event.index
+        text = "" if self.prompt_only else event.text
         if number not in offsets:
             echo = self.texts[place] if self.texts else ""
-            text, offsets[number] = echo + text, Offsets(self.job.local.token_texts, len(echo))
+            text, offsets[number] = echo + text, Offsets(self.generation.local.token_texts, len(echo))
         logprobs = self.logprobs(event.logprobs or [], offsets[number])
         return choice(number, text, logprobs, event.finish_reason)
 
@@ -144,7 +159,7 @@ def choice(index: int, text: str, logprobs: CompletionLogprobs | None, finish_re
     }
 
 
-def named(prompt: Sequence[int], scored: Sequence[Logprob | None]) -> list[Logprob]:
+def with_first_token(prompt: Sequence[int], scored: Sequence[Logprob | None]) -> list[Logprob]:
     """Of a prompt's first token nothing is known but which it is: NaN."""
     return [one or Logprob(prompt[place], math.nan) for place, one in enumerate(scored)]
 
@@ -157,5 +172,5 @@ def logprobs_of(texts: TokenTexts, scored: Scored, offsets: Offsets) -> Completi
         found["tokens"].append(text)
         unknown = math.isnan(one.logprob)
         found["token_logprobs"].append(None if unknown else finite(one.logprob))
-        found["top_logprobs"].append(None if unknown else {texts.text(token): lp for token, lp in likeliest(one)})
+        found["top_logprobs"].append(None if unknown else {texts.text(token): lp for token, lp in top_tokens(one)})
     return found

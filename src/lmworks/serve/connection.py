@@ -1,11 +1,10 @@
-"""One connection: a deadline in each of its states, and no more work at once than others can wait for.
+"""One HTTP connection: a deadline in each of its states, and parsing in slices so that others are served meanwhile.
 
     headers ─▶ body ─▶ answer ─▶ idle ─▶ headers …
                           └────▶ closing (what the client still sends is dropped)
 
-Each arrow is due within seconds, whatever the client does: its headers, its body, the end of an idle connection, bytes
-that it does not take, and a connection that was told to end. Limits on how many there may be, in all and from one
-address, hold before anything of a request is read.
+Each transition has a timeout: headers, body, keep-alive, writes that the client does not read, and closing. Connection
+limits, in all and per address, are checked before anything of a request is read.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .body import BODY_SECONDS
-from .errors import body_of
+from .errors import error_body
 from .keys import Settings
-from .limits import Refusal
+from .limits import APIError
 
 HEADER_SECONDS = 20.0  # for the headers of a request to arrive
-GRACE_SECONDS = 5.0  # beyond that, for whoever reads the body to say so
-WRITE_SECONDS = 30.0  # for a client to take what was written, or at least SLOWEST bytes of it a second
+GRACE_SECONDS = 5.0  # beyond that, for the reader of the body to time out first
+WRITE_SECONDS = 30.0  # for a client to read what was written, or at least SLOWEST bytes of it a second
 SLOWEST = 4096
 LINGER_SECONDS = 2.0  # for a client to read an answer that came before it had sent all
 SLICE = 4096  # bytes that are parsed at once: some hundred chunks, or headers
@@ -39,45 +38,45 @@ SPARE_FILES = 128  # descriptors that are needed for other things than connectio
 
 
 class ConnectionLimiter:
-    """How many connections there are, and from where."""
+    """Counts open connections, in all and per client address."""
 
     def __init__(self, settings: Settings, processes: int = 1) -> None:
         self.settings, self.processes = settings, processes
         self.total = 0
         self.addresses: Counter[str] = Counter()
-        self.files = open_files(settings.current().limits.connections + SPARE_FILES)
+        self.files = raise_file_limit(settings.current().limits.connections + SPARE_FILES)
 
-    def enter(self, address: str) -> Refusal | None:
-        """Why this one is too many. It counts all the same, until it leaves."""
+    def acquire(self, address: str) -> APIError | None:
+        """The error where this connection exceeds a limit. It is counted all the same, until `release`."""
         self.total += 1
         self.addresses[address] += 1
         limits = self.settings.current().limits
         most = min(-(-limits.connections // self.processes), self.files - SPARE_FILES)
         if self.total > most:
-            return too_many(f"the server has {most} connections, as many as it may have")
+            return connection_limit_error(f"the server has {most} connections, as many as it may have")
         each = -(-limits.connections_per_address // self.processes)
         if each and self.addresses[address] > each:
-            return too_many(f"your address has {each} connections to this server, as many as it may have")
+            return connection_limit_error(f"your address has {each} connections to this server, as many as it may have")
         return None
 
-    def leave(self, address: str) -> None:
+    def release(self, address: str) -> None:
         self.total -= 1
         self.addresses[address] -= 1
         if not self.addresses[address]:
             del self.addresses[address]
 
     @property
-    def overrun(self) -> bool:
-        """Even those who are only told that they are too many are too many."""
+    def overloaded(self) -> bool:
+        """Too many even to answer with an error: connections are aborted."""
         return self.total > 2 * self.settings.current().limits.connections
 
 
-def too_many(message: str) -> Refusal:
-    return Refusal(503, "too_many_connections", message, retry_after=1)
+def connection_limit_error(message: str) -> APIError:
+    return APIError(503, "too_many_connections", message, retry_after=1)
 
 
-def open_files(wanted: int) -> int:
-    """How many this process may have: as many as wanted, if the system lets it."""
+def raise_file_limit(wanted: int) -> int:
+    """Raises the soft limit of open files to `wanted` where the hard limit allows it; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
@@ -86,8 +85,8 @@ def open_files(wanted: int) -> int:
     return allowed
 
 
-def address_of(client: tuple[str, int] | None) -> str:
-    """Whom to count a connection to. A host on IPv6 has a whole /64 of addresses to choose from."""
+def client_address(client: tuple[str, int] | None) -> str:
+    """The address that a connection is counted under. IPv6 hosts own a /64, so their prefix is used."""
     if client is None:
         return ""
     try:
@@ -99,11 +98,11 @@ def address_of(client: tuple[str, int] | None) -> str:
     return str(found.ipv4_mapped or ipaddress.IPv6Network((found, 64), strict=False))
 
 
-class Framing(h11.Connection):
-    """Refuses what is valid for h11 and costs too much, or may mean two things."""
+class StrictH11Connection(h11.Connection):
+    """Rejects requests that are valid for h11 but too expensive, or ambiguous (request smuggling)."""
 
     chunks = 0
-    refusal: Refusal | None = None
+    error: APIError | None = None
 
     def next_event(self) -> Any:
         event = super().next_event()
@@ -111,146 +110,148 @@ class Framing(h11.Connection):
             self.chunks = 0
             names = {name for name, _ in event.headers}
             if b"content-length" in names and b"transfer-encoding" in names:  # RFC 9112 6.1: request smuggling
-                self.refuse(Refusal(400, "invalid_http", "a request has content-length or transfer-encoding, not both"))
+                self.reject(
+                    APIError(400, "invalid_http", "a request has content-length or transfer-encoding, not both")
+                )
         elif isinstance(event, h11.Data) and event.chunk_start:
             self.chunks += 1
             if self.chunks > MAX_CHUNKS:
                 message = f"the body comes in more than {MAX_CHUNKS} chunks: send larger ones, or content-length"
-                self.refuse(Refusal(413, "body_too_large", message))
+                self.reject(APIError(413, "body_too_large", message))
         return event
 
-    def refuse(self, refusal: Refusal) -> None:
-        self.refusal = refusal
-        raise h11.RemoteProtocolError(str(refusal))
+    def reject(self, error: APIError) -> None:
+        self.error = error
+        raise h11.RemoteProtocolError(str(error))
 
 
-class Wire:
-    """The transport as uvicorn knows it. Closing it waits for a client that still sends; what it writes is watched."""
+class TransportProxy:
+    """The transport that uvicorn sees: closing lingers while a client still sends, and writes have a timeout."""
 
     def __init__(self, inner: asyncio.Transport, connection: Connection) -> None:
         self.inner, self.connection = inner, connection
-        self.held = False  # uvicorn reads no more for now
+        self.paused = False  # uvicorn has paused reading
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def write(self, data: bytes) -> None:
         self.inner.write(data)
-        self.connection.wrote(len(data))
+        self.connection.on_write(len(data))
 
     def close(self) -> None:
-        self.connection.hang_up()
+        self.connection.close_gracefully()
 
     def is_closing(self) -> bool:
-        return self.connection.left or self.inner.is_closing()
+        return self.connection.lingering or self.inner.is_closing()
 
     def pause_reading(self) -> None:
-        self.held = True
-        self.settle()
+        self.paused = True
+        self.update_reading()
 
     def resume_reading(self) -> None:
-        self.held = False
-        self.settle()
+        self.paused = False
+        self.update_reading()
 
-    def settle(self) -> None:
-        """No more is read before what was read is parsed."""
+    def update_reading(self) -> None:
+        """Reading is paused until everything that was read is parsed."""
         if self.inner.is_closing():
             return
-        if not self.connection.left and (self.held or self.connection.unparsed):
+        if not self.connection.lingering and (self.paused or self.connection.unparsed):
             self.inner.pause_reading()
         else:
             self.inner.resume_reading()
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, with errors in our form."""
+    """uvicorn's h11 protocol with deadlines, connection limits and JSON errors."""
 
-    wire: Wire
+    proxy: TransportProxy
 
     def __init__(self, *given: Any, limiter: ConnectionLimiter, **named: Any) -> None:
         super().__init__(*given, **named)
         header_bytes = limiter.settings.current().limits.header_bytes
-        self.conn: Framing = Framing(h11.SERVER, header_bytes)
-        self.app_state = {**self.app_state, "unread": self.unread}
+        self.conn: StrictH11Connection = StrictH11Connection(h11.SERVER, header_bytes)
+        self.app_state = {**self.app_state, "unread": self.request_incomplete}
         self.limiter, self.address = limiter, ""
         self.deadline: asyncio.TimerHandle | None = None  # of headers, body, or the end
-        self.left = False  # nothing that comes is listened to any more
+        self.lingering = False  # input is dropped until the connection is closed
         self.unparsed = b""
         self.lines, self.tail = 0, b""  # of headers: how many so far, and their last bytes
         self.written = 0
-        self.taken = 0  # of that, by the client, when it was last looked at
-        self.expected = 0  # how many more it should have taken by the next look
-        self.watch: asyncio.TimerHandle | None = None
+        self.delivered = 0  # of those, read by the client at the last check
+        self.expected = 0  # how many more it must have read by the next check
+        self.write_timer: asyncio.TimerHandle | None = None
 
     # --- begin and end ------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.wire = Wire(transport, self)
-        super().connection_made(self.wire)  # type: ignore[arg-type]
-        self.address = address_of(self.client)
-        refusal = self.limiter.enter(self.address)
-        self.due(HEADER_SECONDS)
-        if refusal is not None:
-            if self.limiter.overrun:
+        self.proxy = TransportProxy(transport, self)
+        super().connection_made(self.proxy)  # type: ignore[arg-type]
+        self.address = client_address(self.client)
+        error = self.limiter.acquire(self.address)
+        self.set_deadline(HEADER_SECONDS)
+        if error is not None:
+            if self.limiter.overloaded:
                 transport.abort()
             else:
-                self.refuse(refusal)
+                self.send_error(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.limiter.leave(self.address)
-        self.due(None)
-        if self.watch is not None:
-            self.watch.cancel()
+        self.limiter.release(self.address)
+        self.set_deadline(None)
+        if self.write_timer is not None:
+            self.write_timer.cancel()
         self.unparsed = b""
         super().connection_lost(exc)
 
-    def hang_up(self, linger: bool = False) -> None:
-        """A client that still sends would lose the answer if the connection were closed: it has a moment to read it."""
-        transport = self.wire.inner
-        if self.left or transport.is_closing():
+    def close_gracefully(self, linger: bool = False) -> None:
+        """A client that still sends would lose the answer to a reset: half-close, and linger for LINGER_SECONDS."""
+        transport = self.proxy.inner
+        if self.lingering or transport.is_closing():
             return
-        if not (linger or self.unread() or self.unparsed):
+        if not (linger or self.request_incomplete() or self.unparsed):
             transport.close()
             return
-        self.left, self.unparsed = True, b""
+        self.lingering, self.unparsed = True, b""
         self._unset_keepalive_if_required()
         if transport.can_write_eof():
             transport.write_eof()
-        self.wire.settle()
-        self.due(LINGER_SECONDS)
+        self.proxy.update_reading()
+        self.set_deadline(LINGER_SECONDS)
 
-    def due(self, seconds: float | None) -> None:
-        """The state that the connection is in ends within so many seconds, or the connection does."""
+    def set_deadline(self, seconds: float | None) -> None:
+        """Aborts the connection unless its current state ends within so many seconds; None: no deadline."""
         if self.deadline is not None:
             self.deadline.cancel()
-        self.deadline = None if seconds is None else self.loop.call_later(seconds, self.wire.inner.abort)
+        self.deadline = None if seconds is None else self.loop.call_later(seconds, self.proxy.inner.abort)
 
-    # --- what comes in ------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------------
 
-    def unread(self) -> bool:
+    def request_incomplete(self) -> bool:
         """The client has not sent all of its request."""
         return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def data_received(self, data: bytes) -> None:
-        if not self.left:
+        if not self.lingering:
             self.unparsed += data
             self.parse()
 
     def parse(self) -> None:
-        """A slice at a time: what others do comes in between."""
-        if self.left or self.wire.inner.is_closing():
+        """One slice at a time, so that the event loop serves other connections in between."""
+        if self.lingering or self.proxy.inner.is_closing():
             return
         part, self.unparsed = self.unparsed[:SLICE], self.unparsed[SLICE:]
         if self.conn.their_state is h11.IDLE and self.too_many_headers(part):
             self.send_400_response("")
             return
         super().data_received(part)
-        if self.unparsed and not self.left:
+        if self.unparsed and not self.lingering:
             self.loop.call_soon(self.parse)
-        self.wire.settle()
+        self.proxy.update_reading()
 
     def too_many_headers(self, part: bytes) -> bool:
-        """h11 takes as many as there is room for, and some microseconds for each."""
+        """h11 has no limit on the number of headers, and takes microseconds for each."""
         seen = self.tail + part
         end = HEADERS_END.search(seen)
         self.lines += seen.count(b"\n", len(self.tail), end.start() if end else len(seen))
@@ -260,65 +261,65 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         before = self.cycle
         super().handle_events()
-        if self.left or self.wire.inner.is_closing():
+        if self.lingering or self.proxy.inner.is_closing():
             return
         if self.cycle is not before:
             self.lines, self.tail = 0, b""
-            self.due(BODY_SECONDS + GRACE_SECONDS)
+            self.set_deadline(BODY_SECONDS + GRACE_SECONDS)
         if self.conn.their_state is h11.IDLE:
             if self.deadline is None and self.timeout_keep_alive_task is None:
-                self.due(HEADER_SECONDS)  # another request has begun on this connection
+                self.set_deadline(HEADER_SECONDS)  # another request has begun on this connection
         elif self.conn.their_state is not h11.SEND_BODY:
-            self.due(None)
+            self.set_deadline(None)
 
-    # --- what goes out ------------------------------------------------------------------------------------
+    # --- writing ------------------------------------------------------------------------------------------
 
-    def wrote(self, count: int) -> None:
+    def on_write(self, count: int) -> None:
         self.written += count
-        if self.watch is None and self.wire.inner.get_write_buffer_size():
-            self.look_later()
+        if self.write_timer is None and self.proxy.inner.get_write_buffer_size():
+            self.schedule_write_check()
 
-    def look_later(self) -> None:
-        waiting = self.wire.inner.get_write_buffer_size()
-        self.taken = self.written - waiting
+    def schedule_write_check(self) -> None:
+        waiting = self.proxy.inner.get_write_buffer_size()
+        self.delivered = self.written - waiting
         self.expected = min(waiting, int(SLOWEST * WRITE_SECONDS))
-        self.watch = self.loop.call_later(WRITE_SECONDS, self.look)
+        self.write_timer = self.loop.call_later(WRITE_SECONDS, self.check_writes)
 
-    def look(self) -> None:
-        """A client that does not read must not have us keep its answer."""
-        self.watch = None
-        waiting = self.wire.inner.get_write_buffer_size()
+    def check_writes(self) -> None:
+        """Aborts a connection whose client does not read its answer."""
+        self.write_timer = None
+        waiting = self.proxy.inner.get_write_buffer_size()
         if not waiting:
             return
-        if self.written - waiting - self.taken < self.expected:
-            self.wire.inner.abort()
+        if self.written - waiting - self.delivered < self.expected:
+            self.proxy.inner.abort()
         else:
-            self.look_later()
+            self.schedule_write_check()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
-            self.hang_up()
+            self.close_gracefully()
 
     def send_400_response(self, msg: str) -> None:
-        """Called where the request cannot be read: its headers are too long, or it is something else."""
-        self.refuse(
-            self.conn.refusal
-            or Refusal(400, "invalid_http", "this is no valid HTTP request, or its headers are too long")
+        """Called by uvicorn where a request cannot be parsed."""
+        self.send_error(
+            self.conn.error
+            or APIError(400, "invalid_http", "this is no valid HTTP request, or its headers are too long")
         )
 
-    def refuse(self, refusal: Refusal) -> None:
-        content = json.dumps(body_of(refusal)).encode()
+    def send_error(self, error: APIError) -> None:
+        content = json.dumps(error_body(error)).encode()
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(content))),
             ("connection", "close"),
-            *([("retry-after", str(int(refusal.retry_after)))] if refusal.retry_after else []),
+            *([("retry-after", str(int(error.retry_after)))] if error.retry_after else []),
         ]
-        head = h11.Response(status_code=refusal.status, headers=headers)
+        head = h11.Response(status_code=error.status, headers=headers)
         try:
             for event in (head, h11.Data(content), h11.EndOfMessage()):
-                self.wire.write(self.conn.send(event) or b"")
+                self.proxy.write(self.conn.send(event) or b"")
         except h11.LocalProtocolError:
-            pass  # an answer is under way: there is no place for another
-        self.hang_up(linger=True)
+            pass  # a response has begun: no second one can be sent
+        self.close_gracefully(linger=True)

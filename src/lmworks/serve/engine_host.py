@@ -26,23 +26,23 @@ from prometheus_client import Metric
 
 from ..engine.core.sampling_params import SamplingParams
 from ..spec import LMWorksError
-from .backend import Ask, BackendError, ModelCard, State
-from .channel import frame, receive
-from .errors import refusal_of
-from .limits import Entry, KeyLimits, Limits, Size, Visit
+from .backend import BackendError, EngineRequest, ModelCard, State
+from .channel import encode_frame, read_frame
+from .errors import to_api_error
+from .limits import Admission, KeyLimits, Limits, RequestMeter, Size
 from .serving import Serving
-from .workers import Speech
+from .workers import PromptProcessor
 
 log = logging.getLogger("lmworks.serve")
 
-STATE_S = 0.25  # between two reports of how the engines fare
-PAUSE_S = 1.0  # before a process is started again
-LAST_WORDS_S = 10.0  # beyond the time of a drain
+STATE_INTERVAL_S = 0.25  # between two reports of how the engines fare
+RESTART_DELAY_S = 1.0  # before a process is started again
+CLOSE_GRACE_S = 10.0  # beyond the time of a drain
 ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
 
 @dataclass(frozen=True)
-class FrontSpec:
+class APIProcessConfig:
     """What an API process is told: how to serve, and which models there are."""
 
     config: Path | None
@@ -54,15 +54,15 @@ class FrontSpec:
     drain_seconds: float
     tls: tuple[str, ...]
     processes: int
-    models: tuple[tuple[ModelCard, bytes], ...] = ()  # cards, and `Speech.packed`
+    models: tuple[tuple[ModelCard, bytes], ...] = ()  # cards, and `PromptProcessor.packed`
 
 
 class Call(NamedTuple):
-    """From an API process: `Front.method(*given)`. A number asks for a reply."""
+    """From an API process: `APIProcessHandle.method(*arguments)`. A number asks for a reply."""
 
     number: int | None
     method: str
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
 
 class Reply(NamedTuple):
@@ -77,7 +77,7 @@ class Events(NamedTuple):
     found: list[tuple[int, Any]]
 
 
-class Report(NamedTuple):
+class StateReport(NamedTuple):
     states: dict[str, State]
     counts: list[Metric]  # of all API processes but the one it is sent to
 
@@ -86,78 +86,90 @@ class Drain(NamedTuple):
     notice: float
 
 
-class Front:
+class APIProcessHandle:
     """One API process, and what it has under way."""
 
     def __init__(self, serving: Serving, process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
         self.serving, self.process, self.writer = serving, process, writer
-        self.visits: dict[int, Visit] = {}
-        self.entries: dict[int, Entry] = {}
+        self.meters: dict[int, RequestMeter] = {}
+        self.admissions: dict[int, Admission] = {}
         self.streams: dict[int, asyncio.Task[None]] = {}
         self.metrics: list[Metric] = []
-        self.outbox: list[tuple[int, Any]] = []
+        self.pending_events: list[tuple[int, Any]] = []
         self.methods: dict[str, Callable[..., Any]] = {
             each.__name__: each
-            for each in (self.begin, self.work, self.leave, self.enter, self.exit, self.stream, self.cancel, self.count)
+            for each in (
+                self.begin,
+                self.charge_prompt,
+                self.release,
+                self.admit,
+                self.finish,
+                self.stream,
+                self.cancel,
+                self.report_metrics,
+            )
         }
 
     def call(self, call: Call) -> None:
         found, refused = None, None
         try:
-            found = self.methods[call.method](*call.given)
+            found = self.methods[call.method](*call.arguments)
         except Exception as error:
-            said = refusal_of(error)
-            if said.code == "internal_error":
+            api_error = to_api_error(error)
+            if api_error.code == "internal_error":
                 log.error("a call of an API process failed", exc_info=error)
-            refused = (said.status, said.code, str(said), said.param, said.retry_after)
+            refused = (api_error.status, api_error.code, str(api_error), api_error.param, api_error.retry_after)
         if call.number is not None:
             self.send(Reply(call.number, found, refused))
 
     def send(self, message: Any) -> None:
         if not self.writer.is_closing():
-            self.writer.write(frame(message))
+            self.writer.write(encode_frame(message))
 
     # --- limits -------------------------------------------------------------------------------------------
 
-    def begin(self, visit: int, key: KeyLimits) -> None:
-        made = Visit(self.serving.gate, key)
-        made.begin()
-        self.visits[visit] = made
+    def begin(self, number: int, key: KeyLimits) -> None:
+        meter = RequestMeter(self.serving.rate_limiter, key)
+        meter.begin()
+        self.meters[number] = meter
 
-    def work(self, visit: int, tokens: int) -> None:
-        self.visits[visit].work(tokens)
+    def charge_prompt(self, number: int, tokens: int) -> None:
+        self.meters[number].charge_prompt(tokens)
 
-    def leave(self, visit: int, unread: int) -> None:
-        """Those that were refused at once were never here."""
-        if (found := self.visits.pop(visit, None)) is not None:
-            found.bytes = unread
-            found.leave()
+    def release(self, number: int, unread_bytes: int) -> None:
+        """A request that `begin` refused has no meter."""
+        if (meter := self.meters.pop(number, None)) is not None:
+            meter.bytes = unread_bytes
+            meter.release()
 
-    def enter(self, entry: int, visit: int, limits: Limits, card: ModelCard, params: SamplingParams, size: Size) -> int:
-        made = self.entries[entry] = self.serving.gate.enter(self.visits[visit], limits, card, params, size)
-        return made.tokens
+    def admit(
+        self, number: int, meter_number: int, limits: Limits, card: ModelCard, params: SamplingParams, size: Size
+    ) -> int:
+        admission = self.serving.rate_limiter.admit(self.meters[meter_number], limits, card, params, size)
+        self.admissions[number] = admission
+        return admission.tokens
 
-    def exit(self, entry: int, used: int) -> None:
-        found = self.entries.pop(entry)
-        found.use(used)
-        found.__exit__(None, None, None)
+    def finish(self, number: int, used: int) -> None:
+        admission = self.admissions.pop(number)
+        admission.use(used)
+        admission.__exit__(None, None, None)
 
-    def count(self, metrics: list[Metric]) -> None:
+    def report_metrics(self, metrics: list[Metric]) -> None:
         self.metrics = metrics
 
     # --- streams ------------------------------------------------------------------------------------------
 
-    def stream(self, number: int, model: str, ask: Ask) -> None:
-        self.streams[number] = asyncio.create_task(self.follow(number, model, ask))
+    def stream(self, number: int, model: str, request: EngineRequest) -> None:
+        self.streams[number] = asyncio.create_task(self.forward_events(number, model, request))
 
     def cancel(self, number: int) -> None:
         if (task := self.streams.pop(number, None)) is not None:
             task.cancel()
 
-    async def follow(self, number: int, model: str, ask: Ask) -> None:
-        backend = next(each.backend for each in self.serving.locals if each.backend.name == model)
+    async def forward_events(self, number: int, model: str, request: EngineRequest) -> None:
+        backend = next(each.backend for each in self.serving.local_models if each.backend.name == model)
         try:
-            async with aclosing(backend.stream(ask)) as events:
+            async with aclosing(backend.stream(request)) as events:
                 async for event in events:
                     self.put(number, event)
         except BackendError as error:
@@ -165,36 +177,36 @@ class Front:
         self.streams.pop(number, None)
 
     def put(self, number: int, found: Any) -> None:
-        """All that one step of an engine brings travels together."""
-        if not self.outbox:
+        """Events of one engine step are sent in one message."""
+        if not self.pending_events:
             asyncio.get_running_loop().call_soon(self.flush)
-        self.outbox.append((number, found))
+        self.pending_events.append((number, found))
 
     def flush(self) -> None:
-        self.send(Events(self.outbox))
-        self.outbox = []
+        self.send(Events(self.pending_events))
+        self.pending_events = []
 
-    def end(self) -> None:
-        """It is gone: so is all that it asked for."""
+    def shut_down(self) -> None:
+        """The process is gone: cancel its requests, release its limits."""
         for task in self.streams.values():
             task.cancel()
-        for entry in self.entries.values():
-            entry.__exit__(None, None, None)
-        for visit in self.visits.values():
-            visit.leave()
+        for admission in self.admissions.values():
+            admission.__exit__(None, None, None)
+        for meter in self.meters.values():
+            meter.release()
         self.writer.transport.abort()
         self.process.kill()
 
 
 @dataclass
-class Core:
-    """Runs until a signal: then those under way are finished, as with one process."""
+class EngineHost:
+    """Runs API processes until a signal; then drains them, as with one process."""
 
     serving: Serving
-    spec: FrontSpec
+    spec: APIProcessConfig
     listening: socket.socket
     notice: float
-    fronts: set[Front] = field(default_factory=set)
+    api_processes: set[APIProcessHandle] = field(default_factory=set)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     failed: bool = False  # a process ended before it served anybody: so would the next
@@ -209,19 +221,22 @@ class Core:
             loop.add_signal_handler(sign, self.stop, sign)
         try:
             self.listening.listen(2048)
-            models = [(each.backend.card, Speech(each.backend.name, each.backend.words).packed) for each in self.locals]
-            setup = frame((sys.path, {**vars(self.spec), "models": tuple(models)}))
-            self.tasks = [asyncio.create_task(self.keep(setup)) for _ in range(self.spec.processes)]
+            models = [
+                (each.backend.card, PromptProcessor(each.backend.name, each.backend.prompt_tokenizer).packed)
+                for each in self.local_models
+            ]
+            setup = encode_frame((sys.path, {**vars(self.spec), "models": tuple(models)}))
+            self.tasks = [asyncio.create_task(self.supervise(setup)) for _ in range(self.spec.processes)]
             reports = asyncio.create_task(self.report())
             await self.stopping.wait()
             log.info("shutting down", extra={"seconds": self.spec.drain_seconds})
-            for front in self.fronts:
-                front.send(Drain(self.notice))
+            for api_process in self.api_processes:
+                api_process.send(Drain(self.notice))
             self.listening.close()  # theirs are open for as long as they listen
-            await asyncio.wait(self.tasks, timeout=self.spec.drain_seconds + self.notice + LAST_WORDS_S)
+            await asyncio.wait(self.tasks, timeout=self.spec.drain_seconds + self.notice + CLOSE_GRACE_S)
             reports.cancel()
-            for front in list(self.fronts):
-                front.end()
+            for api_process in list(self.api_processes):
+                api_process.shut_down()
             log.info("shut down")
         finally:
             await self.serving.close()
@@ -229,8 +244,8 @@ class Core:
             raise LMWorksError("an API process could not be started: its log says why")
 
     @property
-    def locals(self) -> list[Any]:
-        return self.serving.locals
+    def local_models(self) -> list[Any]:
+        return self.serving.local_models
 
     def stop(self, sign: int) -> None:
         if self.stopping.is_set():
@@ -238,44 +253,46 @@ class Core:
         self.notice = self.notice if sign == signal.SIGTERM else 0.0
         self.stopping.set()
 
-    async def keep(self, setup: bytes) -> None:
+    async def supervise(self, setup: bytes) -> None:
         """One API process after the other."""
         while not self.stopping.is_set():
-            code = await self.live(setup)
+            code = await self.run_process(setup)
             if not self.stopping.is_set():
                 log.error("API process ended", extra={"exit_code": code})
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self.stopping.wait(), PAUSE_S)
+                    await asyncio.wait_for(self.stopping.wait(), RESTART_DELAY_S)
 
-    async def live(self, setup: bytes) -> int:
-        ours, theirs = socket.socketpair()
-        handed = [theirs.fileno(), self.listening.fileno()]
+    async def run_process(self, setup: bytes) -> int:
+        own_end, child_end = socket.socketpair()
+        handed = [child_end.fileno(), self.listening.fileno()]
         command = [sys.executable, "-m", "lmworks.serve.api_process", *map(str, handed)]
-        with theirs:
+        with child_end:
             process = await asyncio.to_thread(
                 subprocess.Popen, command, pass_fds=handed, stdin=subprocess.DEVNULL, start_new_session=True
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        front = Front(self.serving, process, writer)
-        self.fronts.add(front)
+        reader, writer = await asyncio.open_connection(sock=own_end)
+        api_process = APIProcessHandle(self.serving, process, writer)
+        self.api_processes.add(api_process)
         writer.write(setup)
         try:
             while True:
-                front.call(await receive(reader))
+                api_process.call(await read_frame(reader))
         except ENDED:
             pass
         finally:
-            self.fronts.discard(front)
-            front.end()
-        if not front.metrics and not self.stopping.is_set():
+            self.api_processes.discard(api_process)
+            api_process.shut_down()
+        if not api_process.metrics and not self.stopping.is_set():
             self.failed = True
             self.stopping.set()
         return await asyncio.to_thread(process.wait)
 
     async def report(self) -> None:
         while True:
-            states = {each.backend.name: each.backend.state for each in self.locals}
-            for front in self.fronts:
-                others = [metric for other in self.fronts if other is not front for metric in other.metrics]
-                front.send(Report(states, others))
-            await asyncio.sleep(STATE_S)
+            states = {each.backend.name: each.backend.state for each in self.local_models}
+            for api_process in self.api_processes:
+                others = [
+                    metric for other in self.api_processes if other is not api_process for metric in other.metrics
+                ]
+                api_process.send(StateReport(states, others))
+            await asyncio.sleep(STATE_INTERVAL_S)

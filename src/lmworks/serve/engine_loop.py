@@ -21,29 +21,39 @@ from typing import Any
 from ..engine.core.engine import Engine
 from ..engine.core.request import Answer, OutputDelta, Request, Result
 from ..spec import LMWorksError, SpecError
-from .backend import Ask, Usage
-from .channel import Assignment, Cancel, Failed, Hello, Report, Served, Submit, Wire, pack_tokenizer
-from .compile_queue import CompileQueue, Job
+from .backend import EngineRequest, Usage
+from .channel import (
+    Cancel,
+    EngineFailed,
+    EngineReady,
+    LoadedEngine,
+    LoadEngine,
+    SocketChannel,
+    StepReport,
+    Submit,
+    pack_tokenizer,
+)
+from .compile_queue import CompileJob, CompileQueue
 
-NEWS_S = 0.25  # between two reports of numbers, while there is work
-LOOK_S = 1.0  # how often an idle engine is asked whether it could go on
+METRICS_INTERVAL_S = 0.25  # between two reports of numbers, while there is work
+IDLE_CHECK_S = 1.0  # how often an idle engine is asked whether it could go on
 
-MOST_SCORES = 16_384  # log-probabilities in one report
+MAX_LOGPROBS_A_REPORT = 16_384  # log-probabilities in one report
 
 Fields = tuple[Any, ...]  # of an Event
 
 
-def serve(wire: Wire) -> int:
+def serve(channel: SocketChannel) -> int:
     """What the process does: load, then step until the wire ends. The exit code."""
-    messages = wire.messages()
+    messages = channel.messages()
     try:
-        assignment: Assignment = next(messages)
+        assignment: LoadEngine = next(messages)
         sys.path[:] = assignment.path
-        loop = Loop(wire)
-        threading.Thread(target=listen, args=(loop, messages), name="listen", daemon=True).start()
-        served: Served = pickle.loads(assignment.factory)()
+        loop = EngineLoop(channel)
+        threading.Thread(target=read_messages, args=(loop, messages), name="listen", daemon=True).start()
+        served: LoadedEngine = pickle.loads(assignment.factory)()
         loop.engine = served.engine
-        wire.send(hello(served))
+        channel.send(ready_message(served))
         loop.report([])  # all numbers there are, if only zeros
         loop.run()
     except StopIteration:
@@ -55,15 +65,15 @@ def serve(wire: Wire) -> int:
         if not known:
             traceback.print_exc()
         with suppress(OSError):
-            said = str(error) if known else f"{type(error).__name__}: {error}"
-            wire.send(Failed(said, isinstance(error, SpecError)))
+            message = str(error) if known else f"{type(error).__name__}: {error}"
+            channel.send(EngineFailed(message, isinstance(error, SpecError)))
     return 1
 
 
-def listen(loop: Loop, messages: Any) -> None:
+def read_messages(loop: EngineLoop, messages: Any) -> None:
     try:
         for message in messages:
-            loop.hear(message)
+            loop.handle_message(message)
     except ConnectionError:
         pass  # it ends in this way, too
     except BaseException:
@@ -72,9 +82,9 @@ def listen(loop: Loop, messages: Any) -> None:
     os._exit(0)  # in the middle of a step, if need be: nobody waits for it
 
 
-def hello(served: Served) -> Hello:
+def ready_message(served: LoadedEngine) -> EngineReady:
     engine = served.engine
-    return Hello(
+    return EngineReady(
         engine.spec.context,
         engine.runner.valid_vocab,
         engine.spec.max_seqs,
@@ -86,92 +96,97 @@ def hello(served: Served) -> Hello:
     )
 
 
-class Loop:
+class EngineLoop:
     """Only `run` touches the engine; what is heard waits as orders until it has time."""
 
     engine: Engine  # there before anything is heard: the API waits for our hello
 
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
-        self.wanted: set[int] = set()  # requests that somebody waits for
-        self.orders: list[Callable[[], None]] = []
+    def __init__(self, channel: SocketChannel) -> None:
+        self.channel = channel
+        self.active: set[int] = set()  # requests that somebody waits for
+        self.pending: list[Callable[[], None]] = []
         self.changed = threading.Condition()  # guards both
         self.compilers: CompileQueue | None = None
         self.compiling: set[int] = set()  # requests whose grammar is not there yet; touched by `run` alone
         self.compiled: list[int] = []  # to be reported
         self.refused: list[tuple[int, str]] = []
         self.steps = 0
-        self.told = 0.0  # when numbers were last reported
+        self.metrics_sent_at = 0.0  # when numbers were last reported
 
     # --- hearing ------------------------------------------------------------------------------------------
 
-    def hear(self, message: Submit | Cancel) -> None:
+    def handle_message(self, message: Submit | Cancel) -> None:
         if isinstance(message, Cancel):
             with self.changed:
-                self.wanted.discard(message.number)
-            self.order(lambda: self.cancel(message.number))
+                self.active.discard(message.number)
+            self.post(lambda: self.cancel(message.number))
             return
         with self.changed:
-            self.wanted.add(message.number)
+            self.active.add(message.number)
         grammars = self.engine.runner.grammars
-        if not message.ask.params.structured or grammars is None:
-            self.order(lambda: self.take_in(message))
+        if not message.request.params.structured or grammars is None:
+            self.post(lambda: self.add_request(message))
             return
         self.compilers = self.compilers or CompileQueue(grammars)
-        self.order(lambda: self.compiling.add(message.number))
-        number, ask = message
+        self.post(lambda: self.compiling.add(message.number))
+        number, request = message
         self.compilers.put(
-            Job(ask.share, ask.params, lambda: number in self.wanted, lambda found: self.compile_ended(message, found))
+            CompileJob(
+                request.share,
+                request.params,
+                lambda: number in self.active,
+                lambda found: self.on_compiled(message, found),
+            )
         )
 
-    def order(self, what: Callable[[], None]) -> None:
+    def post(self, what: Callable[[], None]) -> None:
         with self.changed:
-            self.orders.append(what)
+            self.pending.append(what)
             self.changed.notify()
 
-    def compile_ended(self, message: Submit, found: Any) -> None:
+    def on_compiled(self, message: Submit, found: Any) -> None:
         """One that cannot be compiled is refused without troubling the engine."""
         if isinstance(found, BaseException):
             reason = str(found)
-            self.order(lambda: self.refuse(message.number, reason))
+            self.post(lambda: self.refuse(message.number, reason))
         else:
-            self.order(lambda: self.take_in(message, found))
+            self.post(lambda: self.add_request(message, found))
 
     # --- the engine's thread ------------------------------------------------------------------------------
 
     def run(self) -> None:
         while True:
-            self.carry_out()
+            self.run_pending()
             pieces: list[OutputDelta] = []
             if self.engine.busy:
                 pieces = self.engine.step()
                 self.steps += 1
             self.report(pieces)
 
-    def carry_out(self) -> None:
+    def run_pending(self) -> None:
         with self.changed:
-            while not self.changed.wait_for(lambda: self.orders or self.engine.busy, self.pause):
+            while not self.changed.wait_for(lambda: self.pending or self.engine.busy, self.wait_seconds):
                 if why := self.engine.runner.lost():  # nobody asks for anything, and nobody would hear of it
                     raise LMWorksError(why)
                 if self.compiling:
                     break  # a report says that we are there
-            orders, self.orders = self.orders, []
-        for order in orders:
-            order()
+            pending, self.pending = self.pending, []
+        for post in pending:
+            post()
 
     @property
-    def pause(self) -> float:
-        return NEWS_S if self.compiling else LOOK_S
+    def wait_seconds(self) -> float:
+        return METRICS_INTERVAL_S if self.compiling else IDLE_CHECK_S
 
-    def take_in(self, message: Submit, grammar: Any = None) -> None:
+    def add_request(self, message: Submit, grammar: Any = None) -> None:
         """Whatever goes wrong here is this request's own affair."""
         self.compiling.discard(message.number)
-        if message.number not in self.wanted:
+        if message.number not in self.active:
             return  # taken back while its grammar was compiled
-        if message.ask.params.structured:
+        if message.request.params.structured:
             self.compiled.append(message.number)
         try:
-            request = request_of(message.number, message.ask)
+            request = make_request(message.number, message.request)
             request.grammar = grammar
             self.engine.add(request)
         except BaseException as error:
@@ -190,39 +205,39 @@ class Loop:
         events = []
         for piece in pieces:
             number = piece.request.id
-            if number not in self.wanted:
+            if number not in self.active:
                 continue
             if piece.result is not None and not piece.request.sequences:
                 self.refuse(number, piece.result.error or "the request was refused")
             else:
-                events += [(number, fields) for fields in events_of(piece)]
+                events += [(number, fields) for fields in to_events(piece)]
         refused, self.refused = self.refused, []
         compiled, self.compiled = self.compiled, []
         over = [piece.request.id for piece in pieces if piece.result is not None]
         with self.changed:
-            self.wanted.difference_update(over, (number for number, _ in refused))
+            self.active.difference_update(over, (number for number, _ in refused))
         idle, now = not self.engine.busy, time.monotonic()
-        news = idle or now - self.told >= NEWS_S
-        if news or started or compiled or refused or events:
-            self.told = now if news else self.told
-            metrics = asdict(self.engine.metrics) if news else None
+        with_metrics = idle or now - self.metrics_sent_at >= METRICS_INTERVAL_S
+        if with_metrics or started or compiled or refused or events:
+            self.metrics_sent_at = now if with_metrics else self.metrics_sent_at
+            metrics = asdict(self.engine.metrics) if with_metrics else None
             first, *rest = batches(events)
-            self.wire.send(Report(self.steps, compiled, started, refused, first, metrics))
+            self.channel.send(StepReport(self.steps, compiled, started, refused, first, metrics))
             for batch in rest:
-                self.wire.send(Report(self.steps, [], [], [], batch, None))
+                self.channel.send(StepReport(self.steps, [], [], [], batch, None))
 
 
 # --- what the engine says, as events ----------------------------------------------------------------------
 
 
-def request_of(number: int, ask: Ask) -> Request:
+def make_request(number: int, request: EngineRequest) -> Request:
     """Of answers among which the best are chosen nothing can be shown before all have ended."""
-    params = ask.params
-    stream = ask.stream and params.answers == params.n
-    return Request(list(ask.prompt), params, ask.priority, ask.tenant, stream=stream, id=number)
+    params = request.params
+    stream = request.stream and params.answers == params.n
+    return Request(list(request.prompt), params, request.priority, request.tenant, stream=stream, id=number)
 
 
-def events_of(piece: OutputDelta) -> list[Fields]:
+def to_events(piece: OutputDelta) -> list[Fields]:
     """The fields of its events. A request that is not streamed has its answers as a whole, at its end."""
     request, result = piece.request, piece.result
     final = None if result is None else usage(request, result)
@@ -235,7 +250,7 @@ def events_of(piece: OutputDelta) -> list[Fields]:
         return [(*shown, piece.finish_reason, stop_reason, error, final, prompt_logprobs)]
     if result is None:
         return []
-    whole = [answer_fields(index, answer, request) for index, answer in enumerate(result.answers)]
+    whole = [event_fields(index, answer, request) for index, answer in enumerate(result.answers)]
     return [(*fields, None, None) for fields in whole[:-1]] + [(*whole[-1], final, prompt_logprobs)]
 
 
@@ -246,14 +261,14 @@ def batches(events: list[tuple[int, Fields]]) -> list[list[tuple[int, Fields]]]:
     for event in events:
         scored = event[1][3]
         weight += len(scored) * (len(scored[0].top) + 1) if scored else 0
-        if weight > MOST_SCORES and found[-1]:
+        if weight > MAX_LOGPROBS_A_REPORT and found[-1]:
             found.append([])
             weight = 0
         found[-1].append(event)
     return found
 
 
-def answer_fields(index: int, answer: Answer, request: Request) -> Fields:
+def event_fields(index: int, answer: Answer, request: Request) -> Fields:
     logprobs = answer.logprobs if request.params.logprobs is not None else None
     return (index, answer.token_ids, answer.text, logprobs, answer.finish_reason, answer.stop_reason, answer.error)
 

@@ -27,23 +27,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..spec import LMWorksError, SpecError
-from .backend import Ask, BackendError, Event, ModelCard, State, Words
-from .channel import Assignment, Cancel, Factory, Failed, Hello, Report, Submit, frame, receive, unpack_tokenizer
-from .event_queue import Box
+from .backend import BackendError, EngineRequest, Event, ModelCard, PromptTokenizer, State
+from .channel import (
+    Cancel,
+    EngineFailed,
+    EngineReady,
+    Factory,
+    LoadEngine,
+    StepReport,
+    Submit,
+    encode_frame,
+    read_frame,
+    unpack_tokenizer,
+)
+from .event_queue import EventQueue
 
 log = logging.getLogger("lmworks.serve")
 
 TICK_S = 0.25  # how often it is looked whether the engine advances
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0  # before a process is started again; twice as long each time
+FIRST_DELAY_S, MAX_DELAY_S = 0.1, 30.0  # before a process is started again; twice as long each time
 STEADY_S = 60.0  # a process that lasted so long starts the pauses anew
 SHUTTING_DOWN = "the server is shutting down"
-COMPILING = 64  # requests of one key that may wait for their grammars
-BACKLOG = 64 * 2**20  # bytes that a process may have left unread: one that hangs is not written to for ever
+MAX_COMPILING = 64  # requests of one key that may wait for their grammars
+MAX_UNSENT_BYTES = 64 * 2**20  # bytes that a process may have left unread: one that hangs is not written to for ever
 ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
 
 @dataclass(frozen=True)
-class Patience:
+class StallTimeouts:
     """Seconds of work without a step."""
 
     stuck: float = 30.0  # after which the backend is not healthy
@@ -51,74 +62,74 @@ class Patience:
 
 
 @dataclass(eq=False)
-class Life:
+class ProcessHandle:
     """One process, from its start to its end."""
 
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    began: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
     ready: float = 0.0  # when it said hello
     steps: int = 0
-    why: str = ""  # it ended: what it said, or what was done to it
-    usage: bool = False  # what it was asked to load is wrong
+    exit_reason: str = ""  # it ended: what it said, or what was done to it
+    spec_error: bool = False  # what it was asked to load is wrong
 
 
 class EngineProcess:
     """A backend: see `serve.backend`. `factory` makes the engine, in the process."""
 
-    def __init__(self, name: str, factory: Factory, patience: Patience | None = None) -> None:
+    def __init__(self, name: str, factory: Factory, stall_timeouts: StallTimeouts | None = None) -> None:
         self.name = name
-        self.patience = patience or Patience()
+        self.stall_timeouts = stall_timeouts or StallTimeouts()
         self.factory = pickle.dumps(factory)
-        self.numbers = itertools.count()
-        self.boxes: dict[int, Box] = {}
-        self.owed: set[int] = set()  # requests that the process has not finished; consumers may be behind
-        self.compiling: dict[int, Ask] = {}  # those of them whose grammar is not compiled yet
-        self.emptied = asyncio.Event()  # no request is open
-        self.life: Life | None = None
+        self.request_ids = itertools.count()
+        self.queues: dict[int, EventQueue] = {}
+        self.unfinished: set[int] = set()  # requests that the process has not finished; consumers may be behind
+        self.compiling: dict[int, EngineRequest] = {}  # those of them whose grammar is not compiled yet
+        self.all_closed = asyncio.Event()  # no request is open
+        self.handle: ProcessHandle | None = None
         self.supervisor: asyncio.Task[None] | None = None
-        self.first: asyncio.Future[None] | None = None  # the first hello
-        self.hello: Hello | None = None
-        self.speech: Words | None = None
+        self.first_ready: asyncio.Future[None] | None = None  # the first hello
+        self.ready_message: EngineReady | None = None
+        self.loaded_tokenizer: PromptTokenizer | None = None
         self.created = int(time.time())
         self.draining = False
         self.closed = asyncio.Event()
         self.stalled = 0.0
         self.restarts = 0
         self.last_error: str | None = None
-        self.boot = 1.0  # seconds that the last start took
-        self.pause = FIRST_PAUSE_S  # before the next one
-        self.expected = 0.0  # when it will be ready again, as far as one can tell
+        self.startup_s = 1.0  # seconds that the last start took
+        self.restart_delay = FIRST_DELAY_S  # before the next one
+        self.expected_ready = 0.0  # when it will be ready again, as far as one can tell
         self.metrics: dict[str, Any] = {}
 
     # --- what it is and how it fares ----------------------------------------------------------------------
 
     @property
     def card(self) -> ModelCard:
-        if self.hello is None:
+        if self.ready_message is None:
             raise LMWorksError(f"the engine of {self.name!r} has not been started")
-        context, vocab, max_seqs, adapters, *_ = self.hello
+        context, vocab, max_seqs, adapters, *_ = self.ready_message
         return ModelCard(self.name, self.created, context, vocab, adapters=adapters, max_seqs=max_seqs)
 
     @property
-    def words(self) -> Words:
-        if self.speech is None:
+    def prompt_tokenizer(self) -> PromptTokenizer:
+        if self.loaded_tokenizer is None:
             raise LMWorksError(f"the engine of {self.name!r} has not been started")
-        return self.speech
+        return self.loaded_tokenizer
 
     @property
     def ready(self) -> bool:
-        return self.hearing() is not None and not self.draining
+        return self.ready_process() is not None and not self.draining
 
     @property
     def state(self) -> State:
         return State(
-            alive=self.life is not None and self.life.process.poll() is None,
+            alive=self.handle is not None and self.handle.process.poll() is None,
             ready=self.ready,
-            open=len(self.boxes),
+            open=len(self.queues),
             stalled=self.stalled,
-            stuck=self.stalled >= self.patience.stuck,
+            stuck=self.stalled >= self.stall_timeouts.stuck,
             restarts=self.restarts,
             last_error=self.last_error,
             draining=self.draining,
@@ -127,242 +138,250 @@ class EngineProcess:
 
     @property
     def retry_after(self) -> float:
-        return max(1, math.ceil(self.expected - time.monotonic()))
+        return max(1, math.ceil(self.expected_ready - time.monotonic()))
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[Event, None]:
-        number, box = self.submit(ask)
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[Event, None]:
+        number, queue = self.submit(request)
         finished = False
         try:
             while not finished:
-                for event in await box.take():
+                for event in await queue.get():
                     finished = event.final is not None
                     yield event
         finally:
-            self.leave(number)
+            self.close_request(number)
 
-    def submit(self, ask: Ask) -> tuple[int, Box]:
+    def submit(self, request: EngineRequest) -> tuple[int, EventQueue]:
         if self.draining or self.closed.is_set():
             raise BackendError("dead", SHUTTING_DOWN, self.retry_after)
-        life = self.hearing()
-        if life is None:
+        handle = self.ready_process()
+        if handle is None:
             raise BackendError("dead", "the engine is being started again", self.retry_after)
-        if life.writer.transport.get_write_buffer_size() > BACKLOG:
+        if handle.writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             raise BackendError("busy", "the engine does not keep up with what it is sent", 1.0)
-        if ask.params.structured and self.grammars_of(ask) > COMPILING:
-            raise BackendError("busy", f"{COMPILING} grammars of this key wait to be compiled already", 1.0)
-        number, box = next(self.numbers), Box(ask)
+        if request.params.structured and self.pending_grammars(request) > MAX_COMPILING:
+            raise BackendError("busy", f"{MAX_COMPILING} grammars of this key wait to be compiled already", 1.0)
+        number, queue = next(self.request_ids), EventQueue(request)
         try:
-            life.writer.write(frame(Submit(number, ask)))
+            handle.writer.write(encode_frame(Submit(number, request)))
         except RecursionError:
             raise BackendError("refused", "the request is nested too deep to be passed on") from None
-        self.boxes[number] = box
-        self.owed.add(number)
-        self.emptied.clear()
-        if ask.params.structured:
-            self.compiling[number] = ask
-            self.after(ask.compile_seconds, self.not_compiled, number, box)
+        self.queues[number] = queue
+        self.unfinished.add(number)
+        self.all_closed.clear()
+        if request.params.structured:
+            self.compiling[number] = request
+            self.set_timer(request.compile_seconds, self.on_compile_timeout, number, queue)
         else:
-            self.after(ask.queue_seconds, self.waited, number, box)
-        self.after(ask.request_seconds, self.overran, number, box)
-        return number, box
+            self.set_timer(request.queue_seconds, self.on_queue_timeout, number, queue)
+        self.set_timer(request.request_seconds, self.on_request_timeout, number, queue)
+        return number, queue
 
-    def grammars_of(self, ask: Ask) -> int:
+    def pending_grammars(self, request: EngineRequest) -> int:
         """How many would wait for whoever asks. The prompts of one request have the same."""
-        waiting = (each for each in self.compiling.values() if each.share == ask.share)
-        return len({id(each.params) for each in (ask, *waiting)})
+        waiting = (each for each in self.compiling.values() if each.share == request.share)
+        return len({id(each.params) for each in (request, *waiting)})
 
-    def after(self, seconds: float, what: Callable[[int, Box], None], number: int, box: Box) -> None:
+    def set_timer(
+        self, seconds: float, what: Callable[[int, EventQueue], None], number: int, queue: EventQueue
+    ) -> None:
         """0: never."""
         if seconds:
-            box.timers.append(asyncio.get_running_loop().call_later(seconds, what, number, box))
+            queue.timers.append(asyncio.get_running_loop().call_later(seconds, what, number, queue))
 
-    def leave(self, number: int) -> None:
+    def close_request(self, number: int) -> None:
         """Nobody waits for this request any more."""
-        box = self.boxes.pop(number)
-        for timer in box.timers:
+        queue = self.queues.pop(number)
+        for timer in queue.timers:
             timer.cancel()
-        if not self.boxes:
-            self.emptied.set()
-        life = self.hearing()
-        if number in self.owed and life is not None:
-            life.writer.write(frame(Cancel(number)))
-        self.owed.discard(number)
+        if not self.queues:
+            self.all_closed.set()
+        handle = self.ready_process()
+        if number in self.unfinished and handle is not None:
+            handle.writer.write(encode_frame(Cancel(number)))
+        self.unfinished.discard(number)
         self.compiling.pop(number, None)
 
-    def hearing(self) -> Life | None:
+    def ready_process(self) -> ProcessHandle | None:
         """The process, where it is there and ready."""
-        life = self.life
-        return life if life is not None and life.ready and not life.writer.is_closing() else None
+        handle = self.handle
+        return handle if handle is not None and handle.ready and not handle.writer.is_closing() else None
 
-    def not_compiled(self, number: int, box: Box) -> None:
+    def on_compile_timeout(self, number: int, queue: EventQueue) -> None:
         if number in self.compiling:
-            seconds = box.ask.compile_seconds
-            box.fail("timeout", f"the grammar of the answer was not compiled within {seconds:g} s", math.ceil(seconds))
+            seconds = queue.request.compile_seconds
+            queue.fail(
+                "timeout", f"the grammar of the answer was not compiled within {seconds:g} s", math.ceil(seconds)
+            )
 
-    def waited(self, _: int, box: Box) -> None:
-        if not box.started:
-            seconds = box.ask.queue_seconds
-            box.fail("timeout", f"the request waited {seconds:g} s and could not be started", math.ceil(seconds))
+    def on_queue_timeout(self, _: int, queue: EventQueue) -> None:
+        if not queue.started:
+            seconds = queue.request.queue_seconds
+            queue.fail("timeout", f"the request waited {seconds:g} s and could not be started", math.ceil(seconds))
 
-    def overran(self, _: int, box: Box) -> None:
-        box.fail("timeout", f"the request was not finished within {box.ask.request_seconds:g} s")
+    def on_request_timeout(self, _: int, queue: EventQueue) -> None:
+        queue.fail("timeout", f"the request was not finished within {queue.request.request_seconds:g} s")
 
     def fail_all(self, message: str, retry_after: float | None) -> None:
-        for box in self.boxes.values():
-            box.fail("dead", message, retry_after)
+        for queue in self.queues.values():
+            queue.fail("dead", message, retry_after)
 
     # --- the process --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        self.first = asyncio.get_running_loop().create_future()
+        self.first_ready = asyncio.get_running_loop().create_future()
         self.supervisor = asyncio.create_task(self.supervise(), name=f"supervise {self.name}")
         try:
-            await asyncio.shield(self.first)
+            await asyncio.shield(self.first_ready)
         except BaseException:
             await self.close()
             raise
 
     async def supervise(self) -> None:
         """One process after the other, until it is closed or the first does not come up."""
-        assert self.first is not None
+        assert self.first_ready is not None
         while not self.closed.is_set():
-            error = await self.live()
+            error = await self.run_process()
             if self.closed.is_set():
                 return
             self.last_error = str(error)
-            if not self.first.done():
-                self.first.set_exception(error)
+            if not self.first_ready.done():
+                self.first_ready.set_exception(error)
                 return
             log.error("engine process ended: %s", error, extra={"model": self.name, "restarts": self.restarts})
             self.restarts += 1
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.closed.wait(), self.pause)
+                await asyncio.wait_for(self.closed.wait(), self.restart_delay)
 
-    async def live(self) -> LMWorksError:
+    async def run_process(self) -> LMWorksError:
         """One process, from its start to its end; why it ended. Those who wait for it hear so at once."""
         try:
-            life = self.life = await self.begin()
+            handle = self.handle = await self.spawn()
         except OSError as error:
             return LMWorksError(f"no process could be started: {error}")
-        watch = asyncio.create_task(self.watch(life))
+        watchdog = asyncio.create_task(self.watchdog(handle))
         try:
-            await self.listen(life)
+            await self.read_messages(handle)
         except ENDED:
             pass
         except Exception as error:
             log.exception("what the engine's process said was not understood", extra={"model": self.name})
-            life.why = f"{type(error).__name__}: {error}"
-        watch.cancel()
-        self.life, self.stalled = None, 0.0
-        self.owed.clear()
+            handle.exit_reason = f"{type(error).__name__}: {error}"
+        watchdog.cancel()
+        self.handle, self.stalled = None, 0.0
+        self.unfinished.clear()
         self.compiling.clear()
-        lasted = time.monotonic() - life.began
-        self.pause = FIRST_PAUSE_S if lasted > STEADY_S else min(2 * self.pause, LONGEST_PAUSE_S)
-        self.expected = time.monotonic() + self.pause + self.boot
+        lasted = time.monotonic() - handle.started
+        self.restart_delay = FIRST_DELAY_S if lasted > STEADY_S else min(2 * self.restart_delay, MAX_DELAY_S)
+        self.expected_ready = time.monotonic() + self.restart_delay + self.startup_s
         self.fail_all("the engine stopped while it worked on this request", self.retry_after)
-        why = await end(life)
-        return SpecError(why) if life.usage else LMWorksError(why)
+        exit_reason = await reap(handle)
+        return SpecError(exit_reason) if handle.spec_error else LMWorksError(exit_reason)
 
-    async def begin(self) -> Life:
+    async def spawn(self) -> ProcessHandle:
         """In a session of its own: Ctrl-C is for the API, which then closes it."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "lmworks.serve", str(theirs.fileno())]
+        own_end, child_end = socket.socketpair()
+        with child_end:
+            command = [sys.executable, "-m", "lmworks.serve", str(child_end.fileno())]
             process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        writer.write(frame(Assignment(sys.path, self.factory)))
-        return Life(process, reader, writer)
+        reader, writer = await asyncio.open_connection(sock=own_end)
+        writer.write(encode_frame(LoadEngine(sys.path, self.factory)))
+        return ProcessHandle(process, reader, writer)
 
-    async def listen(self, life: Life) -> None:
+    async def read_messages(self, handle: ProcessHandle) -> None:
         """Until the process has nothing more to say."""
         while not self.closed.is_set():
-            message = await receive(life.reader)
-            if isinstance(message, Report):
-                self.take(message, life)
-            elif isinstance(message, Hello):
-                await self.greet(message, life)
-            elif isinstance(message, Failed):
-                life.why, life.usage = message
+            message = await read_frame(handle.reader)
+            if isinstance(message, StepReport):
+                self.on_report(message, handle)
+            elif isinstance(message, EngineReady):
+                await self.on_ready(message, handle)
+            elif isinstance(message, EngineFailed):
+                handle.exit_reason, handle.spec_error = message
 
-    async def greet(self, hello: Hello, life: Life) -> None:
-        assert self.first is not None
-        if self.hello is None:
-            tokenizer = await asyncio.to_thread(unpack_tokenizer, hello.tokenizer)
-            self.speech = Words(tokenizer, hello.begin_of_text, hello.folder, hello.chat_template)
-        self.hello, self.metrics = hello, {}
-        life.ready = time.monotonic()
-        self.boot = life.ready - life.began
-        log.info("engine ready", extra={"model": self.name, "seconds": round(self.boot, 3), "restarts": self.restarts})
-        if not self.first.done():
-            self.first.set_result(None)
+    async def on_ready(self, ready_message: EngineReady, handle: ProcessHandle) -> None:
+        assert self.first_ready is not None
+        if self.ready_message is None:
+            tokenizer = await asyncio.to_thread(unpack_tokenizer, ready_message.tokenizer)
+            self.loaded_tokenizer = PromptTokenizer(
+                tokenizer, ready_message.begin_of_text, ready_message.folder, ready_message.chat_template
+            )
+        self.ready_message, self.metrics = ready_message, {}
+        handle.ready = time.monotonic()
+        self.startup_s = handle.ready - handle.started
+        log.info(
+            "engine ready", extra={"model": self.name, "seconds": round(self.startup_s, 3), "restarts": self.restarts}
+        )
+        if not self.first_ready.done():
+            self.first_ready.set_result(None)
 
-    def take(self, report: Report, life: Life) -> None:
+    def on_report(self, report: StepReport, handle: ProcessHandle) -> None:
         # Compiling needs no step: while there is nothing else to do, a report shows that the process is well.
-        if report.steps != life.steps or self.owed <= self.compiling.keys():
-            life.steps, self.stalled = report.steps, 0.0
+        if report.steps != handle.steps or self.unfinished <= self.compiling.keys():
+            handle.steps, self.stalled = report.steps, 0.0
         for number in report.compiled:
             if self.compiling.pop(number, None) is not None:
-                box = self.boxes[number]
-                self.after(box.ask.queue_seconds, self.waited, number, box)
+                queue = self.queues[number]
+                self.set_timer(queue.request.queue_seconds, self.on_queue_timeout, number, queue)
         for number in report.started:
-            if number in self.boxes:
-                self.boxes[number].started = True
+            if number in self.queues:
+                self.queues[number].started = True
         for number, reason in report.refused:
-            self.owed.discard(number)
+            self.unfinished.discard(number)
             self.compiling.pop(number, None)
-            if number in self.boxes:
-                self.boxes[number].fail("refused", reason)
+            if number in self.queues:
+                self.queues[number].fail("refused", reason)
         for number, fields in report.events:
             event = Event(*fields)
             if event.final is not None:
-                self.owed.discard(number)
-            if number in self.boxes:
-                self.boxes[number].put(event)
+                self.unfinished.discard(number)
+            if number in self.queues:
+                self.queues[number].put(event)
         if report.metrics is not None:
             self.metrics = report.metrics
 
-    async def watch(self, life: Life) -> None:
+    async def watchdog(self, handle: ProcessHandle) -> None:
         """Time without a step is counted tick by tick: an API that was busy itself has not been watching."""
         before = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            self.stalled = self.stalled + min(now - before, 2 * TICK_S) if self.owed else 0.0
+            self.stalled = self.stalled + min(now - before, 2 * TICK_S) if self.unfinished else 0.0
             before = now
-            if self.patience.kill and self.stalled >= self.patience.kill:
-                life.why = f"it had work and took no step for {self.stalled:.0f} s: killed"
-                life.process.kill()
+            if self.stall_timeouts.kill and self.stalled >= self.stall_timeouts.kill:
+                handle.exit_reason = f"it had work and took no step for {self.stalled:.0f} s: killed"
+                handle.process.kill()
                 return
 
     # --- the end ------------------------------------------------------------------------------------------
 
     async def drain(self, seconds: float) -> int:
         self.draining = True
-        if self.boxes:
+        if self.queues:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.emptied.wait(), seconds)
-        left = len(self.boxes)
+                await asyncio.wait_for(self.all_closed.wait(), seconds)
+        left = len(self.queues)
         self.fail_all(SHUTTING_DOWN, None)
         return left
 
     async def close(self) -> None:
         self.closed.set()
         self.fail_all(SHUTTING_DOWN, None)
-        if self.life is not None:
-            self.life.writer.transport.abort()
+        if self.handle is not None:
+            self.handle.writer.transport.abort()
         if self.supervisor is not None:
             await asyncio.wait([self.supervisor])
 
 
-async def end(life: Life) -> str:
+async def reap(handle: ProcessHandle) -> str:
     """Makes sure that the process is gone, and says why it went. It has nothing to put in order."""
-    life.writer.transport.abort()
-    life.process.kill()  # nothing happens to one that has ended
-    code = await asyncio.to_thread(life.process.wait)
+    handle.writer.transport.abort()
+    handle.process.kill()  # nothing happens to one that has ended
+    code = await asyncio.to_thread(handle.process.wait)
     names = {each.value: each.name for each in signal.Signals}  # not of all that there are
     how = f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
-    return life.why or f"the engine's process ended: {how}"
+    return handle.exit_reason or f"the engine's process ended: {how}"

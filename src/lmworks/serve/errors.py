@@ -16,7 +16,7 @@ from ..engine.core.sampling_params import SamplingParams
 from ..spec import LMWorksError
 from . import unknown_fields
 from .backend import BackendError, Kind
-from .limits import Refusal
+from .limits import APIError
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -30,7 +30,7 @@ STATUS: dict[tuple[Kind, bool], tuple[int, str]] = {  # by kind, and whether the
     ("dead", False): (503, "engine_unavailable"),
     ("dead", True): (500, "engine_lost"),
 }
-WISHES = {field.name for field in dataclasses.fields(SamplingParams)}
+PARAM_NAMES = {field.name for field in dataclasses.fields(SamplingParams)}
 FORM = re.compile(r"^str$|^[A-Z]|[\[( ]")  # what pydantic calls the forms of a field, between the names of fields
 MANY = 100  # mistakes in one body that are looked at: a list of a million would keep everyone waiting
 SHOWN = 500  # characters of a message: some quote what they were sent
@@ -47,32 +47,32 @@ class ErrorBody(TypedDict):
     error: ErrorObject
 
 
-def refusal_of(error: Exception) -> Refusal:
+def to_api_error(error: Exception) -> APIError:
     """Any error as a status, a code and a sentence. One of our own making gives nothing away."""
-    if isinstance(error, Refusal):
+    if isinstance(error, APIError):
         return error
     if isinstance(error, BackendError):
         status, code = STATUS[error.kind, error.started]
-        return Refusal(status, code, str(error), named(str(error)), error.retry_after)
+        return APIError(status, code, str(error), named(str(error)), error.retry_after)
     if isinstance(error, ValidationError):
         return invalid(error)
     if isinstance(error, HTTPException):
-        return Refusal(error.status_code, CODES.get(error.status_code, "http_error"), str(error.detail))
+        return APIError(error.status_code, CODES.get(error.status_code, "http_error"), str(error.detail))
     if isinstance(error, LMWorksError):
-        return Refusal(400, "invalid_request", str(error), named(str(error)))
-    return Refusal(500, "internal_error", "the server failed on this request; its log says where")
+        return APIError(400, "invalid_request", str(error), named(str(error)))
+    return APIError(500, "internal_error", "the server failed on this request; its log says where")
 
 
 def named(message: str) -> str | None:
     """The parameter that a message begins with: "top_p = 2 is out of range …"."""
     found = re.match(r"\w+", message)
-    return found[0] if found and found[0] in WISHES else None
+    return found[0] if found and found[0] in PARAM_NAMES else None
 
 
-def invalid(error: ValidationError) -> Refusal:
+def invalid(error: ValidationError) -> APIError:
     """What is wrong with a body. Where a field may have several forms, of the one that came furthest."""
     if error.error_count() > MANY:
-        return Refusal(400, "invalid_request", f"the body is wrong in {error.error_count()} places")
+        return APIError(400, "invalid_request", f"the body is wrong in {error.error_count()} places")
     found = error.errors(include_url=False, include_context=False, include_input=False)
     lacking = [1] if (found[0]["type"], len(found[0]["loc"])) == ("missing", 1) else []  # may be there, misspelt
     same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1] or len(one["loc"]) in lacking]
@@ -80,25 +80,25 @@ def invalid(error: ValidationError) -> Refusal:
     where = ".".join(str(part) for part in first["loc"] if not FORM.search(str(part)))
     if first["type"] == "extra_forbidden":
         message = f"{where[:80]}: there is no such field{unknown_fields.hint(error.title, first['loc'])}"
-        return Refusal(400, "invalid_request", message, where)
+        return APIError(400, "invalid_request", message, where)
     code = "invalid_json" if first["type"] == "json_invalid" else "invalid_request"
-    return Refusal(400, code, f"{where}: {first['msg']}" if where else first["msg"], where or None)
+    return APIError(400, code, f"{where}: {first['msg']}" if where else first["msg"], where or None)
 
 
-def body_of(refusal: Refusal) -> ErrorBody:
-    kind = TYPES.get(refusal.status, "server_error" if refusal.status >= 500 else "invalid_request_error")
-    message = str(refusal)
+def error_body(error: APIError) -> ErrorBody:
+    kind = TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    message = str(error)
     shown = message if len(message) <= SHOWN else f"{message[:SHOWN]}…"
-    return {"error": {"message": shown, "type": kind, "param": refusal.param, "code": refusal.code}}
+    return {"error": {"message": shown, "type": kind, "param": error.param, "code": error.code}}
 
 
-def response_of(error: Exception) -> Response:
-    refusal = refusal_of(error)
-    headers = {} if refusal.retry_after is None else {"retry-after": str(math.ceil(refusal.retry_after))}
-    if refusal.status == 401:
+def error_response(error: Exception) -> Response:
+    error = to_api_error(error)
+    headers = {} if error.retry_after is None else {"retry-after": str(math.ceil(error.retry_after))}
+    if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, HTTPException) and error.headers:
         headers |= error.headers  # which methods are allowed
     # As JSON escapes: what was sent may hold text that cannot be written as UTF-8.
-    content = json.dumps(body_of(refusal))
-    return Response(content, refusal.status, headers, media_type="application/json")
+    content = json.dumps(error_body(error))
+    return Response(content, error.status, headers, media_type="application/json")

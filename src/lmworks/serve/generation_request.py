@@ -11,18 +11,18 @@ from typing import Any, TypeVar
 
 from ..engine.core.request import Logprob
 from ..engine.core.sampling_params import SEEDS, SamplingParams
-from .backend import Ask, Event, Usage
-from .limits import Refusal, check_params, longest_answer, size_of
+from .backend import EngineRequest, Event, Usage
+from .limits import APIError, check_params, max_answer_tokens, size_of
 from .openai_answers import UsageObject
 from .openai_types import Sampling
-from .serving import Caller, Local, Serving
+from .serving import Caller, LocalModel, Serving
 
 Found = TypeVar("Found")
 
-AHEAD = 64  # events of many prompts that may wait for a slow reader
+MAX_BUFFERED_EVENTS = 64  # events of many prompts that may wait for a slow reader
 
 # Our names of what a body may say.
-WISHES = {
+PARAM_NAMES = {
     name: name
     for name in (
         "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -36,39 +36,43 @@ WISHES = {
 }  # fmt: skip
 
 
-def wishes(body: Sampling, caller: Caller, **more: Any) -> SamplingParams:
+def sampling_params(body: Sampling, caller: Caller, **more: Any) -> SamplingParams:
     """As the engine knows them, and as far as they are allowed. `more` are what the body says in other words."""
-    given = {ours: value for name, ours in WISHES.items() if (value := getattr(body, name, None)) is not None}
+    given = {ours: value for name, ours in PARAM_NAMES.items() if (value := getattr(body, name, None)) is not None}
     if body.top_k == -1:
         given["top_k"] = 0
     if body.seed is not None:
         given["seed"] = body.seed % SEEDS
     if body.stream_options is not None and not body.stream:
-        raise Refusal(400, "invalid_request", "stream_options are for streams: set stream = true", "stream_options")
-    shapes = [name for name in ("guided_json", "guided_regex", "guided_choice") if getattr(body, name) is not None]
-    if shapes and more.get("json_schema") is not None:
-        raise Refusal(400, "invalid_request", f"{shapes[0]} cannot be asked for together with another shape", shapes[0])
-    params = SamplingParams(**given | {"logit_bias": biases(body.logit_bias or {})} | more)
+        raise APIError(400, "invalid_request", "stream_options are for streams: set stream = true", "stream_options")
+    guided = [name for name in ("guided_json", "guided_regex", "guided_choice") if getattr(body, name) is not None]
+    if guided and more.get("json_schema") is not None:
+        raise APIError(
+            400, "invalid_request", f"{guided[0]} cannot be asked for together with another shape", guided[0]
+        )
+    params = SamplingParams(**given | {"logit_bias": parse_logit_bias(body.logit_bias or {})} | more)
     check_params(caller.limits, caller.key, params)
     return params
 
 
-def biases(given: dict[str, float]) -> dict[int, float]:
+def parse_logit_bias(given: dict[str, float]) -> dict[int, float]:
     wrong = next((token for token in given if not (token.isascii() and token.isdecimal() and len(token) < 10)), None)
     if wrong is not None:
-        raise Refusal(400, "invalid_request", f"logit_bias: {wrong[:40]!r} is no token id", "logit_bias")
+        raise APIError(400, "invalid_request", f"logit_bias: {wrong[:40]!r} is no token id", "logit_bias")
     return {int(token): bias for token, bias in given.items()}
 
 
-def room(caller: Caller, local: Local, prompts: Sequence[Sequence[int]], asked: int | None, usual: int | None) -> int:
+def resolve_max_tokens(
+    caller: Caller, local: LocalModel, prompts: Sequence[Sequence[int]], asked: int | None, usual: int | None
+) -> int:
     """max_tokens: what was asked for, if it fits; else `usual`, or (None) all that fits."""
     limits, key, context = caller.limits, caller.key, local.backend.card.context
     longest = max(map(len, prompts))
     if longest + (asked or 1) > context:
         what = f"the prompt has {longest} tokens" + (f" and max_tokens is {asked}" if asked else "")
         message = f"{what}: the model's context is {context} tokens, prompt and answer together"
-        raise Refusal(400, "context_length_exceeded", message, "messages" if usual is None else "prompt")
-    fits = longest_answer(limits, key, context, longest)
+        raise APIError(400, "context_length_exceeded", message, "messages" if usual is None else "prompt")
+    fits = max_answer_tokens(limits, key, context, longest)
     return asked or (fits if usual is None else min(usual, fits))
 
 
@@ -76,12 +80,12 @@ def room(caller: Caller, local: Local, prompts: Sequence[Sequence[int]], asked: 
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationRequest:
     """Prompts for a model of ours, with one set of wishes."""
 
     serving: Serving
     caller: Caller
-    local: Local
+    local: LocalModel
     params: SamplingParams
     prompts: list[Sequence[int]]
     stream: bool
@@ -90,32 +94,32 @@ class Job:
     async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Events, each with the number of its prompt. Closing it takes back what is under way."""
         limits, card = self.caller.limits, self.local.backend.card
-        facts = self.caller.facts
-        facts["asked"] = time.time()
+        log_fields = self.caller.log_fields
+        log_fields["asked"] = time.time()
         lengths = [len(prompt) for prompt in self.prompts]
         size = size_of(self.params, lengths, self.echoed, kept=not self.stream)
-        with await self.serving.enter(self.caller.visit, limits, card, self.params, size) as entry:
-            asks = [self.ask(prompt) for prompt in self.prompts]
+        with await self.serving.admit(self.caller.meter, limits, card, self.params, size) as admission:
+            requests = [self.engine_request(prompt) for prompt in self.prompts]
             made: dict[int, int] = {}  # tokens of answers so far, by prompt
-            async with aclosing(merged(self.local, asks)) as found:
+            async with aclosing(merge_streams(self.local, requests)) as found:
                 async for place, event in found:
                     if event.finish_reason == "error":
                         # A shape that leads nowhere is the client's own; anything else is ours.
                         status = 400 if self.params.structured else 500
-                        raise Refusal(status, "answer_failed", event.error or "the answer could not be finished")
+                        raise APIError(status, "answer_failed", event.error or "the answer could not be finished")
                     if place not in made:
-                        entry.use(lengths[place])
+                        admission.use(lengths[place])
                     now = made.get(place, 0) + len(event.tokens)
                     if event.final is not None:
                         now = event.final.completion_tokens  # with best_of, also of answers that are not shown
-                        note(facts, event.final)
-                    entry.use(now - made.get(place, 0))
+                        record_usage(log_fields, event.final)
+                    admission.use(now - made.get(place, 0))
                     made[place] = now
                     yield place, event
 
-    def ask(self, prompt: Sequence[int]) -> Ask:
+    def engine_request(self, prompt: Sequence[int]) -> EngineRequest:
         config, key = self.caller.config, self.caller.key
-        return Ask(
+        return EngineRequest(
             prompt,
             self.params,
             key.priority,
@@ -129,26 +133,28 @@ class Job:
         )
 
 
-def note(facts: dict[str, Any], usage: Usage) -> None:
+def record_usage(log_fields: dict[str, Any], usage: Usage) -> None:
     """Tokens add up over prompts; times are of the one that took longest."""
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
-        facts[name] = facts.get(name, 0) + getattr(usage, name)
+        log_fields[name] = log_fields.get(name, 0) + getattr(usage, name)
     for name in ("queue", "first_token", "total"):
-        facts[name] = max(facts.get(name, 0.0), round(getattr(usage, name), 6))
+        log_fields[name] = max(log_fields.get(name, 0.0), round(getattr(usage, name), 6))
 
 
-async def merged(local: Local, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Event], None]:
+async def merge_streams(
+    local: LocalModel, requests: Sequence[EngineRequest]
+) -> AsyncGenerator[tuple[int, Event], None]:
     """The events of all, as they come. The first error ends all."""
-    if len(asks) == 1:
-        async with aclosing(local.backend.stream(asks[0])) as events:
+    if len(requests) == 1:
+        async with aclosing(local.backend.stream(requests[0])) as events:
             async for event in events:
                 yield 0, event
         return
-    ready: asyncio.Queue[tuple[int, Event] | Exception | None] = asyncio.Queue(AHEAD)
+    ready: asyncio.Queue[tuple[int, Event] | Exception | None] = asyncio.Queue(MAX_BUFFERED_EVENTS)
 
     async def follow(place: int) -> None:
         try:
-            async with aclosing(local.backend.stream(asks[place])) as events:
+            async with aclosing(local.backend.stream(requests[place])) as events:
                 async for event in events:
                     await ready.put((place, event))
         except Exception as error:
@@ -156,7 +162,7 @@ async def merged(local: Local, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int,
         else:
             await ready.put(None)
 
-    tasks = [asyncio.create_task(follow(place)) for place in range(len(asks))]
+    tasks = [asyncio.create_task(follow(place)) for place in range(len(requests))]
     try:
         left = len(tasks)
         while left:
@@ -174,7 +180,7 @@ async def merged(local: Local, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int,
 
 
 @dataclass
-class Whole:
+class CompletionOutput:
     """One answer, all of it."""
 
     text: str = ""
@@ -190,35 +196,35 @@ class Whole:
 
 
 @dataclass
-class Total:
+class RequestOutput:
     """What a request comes to as a whole: n answers to each prompt, in order."""
 
-    answers: list[Whole]
+    answers: list[CompletionOutput]
     prompt_logprobs: dict[int, list[Logprob | None]] = field(default_factory=dict)  # by prompt
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
 
     def add(self, place: int, n: int, event: Event) -> None:
         self.answers[place * n + event.index].add(event)
         if event.final is not None:
-            self.usage = total(self.usage, event.final)
+            self.usage = add_usage(self.usage, event.final)
         if event.prompt_logprobs is not None:
             self.prompt_logprobs[place] = event.prompt_logprobs
 
 
-async def aside(job: Job, work: Callable[[], Found]) -> Found:
+async def in_thread_with_logprobs(generation: GenerationRequest, work: Callable[[], Found]) -> Found:
     """With log-probabilities an answer may take long to write down: in a thread, which lets the loop run in between."""
-    return await asyncio.to_thread(work) if job.params.logprobs is not None else work()
+    return await asyncio.to_thread(work) if generation.params.logprobs is not None else work()
 
 
-async def collected(job: Job) -> Total:
-    found = Total([Whole() for _ in range(len(job.prompts) * job.params.n)])
-    async with aclosing(job.events()) as events:
+async def collect_output(generation: GenerationRequest) -> RequestOutput:
+    found = RequestOutput([CompletionOutput() for _ in range(len(generation.prompts) * generation.params.n)])
+    async with aclosing(generation.events()) as events:
         async for place, event in events:
-            found.add(place, job.params.n, event)
+            found.add(place, generation.params.n, event)
     return found
 
 
-def total(one: Usage, other: Usage) -> Usage:
+def add_usage(one: Usage, other: Usage) -> Usage:
     return replace(
         one,
         prompt_tokens=one.prompt_tokens + other.prompt_tokens,

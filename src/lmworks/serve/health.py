@@ -33,11 +33,13 @@ class Health(TypedDict):
 
 def health(serving: Serving, trusted: bool) -> Health:
     """Where other servers are is told to those with a key."""
-    states = {model.backend.name: model.backend.state for model in serving.locals}
+    states = {model.backend.name: model.backend.state for model in serving.local_models}
     for number, upstream in enumerate(serving.upstreams, start=1):
         states[upstream.url if trusted else f"upstream-{number}"] = upstream.state
-    well = all(state.healthy for state in states.values())
-    status: Literal["ok", "unhealthy", "draining"] = "draining" if serving.draining else "ok" if well else "unhealthy"
+    healthy = all(state.healthy for state in states.values())
+    status: Literal["ok", "unhealthy", "draining"] = (
+        "draining" if serving.draining else "ok" if healthy else "unhealthy"
+    )
     return {"status": status, "models": {name: of_engine(state) for name, state in states.items()}}
 
 

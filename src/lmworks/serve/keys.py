@@ -28,13 +28,13 @@ from typing import Any
 
 from ..spec import SpecError
 from ..spec.schema import Section, opt
-from .limits import KeyLimits, Limits, Refusal
+from .limits import APIError, KeyLimits, Limits
 
 log = logging.getLogger("lmworks.serve")
 
 POLL_S = 1.0  # how often it is looked whether the file has changed
 SHORTEST = 8
-ANYONE = KeyLimits(name="anyone")  # where there are no keys
+ANONYMOUS = KeyLimits(name="anyone")  # where there are no keys
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,16 +83,16 @@ class Config(Section):
     def authenticate(self, presented: str | None) -> KeyLimits:
         """Whose key it is. Takes as long for a wrong key as for a right one, whichever it is."""
         if not self.keys:
-            return ANYONE
+            return ANONYMOUS
         seen = digest(presented or "")
         found = None
         for key in self.keys:
             if hmac.compare_digest(seen, bytes.fromhex(key.sha256)):
                 found = key
         if presented is None:
-            raise Refusal(401, "missing_api_key", "an API key is needed: send the header Authorization: Bearer KEY")
+            raise APIError(401, "missing_api_key", "an API key is needed: send the header Authorization: Bearer KEY")
         if found is None:
-            raise Refusal(401, "invalid_api_key", "the API key is not known")
+            raise APIError(401, "invalid_api_key", "the API key is not known")
         return found
 
     def tenant(self, key: KeyLimits) -> str:
@@ -118,16 +118,18 @@ class Settings:
         self, path: Path | None = None, api_keys: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.path, self.clock = path, clock
-        self.given = [{"name": f"api-key-{number}", "secret": key} for number, key in enumerate(api_keys, start=1)]
-        self.stamp = self.look()
+        self.command_line_keys = [
+            {"name": f"api-key-{number}", "secret": key} for number, key in enumerate(api_keys, start=1)
+        ]
+        self.stamp = self.file_stamp()
         self.config = self.read()
-        self.looked = clock()
+        self.checked_at = clock()
 
     def current(self) -> Config:
         """Looks at the file now and then: cheap enough to ask for every request."""
-        if self.path is not None and self.clock() - self.looked >= POLL_S:
-            self.looked = self.clock()
-            stamp = self.look()
+        if self.path is not None and self.clock() - self.checked_at >= POLL_S:
+            self.checked_at = self.clock()
+            stamp = self.file_stamp()
             if stamp != self.stamp:
                 self.stamp = stamp
                 self.reload()
@@ -143,7 +145,7 @@ class Settings:
         except SpecError as error:
             log.error("config not read again: the old one stays", extra={"path": str(self.path), "reason": str(error)})
 
-    def look(self) -> tuple[int, ...] | None:
+    def file_stamp(self) -> tuple[int, ...] | None:
         """What changes when the file does, in place or by another that takes its name; None: it is not there."""
         try:
             found = os.stat(self.path) if self.path is not None else None
@@ -155,11 +157,11 @@ class Settings:
         table = {} if self.path is None else read_toml(self.path)
         keys = table.get("keys", [])
         if isinstance(keys, list):
-            table["keys"] = [*map(readable, keys), *self.given]
+            table["keys"] = [*map(check_key_table, keys), *self.command_line_keys]
         return Config.from_dict(table)
 
 
-def readable(key: Any) -> dict[str, Any]:
+def check_key_table(key: Any) -> dict[str, Any]:
     """What is wrong with a table is told with what it holds: not with a secret."""
     if not isinstance(key, dict) or not isinstance(key.get("secret", ""), str):
         raise SpecError("keys: each must be a table, [[keys]], and its secret a string")

@@ -30,13 +30,13 @@ from ..spec.schema import Section, opt
 from .backend import ModelCard
 
 MINUTE_S = 60.0
-BREATHER_S = 1.0  # what those are told to wait who find the house full
+RETRY_S = 1.0  # what those are told to wait who find the house full
 BYTES_A_TOKEN = 3  # of text, where nobody has counted: what is charged
 TEXT_BYTES = 8  # of an answer's token, as JSON
 LOGPROB_BYTES = 96  # of one log-probability and its token, as JSON
 
 
-class Refusal(LMWorksError):
+class APIError(LMWorksError):
     """A request that is turned away, in the words of HTTP and of OpenAI's error objects."""
 
     def __init__(
@@ -102,10 +102,10 @@ class KeyLimits(Section):
 
 def check_model(key: KeyLimits, model: str) -> None:
     if key.models and model not in key.models:
-        raise Refusal(403, "model_not_allowed", f"this key may not use the model {model!r}", "model")
+        raise APIError(403, "model_not_allowed", f"this key may not use the model {model!r}", "model")
 
 
-def longest_answer(limits: Limits, key: KeyLimits, context: int, prompt_tokens: int) -> int:
+def max_answer_tokens(limits: Limits, key: KeyLimits, context: int, prompt_tokens: int) -> int:
     """The most tokens that an answer may have: what `max_tokens` is where a request does not say."""
     caps = [limits.max_tokens, key.max_tokens, key.tokens_per_minute and max(1, key.tokens_per_minute - prompt_tokens)]
     return min([context - prompt_tokens, *(cap for cap in caps if cap)])
@@ -113,19 +113,21 @@ def longest_answer(limits: Limits, key: KeyLimits, context: int, prompt_tokens: 
 
 def check_params(limits: Limits, key: KeyLimits, params: SamplingParams) -> None:
     """Wishes that are valid, but more than is allowed here."""
-    most(params.answers, min(limits.n, key.n or limits.n), "n" if params.best_of is None else "best_of")
-    most(params.max_tokens, min(cap for cap in (limits.max_tokens, key.max_tokens, math.inf) if cap), "max_tokens")
-    most(params.logprobs or 0, limits.logprobs, "logprobs")
-    most(params.prompt_logprobs or 0, limits.logprobs, "prompt_logprobs")
-    most(len(params.stop) + len(params.stop_token_ids), limits.stop, "stop", "strings and tokens")
-    most(max(map(len, params.stop), default=0), limits.stop_chars, "stop", "characters in one string")
-    most(len(params.logit_bias), limits.logit_bias, "logit_bias", "tokens")
+    check_at_most(params.answers, min(limits.n, key.n or limits.n), "n" if params.best_of is None else "best_of")
+    check_at_most(
+        params.max_tokens, min(cap for cap in (limits.max_tokens, key.max_tokens, math.inf) if cap), "max_tokens"
+    )
+    check_at_most(params.logprobs or 0, limits.logprobs, "logprobs")
+    check_at_most(params.prompt_logprobs or 0, limits.logprobs, "prompt_logprobs")
+    check_at_most(len(params.stop) + len(params.stop_token_ids), limits.stop, "stop", "strings and tokens")
+    check_at_most(max(map(len, params.stop), default=0), limits.stop_chars, "stop", "characters in one string")
+    check_at_most(len(params.logit_bias), limits.logit_bias, "logit_bias", "tokens")
 
 
-def most(value: float, limit: float, param: str, what: str = "") -> None:
+def check_at_most(value: float, limit: float, param: str, what: str = "") -> None:
     if value > limit:
         said = f"{param} has {value:g} {what}" if what else f"{param} = {value:g}"
-        raise Refusal(400, "limit_exceeded", f"{said}: at most {limit:g} are allowed", param)
+        raise APIError(400, "limit_exceeded", f"{said}: at most {limit:g} are allowed", param)
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def size_of(params: SamplingParams, prompts: list[int], echoed: int, kept: bool)
     return Size(prompts, params.answers * len(prompts), params.n * places, text + extra, extra)
 
 
-def most_answers(limits: Limits, card: ModelCard) -> int:
+def max_open_answers(limits: Limits, card: ModelCard) -> int:
     """Those that are computed at once, and those that may wait."""
     return max(1, card.max_seqs + limits.queue)
 
@@ -160,18 +162,18 @@ def most_answers(limits: Limits, card: ModelCard) -> int:
 def check_size(limits: Limits, key: KeyLimits, card: ModelCard, params: SamplingParams, size: Size) -> None:
     """More than can ever be let in: what limits allow one by one may be too much together."""
     asked = f"{len(size.prompts)} prompts with {params.answers} answers each"
-    together = min(most_answers(limits, card), key.concurrent or math.inf)
+    together = min(max_open_answers(limits, card), key.concurrent or math.inf)
     if size.answers > together:
-        raise Refusal(400, "limit_exceeded", f"{asked}: at most {together:g} answers at once", "n")
+        raise APIError(400, "limit_exceeded", f"{asked}: at most {together:g} answers at once", "n")
     if size.reported > limits.reported_logprobs:
         said = f"{asked} would report {size.reported} log-probabilities"
-        raise Refusal(400, "limit_exceeded", f"{said}: at most {limits.reported_logprobs} are allowed", "logprobs")
+        raise APIError(400, "limit_exceeded", f"{said}: at most {limits.reported_logprobs} are allowed", "logprobs")
     if size.bytes > limits.answer_bytes:
         said = f"{asked} may come to {size.bytes} bytes: at most {limits.answer_bytes} are allowed"
-        raise Refusal(400, "limit_exceeded", f"{said}; lower max_tokens, or stream", "max_tokens")
+        raise APIError(400, "limit_exceeded", f"{said}; lower max_tokens, or stream", "max_tokens")
     if key.tokens_per_minute and size.tokens(params) > key.tokens_per_minute:
         said = f"prompt and max_tokens come to {size.tokens(params)} tokens"
-        raise Refusal(
+        raise APIError(
             400,
             "limit_exceeded",
             f"{said}, and this key has {key.tokens_per_minute} a minute: ask for fewer",
@@ -183,154 +185,160 @@ def check_size(limits: Limits, key: KeyLimits, card: ModelCard, params: Sampling
 
 
 @dataclass(eq=False)
-class Mark:
+class Charge:
     at: float
     amount: int
 
 
-class Window:
+class SlidingWindow:
     """What was used in the last minute."""
 
     def __init__(self) -> None:
-        self.marks: deque[Mark] = deque()
+        self.charges: deque[Charge] = deque()
         self.total = 0
 
     def wait(self, now: float, amount: int, limit: int) -> float:
         """Seconds until so much more may be used."""
-        while self.marks and self.marks[0].at <= now - MINUTE_S:
-            self.total -= self.marks.popleft().amount
+        while self.charges and self.charges[0].at <= now - MINUTE_S:
+            self.total -= self.charges.popleft().amount
         excess, free = self.total + amount - limit, 0.0
-        for mark in self.marks:
+        for charge in self.charges:
             if excess <= 0:
                 break
-            excess -= mark.amount
-            free = mark.at + MINUTE_S - now
+            excess -= charge.amount
+            free = charge.at + MINUTE_S - now
         return free
 
-    def add(self, now: float, amount: int) -> Mark:
-        self.marks.append(mark := Mark(now, amount))
+    def add(self, now: float, amount: int) -> Charge:
+        self.charges.append(charge := Charge(now, amount))
         self.total += amount
-        return mark
+        return charge
 
-    def give_back(self, mark: Mark, amount: int) -> None:
+    def refund(self, charge: Charge, amount: int) -> None:
         """Later than a minute, it has left the total already."""
-        if self.marks and mark.at >= self.marks[0].at:
+        if self.charges and charge.at >= self.charges[0].at:
             self.total -= amount
-        mark.amount -= amount
+        charge.amount -= amount
 
 
 @dataclass(eq=False)
-class Ledger:
+class KeyUsage:
     """What one key has used."""
 
-    requests: Window = field(default_factory=Window)
-    tokens: Window = field(default_factory=Window)
+    requests: SlidingWindow = field(default_factory=SlidingWindow)
+    tokens: SlidingWindow = field(default_factory=SlidingWindow)
     open: int = 0  # answers under way; a request that is still being read counts as one
 
 
-class Gate:
+class RateLimiter:
     """Lets requests in, and counts. For one event loop: nothing in here waits."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.ledgers: defaultdict[str, Ledger] = defaultdict(Ledger)  # by the key's name
+        self.usage_by_key: defaultdict[str, KeyUsage] = defaultdict(KeyUsage)  # by the key's name
         self.open: defaultdict[str, int] = defaultdict(int)  # answers under way, by model
         self.kept = 0  # bytes of echoes and log-probabilities that answers under way may come to
 
-    def enter(self, visit: Visit, limits: Limits, card: ModelCard, params: SamplingParams, size: Size) -> Entry:
+    def admit(
+        self, meter: RequestMeter, limits: Limits, card: ModelCard, params: SamplingParams, size: Size
+    ) -> Admission:
         """For a request whose size is known; raises Refusal. Leave the entry when it has ended."""
-        key, ledger, now = visit.key, visit.ledger, self.clock()
+        key, usage, now = meter.key, meter.usage, self.clock()
         check_size(limits, key, card, params, size)
         tokens = size.tokens(params)
-        others = ledger.open - visit.open
+        others = usage.open - meter.open
         if key.concurrent and others + size.answers > key.concurrent:
             message = f"this key has {others} answers under way and may have {key.concurrent}"
-            raise too_many("concurrent_requests", message, BREATHER_S)
-        if key.tokens_per_minute and ledger.tokens.wait(now, tokens - visit.worked, key.tokens_per_minute):
+            raise rate_limit_error("concurrent_requests", message, RETRY_S)
+        if key.tokens_per_minute and usage.tokens.wait(now, tokens - meter.charged_tokens, key.tokens_per_minute):
             # A request that comes again is encoded again: what it cost by now is not given back.
-            wait = ledger.tokens.wait(now, tokens, key.tokens_per_minute)
-            raise too_many("tokens_per_minute", f"this key has {key.tokens_per_minute} tokens a minute", wait)
-        if self.open[card.id] + size.answers > most_answers(limits, card):
-            raise too_many("queue_full", f"{self.open[card.id]} answers are under way, as many as may be", BREATHER_S)
+            wait = usage.tokens.wait(now, tokens, key.tokens_per_minute)
+            raise rate_limit_error("tokens_per_minute", f"this key has {key.tokens_per_minute} tokens a minute", wait)
+        if self.open[card.id] + size.answers > max_open_answers(limits, card):
+            raise rate_limit_error(
+                "queue_full", f"{self.open[card.id]} answers are under way, as many as may be", RETRY_S
+            )
         if self.kept and self.kept + size.extra > limits.kept_bytes:
             message = f"{self.kept} bytes of echoes and log-probabilities are under way, as many as are kept at once"
-            raise too_many("answers_too_large", message, BREATHER_S)
-        return Entry(visit, card.id, size, tokens, now)
+            raise rate_limit_error("answers_too_large", message, RETRY_S)
+        return Admission(meter, card.id, size, tokens, now)
 
 
-def too_many(code: str, message: str, wait: float) -> Refusal:
-    return Refusal(429, code, f"{message}: try again in {max(1, math.ceil(wait))} s", None, max(1, math.ceil(wait)))
+def rate_limit_error(code: str, message: str, wait: float) -> APIError:
+    return APIError(429, code, f"{message}: try again in {max(1, math.ceil(wait))} s", None, max(1, math.ceil(wait)))
 
 
-class Visit:
+class RequestMeter:
     """A request, from its headers to the last byte of its answer. Whatever it costs is charged to its key."""
 
-    def __init__(self, gate: Gate, key: KeyLimits) -> None:
-        self.gate, self.key = gate, key
-        self.ledger = gate.ledgers[key.name]
+    def __init__(self, rate_limiter: RateLimiter, key: KeyLimits) -> None:
+        self.rate_limiter, self.key = rate_limiter, key
+        self.usage = rate_limiter.usage_by_key[key.name]
         self.open = 0  # answers that count as under way
         self.bytes = 0  # of the body, not charged in another way so far
-        self.worked = 0  # tokens that were made of its text
+        self.charged_tokens = 0  # tokens that were made of its text
         self.kept = 0
 
     def begin(self) -> None:
         """Before anything of the body is read."""
-        key, ledger, now = self.key, self.ledger, self.gate.clock()
-        if key.concurrent and ledger.open >= key.concurrent:
-            raise too_many(
-                "concurrent_requests", f"this key has {key.concurrent} requests under way already", BREATHER_S
+        key, usage, now = self.key, self.usage, self.rate_limiter.clock()
+        if key.concurrent and usage.open >= key.concurrent:
+            raise rate_limit_error(
+                "concurrent_requests", f"this key has {key.concurrent} requests under way already", RETRY_S
             )
-        if key.requests_per_minute and (wait := ledger.requests.wait(now, 1, key.requests_per_minute)):
-            raise too_many("requests_per_minute", f"this key has {key.requests_per_minute} requests a minute", wait)
-        if key.tokens_per_minute and (wait := ledger.tokens.wait(now, 1, key.tokens_per_minute)):
-            raise too_many("tokens_per_minute", f"this key has {key.tokens_per_minute} tokens a minute", wait)
+        if key.requests_per_minute and (wait := usage.requests.wait(now, 1, key.requests_per_minute)):
+            raise rate_limit_error(
+                "requests_per_minute", f"this key has {key.requests_per_minute} requests a minute", wait
+            )
+        if key.tokens_per_minute and (wait := usage.tokens.wait(now, 1, key.tokens_per_minute)):
+            raise rate_limit_error("tokens_per_minute", f"this key has {key.tokens_per_minute} tokens a minute", wait)
         if key.requests_per_minute:
-            ledger.requests.add(now, 1)
-        self.count(1)
+            usage.requests.add(now, 1)
+        self.set_open(1)
 
     async def start(self) -> None:
         """`begin`, wherever it is counted: see `serve.api_process`."""
         self.begin()
 
-    def count(self, answers: int) -> None:
-        self.ledger.open += answers - self.open
+    def set_open(self, answers: int) -> None:
+        self.usage.open += answers - self.open
         self.open = answers
 
-    def keep(self, size: int) -> None:
+    def reserve_bytes(self, size: int) -> None:
         """Until the answer is sent."""
-        self.gate.kept += size - self.kept
+        self.rate_limiter.kept += size - self.kept
         self.kept = size
 
-    def work(self, tokens: int) -> None:
+    def charge_prompt(self, tokens: int) -> None:
         """Text became so many tokens: that is done, whatever becomes of the request."""
         self.bytes = 0
         self.charge(tokens)
-        self.worked += tokens
+        self.charged_tokens += tokens
 
     def charge(self, tokens: int) -> None:
         if self.key.tokens_per_minute and tokens:
-            self.ledger.tokens.add(self.gate.clock(), tokens)
+            self.usage.tokens.add(self.rate_limiter.clock(), tokens)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """A body that was read and came to nothing is charged by its length."""
         self.charge(self.bytes // BYTES_A_TOKEN)
         self.bytes = 0
-        self.count(0)
-        self.keep(0)
+        self.set_open(0)
+        self.reserve_bytes(0)
 
 
-class Entry:
+class Admission:
     """A request that was let in, until it leaves."""
 
-    def __init__(self, visit: Visit, model: str, size: Size, tokens: int, now: float) -> None:
-        self.visit, self.model, self.answers, self.tokens = visit, model, size.answers, tokens
+    def __init__(self, meter: RequestMeter, model: str, size: Size, tokens: int, now: float) -> None:
+        self.meter, self.model, self.answers, self.tokens = meter, model, size.answers, tokens
         self.used = 0
-        visit.bytes = 0
-        visit.count(size.answers)
-        visit.keep(size.extra)
-        visit.gate.open[model] += size.answers
-        charged = bool(visit.key.tokens_per_minute)
-        self.charge = visit.ledger.tokens.add(now, max(0, tokens - visit.worked)) if charged else None
+        meter.bytes = 0
+        meter.set_open(size.answers)
+        meter.reserve_bytes(size.extra)
+        meter.rate_limiter.open[model] += size.answers
+        charged = bool(meter.key.tokens_per_minute)
+        self.charge = meter.usage.tokens.add(now, max(0, tokens - meter.charged_tokens)) if charged else None
 
     def use(self, tokens: int) -> None:
         """Tokens that it really used, of prompts and answers."""
@@ -340,7 +348,7 @@ class Entry:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.visit.count(min(1, self.visit.open))
-        self.visit.gate.open[self.model] -= self.answers
+        self.meter.set_open(min(1, self.meter.open))
+        self.meter.rate_limiter.open[self.model] -= self.answers
         if self.charge is not None and self.used < self.tokens:
-            self.visit.ledger.tokens.give_back(self.charge, min(self.charge.amount, self.tokens - self.used))
+            self.meter.usage.tokens.refund(self.charge, min(self.charge.amount, self.tokens - self.used))

@@ -14,28 +14,28 @@ from typing import Any
 
 log = logging.getLogger("lmworks.serve")
 
-Facts = dict[str, Any]  # of one request: gathered on its way, written when it ends
-FACTS = "lmworks.facts"
+LogFields = dict[str, Any]  # of one request: gathered on its way, written when it ends
+LOG_FIELDS = "lmworks.log_fields"
 STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
-class JSONLines(logging.Formatter):
+class JSONFormatter(logging.Formatter):
     """One object a line: time, level, message, and whatever was given as `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told: Facts = {
+        fields: LogFields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
             **{name: value for name, value in vars(record).items() if name not in STANDARD},
         }
         if record.exc_info and record.exc_info[1] is not None:
-            told |= where(record.exc_info[1])
-        return json.dumps(told, default=str)
+            fields |= error_location(record.exc_info[1])
+        return json.dumps(fields, default=str)
 
 
-def where(error: BaseException) -> Facts:
+def error_location(error: BaseException) -> LogFields:
     """What failed and where in the code. Not what it said: that may quote a prompt."""
     frames = traceback.extract_tb(error.__traceback__)
     return {"error": type(error).__name__, "at": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]}
@@ -44,13 +44,13 @@ def where(error: BaseException) -> Facts:
 def log_as_json(level: int = logging.INFO) -> None:
     """For this process as a whole, the web server's own messages included."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JSONLines())
+    handler.setFormatter(JSONFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     log.setLevel(level)
 
 
-def facts_of(scope: MutableMapping[str, Any]) -> Facts:
-    found: Facts = scope.setdefault(FACTS, {})
+def log_fields_of(scope: MutableMapping[str, Any]) -> LogFields:
+    found: LogFields = scope.setdefault(LOG_FIELDS, {})
     return found
 
 

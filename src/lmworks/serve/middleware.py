@@ -1,4 +1,4 @@
-"""Where every request comes in and goes out: it gets an id, is counted and logged, and whatever fails is answered."""
+"""The outermost middleware: request ids, header checks, error responses, metrics, logs and traces."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import refusal_of, response_of
-from .limits import Refusal
-from .logs import Facts, facts_of, log, request_id
-from .serving import VISIT, Serving
+from .errors import error_response, to_api_error
+from .limits import APIError
+from .logs import LogFields, log, log_fields_of, request_id
+from .serving import METER, Serving
 from .tracing import Tracing
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-QUIET = {"/health", "/ready", "/metrics"}  # asked for every few seconds
+QUIET = {"/health", "/ready", "/metrics"}  # polled every few seconds: not logged
 PART_BYTES = 65_536
-LEFT = 499  # the client did, before there was an answer: nobody receives this status, logs and metrics have it
+CLIENT_CLOSED_REQUEST = 499  # nginx's 499, for logs and metrics: the client left before there was an answer
 
 
 @dataclass
-class Seen:
-    """What went out."""
+class ResponseInfo:
+    """Status and start time of one response."""
 
     status: int = 0
     began: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.perf_counter)
 
 
-class Door:
+class RequestMiddleware:
     def __init__(
         self,
         app: ASGIApp,
@@ -49,60 +49,62 @@ class Door:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, facts, seen = Headers(scope=scope), facts_of(scope), Seen()
-        facts["request_id"] = request_id(headers.get("x-request-id"))
+        headers, log_fields, response = Headers(scope=scope), log_fields_of(scope), ResponseInfo()
+        log_fields["request_id"] = request_id(headers.get("x-request-id"))
 
-        unread: Callable[[], bool] = scope.get("state", {}).get("unread", lambda: False)
+        request_incomplete: Callable[[], bool] = scope.get("state", {}).get("unread", lambda: False)
 
-        async def out(message: Message) -> None:
+        async def send_response(message: Message) -> None:
             if message["type"] == "http.response.start":
-                seen.status = message["status"]
+                response.status = message["status"]
                 sent = MutableHeaders(scope=message)
-                sent["x-request-id"] = facts["request_id"]
-                if unread() or self.serving.draining:
-                    sent["connection"] = "close"  # what is left of the request is not read, or there will be no other
-            for part in parts(message):
+                sent["x-request-id"] = log_fields["request_id"]
+                if request_incomplete() or self.serving.draining:
+                    sent["connection"] = "close"  # the rest of the request is not read, or the server drains
+            for part in split_body(message):
                 await send(part)
 
         try:
-            await self.inside(scope, receive, out, seen)
+            await self.call_app(scope, receive, send_response, response)
         finally:
-            if VISIT in scope:
-                scope[VISIT].leave()
-            self.close(scope, headers, facts, seen)
+            if METER in scope:
+                scope[METER].release()
+            self.record(scope, headers, log_fields, response)
 
-    async def inside(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:
+    async def call_app(self, scope: Scope, receive: Receive, send: Send, response: ResponseInfo) -> None:
         try:
-            self.look(scope)
+            self.check_headers(scope)
             await self.app(scope, receive, send)
         except ClientDisconnect:
-            seen.status = seen.status or LEFT
+            response.status = response.status or CLIENT_CLOSED_REQUEST
         except Exception as error:
-            if refusal_of(error).code == "internal_error":
-                log.error("a request failed", extra={"request_id": facts_of(scope)["request_id"]}, exc_info=error)
-            if not seen.status:
-                await response_of(error)(scope, receive, send)
+            if to_api_error(error).code == "internal_error":
+                log.error("a request failed", extra={"request_id": log_fields_of(scope)["request_id"]}, exc_info=error)
+            if not response.status:
+                await error_response(error)(scope, receive, send)
 
-    def look(self, scope: Scope) -> None:
-        """What can be told of a request by its headers."""
+    def check_headers(self, scope: Scope) -> None:
+        """Raises APIError for a foreign host or origin, and for headers that are too large."""
         config = self.serving.settings.current()
         if self.local and not config.keys:
             check_local(Headers(scope=scope), self.origins)
         limit = config.limits.header_bytes
         if sum(len(name) + len(value) for name, value in scope["headers"]) > limit:
-            raise Refusal(431, "headers_too_large", f"the headers have more than {limit} bytes, as many as may be sent")
+            raise APIError(
+                431, "headers_too_large", f"the headers have more than {limit} bytes, as many as may be sent"
+            )
 
-    def close(self, scope: Scope, headers: Headers, facts: Facts, seen: Seen) -> None:
-        took = time.perf_counter() - seen.clock
+    def record(self, scope: Scope, headers: Headers, log_fields: LogFields, response: ResponseInfo) -> None:
+        took = time.perf_counter() - response.clock
         path = route_of(scope)
-        facts["status"] = seen.status or LEFT
-        method = scope["method"] if scope["method"] in METHODS else "OTHER"  # a stranger may invent any number of them
-        self.serving.counts.requests.labels(method, path, str(facts["status"])).inc()
-        self.serving.counts.seconds.labels(path).observe(took)
+        log_fields["status"] = response.status or CLIENT_CLOSED_REQUEST
+        method = scope["method"] if scope["method"] in METHODS else "OTHER"  # bounded: clients may send any method
+        self.serving.http_metrics.requests.labels(method, path, str(log_fields["status"])).inc()
+        self.serving.http_metrics.seconds.labels(path).observe(took)
         if path not in QUIET:
-            log.info("request", extra={**facts, "method": method, "path": path, "seconds": round(took, 6)})
+            log.info("request", extra={**log_fields, "method": method, "path": path, "seconds": round(took, 6)})
         if self.tracing is not None and path not in QUIET:
-            self.tracing.record(f"{method} {path}", facts, headers, seen.began, seen.began + took)
+            self.tracing.record(f"{method} {path}", log_fields, headers, response.began, response.began + took)
 
 
 def check_local(headers: Headers, origins: Sequence[str]) -> None:
@@ -113,10 +115,10 @@ def check_local(headers: Headers, origins: Sequence[str]) -> None:
     host, origin = headers.get("host"), headers.get("origin")
     if host is not None and not loopback(host):
         message = f"this server is for this machine: it does not answer to the name {host[:80]!r}, only to localhost"
-        raise Refusal(403, "foreign_host", message)
+        raise APIError(403, "foreign_host", message)
     if origin is not None and origin not in origins and origin.partition("://")[2] != host:
         message = f"pages of {origin[:80]!r} may not use this server: start it with --cors ORIGIN, or with keys"
-        raise Refusal(403, "foreign_origin", message)
+        raise APIError(403, "foreign_origin", message)
 
 
 def loopback(host: str) -> bool:
@@ -128,8 +130,8 @@ def loopback(host: str) -> bool:
         return False
 
 
-def parts(message: Message) -> Iterator[Message]:
-    """A large body, bit by bit: each waits until the client has taken those before it."""
+def split_body(message: Message) -> Iterator[Message]:
+    """A large body in parts: each waits until the client has read those before it (backpressure)."""
     body = message.get("body", b"")
     for start in range(0, len(body) - PART_BYTES, PART_BYTES):
         yield {"type": message["type"], "body": body[start : start + PART_BYTES], "more_body": True}
@@ -139,6 +141,6 @@ def parts(message: Message) -> Iterator[Message]:
 
 
 def route_of(scope: Scope) -> str:
-    """The route that was taken. What a stranger wrote after our address is content, too, and stays out of logs."""
+    """The path of the matched route. The URL itself is user content and stays out of logs."""
     route: Any = scope.get("route")
     return route.path if route is not None else "(none)"

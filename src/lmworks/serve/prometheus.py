@@ -49,7 +49,7 @@ TIMES = {
 
 
 @dataclass
-class Counts:
+class HTTPMetrics:
     """What the API counts itself."""
 
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
@@ -69,14 +69,14 @@ class Counts:
         )
 
 
-class Engines(Collector):
+class EngineCollector(Collector):
     """Asks all models how they fare, whenever someone looks."""
 
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
 
     def collect(self) -> Iterator[Metric]:
-        states = {model.backend.name: model.backend.state for model in self.serving.locals}
+        states = {model.backend.name: model.backend.state for model in self.serving.local_models}
         found = {model: state.metrics for model, state in states.items() if state.metrics}
         for name, what in GAUGES.items():
             yield family(GaugeMetricFamily, name, what, {model: metrics[name] for model, metrics in found.items()})
@@ -123,18 +123,18 @@ def health(states: Mapping[str, State]) -> Iterator[Metric]:
     yield family(CounterMetricFamily, "engine_restarts", "times that its process was started anew", restarts)
 
 
-def written(serving: Serving) -> bytes:
+def render_metrics(serving: Serving) -> bytes:
     """All of it, as Prometheus reads it."""
     registry = CollectorRegistry()
-    registry.register(Engines(serving))
-    counts = serving.counts.registry
-    if serving.core is not None:
+    registry.register(EngineCollector(serving))
+    counts = serving.http_metrics.registry
+    if serving.engine_host is not None:
         counts = CollectorRegistry()
-        counts.register(Sums([*serving.counts.registry.collect(), *serving.core.others]))
+        counts.register(SummedMetrics([*serving.http_metrics.registry.collect(), *serving.engine_host.other_metrics]))
     return generate_latest(counts) + generate_latest(registry)
 
 
-class Sums(Collector):
+class SummedMetrics(Collector):
     """Counts of several processes, added up."""
 
     def __init__(self, found: list[Metric]) -> None:

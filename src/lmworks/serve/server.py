@@ -23,7 +23,7 @@ from .serving import Serving
 
 KEEP_ALIVE_S = 75  # longer than proxies keep idle connections: it is theirs to close them
 NOTICE_S = 3.0
-LAST_WORDS_S = 5.0  # for those who were cut off to be told so
+CLOSE_GRACE_S = 5.0  # for those who were cut off to be told so
 
 
 class Server(uvicorn.Server):
@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Where there are several processes, one of them tells the others."""
-        if self.serving.core is not None:
+        if self.serving.engine_host is not None:
             yield
             return
         with super().capture_signals():
@@ -73,7 +73,7 @@ class Server(uvicorn.Server):
         log.info("shut down", extra={"cut_off": await draining})
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """Taken before models are loaded, which may take minutes. Port 0 is any that is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
@@ -109,7 +109,7 @@ def make_server(
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(drain_seconds + LAST_WORDS_S),
+        timeout_graceful_shutdown=int(drain_seconds + CLOSE_GRACE_S),
         ssl_certfile=tls_cert,
         ssl_keyfile=tls_key,
     )

@@ -15,14 +15,14 @@ from ..engine.core.sampling_params import SamplingParams
 from ..spec.errors import did_you_mean
 from .backend import Backend, ModelCard
 from .keys import Config, Settings, bearer
-from .limits import Entry, Gate, KeyLimits, Limits, Refusal, Size, Visit, check_model
-from .logs import Facts, facts_of
-from .prometheus import Counts
+from .limits import Admission, APIError, KeyLimits, Limits, RateLimiter, RequestMeter, Size, check_model
+from .logs import LogFields, log_fields_of
+from .prometheus import HTTPMetrics
 from .token_logprobs import TokenTexts
 from .upstream import Upstream
-from .workers import Speech, Workers
+from .workers import PromptProcessor, WorkerPool
 
-VISIT = "lmworks.visit"  # in a request's scope: left when its answer has been sent
+METER = "lmworks.meter"  # in a request's scope: left when its answer has been sent
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Caller:
 
     key: KeyLimits
     config: Config
-    facts: Facts  # what the log will say of this request
-    visit: Visit  # what it is charged
+    log_fields: LogFields  # what the log will say of this request
+    meter: RequestMeter  # what it is charged
     share: str = ""  # the name of the key, or without keys the address: what is shared fairly is shared among those
 
     @property
@@ -41,37 +41,37 @@ class Caller:
 
 
 @dataclass
-class Local:
+class LocalModel:
     """A model whose engine is ours, with what is made of its tokenizer once."""
 
     backend: Backend
 
     @cached_property
-    def speech(self) -> Speech:
-        return Speech(self.backend.name, self.backend.words)
+    def processor(self) -> PromptProcessor:
+        return PromptProcessor(self.backend.name, self.backend.prompt_tokenizer)
 
     @property
     def chat(self) -> Chat:
-        return self.speech.chat
+        return self.processor.chat
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        return TokenTexts(self.backend.words.tokenizer)
+        return TokenTexts(self.backend.prompt_tokenizer.tokenizer)
 
 
-Model = Local | Upstream
+Model = LocalModel | Upstream
 
 
-class Counting(Protocol):
+class EngineHostLink(Protocol):
     """Limits that are counted in another process."""
 
-    others: list[Metric]  # what other API processes counted
+    other_metrics: list[Metric]  # what other API processes counted
 
-    def visit(self, key: KeyLimits) -> Visit: ...
+    def meter(self, key: KeyLimits) -> RequestMeter: ...
 
-    async def enter(
-        self, visit: Visit, limits: Limits, card: ModelCard, params: SamplingParams, size: Size
-    ) -> Entry: ...
+    async def admit(
+        self, meter: RequestMeter, limits: Limits, card: ModelCard, params: SamplingParams, size: Size
+    ) -> Admission: ...
 
 
 @dataclass
@@ -79,39 +79,43 @@ class Serving:
     """The models behind the API, and the state of the API itself."""
 
     settings: Settings
-    locals: list[Local]
+    local_models: list[LocalModel]
     upstreams: list[Upstream] = field(default_factory=list)
-    counts: Counts = field(default_factory=Counts)
-    gate: Gate = field(default_factory=Gate)
-    workers: Workers = field(default_factory=Workers)
+    http_metrics: HTTPMetrics = field(default_factory=HTTPMetrics)
+    rate_limiter: RateLimiter = field(default_factory=RateLimiter)
+    workers: WorkerPool = field(default_factory=WorkerPool)
     draining: bool = False
-    core: Counting | None = None  # of several API processes: where the limits are counted
+    engine_host: EngineHostLink | None = None  # of several API processes: where the limits are counted
 
-    async def enter(self, visit: Visit, limits: Limits, card: ModelCard, params: SamplingParams, size: Size) -> Entry:
+    async def admit(
+        self, meter: RequestMeter, limits: Limits, card: ModelCard, params: SamplingParams, size: Size
+    ) -> Admission:
         """Past the limits, or a Refusal."""
-        if self.core is None:
-            return self.gate.enter(visit, limits, card, params, size)
-        return await self.core.enter(visit, limits, card, params, size)
+        if self.engine_host is None:
+            return self.rate_limiter.admit(meter, limits, card, params, size)
+        return await self.engine_host.admit(meter, limits, card, params, size)
 
-    def admit(self, request: Request) -> Caller:
+    def authenticate(self, request: Request) -> Caller:
         """Before anything of the body is read."""
         config = self.settings.current()
         key = config.authenticate(bearer(request.headers.get("authorization")))
-        facts = facts_of(request.scope)
-        facts["key"] = key.name
+        log_fields = log_fields_of(request.scope)
+        log_fields["key"] = key.name
         if self.draining:
-            raise Refusal(503, "shutting_down", "the server is shutting down", retry_after=1)
-        visit = request.scope[VISIT] = Visit(self.gate, key) if self.core is None else self.core.visit(key)
+            raise APIError(503, "shutting_down", "the server is shutting down", retry_after=1)
+        meter = request.scope[METER] = (
+            RequestMeter(self.rate_limiter, key) if self.engine_host is None else self.engine_host.meter(key)
+        )
         address = request.client.host if request.client else ""
-        return Caller(key, config, facts, visit, key.name if config.keys else address)
+        return Caller(key, config, log_fields, meter, key.name if config.keys else address)
 
-    def trusts(self, request: Request) -> bool:
+    def has_valid_key(self, request: Request) -> bool:
         """It comes with a key."""
         shown = bearer(request.headers.get("authorization"))
         config = self.settings.current()
         try:
             return bool(config.keys and shown and config.authenticate(shown))
-        except Refusal:
+        except APIError:
             return False
 
     def find(self, caller: Caller, name: str | None) -> tuple[Model, str | None]:
@@ -119,13 +123,13 @@ class Serving:
         visible = self.visible(caller)
         if name is None:
             if len(visible) != 1:
-                raise Refusal(400, "model_needed", f"say which model is meant: {listed(visible)}", "model")
+                raise APIError(400, "model_needed", f"say which model is meant: {names_listed(visible)}", "model")
             name = next(iter(visible))
         check_model(caller.key, name)
         if name not in visible:
-            hint = did_you_mean(name, visible) or f"; there is {listed(visible)}"
-            raise Refusal(404, "model_not_found", f"the model {name[:80]!r} is not served{hint}", "model")
-        caller.facts["model"] = name
+            hint = did_you_mean(name, visible) or f"; there is {names_listed(visible)}"
+            raise APIError(404, "model_not_found", f"the model {name[:80]!r} is not served{hint}", "model")
+        caller.log_fields["model"] = name
         return visible[name]
 
     def visible(self, caller: Caller) -> dict[str, tuple[Model, str | None]]:
@@ -133,7 +137,7 @@ class Serving:
         found: dict[str, tuple[Model, str | None]] = {}
         for upstream in self.upstreams:
             found |= {card.id: (upstream, None) for card in upstream.cards}
-        for model in self.locals:
+        for model in self.local_models:
             card = model.backend.card
             found |= {card.id: (model, None), **{adapter: (model, adapter) for adapter in card.adapters}}
         allowed = caller.key.models
@@ -150,30 +154,30 @@ class Serving:
         for upstream in self.upstreams:
             for card in upstream.cards:
                 served[card.id] = served.get(card.id, False) or upstream.state.healthy
-        for local in self.locals:
+        for local in self.local_models:
             card = local.backend.card
             served |= dict.fromkeys((card.id, *card.adapters), local.backend.state.healthy)
         if model is not None and model not in served and not self.draining:
-            raise Refusal(404, "model_not_found", f"the model {model[:80]!r} is not served", "model")
+            raise APIError(404, "model_not_found", f"the model {model[:80]!r} is not served", "model")
         wanted = served.values() if model is None else [served.get(model, False)]
         return not self.draining and bool(served) and all(wanted)
 
     async def start(self) -> None:
         await asyncio.gather(
-            *(model.backend.start() for model in self.locals), *(one.start() for one in self.upstreams)
+            *(model.backend.start() for model in self.local_models), *(one.start() for one in self.upstreams)
         )
 
     async def drain(self, seconds: float) -> int:
         """Takes no more requests; how many were cut off."""
         self.draining = True
-        return sum(await asyncio.gather(*(model.backend.drain(seconds) for model in self.locals)))
+        return sum(await asyncio.gather(*(model.backend.drain(seconds) for model in self.local_models)))
 
     async def close(self) -> None:
         await asyncio.gather(
-            *(model.backend.close() for model in self.locals), *(one.close() for one in self.upstreams)
+            *(model.backend.close() for model in self.local_models), *(one.close() for one in self.upstreams)
         )
         self.workers.close()
 
 
-def listed(names: dict[str, tuple[Model, str | None]]) -> str:
+def names_listed(names: dict[str, tuple[Model, str | None]]) -> str:
     return ", ".join(sorted(names)) or "none at the moment"

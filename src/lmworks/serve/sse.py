@@ -11,8 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import body_of, refusal_of
-from .logs import facts_of, log
+from .errors import error_body, to_api_error
+from .logs import log, log_fields_of
 
 DONE = b"data: [DONE]\n\n"
 STALLED_S = 30.0  # a client that takes nothing for so long has left
@@ -21,7 +21,7 @@ encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=F
 Found = TypeVar("Found")
 
 
-def line(chunk: Any) -> bytes:
+def sse_event(chunk: Any) -> bytes:
     """Three letters end no line of server-sent events, but many clients split there, as Unicode does: escaped."""
     text = encode(chunk)
     text = text.replace("\u0085", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
@@ -45,9 +45,9 @@ class EventStream(Response):
         try:
             await while_connected(receive, self.write(scope, send))
         except ClientDisconnect:
-            facts_of(scope)["failed"] = "client_left"
+            log_fields_of(scope)["failed"] = "client_left"
         except TimeoutError:
-            facts_of(scope)["failed"] = "client_stalled"
+            log_fields_of(scope)["failed"] = "client_stalled"
             raise ClientDisconnect from None
         finally:
             await self.rest.aclose()
@@ -61,11 +61,11 @@ class EventStream(Response):
         except TimeoutError:
             raise
         except Exception as error:
-            refusal = refusal_of(error)
-            facts_of(scope)["failed"] = refusal.code
+            refusal = to_api_error(error)
+            log_fields_of(scope)["failed"] = refusal.code
             if refusal.code == "internal_error":
                 log.error("a stream failed", exc_info=error)
-            await self.put(send, line(body_of(refusal)))
+            await self.put(send, sse_event(error_body(refusal)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def put(self, send: Send, one: bytes) -> None:
@@ -74,7 +74,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": one, "more_body": True})
 
 
-async def begun(request: Request, lines: AsyncGenerator[bytes, None]) -> EventStream:
+async def start_stream(request: Request, lines: AsyncGenerator[bytes, None]) -> EventStream:
     """Once there is a first line: what is refused before that has a status of its own."""
     try:
         return EventStream(await while_connected(request.receive, anext(lines)), lines)

@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from .body import read_body
 from .forward import forward
-from .generation_request import Job, Total, aside, collected
+from .generation_request import GenerationRequest, RequestOutput, collect_output, in_thread_with_logprobs
 from .openai_types import ChatRequest, CompletionRequest
-from .serving import Caller, Local, Serving
-from .sse import begun, encode, while_connected
+from .serving import Caller, LocalModel, Serving
+from .sse import encode, start_stream, while_connected
 from .upstream import Upstream
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
@@ -22,36 +22,36 @@ Body = TypeVar("Body", ChatRequest, CompletionRequest)
 SLICE = 256  # places whose log-probabilities are written at once
 
 
-class Form(Protocol):
+class RequestHandler(Protocol):
     """How an endpoint answers: all of it, or line by line as it is made."""
 
-    job: Job
+    generation: GenerationRequest
 
-    def whole(self, found: Total) -> Any: ...
+    def full_response(self, found: RequestOutput) -> Any: ...
 
-    def lines(self) -> AsyncGenerator[bytes, None]: ...
+    def stream(self) -> AsyncGenerator[bytes, None]: ...
 
 
-async def answered(
+async def handle_request(
     serving: Serving,
     request: Request,
     kind: type[Body],
-    prepared: Callable[[Serving, Caller, Local, str | None, Body], Awaitable[Form]],
+    make_handler: Callable[[Serving, Caller, LocalModel, str | None, Body], Awaitable[RequestHandler]],
 ) -> Response:
-    caller = serving.admit(request)
+    caller = serving.authenticate(request)
     body, raw = await read_body(serving, request, caller, kind)
     model, adapter = serving.find(caller, body.model)
     if isinstance(model, Upstream):
         return await forward(serving, caller, request, body, raw)
-    answer = await prepared(serving, caller, model, adapter, body)
+    answer = await make_handler(serving, caller, model, adapter, body)
     if body.stream:
-        return await begun(request, answer.lines())
-    found = await while_connected(request.receive, collected(answer.job))
-    content = await aside(answer.job, lambda: written(answer.whole(found)))
+        return await start_stream(request, answer.stream())
+    found = await while_connected(request.receive, collect_output(answer.generation))
+    content = await in_thread_with_logprobs(answer.generation, lambda: to_json(answer.full_response(found)))
     return Response(content, media_type="application/json")
 
 
-def written(answer: Mapping[str, Any]) -> str:
+def to_json(answer: Mapping[str, Any]) -> str:
     """As JSON, list by list: the encoder holds the interpreter's lock while it works."""
     around = encode({name: value for name, value in answer.items() if name != "choices"})
     return f'{around[:-1]},"choices":[{",".join(map(choice, answer["choices"]))}]}}'
@@ -61,11 +61,11 @@ def choice(one: Mapping[str, Any]) -> str:
     if one["logprobs"] is None:
         return encode(one)
     around = encode({name: value for name, value in one.items() if name != "logprobs"})
-    lists = (f"{encode(name)}:{sliced(value)}" for name, value in one["logprobs"].items())
+    lists = (f"{encode(name)}:{encode_in_slices(value)}" for name, value in one["logprobs"].items())
     return f'{around[:-1]},"logprobs":{{{",".join(lists)}}}}}'
 
 
-def sliced(found: Any) -> str:
+def encode_in_slices(found: Any) -> str:
     if not isinstance(found, list):
         return encode(found)
     parts = (encode(found[at : at + SLICE])[1:-1] for at in range(0, len(found), SLICE))

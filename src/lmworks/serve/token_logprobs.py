@@ -10,7 +10,7 @@ from ..data.tokenizer import END_OF_TEXT, ByteTokenizer, FileTokenizer, Tokenize
 from ..engine.core.detokenizer import BYTE_TOKEN, Vocabulary, byte_level
 from ..engine.core.request import Logprob
 
-UNLIKELY = -9999.0  # what OpenAI writes for a token that cannot come: JSON knows no infinity
+IMPOSSIBLE_LOGPROB = -9999.0  # what OpenAI writes for a token that cannot come: JSON knows no infinity
 KEPT = 65_536
 BLANK = "▁"  # how SentencePiece writes a space
 
@@ -75,10 +75,10 @@ class Offsets:
 
 
 def finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else UNLIKELY
+    return logprob if math.isfinite(logprob) else IMPOSSIBLE_LOGPROB
 
 
-def likeliest(found: Logprob) -> list[tuple[int, float]]:
+def top_tokens(found: Logprob) -> list[tuple[int, float]]:
     """The tokens that are reported at one place: those asked for, and the one that stands there."""
     top = [(token, finite(logprob)) for token, logprob in found.top]
     return top if any(token == found.token for token, _ in top) else [*top, (found.token, finite(found.logprob))]

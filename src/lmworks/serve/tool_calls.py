@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.core.detokenizer import possible_start
-from .limits import Refusal
+from .limits import APIError
 from .openai_answers import ToolCall
 from .openai_types import ChatRequest, ChosenTool, Tool
 
@@ -29,7 +29,7 @@ def tool_call(name: str, arguments: str) -> ToolCall:
     }
 
 
-def parsed(text: str) -> ToolCall | None:
+def parse_call(text: str) -> ToolCall | None:
     """None: it is no call."""
     try:
         found = json.loads(text)
@@ -46,7 +46,7 @@ def parsed(text: str) -> ToolCall | None:
 # --- a call that must be made -----------------------------------------------------------------------------
 
 
-def chosen(body: ChatRequest) -> list[Tool]:
+def required_tools(body: ChatRequest) -> list[Tool]:
     """Tools of which one must be called; none: the model chooses, or has none."""
     tools, choice = body.tools or [], body.tool_choice
     if choice in (None, "none", "auto"):
@@ -54,7 +54,7 @@ def chosen(body: ChatRequest) -> list[Tool]:
     if isinstance(choice, ChosenTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     if not tools:
-        raise Refusal(400, "invalid_request", "tool_choice asks for a tool that tools does not hold", "tool_choice")
+        raise APIError(400, "invalid_request", "tool_choice asks for a tool that tools does not hold", "tool_choice")
     return tools
 
 
@@ -62,13 +62,13 @@ def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
     """What a call of one of them looks like."""
     calls, ids = [], set[str]()
     for tool in tools:
-        arguments = apart(tool.function.parameters or ANY_OBJECT, ids)
+        arguments = with_own_id(tool.function.parameters or ANY_OBJECT, ids)
         properties = {"name": {"const": tool.function.name}, "arguments": arguments}
         calls.append(ANY_OBJECT | {"properties": properties, "required": [*properties], "additionalProperties": False})
     return {"anyOf": calls}
 
 
-def apart(schema: dict[str, Any], ids: set[str]) -> dict[str, Any]:
+def with_own_id(schema: dict[str, Any], ids: set[str]) -> dict[str, Any]:
     """A schema inside another, as a resource with an id of its own: `#` in its references is then the schema itself,
     not the whole, and no other schema's definitions are meant. Of two that bring the same id, the second gets another.
     """
@@ -86,7 +86,7 @@ def apart(schema: dict[str, Any], ids: set[str]) -> dict[str, Any]:
 
 
 @dataclass
-class Reader:
+class ToolCallParser:
     """Tells calls from text while an answer comes in. What is read as a call and is none is text after all."""
 
     required: bool = False  # the answer is a call, and nothing else
@@ -108,7 +108,7 @@ class Reader:
                 shown += before
                 self.waiting = OPEN + rest
                 return shown, calls
-            call = parsed(inner)
+            call = parse_call(inner)
             shown += before if call else before + OPEN + inner + CLOSE
             calls += self.counted(call)
             self.waiting = after.lstrip("\n") if call else after
@@ -120,7 +120,7 @@ class Reader:
     def flush(self) -> tuple[str, list[ToolCall]]:
         """The answer has ended."""
         rest, self.waiting = self.waiting, ""
-        call = parsed(rest.removeprefix(OPEN)) if self.required or rest.startswith(OPEN) else None
+        call = parse_call(rest.removeprefix(OPEN)) if self.required or rest.startswith(OPEN) else None
         return ("", self.counted(call)) if call else (rest, [])
 
     def counted(self, call: ToolCall | None) -> list[ToolCall]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..spec import LMWorksError
-from .logs import Facts
+from .logs import LogFields
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -35,17 +35,17 @@ class Tracing:
         self.provider = provider
         self.tracer = provider.get_tracer("lmworks.serve")
 
-    def record(self, name: str, facts: Facts, headers: Mapping[str, str], began: float, ended: float) -> None:
+    def record(self, name: str, log_fields: LogFields, headers: Mapping[str, str], began: float, ended: float) -> None:
         """Times are seconds since 1970."""
         from opentelemetry import trace
         from opentelemetry.propagate import extract
 
-        attributes = {NAMES[fact]: value for fact, value in facts.items() if fact in NAMES}
+        attributes = {NAMES[fact]: value for fact, value in log_fields.items() if fact in NAMES}
         span = self.tracer.start_span(
             name, extract(headers), trace.SpanKind.SERVER, attributes, start_time=nanoseconds(began)
         )
         context = trace.set_span_in_context(span)
-        for part, start, end in parts(facts, ended):
+        for part, start, end in parts(log_fields, ended):
             child = self.tracer.start_span(part, context, start_time=nanoseconds(start))
             child.end(nanoseconds(end))
         span.end(nanoseconds(ended))
@@ -54,12 +54,12 @@ class Tracing:
         self.provider.shutdown()
 
 
-def parts(facts: Facts, ended: float) -> list[tuple[str, float, float]]:
+def parts(log_fields: LogFields, ended: float) -> list[tuple[str, float, float]]:
     """What a request's time went into, one after the other; none where no engine of ours worked on it."""
-    if "asked" not in facts or not facts.get("total"):
+    if "asked" not in log_fields or not log_fields.get("total"):
         return []
-    asked = facts["asked"]
-    edges = [asked, asked + facts["queue"], asked + facts["first_token"], asked + facts["total"], ended]
+    asked = log_fields["asked"]
+    edges = [asked, asked + log_fields["queue"], asked + log_fields["first_token"], asked + log_fields["total"], ended]
     for place in range(1, len(edges)):
         edges[place] = max(edges[place], edges[place - 1])
     return list(zip(("queue", "prefill", "decode", "postprocess"), edges[:-1], edges[1:], strict=True))

@@ -51,15 +51,15 @@ class Upstream:
         return next((card for card in self.cards if card.id == name), ModelCard(name, 0, 0, 0))
 
     async def start(self) -> None:
-        await self.look()
+        await self.refresh_models()
         self.poller = asyncio.create_task(self.poll(), name=f"poll {self.url}")
 
     async def poll(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            await self.look()
+            await self.refresh_models()
 
-    async def look(self) -> None:
+    async def refresh_models(self) -> None:
         """Which models it has. Those of before stay known while it does not answer."""
         try:
             answer = await self.client.get(f"{self.url}/models", timeout=CONNECT_S)
@@ -67,14 +67,14 @@ class Upstream:
             self.cards = [card_of(one) for one in answer.json()["data"]]
             self.up, self.last_error = True, None
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            self.fail(error)
+            self.mark_down(error)
 
-    def fail(self, error: Exception) -> None:
+    def mark_down(self, error: Exception) -> None:
         """It is asked last, until it answers again."""
-        said = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         if self.last_error is None:
-            log.warning("upstream does not answer", extra={"upstream": self.url, "reason": said})
-        self.up, self.last_error = False, said
+            log.warning("upstream does not answer", extra={"upstream": self.url, "reason": reason})
+        self.up, self.last_error = False, reason
 
     async def close(self) -> None:
         if self.poller is not None:

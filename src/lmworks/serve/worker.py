@@ -8,7 +8,7 @@ import socket
 import sys
 from contextlib import suppress
 
-from .channel import Wire
+from .channel import SocketChannel
 from .workers import serve
 
 if __name__ == "__main__":
@@ -18,5 +18,5 @@ if __name__ == "__main__":
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     with suppress(ConnectionError, StopIteration):
-        serve(Wire(connection))
+        serve(SocketChannel(connection))
     os._exit(0)

@@ -22,37 +22,39 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ..engine.chat_template import Chat
-from .backend import Words
-from .channel import Wire, frame, pack_tokenizer, receive, unpack_tokenizer
-from .limits import BREATHER_S, Refusal, too_many
+from .backend import PromptTokenizer
+from .channel import SocketChannel, encode_frame, pack_tokenizer, read_frame, unpack_tokenizer
+from .limits import RETRY_S, APIError, rate_limit_error
 
 WORK_SECONDS = 30.0  # after which the request is given up, and its process with it
-MOST_WAITING = 1024  # pieces of work
+MAX_WAITING = 1024  # pieces of work
 ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
 Found = TypeVar("Found")
 
 
 @dataclass
-class Speech:
+class PromptProcessor:
     """The tokenizer and the chat template of a model, in whichever process."""
 
     name: str
-    words: Words
+    prompt_tokenizer: PromptTokenizer
 
     @cached_property
     def chat(self) -> Chat:
-        return self.words.chat()
+        return self.prompt_tokenizer.chat()
 
     @cached_property
     def packed(self) -> bytes:
         """For another process: a pickled tokenizer would forget its settings."""
-        return pickle.dumps((self.name, replace(self.words, tokenizer=None), pack_tokenizer(self.words.tokenizer)))
+        return pickle.dumps(
+            (self.name, replace(self.prompt_tokenizer, tokenizer=None), pack_tokenizer(self.prompt_tokenizer.tokenizer))
+        )
 
     @classmethod
-    def unpacked(cls, packed: bytes) -> Speech:
-        name, words, tokenizer = pickle.loads(packed)
-        return cls(name, replace(words, tokenizer=unpack_tokenizer(tokenizer)))
+    def unpacked(cls, packed: bytes) -> PromptProcessor:
+        name, prompt_tokenizer, tokenizer = pickle.loads(packed)
+        return cls(name, replace(prompt_tokenizer, tokenizer=unpack_tokenizer(tokenizer)))
 
 
 @dataclass(eq=False)
@@ -60,16 +62,18 @@ class Worker:
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    knows: set[str] = field(default_factory=set)  # models
+    loaded_models: set[str] = field(default_factory=set)  # models
 
-    async def ask(self, speech: Speech | None, work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        name = speech.name if speech is not None else None
-        if speech is not None and name not in self.knows:
-            self.writer.write(frame(speech.packed))
-            self.knows.add(speech.name)
-        self.writer.write(frame((name, work, given)))
+    async def call(
+        self, processor: PromptProcessor | None, work: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> Any:
+        name = processor.name if processor is not None else None
+        if processor is not None and name not in self.loaded_models:
+            self.writer.write(encode_frame(processor.packed))
+            self.loaded_models.add(processor.name)
+        self.writer.write(encode_frame((name, work, arguments)))
         await self.writer.drain()
-        return await receive(self.reader)
+        return await read_frame(self.reader)
 
     def end(self) -> None:
         self.writer.transport.abort()
@@ -77,7 +81,7 @@ class Worker:
         self.process.wait()
 
 
-class Workers:
+class WorkerPool:
     def __init__(self, most: int | None = None) -> None:
         self.most = most or min(4, max(2, (os.cpu_count() or 1) // 2))
         self.all: set[Worker] = set()
@@ -86,88 +90,92 @@ class Workers:
         self.waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self.closed = False
 
-    async def run(self, key: str, speech: Speech | None, work: Callable[..., Found], *given: Any) -> Found:
-        """`work(speech, *given)`, a function of a module, and its result; or what it raised, as a Refusal."""
-        await self.turn(key)
+    async def run(
+        self, key: str, processor: PromptProcessor | None, work: Callable[..., Found], *arguments: Any
+    ) -> Found:
+        """`work(processor, *arguments)`, a function of a module, and its result; or what it raised, as a Refusal."""
+        await self.acquire_slot(key)
         # A caller that is gone does not stop a process in the middle of its work.
-        task = asyncio.create_task(self.done(key, speech, work, given))
+        task = asyncio.create_task(self.run_in_worker(key, processor, work, arguments))
         found: Found = await asyncio.shield(task)
         return found
 
-    async def done(self, key: str, speech: Speech | None, work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    async def run_in_worker(
+        self, key: str, processor: PromptProcessor | None, work: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> Any:
         try:
-            worker = self.idle.pop() if self.idle else await self.begin()
+            worker = self.idle.pop() if self.idle else await self.spawn()
             try:
                 async with asyncio.timeout(WORK_SECONDS):
-                    found, refused = await worker.ask(speech, work, given)
+                    found, refused = await worker.call(processor, work, arguments)
             except BaseException as error:
                 self.all.discard(worker)
                 worker.end()
                 if isinstance(error, TimeoutError):
                     message = f"it took more than {WORK_SECONDS:g} s to read the request"
-                    raise Refusal(400, "limit_exceeded", message) from None
+                    raise APIError(400, "limit_exceeded", message) from None
                 if isinstance(error, ENDED):
                     raise RuntimeError("a worker process was lost") from None
                 raise
             self.idle.append(worker)
         finally:
-            self.next(key)
+            self.release_slot(key)
         if refused is not None:
-            raise Refusal(*refused)
+            raise APIError(*refused)
         return found
 
     async def warm(self) -> None:
         """One is there before it is needed: to start it takes a second."""
-        self.idle.append(await self.begin())
+        self.idle.append(await self.spawn())
 
-    async def begin(self) -> Worker:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "lmworks.serve.worker", str(theirs.fileno())]
+    async def spawn(self) -> Worker:
+        own_end, child_end = socket.socketpair()
+        command = [sys.executable, "-m", "lmworks.serve.worker", str(child_end.fileno())]
 
         def start() -> subprocess.Popen[bytes]:
-            with theirs:
+            with child_end:
                 return subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                    command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
                 )
 
         process = await asyncio.to_thread(start)
-        reader, writer = await asyncio.open_connection(sock=ours)
-        writer.write(frame(sys.path))
+        reader, writer = await asyncio.open_connection(sock=own_end)
+        writer.write(encode_frame(sys.path))
         worker = Worker(process, reader, writer)
         self.all.add(worker)
         return worker
 
     # --- turns --------------------------------------------------------------------------------------------
 
-    async def turn(self, key: str) -> None:
+    async def acquire_slot(self, key: str) -> None:
         if self.closed:
-            raise Refusal(503, "shutting_down", "the server is shutting down", retry_after=1)
+            raise APIError(503, "shutting_down", "the server is shutting down", retry_after=1)
         if self.busy.total() < self.most and not self.waiting:
             self.busy[key] += 1
             return
-        if sum(map(len, self.waiting.values())) >= MOST_WAITING:
-            raise too_many("queue_full", "too many long requests wait to be read", BREATHER_S)
-        turn = asyncio.get_running_loop().create_future()
-        self.waiting.setdefault(key, deque()).append(turn)
+        if sum(map(len, self.waiting.values())) >= MAX_WAITING:
+            raise rate_limit_error("queue_full", "too many long requests wait to be read", RETRY_S)
+        slot = asyncio.get_running_loop().create_future()
+        self.waiting.setdefault(key, deque()).append(slot)
         try:
-            await turn
+            await slot
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.next(key)  # it had come just now
+            if slot.done() and not slot.cancelled():
+                self.release_slot(key)  # it had come just now
             raise
 
-    def next(self, key: str) -> None:
+    def release_slot(self, key: str) -> None:
         """A piece of work has ended. Of those that wait, the key with the least under way comes first."""
         self.busy[key] -= 1
         while self.waiting and self.busy.total() < self.most:
             chosen = min(self.waiting, key=lambda each: self.busy[each])
-            turns = self.waiting.pop(chosen)
-            turn = turns.popleft()
-            if turns:
-                self.waiting[chosen] = turns  # behind the others
-            if not turn.done():
+            slots = self.waiting.pop(chosen)
+            slot = slots.popleft()
+            if slots:
+                self.waiting[chosen] = slots  # behind the others
+            if not slot.done():
                 self.busy[chosen] += 1
-                turn.set_result(None)
+                slot.set_result(None)
 
     def close(self) -> None:
         self.closed = True
@@ -180,22 +188,22 @@ class Workers:
 # --- the process ------------------------------------------------------------------------------------------
 
 
-def serve(wire: Wire) -> None:
+def serve(channel: SocketChannel) -> None:
     """What a worker process does, until the other end of its wire is closed."""
-    from .errors import refusal_of
+    from .errors import to_api_error
 
-    models: dict[str, Speech] = {}
-    messages = wire.messages()
+    models: dict[str, PromptProcessor] = {}
+    messages = channel.messages()
     sys.path[:] = next(messages)
     for message in messages:
         if isinstance(message, bytes):
-            speech = Speech.unpacked(message)
-            models[speech.name] = speech
+            processor = PromptProcessor.unpacked(message)
+            models[processor.name] = processor
             continue
-        name, work, given = message
+        name, work, arguments = message
         try:
-            answer: tuple[Any, Any] = (work(models.get(name), *given), None)
+            answer: tuple[Any, Any] = (work(models.get(name), *arguments), None)
         except BaseException as error:  # a panic of a library is no Exception
-            refusal = refusal_of(error if isinstance(error, Exception) else RuntimeError())
-            answer = (None, (refusal.status, refusal.code, str(refusal), refusal.param, refusal.retry_after))
-        wire.send(answer)
+            api_error = to_api_error(error if isinstance(error, Exception) else RuntimeError())
+            answer = (None, (api_error.status, api_error.code, str(api_error), api_error.param, api_error.retry_after))
+        channel.send(answer)
