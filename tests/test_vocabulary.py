@@ -62,6 +62,18 @@ RETIRED = {
     "let_in": "admit_waiting",
     "make_way": "preempt_for",
     # serve, cli, launch
+    "Refusal": "APIError",
+    "refusal_of": "to_api_error",
+    "Speech": "PromptProcessor",
+    "Wire": "SocketChannel or TransportProxy",
+    "Patience": "StallTimeouts",
+    "Box": "EventQueue",
+    "Door": "RequestMiddleware",
+    "Gate": "RateLimiter",
+    "Passing": "ProxyRequest",
+    "hang_up": "close_gracefully",
+    "hear": "handle_message",
+    "carry_out": "run_pending",
     # plan, spec
     "Way": "PassCost",
     "Weigher": "Calibrated",

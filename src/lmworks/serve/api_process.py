@@ -174,9 +174,9 @@ class RemoteBackend:
 
 async def serve(channel: socket.socket, listening: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=channel)
-    path, told = await read_frame(reader)
+    path, fields = await read_frame(reader)
     sys.path[:] = path
-    spec, engine_host = APIProcessConfig(**told), EngineHostClient(reader, writer)
+    spec, engine_host = APIProcessConfig(**fields), EngineHostClient(reader, writer)
     serving = make_serving(engine_host, spec)
     listening_task = asyncio.create_task(engine_host.read_messages())
 
@@ -191,11 +191,11 @@ async def serve(channel: socket.socket, listening: socket.socket) -> None:
     counting = asyncio.create_task(report_metrics(engine_host, serving))
     await asyncio.wait([listening_task, serving_task], return_when=asyncio.FIRST_COMPLETED)
     if not listening_task.done() or listening_task.exception() is not None:
-        os._exit(1)  # the other process is gone, or we cannot serve
+        os._exit(1)  # the engine host is gone, or serving failed
     server.notice, server.should_exit = listening_task.result().notice, True
-    hearing = asyncio.create_task(engine_host.read_messages())  # answers go on to come
+    draining = asyncio.create_task(engine_host.read_messages())  # events still arrive while it drains
     await serving_task
-    for task in (counting, hearing):
+    for task in (counting, draining):
         task.cancel()
     if tracing is not None:
         tracing.close()
@@ -220,7 +220,7 @@ async def report_metrics(engine_host: EngineHostClient, serving: Serving) -> Non
 
 
 if __name__ == "__main__":
-    # The process that started this one is told to end, and then tells us.
+    # Signals are for the engine host, which then sends Drain.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_as_json()

@@ -1,12 +1,11 @@
-"""What stands behind the API: it takes requests and gives back events, whoever computes them.
+"""The interface between the API and an engine: requests in, events out, wherever the engine runs.
 
-    async with aclosing(backend.stream(ask)) as events:
+    async with aclosing(backend.stream(request)) as events:
         async for event in events:
             ...
 
-Leaving that block early takes the request back: nobody computes for a client that is gone. What ends a request as a
-whole (refused, no room, the engine died) is raised as BackendError, from the first event on at any time; what goes
-wrong with one answer alone is that answer's last event, with finish_reason "error".
+Leaving that block early cancels the request. What ends a request as a whole (rejected, busy, engine lost) is raised as
+BackendError, at any time; an error of one answer alone is that answer's last event, with finish_reason "error".
 """
 
 from __future__ import annotations
@@ -28,50 +27,50 @@ Kind = Literal["busy", "dead", "timeout", "refused"]
 
 
 class BackendError(LMWorksError):
-    """Why a request is not served (any further).
+    """Why a request failed.
 
-    refused: it could never be (400). busy: not now, there is no room (429). timeout: it waited or ran too long (503
-    or 504: see `started`). dead: the engine is down or was lost on the way (503; 500 once `started`).
+    refused: invalid (400). busy: no capacity now (429). timeout: queued or ran too long (503, or 504 once `started`).
+    dead: the engine is down or was lost (503; 500 once `started`).
     """
 
     def __init__(self, kind: Kind, message: str, retry_after: float | None = None, started: bool = False) -> None:
         super().__init__(message)
         self.kind = kind
-        self.retry_after = retry_after  # seconds; None: the same request would fare no better
-        self.started = started  # the engine had begun with it
+        self.retry_after = retry_after  # seconds; None: a retry would fail too
+        self.started = started  # the engine had begun to compute it
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt and its wishes. A smaller priority is served first; prefixes are shared within a tenant."""
+    """One prompt with its sampling parameters. Smaller priorities first; prefixes are shared within a tenant."""
 
     prompt: Sequence[int]
     params: SamplingParams
     priority: int = 0
     tenant: str = ""
     stream: bool = True  # events as tokens come; False: one event for each answer, at its end
-    share: str = ""  # who asks: among those, the compiling of grammars is shared fairly
-    compile_seconds: float = 0.0  # longest time its grammar may take, waiting included (0: any)
-    queue_seconds: float = 0.0  # longest time it may wait to be let in, once that is there (0: any)
-    request_seconds: float = 0.0  # longest time in all (0: any)
+    share: str = ""  # key or address: grammar compilation is fair between them
+    compile_seconds: float = 0.0  # timeout of its grammar's compilation, waiting included (0: none)
+    queue_seconds: float = 0.0  # timeout in the queue, once its grammar is compiled (0: none)
+    request_seconds: float = 0.0  # timeout of the whole request (0: none)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request came to. Times in seconds since it reached the engine."""
+    """Token counts and times of a request, in seconds since it reached the engine."""
 
     prompt_tokens: int
     completion_tokens: int  # of all answers that were made
     cached_tokens: int  # of the prompt, found in the prefix cache
-    queue: float = 0.0  # until it was let in
+    queue: float = 0.0  # until it was scheduled
     first_token: float = 0.0
     total: float = 0.0
 
 
 @dataclass(frozen=True)
 class Event:
-    """What came of one answer since its event before: tokens, the text that they complete, its end."""
+    """What one answer gained since its event before: tokens, text, its end."""
 
     index: int  # which of the answers, below params.n
     tokens: list[int]
@@ -86,7 +85,7 @@ class Event:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What clients may know of the model."""
+    """What /v1/models says of a model, and what limits need to know."""
 
     id: str
     created: int  # seconds since 1970
@@ -99,7 +98,7 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class State:
-    """How a backend fares, at the moment it was asked."""
+    """Health of a backend at one moment."""
 
     alive: bool  # its process runs
     ready: bool  # it takes requests
@@ -120,7 +119,7 @@ class State:
 
 @dataclass(frozen=True)
 class PromptTokenizer:
-    """Text and token ids, on the API's side."""
+    """Tokenizer and chat template of a model, on the API's side."""
 
     tokenizer: Tokenizer | None
     begin_of_text: bool = False  # prompts begin as `transformers` would have them: a Hugging Face folder
@@ -128,7 +127,7 @@ class PromptTokenizer:
     chat_template: str | None = None  # to use instead of the folder's
 
     def encode(self, text: str, add_special_tokens: bool | None = None, parse_special: bool = False) -> list[int]:
-        """A prompt as the model wants it, or as is said. Names of special tokens are text, unless they are parsed."""
+        """Token ids of a prompt. Names of special tokens are text, unless `parse_special`."""
         tokenizer = self.require_tokenizer()
         add = self.begin_of_text if add_special_tokens is None else add_special_tokens
         if parse_special:
@@ -146,7 +145,7 @@ class PromptTokenizer:
         return self.require_tokenizer().decode(ids)
 
     def chat(self) -> Chat:
-        """How conversations become prompts; compiles the template, so keep it."""
+        """The chat template, compiled: keep it."""
         return Chat.of(self.folder, self.require_tokenizer(), self.encode, self.chat_template)
 
     def require_tokenizer(self) -> Tokenizer:
@@ -156,7 +155,7 @@ class PromptTokenizer:
 
 
 class Backend(Protocol):
-    """`card` and `prompt_tokenizer` are there once `start` has returned."""
+    """`card` and `prompt_tokenizer` are available once `start` has returned."""
 
     @property
     def name(self) -> str: ...
@@ -168,7 +167,7 @@ class Backend(Protocol):
     def state(self) -> State: ...
 
     async def start(self) -> None:
-        """Returns when it is ready; raises LMWorksError where it never will be."""
+        """Returns when the engine is ready; raises LMWorksError where it cannot be."""
         ...
 
     def stream(self, request: EngineRequest) -> AsyncGenerator[Event, None]:
@@ -176,7 +175,7 @@ class Backend(Protocol):
         ...
 
     async def drain(self, seconds: float) -> int:
-        """Takes no more requests; returns when all have ended, or after so many seconds: how many were cut off."""
+        """Takes no more requests; waits for open ones, at most so many seconds; returns how many were cut off."""
         ...
 
     async def close(self) -> None: ...

@@ -1,7 +1,6 @@
-"""The body of a request: its bytes and nesting are bounded while it is read, its counts before it is validated.
+"""Request bodies: size and nesting are bounded while they are read, item counts before they are validated.
 
-Work that grows with what a stranger sent is done where it holds up nobody: bodies of more than LARGE bytes are parsed
-in a worker process (`serve.workers`).
+Bodies of more than LARGE_BODY_BYTES are parsed in a worker process (`serve.workers`), off the event loop.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class NestingLimiter:
-    """How deep JSON is nested, and of how many objects, lists and strings it is made: told part by part, as it comes.
+    """Limits the nesting of JSON and its number of objects, lists and strings, fed part by part.
 
     Numbers are not counted: prompts may be token ids.
     """
@@ -45,7 +44,7 @@ class NestingLimiter:
         self.open = b""  # the beginning of a string that the last part did not end
 
     def feed(self, part: bytes) -> None:
-        """Raises Refusal. Invalid JSON may pass: that is for the parser to say."""
+        """Raises APIError. Invalid JSON may pass: the parser reports it."""
         self.quotes += part.count(b'"') - part.count(b'\\"')
         self.check()
         text = self.open + part
@@ -68,7 +67,7 @@ class NestingLimiter:
 
 
 async def read_body(serving: Serving, request: Request, caller: Caller, kind: type[Body]) -> tuple[Body, bytes]:
-    """The body, checked; and as it came. It is charged from here on."""
+    """The validated body, and its bytes. The request is charged from here on."""
     raw = await receive_body(request, caller)
     if len(raw) <= LARGE_BODY_BYTES:
         return parse(None, raw, kind, caller.limits), raw
@@ -101,13 +100,13 @@ def too_large(limit: int) -> APIError:
 
 
 def parse(_: PromptProcessor | None, raw: bytes, kind: type[Body], limits: Limits) -> Body:
-    """In this process or in another. Token ids come back as arrays, which are passed on in no time."""
+    """In this process or in a worker. Token ids become arrays, which are cheap to pickle."""
     found = parse_json(raw)
     if isinstance(found, dict):
         check_counts(found, limits)
     body = kind.model_validate(found)
     if b"NaN" in raw or b"Infinity" in raw:
-        parse_json(raw, allow_inf_nan=False)  # where a schema holds them: those who speak JSON do not read them
+        parse_json(raw, allow_inf_nan=False)  # in a schema they would not be JSON
     if isinstance(body, CompletionRequest):
         body.prompt = pack_token_ids(body.prompt)
     if isinstance(body, DetokenizeRequest):
@@ -133,7 +132,7 @@ def pack_token_ids(prompt: Any) -> Any:
 
 
 def check_counts(body: dict[str, Any], limits: Limits) -> None:
-    """Before a validator, a template or a tokenizer looks at each of so many items."""
+    """Before validation, templates and tokenizers, whose cost grows with the number of items."""
     for param, count, limit, what in item_counts(body, limits):
         if count > limit:
             raise APIError(400, "limit_exceeded", f"{param} has {count} {what}: at most {limit} are allowed", param)
@@ -165,7 +164,7 @@ def items(found: Any) -> Any:
 
 
 def grammar_fields(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What the engine is asked to compile."""
+    """Fields that the engine compiles to a grammar."""
     yield from ((param, body[param]) for param in ("guided_json", "guided_regex", "guided_choice") if param in body)
     wanted = body.get("response_format")
     if isinstance(wanted, dict) and isinstance(wanted.get("json_schema"), dict):

@@ -1,7 +1,7 @@
-"""What the API and its engine's process say to each other: pickled messages on a pair of sockets of their own.
+"""Messages between API, engine and worker processes: pickles on a socket pair.
 
 A frame is its length (4 bytes) and a pickle. Many events travel in one frame, as plain tuples: a step of hundreds of
-sequences costs one write and one read. Nobody else can write to these sockets, so unpickling is safe.
+sequences costs one write and one read. Socket pairs are private to the two processes, so unpickling is safe.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LENGTH = struct.Struct("!I")
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An engine, and what the API must know to make prompts for it."""
+    """An engine, and what the API needs to tokenize prompts for it."""
 
     engine: Engine
     folder: Path | None = None  # where a chat template may lie
@@ -42,7 +42,7 @@ Factory = Callable[[], LoadedEngine]  # picklable: a function of a module, or fu
 
 
 class LoadEngine(NamedTuple):
-    """The first word to the process."""
+    """The first message to an engine process."""
 
     path: list[str]  # sys.path, before the factory is unpickled
     factory: bytes
@@ -71,18 +71,18 @@ class Cancel(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What the last steps brought."""
+    """Results of the last steps."""
 
     steps: int  # since the start
-    compiled: list[int]  # requests with a grammar that is there now: the engine has them
-    started: list[int]  # requests that were let in
+    compiled: list[int]  # requests whose grammar was compiled: the engine has them
+    started: list[int]  # requests that were scheduled
     refused: list[tuple[int, str]]
     events: list[tuple[int, tuple[Any, ...]]]  # by request: the fields of an Event
-    metrics: dict[str, Any] | None  # now and then
+    metrics: dict[str, Any] | None  # every METRICS_INTERVAL_S
 
 
 class EngineFailed(NamedTuple):
-    """The last word of a process that cannot go on."""
+    """The last message of a process that failed."""
 
     error: str
     usage: bool = False  # what it was asked to load is wrong, as a SpecError says
@@ -103,7 +103,7 @@ async def read_frame(reader: asyncio.StreamReader) -> Any:
 
 
 class SocketChannel:
-    """The process's own end, for threads: one reads, any may write."""
+    """A blocking end of the socket pair: one thread reads, any may write."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -111,7 +111,7 @@ class SocketChannel:
         self.writing = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Waits where the other side does not read: an engine must not run far ahead of those who listen."""
+        """Blocks while the other side does not read (backpressure)."""
         data = encode_frame(message)
         with self.writing:
             self.connection.sendall(data)
@@ -129,7 +129,7 @@ class SocketChannel:
 
 
 def pack_tokenizer(tokenizer: Tokenizer | None) -> bytes:
-    """A pickled `tokenizers.Tokenizer` forgets its settings: its text does not know them, `FileTokenizer` does."""
+    """A pickled `tokenizers.Tokenizer` loses settings that `FileTokenizer` makes again."""
     if isinstance(tokenizer, FileTokenizer):
         return pickle.dumps((tokenizer.inner.to_str(), tokenizer.eot))
     return pickle.dumps(tokenizer)

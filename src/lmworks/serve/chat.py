@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: conversations through the model's chat template, with tools and shapes of the answer."""
+"""`/v1/chat/completions`: chat template, tools, response formats."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def make_handler(
 
 
 def response_schema(body: ChatRequest) -> dict[str, Any] | None:
-    """A JSON schema that the answer must fit."""
+    """The JSON schema of the answer."""
     wanted, tools = body.response_format, required_tools(body)
     if tools:
         return call_schema(tools)
@@ -86,7 +86,7 @@ def response_schema(body: ChatRequest) -> dict[str, Any] | None:
 
 @dataclass
 class ChatHandler:
-    """One request, and the form in which it is answered."""
+    """One request, and the format of its response."""
 
     generation: GenerationRequest
     body: ChatRequest
@@ -94,7 +94,7 @@ class ChatHandler:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def parser(self) -> ToolCallParser | None:
-        """None: there are no tools, so nothing is a call."""
+        """None: there are no tools to call."""
         if not self.body.tools or self.body.tool_choice == "none":
             return None
         return ToolCallParser(bool(required_tools(self.body)), 1 if self.body.parallel_tool_calls is False else None)

@@ -1,8 +1,8 @@
-"""Grammars that wait to be compiled, beside the engine: no key's schemas hold up another's, no large one a small one.
+"""A fair queue of grammar compilations: no key delays another, no slow grammar a fast one.
 
-A grammar is in one of three lanes, in each of which the keys take turns:
+A grammar is in one of three lanes; each is round-robin over keys:
 
-    simple   compiled in milliseconds whatever it holds: it waits only for its like
+    simple   always compiled in milliseconds
     first    tried with a small budget, which is enough for nearly all
     slow     what took more than that, tried with the full budget: one of a key at a time
 
@@ -36,9 +36,9 @@ CROWD = {SIMPLE: WORKERS, FIRST_LANE: WORKERS - 1, SLOW: WORKERS - 2}  # threads
 class CompileJob:
     """A request whose grammar is to be compiled."""
 
-    key: str  # whose turn it takes
+    key: str  # for fairness
     params: SamplingParams
-    wanted: Callable[[], bool]  # whether anyone still waits for it
+    wanted: Callable[[], bool]  # whether the request is still open
     done: Callable[[llguidance.LLMatcher | BaseException], None]  # called in another thread
 
 
@@ -88,7 +88,7 @@ class CompileQueue:
             self.changed.notify()
 
     def work(self) -> None:
-        """What each thread does."""
+        """The loop of each thread."""
         while True:
             with self.changed:
                 while (found := self.next()) is None:
@@ -117,7 +117,7 @@ class CompileQueue:
 
     def compile(self, job: CompileJob, lane: int) -> None:
         if not job.wanted():
-            return  # taken back while it waited
+            return  # cancelled while it waited
         found: llguidance.LLMatcher | BaseException
         try:
             text = grammar(job.params)

@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts and lists of token ids, continued; with `echo` and `logprobs`, also judged."""
+"""`/v1/completions`: texts or token ids are continued; `echo` with `logprobs` scores the prompt."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def make_handler(
         serving, caller, local, long, encode, given, known, bool(body.echo), special
     )
     caller.meter.charge_prompt(made)
-    prompt_only = bool(body.echo) and body.max_tokens == 0  # nothing but the prompt: one token is made and not shown
+    prompt_only = bool(body.echo) and body.max_tokens == 0  # one token is generated and not shown
     if body.max_tokens == 0 and not prompt_only:
         raise APIError(400, "invalid_request", "max_tokens = 0 makes sense with echo = true alone", "max_tokens")
     prompt_scored = bool(body.echo) and body.logprobs is not None
@@ -69,7 +69,7 @@ async def make_handler(
         if prompt_only
         else resolve_max_tokens(caller, local, prompts, body.max_tokens, DEFAULT_MAX_TOKENS),
     )
-    # What the prompt's tokens are worth is known at the end: then all is written at once.
+    # The prompt's log-probabilities come with the last event: then the response is not streamed.
     echoed = sum(len(text.encode()) for text in texts)
     generation = GenerationRequest(
         serving, caller, local, params, prompts, bool(body.stream) and not prompt_scored, echoed
@@ -79,7 +79,7 @@ async def make_handler(
 
 @dataclass
 class CompletionHandler:
-    """One request, and the form in which it is answered."""
+    """One request, and the format of its response."""
 
     generation: GenerationRequest
     body: CompletionRequest
@@ -123,7 +123,7 @@ class CompletionHandler:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         usage, include_usage = Usage(0, 0, 0), bool(self.body.stream_options and self.body.stream_options.include_usage)
         more = {"usage": None} if include_usage else {}
-        if not self.generation.stream:  # a judged prompt: one chunk an answer
+        if not self.generation.stream:  # a scored prompt: one chunk an answer
             found = await collect_output(self.generation)
             usage = found.usage
             full_response = await in_thread_with_logprobs(self.generation, lambda: self.full_response(found))
@@ -160,7 +160,7 @@ def choice(index: int, text: str, logprobs: CompletionLogprobs | None, finish_re
 
 
 def with_first_token(prompt: Sequence[int], scored: Sequence[Logprob | None]) -> list[Logprob]:
-    """Of a prompt's first token nothing is known but which it is: NaN."""
+    """A prompt's first token has no log-probability: NaN."""
     return [one or Logprob(prompt[place], math.nan) for place, one in enumerate(scored)]
 
 

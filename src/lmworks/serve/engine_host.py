@@ -1,10 +1,10 @@
-"""Several API processes over the same engines: this process holds the engines and all counts, others speak HTTP.
+"""Several API processes over the same engines: the engine host holds the engines and the rate limits.
 
-    client ── HTTP ──▶ API process ── begin, enter, stream ──▶ this one ──▶ engine
+    client ── HTTP ──▶ API process ── begin, admit, stream ──▶ engine host ──▶ engine
     client ── HTTP ──▶ API process ──▶
 
-The API processes accept connections on one socket. What a key may use is counted here, so it holds for all of them
-together; a process that is lost takes its own requests along and is replaced. `serve.api_process` is the other side.
+The API processes accept connections on one socket. Rate limits are counted here, so they hold for all processes
+together; a process that dies is restarted, and only its own requests are lost. `serve.api_process` is the other side.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .workers import PromptProcessor
 
 log = logging.getLogger("lmworks.serve")
 
-STATE_INTERVAL_S = 0.25  # between two reports of how the engines fare
+STATE_INTERVAL_S = 0.25  # between two reports of the engines' states
 RESTART_DELAY_S = 1.0  # before a process is started again
 CLOSE_GRACE_S = 10.0  # beyond the time of a drain
 ENDED = (asyncio.IncompleteReadError, ConnectionError)
@@ -43,7 +43,7 @@ ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
 @dataclass(frozen=True)
 class APIProcessConfig:
-    """What an API process is told: how to serve, and which models there are."""
+    """Configuration of an API process, and the models that it serves."""
 
     config: Path | None
     keys: list[str]
@@ -68,11 +68,11 @@ class Call(NamedTuple):
 class Reply(NamedTuple):
     number: int
     found: Any
-    refused: tuple[Any, ...] | None  # as Refusal has it
+    refused: tuple[Any, ...] | None  # arguments of an APIError
 
 
 class Events(NamedTuple):
-    """What came of streams: (number, Event), or (number, BackendError as its fields)."""
+    """Of streams: (number, Event), or (number, fields of a BackendError)."""
 
     found: list[tuple[int, Any]]
 
@@ -87,7 +87,7 @@ class Drain(NamedTuple):
 
 
 class APIProcessHandle:
-    """One API process, and what it has under way."""
+    """One API process and its open requests, as the engine host sees it."""
 
     def __init__(self, serving: Serving, process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
         self.serving, self.process, self.writer = serving, process, writer
@@ -209,7 +209,7 @@ class EngineHost:
     api_processes: set[APIProcessHandle] = field(default_factory=set)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    failed: bool = False  # a process ended before it served anybody: so would the next
+    failed: bool = False  # a process ended before it was ready: so would the next
 
     def run(self) -> None:
         asyncio.run(self.serve())
@@ -232,7 +232,7 @@ class EngineHost:
             log.info("shutting down", extra={"seconds": self.spec.drain_seconds})
             for api_process in self.api_processes:
                 api_process.send(Drain(self.notice))
-            self.listening.close()  # theirs are open for as long as they listen
+            self.listening.close()  # the API processes have copies of their own
             await asyncio.wait(self.tasks, timeout=self.spec.drain_seconds + self.notice + CLOSE_GRACE_S)
             reports.cancel()
             for api_process in list(self.api_processes):
@@ -249,12 +249,12 @@ class EngineHost:
 
     def stop(self, sign: int) -> None:
         if self.stopping.is_set():
-            os._exit(128 + sign)  # all others see their wires end, and follow
+            os._exit(128 + sign)  # the other processes see their sockets close, and end
         self.notice = self.notice if sign == signal.SIGTERM else 0.0
         self.stopping.set()
 
     async def supervise(self, setup: bytes) -> None:
-        """One API process after the other."""
+        """Restarts an API process until the server stops."""
         while not self.stopping.is_set():
             code = await self.run_process(setup)
             if not self.stopping.is_set():

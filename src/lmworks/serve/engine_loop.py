@@ -1,8 +1,7 @@
-"""The engine's process: it takes in what the API sends, steps, and reports what each step brought.
+"""The loop of an engine process: adds requests that the API sends, steps the engine, reports the results.
 
-One thread steps the engine and writes. A second one reads; grammars are compiled by others (`compile_queue`), so that
-they hold up nobody. When the API's end of the wire is closed, or the API is gone in whatever way, the process ends at
-once.
+One thread steps the engine and writes, a second one reads, and others compile grammars (`compile_queue`), so that
+compilation delays no step. When the API closes the socket, or dies, the process ends at once.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from .channel import (
 )
 from .compile_queue import CompileJob, CompileQueue
 
-METRICS_INTERVAL_S = 0.25  # between two reports of numbers, while there is work
-IDLE_CHECK_S = 1.0  # how often an idle engine is asked whether it could go on
+METRICS_INTERVAL_S = 0.25  # between two reports of metrics, while there is work
+IDLE_CHECK_S = 1.0  # how often an idle engine is checked for lost ranks
 
 MAX_LOGPROBS_A_REPORT = 16_384  # log-probabilities in one report
 
@@ -44,7 +43,7 @@ Fields = tuple[Any, ...]  # of an Event
 
 
 def serve(channel: SocketChannel) -> int:
-    """What the process does: load, then step until the wire ends. The exit code."""
+    """Loads the engine and steps it until the socket is closed; returns the exit code."""
     messages = channel.messages()
     try:
         assignment: LoadEngine = next(messages)
@@ -54,12 +53,12 @@ def serve(channel: SocketChannel) -> int:
         served: LoadedEngine = pickle.loads(assignment.factory)()
         loop.engine = served.engine
         channel.send(ready_message(served))
-        loop.report([])  # all numbers there are, if only zeros
+        loop.report([])  # all metrics, as zeros
         loop.run()
     except StopIteration:
-        return 0  # nobody there
+        return 0  # the API is gone
     except BrokenPipeError:
-        return 0  # nobody there any more
+        return 0  # the API is gone
     except BaseException as error:
         known = isinstance(error, LMWorksError)
         if not known:
@@ -75,11 +74,11 @@ def read_messages(loop: EngineLoop, messages: Any) -> None:
         for message in messages:
             loop.handle_message(message)
     except ConnectionError:
-        pass  # it ends in this way, too
+        pass  # a reset, which ends it too
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # in the middle of a step, if need be: nobody waits for it
+    os._exit(0)  # even within a step: no client is left
 
 
 def ready_message(served: LoadedEngine) -> EngineReady:
@@ -97,23 +96,23 @@ def ready_message(served: LoadedEngine) -> EngineReady:
 
 
 class EngineLoop:
-    """Only `run` touches the engine; what is heard waits as orders until it has time."""
+    """Only `run` touches the engine; messages wait as pending callbacks between steps."""
 
-    engine: Engine  # there before anything is heard: the API waits for our hello
+    engine: Engine  # set before the first request: the API waits for EngineReady
 
     def __init__(self, channel: SocketChannel) -> None:
         self.channel = channel
-        self.active: set[int] = set()  # requests that somebody waits for
+        self.active: set[int] = set()  # requests that were not cancelled
         self.pending: list[Callable[[], None]] = []
         self.changed = threading.Condition()  # guards both
         self.compilers: CompileQueue | None = None
-        self.compiling: set[int] = set()  # requests whose grammar is not there yet; touched by `run` alone
+        self.compiling: set[int] = set()  # requests whose grammar is being compiled; touched by `run` alone
         self.compiled: list[int] = []  # to be reported
         self.refused: list[tuple[int, str]] = []
         self.steps = 0
-        self.metrics_sent_at = 0.0  # when numbers were last reported
+        self.metrics_sent_at = 0.0  # when metrics were last reported
 
-    # --- hearing ------------------------------------------------------------------------------------------
+    # --- messages -----------------------------------------------------------------------------------------
 
     def handle_message(self, message: Submit | Cancel) -> None:
         if isinstance(message, Cancel):
@@ -145,7 +144,7 @@ class EngineLoop:
             self.changed.notify()
 
     def on_compiled(self, message: Submit, found: Any) -> None:
-        """One that cannot be compiled is refused without troubling the engine."""
+        """A grammar that does not compile fails its request, not the engine."""
         if isinstance(found, BaseException):
             reason = str(found)
             self.post(lambda: self.refuse(message.number, reason))
@@ -166,10 +165,10 @@ class EngineLoop:
     def run_pending(self) -> None:
         with self.changed:
             while not self.changed.wait_for(lambda: self.pending or self.engine.busy, self.wait_seconds):
-                if why := self.engine.runner.lost():  # nobody asks for anything, and nobody would hear of it
+                if why := self.engine.runner.lost():  # idle: no step would notice it
                     raise LMWorksError(why)
                 if self.compiling:
-                    break  # a report says that we are there
+                    break  # report, as a heartbeat
             pending, self.pending = self.pending, []
         for post in pending:
             post()
@@ -179,10 +178,10 @@ class EngineLoop:
         return METRICS_INTERVAL_S if self.compiling else IDLE_CHECK_S
 
     def add_request(self, message: Submit, grammar: Any = None) -> None:
-        """Whatever goes wrong here is this request's own affair."""
+        """An error here fails this request alone."""
         self.compiling.discard(message.number)
         if message.number not in self.active:
-            return  # taken back while its grammar was compiled
+            return  # cancelled while its grammar was compiled
         if message.request.params.structured:
             self.compiled.append(message.number)
         try:
@@ -227,18 +226,18 @@ class EngineLoop:
                 self.channel.send(StepReport(self.steps, [], [], [], batch, None))
 
 
-# --- what the engine says, as events ----------------------------------------------------------------------
+# --- engine outputs as events -----------------------------------------------------------------------------
 
 
 def make_request(number: int, request: EngineRequest) -> Request:
-    """Of answers among which the best are chosen nothing can be shown before all have ended."""
+    """With best_of nothing is streamed: the best are chosen when all have ended."""
     params = request.params
     stream = request.stream and params.answers == params.n
     return Request(list(request.prompt), params, request.priority, request.tenant, stream=stream, id=number)
 
 
 def to_events(piece: OutputDelta) -> list[Fields]:
-    """The fields of its events. A request that is not streamed has its answers as a whole, at its end."""
+    """Fields of its events. A request that is not streamed has one event for each answer, at its end."""
     request, result = piece.request, piece.result
     final = None if result is None else usage(request, result)
     prompt_logprobs = None if result is None else result.prompt_logprobs
@@ -255,7 +254,7 @@ def to_events(piece: OutputDelta) -> list[Fields]:
 
 
 def batches(events: list[tuple[int, Fields]]) -> list[list[tuple[int, Fields]]]:
-    """At least one. Log-probabilities of many answers travel apart: the API reads one message at a time."""
+    """At least one. Many log-probabilities are split into several messages: the API reads one at a time."""
     found: list[list[tuple[int, Fields]]] = [[]]
     weight = 0
     for event in events:

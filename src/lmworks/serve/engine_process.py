@@ -1,12 +1,12 @@
-"""An engine in a process of its own, watched over: what kills or hangs it does not take the API along.
+"""An engine in a supervised process: a crash or hang of the engine does not affect the API.
 
-    API ── Submit, Cancel ──▶ engine_loop: add, cancel, step
-    API ◀── Hello, Report ───
+    API ── Submit, Cancel ──────────▶ engine_loop: add, cancel, step
+    API ◀── EngineReady, StepReport ───
 
-The process dies, or its loop fails: every open request hears so at once, and another process is started, later each
-time it does not last. It has work and takes no step: `state.stuck`, and after a while it is killed, which is the case
-before. Grammars that are being compiled are no work for the engine: they have a clock of their own. The API dies: the
-process sees its wire end, and ends.
+When the process dies or its loop fails, all open requests fail at once and it is restarted, with exponential backoff.
+When it has work and takes no step it is reported as stuck (`state.stuck`), and later killed and restarted. Grammars
+that are being compiled do not count as work: they have a timeout of their own. When the API dies, the socket closes and
+the engine process ends.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from .event_queue import EventQueue
 
 log = logging.getLogger("lmworks.serve")
 
-TICK_S = 0.25  # how often it is looked whether the engine advances
-FIRST_DELAY_S, MAX_DELAY_S = 0.1, 30.0  # before a process is started again; twice as long each time
-STEADY_S = 60.0  # a process that lasted so long starts the pauses anew
+TICK_S = 0.25  # interval of the watchdog
+FIRST_DELAY_S, MAX_DELAY_S = 0.1, 30.0  # restart backoff: doubled each time
+STEADY_S = 60.0  # a process that lasted so long resets the backoff
 SHUTTING_DOWN = "the server is shutting down"
 MAX_COMPILING = 64  # requests of one key that may wait for their grammars
-MAX_UNSENT_BYTES = 64 * 2**20  # bytes that a process may have left unread: one that hangs is not written to for ever
+MAX_UNSENT_BYTES = 64 * 2**20  # bytes in the socket's write buffer: a hung process must not fill memory
 ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
 
@@ -63,16 +63,16 @@ class StallTimeouts:
 
 @dataclass(eq=False)
 class ProcessHandle:
-    """One process, from its start to its end."""
+    """One engine process."""
 
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     started: float = field(default_factory=time.monotonic)
-    ready: float = 0.0  # when it said hello
+    ready: float = 0.0  # when it reported ready
     steps: int = 0
-    exit_reason: str = ""  # it ended: what it said, or what was done to it
-    spec_error: bool = False  # what it was asked to load is wrong
+    exit_reason: str = ""  # what it reported, or why it was killed
+    spec_error: bool = False  # the model's spec was wrong
 
 
 class EngineProcess:
@@ -84,12 +84,12 @@ class EngineProcess:
         self.factory = pickle.dumps(factory)
         self.request_ids = itertools.count()
         self.queues: dict[int, EventQueue] = {}
-        self.unfinished: set[int] = set()  # requests that the process has not finished; consumers may be behind
-        self.compiling: dict[int, EngineRequest] = {}  # those of them whose grammar is not compiled yet
-        self.all_closed = asyncio.Event()  # no request is open
+        self.unfinished: set[int] = set()  # requests that the process has not finished
+        self.compiling: dict[int, EngineRequest] = {}  # of those, the ones whose grammar is not compiled yet
+        self.all_closed = asyncio.Event()  # set while no request is open
         self.handle: ProcessHandle | None = None
         self.supervisor: asyncio.Task[None] | None = None
-        self.first_ready: asyncio.Future[None] | None = None  # the first hello
+        self.first_ready: asyncio.Future[None] | None = None  # resolved by the first EngineReady
         self.ready_message: EngineReady | None = None
         self.loaded_tokenizer: PromptTokenizer | None = None
         self.created = int(time.time())
@@ -98,12 +98,12 @@ class EngineProcess:
         self.stalled = 0.0
         self.restarts = 0
         self.last_error: str | None = None
-        self.startup_s = 1.0  # seconds that the last start took
-        self.restart_delay = FIRST_DELAY_S  # before the next one
-        self.expected_ready = 0.0  # when it will be ready again, as far as one can tell
+        self.startup_s = 1.0  # of the last start
+        self.restart_delay = FIRST_DELAY_S  # before the next start
+        self.expected_ready = 0.0  # when it will probably be ready again
         self.metrics: dict[str, Any] = {}
 
-    # --- what it is and how it fares ----------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------
 
     @property
     def card(self) -> ModelCard:
@@ -180,7 +180,7 @@ class EngineProcess:
         return number, queue
 
     def pending_grammars(self, request: EngineRequest) -> int:
-        """How many would wait for whoever asks. The prompts of one request have the same."""
+        """Grammars of this key or address in compilation, with this one. Prompts of one request share one."""
         waiting = (each for each in self.compiling.values() if each.share == request.share)
         return len({id(each.params) for each in (request, *waiting)})
 
@@ -192,7 +192,7 @@ class EngineProcess:
             queue.timers.append(asyncio.get_running_loop().call_later(seconds, what, number, queue))
 
     def close_request(self, number: int) -> None:
-        """Nobody waits for this request any more."""
+        """Cancels the request in the engine, if it has not finished."""
         queue = self.queues.pop(number)
         for timer in queue.timers:
             timer.cancel()
@@ -205,7 +205,7 @@ class EngineProcess:
         self.compiling.pop(number, None)
 
     def ready_process(self) -> ProcessHandle | None:
-        """The process, where it is there and ready."""
+        """The process, where it is ready and connected."""
         handle = self.handle
         return handle if handle is not None and handle.ready and not handle.writer.is_closing() else None
 
@@ -240,7 +240,7 @@ class EngineProcess:
             raise
 
     async def supervise(self) -> None:
-        """One process after the other, until it is closed or the first does not come up."""
+        """Restarts the process until this is closed, or the first start fails."""
         assert self.first_ready is not None
         while not self.closed.is_set():
             error = await self.run_process()
@@ -256,7 +256,7 @@ class EngineProcess:
                 await asyncio.wait_for(self.closed.wait(), self.restart_delay)
 
     async def run_process(self) -> LMWorksError:
-        """One process, from its start to its end; why it ended. Those who wait for it hear so at once."""
+        """Runs one process to its end and returns why it ended; its open requests fail."""
         try:
             handle = self.handle = await self.spawn()
         except OSError as error:
@@ -267,7 +267,7 @@ class EngineProcess:
         except ENDED:
             pass
         except Exception as error:
-            log.exception("what the engine's process said was not understood", extra={"model": self.name})
+            log.exception("invalid message from the engine process", extra={"model": self.name})
             handle.exit_reason = f"{type(error).__name__}: {error}"
         watchdog.cancel()
         self.handle, self.stalled = None, 0.0
@@ -281,7 +281,7 @@ class EngineProcess:
         return SpecError(exit_reason) if handle.spec_error else LMWorksError(exit_reason)
 
     async def spawn(self) -> ProcessHandle:
-        """In a session of its own: Ctrl-C is for the API, which then closes it."""
+        """In a session of its own: Ctrl-C reaches the API, which then closes it."""
         own_end, child_end = socket.socketpair()
         with child_end:
             command = [sys.executable, "-m", "lmworks.serve", str(child_end.fileno())]
@@ -293,7 +293,7 @@ class EngineProcess:
         return ProcessHandle(process, reader, writer)
 
     async def read_messages(self, handle: ProcessHandle) -> None:
-        """Until the process has nothing more to say."""
+        """Until the socket is closed."""
         while not self.closed.is_set():
             message = await read_frame(handle.reader)
             if isinstance(message, StepReport):
@@ -320,7 +320,7 @@ class EngineProcess:
             self.first_ready.set_result(None)
 
     def on_report(self, report: StepReport, handle: ProcessHandle) -> None:
-        # Compiling needs no step: while there is nothing else to do, a report shows that the process is well.
+        # Compiling takes no steps: while there is no other work, a report is a heartbeat.
         if report.steps != handle.steps or self.unfinished <= self.compiling.keys():
             handle.steps, self.stalled = report.steps, 0.0
         for number in report.compiled:
@@ -345,7 +345,7 @@ class EngineProcess:
             self.metrics = report.metrics
 
     async def watchdog(self, handle: ProcessHandle) -> None:
-        """Time without a step is counted tick by tick: an API that was busy itself has not been watching."""
+        """Counts time without a step tick by tick: time in which the API itself was blocked does not count."""
         before = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
@@ -378,7 +378,7 @@ class EngineProcess:
 
 
 async def reap(handle: ProcessHandle) -> str:
-    """Makes sure that the process is gone, and says why it went. It has nothing to put in order."""
+    """Kills the process if it still runs; returns why it ended."""
     handle.writer.transport.abort()
     handle.process.kill()  # nothing happens to one that has ended
     code = await asyncio.to_thread(handle.process.wait)

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, told in one form: `{"error": {message, type, param, code}}`, as OpenAI's clients expect it."""
+"""Every error as OpenAI's error object: `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .limits import APIError
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {404: "not_found", 405: "method_not_allowed"}
-STATUS: dict[tuple[Kind, bool], tuple[int, str]] = {  # by kind, and whether the engine had begun with it
+STATUS: dict[tuple[Kind, bool], tuple[int, str]] = {  # by kind, and whether the engine had begun to compute it
     ("refused", False): (400, "invalid_request"),
     ("refused", True): (400, "invalid_request"),
     ("busy", False): (429, "busy"),
@@ -32,8 +32,8 @@ STATUS: dict[tuple[Kind, bool], tuple[int, str]] = {  # by kind, and whether the
 }
 PARAM_NAMES = {field.name for field in dataclasses.fields(SamplingParams)}
 FORM = re.compile(r"^str$|^[A-Z]|[\[( ]")  # what pydantic calls the forms of a field, between the names of fields
-MANY = 100  # mistakes in one body that are looked at: a list of a million would keep everyone waiting
-SHOWN = 500  # characters of a message: some quote what they were sent
+MANY = 100  # validation errors that are looked at: more would block the event loop
+SHOWN = 500  # characters of a message: some quote the request
 
 
 class ErrorObject(TypedDict):
@@ -48,7 +48,7 @@ class ErrorBody(TypedDict):
 
 
 def to_api_error(error: Exception) -> APIError:
-    """Any error as a status, a code and a sentence. One of our own making gives nothing away."""
+    """Any exception as an APIError. Internal errors reveal nothing."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, BackendError):
@@ -70,7 +70,7 @@ def named(message: str) -> str | None:
 
 
 def invalid(error: ValidationError) -> APIError:
-    """What is wrong with a body. Where a field may have several forms, of the one that came furthest."""
+    """The deepest validation error of a body: in unions, of the variant that matched furthest."""
     if error.error_count() > MANY:
         return APIError(400, "invalid_request", f"the body is wrong in {error.error_count()} places")
     found = error.errors(include_url=False, include_context=False, include_input=False)

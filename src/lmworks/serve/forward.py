@@ -1,4 +1,4 @@
-"""Requests for a model behind another server: checked and counted here, passed on, and their answers passed back."""
+"""The proxy: requests for a model of an upstream server are checked and metered here, then forwarded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,28 +36,28 @@ async def forward(
     body: CompletionRequest | ChatRequest,
     raw: bytes,
 ) -> Response:
-    """The body goes on as it came, but for caps that our limits put on it."""
+    """The body is forwarded unchanged, except for caps that our limits add."""
     proxied = ProxyRequest(serving, caller, serving.upstreams_of(body.model), body, raw)
     if body.stream:
-        return await start_stream(request, proxied.lines())
-    return Response(await while_connected(request.receive, proxied.whole()), media_type="application/json")
+        return await start_stream(request, proxied.stream())
+    return Response(await while_connected(request.receive, proxied.full_response()), media_type="application/json")
 
 
 @dataclass
 class ProxyRequest:
     serving: Serving
     caller: Caller
-    upstreams: list[Upstream]  # that have the model: the first to be asked first
+    upstreams: list[Upstream]  # that serve the model, in the order in which they are tried
     body: CompletionRequest | ChatRequest
     raw: bytes
-    changes: dict[str, Any] = field(default_factory=dict)  # fields that go on in another way than they came
+    changes: dict[str, Any] = field(default_factory=dict)  # fields of the body that are replaced
 
     @property
     def path(self) -> str:
         return "chat/completions" if isinstance(self.body, ChatRequest) else "completions"
 
     async def admit(self) -> Admission:
-        """Past the limits. Caps that the request does not know of are written into it."""
+        """Checks the limits; caps that the request does not have are added to `changes`."""
         body, card = self.body, self.upstreams[0].card(self.body.model)
         lengths = lengths_of(body)
         caps = [self.caller.limits.max_tokens, self.caller.key.max_tokens]
@@ -73,7 +73,7 @@ class ProxyRequest:
         if asked is None and cap is not None:
             self.changes["max_tokens"] = min(most or cap, cap)
         elif isinstance(body, ChatRequest) and body.max_completion_tokens and body.max_tokens:
-            self.changes["max_tokens"] = asked  # whichever of the two it goes by, it is the one that was checked
+            self.changes["max_tokens"] = asked  # whichever of the two it reads, it is the checked value
         chat_logprobs = (body.top_logprobs or 0) if isinstance(body, ChatRequest) and body.logprobs else None
         logprobs = body.logprobs if isinstance(body, CompletionRequest) else chat_logprobs
         params = sampling_params(body, self.caller, max_tokens=max(1, most or 1), logprobs=logprobs)
@@ -90,69 +90,57 @@ class ProxyRequest:
         return await self.serving.workers.run(self.caller.key.name, None, apply_changes, self.raw, self.changes)
 
     @asynccontextmanager
-    async def opened(self) -> AsyncGenerator[httpx.Response, None]:
-        """The answer, once it has begun and is none of an error."""
-        upstream, answer = await self.reached(await self.content())
-        upstream.open += 1
-        try:
-            yield answer
-        except httpx.TimeoutException:
-            raise upstream_timeout() from None
-        except httpx.HTTPError:
-            raise upstream_unreachable() from None
-        finally:
-            upstream.open -= 1
-            await answer.aclose()
+    async def response(self) -> AsyncGenerator[httpx.Response, None]:
+        """The response of the first upstream that answers with status 200."""
+        upstream, response = await self.send(await self.content())
+        with open_request(upstream):
+            try:
+                yield response
+            finally:
+                await response.aclose()
 
-    async def reached(self, content: bytes) -> tuple[Upstream, httpx.Response]:
-        """By the first that answers. What one refuses for good, the others would; what it cannot do, they may."""
-        refusal = upstream_unreachable()
+    async def send(self, content: bytes) -> tuple[Upstream, httpx.Response]:
+        """Tries the upstreams in order. A client error is final: the others would answer the same."""
+        first_error = upstream_unreachable()
         for place, upstream in enumerate(self.upstreams):
             try:
-                return upstream, await self.asked(upstream, content)
+                return upstream, await self.send_to(upstream, content)
             except APIError as error:
-                # The first reason is the one to tell: the others were asked because of it.
-                refusal = error if place == 0 else refusal
+                first_error = error if place == 0 else first_error
                 if error.code == "upstream_timeout" or (error.status < 500 and error.status != 429):
                     break
-        raise refusal
+        raise first_error
 
-    async def asked(self, upstream: Upstream, content: bytes) -> httpx.Response:
+    async def send_to(self, upstream: Upstream, content: bytes) -> httpx.Response:
         seconds = self.caller.limits.request_seconds or None
         timeout = httpx.Timeout(CONNECT_S, read=seconds, write=CONNECT_S)
         headers = {"x-request-id": self.caller.log_fields["request_id"], "content-type": "application/json"}
         request = upstream.client.build_request(
             "POST", f"{upstream.url}/{self.path}", content=content, headers=headers, timeout=timeout
         )
-        upstream.open += 1
-        try:
-            answer = await upstream.client.send(request, stream=True)
-            if answer.status_code == 200:
-                return answer
+        with open_request(upstream):
             try:
-                raise upstream_error(answer, await answer.aread())
-            finally:
-                await answer.aclose()
-        except (httpx.ConnectTimeout, httpx.NetworkError) as error:
-            upstream.mark_down(error)
-            raise upstream_unreachable() from None
-        except httpx.TimeoutException:
-            raise upstream_timeout() from None
-        except httpx.HTTPError:
-            raise upstream_unreachable() from None
-        finally:
-            upstream.open -= 1
+                response = await upstream.client.send(request, stream=True)
+                if response.status_code == 200:
+                    return response
+                try:
+                    raise upstream_error(response, await response.aread())
+                finally:
+                    await response.aclose()
+            except (httpx.ConnectTimeout, httpx.NetworkError) as error:
+                upstream.mark_down(error)
+                raise
 
-    async def whole(self) -> bytes:
+    async def full_response(self) -> bytes:
         with await self.admit() as admission:
             self.caller.log_fields["asked"] = time.time()
-            async with self.opened() as answer, self.charged(admission):
-                content = await answer.aread()
+            async with self.response() as response, self.charged(admission):
+                content = await response.aread()
                 self.count(admission, parse_json_object(content))
             return content
 
-    async def lines(self) -> AsyncGenerator[bytes, None]:
-        """Usage is always asked for, to be counted; it is passed on where the client asked for it too."""
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Usage is always requested, for metering; it is forwarded where the client asked for it."""
         wanted = bool(self.body.stream_options and self.body.stream_options.include_usage)
         options = self.body.stream_options.model_dump(exclude_unset=True) if self.body.stream_options else {}
         self.changes["stream_options"] = {**options, "include_usage": True}
@@ -160,8 +148,8 @@ class ProxyRequest:
         deadline = time.monotonic() + seconds
         with await self.admit() as admission:
             self.caller.log_fields["asked"] = time.time()
-            async with self.opened() as answer, self.charged(admission):
-                async for text in lines_of(answer.aiter_bytes()):
+            async with self.response() as response, self.charged(admission):
+                async for text in lines_of(response.aiter_bytes()):
                     if time.monotonic() > deadline:
                         raise APIError(504, "request_timeout", f"the request was not finished within {seconds:g} s")
                     if not text.startswith(b"data:"):
@@ -178,7 +166,7 @@ class ProxyRequest:
 
     @asynccontextmanager
     async def charged(self, admission: Admission) -> AsyncGenerator[None, None]:
-        """An answer that has begun and does not say what it came to is taken for all that it might have been."""
+        """A response without usage is charged all tokens that it was admitted with."""
         try:
             yield
         finally:
@@ -210,6 +198,19 @@ async def lines_of(parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
     yield bytes(held)
 
 
+@contextmanager
+def open_request(upstream: Upstream) -> Iterator[None]:
+    """Counts a request as open at its upstream; httpx's errors become API errors."""
+    upstream.open += 1
+    try:
+        yield
+    except httpx.HTTPError as error:
+        too_slow = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
+        raise (upstream_timeout() if too_slow else upstream_unreachable()) from None
+    finally:
+        upstream.open -= 1
+
+
 def upstream_unreachable() -> APIError:
     return APIError(502, "upstream_unreachable", "the server behind this one cannot be reached", None, 1)
 
@@ -229,7 +230,7 @@ def parse_json_object(content: str | bytes) -> dict[str, Any]:
 
 
 def apply_changes(_: PromptProcessor | None, raw: bytes, changes: dict[str, Any]) -> bytes:
-    """A body with other values in some of its fields."""
+    """The body with some fields replaced."""
     return json.dumps(json.loads(raw) | changes).encode() if changes else raw
 
 
@@ -238,7 +239,7 @@ def count_of(value: Any) -> int:
 
 
 def lengths_of(body: CompletionRequest | ChatRequest) -> list[int]:
-    """Tokens of each prompt, as far as can be told without its tokenizer."""
+    """Tokens of each prompt, estimated without its tokenizer."""
     if isinstance(body, ChatRequest):
         return [estimate(message.model_dump_json(exclude_none=True) for message in body.messages)]
     prompt = body.prompt
@@ -251,7 +252,7 @@ def estimate(texts: Any) -> int:
 
 
 def upstream_error(answer: httpx.Response, content: bytes) -> APIError:
-    """What it refuses is refused; that it fails, or does not know us, is no fault of the client."""
+    """Client errors are passed on; server errors, and a wrong key of ours, become 502."""
     status = answer.status_code
     retry = answer.headers.get("retry-after", "")
     after = float(retry) if retry.isdecimal() and len(retry) < 7 else None

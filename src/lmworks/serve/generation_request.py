@@ -1,4 +1,4 @@
-"""From the body of a request to the events of its answers: read, checked, let in, followed, counted."""
+"""A generation request: sampling parameters from its body, admission, its events, its output."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .serving import Caller, LocalModel, Serving
 
 Found = TypeVar("Found")
 
-MAX_BUFFERED_EVENTS = 64  # events of many prompts that may wait for a slow reader
+MAX_BUFFERED_EVENTS = 64  # of several prompts, for a slow reader
 
-# Our names of what a body may say.
+# Fields of a body → fields of SamplingParams.
 PARAM_NAMES = {
     name: name
     for name in (
@@ -37,7 +37,7 @@ PARAM_NAMES = {
 
 
 def sampling_params(body: Sampling, caller: Caller, **more: Any) -> SamplingParams:
-    """As the engine knows them, and as far as they are allowed. `more` are what the body says in other words."""
+    """The body's sampling parameters, checked against the limits. `more` overrides them."""
     given = {ours: value for name, ours in PARAM_NAMES.items() if (value := getattr(body, name, None)) is not None}
     if body.top_k == -1:
         given["top_k"] = 0
@@ -47,9 +47,7 @@ def sampling_params(body: Sampling, caller: Caller, **more: Any) -> SamplingPara
         raise APIError(400, "invalid_request", "stream_options are for streams: set stream = true", "stream_options")
     guided = [name for name in ("guided_json", "guided_regex", "guided_choice") if getattr(body, name) is not None]
     if guided and more.get("json_schema") is not None:
-        raise APIError(
-            400, "invalid_request", f"{guided[0]} cannot be asked for together with another shape", guided[0]
-        )
+        raise APIError(400, "invalid_request", f"{guided[0]} cannot be combined with another guided output", guided[0])
     params = SamplingParams(**given | {"logit_bias": parse_logit_bias(body.logit_bias or {})} | more)
     check_params(caller.limits, caller.key, params)
     return params
@@ -65,7 +63,7 @@ def parse_logit_bias(given: dict[str, float]) -> dict[int, float]:
 def resolve_max_tokens(
     caller: Caller, local: LocalModel, prompts: Sequence[Sequence[int]], asked: int | None, usual: int | None
 ) -> int:
-    """max_tokens: what was asked for, if it fits; else `usual`, or (None) all that fits."""
+    """max_tokens: what was requested, if it fits; else `usual`, or (None) all that fits."""
     limits, key, context = caller.limits, caller.key, local.backend.card.context
     longest = max(map(len, prompts))
     if longest + (asked or 1) > context:
@@ -81,7 +79,7 @@ def resolve_max_tokens(
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompts for a model of ours, with one set of wishes."""
+    """Prompts for a local model with one set of sampling parameters."""
 
     serving: Serving
     caller: Caller
@@ -92,7 +90,7 @@ class GenerationRequest:
     echoed: int = 0  # bytes of prompts that are repeated in their answers
 
     async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
-        """Events, each with the number of its prompt. Closing it takes back what is under way."""
+        """Events, each with the number of its prompt. Closing it cancels the request."""
         limits, card = self.caller.limits, self.local.backend.card
         log_fields = self.caller.log_fields
         log_fields["asked"] = time.time()
@@ -104,7 +102,7 @@ class GenerationRequest:
             async with aclosing(merge_streams(self.local, requests)) as found:
                 async for place, event in found:
                     if event.finish_reason == "error":
-                        # A shape that leads nowhere is the client's own; anything else is ours.
+                        # A grammar without a way on is the client's error; anything else is ours.
                         status = 400 if self.params.structured else 500
                         raise APIError(status, "answer_failed", event.error or "the answer could not be finished")
                     if place not in made:
@@ -124,7 +122,7 @@ class GenerationRequest:
             self.params,
             key.priority,
             config.tenant(key),
-            # Whoever has tokens to use up pays for those that were made, also of an answer that he left.
+            # Under a token limit, streamed: tokens of cancelled answers are charged too.
             self.stream or key.tokens_per_minute > 0,
             self.caller.share,
             config.limits.compile_seconds,
@@ -134,7 +132,7 @@ class GenerationRequest:
 
 
 def record_usage(log_fields: dict[str, Any], usage: Usage) -> None:
-    """Tokens add up over prompts; times are of the one that took longest."""
+    """Tokens are summed over prompts; times are those of the slowest."""
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
         log_fields[name] = log_fields.get(name, 0) + getattr(usage, name)
     for name in ("queue", "first_token", "total"):
@@ -144,7 +142,7 @@ def record_usage(log_fields: dict[str, Any], usage: Usage) -> None:
 async def merge_streams(
     local: LocalModel, requests: Sequence[EngineRequest]
 ) -> AsyncGenerator[tuple[int, Event], None]:
-    """The events of all, as they come. The first error ends all."""
+    """Events of all streams as they come. The first error ends all."""
     if len(requests) == 1:
         async with aclosing(local.backend.stream(requests[0])) as events:
             async for event in events:
@@ -181,7 +179,7 @@ async def merge_streams(
 
 @dataclass
 class CompletionOutput:
-    """One answer, all of it."""
+    """One whole answer."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -197,7 +195,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What a request comes to as a whole: n answers to each prompt, in order."""
+    """The whole output of a request: n answers to each prompt, in order."""
 
     answers: list[CompletionOutput]
     prompt_logprobs: dict[int, list[Logprob | None]] = field(default_factory=dict)  # by prompt
@@ -212,7 +210,7 @@ class RequestOutput:
 
 
 async def in_thread_with_logprobs(generation: GenerationRequest, work: Callable[[], Found]) -> Found:
-    """With log-probabilities an answer may take long to write down: in a thread, which lets the loop run in between."""
+    """Log-probabilities take long to format: in a thread, so that the event loop is not blocked."""
     return await asyncio.to_thread(work) if generation.params.logprobs is not None else work()
 
 

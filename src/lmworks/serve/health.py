@@ -1,4 +1,4 @@
-"""`/health`: whether the engines really advance. `/ready`: whether to send requests here."""
+"""`/health` (liveness: all engines run and take steps) and `/ready` (readiness)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Health(TypedDict):
 
 
 def health(serving: Serving, trusted: bool) -> Health:
-    """Where other servers are is told to those with a key."""
+    """Addresses of upstreams are shown only to requests with a valid key."""
     states = {model.backend.name: model.backend.state for model in serving.local_models}
     for number, upstream in enumerate(serving.upstreams, start=1):
         states[upstream.url if trusted else f"upstream-{number}"] = upstream.state

@@ -1,4 +1,4 @@
-"""Who may come in: API keys and limits from a TOML file, which is read again when it changes.
+"""Authentication: API keys and limits from a TOML file, which is reloaded when it changes.
 
     share_cache = false           # true: all keys may find each other's prefixes in the cache
 
@@ -32,14 +32,14 @@ from .limits import APIError, KeyLimits, Limits
 
 log = logging.getLogger("lmworks.serve")
 
-POLL_S = 1.0  # how often it is looked whether the file has changed
+POLL_S = 1.0  # how often the file is checked for changes
 SHORTEST = 8
 ANONYMOUS = KeyLimits(name="anyone")  # where there are no keys
 
 
 @dataclass(frozen=True, repr=False)
 class Key(KeyLimits):
-    """What is kept of the key itself is its digest; nothing shows either."""
+    """Only the digest of the key is stored; neither is shown."""
 
     secret: str = opt("", "what clients send")
     sha256: str = opt("", "or its digest, 64 hexadecimal digits")
@@ -81,7 +81,7 @@ class Config(Section):
                 raise SpecError(f"keys: two of them have the same {what}")
 
     def authenticate(self, presented: str | None) -> KeyLimits:
-        """Whose key it is. Takes as long for a wrong key as for a right one, whichever it is."""
+        """The key's limits, in constant time; raises APIError."""
         if not self.keys:
             return ANONYMOUS
         seen = digest(presented or "")
@@ -126,7 +126,7 @@ class Settings:
         self.checked_at = clock()
 
     def current(self) -> Config:
-        """Looks at the file now and then: cheap enough to ask for every request."""
+        """Checks the file every POLL_S: cheap enough for every request."""
         if self.path is not None and self.clock() - self.checked_at >= POLL_S:
             self.checked_at = self.clock()
             stamp = self.file_stamp()
@@ -146,7 +146,7 @@ class Settings:
             log.error("config not read again: the old one stays", extra={"path": str(self.path), "reason": str(error)})
 
     def file_stamp(self) -> tuple[int, ...] | None:
-        """What changes when the file does, in place or by another that takes its name; None: it is not there."""
+        """Changes when the file is edited or replaced; None: there is no file."""
         try:
             found = os.stat(self.path) if self.path is not None else None
         except OSError:
@@ -162,7 +162,7 @@ class Settings:
 
 
 def check_key_table(key: Any) -> dict[str, Any]:
-    """What is wrong with a table is told with what it holds: not with a secret."""
+    """Checked first: errors quote values, and must not quote a secret."""
     if not isinstance(key, dict) or not isinstance(key.get("secret", ""), str):
         raise SpecError("keys: each must be a table, [[keys]], and its secret a string")
     return key

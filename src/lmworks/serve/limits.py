@@ -1,16 +1,15 @@
-"""How much one request, one key and all together may ask for. Whatever is too much is refused before it costs anything.
+"""Limits per request, per key and in all. What exceeds one is rejected before it costs anything.
 
-What a key may use in a minute is counted exactly: never more in any 60 seconds. A request is charged when it begins,
-the tokens of its text when they have been made, and when it is let in as many as it could use at most; what it did not
-use is given back when it leaves:
+Rate limits are sliding windows: never more in any 60 seconds. A request is charged when it begins, its prompt tokens
+when they have been tokenized, and at admission the most tokens that it can use; what it did not use is refunded:
 
-    visit = Visit(gate, key)
-    visit.begin()
-    visit.work(len(prompt))
-    with gate.enter(visit, limits, card, params, size) as entry:
+    meter = RequestMeter(rate_limiter, key)
+    meter.begin()
+    meter.charge_prompt(len(prompt))
+    with rate_limiter.admit(meter, limits, card, params, size) as admission:
         async for event in events:
-            entry.use(…)
-    visit.leave()
+            admission.use(…)
+    meter.release()
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from ..spec.schema import Section, opt
 from .backend import ModelCard
 
 MINUTE_S = 60.0
-RETRY_S = 1.0  # what those are told to wait who find the house full
-BYTES_A_TOKEN = 3  # of text, where nobody has counted: what is charged
+RETRY_S = 1.0  # retry-after where all slots are taken
+BYTES_A_TOKEN = 3  # of text that is not tokenized here: what is charged
 TEXT_BYTES = 8  # of an answer's token, as JSON
 LOGPROB_BYTES = 96  # of one log-probability and its token, as JSON
 
 
 class APIError(LMWorksError):
-    """A request that is turned away, in the words of HTTP and of OpenAI's error objects."""
+    """An error response: HTTP status, and the fields of OpenAI's error object."""
 
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, retry_after: float | None = None
@@ -49,7 +48,7 @@ class APIError(LMWorksError):
 
 @dataclass(frozen=True)
 class Limits(Section):
-    """For every request, whoever sends it. 0 is no limit, where it is allowed."""
+    """For every request. 0 is no limit, where it is allowed."""
 
     section: ClassVar[str] = "limits"
 
@@ -112,7 +111,7 @@ def max_answer_tokens(limits: Limits, key: KeyLimits, context: int, prompt_token
 
 
 def check_params(limits: Limits, key: KeyLimits, params: SamplingParams) -> None:
-    """Wishes that are valid, but more than is allowed here."""
+    """Sampling parameters that are valid, but above a limit."""
     check_at_most(params.answers, min(limits.n, key.n or limits.n), "n" if params.best_of is None else "best_of")
     check_at_most(
         params.max_tokens, min(cap for cap in (limits.max_tokens, key.max_tokens, math.inf) if cap), "max_tokens"
@@ -132,7 +131,7 @@ def check_at_most(value: float, limit: float, param: str, what: str = "") -> Non
 
 @dataclass(frozen=True)
 class Size:
-    """What a request comes to, as far as can be told before it is let in."""
+    """The cost of a request, as far as it is known before admission."""
 
     prompts: list[int]  # tokens of each
     answers: int  # that are computed: of all prompts together
@@ -145,7 +144,7 @@ class Size:
 
 
 def size_of(params: SamplingParams, prompts: list[int], echoed: int, kept: bool) -> Size:
-    """`echoed`: bytes of prompts that are repeated in each of their answers. `kept`: it is not sent bit by bit."""
+    """`echoed`: bytes of prompts that are repeated in their answers. `kept`: the answer is not streamed."""
     places = 0 if params.logprobs is None else params.max_tokens * len(prompts) * (params.logprobs + 1)
     if params.prompt_logprobs is not None:
         places += sum(prompts) * (params.prompt_logprobs + 1)
@@ -155,12 +154,12 @@ def size_of(params: SamplingParams, prompts: list[int], echoed: int, kept: bool)
 
 
 def max_open_answers(limits: Limits, card: ModelCard) -> int:
-    """Those that are computed at once, and those that may wait."""
+    """Running and queued."""
     return max(1, card.max_seqs + limits.queue)
 
 
 def check_size(limits: Limits, key: KeyLimits, card: ModelCard, params: SamplingParams, size: Size) -> None:
-    """More than can ever be let in: what limits allow one by one may be too much together."""
+    """Rejects what could never be admitted: each value is within its limit, and all together are not."""
     asked = f"{len(size.prompts)} prompts with {params.answers} answers each"
     together = min(max_open_answers(limits, card), key.concurrent or math.inf)
     if size.answers > together:
@@ -181,7 +180,7 @@ def check_size(limits: Limits, key: KeyLimits, card: ModelCard, params: Sampling
         )
 
 
-# --- many requests ----------------------------------------------------------------------------------------
+# --- rate limits ------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -191,14 +190,14 @@ class Charge:
 
 
 class SlidingWindow:
-    """What was used in the last minute."""
+    """Usage within the last minute."""
 
     def __init__(self) -> None:
         self.charges: deque[Charge] = deque()
         self.total = 0
 
     def wait(self, now: float, amount: int, limit: int) -> float:
-        """Seconds until so much more may be used."""
+        """Seconds until `amount` more is within the limit."""
         while self.charges and self.charges[0].at <= now - MINUTE_S:
             self.total -= self.charges.popleft().amount
         excess, free = self.total + amount - limit, 0.0
@@ -215,7 +214,7 @@ class SlidingWindow:
         return charge
 
     def refund(self, charge: Charge, amount: int) -> None:
-        """Later than a minute, it has left the total already."""
+        """A charge older than a minute has left the total already."""
         if self.charges and charge.at >= self.charges[0].at:
             self.total -= amount
         charge.amount -= amount
@@ -223,15 +222,15 @@ class SlidingWindow:
 
 @dataclass(eq=False)
 class KeyUsage:
-    """What one key has used."""
+    """Rate-limit state of one key."""
 
     requests: SlidingWindow = field(default_factory=SlidingWindow)
     tokens: SlidingWindow = field(default_factory=SlidingWindow)
-    open: int = 0  # answers under way; a request that is still being read counts as one
+    open: int = 0  # answers in progress; a request whose body is being read counts as one
 
 
 class RateLimiter:
-    """Lets requests in, and counts. For one event loop: nothing in here waits."""
+    """Admits requests under the limits. For one event loop: no method awaits."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -242,7 +241,7 @@ class RateLimiter:
     def admit(
         self, meter: RequestMeter, limits: Limits, card: ModelCard, params: SamplingParams, size: Size
     ) -> Admission:
-        """For a request whose size is known; raises Refusal. Leave the entry when it has ended."""
+        """For a request whose size is known; raises APIError. Exit the admission when the request has ended."""
         key, usage, now = meter.key, meter.usage, self.clock()
         check_size(limits, key, card, params, size)
         tokens = size.tokens(params)
@@ -251,7 +250,7 @@ class RateLimiter:
             message = f"this key has {others} answers under way and may have {key.concurrent}"
             raise rate_limit_error("concurrent_requests", message, RETRY_S)
         if key.tokens_per_minute and usage.tokens.wait(now, tokens - meter.charged_tokens, key.tokens_per_minute):
-            # A request that comes again is encoded again: what it cost by now is not given back.
+            # A retry is tokenized again: what tokenizing cost is not refunded.
             wait = usage.tokens.wait(now, tokens, key.tokens_per_minute)
             raise rate_limit_error("tokens_per_minute", f"this key has {key.tokens_per_minute} tokens a minute", wait)
         if self.open[card.id] + size.answers > max_open_answers(limits, card):
@@ -269,14 +268,14 @@ def rate_limit_error(code: str, message: str, wait: float) -> APIError:
 
 
 class RequestMeter:
-    """A request, from its headers to the last byte of its answer. Whatever it costs is charged to its key."""
+    """Meters a request from its headers to the last byte of its response, on behalf of its key."""
 
     def __init__(self, rate_limiter: RateLimiter, key: KeyLimits) -> None:
         self.rate_limiter, self.key = rate_limiter, key
         self.usage = rate_limiter.usage_by_key[key.name]
-        self.open = 0  # answers that count as under way
-        self.bytes = 0  # of the body, not charged in another way so far
-        self.charged_tokens = 0  # tokens that were made of its text
+        self.open = 0  # answers that count as in progress
+        self.bytes = 0  # of the body, not charged as tokens so far
+        self.charged_tokens = 0  # prompt tokens that were charged
         self.kept = 0
 
     def begin(self) -> None:
@@ -297,7 +296,7 @@ class RequestMeter:
         self.set_open(1)
 
     async def start(self) -> None:
-        """`begin`, wherever it is counted: see `serve.api_process`."""
+        """`begin`, here or in the engine host: see `serve.api_process`."""
         self.begin()
 
     def set_open(self, answers: int) -> None:
@@ -305,12 +304,12 @@ class RequestMeter:
         self.open = answers
 
     def reserve_bytes(self, size: int) -> None:
-        """Until the answer is sent."""
+        """Reserves memory for a response until it is sent."""
         self.rate_limiter.kept += size - self.kept
         self.kept = size
 
     def charge_prompt(self, tokens: int) -> None:
-        """Text became so many tokens: that is done, whatever becomes of the request."""
+        """Tokenizing is charged whatever becomes of the request."""
         self.bytes = 0
         self.charge(tokens)
         self.charged_tokens += tokens
@@ -320,7 +319,7 @@ class RequestMeter:
             self.usage.tokens.add(self.rate_limiter.clock(), tokens)
 
     def release(self) -> None:
-        """A body that was read and came to nothing is charged by its length."""
+        """A body that was read and never tokenized is charged by its length."""
         self.charge(self.bytes // BYTES_A_TOKEN)
         self.bytes = 0
         self.set_open(0)
@@ -328,7 +327,7 @@ class RequestMeter:
 
 
 class Admission:
-    """A request that was let in, until it leaves."""
+    """A request that was admitted, until it ends."""
 
     def __init__(self, meter: RequestMeter, model: str, size: Size, tokens: int, now: float) -> None:
         self.meter, self.model, self.answers, self.tokens = meter, model, size.answers, tokens
@@ -341,7 +340,7 @@ class Admission:
         self.charge = meter.usage.tokens.add(now, max(0, tokens - meter.charged_tokens)) if charged else None
 
     def use(self, tokens: int) -> None:
-        """Tokens that it really used, of prompts and answers."""
+        """Tokens that were used, of prompts and answers."""
         self.used += tokens
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Logs as lines of JSON. Of a request they tell who, what, how long and how much: never what it said."""
+"""JSON logs. Of a request: key, route, times and token counts, never content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 log = logging.getLogger("lmworks.serve")
 
-LogFields = dict[str, Any]  # of one request: gathered on its way, written when it ends
+LogFields = dict[str, Any]  # of one request: collected while it runs, logged when it ends
 LOG_FIELDS = "lmworks.log_fields"
 STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -36,13 +36,13 @@ class JSONFormatter(logging.Formatter):
 
 
 def error_location(error: BaseException) -> LogFields:
-    """What failed and where in the code. Not what it said: that may quote a prompt."""
+    """Type and location of an error, without its message: that may quote a prompt."""
     frames = traceback.extract_tb(error.__traceback__)
     return {"error": type(error).__name__, "at": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]}
 
 
 def log_as_json(level: int = logging.INFO) -> None:
-    """For this process as a whole, the web server's own messages included."""
+    """For the whole process, uvicorn included."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JSONFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -55,5 +55,5 @@ def log_fields_of(scope: MutableMapping[str, Any]) -> LogFields:
 
 
 def request_id(given: str | None) -> str:
-    """The client's, where it is a decent one."""
+    """The client's, where it is valid."""
     return given if given and REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

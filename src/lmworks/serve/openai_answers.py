@@ -1,4 +1,4 @@
-"""What answers hold, in OpenAI's words. Plain dictionaries: one is made for every token. Their types document them."""
+"""Response bodies of OpenAI's API: typed dictionaries, as one is made for every token."""
 
 from __future__ import annotations
 

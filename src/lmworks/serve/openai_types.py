@@ -1,6 +1,6 @@
-"""What requests may hold: OpenAI's fields, and those of our own that other servers have too. All else is refused.
+"""Request bodies: OpenAI's fields, and extensions that vLLM has too.
 
-A field that is not known is an error, not a wish that is silently ignored. `null` is as good as leaving it out.
+Unknown fields are errors; they are never silently ignored. `null` is the same as leaving a field out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIABLES = "variables for the chat template, such as enable_thinking"
 
 
 class Strict(BaseModel):
-    """No field that is not known, and no "5" for 5."""
+    """No unknown fields, and no "5" for 5."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

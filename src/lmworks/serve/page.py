@@ -1,7 +1,7 @@
-"""The page at `/`: a playground for the models that are served, and how their engines fare.
+"""The page at `/`: a playground for the models, and the state of their engines.
 
-One answer holds all of it. The browser may run this script and no other, and may talk to this server and nobody else:
-the headers say so, by the digests of what is inside.
+One response holds all of it. Its content security policy allows this script and style alone, by digest, and requests to
+this server alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: the engine's under the names that dashboards know from vLLM, and the API's own.
+"""Prometheus metrics: the engine's under vLLM's names, and the API's own.
 
 Where a dashboard says `vllm:time_to_first_token_seconds`, say `lmworks:time_to_first_token_seconds`.
 """
@@ -50,7 +50,7 @@ TIMES = {
 
 @dataclass
 class HTTPMetrics:
-    """What the API counts itself."""
+    """Metrics of HTTP requests."""
 
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     requests: Counter = field(init=False)
@@ -70,7 +70,7 @@ class HTTPMetrics:
 
 
 class EngineCollector(Collector):
-    """Asks all models how they fare, whenever someone looks."""
+    """Metrics of all engines, read at each scrape."""
 
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
@@ -124,7 +124,7 @@ def health(states: Mapping[str, State]) -> Iterator[Metric]:
 
 
 def render_metrics(serving: Serving) -> bytes:
-    """All of it, as Prometheus reads it."""
+    """The text of /metrics."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(serving))
     counts = serving.http_metrics.registry
@@ -135,7 +135,7 @@ def render_metrics(serving: Serving) -> bytes:
 
 
 class SummedMetrics(Collector):
-    """Counts of several processes, added up."""
+    """Metrics of several API processes, summed."""
 
     def __init__(self, found: list[Metric]) -> None:
         self.found = found

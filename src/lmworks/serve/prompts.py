@@ -1,7 +1,6 @@
 """Prompts as token ids: texts through the tokenizer, conversations through the chat template.
 
-Each function runs in this process where there is little to do, and in a worker process (`serve.workers`) where there is
-much: `tokenize_prompt` decides.
+Short inputs are processed here, long ones in a worker process (`serve.workers`): `tokenize_prompt` decides.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Conversation = ChatRequest | TokenizeRequest
 async def tokenize_prompt(
     serving: Serving, caller: Caller, local: LocalModel, size: int, work: Callable[..., Found], *arguments: Any
 ) -> Found:
-    """`work(processor, *arguments)`, where it does not hold up others. `size`: characters, or tokens."""
+    """`work(processor, *arguments)`, in a worker process where `size` (characters or tokens) is large."""
     if size <= SHORT:
         return work(local.processor, *arguments)
     return await serving.workers.run(caller.key.name, local.processor, work, *arguments)
@@ -73,7 +72,7 @@ def decode(processor: PromptProcessor, tokens: Ids, known: int) -> str:
 
 
 def chat_size(body: Conversation) -> int:
-    """What `tokenize_prompt` goes by. Tools, calls and many messages go to another process."""
+    """Characters of a conversation. Tool calls and many messages count as long."""
     if len(body.messages or ()) > FEW or any(message.tool_calls for message in body.messages or ()):
         return SHORT + 1
     others = [*(body.tools or ())[:FEW], body.chat_template_kwargs or ""]
@@ -103,7 +102,7 @@ def render_chat_json(processor: PromptProcessor, body: Conversation) -> tuple[in
 
 
 def template_message(message: Message) -> TemplateMessage:
-    """As chat templates know it."""
+    """In the form that chat templates expect."""
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)

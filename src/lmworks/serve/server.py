@@ -1,4 +1,4 @@
-"""The web server: uvicorn, with errors in our form, patience that ends, and a shutdown that finishes its work."""
+"""The web server: uvicorn with connection limits, deadlines and a graceful shutdown that drains."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .connection import Connection, ConnectionLimiter
 from .logs import log
 from .serving import Serving
 
-KEEP_ALIVE_S = 75  # longer than proxies keep idle connections: it is theirs to close them
+KEEP_ALIVE_S = 75  # longer than proxies' own keep-alive, so that they close first
 NOTICE_S = 3.0
-CLOSE_GRACE_S = 5.0  # for those who were cut off to be told so
+CLOSE_GRACE_S = 5.0  # for clients that were cut off to read the error
 
 
 class Server(uvicorn.Server):
@@ -32,11 +32,11 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, serving: Serving, seconds: float) -> None:
         super().__init__(config)
         self.serving, self.seconds = serving, seconds
-        self.notice = 0.0  # seconds for a balancer to hear of the end before it finds nobody there
+        self.notice = 0.0  # seconds between a failing /ready and closing the socket, for load balancers
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Where there are several processes, one of them tells the others."""
+        """With several processes, the engine host handles signals."""
         if self.serving.engine_host is not None:
             yield
             return
@@ -45,30 +45,30 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            os._exit(128 + sig)  # the engine's process sees its wire end, and follows
+            os._exit(128 + sig)  # the engine process sees its socket close, and ends
         self.should_exit = True
         self.notice = min(NOTICE_S, self.seconds) if sig == signal.SIGTERM else 0.0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """The models first: nobody can connect before they are ready. Returns when all is over."""
+        """Starts the models, then accepts connections; returns after the shutdown."""
         await self.serving.start()
         await self.serving.workers.warm()
         gc.collect()
-        gc.freeze()  # what is there now stays: a collector that looked at all of it held the loop for 0.3 s
+        gc.freeze()  # startup objects stay: collecting them blocked the event loop for 0.3 s
         try:
             await super().serve(sockets)
         finally:
             await self.serving.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        for one in sockets or ():  # connections of before must not keep the next server from this address
+        for one in sockets or ():  # connections in TIME_WAIT must not block the next server
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.info("shutting down", extra={"seconds": self.seconds})
         draining = asyncio.create_task(self.serving.drain(self.seconds))
-        await asyncio.sleep(self.notice)  # new requests are told `shutting_down`, and /ready is 503
+        await asyncio.sleep(self.notice)  # new requests get `shutting_down`, and /ready is 503
         await super().shutdown(sockets)
         log.info("shut down", extra={"cut_off": await draining})
 

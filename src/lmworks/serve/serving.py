@@ -1,4 +1,4 @@
-"""What all routes share: who asks, and which model is meant."""
+"""State shared by all routes: authentication, models by name, limits, draining."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .token_logprobs import TokenTexts
 from .upstream import Upstream
 from .workers import PromptProcessor, WorkerPool
 
-METER = "lmworks.meter"  # in a request's scope: left when its answer has been sent
+METER = "lmworks.meter"  # in a request's scope: released when its response has been sent
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, under which limits: as they were when the request came in."""
+    """The key of a request and its limits, as they were when the request arrived."""
 
     key: KeyLimits
     config: Config
-    log_fields: LogFields  # what the log will say of this request
-    meter: RequestMeter  # what it is charged
-    share: str = ""  # the name of the key, or without keys the address: what is shared fairly is shared among those
+    log_fields: LogFields  # what is logged of this request
+    meter: RequestMeter  # what it is charged by
+    share: str = ""  # key, or without keys the address: fairness is between these
 
     @property
     def limits(self) -> Limits:
@@ -42,7 +42,7 @@ class Caller:
 
 @dataclass
 class LocalModel:
-    """A model whose engine is ours, with what is made of its tokenizer once."""
+    """A model with an engine of our own, and what is computed from its tokenizer once."""
 
     backend: Backend
 
@@ -63,7 +63,7 @@ Model = LocalModel | Upstream
 
 
 class EngineHostLink(Protocol):
-    """Limits that are counted in another process."""
+    """Limits that are counted by the engine host, in another process."""
 
     other_metrics: list[Metric]  # what other API processes counted
 
@@ -85,18 +85,18 @@ class Serving:
     rate_limiter: RateLimiter = field(default_factory=RateLimiter)
     workers: WorkerPool = field(default_factory=WorkerPool)
     draining: bool = False
-    engine_host: EngineHostLink | None = None  # of several API processes: where the limits are counted
+    engine_host: EngineHostLink | None = None  # with several API processes: where the limits are counted
 
     async def admit(
         self, meter: RequestMeter, limits: Limits, card: ModelCard, params: SamplingParams, size: Size
     ) -> Admission:
-        """Past the limits, or a Refusal."""
+        """Checks the limits; raises APIError."""
         if self.engine_host is None:
             return self.rate_limiter.admit(meter, limits, card, params, size)
         return await self.engine_host.admit(meter, limits, card, params, size)
 
     def authenticate(self, request: Request) -> Caller:
-        """Before anything of the body is read."""
+        """Before the body is read; raises APIError."""
         config = self.settings.current()
         key = config.authenticate(bearer(request.headers.get("authorization")))
         log_fields = log_fields_of(request.scope)
@@ -110,7 +110,7 @@ class Serving:
         return Caller(key, config, log_fields, meter, key.name if config.keys else address)
 
     def has_valid_key(self, request: Request) -> bool:
-        """It comes with a key."""
+        """Whether it has a valid key."""
         shown = bearer(request.headers.get("authorization"))
         config = self.settings.current()
         try:
@@ -144,7 +144,7 @@ class Serving:
         return {name: one for name, one in found.items() if not allowed or name in allowed}
 
     def upstreams_of(self, name: str) -> list[Upstream]:
-        """Those that have a model: first those that answer, with the fewest requests under way."""
+        """Upstreams that serve a model: first those that are up, with the fewest open requests."""
         having = [one for one in self.upstreams if any(card.id == name for card in one.cards)]
         return sorted(having, key=lambda one: (not one.up, one.open))
 
@@ -168,7 +168,7 @@ class Serving:
         )
 
     async def drain(self, seconds: float) -> int:
-        """Takes no more requests; how many were cut off."""
+        """Takes no more requests; returns how many were cut off."""
         self.draining = True
         return sum(await asyncio.gather(*(model.backend.drain(seconds) for model in self.local_models)))
 

@@ -1,4 +1,4 @@
-"""Answers that come bit by bit (server-sent events), and clients that leave before the end."""
+"""Streamed responses (server-sent events), and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Found = TypeVar("Found")
 
 
 def sse_event(chunk: Any) -> bytes:
-    """Three letters end no line of server-sent events, but many clients split there, as Unicode does: escaped."""
+    """Three characters are escaped: they end no line of server-sent events, but many clients split there."""
     text = encode(chunk)
     text = text.replace("\u0085", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return f"data: {text}\n\n".encode()
 
 
 class EventStream(Response):
-    """Writes lines as they come. When the client leaves, or the lines end, their generator is closed: at once.
+    """Sends events as they come. When the client disconnects, or they end, their generator is closed at once.
 
     An error on the way is a last line with an error object. A stream without `[DONE]` at its end is not complete.
     """
@@ -61,21 +61,21 @@ class EventStream(Response):
         except TimeoutError:
             raise
         except Exception as error:
-            refusal = to_api_error(error)
-            log_fields_of(scope)["failed"] = refusal.code
-            if refusal.code == "internal_error":
+            api_error = to_api_error(error)
+            log_fields_of(scope)["failed"] = api_error.code
+            if api_error.code == "internal_error":
                 log.error("a stream failed", exc_info=error)
-            await self.put(send, sse_event(error_body(refusal)))
+            await self.put(send, sse_event(error_body(api_error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def put(self, send: Send, one: bytes) -> None:
-        """A client that is there and does not read must not hold its place for ever."""
+        """Times out where a client does not read."""
         async with asyncio.timeout(STALLED_S):
             await send({"type": "http.response.body", "body": one, "more_body": True})
 
 
 async def start_stream(request: Request, lines: AsyncGenerator[bytes, None]) -> EventStream:
-    """Once there is a first line: what is refused before that has a status of its own."""
+    """Waits for the first event: an error before it still has an HTTP status of its own."""
     try:
         return EventStream(await while_connected(request.receive, anext(lines)), lines)
     except BaseException:
@@ -84,7 +84,7 @@ async def start_stream(request: Request, lines: AsyncGenerator[bytes, None]) -> 
 
 
 async def while_connected(receive: Receive, work: Awaitable[Found]) -> Found:
-    """The work's result; it is given up when the client is gone, which raises ClientDisconnect."""
+    """The result; cancelled when the client disconnects, which raises ClientDisconnect."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(receive))
     try:
@@ -95,7 +95,7 @@ async def while_connected(receive: Receive, work: Awaitable[Found]) -> Found:
     finally:
         task.cancel()
         gone.cancel()
-        # What was cancelled has let go of all it held, once these have ended; how they ended is of no interest.
+        # Cancelled tasks have released what they held once these have ended.
         await asyncio.gather(task, gone, return_exceptions=True)
 
 

@@ -1,4 +1,4 @@
-"""A request for text, whichever endpoint it came to: admit it, find its model, answer at once or as a stream."""
+"""The request handler of both generation endpoints: authenticate, find the model, respond whole or streamed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLICE = 256  # places whose log-probabilities are written at once
 
 
 class RequestHandler(Protocol):
-    """How an endpoint answers: all of it, or line by line as it is made."""
+    """How an endpoint formats its response: whole, or as a stream of events."""
 
     generation: GenerationRequest
 
@@ -52,7 +52,7 @@ async def handle_request(
 
 
 def to_json(answer: Mapping[str, Any]) -> str:
-    """As JSON, list by list: the encoder holds the interpreter's lock while it works."""
+    """JSON, encoded list by list: the encoder holds the GIL."""
     around = encode({name: value for name, value in answer.items() if name != "choices"})
     return f'{around[:-1]},"choices":[{",".join(map(choice, answer["choices"]))}]}}'
 

@@ -1,4 +1,4 @@
-"""Single tokens as text and as bytes, for those who ask for log-probabilities."""
+"""Text and bytes of single tokens, for responses with log-probabilities."""
 
 from __future__ import annotations
 

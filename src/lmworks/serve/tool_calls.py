@@ -1,4 +1,4 @@
-"""Calls of functions: found in what a model writes, or made sure of by a grammar.
+"""Tool calls: parsed from a model's text, or enforced by a grammar.
 
 A model whose chat template knows tools writes `<tool_call>{"name": …, "arguments": {…}}</tool_call>` when it chooses
 to. Where a call is required, the answer is held to a JSON schema instead, and is the call itself.
@@ -30,7 +30,7 @@ def tool_call(name: str, arguments: str) -> ToolCall:
 
 
 def parse_call(text: str) -> ToolCall | None:
-    """None: it is no call."""
+    """None: not a call."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -87,7 +87,7 @@ def with_own_id(schema: dict[str, Any], ids: set[str]) -> dict[str, Any]:
 
 @dataclass
 class ToolCallParser:
-    """Tells calls from text while an answer comes in. What is read as a call and is none is text after all."""
+    """Separates tool calls from text in a stream. An invalid call is passed on as text."""
 
     required: bool = False  # the answer is a call, and nothing else
     most: int | None = None  # calls that are wanted

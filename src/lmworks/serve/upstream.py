@@ -1,4 +1,4 @@
-"""Another server that speaks OpenAI's API, behind our keys, limits, metrics and page."""
+"""An upstream: another OpenAI-compatible server behind our keys, limits, metrics and page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .backend import ModelCard, State
 
 log = logging.getLogger("lmworks.serve")
 
-POLL_S = 5.0  # how often it is asked which models it has
+POLL_S = 5.0  # between two polls of its models
 CONNECT_S = 5.0
 
 
 class Upstream:
-    """Its models are asked for again and again: it may come later than we do, and go, and come back."""
+    """Its models are polled: it may start later than this server, go down, and come back."""
 
     def __init__(self, url: str, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`url` ends in /v1, as clients know it. `api_key` is what we show there: keys of our own clients stay here."""
@@ -34,7 +34,7 @@ class Upstream:
             )
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        # No proxy, no .netrc: it is where it was said to be, and gets what it is meant to get.
+        # No proxy and no .netrc from the environment.
         self.client = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False, transport=transport)
         self.cards: list[ModelCard] = []
         self.up = False
@@ -47,7 +47,7 @@ class Upstream:
         return State(alive=self.up, ready=self.up and bool(self.cards), open=self.open, last_error=self.last_error)
 
     def card(self, name: str) -> ModelCard:
-        """One that is gone meanwhile is not known in any way but by its name."""
+        """A model that is gone has a card with its name alone."""
         return next((card for card in self.cards if card.id == name), ModelCard(name, 0, 0, 0))
 
     async def start(self) -> None:
@@ -60,7 +60,7 @@ class Upstream:
             await self.refresh_models()
 
     async def refresh_models(self) -> None:
-        """Which models it has. Those of before stay known while it does not answer."""
+        """Lists its models; the last list stays while it does not answer."""
         try:
             answer = await self.client.get(f"{self.url}/models", timeout=CONNECT_S)
             answer.raise_for_status()
@@ -70,7 +70,7 @@ class Upstream:
             self.mark_down(error)
 
     def mark_down(self, error: Exception) -> None:
-        """It is asked last, until it answers again."""
+        """It is tried last, until it answers again."""
         reason = f"{type(error).__name__}: {error}"
         if self.last_error is None:
             log.warning("upstream does not answer", extra={"upstream": self.url, "reason": reason})

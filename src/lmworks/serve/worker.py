@@ -12,7 +12,7 @@ from .channel import SocketChannel
 from .workers import serve
 
 if __name__ == "__main__":
-    # Service managers tell every process to end: this one ends when the API has no more use for it.
+    # Service managers signal every process of a group: this one ends when the API closes its socket.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))

@@ -1,10 +1,10 @@
-"""Worker processes for what would hold up the event loop: parsing large bodies, templates, tokenizing long texts.
+"""Worker processes for work that would block the event loop: large bodies, chat templates, long texts.
 
-A thread would not do: parsers and tokenizers hold the interpreter's lock while they work. Processes are started when
+Threads would not help: parsers and tokenizers hold the GIL. Processes are started when
 they are first needed, and again when one is lost. Keys take turns: one with a hundred long texts does not make another
 wait for all of them.
 
-    ids = await workers.run(key, local, encode, texts)       # encode(speech, texts), in another process
+    ids = await workers.run(key, processor, encode, texts)   # encode(processor, texts), in a worker process
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .backend import PromptTokenizer
 from .channel import SocketChannel, encode_frame, pack_tokenizer, read_frame, unpack_tokenizer
 from .limits import RETRY_S, APIError, rate_limit_error
 
-WORK_SECONDS = 30.0  # after which the request is given up, and its process with it
+WORK_SECONDS = 30.0  # after which the request fails, and its process is killed
 MAX_WAITING = 1024  # pieces of work
 ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
@@ -35,7 +35,7 @@ Found = TypeVar("Found")
 
 @dataclass
 class PromptProcessor:
-    """The tokenizer and the chat template of a model, in whichever process."""
+    """Tokenizer and chat template of a model; can be sent to another process."""
 
     name: str
     prompt_tokenizer: PromptTokenizer
@@ -93,9 +93,9 @@ class WorkerPool:
     async def run(
         self, key: str, processor: PromptProcessor | None, work: Callable[..., Found], *arguments: Any
     ) -> Found:
-        """`work(processor, *arguments)`, a function of a module, and its result; or what it raised, as a Refusal."""
+        """The result of `work(processor, *arguments)`, a module's function; its errors are raised as APIError."""
         await self.acquire_slot(key)
-        # A caller that is gone does not stop a process in the middle of its work.
+        # A client that disconnects does not interrupt a worker process.
         task = asyncio.create_task(self.run_in_worker(key, processor, work, arguments))
         found: Found = await asyncio.shield(task)
         return found
@@ -125,7 +125,7 @@ class WorkerPool:
         return found
 
     async def warm(self) -> None:
-        """One is there before it is needed: to start it takes a second."""
+        """Starts one before it is needed: that takes a second."""
         self.idle.append(await self.spawn())
 
     async def spawn(self) -> Worker:
@@ -161,11 +161,11 @@ class WorkerPool:
             await slot
         except asyncio.CancelledError:
             if slot.done() and not slot.cancelled():
-                self.release_slot(key)  # it had come just now
+                self.release_slot(key)  # granted just now
             raise
 
     def release_slot(self, key: str) -> None:
-        """A piece of work has ended. Of those that wait, the key with the least under way comes first."""
+        """Frees a slot; of the keys that wait, the one with the fewest slots gets it."""
         self.busy[key] -= 1
         while self.waiting and self.busy.total() < self.most:
             chosen = min(self.waiting, key=lambda each: self.busy[each])
@@ -189,7 +189,7 @@ class WorkerPool:
 
 
 def serve(channel: SocketChannel) -> None:
-    """What a worker process does, until the other end of its wire is closed."""
+    """The loop of a worker process, until the socket is closed."""
     from .errors import to_api_error
 
     models: dict[str, PromptProcessor] = {}
