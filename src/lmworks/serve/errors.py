@@ -93,12 +93,12 @@ def error_body(error: APIError) -> ErrorBody:
 
 
 def error_response(error: Exception) -> Response:
-    error = to_api_error(error)
-    headers = {} if error.retry_after is None else {"retry-after": str(math.ceil(error.retry_after))}
-    if error.status == 401:
+    api_error = to_api_error(error)
+    headers = {} if api_error.retry_after is None else {"retry-after": str(math.ceil(api_error.retry_after))}
+    if api_error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, HTTPException) and error.headers:
         headers |= error.headers  # which methods are allowed
     # As JSON escapes: what was sent may hold text that cannot be written as UTF-8.
-    content = json.dumps(error_body(error))
-    return Response(content, error.status, headers, media_type="application/json")
+    content = json.dumps(error_body(api_error))
+    return Response(content, api_error.status, headers, media_type="application/json")
