@@ -107,7 +107,8 @@ print(json.dumps({**told, "later": later, "met": met}))
 
 # A step of any number of tokens and sequences, after steps of others: as prompts come.
 ANY_NUMBER = """
-from lmworks.kernels import rms_norm_triton, sample_triton
+from lmworks.kernels import rms_norm_triton
+from lmworks.kernels.inference import gumbel_sample_triton
 from lmworks.kernels.inference.gumbel_sample import Rows
 
 def norm(rows, delta):
@@ -117,7 +118,7 @@ def norm(rows, delta):
 def draw(rows):
     logits, slots = torch.zeros(rows, 9000), torch.zeros(rows, dtype=torch.int64)  # three spans
     table = Rows(torch.zeros(4), torch.zeros(4, dtype=torch.int64), slots, slots)
-    sample_triton.launch(logits, logits, table, True)
+    gumbel_sample_triton.launch(logits, logits, table, True)
 
 told, works = {}, {"norm": lambda rows: norm(rows, False), "added": lambda rows: norm(rows, True), "draw": draw}
 for name, work in works.items():

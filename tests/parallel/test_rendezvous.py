@@ -41,5 +41,5 @@ def test_one_rank_meets_nobody() -> None:
 def test_who_does_not_come_is_named(rank: int, missing: str) -> None:
     store = dist.HashStore()
     generation(store, 2, late=0)
-    with pytest.raises(TrainingError, match=f"{missing} did not come"):
+    with pytest.raises(TrainingError, match=f"{missing} did not join the rendezvous"):
         agree_on_prefix(store, rank, 2, time.monotonic() + 0.1)

@@ -36,5 +36,5 @@ def kinds(rank: int) -> list[str]:
 
 def test_strategies_over_one_rank_are_the_plain_loop() -> None:
     """But for weights that live on the host, which FSDP2 brings. The planner says the same."""
-    assert on_ranks(1, kinds) == [["Alone"] * 4 + ["FSDP2"]]
+    assert on_ranks(1, kinds) == [["SingleRank"] * 4 + ["FSDP2"]]
     assert [strategy_of(spec_of(words)) for words in STRATEGIES] == ["alone"] * 4 + ["fsdp2"]
