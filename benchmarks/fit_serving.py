@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lmworks.plan.serving.batching import Lengths, steady, waiting
+from lmworks.plan.serving.batching import Lengths, queueing_seconds, steady
 from lmworks.plan.serving.inference import CONSTANTS, Deployment, Rates
-from lmworks.plan.serving.served_model import Experts, Linear, Served, mlp
+from lmworks.plan.serving.served_model import Experts, Linear, ServedModel, mlp
 from lmworks.plan.tables.kernels import SYSTEMS
 from lmworks.spec import ModelSpec, catalogue
 
@@ -32,7 +32,7 @@ FORMATS = {"fp8": "fp8", "fp8_block": "fp8", "nvfp4": "fp4", "": "bf16"}
 # --- models, from their published configurations ---------------------------------------------------------
 
 
-def latent(name: str, *, heads: int, experts: int, dense: int, vocab: int) -> Served:
+def latent(name: str, *, heads: int, experts: int, dense: int, vocab: int) -> ServedModel:
     """DeepSeek V3 and its kin: a latent vector of 512 + 64 numbers is all that a token leaves in the cache."""
     layers, hidden, q_rank, kv_rank, rope, head, ffn = 61, 7168, 1536, 512, 64, 128, 2048
     linears = (
@@ -43,7 +43,7 @@ def latent(name: str, *, heads: int, experts: int, dense: int, vocab: int) -> Se
         *mlp(hidden, ffn, layers - dense),  # the shared expert
         *mlp(hidden, 18_432, dense),
     )
-    return Served(
+    return ServedModel(
         name, layers, hidden, linears, Linear(hidden, vocab), tables=vocab * hidden, small=layers * hidden * experts,
         experts=Experts(experts, 8, layers - dense, 3 * hidden * ffn), kv_layers=layers, kv_heads=1,
         kv_width=kv_rank + rope, kv_vectors=1, window=0, prefill_flops=2.0 * layers * heads * (2 * head + rope),
@@ -51,7 +51,7 @@ def latent(name: str, *, heads: int, experts: int, dense: int, vocab: int) -> Se
     )  # fmt: skip
 
 
-def hybrid() -> Served:
+def hybrid() -> ServedModel:
     """Qwen3.5-397B-A17B: every fourth layer attends; the others keep a state, read like 2 × 64 × 128² numbers."""
     layers, hidden, full, vocab = 60, 4096, 15, 248_320
     linears = (
@@ -61,15 +61,15 @@ def hybrid() -> Served:
         Linear(64 * 128, hidden, layers - full, split="rows"),
         *mlp(hidden, 1024, layers),
     )
-    return Served(
+    return ServedModel(
         "qwen3.5-397b", layers, hidden, linears, Linear(hidden, vocab), tables=vocab * hidden,
         small=layers * hidden * 512, experts=Experts(512, 10, layers, 3 * hidden * 1024), kv_layers=full, kv_heads=2,
         kv_width=256, kv_vectors=2, window=0, prefill_flops=4.0 * full * 32 * 256, decode_flops=4.0 * full * 32 * 256,
     )  # fmt: skip
 
 
-def moe(name: str, **shape: int) -> Served:
-    return Served.of(ModelSpec(head_dim=128, context=40_960, **shape), name)
+def moe(name: str, **shape: int) -> ServedModel:
+    return ServedModel.of(ModelSpec(head_dim=128, context=40_960, **shape), name)
 
 
 DEEPSEEK = latent("deepseek-v3", heads=128, experts=256, dense=3, vocab=129_280)
@@ -86,7 +86,7 @@ MODELS = {
         "qwen3-235b-a22b", layers=94, hidden=4096, heads=64, kv_heads=4, vocab=151_936, experts=128, top_k=8,
         expert_ffn=1536,
     ),
-    "Qwen/Qwen3-32B": Served.of(ModelSpec.from_preset("qwen3-32b")),
+    "Qwen/Qwen3-32B": ServedModel.of(ModelSpec.from_preset("qwen3-32b")),
 }  # fmt: skip
 
 
@@ -119,7 +119,7 @@ class Row:
         if not self.mixed:
             return float(point.decode), 0.0
         burst = 0.1 * (self.concurrency - 1) / 2 * point.added
-        wait = waiting(float(point.prefill_share), float(point.added))
+        wait = queueing_seconds(float(point.prefill_share), float(point.added))
         ttft = 1e-3 * rates.request_ms + point.decode / 2 + point.prefill + burst + wait
         return float(point.tpot), float(ttft)
 
@@ -174,17 +174,19 @@ def anchors() -> list[Row]:
     """
     steps = {"qwen3-0.6b": (1.94, 1.93, 3.70), "llama3-8b": (5.09, 5.77, 9.56)}
     rows = [
-        anchor(name, Served.of(ModelSpec.from_preset(name)), "H200-SXM-141GB", "bf16", Lengths(562, 562), batch, ms)
+        anchor(
+            name, ServedModel.of(ModelSpec.from_preset(name)), "H200-SXM-141GB", "bf16", Lengths(562, 562), batch, ms
+        )
         for name, times in steps.items()
         for batch, ms in zip((1, 8, 64), times, strict=True)
     ]
-    llama2 = Served.of(ModelSpec(layers=32, hidden=4096, heads=32, ffn=11_008, vocab=32_000))
+    llama2 = ServedModel.of(ModelSpec(layers=32, hidden=4096, heads=32, ffn=11_008, vocab=32_000))
     for weights, speed in {"bf16": 104.9, "int8": 155.6, "int4": 196.8}.items():
         rows.append(anchor("llama2-7b", llama2, "A100-SXM-80GB", weights, Lengths(8, 200), 1, 1e3 / speed))
     return rows
 
 
-def anchor(name: str, served: Served, gpu: str, weights: str, lengths: Lengths, batch: int, ms: float) -> Row:
+def anchor(name: str, served: ServedModel, gpu: str, weights: str, lengths: Lengths, batch: int, ms: float) -> Row:
     deployment = Deployment(served, catalogue()[gpu], Rates.of("vllm"), weights=weights)
     label = f"{name}_{gpu}_{weights}_batch{batch}"
     return Row(label, name, "vllm", deployment, lengths, batch, batch, mixed=False, tpot=ms / 1e3)
@@ -196,7 +198,7 @@ def drained(values: np.ndarray) -> list[str]:
     prompts, answers = random.integers(100, 1025, 256), random.integers(100, 1025, 256)
     found = []
     for name, measured in {"qwen3-0.6b": 23_879, "llama3-8b": 9823}.items():
-        served, gpu = Served.of(ModelSpec.from_preset(name)), catalogue()["H200-SXM-141GB"]
+        served, gpu = ServedModel.of(ModelSpec.from_preset(name)), catalogue()["H200-SXM-141GB"]
         deployment = Deployment(served, gpu, rates_of(values, "vllm"))
         steps = -(-prompts.sum() // deployment.chunk)
         seconds = steps * deployment.step(prefill=prompts.sum() / steps, prompts=256 / steps)

@@ -110,7 +110,7 @@ class Table:
     @classmethod
     def of(cls, rows: Iterable[Measured]) -> Table:
         rows = [row for row in rows if row.step_s and not row.suspect and not row.inferred]
-        rows = [row for row in rows if row.case.software.dense == 1.0]
+        rows = [row for row in rows if row.case.software.gemm_slowdown == 1.0]
         places: dict[str, list[int]] = {}
         for place, row in enumerate(rows):
             words = {name: value for name, value in vars(row.case).items() if name not in NUMBERS}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.plan.cluster_request import ClusterRequest, job
-from lmworks.plan.search.candidates import Question, question_of
+from lmworks.plan.cluster_request import ClusterRequest, run_on_cluster
+from lmworks.plan.search.candidates import SearchProblem, problem_of
 from lmworks.plan.search.search import Found, search
 from lmworks.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
 from lmworks.spec.load import dump_toml
@@ -77,10 +77,12 @@ with the failures of a cluster of that size, at the catalogue's prices; set your
 """
 
 
-def ask(reference: Reference, gpu: str) -> tuple[RunSpec, Question]:
+def ask(reference: Reference, gpu: str) -> tuple[RunSpec, SearchProblem]:
     request = ClusterRequest(seq=reference.seq, micro_batch=1, global_batch=reference.batch, dtype="bf16")
-    base = job(reference.model, [*reference.changes, f"name={reference.name}-{gpu}", "data.path=my-tokens"], request)
-    return base, question_of(base, f"{reference.gpus}x{gpu}")
+    base = run_on_cluster(
+        reference.model, [*reference.changes, f"name={reference.name}-{gpu}", "data.path=my-tokens"], request
+    )
+    return base, problem_of(base, f"{reference.gpus}x{gpu}")
 
 
 def find(reference: Reference, gpu: str) -> tuple[RunSpec, Found] | str:
@@ -101,7 +103,7 @@ def write_specs(found: dict[tuple[str, str], Any]) -> None:
         if isinstance(answer, str) or gpu.startswith("tpu"):
             continue
         base, layout = answer
-        text = f"# {layout.question.world} × {layout.question.gpu.name}: {layout.case.text}\n"
+        text = f"# {layout.problem.world} × {layout.problem.gpu.name}: {layout.case.text}\n"
         spec = layout.spec(base)
         data = {key: getattr(spec.data, key) for key in ("path", "seq", "micro_batch", "global_batch")}
         machines = {key: getattr(spec.cluster, key) for key in ("gpu", "nodes", "gpus_per_node")}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lmworks.cli.plan_validate import COLUMNS, PART_COLUMNS, cells, part_cells
 from lmworks.plan.tables.components import components
-from lmworks.plan.tables.replay import THRESHOLDS, memory, reached, replay, seconds
+from lmworks.plan.tables.replay import THRESHOLDS, current_errors, memory, replay, seconds
 from lmworks.plan.tables.sources import SOURCES, Measured
 from lmworks.plan.tables.validate import mean_of
 
@@ -54,7 +54,7 @@ def main() -> None:
     before = THRESHOLDS.read_text(encoding="utf-8") if THRESHOLDS.exists() else ""
     kept = [key for key in tomllib.loads(before) if key.split("/")[0] in report.missing]
     old = [line for line in before.splitlines() if line.startswith(tuple(f'"{key}"' for key in kept))] if kept else []
-    THRESHOLDS.write_text(reached(report) + "".join(f"{line}\n" for line in old), encoding="utf-8")
+    THRESHOLDS.write_text(current_errors(report) + "".join(f"{line}\n" for line in old), encoding="utf-8")
 
     page = PAGE.read_text(encoding="utf-8")
     parts = markdown(PART_COLUMNS, [part_cells(part) for part in components()])

@@ -10,7 +10,7 @@ import torch
 
 from lmworks.bench import clock as clocks
 from lmworks.bench.clock import FEWEST, MORE_RUNS, RUNS, Clock, Run, Timing, by_processor
-from lmworks.plan.devices.machine import QUIET
+from lmworks.plan.devices.machine import QUIET_NOISE
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def test_runs_that_spread_are_repeated_on_one_thread(now: SimpleNamespace) -> No
     assert clock.threads == [2] * RUNS + [1] * MORE_RUNS and torch.get_num_threads() == 2
     assert clock(lambda: None) == pytest.approx(0.1)
     assert len(clock.threads) == RUNS + MORE_RUNS + RUNS  # quiet: no more than that
-    assert clock.noise == pytest.approx((0.1 + 0.1) / (0.024 + 0.1)) and clock.noise > QUIET
+    assert clock.noise == pytest.approx((0.1 + 0.1) / (0.024 + 0.1)) and clock.noise > QUIET_NOISE
 
 
 def test_time_for_repeats_is_bounded(now: SimpleNamespace) -> None:

@@ -18,7 +18,7 @@ from lmworks.plan.cluster_request import ClusterRequest
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.memory.run_budget import budget_of
 from lmworks.plan.predict import predict
-from lmworks.plan.search.candidates import question_of
+from lmworks.plan.search.candidates import problem_of
 from lmworks.plan.search.handoff import chosen
 from lmworks.plan.search.request import read_request
 from lmworks.plan.search.search import search
@@ -71,11 +71,11 @@ def test_the_first_row_is_what_the_planner_says_of_the_written_spec(
 def test_what_is_written_fits_by_the_exact_sheet_too() -> None:
     """Of two layouts the closed form takes the first to fit; the sheet says 74.9 GiB where there is room for 73.6."""
     asked = read_request("llama3-8b", [], ClusterRequest(seq=8192, global_batch=32), {}, clusters=["8xh100"])
-    question = question_of(asked.base, "8xh100", own=asked.cluster)
+    question = problem_of(asked.base, "8xh100", own=asked.cluster)
     pinned = {"tp": 2, "zero": 2, "micro_batch": 2, "recompute": "none", "offload_activations": 2}
     tight = search([replace(question, pinned=pinned)]).front[0]
     roomy = search([replace(question, pinned={"tp": 2, "zero": 3, "micro_batch": 2, "recompute": "none"})]).front[0]
-    assert tight.step_s < roomy.step_s and tight.reserved <= question.room < float(
+    assert tight.step_s < roomy.step_s and tight.reserved <= question.safe_bytes < float(
         budget_of(tight.spec(asked.base)).reserved
     )
     place, spec = chosen([tight, roomy], asked)

@@ -10,7 +10,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lmworks.plan.search.candidates import Question, Words, cases, cuts, legal, numbers, run_of, words
+from lmworks.plan.search.candidates import (
+    LayoutKind,
+    SearchProblem,
+    cases,
+    degree_grid,
+    divides,
+    layout_kinds,
+    legal,
+    run_of,
+)
 from lmworks.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
 from lmworks.spec.hardware import parse_cluster
 from lmworks.spec.layout import LOOPED
@@ -19,14 +28,14 @@ SMALL = ModelSpec(layers=8, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=256, c
 MOE = SMALL.replace(experts=4, top_k=2, expert_ffn=32)
 
 
-def question(model: ModelSpec = SMALL, cluster: str = "16xh100", batch: int = 32, **pinned: object) -> Question:
+def question(model: ModelSpec = SMALL, cluster: str = "16xh100", batch: int = 32, **pinned: object) -> SearchProblem:
     machines = parse_cluster(cluster)
     gpu = machines.accelerator
     assert gpu
-    return Question(model, machines, gpu, 128, batch, compile=False, pinned=pinned)
+    return SearchProblem(model, machines, gpu, 128, batch, compile=False, pinned=pinned)
 
 
-def run_with(asked: Question, kind: Words, row: dict[str, int]) -> RunSpec:
+def run_with(asked: SearchProblem, kind: LayoutKind, row: dict[str, int]) -> RunSpec:
     constant = {"cp_method": asked.constant.cp_method}
     base = RunSpec.from_dict({"model": asked.model.to_dict(), "data": {"seq": asked.seq}, "parallel": constant})
     return run_of(asked, row | vars(kind) | {"offload_activations": 0}, base)
@@ -49,7 +58,7 @@ def test_every_candidate_is_a_legal_run_of_the_whole_cluster(model: ModelSpec) -
 def test_degrees_are_those_that_the_spec_accepts(method: str, dtype: str, seq: int) -> None:
     """In every number format and for both ways of context parallelism, on sequences of which few divide."""
     asked = replace(question(batch=16, cp=2), constant=ParallelSpec(cp_method=method), dtype=dtype, seq=seq)
-    columns, axes = numbers(asked), ("tp", "pp", "micro_batch")
+    columns, axes = degree_grid(asked), ("tp", "pp", "micro_batch")
     found = set(zip(*(columns[axis].tolist() for axis in axes), strict=True))
     agreed = Counter[bool]()
     for tp, pp, micro in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)):
@@ -58,7 +67,7 @@ def test_degrees_are_those_that_the_spec_accepts(method: str, dtype: str, seq: i
             continue
         row = {"tp": tp, "cp": 2, "pp": pp, "ep": 1, "dp_shard": 1, "dp_replicate": dp, "virtual": 1}
         try:
-            run_with(asked, Words(0, "gpipe" if pp > 1 else "1f1b", "none", "none"), row | {"micro_batch": micro})
+            run_with(asked, LayoutKind(0, "gpipe" if pp > 1 else "1f1b", "none", "none"), row | {"micro_batch": micro})
         except SpecError:
             assert (tp, pp, micro) not in found
             agreed[False] += 1
@@ -86,7 +95,7 @@ def test_what_is_left_out_is_refused_by_the_spec() -> None:
         if 16 % (tp * cp * pp) == 0
     ]
     accepted = refused = 0
-    for kind, (tp, cp, pp, dp), virtual in itertools.product(words(asked), sizes, (1, 2, 3)):
+    for kind, (tp, cp, pp, dp), virtual in itertools.product(layout_kinds(asked), sizes, (1, 2, 3)):
         shard = dp if kind.zero else 1
         row = {"tp": tp, "cp": cp, "pp": pp, "ep": 1, "dp_shard": shard, "dp_replicate": dp // shard, "micro_batch": 1}
         row["virtual"] = virtual
@@ -97,7 +106,7 @@ def test_what_is_left_out_is_refused_by_the_spec() -> None:
         columns = {name: np.array([value]) for name, value in row.items()}
         allowed = (
             asked.global_batch % dp == 0
-            and cuts(SMALL, 128, tp, cp, pp * virtual)
+            and divides(SMALL, 128, tp, cp, pp * virtual)
             and bool(legal(asked, kind, columns)[0])
         )
         try:

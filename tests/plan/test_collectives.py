@@ -15,8 +15,8 @@ from lmworks.parallel.comm_counter import Row
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS
 from lmworks.plan import software
-from lmworks.plan.exact.calls import Here
-from lmworks.plan.exact.collectives import collectives, fetched
+from lmworks.plan.exact.calls import RankContext
+from lmworks.plan.exact.collectives import collectives, stage_gathers
 from lmworks.plan.exact.residency import resident
 from lmworks.plan.pipelines.orders import actions
 from lmworks.prove.planner_agreement import counted, differing, planned_calls
@@ -116,13 +116,13 @@ def test_groups_are_those_of_the_grid() -> None:
 def test_stages_are_gathered_as_often_as_pytorch_does(schedule: str) -> None:
     """With more stages a rank than it keeps whole at once."""
     spec = small(pp=2, dp=2, strategy="fsdp2", schedule=schedule, virtual_stages=4)
-    here = Here.of(spec, 2)
+    here = RankContext.of(spec, 2)
     order = actions(schedule, 2, 4, spec.accumulation)[1]
     listed = _add_unshard_reshard([_Action.from_str(f"{a.stage}{a.kind}{a.micro_batch}") for a in order])
     counts = [
         sum(a.stage_index == stage.index and a.computation_type == UNSHARD for a in listed) for stage in here.stages
     ]
-    assert [fetched(here, stage) for stage in here.stages] == counts
+    assert [stage_gathers(here, stage) for stage in here.stages] == counts
     assert max(counts) > 1
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from lmworks.plan.case import Case
 from lmworks.plan.devices.machine import Machine
-from lmworks.plan.exact.shards import own_shapes
+from lmworks.plan.exact.shards import local_shapes
 from lmworks.plan.network import network
 from lmworks.plan.ops import Kernel, Workload
-from lmworks.plan.search.candidates import cases, question_of
+from lmworks.plan.search.candidates import cases, problem_of
 from lmworks.plan.step.comm import Weights
 from lmworks.plan.step.price import price
 from lmworks.plan.step.uncalibrated import updated_params
@@ -50,7 +50,7 @@ def test_a_key_changes_the_price(change: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_a_search_hears_what_is_kept(dtype: str) -> None:
     alone = ("parallel.tp=1", "parallel.sp=false", "parallel.dp_shard=16", f"precision.dtype={dtype}")
-    question = question_of(run(*alone, "precision.weights=bf16", "precision.states=bf16"), "8xh100")
+    question = problem_of(run(*alone, "precision.weights=bf16", "precision.states=bf16"), "8xh100")
     _, found = next(cases(question))
     assert (found.software.weights, found.software.low_bytes, found.optimizer) == (2, 2, "adamw-bf16")
     assert dtype == "bf16" or not any(np.any(case.tp > 1) for _, case in cases(question))
@@ -102,7 +102,7 @@ def test_a_rank_updates_what_it_holds(model: str, layout: str) -> None:
     spec = load_run(model, [*layout.split(), "data.seq=1024", "data.micro_batch=1", "precision.dtype=bf16"])
     case = Case.of(spec, H100)
     exact = 0
-    for _, shape in own_shapes(spec, 0):
+    for _, shape in local_shapes(spec, 0):
         size = 1
         for length in shape:
             size *= length

@@ -15,8 +15,8 @@ from lmworks.parallel.parallelize import parallelize
 from lmworks.parallel.state_dict import training_state
 from lmworks.parallel.world import init_distributed
 from lmworks.plan.exact.residency import on_host
-from lmworks.plan.exact.shards import own_shapes
-from lmworks.plan.memory.host_need import HostNeed, host_need, machine_need, rounded
+from lmworks.plan.exact.shards import local_shapes
+from lmworks.plan.memory.host_need import HostNeed, host_need, machine_need, pinned_size
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.predict import predict
 from lmworks.spec import RunSpec, load_run
@@ -99,14 +99,14 @@ def test_two_ranks_hold_what_is_predicted() -> None:
 
 def test_what_is_pinned_comes_in_powers_of_two() -> None:
     """Copies of weights and gradients on their way to a GPU and back; moments stay on the host."""
-    assert [rounded(size) for size in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
+    assert [pinned_size(size) for size in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
     spec = run_of()
     here = on_host(spec, 0)
     assert host_need(spec, 0, "cpu").states == here.total
-    sizes = [shape[0] * (shape[1] if len(shape) > 1 else 1) for _, shape in own_shapes(spec, 0)]
-    assert host_need(spec, 0, "cuda").states == here.optimizer + 2 * sum(rounded(4 * size) for size in sizes)
+    sizes = [shape[0] * (shape[1] if len(shape) > 1 else 1) for _, shape in local_shapes(spec, 0)]
+    assert host_need(spec, 0, "cuda").states == here.optimizer + 2 * sum(pinned_size(4 * size) for size in sizes)
     half = run_of(*BF16)
-    pinned = sum(3 * rounded(2 * size) for size in sizes)
+    pinned = sum(3 * pinned_size(2 * size) for size in sizes)
     assert host_need(half, 0, "cuda").states == on_host(half, 0).optimizer + pinned
 
 

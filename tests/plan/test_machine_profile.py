@@ -15,7 +15,7 @@ from lmworks.plan.devices.machine import FORMAT, Machine, Rate
 from lmworks.plan.devices.profile import Profile, load_profile, profile_of
 from lmworks.plan.ops import Kernel, gemm
 from lmworks.plan.predict import predict
-from lmworks.plan.search.candidates import question_of
+from lmworks.plan.search.candidates import problem_of
 from lmworks.plan.software import EAGER
 from lmworks.plan.step.price import price
 from lmworks.spec import Cluster, ModelSpec, RunSpec, SpecError, catalogue, dump_toml, parse_cluster
@@ -169,5 +169,5 @@ def test_layouts_are_priced_with_the_profile(tmp_path: Path) -> None:
     assert measured.parts["tp"] > 5 * usual.parts["tp"]
     with pytest.raises(SpecError, match="was measured on NVIDIA H100 80GB HBM3, and this plan is for A100-SXM-80GB"):
         price(case.replace(cluster=Cluster(gpus_per_node=8, profile=path), gpu=catalogue()["A100-SXM-80GB"]))
-    question = question_of(RunSpec.from_dict({"cluster": {"profile": path}}), "8xh100", compile=False)
+    question = problem_of(RunSpec.from_dict({"cluster": {"profile": path}}), "8xh100", compile=False)
     assert question.cluster.profile == path

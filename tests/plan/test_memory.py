@@ -17,7 +17,7 @@ from lmworks.plan.case import Case
 from lmworks.plan.exact.residency import resident
 from lmworks.plan.exact.weights import weights
 from lmworks.plan.memory.budget import budget
-from lmworks.plan.memory.peak_memory import END, LOSS, LOWEST, TOP, pieces
+from lmworks.plan.memory.peak_memory import END, LOSS, LOWEST, TOP, stage_activations
 from lmworks.plan.memory.run_budget import sheet
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.ops import Workload
@@ -52,8 +52,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def kept_bytes(spec: RunSpec) -> float:
     """What the forward pass leaves: activations, casts that products hold, the loss's two gradients and itself."""
-    (piece,) = pieces(spec, 0, "cpu", gathered=False)
-    return sum(row.bytes for row in piece.keeps()) + 4
+    (piece,) = stage_activations(spec, 0, "cpu", gathered=False)
+    return sum(row.bytes for row in piece.saved_rows()) + 4
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
@@ -138,8 +138,8 @@ def test_activations_on_the_host_leave_the_device() -> None:
     )
     assert away.host - here.host == pytest.approx(15 * 2**30, rel=1e-5)
     for moment in (LOSS, TOP):
-        assert here.moments[moment] - away.moments[moment] == pytest.approx(15 * 2**30, rel=1e-5)
-    assert away.moments[LOWEST] > here.moments[LOWEST]
+        assert here.peaks[moment] - away.peaks[moment] == pytest.approx(15 * 2**30, rel=1e-5)
+    assert away.peaks[LOWEST] > here.peaks[LOWEST]
 
 
 @pytest.mark.parametrize(("change", "each"), [({}, 14), ({"states": "bf16"}, 10), ({"master": False}, 12)], ids=str)
@@ -200,7 +200,7 @@ def error(spec: RunSpec) -> float:
     said = memory(spec)
     # While somebody watches, autograd adds the gradients of a tied embedding in a third tensor, else in place.
     third = 4 * spec.model.vocab * spec.model.hidden * spec.model.tie_embeddings
-    watched = max(said.moments[END] + third, *said.moments.values()) - said.total + said.tensors
+    watched = max(said.peaks[END] + third, *said.peaks.values()) - said.total + said.tensors
     return abs(watched / real - 1)
 
 
@@ -221,7 +221,7 @@ def test_parameters_gradients_and_states_are_exact(shape: dict[str, Any]) -> Non
 
 def test_rows_sum_to_the_highest_moment() -> None:
     sheet = memory(make_run(accumulation=2))
-    assert sheet.total == max(sheet.moments.values()) == sheet.moments[sheet.moment]
+    assert sheet.total == max(sheet.peaks.values()) == sheet.peaks[sheet.moment]
     assert all(row.bytes > 0 and row.how for row in sheet.rows)
 
 
@@ -256,7 +256,7 @@ def test_a_loss_in_place_holds_and_moves_less(monkeypatch: pytest.MonkeyPatch) -
     """With 2 bytes a logit: the chunk itself is all that comes and goes. Of a row 53,248 logits are read once."""
     spec = load_run("llama3-8b", ["precision.dtype=bf16", "cluster.gpu=h200", "data.micro_batch=2", "data.seq=8192"])
     monkeypatch.setattr(software, "IN_PLACE", True)
-    (piece,) = pieces(spec, 0, "cuda", gathered=False)
+    (piece,) = stage_activations(spec, 0, "cuda", gathered=False)
     rows = {row.name: row.bytes for row in piece.at_loss()}
     assert rows["loss: chunk of logits"] == 2 * 2048 * 128_256
     passes = [kernel.bytes * kernel.count for kernel in piece.net.loss[-1].forward if kernel.kind == "exp"]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from lmworks.plan.devices.machine import Machine, Rate
-from lmworks.plan.memory.reserve import reserved, room
+from lmworks.plan.memory.reserve import reserved, safe_bytes
 from lmworks.plan.ops import Kernel
 from lmworks.plan.policies import policies, saved_bytes_by_policy
 from lmworks.plan.predict import predict
@@ -167,7 +167,7 @@ def test_without_a_figure_a_budget_fills_the_memory_of_the_gpu() -> None:
         spec, gpu = load_run("llama3-8b", [*base, f"cluster.gpu={name}"]), catalogue()[name]
         chosen = policies(spec, range(spec.model.layers))
         recomputed[name] = sum(policy != "none" for policy in chosen)
-        assert 0.85 < float(reserved(predict(spec).memory.total)) / room(gpu) <= 1
+        assert 0.85 < float(reserved(predict(spec).memory.total)) / safe_bytes(gpu) <= 1
     assert recomputed["H200-SXM-141GB"] < recomputed["H100-SXM-80GB"]
     least = load_run("llama3-8b", [*base, "cluster.gpu=H100-SXM-80GB", "precision.states=fp32"])
     with pytest.raises(SpecError, match="with every block recomputed the run still takes"):

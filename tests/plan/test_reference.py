@@ -8,7 +8,7 @@ import pytest
 
 from lmworks.plan.case import Case
 from lmworks.plan.memory.budget import budget
-from lmworks.plan.memory.reserve import room
+from lmworks.plan.memory.reserve import safe_bytes
 from lmworks.spec import load_run
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "reference").glob("*.toml"))
@@ -29,4 +29,4 @@ def test_reference(path: Path) -> None:
     low, high = SIZES[size]
     assert low < spec.model.params < high
     assert spec.parallel.world == spec.cluster.gpus == int(gpus)
-    assert float(budget(Case.of(spec, gpu)).reserved) <= room(gpu, risk=0.1)
+    assert float(budget(Case.of(spec, gpu)).reserved) <= safe_bytes(gpu, risk=0.1)

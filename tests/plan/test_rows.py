@@ -12,7 +12,7 @@ import pytest
 from lmworks.cli.plan_validate import predict
 from lmworks.plan.case import Case
 from lmworks.plan.flops import hardware_flops_per_token, model_flops_per_token
-from lmworks.plan.memory.reserve import room
+from lmworks.plan.memory.reserve import safe_bytes
 from lmworks.plan.tables.columns import COLUMNS, NAMES, number, parse, read
 from lmworks.plan.tables.forecast import forecast_table
 from lmworks.plan.tables.names import (
@@ -322,7 +322,7 @@ def test_every_row_is_answered() -> None:
 @pytest.mark.parametrize(("share", "fits"), [(0.999, True), (1.001, False)])
 def test_what_fits_is_what_fits_in_a_search(share: float, fits: bool) -> None:
     """79 GB (73.6 GiB) of an H100: the GB of its datasheet are GiB, and a chance of a tenth to run out is taken."""
-    most = room(catalogue()["H100-SXM-80GB"])
+    most = safe_bytes(catalogue()["H100-SXM-80GB"])
     assert most == pytest.approx(79e9, rel=0.01)
     found = SimpleNamespace(allocated=share * most, reserved=share * most, to_dict=dict)
     table = parse("model,gpu,n_gpus,micro_batch,seq_len,recompute\nllama3-8b,h100,8,1,8192,none")

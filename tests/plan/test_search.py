@@ -9,26 +9,34 @@ import numpy as np
 import pytest
 
 from lmworks.plan.case import Case
-from lmworks.plan.cluster_request import ClusterRequest, job
+from lmworks.plan.cluster_request import ClusterRequest, run_on_cluster
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.memory.budget import budget
 from lmworks.plan.memory.reserve import oom_probability, usable
 from lmworks.plan.memory.run_budget import budget_of
 from lmworks.plan.predict import predict
-from lmworks.plan.search.candidates import NUMBERS, Question, cases, question_of
-from lmworks.plan.search.explain import changed_by, explain, filled, read_layout
-from lmworks.plan.search.search import Result, enough, fitting, front, least, search, unbeaten
+from lmworks.plan.search.candidates import NUMBERS, SearchProblem, cases, problem_of
+from lmworks.plan.search.explain import changed_by, explain, read_layout, with_defaults
+from lmworks.plan.search.search import (
+    Result,
+    fitting,
+    front,
+    min_memory_bytes,
+    pareto_front_rows,
+    search,
+    smallest_fitting_cluster,
+)
 from lmworks.plan.step.price import price
 from lmworks.spec import RunSpec, SpecError
 
 
-def asked(model: str, cluster: str, batch: int, seq: int = 8192, **pinned: object) -> tuple[RunSpec, Question]:
-    base = job(model, [], ClusterRequest(seq=seq, micro_batch=1, global_batch=batch, dtype="bf16"))
-    return base, question_of(base, cluster, pinned=pinned)
+def asked(model: str, cluster: str, batch: int, seq: int = 8192, **pinned: object) -> tuple[RunSpec, SearchProblem]:
+    base = run_on_cluster(model, [], ClusterRequest(seq=seq, micro_batch=1, global_batch=batch, dtype="bf16"))
+    return base, problem_of(base, cluster, pinned=pinned)
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[RunSpec, Question, Result]:
+def found() -> tuple[RunSpec, SearchProblem, Result]:
     base, question = asked("llama3-8b", "32xh100", 128)
     return base, question, search([question])
 
@@ -36,7 +44,7 @@ def found() -> tuple[RunSpec, Question, Result]:
 def test_unbeaten_rows_are_those_that_nothing_beats() -> None:
     drawn = np.random.default_rng(0)
     seconds, reserved = drawn.integers(0, 20, 200).astype(float), drawn.integers(0, 20, 200).astype(float)
-    rows = unbeaten(seconds, reserved)
+    rows = pareto_front_rows(seconds, reserved)
     kept = {(seconds[row], reserved[row]) for row in rows}
     for s, r in zip(seconds, reserved, strict=True):
         beaten = ((seconds <= s) & (reserved <= r) & ((seconds < s) | (reserved < r))).any()
@@ -45,10 +53,12 @@ def test_unbeaten_rows_are_those_that_nothing_beats() -> None:
     assert len(kept) == len(rows)
 
 
-def test_front_is_every_candidate_priced_one_by_one(found: tuple[RunSpec, Question, Result]) -> None:
+def test_front_is_every_candidate_priced_one_by_one(found: tuple[RunSpec, SearchProblem, Result]) -> None:
     """Case by case against one by one: the same layouts, seconds and bytes."""
     _, question, _ = found
-    small = Question(question.model, question.cluster, question.gpu, 8192, 128, pinned={"recompute": "full", "cp": 1})
+    small = SearchProblem(
+        question.model, question.cluster, question.gpu, 8192, 128, pinned={"recompute": "full", "cp": 1}
+    )
     best = front(fitting(small, Counter()))
     for layout in best[:5]:
         scalars = {name: int(getattr(layout.case, name)) for name in (*NUMBERS, "accumulation")}
@@ -56,14 +66,14 @@ def test_front_is_every_candidate_priced_one_by_one(found: tuple[RunSpec, Questi
         assert float(price(alone).seconds) == pytest.approx(layout.step_s, rel=1e-9)
         assert float(budget(alone).reserved) == pytest.approx(layout.reserved, rel=1e-9)
     fastest = min(
-        float(np.min(np.where(budget(case).reserved <= question.room, price(case).seconds, np.inf)))
+        float(np.min(np.where(budget(case).reserved <= question.safe_bytes, price(case).seconds, np.inf)))
         for kind, case in cases(small)
         if kind.offload == "none"
     )
     assert best[0].step_s <= fastest
 
 
-def test_what_is_found_fits_and_is_a_run_of_the_whole_cluster(found: tuple[RunSpec, Question, Result]) -> None:
+def test_what_is_found_fits_and_is_a_run_of_the_whole_cluster(found: tuple[RunSpec, SearchProblem, Result]) -> None:
     base, question, result = found
     assert result.legal > result.fitting > len(result.front) > 1
     for layout in result.front:
@@ -71,7 +81,7 @@ def test_what_is_found_fits_and_is_a_run_of_the_whole_cluster(found: tuple[RunSp
         assert spec.parallel.world == 32
         assert spec.data.global_batch == 128
         assert RunSpec.from_dict(spec.to_dict()) == spec
-        assert 0 < layout.reserved <= question.room < usable(question.gpu)
+        assert 0 < layout.reserved <= question.safe_bytes < usable(question.gpu)
         assert oom_probability(layout.reserved, question.gpu) <= 0.1
         again = Case.of(spec, question.gpu)
         assert float(budget(again).reserved) == pytest.approx(layout.reserved, rel=1e-6)
@@ -81,7 +91,7 @@ def test_what_is_found_fits_and_is_a_run_of_the_whole_cluster(found: tuple[RunSp
     assert rooms == sorted(rooms)
 
 
-def test_closed_form_and_timeline_agree(found: tuple[RunSpec, Question, Result]) -> None:
+def test_closed_form_and_timeline_agree(found: tuple[RunSpec, SearchProblem, Result]) -> None:
     """The best are priced again, and may not turn out to be something else."""
     _, _, result = found
     for layout in result.front:
@@ -90,9 +100,9 @@ def test_closed_form_and_timeline_agree(found: tuple[RunSpec, Question, Result])
 
 def test_several_clusters_are_told_apart_by_what_they_cost() -> None:
     base, hopper = asked("llama3-8b", "8xh100", 64, cp=1, pp=1)
-    ampere = question_of(base, "8xa100", pinned={"cp": 1, "pp": 1})
+    ampere = problem_of(base, "8xa100", pinned={"cp": 1, "pp": 1})
     result = search([hopper, ampere])
-    assert result.front[0].question is hopper  # the faster one
+    assert result.front[0].problem is hopper  # the faster one
     figures = [(one.tokens_per_s, one.headroom, -one.dollars_per_gtoken) for one in result.front]
     for own in figures:
         assert not any(all(a >= b for a, b in zip(other, own, strict=True)) and other != own for other in figures)
@@ -100,9 +110,9 @@ def test_several_clusters_are_told_apart_by_what_they_cost() -> None:
 
 def test_a_model_that_fits_nowhere_names_a_cluster_that_is_enough() -> None:
     _, question = asked("llama3-405b", "8xa100", 8, offload="none")
-    assert least(question) > question.room
-    larger = enough(question)
-    assert larger and least(larger) <= question.room
+    assert min_memory_bytes(question) > question.safe_bytes
+    larger = smallest_fitting_cluster(question)
+    assert larger and min_memory_bytes(larger) <= question.safe_bytes
     assert larger.cluster.gpus > 8
 
 
@@ -114,7 +124,7 @@ def test_explaining_names_what_binds() -> None:
     rule = explain(question, read_layout(["tp=16", "schedule=zbv"]), base, nothing)
     assert rule.binding == "rule" and "virtual_stages = 2 needs parallel.pp > 1" in rule.text
     full = explain(question, read_layout(["tp=8", "zero=0"]), base, nothing)
-    assert full.binding == "memory" and full.budget and float(full.budget.reserved) > question.room
+    assert full.binding == "memory" and full.budget and float(full.budget.reserved) > question.safe_bytes
     assert full.changes
     fits = explain(question, read_layout(["tp=8", "pp=4", "recompute=full"]), base, nothing)
     assert fits.binding == "" and fits.step_s and fits.step_s > 0
@@ -122,7 +132,7 @@ def test_explaining_names_what_binds() -> None:
 
 def test_a_change_is_as_small_as_it_can_be() -> None:
     _, question = asked("llama3-70b", "64xh100", 256)
-    layout = filled(question, {"tp": 4, "micro_batch": 2})
+    layout = with_defaults(question, {"tp": 4, "micro_batch": 2})
     single = {text for _, text in changed_by(layout, 1, lambda _: 7)}
     assert single == {
         "recompute none → selective",
@@ -142,35 +152,38 @@ def test_a_change_is_as_small_as_it_can_be() -> None:
 
 
 @pytest.fixture(scope="module")
-def one_gpu() -> tuple[RunSpec, Question, Result]:
+def one_gpu() -> tuple[RunSpec, SearchProblem, Result]:
     """Llama 3 8B on one H200 with bf16 weights and states: 48 GB of these, 74 GB of activations of 16,384 tokens."""
     half = ["precision.dtype=bf16", "precision.weights=bf16", "precision.states=bf16", "precision.master=false"]
-    base = job("llama3-8b", half, ClusterRequest(seq=8192, micro_batch=1, global_batch=4))
-    question = question_of(base, "1xh200")
+    base = run_on_cluster("llama3-8b", half, ClusterRequest(seq=8192, micro_batch=1, global_batch=4))
+    question = problem_of(base, "1xh200")
     return base, question, search([question])
 
 
-def test_activations_wait_in_host_memory_where_that_is_faster(one_gpu: tuple[RunSpec, Question, Result]) -> None:
+def test_activations_wait_in_host_memory_where_that_is_faster(one_gpu: tuple[RunSpec, SearchProblem, Result]) -> None:
     """As many as are missing, to the GiB, for the layout that would not fit; what fits has none."""
     _, question, result = one_gpu
     best = result.front[0]
-    assert best.away > 0 and best.words.recompute == "none"
-    less = best.case.replace(offload_activations=best.away - 1)
-    assert float(budget(less).reserved) > question.room
+    assert best.offload_gib > 0 and best.words.recompute == "none"
+    less = best.case.replace(offload_activations=best.offload_gib - 1)
+    assert float(budget(less).reserved) > question.safe_bytes
     plain = search([replace(question, pinned={"offload_activations": 0})]).front[0]
-    assert best.step_s < plain.step_s and plain.away == 0
+    assert best.step_s < plain.step_s and plain.offload_gib == 0
     pinned = search([replace(question, pinned={"offload_activations": 30.5})])
-    assert {layout.away for layout in pinned.front} == {30.5}
+    assert {layout.offload_gib for layout in pinned.front} == {30.5}
 
 
-def test_figures_of_what_is_found_are_those_of_its_plan(one_gpu: tuple[RunSpec, Question, Result]) -> None:
+def test_figures_of_what_is_found_are_those_of_its_plan(one_gpu: tuple[RunSpec, SearchProblem, Result]) -> None:
     """Activations in host memory and blocks that compute their MLP again among them."""
     base, question, result = one_gpu
-    kinds = {(layout.words.recompute, layout.away > 0) for layout in result.front}
+    kinds = {(layout.words.recompute, layout.offload_gib > 0) for layout in result.front}
     assert {("none", True), ("mlp", False)} <= kinds
     for layout in result.front:
         spec = layout.spec(base)
-        assert (spec.parallel.offload_activations, spec.parallel.recompute) == (layout.away, layout.words.recompute)
+        assert (spec.parallel.offload_activations, spec.parallel.recompute) == (
+            layout.offload_gib,
+            layout.words.recompute,
+        )
         told = predict(spec, Machine.of(question.gpu))
         assert told.time is not None and told.time.total == pytest.approx(layout.step_s, rel=1e-9)
         exact = budget_of(spec)
@@ -186,7 +199,7 @@ def test_what_is_not_asked_about_does_not_fit() -> None:
         fitting(one, counted)
         every = [np.asarray(budget(case).reserved) for _, case in cases(one)]
         assert counted["legal"] == sum(map(len, every))
-        assert counted["fitting"] == sum(int((each <= one.room).sum()) for each in every)
+        assert counted["fitting"] == sum(int((each <= one.safe_bytes).sum()) for each in every)
 
 
 def test_what_only_fits_with_activations_in_host_memory_is_found() -> None:

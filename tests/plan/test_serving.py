@@ -13,19 +13,19 @@ from typer.testing import CliRunner
 from lmworks.cli.plan_serve import serve
 from lmworks.plan.memory.reserve import reserve
 from lmworks.plan.serving.advice import choose
-from lmworks.plan.serving.batching import Lengths, chunks, steady, waiting
+from lmworks.plan.serving.batching import Lengths, chunks, queueing_seconds, steady
 from lmworks.plan.serving.inference import Deployment, Rates
-from lmworks.plan.serving.memory_fit import room
-from lmworks.plan.serving.plans import Demand, Plan, Slo, candidates, degrees, likely, plan, times
-from lmworks.plan.serving.served_model import Experts, Served, compute_format
+from lmworks.plan.serving.memory_fit import serving_memory
+from lmworks.plan.serving.plans import Demand, Plan, Slo, batch_quantile, candidates, degrees, plan, times
+from lmworks.plan.serving.served_model import Experts, ServedModel, compute_format
 from lmworks.spec import PRESETS, ModelSpec, SpecError, catalogue
 
 H100, H200, A100, L4 = (catalogue()[name] for name in ("H100-SXM-80GB", "H200-SXM-141GB", "A100-SXM-80GB", "L4"))
 LENGTHS = Lengths(1024, 256)
 
 
-def served(preset: str) -> Served:
-    return Served.of(ModelSpec.from_preset(preset))
+def served(preset: str) -> ServedModel:
+    return ServedModel.of(ModelSpec.from_preset(preset))
 
 
 def on(preset: str, gpu: object = H100, **options: object) -> Deployment:
@@ -64,7 +64,7 @@ def test_what_the_hardware_cannot_multiply_is_widened() -> None:
 
 def test_room_of_llama3_8b_on_an_h100() -> None:
     """Engines take nine tenths of 79.2 GiB, 16.06 GB are weights; a sequence of 8192 tokens takes 1 GiB."""
-    space = room(on("llama3-8b"))
+    space = serving_memory(on("llama3-8b"))
     assert (space.memory, space.usable) == (0.99 * 80 * 2**30, pytest.approx(0.9 * 79.2 * 2**30))
     assert space.context == reserve().context
     assert space.weights == 2 * 8_030_261_248
@@ -112,7 +112,7 @@ def test_steps_of_vllm_on_an_h200(preset: str, batch: int, ms: float) -> None:
 
 @pytest.mark.parametrize(("weights", "tokens_per_s"), [("bf16", 104.9), ("int8", 155.6), ("int4", 196.8)])
 def test_gpt_fast_on_an_a100(weights: str, tokens_per_s: float) -> None:
-    llama2 = Served.of(ModelSpec(layers=32, hidden=4096, heads=32, ffn=11_008, vocab=32_000))
+    llama2 = ServedModel.of(ModelSpec(layers=32, hidden=4096, heads=32, ffn=11_008, vocab=32_000))
     deployment = Deployment(llama2, A100, Rates.of("vllm"), weights=weights)
     assert 1 / deployment.step(1, context=108) == pytest.approx(tokens_per_s, rel=0.2)
 
@@ -182,9 +182,9 @@ def test_waiting_against_a_simulated_queue() -> None:
     service, gaps = random.exponential(0.1, count), random.exponential(0.1 / share, count)
     walk = np.concatenate([[0.0], np.cumsum(service - gaps)])
     waits = walk - np.minimum.accumulate(walk)
-    assert waiting(share, 0.1) == pytest.approx(waits.mean(), rel=0.05)
-    assert waiting(share, 0.1, 0.95) == pytest.approx(np.quantile(waits, 0.95), rel=0.05)
-    assert waiting(0.01, 0.1, 0.95) == 0  # fewer than one in twenty wait at all
+    assert queueing_seconds(share, 0.1) == pytest.approx(waits.mean(), rel=0.05)
+    assert queueing_seconds(share, 0.1, 0.95) == pytest.approx(np.quantile(waits, 0.95), rel=0.05)
+    assert queueing_seconds(0.01, 0.1, 0.95) == 0  # fewer than one in twenty wait at all
 
 
 # --- the plan ---------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_degrees_share_the_heads_evenly() -> None:
 
 def test_quantile_of_the_batch() -> None:
     random = np.random.default_rng(0)
-    assert likely(40.0, 0.95) == pytest.approx(np.quantile(random.poisson(40, 100_000), 0.95), abs=1)
+    assert batch_quantile(40.0, 0.95) == pytest.approx(np.quantile(random.poisson(40, 100_000), 0.95), abs=1)
 
 
 def test_kv_format_and_weights_make_room() -> None:
@@ -273,7 +273,9 @@ def test_kv_format_and_weights_make_room() -> None:
 def test_a_model_that_fits_nowhere() -> None:
     with pytest.raises(SpecError, match=r"does not fit on 8 × H100-SXM-80GB.*--weights fp8 \(tp = 8\)"):
         choose(served("llama3-405b"), H100, Demand(LENGTHS, Slo()))
-    vast = Served.of(ModelSpec(layers=200, hidden=65_536, heads=512, kv_heads=8, vocab=128_256, context=8192), "vast")
+    vast = ServedModel.of(
+        ModelSpec(layers=200, hidden=65_536, heads=512, kv_heads=8, vocab=128_256, context=8192), "vast"
+    )
     with pytest.raises(SpecError, match="nothing in the catalogue"):
         choose(vast, L4, Demand(LENGTHS, Slo()))
 

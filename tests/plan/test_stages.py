@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lmworks.plan.flops import forward_flops_per_token
-from lmworks.plan.pipelines.stages import Stage, embedding_cost, least_largest, split_layers
+from lmworks.plan.pipelines.stages import Stage, embedding_cost, min_max_split, split_layers
 from lmworks.spec import ModelSpec, SpecError
 
 SMALL = ModelSpec(layers=7, hidden=64, heads=4, vocab=512, context=64)
@@ -65,4 +65,4 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 
 def test_least_largest_of_uneven_costs() -> None:
-    assert least_largest([1, 2, 3, 4, 5, 6, 7, 8, 9], 3) == 17
+    assert min_max_split([1, 2, 3, 4, 5, 6, 7, 8, 9], 3) == 17

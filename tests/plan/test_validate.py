@@ -18,7 +18,7 @@ from lmworks.plan.memory.budget import budget
 from lmworks.plan.memory.reserve import reserve
 from lmworks.plan.tables.columns import read
 from lmworks.plan.tables.components import components
-from lmworks.plan.tables.replay import errors, grown, memory, reached, replay, thresholds
+from lmworks.plan.tables.replay import current_errors, errors, memory, regressions, replay, thresholds
 from lmworks.plan.tables.rows import job, usual_framework
 from lmworks.plan.tables.sources import PUBLISHED, SOURCES, Measured, printed_flops, source_named
 from lmworks.plan.tables.validate import Score, constant_mfu, mfu, relative, validate, weighted_median
@@ -225,7 +225,9 @@ def test_pieces_of_a_step_are_listed() -> None:
 def published() -> str:
     report = replay()
     assert report.missing == ("simumax", "vtrain")
-    return json.dumps({"grown": grown(report), "keys": [line.key for line in report.lines], "toml": reached(report)})
+    return json.dumps(
+        {"grown": regressions(report), "keys": [line.key for line in report.lines], "toml": current_errors(report)}
+    )
 
 
 def test_no_error_has_grown() -> None:
@@ -242,7 +244,7 @@ def test_a_grown_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmworks.plan.tables import replay as module
 
     monkeypatch.setattr(module, "thresholds", lambda: limits(0.001))
-    (sentence,) = grown(replay(source="korthikanti"))
+    (sentence,) = regressions(replay(source="korthikanti"))
     assert sentence.startswith("korthikanti/step_s: fitted error")
 
 
@@ -253,11 +255,11 @@ def test_what_was_reached_must_be_known(monkeypatch: pytest.MonkeyPatch, tmp_pat
     report = replay(source="korthikanti")
     monkeypatch.setattr(module, "thresholds", lambda: {"korthikanti/step_s": {"fitted": 99.0}})
     with pytest.raises(LMWorksError, match="does not say what blind error was reached for 'korthikanti/step_s'"):
-        grown(report)
+        regressions(report)
     monkeypatch.undo()
     monkeypatch.setattr(module, "THRESHOLDS", tmp_path / "thresholds.toml")
     with pytest.raises(LMWorksError, match="is missing: LMWorks is not installed as a whole"):
-        grown(report)
+        regressions(report)
     with pytest.raises(SpecError, match="no fit leaves out the source 'nobody'"):
         module.blind("nobody")
 

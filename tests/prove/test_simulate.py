@@ -17,7 +17,7 @@ from lmworks.parallel.initial_weights import source_of
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.memory_ledger import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
 from lmworks.parallel.mesh import Mesh
-from lmworks.plan.pipelines.stages import stages_here
+from lmworks.plan.pipelines.stages import stages_of_rank
 from lmworks.prove.fake_rank import Simulation, Step, account
 from lmworks.prove.planner_agreement import counted, differing, planned_calls
 from lmworks.prove.simulate import Report, simulate
@@ -56,7 +56,7 @@ def one_real(spec: RunSpec) -> Simulation:
     torch.set_num_threads(1)
     mesh = Mesh(Grid.of(spec.parallel), "cpu")
     with Ledger() as ledger:
-        rank = Real(spec, mesh, stages_here(spec, mesh.rank("pp")), source_of(spec))
+        rank = Real(spec, mesh, stages_of_rank(spec, mesh.rank("pp")), source_of(spec))
         return account(rank, mesh, ledger, nullcontext())
 
 

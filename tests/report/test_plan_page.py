@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lmworks.plan.search.candidates import question_of
+from lmworks.plan.search.candidates import problem_of
 from lmworks.plan.search.search import search
 from lmworks.report import plan_page
 from lmworks.report.plan_page import memory_page, own, search_page, thinned
@@ -146,9 +146,9 @@ def test_each_cluster_has_its_own_front():
 
 def test_the_search_finds_a_front_for_each_cluster():
     base = load_run("tiny", [])
-    questions = [question_of(base, text, own=base.cluster) for text in ("2xh100", "2xa100")]
+    questions = [problem_of(base, text, own=base.cluster) for text in ("2xh100", "2xa100")]
     found = search(questions)
-    assert [{one.question.gpu.name for one in front} for front in found.fronts] == [
+    assert [{one.problem.gpu.name for one in front} for front in found.fronts] == [
         {questions[0].gpu.name},
         {questions[1].gpu.name},
     ]

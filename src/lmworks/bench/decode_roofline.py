@@ -15,7 +15,7 @@ from torch import Tensor
 from ..engine.core.kv_cache import KVCacheShape
 from ..model import GPT
 from ..model.moe import MoE
-from ..plan.serving.served_model import Served
+from ..plan.serving.served_model import ServedModel
 
 COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of the buffer that is copied to measure the memory
 COPIES = 10
@@ -34,7 +34,7 @@ class Floor:
 
     def weight_bytes(self, batch: int) -> float:
         routed = sum(tensor.nbytes for tensor in expert_tensors(self.model))
-        seen = Served.of(self.model.spec).experts
+        seen = ServedModel.of(self.model.spec).experts
         visited = float(seen.distinct(batch)) / seen.count if seen else 1.0
         return stored_bytes(self.model) - looked_up(self.model) - routed * (1 - visited)
 

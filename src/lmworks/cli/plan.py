@@ -135,14 +135,14 @@ def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
 
 def fits(prediction: Prediction) -> bool | None:
     """With what the allocator takes on top; None where the machine, or its memory, is unknown."""
-    from ..plan.memory.reserve import reserved, room_in
+    from ..plan.memory.reserve import reserved, safe_bytes_of
 
     machine = prediction.machine
     if machine is None or not machine.memory_bytes:
         return None
     if machine.device == "cpu":
         return prediction.memory.total <= machine.memory_bytes
-    return float(reserved(prediction.memory.total)) <= room_in(machine.memory_bytes)
+    return float(reserved(prediction.memory.total)) <= safe_bytes_of(machine.memory_bytes)
 
 
 def sent(job: RunSpec) -> list[Collective]:

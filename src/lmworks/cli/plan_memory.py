@@ -57,7 +57,7 @@ def memory(
       lmworks plan memory configs/tiny.toml --cluster 2xa100
     """
     from ..plan.case import Case
-    from ..plan.cluster_request import ClusterRequest, job, machines_of
+    from ..plan.cluster_request import ClusterRequest, cluster_and_gpu, run_on_cluster
     from ..plan.memory.budget import budget
     from ..plan.memory.host import ranks_on_host
     from ..plan.memory.host_need import machine_need
@@ -65,8 +65,8 @@ def memory(
     from ..plan.memory.run_budget import budget_of
 
     request = ClusterRequest(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
-    run = job(spec, overrides or (), request)
-    _, gpu = machines_of(run.cluster, "")
+    run = run_on_cluster(spec, overrides or (), request)
+    _, gpu = cluster_and_gpu(run.cluster, "")
     ranks, shared = ranks_on_host(run), None
     if optimizer or run.parallel.engine != "native":  # priced, not run: in closed form
         case = Case.of(run, gpu).replace(optimizer=optimizer or run.optim.optimizer)

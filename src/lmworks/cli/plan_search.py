@@ -17,7 +17,7 @@ from .job import Dtype, GlobalBatch, Seq
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
 
 if TYPE_CHECKING:
-    from ..plan.search.candidates import Question
+    from ..plan.search.candidates import SearchProblem
     from ..plan.search.explain import Verdict
     from ..plan.search.request import Request
     from ..plan.search.search import Found, Result
@@ -80,7 +80,7 @@ def search(
       lmworks plan search llama3-70b --cluster 64xh100 --global-batch 512 --explain "tp=8 zero=1"
     """
     from ..plan.cluster_request import ClusterRequest
-    from ..plan.search.candidates import question_of
+    from ..plan.search.candidates import problem_of
     from ..plan.search.explain import explain as why
     from ..plan.search.explain import read_layout
     from ..plan.search.handoff import chosen
@@ -100,7 +100,7 @@ def search(
         "risk": risk,
         "pinned": asked.pinned,
     }
-    questions = [question_of(base, text, **more) for text in cluster or [""]]
+    questions = [problem_of(base, text, **more) for text in cluster or [""]]
     for option, path in (("--out", out), ("--html", html)):
         if path:
             refuse_unwritable(path, option)
@@ -148,22 +148,20 @@ def search(
         typer.echo(f"page: {html}")
 
 
-def no_room(question: Question, result: Result) -> str:
+def no_room(problem: SearchProblem, result: Result) -> str:
     """Nothing can run, or nothing fits: what does."""
-    from ..plan.search.search import enough, least
+    from ..plan.search.search import min_memory_bytes, smallest_fitting_cluster
 
-    where = f"{question.cluster.gpus} × {question.gpu.name}"
+    where = f"{problem.cluster.gpus} × {problem.gpu.name}"
     if not result.legal:
-        asked = (
-            f"no layout of {where} is legal for a batch of {question.global_batch} sequences of {question.seq} tokens"
-        )
-        if question.pinned:
-            kept = ", ".join(f"{key}={value}" for key, value in question.pinned.items())
+        asked = f"no layout of {where} is legal for a batch of {problem.global_batch} sequences of {problem.seq} tokens"
+        if problem.pinned:
+            kept = ", ".join(f"{key}={value}" for key, value in problem.pinned.items())
             return f"{asked} with {kept}: --explain '{kept.replace(',', '')}' says why"
-        return f"{asked}; a batch of {-(-question.global_batch // question.world) * question.world} divides evenly"
-    need, room = least(question) / 2**30, question.room / 2**30
-    larger = enough(question)
-    hint = f"; {larger.cluster.gpus} × {question.gpu.name} would do" if larger else ""
+        return f"{asked}; a batch of {-(-problem.global_batch // problem.world) * problem.world} divides evenly"
+    need, room = min_memory_bytes(problem) / 2**30, problem.safe_bytes / 2**30
+    larger = smallest_fitting_cluster(problem)
+    hint = f"; {larger.cluster.gpus} × {problem.gpu.name} would do" if larger else ""
     return f"nothing fits on {where}: the most frugal layout needs {need:.1f} GiB of {room:.1f} GiB a GPU{hint}"
 
 
@@ -175,29 +173,29 @@ def row(found: Found, asked: Request) -> dict[str, Any]:
     from ..plan.memory.reserve import capacity, oom_probability, usable
     from ..plan.step.price import price as closed_form
 
-    price, question, base = found.price or closed_form(found.case), found.question, asked.base
-    spec, fabric = found.spec(base), Fabric.of(question.cluster, question.gpu)
+    price, problem, base = found.price or closed_form(found.case), found.problem, asked.base
+    spec, fabric = found.spec(base), Fabric.of(problem.cluster, problem.gpu)
     low, high = price.interval
     return {
         "layout": found.layout,
         "text": found.case.text,
-        "gpu": question.gpu.name,
-        "gpus": question.world,
+        "gpu": problem.gpu.name,
+        "gpus": problem.world,
         "step_s": found.step_s,
         "interval": [float(low), float(high)],
         "tokens_per_s": found.tokens_per_s,
-        "tokens_per_s_per_gpu": found.tokens_per_s / question.world,
+        "tokens_per_s_per_gpu": found.tokens_per_s / problem.world,
         "mfu": float(price.mfu),
         "hfu": float(price.hfu),
         "memory": found.budget.to_dict(),
-        "host_per_machine": float(found.budget.host) * question.cluster.gpus_per_node,
+        "host_per_machine": float(found.budget.host) * problem.cluster.gpus_per_node,
         "stages": [budget(found.case, stage).to_dict() for stage in range(spec.parallel.pp)],
-        "capacity": capacity(question.gpu),
-        "usable": usable(question.gpu),
+        "capacity": capacity(problem.gpu),
+        "usable": usable(problem.gpu),
         "headroom": found.headroom,
-        "oom_probability": float(oom_probability(found.reserved, question.gpu)),
+        "oom_probability": float(oom_probability(found.reserved, problem.gpu)),
         "dollars_per_gtoken": found.dollars_per_gtoken if found.price_hour else None,
-        "bill": bill_of(found, asked.tokens_on(question)),
+        "bill": bill_of(found, asked.tokens_on(problem)),
         "parts": {name: float(seconds) for name, seconds in price.parts.items()},
         "hidden": {name: float(seconds) for name, seconds in price.hidden.items()},
         "tags": price.tags,

@@ -47,7 +47,7 @@ def serve(
     from ..plan.serving.advice import choose
     from ..plan.serving.batching import Lengths
     from ..plan.serving.plans import Demand, Slo
-    from ..plan.serving.served_model import Served
+    from ..plan.serving.served_model import ServedModel
     from ..plan.serving.sheet import sheet
     from ..spec import SpecError, catalogue, load_run
     from ..spec.hardware import find_gpu_name
@@ -59,7 +59,7 @@ def serve(
     accelerator = catalogue(own)[find_gpu_name(gpu, own)]
     demand = Demand(Lengths(prompt, answer), Slo.parse(slo, quantile), rate, max_batch)
     plans = choose(
-        Served.of(run.model, run.name), accelerator, demand,
+        ServedModel.of(run.model, run.name), accelerator, demand,
         engine=engine, weights=weights, kv=kv, tp=tp, ep=ep, price_hour=price,
     )  # fmt: skip
     if json:
@@ -94,7 +94,7 @@ def print_chosen(plan: Plan, engine: str) -> None:
     from ..record.figures import duration, short
 
     assert plan.point is not None and plan.times is not None and plan.full is not None
-    d, space, at, lengths = plan.deployment, plan.room, plan.times, plan.demand.lengths
+    d, space, at, lengths = plan.deployment, plan.serving_memory, plan.times, plan.demand.lengths
     prompt, answer, _ = plan.dollars_per_million()
     seconds = tag(d.gpu)
     full = float(plan.full.rate)

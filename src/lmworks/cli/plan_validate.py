@@ -39,10 +39,10 @@ def validate(
       lmworks plan validate --data measured --json
     """
     from ..plan.tables.components import components
-    from ..plan.tables.replay import grown, replay
+    from ..plan.tables.replay import regressions, replay
 
     report = replay(data, source)
-    worse = grown(report)
+    worse = regressions(report)
     parts = [] if source else components(data)
     if json:
         print_json({**report.to_dict(), "components": [part.to_dict() for part in parts], "grown": worse})

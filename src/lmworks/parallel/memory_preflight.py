@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from ..plan.memory.fit import Beside, Limits, nothing, refusal
+from ..plan.memory.fit import Limits, OtherMemory, no_other_memory, refusal
 from ..plan.memory.host import available_bytes, process_bytes
 from ..plan.memory.peak_memory import Row
 from ..spec import Cluster, RunSpec, SpecError
@@ -35,7 +35,7 @@ def refuse_oversized(
     device: torch.device,
     *,
     starting: bool = False,
-    beside: Beside = nothing,
+    beside: OtherMemory = no_other_memory,
     own_layout: bool = True,
 ) -> None:
     """Refuse what does not fit, counting all ranks of this machine, while none of them has taken anything.

@@ -19,7 +19,7 @@ from ..model import GPT
 from ..model.activation_checkpointing import PARTLY, inside
 from ..model.gpt import Block, LayerNorm
 from ..model.training_fusion import fuse_gelu_epilogues
-from ..plan.pipelines.stages import Stage, stages_here
+from ..plan.pipelines.stages import Stage, stages_of_rank
 from ..spec import RunSpec
 from ..spec.layout import SPLIT_BACKWARD
 from .activation_checkpointing import choose_recompute, offload_activations
@@ -44,7 +44,7 @@ def parallelize(
     sharding = ShardingPlan()
     parts: dict[int, GPT] = {}
     strategies: dict[int, DataParallel] = {}
-    for stage in stages or stages_here(spec, mesh.rank("pp") if mesh else 0):
+    for stage in stages or stages_of_rank(spec, mesh.rank("pp") if mesh else 0):
         with torch.device("meta"):
             part = GPT(spec.model, layers=stage.layers, first=stage.first, last=stage.last)
         keep_in(spec.precision, part)

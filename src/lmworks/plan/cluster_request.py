@@ -17,7 +17,7 @@ from ..spec.load import apply_overrides, read_source
 from ..spec.presets import PRESETS
 from ..spec.schema import merge
 
-USUAL = 8192  # tokens of a sequence where nobody says, and the model is made for as many
+DEFAULT_SEQ = 8192  # tokens of a sequence where nobody says, and the model is made for as many
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class ClusterRequest:
     dtype: str | None = None
 
 
-def job(source: str, overrides: Iterable[str], request: ClusterRequest) -> RunSpec:
+def run_on_cluster(source: str, overrides: Iterable[str], request: ClusterRequest) -> RunSpec:
     """The spec, with the wish laid over it and the overrides over both."""
     data = read_source(source)
     data.setdefault("name", source if source in PRESETS else Path(source).stem)
     overrides = list(overrides)
-    said = merge(apply_overrides(data, overrides), words(request))
+    data_keys = merge(apply_overrides(data, overrides), given_keys(request))
     if request.cluster:
-        own = said.get("cluster", {}).get("catalogue", "")
-        said = merge(said, on_cluster(said, parse_cluster(request.cluster, own), request))
-    said = as_long(said)
-    return RunSpec.from_dict(apply_overrides(said, overrides))
+        own = data_keys.get("cluster", {}).get("catalogue", "")
+        data_keys = merge(data_keys, cluster_defaults(data_keys, parse_cluster(request.cluster, own), request))
+    data_keys = with_default_seq(data_keys)
+    return RunSpec.from_dict(apply_overrides(data_keys, overrides))
 
 
-def machines_of(own: Cluster, typed: str) -> tuple[Cluster, Gpu]:
+def cluster_and_gpu(own: Cluster, typed: str) -> tuple[Cluster, Gpu]:
     """The cluster that is typed, joined and paid as the spec's own; or that one, if it names its accelerator."""
     machines = own
     if typed:
@@ -62,7 +62,7 @@ def machines_of(own: Cluster, typed: str) -> tuple[Cluster, Gpu]:
     return machines, gpu
 
 
-def words(request: ClusterRequest) -> dict[str, Any]:
+def given_keys(request: ClusterRequest) -> dict[str, Any]:
     tables: dict[str, dict[str, Any]] = {"data": {}, "parallel": {}, "precision": {}}
     places = {"data": ("seq", "micro_batch", "global_batch"), "parallel": ("tp", "cp", "pp", "ep", "recompute")}
     for table, keys in {**places, "precision": ("dtype",)}.items():
@@ -70,9 +70,9 @@ def words(request: ClusterRequest) -> dict[str, Any]:
     return tables
 
 
-def on_cluster(said: dict[str, Any], cluster: Cluster, request: ClusterRequest) -> dict[str, Any]:
+def cluster_defaults(data_keys: dict[str, Any], cluster: Cluster, request: ClusterRequest) -> dict[str, Any]:
     """One rank a GPU; bf16 products; a small micro-batch; everything where the spec does not say it itself."""
-    layout = said.get("parallel", {})
+    layout = data_keys.get("parallel", {})
     world = cluster.nodes * cluster.gpus_per_node
     inner = 1
     for axis in ("tp", "cp", "pp"):
@@ -81,14 +81,16 @@ def on_cluster(said: dict[str, Any], cluster: Cluster, request: ClusterRequest) 
         fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         raise SpecError(f"tp × cp × pp = {inner} does not divide the {world} GPUs of {request.cluster}; {fitting} do")
     over_cp = layout.get("cp", 1) > 1
-    parallel = shared(world // inner, request.zero, over_cp) if not sharding(layout) or request.zero is not None else {}
+    parallel = (
+        shard_over(world // inner, request.zero, over_cp) if not sharding(layout) or request.zero is not None else {}
+    )
     if layout.get("tp", 1) > 1 and "sp" not in layout:
         parallel["sp"] = True
     machines = {"gpu": cluster.gpu, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
     filled: dict[str, Any] = {"cluster": machines, "parallel": parallel}
-    if "dtype" not in said.get("precision", {}):
+    if "dtype" not in data_keys.get("precision", {}):
         filled["precision"] = {"dtype": "bf16"}
-    if "micro_batch" not in said.get("data", {}):
+    if "micro_batch" not in data_keys.get("data", {}):
         filled["data"] = {"micro_batch": 1}
     return filled
 
@@ -97,7 +99,7 @@ def sharding(layout: dict[str, Any]) -> bool:
     return any(key in layout for key in ("dp", "dp_replicate", "dp_shard", "strategy"))
 
 
-def shared(dp: int, zero: int | None, over_cp: bool) -> dict[str, Any]:
+def shard_over(dp: int, zero: int | None, over_cp: bool) -> dict[str, Any]:
     """FSDP2 shards over context-parallel ranks too, so it has a meaning without data-parallel ones."""
     if zero == 0 or (dp == 1 and not (over_cp and zero in (None, 3))):
         return {"strategy": "ddp", "zero": 0, "dp_replicate": dp, "dp_shard": 1}
@@ -106,12 +108,12 @@ def shared(dp: int, zero: int | None, over_cp: bool) -> dict[str, Any]:
     return {"strategy": "zero", "zero": zero, "dp_replicate": 1, "dp_shard": dp}
 
 
-def as_long(said: dict[str, Any]) -> dict[str, Any]:
+def with_default_seq(data_keys: dict[str, Any]) -> dict[str, Any]:
     """A preset is stretched to the sequence that is asked of it, and asked for a usual one if for none."""
-    model, seq = said.get("model", {}), said.get("data", {}).get("seq", 0)
+    model, seq = data_keys.get("model", {}), data_keys.get("data", {}).get("seq", 0)
     context = PRESETS.get(model.get("preset", ""), {}).get("context", 0)
     if not context or "context" in model:
-        return said
+        return data_keys
     if not seq:
-        return merge(said, {"data": {"seq": min(context, USUAL)}})
-    return merge(said, {"model": {"context": seq}}) if seq > context else said
+        return merge(data_keys, {"data": {"seq": min(context, DEFAULT_SEQ)}})
+    return merge(data_keys, {"model": {"context": seq}}) if seq > context else data_keys

@@ -72,7 +72,7 @@ def resident_bytes(spec: RunSpec, chosen: list[str], each: dict[str, float], mos
 
 def budget_that_fits(spec: RunSpec, each: dict[str, float], most: dict[str, float]) -> float:
     """The largest activation budget, in 64ths of all, with which a run fits its GPU."""
-    from .memory.reserve import reserved, room  # imported here: they import this module
+    from .memory.reserve import reserved, safe_bytes  # imported here: they import this module
     from .memory.sheet import memory
 
     gpu, layout = spec.cluster.accelerator, spec.parallel
@@ -93,11 +93,11 @@ def budget_that_fits(spec: RunSpec, each: dict[str, float], most: dict[str, floa
         budget = spec.replace(parallel=layout.replace(recompute_budget=bytes_of(step) / 2**30))
         return float(reserved(memory(budget, "cuda").total))
 
-    fitting = bisect_right(range(BUDGET_STEPS + 1), room(gpu), key=planned)
+    fitting = bisect_right(range(BUDGET_STEPS + 1), safe_bytes(gpu), key=planned)
     if not fitting:
         raise SpecError(
             "parallel.recompute = 'budget': with every block recomputed the run still takes "
-            f"{planned(0) / 2**30:.3g} GiB of the {room(gpu) / 2**30:.3g} that {gpu.name} surely has; lower "
+            f"{planned(0) / 2**30:.3g} GiB of the {safe_bytes(gpu) / 2**30:.3g} that {gpu.name} surely has; lower "
             "data.micro_batch, or shard the model"
         )
     return bytes_of(fitting - 1)

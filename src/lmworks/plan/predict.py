@@ -39,7 +39,7 @@ class Prediction:
             "memory_bytes": self.memory.total,
             "memory_moment": self.memory.moment,
             "memory": [asdict(row) for row in self.memory.rows],
-            "memory_moments": self.memory.moments,
+            "memory_moments": self.memory.peaks,
             "host_bytes": self.memory.host,
             "host_parts": self.memory.host_parts.to_dict(),
             "step_s": time.total if time else None,

@@ -21,7 +21,7 @@ import torch
 from ..parallel.comm_counter import Row as Traffic
 from ..parallel.local_ranks import RankFailed, on_ranks
 from ..parallel.memory_preflight import refuse_oversized
-from ..plan.exact.shards import own_shapes
+from ..plan.exact.shards import local_shapes
 from ..plan.memory.peak_memory import Row
 from ..spec import RunSpec, SpecError
 from ..spec.layouts import ZERO_CAUSE, Layout, zero_gradients
@@ -133,7 +133,7 @@ def parity(
 
 def compared_rows(spec: RunSpec, rank: int) -> list[Row]:
     """What a rank keeps of its trials, on its way to the process that compares, and there; one rank's beside it."""
-    own = KEPT * sum(math.prod(shape) for _, shape in own_shapes(spec, rank))
+    own = KEPT * sum(math.prod(shape) for _, shape in local_shapes(spec, rank))
     found = [Row("gradients and weights to compare", COPIES * own, f"{KEPT} B for each weight, {COPIES} copies")]
     if rank == 0:
         trials = 1 if spec.precision.dtype == "fp32" else 2  # in its own precision, and in fp32

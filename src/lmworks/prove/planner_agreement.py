@@ -9,7 +9,7 @@ from typing import Protocol
 from ..plan.exact.calls import Calls
 from ..plan.exact.collectives import collectives
 from ..plan.exact.residency import on_host, resident
-from ..plan.exact.shards import own_shapes
+from ..plan.exact.shards import local_shapes
 from ..spec import Grid, RunSpec
 from ..spec.grid import AXES, JOINED, shorten
 from .trial import Trial
@@ -39,7 +39,7 @@ def disagreements(spec: RunSpec, ranks: list[Trial]) -> list[str]:
             if real != planned:
                 found.append(f"rank {rank} holds {real} on its {where}, the planner says {planned}")
         updated = [(piece.name, piece.index.numel()) for piece in trial.pieces]
-        planned_parts = [(weight.name, math.prod(shape)) for weight, shape in own_shapes(spec, rank)]
+        planned_parts = [(weight.name, math.prod(shape)) for weight, shape in local_shapes(spec, rank)]
         if sorted(updated) != sorted(planned_parts):
             found.append(f"rank {rank} updates other parts of weights than the planner says")
     return found + traffic(spec, [counted(trial.collectives, spec, rank) for rank, trial in enumerate(ranks)])

@@ -13,7 +13,7 @@ from typing import Any
 from ..parallel.comm_counter import Row
 from ..parallel.memory_ledger import Bytes
 from ..parallel.mesh import Mesh
-from ..plan.pipelines.stages import Stage, stages_here
+from ..plan.pipelines.stages import Stage, stages_of_rank
 from ..spec import RunSpec, SpecError
 from .fake_rank import Simulation, fake_world, step
 
@@ -58,7 +58,7 @@ def simulate(spec: RunSpec, rank: int, *, layers_per_stage: int = 0, exact: bool
     began = time.perf_counter()
     refuse(spec, rank)
     with fake_world(spec, rank) as mesh:
-        stages = stages_here(spec, mesh.rank("pp"))
+        stages = stages_of_rank(spec, mesh.rank("pp"))
         reason = "" if exact else not_alike(spec, mesh)
         short = layers_per_stage or max(2, spec.parallel.prefetch + 1)
         trials = [] if exact or reason else shorter(stages, short)

@@ -31,7 +31,7 @@ def refuse_oversized(name: str, model: ModelSpec, scheme: str, tokens: int, widt
     limits = free_for(device)
 
     def fits(fewer: int) -> bool:
-        return limits.hold([total(peak_rows(model, scheme, fewer, width))])
+        return limits.fits([total(peak_rows(model, scheme, fewer, width))])
 
     if fits(tokens):
         return

@@ -24,7 +24,7 @@ from ..case import Number
 LINKS = Path(__file__).with_name("links.toml")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
 # A broadcast is a gather whose one piece goes round; a send is half of an exchange between two.
-STANDS_FOR = {"broadcast": "all-gather", "send": "all-to-all"}
+SAME_CURVE = {"broadcast": "all-gather", "send": "all-to-all"}
 
 
 def wire_share(kind: str, ranks: Number) -> Number:
@@ -61,7 +61,7 @@ class Curve:
         Between measured numbers of ranks, log-time follows the logarithm of the ranks. Every rank beyond them adds the
         step that the last measured ones added to a message of almost nothing.
         """
-        for other in (STANDS_FOR.get(kind, kind), "all-reduce"):  # as many bytes on the wire, in another message
+        for other in (SAME_CURVE.get(kind, kind), "all-reduce"):  # as many bytes on the wire, in another message
             kind = kind if kind in self.seconds_at else other
         table = self.seconds_at[kind]
         counts = np.array(sorted(table))

@@ -76,9 +76,9 @@ def alignment(k: Number, n: Number) -> Number:
 
     m is left out: it is mostly a number of tokens, and tokens lie one after another whatever their number.
     """
-    shortest = np.minimum(np.gcd(whole(k), ALIGNED), np.gcd(whole(n), ALIGNED))
+    shortest = np.minimum(np.gcd(round_up(k), ALIGNED), np.gcd(round_up(n), ALIGNED))
     return (shortest / ALIGNED) ** UNALIGNED
 
 
-def whole(size: Number) -> NDArray[np.int64]:
+def round_up(size: Number) -> NDArray[np.int64]:
     return np.asarray(size).astype(np.int64)

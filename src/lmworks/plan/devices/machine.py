@@ -21,7 +21,7 @@ from .rates import GpuRates, gpu_rates
 
 FULL_GPU = 1e15  # FLOPs that fill any GPU
 FORMAT = 4  # of a profile; one written by another version is measured again
-QUIET = 1.3  # noise of a machine that was left alone, at most
+QUIET_NOISE = 1.3  # noise of a machine that was left alone, at most
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Machine:
     @property
     def quiet(self) -> bool:
         """Whether it was left alone while it was measured."""
-        return self.noise <= QUIET
+        return self.noise <= QUIET_NOISE
 
     def covers(self, dtype: str) -> bool:
         return f"gemm.{dtype}" in self.tags
@@ -75,7 +75,7 @@ class Machine:
         points = self.rates[self.table(kernel, dtype)]
         return between(points, [point.rate for point in points], kernel.shape or (kernel.bytes,))
 
-    def beside(self, laws: GpuRates) -> Machine:
+    def fitted_launch(self, laws: GpuRates) -> Machine:
         """This measured machine, and for what was not measured of it the laws of its kind."""
         gains = {
             name: tuple(point.rate / law_rate(laws, name, point.shape) for point in points)

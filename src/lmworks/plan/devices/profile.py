@@ -114,7 +114,7 @@ def profile_for(gpu: Gpu, path: str, catalogue: str = "") -> Profile:
 def with_laws(machine: Machine, catalogue: str) -> Machine:
     """What was not measured of a GPU that the catalogue knows, its catalogue rates answer."""
     gpu = recognise(machine.name, catalogue) if machine.device == "cuda" else None
-    return machine.beside(gpu_rates(gpu)) if gpu and gpu.bandwidth_gbs else machine
+    return machine.fitted_launch(gpu_rates(gpu)) if gpu and gpu.bandwidth_gbs else machine
 
 
 # --- reading with care: a profile is a file that people copy and edit ------------------------------------------

@@ -23,7 +23,7 @@ from ..case import Number
 from ..ops import Kernel
 from .gemm import GemmRate, gemm_seconds
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 WIDTHS = {"fp32": (4.0, 4.0), "bf16": (2.0, 2.0), "fp16": (2.0, 2.0), "fp8": (1.0, 2.0)}  # operands, result
 GENERIC_SMS = 128
 BLOCK = 128  # rows of queries that one SM takes at a time
@@ -32,13 +32,13 @@ HEAD = 128  # dimension of the heads that attention's shares are given for
 
 @functools.cache
 def table(name: str) -> dict[str, Any]:
-    return tomllib.loads((HERE / name).read_text(encoding="utf-8"))
+    return tomllib.loads((FOLDER / name).read_text(encoding="utf-8"))
 
 
 @functools.cache
 def best_matmul(accelerators: tuple[str, ...], dtype: str) -> float | None:
     """FLOP/s of the fastest product that was measured, of the first of these accelerators that has one."""
-    with (HERE / "matmul.csv").open(encoding="utf-8", newline="") as lines:
+    with (FOLDER / "matmul.csv").open(encoding="utf-8", newline="") as lines:
         best = {(row["accelerator"], row["dtype"]): float(row["mamf_tflops"]) * 1e12 for row in csv.DictReader(lines)}
     return next((best[name, dtype] for name in accelerators if (name, dtype) in best), None)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Protocol, Self
 
 from ...spec import Grid, RunSpec
-from ..pipelines.stages import Stage, stages_here
+from ..pipelines.stages import Stage, stages_of_rank
 from .shards import FP32, weight_bytes
 
 # In the passes of every micro-batch; in the last micro-batch's backward pass alone; once, when all passes are over.
@@ -34,20 +34,20 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Here:
+class RankContext:
     """A rank of a run, and the sizes that its messages are made of."""
 
     spec: RunSpec
     grid: Grid
     rank: int
-    place: dict[str, int]
+    coords: dict[str, int]
     stages: list[Stage]
 
     @classmethod
     def of(cls, spec: RunSpec, rank: int) -> Self:
         grid = Grid.of(spec.parallel)
         place = grid.coordinates(rank)
-        return cls(spec, grid, rank, place, stages_here(spec, place["pp"]))
+        return cls(spec, grid, rank, place, stages_of_rank(spec, place["pp"]))
 
     @cached_property
     def tokens(self) -> int:
@@ -64,11 +64,11 @@ class Here:
         """Bytes of a number of the residual stream."""
         return weight_bytes(self.spec)
 
-    def call(self, kind: str, what: str, group: str, count: int, size: int, when: str) -> Collective:
+    def collective(self, kind: str, what: str, group: str, count: int, size: int, when: str) -> Collective:
         """`count` calls with a message of `size` bytes each."""
-        return self.total(kind, what, group, count, count * size, when)
+        return self.bulk_collective(kind, what, group, count, count * size, when)
 
-    def total(self, kind: str, what: str, group: str, count: int, size: int, when: str) -> Collective:
+    def bulk_collective(self, kind: str, what: str, group: str, count: int, size: int, when: str) -> Collective:
         """`count` calls of `size` bytes in all."""
         ranks = 2 if group == "ends" else self.grid.size(group)
         return Collective(kind, what, group, ranks, stride(self.grid, group), count, size, when)

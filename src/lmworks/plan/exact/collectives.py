@@ -15,40 +15,40 @@ from ...spec import RunSpec, SpecError
 from ...spec.layout import V_SHAPED
 from ..pipelines.orders import actions
 from ..pipelines.stages import Stage
-from .calls import BACKWARD, FORWARD, LAST, STEP, Collective, Here
-from .exchanges import INT64, exchanges, messages
+from .calls import BACKWARD, FORWARD, LAST, STEP, Collective, RankContext
+from .exchanges import INT64, exchanges, pipeline_sends
 from .shards import (
     FP32,
     Unit,
     buckets,
     compute_bytes,
-    flat,
-    own_shapes,
-    padded,
+    flat_parameter,
+    local_shapes,
+    padded_size,
     reduce_bytes,
     strategy_of,
     unit_size,
     units,
     weight_bytes,
 )
-from .weights import ROOT, Weight, held
+from .weights import ROOT, Weight, stage_weights
 
-ACTIVE = 3  # stages of a rank that PyTorch's schedules keep gathered at once
+ACTIVE_STAGES = 3  # stages of a rank that PyTorch's schedules keep gathered at once
 
 
 def collectives(spec: RunSpec, rank: int = 0) -> list[Collective]:
     """Experts are taken as evenly visited: every rank sends as many tokens as it gets."""
     if spec.parallel.engine != "native":
         raise SpecError(f"what parallel.engine = '{spec.parallel.engine}' sends is not known; 'native' is")
-    here, rows = Here.of(spec, rank), list[Collective]()
-    for stage in here.stages:
-        rows += exchanges(here, stage)
-        rows += data_parallel(here, stage)
-    rows += [*messages(here), *leftovers(here), *figures(here)]
-    return joined(row for row in rows if row.ranks > 1 and row.count)
+    ctx, rows = RankContext.of(spec, rank), list[Collective]()
+    for stage in ctx.stages:
+        rows += exchanges(ctx, stage)
+        rows += data_parallel(ctx, stage)
+    rows += [*pipeline_sends(ctx), *partial_gradients(ctx), *step_scalars(ctx)]
+    return merge_rows(row for row in rows if row.ranks > 1 and row.count)
 
 
-def joined(rows: Iterable[Collective]) -> list[Collective]:
+def merge_rows(rows: Iterable[Collective]) -> list[Collective]:
     """Calls that are alike in all but their number, as those of equal blocks are, in one row."""
     found: dict[tuple[str, str, str, str, float], Collective] = {}
     for row in rows:
@@ -62,28 +62,28 @@ def joined(rows: Iterable[Collective]) -> list[Collective]:
 # --- data parallel --------------------------------------------------------------------------------------
 
 
-def data_parallel(here: Here, stage: Stage) -> Iterator[Collective]:
-    kind = strategy_of(here.spec)
+def data_parallel(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
+    kind = strategy_of(ctx.spec)
     if kind in ("ddp", "zero0"):
-        yield from reduced(here, stage)
+        yield from all_reduce_gradients(ctx, stage)
         if (
-            kind == "ddp" and here.spec.model.experts and here.spec.model.balance_bias
+            kind == "ddp" and ctx.spec.model.experts and ctx.spec.model.balance_bias
         ):  # DDP's habit: the first rank's buffers, once a step
-            size = FP32 * len(stage.layers) * here.spec.model.experts
-            yield here.call("broadcast", "choice bias of experts", "dp_cp", 1, size, FORWARD)
+            size = FP32 * len(stage.layers) * ctx.spec.model.experts
+            yield ctx.collective("broadcast", "choice bias of experts", "dp_cp", 1, size, FORWARD)
     elif kind in ("zero1", "zero2"):
-        yield from scattered(here, stage, every=kind == "zero2")
-    elif kind == "fsdp1" and here.spec.parallel.dp_shard == 1:
-        inside = units(here.spec, stage)
-        size = reduce_bytes(here.spec) * sum(flat(here.spec, unit).length for unit in inside)
-        yield here.total("all-reduce", "gradients", "dp_cp", len(inside), size, LAST)
+        yield from zero_1_and_2(ctx, stage, every=kind == "zero2")
+    elif kind == "fsdp1" and ctx.spec.parallel.dp_shard == 1:
+        inside = units(ctx.spec, stage)
+        size = reduce_bytes(ctx.spec) * sum(flat_parameter(ctx.spec, unit).length for unit in inside)
+        yield ctx.bulk_collective("all-reduce", "gradients", "dp_cp", len(inside), size, LAST)
     elif kind in ("fsdp1", "fsdp2"):
-        yield from sharded(here, stage)
+        yield from fsdp(ctx, stage)
 
 
-def over(here: Here) -> str:
+def reduction_phase(ctx: RankContext) -> str:
     """When gradients meet: in a pipeline a stage's are complete only after its last backward pass."""
-    return STEP if here.spec.parallel.pp > 1 else LAST
+    return STEP if ctx.spec.parallel.pp > 1 else LAST
 
 
 def by_axis(found: list[Weight], other: str) -> dict[str, list[Weight]]:
@@ -94,42 +94,44 @@ def by_axis(found: list[Weight], other: str) -> dict[str, list[Weight]]:
     return axes
 
 
-def reduced(here: Here, stage: Stage) -> Iterator[Collective]:
+def all_reduce_gradients(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     """All gradients once, after the last micro-batch."""
-    for axis, inside in by_axis(held(here.spec, stage), "dp_cp").items():
-        size = reduce_bytes(here.spec) * sum(weight.size for weight in inside)
-        yield here.total("all-reduce", "gradients", axis, len(buckets(here.spec, inside)), size, over(here))
+    for axis, inside in by_axis(stage_weights(ctx.spec, stage), "dp_cp").items():
+        size = reduce_bytes(ctx.spec) * sum(weight.size for weight in inside)
+        yield ctx.bulk_collective(
+            "all-reduce", "gradients", axis, len(buckets(ctx.spec, inside)), size, reduction_phase(ctx)
+        )
 
 
-def scattered(here: Here, stage: Stage, every: bool) -> Iterator[Collective]:
+def zero_1_and_2(ctx: RankContext, stage: Stage, every: bool) -> Iterator[Collective]:
     """ZeRO-1 and 2: gradients to their owners (`every`: after each micro-batch), new weights back to all."""
-    every = every and here.spec.parallel.pp == 1  # a pipeline's backward passes are not told apart
-    times, when = (here.spec.accumulation, BACKWARD) if every else (1, over(here))
-    for axis, inside in by_axis(held(here.spec, stage), "shard").items():
-        ranks, count = here.grid.size(axis), len(buckets(here.spec, inside))
-        numbers = ranks * sum(padded(weight, ranks) for weight in inside)
-        size = reduce_bytes(here.spec) * numbers
-        yield here.total("reduce-scatter", "gradients", axis, times * count, times * size, when)
-        yield here.total("all-gather", "new weights", axis, count, weight_bytes(here.spec) * numbers, STEP)
+    every = every and ctx.spec.parallel.pp == 1  # a pipeline's backward passes are not told apart
+    times, when = (ctx.spec.accumulation, BACKWARD) if every else (1, reduction_phase(ctx))
+    for axis, inside in by_axis(stage_weights(ctx.spec, stage), "shard").items():
+        ranks, count = ctx.grid.size(axis), len(buckets(ctx.spec, inside))
+        numbers = ranks * sum(padded_size(weight, ranks) for weight in inside)
+        size = reduce_bytes(ctx.spec) * numbers
+        yield ctx.bulk_collective("reduce-scatter", "gradients", axis, times * count, times * size, when)
+        yield ctx.bulk_collective("all-gather", "new weights", axis, count, weight_bytes(ctx.spec) * numbers, STEP)
 
 
-def sharded(here: Here, stage: Stage) -> Iterator[Collective]:
+def fsdp(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     """FSDP: units whole while they run, gradients to their owners after the last micro-batch, and then to copies."""
-    spec = here.spec
+    spec = ctx.spec
     for unit in units(spec, stage):
         what = "root" if unit.block == ROOT else "experts" if unit.axis == "edp" else "block"
-        numbers, ranks = unit_size(spec, unit), here.grid.size(unit.axis)
-        forward, backward = gathers(here, stage, unit)
+        numbers, ranks = unit_size(spec, unit), ctx.grid.size(unit.axis)
+        forward, backward = gathers(ctx, stage, unit)
         gathered, sent = compute_bytes(spec, unit.block) * numbers, reduce_bytes(spec) * numbers
-        yield here.call("all-gather", f"weights of a {what}", unit.axis, forward, gathered, FORWARD)
-        yield here.call("all-gather", f"weights of a {what}", unit.axis, backward, gathered, BACKWARD)
-        yield here.call("reduce-scatter", f"gradients of a {what}", unit.axis, 1, sent, over(here))
-        if unit.axis == "shard" or here.grid.experts_over == "shard":  # else copies are a part of edp
+        yield ctx.collective("all-gather", f"weights of a {what}", unit.axis, forward, gathered, FORWARD)
+        yield ctx.collective("all-gather", f"weights of a {what}", unit.axis, backward, gathered, BACKWARD)
+        yield ctx.collective("reduce-scatter", f"gradients of a {what}", unit.axis, 1, sent, reduction_phase(ctx))
+        if unit.axis == "shard" or ctx.grid.experts_over == "shard":  # else copies are a part of edp
             copies = f"gradients of a {what}, shards"
-            yield here.call("all-reduce", copies, "dp_replicate", 1, sent // ranks, over(here))
+            yield ctx.collective("all-reduce", copies, "dp_replicate", 1, sent // ranks, reduction_phase(ctx))
 
 
-def gathers(here: Here, stage: Stage, unit: Unit) -> tuple[int, int]:
+def gathers(ctx: RankContext, stage: Stage, unit: Unit) -> tuple[int, int]:
     """How often a unit is gathered in forward and in backward passes.
 
     With reshard, blocks are gathered again for the backward pass; the root stays. Without, FSDP2 still lets go after
@@ -139,29 +141,29 @@ def gathers(here: Here, stage: Stage, unit: Unit) -> tuple[int, int]:
     first p − r forward passes gather, and then the backward passes that follow one. A schedule with several stages
     a rank gathers and lets go of whole stages itself.
     """
-    spec, batches = here.spec, here.spec.accumulation
+    spec, batches = ctx.spec, ctx.spec.accumulation
     layout = spec.parallel
     stays = unit.block == ROOT or not layout.reshard
     if layout.pp == 1:
         kept = layout.strategy == "fsdp1" and not layout.reshard
         return (1 if kept else batches), (0 if stays else batches)
     if layout.schedule not in ("gpipe", "1f1b"):
-        return fetched(here, stage), 0
+        return stage_gathers(ctx, stage), 0
     if stays:
         return 1, 0
-    ahead = batches if layout.schedule == "gpipe" else min(batches, layout.pp - here.place["pp"])
+    ahead = batches if layout.schedule == "gpipe" else min(batches, layout.pp - ctx.coords["pp"])
     return ahead, batches - ahead + 1
 
 
-def fetched(here: Here, stage: Stage) -> int:
+def stage_gathers(ctx: RankContext, stage: Stage) -> int:
     """How often a stage is gathered where a rank has several: those of its next ACTIVE ones stay whole."""
-    layout = here.spec.parallel
-    if len(here.stages) <= ACTIVE:
+    layout = ctx.spec.parallel
+    if len(ctx.stages) <= ACTIVE_STAGES:
         return 1
-    order = actions(layout.schedule, layout.pp, layout.virtual_stages, here.spec.accumulation)[here.place["pp"]]
+    order = actions(layout.schedule, layout.pp, layout.virtual_stages, ctx.spec.accumulation)[ctx.coords["pp"]]
     stages, whole, count = [action.stage for action in order], set[int](), 0
     for position in range(len(stages)):
-        following = list(dict.fromkeys(stages[position:]))[:ACTIVE]
+        following = list(dict.fromkeys(stages[position:]))[:ACTIVE_STAGES]
         count += stage.index in following and stage.index not in whole
         whole = set(following)
     return count
@@ -170,22 +172,22 @@ def fetched(here: Here, stage: Stage) -> int:
 # --- what is left ---------------------------------------------------------------------------------------
 
 
-def leftovers(here: Here) -> Iterator[Collective]:
+def partial_gradients(ctx: RankContext) -> Iterator[Collective]:
     """Gradients that are parts of a sum still: of whole weights on tensor-parallel ranks, of tied embeddings."""
-    own, each = own_shapes(here.spec, here.rank), weight_bytes(here.spec)
+    own, each = local_shapes(ctx.spec, ctx.rank), weight_bytes(ctx.spec)
     partial = sum(math.prod(shape) for weight, shape in own if weight.partial)
-    yield here.call("all-reduce", "gradients of whole weights", "tp", int(partial > 0), each * partial, STEP)
-    layout, ends = here.spec.parallel, here.place["pp"] in (0, here.grid.pp - 1)
-    if layout.pp > 1 and ends and here.spec.model.tie_embeddings and layout.schedule not in V_SHAPED:
+    yield ctx.collective("all-reduce", "gradients of whole weights", "tp", int(partial > 0), each * partial, STEP)
+    layout, ends = ctx.spec.parallel, ctx.coords["pp"] in (0, ctx.grid.pp - 1)
+    if layout.pp > 1 and ends and ctx.spec.model.tie_embeddings and layout.schedule not in V_SHAPED:
         tied = sum(math.prod(shape) for weight, shape in own if weight.name == "embed.weight")
-        yield here.call("all-reduce", "gradients of the tied embedding", "ends", int(tied > 0), each * tied, STEP)
+        yield ctx.collective("all-reduce", "gradients of the tied embedding", "ends", int(tied > 0), each * tied, STEP)
 
 
-def figures(here: Here) -> Iterator[Collective]:
+def step_scalars(ctx: RankContext) -> Iterator[Collective]:
     """What the training loop itself says to all ranks: loss, ‖g‖², and of each rank its memory and its signal."""
-    yield here.call("all-reduce", "figures of the step", "world", 1, 8 * (2 + 3 * here.grid.world), STEP)
-    if here.spec.data.document_mask:
-        yield here.call("all-reduce", "targets that count", "dp", 1, INT64, STEP)
-    for stage in here.stages if here.spec.model.experts else ():
-        size = INT64 * len(stage.layers) * here.spec.model.experts
-        yield here.call("all-reduce", "visits of experts", "dp_cp", 1, size, STEP)
+    yield ctx.collective("all-reduce", "figures of the step", "world", 1, 8 * (2 + 3 * ctx.grid.world), STEP)
+    if ctx.spec.data.document_mask:
+        yield ctx.collective("all-reduce", "targets that count", "dp", 1, INT64, STEP)
+    for stage in ctx.stages if ctx.spec.model.experts else ():
+        size = INT64 * len(stage.layers) * ctx.spec.model.experts
+        yield ctx.collective("all-reduce", "visits of experts", "dp_cp", 1, size, STEP)

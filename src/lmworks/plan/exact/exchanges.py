@@ -19,141 +19,147 @@ from ..ops import chunk_rows, device_of
 from ..pipelines.stages import Stage
 from ..policies import policies
 from ..software import software_of
-from .calls import BACKWARD, FORWARD, Collective, Here
+from .calls import BACKWARD, FORWARD, Collective, RankContext
 from .shards import FP32
 
 INT64 = 8
 
 
-def exchanges(here: Here, stage: Stage) -> Iterator[Collective]:
+def exchanges(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     """Of all micro-batches in the layers of one stage."""
-    layout = here.spec.parallel
+    layout = ctx.spec.parallel
     if layout.tp > 1:
-        yield from tensor(here, stage)
+        yield from tensor(ctx, stage)
     if layout.cp > 1:
-        yield from (ring if layout.cp_method == "ring" else ulysses)(here, stage)
+        yield from (ring_attention if layout.cp_method == "ring" else ulysses)(ctx, stage)
     if layout.ep > 1:
-        yield from experts(here, stage)
-    model = here.spec.model
+        yield from experts(ctx, stage)
+    model = ctx.spec.model
     if layout.cp > 1 and model.experts and model.balance_loss:
-        size = FP32 * 2 * here.spec.data.micro_batch * model.experts
-        yield from forward_only(here, stage, "all-reduce", "balance of experts", "cp", 1, size, again(here, stage))
+        size = FP32 * 2 * ctx.spec.data.micro_batch * model.experts
+        yield from forward_collectives(
+            ctx, stage, "all-reduce", "balance of experts", "cp", 1, size, recomputed_layers(ctx, stage)
+        )
 
 
-def again(here: Here, stage: Stage, *policy: str) -> int:
+def recomputed_layers(ctx: RankContext, stage: Stage, *policy: str) -> int:
     """Layers that are computed again, under any policy or under this one."""
-    chosen = policies(here.spec, stage.layers)
+    chosen = policies(ctx.spec, stage.layers)
     return sum(one in policy if policy else one != "none" for one in chosen)
 
 
-def forward_only(
-    here: Here, stage: Stage, kind: str, what: str, group: str, calls: int, size: int, repeated: int
+def forward_collectives(
+    ctx: RankContext, stage: Stage, kind: str, what: str, group: str, calls: int, size: int, repeated: int
 ) -> Iterator[Collective]:
-    """`calls` in each layer's forward pass, and as many again in `repeated` layers."""
-    times = here.spec.accumulation
-    yield here.call(kind, what, group, times * len(stage.layers) * calls, size, FORWARD)
-    yield here.call(kind, f"{what}, again", group, times * repeated * calls, size, BACKWARD)
+    """`calls` in each layer's forward pass, and as many recomputed_layers in `repeated` layers."""
+    times = ctx.spec.accumulation
+    yield ctx.collective(kind, what, group, times * len(stage.layers) * calls, size, FORWARD)
+    yield ctx.collective(kind, f"{what}, again", group, times * repeated * calls, size, BACKWARD)
 
 
 # --- tensor parallel ------------------------------------------------------------------------------------
 
 
-def tensor(here: Here, stage: Stage) -> Iterator[Collective]:
-    layers, repeated, hidden = len(stage.layers), again(here, stage), here.tokens * here.spec.model.hidden
-    mlp = here.stream if here.spec.model.experts else here.width  # a router takes the stream, and its result is as wide
+def tensor(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
+    layers, repeated, hidden = len(stage.layers), recomputed_layers(ctx, stage), ctx.tokens * ctx.spec.model.hidden
+    mlp = ctx.stream if ctx.spec.model.experts else ctx.width  # a router takes the stream, and its result is as wide
     crossings = [  # what, entered (or left), how often, again, bytes of a number
-        ("attention", True, layers, repeated, here.width),
-        ("attention", False, layers, repeated, here.width),
+        ("attention", True, layers, repeated, ctx.width),
+        ("attention", False, layers, repeated, ctx.width),
         ("mlp", True, layers, repeated, mlp),
         ("mlp", False, layers, 0, mlp),
-        ("embedding", False, int(stage.first), 0, here.stream),
-        ("head", True, int(stage.last), 0, here.width),
+        ("embedding", False, int(stage.first), 0, ctx.stream),
+        ("head", True, int(stage.last), 0, ctx.width),
     ]
     for what, entered, count, more, width in crossings:
-        yield from crossing(here, what, entered, count, more, width * hidden)
+        yield from tp_region(ctx, what, entered, count, more, width * hidden)
     if stage.last:
-        yield loss(here)
+        yield loss(ctx)
 
 
-def crossing(here: Here, what: str, entered: bool, count: int, more: int, size: int) -> Iterator[Collective]:
+def tp_region(ctx: RankContext, what: str, entered: bool, count: int, more: int, size: int) -> Iterator[Collective]:
     """Into a tensor-parallel region, or out of it: two operations, each the other's gradient, or one and none."""
-    times = here.spec.accumulation
-    pair = ("all-gather", "reduce-scatter") if here.spec.parallel.sp else ("", "all-reduce")
+    times = ctx.spec.accumulation
+    pair = ("all-gather", "reduce-scatter") if ctx.spec.parallel.sp else ("", "all-reduce")
     there, back = pair if entered else pair[::-1]
     what = f"{'into' if entered else 'out of'} {what}"
     if there:
-        yield here.call(there, what, "tp", times * count, size, FORWARD)
-        yield here.call(there, f"{what}, again", "tp", times * more, size, BACKWARD)
+        yield ctx.collective(there, what, "tp", times * count, size, FORWARD)
+        yield ctx.collective(there, f"{what}, again", "tp", times * more, size, BACKWARD)
     if back:
-        yield here.call(back, f"gradient {what}", "tp", times * count, size, BACKWARD)
+        yield ctx.collective(back, f"gradient {what}", "tp", times * count, size, BACKWARD)
 
 
-def loss(here: Here) -> Collective:
+def loss(ctx: RankContext) -> Collective:
     """Two fp32 numbers a token of every rank, one gather for each chunk of logits."""
-    spec, tp = here.spec, here.spec.parallel.tp
+    spec, tp = ctx.spec, ctx.spec.parallel.tp
     in_place = software_of(spec).in_place
-    rows = int(chunk_rows(here.tokens, spec.model.vocab // tp, device_of(spec), here.width, in_place))
-    count = spec.accumulation * -(-here.tokens // rows)
-    return here.total("all-gather", "loss", "tp", count, spec.accumulation * here.tokens * tp * 2 * FP32, FORWARD)
+    rows = int(chunk_rows(ctx.tokens, spec.model.vocab // tp, device_of(spec), ctx.width, in_place))
+    count = spec.accumulation * -(-ctx.tokens // rows)
+    return ctx.bulk_collective(
+        "all-gather", "loss", "tp", count, spec.accumulation * ctx.tokens * tp * 2 * FP32, FORWARD
+    )
 
 
 # --- context parallel -----------------------------------------------------------------------------------
 
 
-def ring(here: Here, stage: Stage) -> Iterator[Collective]:
-    spec, hops = here.spec, here.grid.cp - 1
-    block = 2 * here.tokens * local_kv_heads(here) * spec.model.head_dim  # numbers
-    keys, calls = here.width * block, spec.accumulation * len(stage.layers) * hops
+def ring_attention(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
+    spec, hops = ctx.spec, ctx.grid.cp - 1
+    block = 2 * ctx.tokens * local_kv_heads(ctx) * spec.model.head_dim  # numbers
+    keys, calls = ctx.width * block, spec.accumulation * len(stage.layers) * hops
     for kind in ("send", "recv"):
-        repeated = again(here, stage, "full")
-        yield from forward_only(here, stage, kind, "keys and values", "cp", hops, keys, repeated)
-        yield here.call(kind, "keys and values for gradients", "cp", calls, keys, BACKWARD)
-        yield here.call(kind, "gradients of keys and values", "cp", calls, FP32 * block, BACKWARD)
+        repeated = recomputed_layers(ctx, stage, "full")
+        yield from forward_collectives(ctx, stage, kind, "keys and values", "cp", hops, keys, repeated)
+        yield ctx.collective(kind, "keys and values for gradients", "cp", calls, keys, BACKWARD)
+        yield ctx.collective(kind, "gradients of keys and values", "cp", calls, FP32 * block, BACKWARD)
 
 
-def ulysses(here: Here, stage: Stage) -> Iterator[Collective]:
-    spec, cp = here.spec, here.grid.cp
-    heads, kv_heads = spec.model.heads // spec.parallel.tp, max(local_kv_heads(here), cp)
-    calls, repeated = spec.accumulation * len(stage.layers), again(here, stage)
+def ulysses(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
+    spec, cp = ctx.spec, ctx.grid.cp
+    heads, kv_heads = spec.model.heads // spec.parallel.tp, max(local_kv_heads(ctx), cp)
+    calls, repeated = spec.accumulation * len(stage.layers), recomputed_layers(ctx, stage)
     for what, count in (("queries, keys, values", heads + 2 * kv_heads), ("attention's result", heads)):
-        size = here.width * here.tokens * count * spec.model.head_dim
-        yield from forward_only(here, stage, "all-to-all", what, "cp", 1, size, repeated)
-        yield here.call("all-to-all", f"gradient of {what}", "cp", calls, size, BACKWARD)
+        size = ctx.width * ctx.tokens * count * spec.model.head_dim
+        yield from forward_collectives(ctx, stage, "all-to-all", what, "cp", 1, size, repeated)
+        yield ctx.collective("all-to-all", f"gradient of {what}", "cp", calls, size, BACKWARD)
 
 
-def local_kv_heads(here: Here) -> int:
-    return max(1, here.spec.model.kv_heads // here.spec.parallel.tp)
+def local_kv_heads(ctx: RankContext) -> int:
+    return max(1, ctx.spec.model.kv_heads // ctx.spec.parallel.tp)
 
 
 # --- expert parallel ------------------------------------------------------------------------------------
 
 
-def experts(here: Here, stage: Stage) -> Iterator[Collective]:
-    model, calls, repeated = here.spec.model, here.spec.accumulation * len(stage.layers), again(here, stage)
-    yield from forward_only(here, stage, "all-to-all", "tokens by expert", "ep", 1, INT64 * model.experts, repeated)
-    size = here.width * here.tokens * model.top_k * model.hidden
+def experts(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
+    model, calls, repeated = ctx.spec.model, ctx.spec.accumulation * len(stage.layers), recomputed_layers(ctx, stage)
+    yield from forward_collectives(
+        ctx, stage, "all-to-all", "tokens by expert", "ep", 1, INT64 * model.experts, repeated
+    )
+    size = ctx.width * ctx.tokens * model.top_k * model.hidden
     for what in ("tokens to experts", "results of experts"):
-        yield from forward_only(here, stage, "all-to-all", what, "ep", 1, size, repeated)
-        yield here.call("all-to-all", f"gradient of {what}", "ep", calls, size, BACKWARD)
+        yield from forward_collectives(ctx, stage, "all-to-all", what, "ep", 1, size, repeated)
+        yield ctx.collective("all-to-all", f"gradient of {what}", "ep", calls, size, BACKWARD)
 
 
 # --- pipeline -------------------------------------------------------------------------------------------
 
 
-def messages(here: Here) -> Iterator[Collective]:
+def pipeline_sends(ctx: RankContext) -> Iterator[Collective]:
     """Between stages on different ranks; the two stages at the turn of a V are on one."""
-    layout = here.spec.parallel
+    layout = ctx.spec.parallel
     if layout.pp == 1:
         return
-    size = here.stream * here.tokens * here.spec.model.hidden // (layout.tp if layout.sp else 1)
+    size = ctx.stream * ctx.tokens * ctx.spec.model.hidden // (layout.tp if layout.sp else 1)
     last = layout.pp * layout.virtual_stages - 1
-    own = {stage.index for stage in here.stages}
+    own = {stage.index for stage in ctx.stages}
     after = sum(
         stage < last and stage + 1 not in own for stage in own
     )  # of its stages, those with a next one elsewhere
     before = sum(stage > 0 and stage - 1 not in own for stage in own)
-    count = here.spec.accumulation
-    yield here.call("send", "hidden states", "pp", count * after, size, FORWARD)
-    yield here.call("recv", "hidden states", "pp", count * before, size, FORWARD)
-    yield here.call("send", "gradients of hidden states", "pp", count * before, size, BACKWARD)
-    yield here.call("recv", "gradients of hidden states", "pp", count * after, size, BACKWARD)
+    count = ctx.spec.accumulation
+    yield ctx.collective("send", "hidden states", "pp", count * after, size, FORWARD)
+    yield ctx.collective("recv", "hidden states", "pp", count * before, size, FORWARD)
+    yield ctx.collective("send", "gradients of hidden states", "pp", count * before, size, BACKWARD)
+    yield ctx.collective("recv", "gradients of hidden states", "pp", count * after, size, BACKWARD)

@@ -21,7 +21,7 @@ from ...spec import RunSpec, SpecError
 from ...spec.errors import did_you_mean
 
 FP32 = 4
-BLOCK_8BIT, SMALLEST_8BIT = 256, 4096
+BLOCK_8BIT, MIN_SIZE_8BIT = 256, 4096
 
 # Bytes of states of one weight, for a closed form; below they are counted tensor by tensor.
 STATES = {"adamw": 8.0, "adamw-bf16": 4.0, "adamw8bit": 2.0 + 8 / 256, "adafactor": 0.01, "sgd": 0.0, "muon": 4.0}
@@ -57,7 +57,7 @@ def steps_bytes(shapes: Iterable[Shape]) -> int:
 
 def adamw_8bit(shape: Shape) -> int:
     size = math.prod(shape)
-    if size < SMALLEST_8BIT:
+    if size < MIN_SIZE_8BIT:
         return adamw(shape)
     return 2 * (size + FP32 * -(-size // BLOCK_8BIT)) + FP32
 

@@ -6,8 +6,8 @@
     ZeRO-2                                 4ψ           4ψ/n        8ψ/n
     ZeRO-3, FSDP1, FSDP2                   4ψ/n         4ψ/n        8ψ/n
 
-ψ is what a pipeline, tensor and expert parallelism leave to a rank (`weights.held`), and n the ranks that share it:
-dp_shard × cp, for experts those that hold the same ones. How ψ/n is rounded stands in `shards.py`.
+ψ is what a pipeline, tensor and expert parallelism leave to a rank (`weights.stage_weights`), and n the ranks that
+share it: dp_shard × cp, for experts those that hold the same ones. How ψ/n is rounded stands in `shards.py`.
 
 That is of fp32 weights, which are their own master: only DeepSpeed holds a second copy of them. With
 precision.weights = 'bf16' parameters and gradients have 2 bytes, and a master 2 more for what a rank updates; with
@@ -20,10 +20,10 @@ import math
 from dataclasses import dataclass, replace
 
 from ...spec import Grid, RunSpec, SpecError
-from ..pipelines.stages import stages_here
+from ..pipelines.stages import stages_of_rank
 from .optimizers import optimizer_bytes, optimizer_of, steps_bytes
-from .shards import FP32, axis_of, chunk, flat, own_shapes, padded, strategy_of, units, weight_bytes
-from .weights import held, weights
+from .shards import FP32, axis_of, chunk, flat_parameter, local_shapes, padded_size, strategy_of, units, weight_bytes
+from .weights import stage_weights, weights
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def resident(spec: RunSpec, rank: int) -> Resident:
         return deepspeed_resident(spec)
     if spec.parallel.offload == "full":
         return Resident()
-    found = laid_out(spec, rank)
+    found = resident_shapes(spec, rank)
     return found if spec.parallel.offload == "none" else replace(found, optimizer=0, master=0)
 
 
@@ -61,40 +61,40 @@ def on_host(spec: RunSpec, rank: int) -> Resident:
     if spec.parallel.offload == "none":
         return Resident()
     if spec.parallel.offload == "full":
-        return laid_out(spec, rank)
-    count = elements(spec, rank)
+        return resident_shapes(spec, rank)
+    count = element_count(spec, rank)
     own = weight_bytes(spec) * count
-    return Resident(own, own, low_bytes(spec) * count, states(spec, rank))
+    return Resident(own, own, low_bits_bytes(spec) * count, states(spec, rank))
 
 
-def laid_out(spec: RunSpec, rank: int) -> Resident:
+def resident_shapes(spec: RunSpec, rank: int) -> Resident:
     """As if device and host were one."""
     kind, grid = strategy_of(spec), Grid.of(spec.parallel)
-    stages = stages_here(spec, grid.coordinates(rank)["pp"])
-    found = [weight for stage in stages for weight in held(spec, stage)]
-    each, count = weight_bytes(spec), elements(spec, rank)
-    whole, own, master = each * sum(weight.size for weight in found), each * count, low_bytes(spec) * count
+    stages = stages_of_rank(spec, grid.coordinates(rank)["pp"])
+    found = [weight for stage in stages for weight in stage_weights(spec, stage)]
+    each, count = weight_bytes(spec), element_count(spec, rank)
+    whole, own, master = each * sum(weight.size for weight in found), each * count, low_bits_bytes(spec) * count
     if kind == "fsdp1":
-        allocated = each * sum(flat(spec, unit).length for stage in stages for unit in units(spec, stage))
+        allocated = each * sum(flat_parameter(spec, unit).length for stage in stages for unit in units(spec, stage))
     elif kind == "fsdp2":
-        allocated = each * sum(padded(weight, grid.size(axis_of(weight))) for weight in found)
+        allocated = each * sum(padded_size(weight, grid.size(axis_of(weight))) for weight in found)
     else:  # whole parameters; only ZeRO-2 lets go of gradients that another rank owns
         return Resident(whole, own if kind == "zero2" else whole, master, states(spec, rank))
     return Resident(own, own, master, states(spec, rank), allocated - own, allocated - own)
 
 
-def elements(spec: RunSpec, rank: int) -> int:
+def element_count(spec: RunSpec, rank: int) -> int:
     """That a rank updates."""
-    return sum(math.prod(shape) for _, shape in own_shapes(spec, rank))
+    return sum(math.prod(shape) for _, shape in local_shapes(spec, rank))
 
 
-def low_bytes(spec: RunSpec) -> int:
+def low_bits_bytes(spec: RunSpec) -> int:
     """With which a bf16 weight is an fp32 number."""
     return 2 if spec.precision.weights == "bf16" and spec.precision.master else 0
 
 
 def states(spec: RunSpec, rank: int) -> int:
-    shapes = [shape for _, shape in own_shapes(spec, rank)]
+    shapes = [shape for _, shape in local_shapes(spec, rank)]
     if spec.optim.optimizer == "sgd" and spec.precision.weights == "bf16":
         return steps_bytes(shapes)
     return optimizer_bytes(optimizer_of(spec), shapes)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...spec import Grid, RunSpec
-from ..pipelines.stages import Stage, stages_here
-from .weights import ROOT, Weight, held
+from ..pipelines.stages import Stage, stages_of_rank
+from .weights import ROOT, Weight, stage_weights
 
 FP32 = 4
 ALIGNED = 16  # bytes: where FSDP1 lets a weight begin inside its flat parameter
@@ -38,21 +38,21 @@ def axis_of(weight: Weight) -> str:
     return "edp" if weight.expert else "shard"
 
 
-def own_shapes(spec: RunSpec, rank: int) -> list[tuple[Weight, tuple[int, ...]]]:
+def local_shapes(spec: RunSpec, rank: int) -> list[tuple[Weight, tuple[int, ...]]]:
     """Each weight of a rank with the shape of what its optimizer updates of it; a run of FSDP1 has one dimension."""
     grid, kind = Grid.of(spec.parallel), strategy_of(spec)
     place = grid.coordinates(rank)
     found: list[tuple[Weight, tuple[int, ...]]] = []
-    for stage in stages_here(spec, place["pp"]):
+    for stage in stages_of_rank(spec, place["pp"]):
         if kind == "fsdp1" and spec.parallel.dp_shard > 1:
             for unit in units(spec, stage):
-                sizes = flat(spec, unit).own(place["shard"])
+                sizes = flat_parameter(spec, unit).own(place["shard"])
                 found += [(weight, (size,)) for weight, size in zip(unit.weights, sizes, strict=True)]
             continue
-        for weight in held(spec, stage):
+        for weight in stage_weights(spec, stage):
             axis = axis_of(weight)
             cut = kind in ("zero1", "zero2", "fsdp2")
-            rows = own_rows(weight.rows, grid.size(axis), place[axis]) if cut else weight.rows
+            rows = local_rows(weight.rows, grid.size(axis), place[axis]) if cut else weight.rows
             found.append((weight, (rows, *weight.shape[1:])))
     return found
 
@@ -65,12 +65,12 @@ def chunk(rows: int, ranks: int) -> int:
     return -(-rows // ranks)
 
 
-def own_rows(rows: int, ranks: int, rank: int) -> int:
+def local_rows(rows: int, ranks: int, rank: int) -> int:
     each = chunk(rows, ranks)
     return max(0, min(each, rows - rank * each))
 
 
-def padded(weight: Weight, ranks: int) -> int:
+def padded_size(weight: Weight, ranks: int) -> int:
     """Elements of a rank's chunk of a weight, filled up."""
     return chunk(weight.rows, ranks) * weight.width
 
@@ -90,7 +90,7 @@ class Unit:
 def units(spec: RunSpec, stage: Stage) -> list[Unit]:
     """The root and each block. Experts are a unit of their own; so, then, are their router and the shared ones."""
     found: dict[tuple[int, str], list[Weight]] = {}
-    for weight in held(spec, stage):
+    for weight in stage_weights(spec, stage):
         part = ""
         if spec.parallel.ep > 1 and weight.inside.startswith("mlp."):
             part = "experts" if weight.expert else weight.inside.split(".")[1]
@@ -102,8 +102,8 @@ def unit_size(spec: RunSpec, unit: Unit) -> int:
     """Elements of a unit when it is gathered, padding included."""
     ranks = Grid.of(spec.parallel).size(unit.axis)
     if spec.parallel.strategy == "fsdp1":
-        return ranks * flat(spec, unit).length
-    return ranks * sum(padded(weight, ranks) for weight in unit.weights)
+        return ranks * flat_parameter(spec, unit).length
+    return ranks * sum(padded_size(weight, ranks) for weight in unit.weights)
 
 
 def weight_bytes(spec: RunSpec) -> int:
@@ -121,7 +121,7 @@ def reduce_bytes(spec: RunSpec) -> int:
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatParameter:
     """A flat parameter of FSDP1: where its weights lie, and how long a rank's run is. In elements."""
 
     spans: tuple[tuple[int, int], ...]  # (start, size) of each weight
@@ -133,7 +133,7 @@ class Flat:
         return [max(0, min(end, start + size) - max(begin, start)) for start, size in self.spans]
 
 
-def flat(spec: RunSpec, unit: Unit) -> Flat:
+def flat_parameter(spec: RunSpec, unit: Unit) -> FlatParameter:
     ranks = Grid.of(spec.parallel).size("shard") if spec.parallel.dp_shard > 1 else 1
     step, end = ALIGNED // compute_bytes(spec, unit.block), 0
     spans = []
@@ -141,7 +141,7 @@ def flat(spec: RunSpec, unit: Unit) -> Flat:
         start = -(-end // step) * step
         spans.append((start, weight.size))
         end = start + weight.size
-    return Flat(tuple(spans), chunk(end, ranks))
+    return FlatParameter(tuple(spans), chunk(end, ranks))
 
 
 # --- buckets --------------------------------------------------------------------------------------------
@@ -149,10 +149,10 @@ def flat(spec: RunSpec, unit: Unit) -> Flat:
 
 def buckets(spec: RunSpec, found: list[Weight]) -> list[list[Weight]]:
     """Weights that travel together, last ones first: a bucket is sent once it holds bucket_mb of gradients."""
-    limit, made, here = spec.parallel.bucket_mb * 2**20, list[list[Weight]](), list[Weight]()
+    limit, made, ctx = spec.parallel.bucket_mb * 2**20, list[list[Weight]](), list[Weight]()
     for index, weight in enumerate(found[::-1]):
-        here.append(weight)
-        if weight_bytes(spec) * sum(weight.size for weight in here) >= limit or index == len(found) - 1:
-            made.append(here)
-            here = []
+        ctx.append(weight)
+        if weight_bytes(spec) * sum(weight.size for weight in ctx) >= limit or index == len(found) - 1:
+            made.append(ctx)
+            ctx = []
     return made

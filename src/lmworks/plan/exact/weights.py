@@ -1,7 +1,8 @@
 """Every weight of a model by name and shape, in the order of the network: what sharding cuts, known without torch.
 
-A rank may hold a stage of a pipeline and a slice of each weight: `held` says which, as `parallel.tensor_parallel` and
-`parallel.expert_parallel` cut them. Data parallelism comes after that and cuts what is left (`shards.py`).
+A rank may hold a stage of a pipeline and a slice of each weight: `stage_weights` says which, as
+`parallel.tensor_parallel` and `parallel.expert_parallel` cut them. Data parallelism comes after that and cuts what is
+left (`shards.py`).
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ def weights(model: ModelSpec, stage: Stage | None = None) -> list[Weight]:
     return found
 
 
-def held(spec: RunSpec, stage: Stage | None = None) -> list[Weight]:
+def stage_weights(spec: RunSpec, stage: Stage | None = None) -> list[Weight]:
     """What tensor and expert parallelism leave of each weight, before data parallelism: alike on all their ranks."""
-    return [local(weight, spec.model, spec.parallel) for weight in weights(spec.model, stage)]
+    return [local_weight(weight, spec.model, spec.parallel) for weight in weights(spec.model, stage)]
 
 
-def local(weight: Weight, model: ModelSpec, layout: ParallelSpec) -> Weight:
+def local_weight(weight: Weight, model: ModelSpec, layout: ParallelSpec) -> Weight:
     shape = list(weight.shape)
     expert = layout.ep > 1 and weight.inside in EXPERTS
     if expert:
@@ -107,29 +108,29 @@ Named = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def block(m: ModelSpec) -> Named:
-    yield from within("attention_norm", norm(m))
+    yield from prefixed("attention_norm", norm(m))
     for name, wide in (("q", m.q_dim), ("k", m.kv_dim), ("v", m.kv_dim)):
-        yield from within(f"attention.{name}", linear(m.hidden, wide, m.qkv_bias))
-    yield from within("attention.out", linear(m.q_dim, m.hidden, m.bias))
+        yield from prefixed(f"attention.{name}", linear(m.hidden, wide, m.qkv_bias))
+    yield from prefixed("attention.out", linear(m.q_dim, m.hidden, m.bias))
     if m.qk_norm:
         yield "attention.q_norm.weight", (m.head_dim,)
         yield "attention.k_norm.weight", (m.head_dim,)
-    yield from within("mlp_norm", norm(m))
+    yield from prefixed("mlp_norm", norm(m))
     if not m.experts:
-        yield from within("mlp", mlp(m, m.ffn))
+        yield from prefixed("mlp", mlp(m, m.ffn))
         return
     yield "mlp.gate", (m.experts, m.expert_ffn, m.hidden)
     yield "mlp.up", (m.experts, m.expert_ffn, m.hidden)
     yield "mlp.down", (m.experts, m.hidden, m.expert_ffn)
     yield "mlp.router.weight", (m.experts, m.hidden)
     if m.shared_experts:
-        yield from within("mlp.shared", mlp(m, m.shared_experts * m.expert_ffn))
+        yield from prefixed("mlp.shared", mlp(m, m.shared_experts * m.expert_ffn))
 
 
 def mlp(m: ModelSpec, width: int) -> Named:
     for name in ("gate", "up") if m.mlp == "swiglu" else ("up",):
-        yield from within(name, linear(m.hidden, width, m.bias))
-    yield from within("down", linear(width, m.hidden, m.bias))
+        yield from prefixed(name, linear(m.hidden, width, m.bias))
+    yield from prefixed("down", linear(width, m.hidden, m.bias))
 
 
 def norm(m: ModelSpec) -> Named:
@@ -144,5 +145,5 @@ def linear(inputs: int, outputs: int, bias: bool) -> Named:
         yield "bias", (outputs,)
 
 
-def within(prefix: str, named: Named) -> Named:
+def prefixed(prefix: str, named: Named) -> Named:
     return ((f"{prefix}.{name}", shape) for name, shape in named)

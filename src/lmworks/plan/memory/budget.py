@@ -28,9 +28,9 @@ from ..case import Case, Number
 from ..exact.optimizers import STATES
 from ..network import Network, network
 from ..ops import Workload
-from .closed_form import at_end, at_loss, at_lowest, at_top, blocks_keep, lmworks
+from .closed_form import at_end, at_loss, at_lowest, at_top, is_lmworks, saved_by_blocks
 from .reserve import WORKSPACES, reserved
-from .share import Share, cut_over, share_of
+from .share import RankShare, rank_share, shard_degrees
 
 
 @dataclass(frozen=True)
@@ -80,21 +80,23 @@ def budget(case: Case, stage: Number | None = None) -> Budget:
 
 def activations(case: Case, rank: Number = 0) -> Number:
     """What the blocks of a pipeline rank keep between forward and backward, of all micro-batches under way."""
-    part = share_of(case, rank)
-    return part.under_way * blocks_keep(case, network(Workload.of_case(case)), part)
+    part = rank_share(case, rank)
+    return part.in_flight * saved_by_blocks(case, network(Workload.of_case(case)), part)
 
 
 def at_rank(case: Case, net: Network, rank: Number) -> Budget:
-    part = share_of(case, rank)
-    state = held(case, part)
+    part = rank_share(case, rank)
+    state = resident_state(case, part)
     # A rank that runs all forward passes first has no gradients when it holds all micro-batches, and then holds fewer.
-    fewer = np.where(np.greater(case.pp, 1), np.minimum(part.under_way, case.accumulation - 1), part.under_way)
-    rest = replace(part, under_way=np.where(np.greater(case.accumulation, 1), fewer, part.under_way))
+    fewer = np.where(np.greater(case.pp, 1), np.minimum(part.in_flight, case.accumulation - 1), part.in_flight)
+    rest = replace(part, in_flight=np.where(np.greater(case.accumulation, 1), fewer, part.in_flight))
     moments = [at_end(case, net, part, state)]
     for share, later in ((part, False), (rest, True)):
         moments += [at_loss(case, net, share, state, later), at_top(case, net, share, state, later)]
         # Where several micro-batches follow one another, all gradients are at the top too.
-        if lmworks(case) and (np.any(case.offload_activations) or np.any(np.equal(case.accumulation, 1) & (not later))):
+        if is_lmworks(case) and (
+            np.any(case.offload_activations) or np.any(np.equal(case.accumulation, 1) & (not later))
+        ):
             moments.append(at_lowest(case, net, share, state, later))
     totals = np.stack(np.broadcast_arrays(*[moment.total for moment in moments]))
     highest = totals.argmax(axis=0)
@@ -120,10 +122,10 @@ def batch_bytes(case: Case) -> Number:
     return 16 * case.tokens * np.where(np.greater(case.pp, 1), case.accumulation, 1)
 
 
-def held(case: Case, part: Share) -> dict[str, Number]:
+def resident_state(case: Case, part: RankShare) -> dict[str, Number]:
     """Bytes of weights, gradients, master weights and states; with offload those on the host."""
     code = case.software
-    over, over_experts = cut_over(case)
+    over, over_experts = shard_degrees(case)
     whole = part.root + part.layers * part.block
     cut = (part.root + part.layers * part.dense) / over + part.layers * part.experts / over_experts
     states = STATES[case.optimizer]

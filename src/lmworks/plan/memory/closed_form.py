@@ -15,19 +15,19 @@ from ..case import Case, Number
 from ..network import Network
 from ..saved_activations import recomputed_bytes, saved_bytes, stream_bytes, total
 from .peak_memory import chunk_bytes
-from .share import Share, cut_over
+from .share import RankShare, shard_degrees
 
 # Bytes of one logit when the loss is highest. Plain code has log p, its gradient and that of the logits, in fp32, and
 # over a vocabulary that is cut one more; compiled code the logits as they came and in fp32; a fused loss writes
 # gradients over the logits.
-LOGITS = {"plain": 12, "compiled": 6, "fused": 2}
+LOGIT_BYTES = {"plain": 12, "compiled": 6, "fused": 2}
 CUT = {"plain": 4, "compiled": 0, "fused": 0}
 # Bytes of one logit that the allocator keeps from the forward pass, as nothing fits there: those as they came.
 LEFT = {"plain": 2, "compiled": 0, "fused": 0}
 
 
 @dataclass(frozen=True)
-class Moment:
+class Peak:
     """What is there beside weights and states."""
 
     gradients: Number = 0.0
@@ -41,7 +41,7 @@ class Moment:
         return self.gradients + self.activations + self.logits + self.buffers
 
 
-def at_loss(case: Case, net: Network, part: Share, state: dict[str, Number], later: bool) -> Moment:
+def at_loss(case: Case, net: Network, part: RankShare, state: dict[str, Number], later: bool) -> Peak:
     """All activations of this rank; on the last the logits, the hidden states they come from and their gradient."""
     load, h = net.load, case.model.hidden
     states = load.width * load.tokens * h  # hidden states, as tensor-parallel ranks gather them, or their gradient
@@ -52,50 +52,54 @@ def at_loss(case: Case, net: Network, part: Share, state: dict[str, Number], lat
     else:
         ends = total(net.loss, "saved") - total(net.loss[-1:]) + states * (1 + (load.tp > 1))
         count = load.tokens * load.vocab
-        each = case.software.logit_bytes or LOGITS[kind] + CUT[kind] * (load.tp > 1)
+        each = case.software.logit_bytes or LOGIT_BYTES[kind] + CUT[kind] * (load.tp > 1)
         logits = each / 2 * load.width * count
         left = LEFT[kind] * count * (not case.software.logit_bytes)
         weights = case.software.wgrad_placeholder * head
         if case.zero == 3:  # gathered, and its gradient as it is made and as it is sent
             weights = weights + (2 * load.width + case.software.reduce) * head
-    return Moment(
-        gradients=gradients_there(case, part, state, 0.0, later),
-        activations=stored(case, net, part) + part.last * ends,
+    return Peak(
+        gradients=gradient_bytes(case, part, state, 0.0, later),
+        activations=stored_activations(case, net, part) + part.last * ends,
         logits=part.last * logits,
-        buffers=part.last * weights + standing(case, part, net, gathered=1.0) + casts(case, net, part, forward=True),
+        buffers=part.last * weights
+        + gathered_weights(case, part, net, gathered=1.0)
+        + casts(case, net, part, forward=True),
         left=part.last * left,
     )
 
 
-def at_top(case: Case, net: Network, part: Share, state: dict[str, Number], later: bool) -> Moment:
+def at_top(case: Case, net: Network, part: RankShare, state: dict[str, Number], later: bool) -> Peak:
     """Inside the MLP of the top block: what it computes again, and gradients beside what it keeps."""
-    return Moment(
-        gradients=gradients_there(case, part, state, part.head, later),
-        activations=stored(case, net, part) + top_again(case, net) + inside_mlp(case, net),
+    return Peak(
+        gradients=gradient_bytes(case, part, state, part.head, later),
+        activations=stored_activations(case, net, part) + recomputed_top_block(case, net) + inside_mlp(case, net),
         logits=0.0 * net.load.tokens,
-        buffers=standing(case, part, net, gathered=2.0)
+        buffers=gathered_weights(case, part, net, gathered=2.0)
         + casts(case, net, part, forward=False)
-        + travelling(case, part, later),
+        + reduction_buffers(case, part, later),
     )
 
 
-def at_lowest(case: Case, net: Network, part: Share, state: dict[str, Number], later: bool) -> Moment:
+def at_lowest(case: Case, net: Network, part: RankShare, state: dict[str, Number], later: bool) -> Peak:
     """Inside the MLP of the lowest block, or the second lowest, where both have back what waited in host memory: most
     gradients are there by then, as data parallelism leaves them, and one block's are on their way.
     """
     code = case.software
-    over, over_experts = cut_over(case) if case.zero >= 2 else (1, 1)
+    over, over_experts = shard_degrees(case) if case.zero >= 2 else (1, 1)
     done = part.head + (part.layers - 1) * (part.dense / over + part.experts / over_experts)
     stem, each, _ = saved_bytes(net, case.recompute)
     blocks = 1 + np.greater(case.offload_activations, 0)
     left = stem + blocks * each - stream_bytes(net)
     cast = 2.0 * part.block * net.load.cast_share * (case.zero < 3) * (blocks if case.recompute == "none" else 1)
     first = np.equal(case.accumulation, 1) | (not later)
-    return Moment(
-        gradients=gradients_there(case, part, state, done, later),
+    return Peak(
+        gradients=gradient_bytes(case, part, state, done, later),
         activations=left + recomputed_bytes(net, case.recompute) + inside_mlp(case, net),
         logits=0.0 * net.load.tokens,
-        buffers=standing(case, part, net, gathered=1.0) + cast + code.reduce * part.block * (case.zero == 3) * first,
+        buffers=gathered_weights(case, part, net, gathered=1.0)
+        + cast
+        + code.reduce * part.block * (case.zero == 3) * first,
     )
 
 
@@ -109,7 +113,7 @@ def inside_mlp(case: Case, net: Network) -> Number:
     return inside + stream_bytes(net) * (2 if load.cast else 1) + load.width * load.tokens * m.hidden * (load.tp > 1)
 
 
-def top_again(case: Case, net: Network) -> Number:
+def recomputed_top_block(case: Case, net: Network) -> Number:
     """What the top block computes again: nothing where every k-th does and it is none of them. (Of a pipeline's stages
     it is not known which they are.)
     """
@@ -117,17 +121,17 @@ def top_again(case: Case, net: Network) -> Number:
     return recomputed_bytes(net, case.recompute) * ~spared
 
 
-def at_end(case: Case, net: Network, part: Share, state: dict[str, Number]) -> Moment:
+def at_end(case: Case, net: Network, part: RankShare, state: dict[str, Number]) -> Peak:
     """All gradients, the embedding's last; micro-batches that a pipeline still holds are done by then."""
     load, m, code = net.load, case.model, case.software
     table = (code.gradients if code.master == 0 else load.width) * load.vocab * m.hidden * part.first
-    if case.zero == 3 and lmworks(case):  # the root's are whole, and on their way
+    if case.zero == 3 and is_lmworks(case):  # the root's are whole, and on their way
         table = (code.gradients + code.reduce) * part.root
-    return Moment(
+    return Peak(
         gradients=state["gradients"] + 0.0 * load.tokens,
         activations=code.stream * load.sp_tokens * m.hidden * (case.zero < 3),
         logits=0.0 * load.tokens,
-        buffers=table + standing(case, part, net, gathered=0.0),
+        buffers=table + gathered_weights(case, part, net, gathered=0.0),
     )
 
 
@@ -142,19 +146,19 @@ def chunked_loss(net: Network) -> tuple[Any, Any, Any]:
     return ends + 4 * hidden * ~cut, chunk_bytes(load, head), weights + 2 * head
 
 
-def stored(case: Case, net: Network, part: Share) -> Number:
+def stored_activations(case: Case, net: Network, part: RankShare) -> Number:
     """Activations of all micro-batches under way."""
     stem, _, _ = saved_bytes(net, case.recompute)
     received = case.software.stream * net.load.sp_tokens * case.model.hidden
     loss: Number = 0.0 * received
     if case.software.loss == "chunked":  # both its gradients wait for the backward pass; those of one are at_loss's
         load = net.load
-        loss = part.last * (part.under_way - 1) * (load.width * load.tokens + load.head_gradient * load.vocab)
-    kept_here = blocks_keep(case, net, part) + np.where(part.first, stem, received * (not lmworks(case)))
-    return part.under_way * kept_here + loss * case.model.hidden - total_offloaded_bytes(case, net)
+        loss = part.last * (part.in_flight - 1) * (load.width * load.tokens + load.head_gradient * load.vocab)
+    kept_here = saved_by_blocks(case, net, part) + np.where(part.first, stem, received * (not is_lmworks(case)))
+    return part.in_flight * kept_here + loss * case.model.hidden - total_offloaded_bytes(case, net)
 
 
-def blocks_keep(case: Case, net: Network, part: Share) -> Number:
+def saved_by_blocks(case: Case, net: Network, part: RankShare) -> Number:
     """Of one micro-batch. Every k-th block is recomputed whole, the others not at all."""
     each = saved_bytes(net, case.recompute)[1]
     if case.recompute != "full":
@@ -166,7 +170,7 @@ def blocks_keep(case: Case, net: Network, part: Share) -> Number:
 # --- weights and gradients on their way -----------------------------------------------------------------
 
 
-def gradients_there(case: Case, part: Share, state: dict[str, Number], done: Number, later: bool) -> Number:
+def gradient_bytes(case: Case, part: RankShare, state: dict[str, Number], done: Number, later: bool) -> Number:
     """Before the backward pass is over. Megatron keeps a buffer for all; elsewhere they come with the backward pass.
 
     While micro-batches accumulate they stay, so a `later` one finds them: whole, as they meet after the last one. Our
@@ -183,13 +187,13 @@ def gradients_there(case: Case, part: Share, state: dict[str, Number], done: Num
     if case.zero >= 2:  # PyTorch's pipelines let gradients meet at the end
         held_back = np.where(piped, whole, held_back)
     found = np.where(several, held_back, case.software.gradients * done)
-    if case.zero == 0 and lmworks(case):
+    if case.zero == 0 and is_lmworks(case):
         buckets = np.greater(case.dp * case.cp, 1) & ~piped & np.equal(case.ep, 1)
         found = np.where(buckets, whole * (1 + several), found)
     return found
 
 
-def casts(case: Case, net: Network, part: Share, forward: bool) -> Number:
+def casts(case: Case, net: Network, part: RankShare, forward: bool) -> Number:
     """Autocast's copies of the blocks' weights, where none are gathered.
 
     They are kept with the activations of every micro-batch, or, of recomputed blocks, until the forward pass is over,
@@ -197,11 +201,11 @@ def casts(case: Case, net: Network, part: Share, forward: bool) -> Number:
     """
     each = 2.0 * part.block * net.load.cast_share * (case.zero < 3)
     if case.recompute == "none":
-        return part.under_way * part.layers * each
+        return part.in_flight * part.layers * each
     return each * np.where(forward, part.layers, 1)
 
 
-def standing(case: Case, part: Share, net: Network, gathered: float) -> Number:
+def gathered_weights(case: Case, part: RankShare, net: Network, gathered: float) -> Number:
     """Weights that are gathered for as long as a block, or the whole pass, needs them; buffers that code keeps."""
     code, w = case.software, net.load.width
     own = code.wgrad_placeholder * part.block
@@ -212,28 +216,30 @@ def standing(case: Case, part: Share, net: Network, gathered: float) -> Number:
     if case.zero < 3:
         return own
     width = code.gather or w
-    keep = (not case.reshard) | (np.greater(case.pp, 1) & (case.schedule not in ("gpipe", "1f1b") or not lmworks(case)))
+    keep = (not case.reshard) | (
+        np.greater(case.pp, 1) & (case.schedule not in ("gpipe", "1f1b") or not is_lmworks(case))
+    )
     blocks = np.where(keep, part.layers, 0) + np.where(keep & (gathered > 1), 0, np.minimum(gathered, part.layers))
-    root = code.weights * part.root if lmworks(case) else 0.0 * part.root  # ours keeps embedding and head gathered
+    root = code.weights * part.root if is_lmworks(case) else 0.0 * part.root  # ours keeps embedding and head gathered
     return own + width * np.minimum(part.block, code.bucket) * blocks + root
 
 
-def travelling(case: Case, part: Share, later: bool) -> Number:
+def reduction_buffers(case: Case, part: RankShare, later: bool) -> Number:
     """A block's gradients as they are made and as they are sent, where they are not held back; of ours the head's, and
     a rank's part of them: the top block's are sent when it is done, and under a pipeline all of them at the end. Those
     that were held back are sent block by block.
     """
     alone = np.equal(case.pp, 1)
-    if lmworks(case) and case.zero in (1, 2):
+    if is_lmworks(case) and case.zero in (1, 2):
         ranks = case.dp_shard * case.cp
         arriving = np.where(np.greater(ranks, 1) & alone, 1 + 1 / ranks, 0)
         return arriving * case.software.gradients * part.head
-    if case.zero == 3 and lmworks(case):
+    if case.zero == 3 and is_lmworks(case):
         return case.software.reduce * part.block * (np.greater(case.accumulation, 1) & later & alone)
     if case.zero < 3:
         return 0.0 * part.block
     return (case.software.reduce + 2) * np.minimum(part.block, case.software.bucket)
 
 
-def lmworks(case: Case) -> bool:
+def is_lmworks(case: Case) -> bool:
     return case.software.name.startswith("lmworks")

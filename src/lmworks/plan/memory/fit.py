@@ -19,32 +19,32 @@ from .sheet import memory
 SHOWN = 4  # rows of the sheet, and changes that would fit
 MOST_GPUS = 64  # to shard a model over that does not fit into one
 Change = dict[str, dict[str, Any]]  # section → key → value
-Beside = Callable[[RunSpec, int], Sequence[Row]]  # what a rank holds beside its training: (spec, rank) → rows
+OtherMemory = Callable[[RunSpec, int], Sequence[Row]]  # what a rank holds beside its training: (spec, rank) → rows
 
 
 @dataclass(frozen=True)
 class Limits:
     """Bytes that are free: for all processes together, and for each of them. None: no limit, or nobody knows."""
 
-    together: int | None = None
+    per_node: int | None = None
     each: int | None = None
     what: str = "memory"
 
-    def hold(self, peaks: Iterable[int]) -> bool:
+    def fits(self, peaks: Iterable[int]) -> bool:
         """Whether processes with these peaks fit; no more of them are worked out than it takes to know."""
         total = 0
         for peak in peaks:
             total += peak
-            if (self.together is not None and total > self.together) or (self.each is not None and peak > self.each):
+            if (self.per_node is not None and total > self.per_node) or (self.each is not None and peak > self.each):
                 return False
         return True
 
 
-def nothing(_spec: RunSpec, _rank: int) -> Sequence[Row]:
+def no_other_memory(_spec: RunSpec, _rank: int) -> Sequence[Row]:
     return ()
 
 
-def peak_rows(spec: RunSpec, rank: int, device: str, beside: Beside = nothing) -> list[Row]:
+def peak_rows(spec: RunSpec, rank: int, device: str, beside: OtherMemory = no_other_memory) -> list[Row]:
     """The memory sheet of a rank; on a CPU what is offloaded lies in the same memory."""
     sheet = memory(spec, device, rank)
     rows = [*sheet.rows, *beside(spec, rank)]
@@ -53,7 +53,7 @@ def peak_rows(spec: RunSpec, rank: int, device: str, beside: Beside = nothing) -
     return rows
 
 
-def alike(spec: RunSpec, rank: int) -> Any:
+def same_kind(spec: RunSpec, rank: int) -> Any:
     """The same for ranks that hold the same: copies of a model, which shards are not."""
     place = Grid.of(spec.parallel).coordinates(rank)
     return (place["pp"], place["tp"], rank == 0) if spec.parallel.strategy == "ddp" else rank
@@ -68,7 +68,7 @@ def refusal(
     ranks: Sequence[int],
     device: str,
     limits: Limits,
-    beside: Beside = nothing,
+    beside: OtherMemory = no_other_memory,
     own_layout: bool = True,
 ) -> str:
     """One line where the `ranks` of this machine do not fit; none where they do, or the planner cannot tell.
@@ -79,7 +79,7 @@ def refusal(
     def peaks(changed: RunSpec, those: Sequence[int]) -> Iterator[int]:
         known: dict[Any, int] = {}
         for rank in those:
-            key = alike(changed, rank)
+            key = same_kind(changed, rank)
             if key not in known:
                 known[key] = total(peak_rows(changed, rank, device, beside))
             yield known[key]
@@ -88,15 +88,15 @@ def refusal(
         return range(changed.parallel.world) if len(ranks) == spec.parallel.world and device == "cpu" else ranks
 
     def fits(changed: RunSpec) -> bool:
-        return limits.hold(peaks(changed, here(changed)))
+        return limits.fits(peaks(changed, here(changed)))
 
     def need(changed: RunSpec) -> int:
         found = list(peaks(changed, here(changed)))
-        return sum(found) if limits.together is not None else max(found)
+        return sum(found) if limits.per_node is not None else max(found)
 
     try:
         each = list(peaks(spec, ranks))
-        if limits.hold(each):
+        if limits.fits(each):
             return ""
     except SpecError:
         return ""
@@ -107,8 +107,8 @@ def refusal(
 
 def sentence(name: str, each: Sequence[int], rows: Iterable[Row], limits: Limits, would_fit: str) -> str:
     """What is needed, what is there, the largest rows of the largest process, and what would fit."""
-    if limits.together is not None and sum(each) > limits.together:
-        much, there = f"{gib(sum(each))} of {limits.what}", limits.together
+    if limits.per_node is not None and sum(each) > limits.per_node:
+        much, there = f"{gib(sum(each))} of {limits.what}", limits.per_node
         if len(each) > 1:
             much += f" for the {len(each)} ranks on this machine, {gib(max(each))} each"
     else:
@@ -128,36 +128,38 @@ def advice(
     spec: RunSpec, kinds: list[list[Change]], fits: Callable[[RunSpec], bool], need: Callable[[RunSpec], int]
 ) -> str:
     """Changes each of which is enough; else all of them that it takes; else what is needed even so."""
-    enough = [one for kind in kinds if (one := mildest(spec, {}, kind, fits))]
+    enough = [one for kind in kinds if (one := mildest_change(spec, {}, kind, fits))]
     if enough:
         return f"{' or '.join(words(spec, one) for one in enough[:SHOWN])} would fit"
     taken: list[Change] = []
     for number, kind in enumerate(kinds):
-        if changed(spec, joined(*taken, kind[-1])) is None:
+        if changed(spec, joined_changes(*taken, kind[-1])) is None:
             kinds[number] = [{}]
         taken.append(kinds[number][-1])  # the most that this kind of change can do
-        if works(spec, joined(*taken), fits):
-            return f"{words(spec, relaxed(spec, kinds, taken, fits))} together would fit"
-    least = changed(spec, joined(*taken))
+        if change_fits(spec, joined_changes(*taken), fits):
+            return f"{words(spec, relaxed_changes(spec, kinds, taken, fits))} together would fit"
+    least = changed(spec, joined_changes(*taken))
     if least is None or least == spec:
         return "no change of its layout would fit"
-    return f"even {words(spec, joined(*taken))} needs {gib(need(least))}"
+    return f"even {words(spec, joined_changes(*taken))} needs {gib(need(least))}"
 
 
-def relaxed(spec: RunSpec, kinds: list[list[Change]], taken: list[Change], fits: Callable[[RunSpec], bool]) -> Change:
+def relaxed_changes(
+    spec: RunSpec, kinds: list[list[Change]], taken: list[Change], fits: Callable[[RunSpec], bool]
+) -> Change:
     """Each of the changes that are taken together made as small as the others allow."""
     for number in range(len(taken)):
-        others = joined(*taken[:number], *taken[number + 1 :])
-        taken[number] = mildest(spec, others, [{}, *kinds[number]], fits) or {}
-    return joined(*taken)
+        others = joined_changes(*taken[:number], *taken[number + 1 :])
+        taken[number] = mildest_change(spec, others, [{}, *kinds[number]], fits) or {}
+    return joined_changes(*taken)
 
 
-def mildest(spec: RunSpec, others: Change, kind: list[Change], fits: Callable[[RunSpec], bool]) -> Change | None:
+def mildest_change(spec: RunSpec, others: Change, kind: list[Change], fits: Callable[[RunSpec], bool]) -> Change | None:
     """The first of a kind that is enough, with others that are made beside it."""
-    return next((one for one in kind if works(spec, joined(others, one), fits)), None)
+    return next((one for one in kind if change_fits(spec, joined_changes(others, one), fits)), None)
 
 
-def works(spec: RunSpec, change: Change, fits: Callable[[RunSpec], bool]) -> bool:
+def change_fits(spec: RunSpec, change: Change, fits: Callable[[RunSpec], bool]) -> bool:
     other = changed(spec, change)
     try:
         return other is not None and fits(other)
@@ -173,7 +175,7 @@ def changed(spec: RunSpec, change: Change) -> RunSpec | None:
         return None
 
 
-def joined(*several: Change) -> Change:
+def joined_changes(*several: Change) -> Change:
     found: Change = {}
     for change in several:
         for name, keys in change.items():

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from ...spec import Grid, RunSpec
 from ..activation_offload import pinned_bytes
 from ..exact.optimizers import STATES, optimizer_of
-from ..exact.residency import low_bytes, on_host
-from ..exact.shards import FP32, axis_of, own_shapes, padded, strategy_of, weight_bytes
-from ..exact.weights import held, weights
-from ..pipelines.stages import stages_here
-from .peak_memory import pieces
+from ..exact.residency import low_bits_bytes, on_host
+from ..exact.shards import FP32, axis_of, local_shapes, padded_size, strategy_of, weight_bytes
+from ..exact.weights import stage_weights, weights
+from ..pipelines.stages import stages_of_rank
+from .peak_memory import stage_activations
 
 GENERATORS = 15_088  # bytes of the states of Python's, NumPy's and torch's: train/rng.py's, as a test holds
 
@@ -45,7 +45,7 @@ class HostNeed:
 
 
 def host_need(spec: RunSpec, rank: int, device: str) -> HostNeed:
-    return HostNeed(host_states(spec, rank, device), waiting(spec, rank, device), staging(spec, rank))
+    return HostNeed(host_states(spec, rank, device), offloaded_activations(spec, rank, device), staging(spec, rank))
 
 
 def machine_need(spec: RunSpec, ranks: Iterable[int], device: str) -> HostNeed:
@@ -61,25 +61,31 @@ def host_states(spec: RunSpec, rank: int, device: str) -> int:
     there = on_host(spec, rank)
     if device == "cpu":
         return there.total
-    each, low, own = weight_bytes(spec), low_bytes(spec), [math.prod(shape) for _, shape in own_shapes(spec, rank)]
+    each, low, own = (
+        weight_bytes(spec),
+        low_bits_bytes(spec),
+        [math.prod(shape) for _, shape in local_shapes(spec, rank)],
+    )
     if spec.parallel.offload == "optimizer":
-        return there.optimizer + sum(2 * rounded(each * size) + rounded(low * size) for size in own)
+        return there.optimizer + sum(2 * pinned_size(each * size) + pinned_size(low * size) for size in own)
     grid = Grid.of(spec.parallel)
-    stages = stages_here(spec, grid.coordinates(rank)["pp"])
-    whole = [padded(weight, grid.size(axis_of(weight))) for stage in stages for weight in held(spec, stage)]
-    return there.optimizer + there.master + sum(rounded(each * size) for size in (*whole, *own))
+    stages = stages_of_rank(spec, grid.coordinates(rank)["pp"])
+    whole = [
+        padded_size(weight, grid.size(axis_of(weight))) for stage in stages for weight in stage_weights(spec, stage)
+    ]
+    return there.optimizer + there.master + sum(pinned_size(each * size) for size in (*whole, *own))
 
 
-def rounded(size: int) -> int:
+def pinned_size(size: int) -> int:
     """As PyTorch pins it."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def waiting(spec: RunSpec, rank: int, device: str) -> int:
+def offloaded_activations(spec: RunSpec, rank: int, device: str) -> int:
     if not spec.parallel.offload_activations:
         return 0
     gathered = strategy_of(spec).startswith("fsdp")
-    return pinned_bytes(size for piece in pieces(spec, rank, device, gathered) for size in piece.offloaded)
+    return pinned_bytes(size for piece in stage_activations(spec, rank, device, gathered) for size in piece.offloaded)
 
 
 def staging(spec: RunSpec, rank: int) -> int:
@@ -87,13 +93,13 @@ def staging(spec: RunSpec, rank: int) -> int:
     if spec.parallel.engine != "native" or not spec.checkpoint.asynchronous:
         return 0
     grid, kind, model = Grid.of(spec.parallel), strategy_of(spec), spec.model
-    stages = stages_here(spec, grid.coordinates(rank)["pp"])
+    stages = stages_of_rank(spec, grid.coordinates(rank)["pp"])
     alike = grid.world // grid.size("pp")  # ranks of one stage
     uncut = {weight.name: weight.size for stage in stages for weight in weights(model, stage)}
-    each = weight_bytes(spec) + low_bytes(spec) + int(STATES[optimizer_of(spec)])
+    each = weight_bytes(spec) + low_bits_bytes(spec) + int(STATES[optimizer_of(spec)])
     steps = FP32 * (spec.optim.optimizer == "adamw" or spec.precision.weights == "bf16")
     size = FP32 * model.experts * bool(model.balance_bias) * sum(len(stage.layers) for stage in stages)
-    for weight, shape in own_shapes(spec, rank):
+    for weight, shape in local_shapes(spec, rank):
         parts = uncut[weight.name] // weight.size  # of tensor and expert parallelism
         own = math.prod(shape)
         if kind == "fsdp1":  # which joins its runs before they are saved

@@ -20,17 +20,17 @@ import numpy as np
 
 from ...spec import Grid, RunSpec
 from ..activation_offload import offloadable_bytes, offloaded_bytes
-from ..exact.weights import ROOT, held
+from ..exact.weights import ROOT, stage_weights
 from ..network import Network, network
 from ..ops import Workload
 from ..pipelines.orders import actions
-from ..pipelines.stages import Stage, stages_here
+from ..pipelines.stages import Stage, stages_of_rank
 from ..policies import POLICIES, policies
 from ..saved_activations import recomputed_bytes, saved_bytes, stream_bytes, total
 
 LOSS, TOP, LOWEST, END = "loss", "backward, top block", "backward, lowest block", "backward, last gradient"
 # Of a pipeline rank that has made gradients of an earlier micro-batch.
-LATER = {LOSS: "a later micro-batch's forward pass", TOP: "a later micro-batch's backward pass"}
+IN_BACKWARD = {LOSS: "a later micro-batch's forward pass", TOP: "a later micro-batch's backward pass"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def row(name: str, size: float, how: str) -> Row:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StageActivations:
     """One stage of a rank."""
 
     stage: Stage
@@ -66,7 +66,7 @@ class Piece:
 
     # --- kept from forward to backward ------------------------------------------------------------------
 
-    def keeps(self, left: int | None = None) -> list[Row]:
+    def saved_rows(self, left: int | None = None) -> list[Row]:
         """Of one micro-batch; in its backward pass of the lowest `left` blocks: the loss and the last sum are gone.
 
         What a later stage received lies in a buffer of the pipeline. What waits in host memory is there only while all
@@ -152,7 +152,7 @@ class Piece:
             row("backward temporaries", size, "gradients inside one MLP and of the residual stream"),
         ]
 
-    def waiting(self) -> float:
+    def offloaded_total(self) -> float:
         """Of a micro-batch whose inputs have their gradients and whose weights have not: results' gradients."""
         return float(len(self.policies) * total(self.net.block, "saved_selective"))
 
@@ -173,34 +173,34 @@ def chunk_bytes(load: Workload, head: Any) -> Any:
     return np.maximum(each * logits, 2 * logits + 2 * head)
 
 
-def pieces(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[Piece]:
+def stage_activations(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[StageActivations]:
     """`gathered`: weights come in the precision of products, and nothing is cast."""
     net = network(Workload.of(spec, device))
     found = []
-    for stage in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
-        matrices = sum(w.size for w in held(spec, stage) if w.unit != ROOT and len(w.shape) > 1)
+    for stage in stages_of_rank(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
+        matrices = sum(w.size for w in stage_weights(spec, stage) if w.unit != ROOT and len(w.shape) > 1)
         casts = 2.0 * matrices / len(stage.layers) * net.load.cast_share * (not gathered)
         chosen = tuple(policies(spec, stage.layers))
         most = {rung: float(offloadable_bytes(net, rung)) for rung in POLICIES}
-        found.append(Piece(stage, net, chosen, casts, tuple(offloaded_bytes(spec, chosen, most))))
+        found.append(StageActivations(stage, net, chosen, casts, tuple(offloaded_bytes(spec, chosen, most))))
     return found
 
 
-def moments(spec: RunSpec, rank: int, device: str, gathered: bool) -> dict[str, list[Row]]:
-    found = pieces(spec, rank, device, gathered)
+def candidate_peaks(spec: RunSpec, rank: int, device: str, gathered: bool) -> dict[str, list[Row]]:
+    found = stage_activations(spec, rank, device, gathered)
     if spec.parallel.pp > 1:
-        return pipelined(spec, rank, found)
+        return pipeline_peaks(spec, rank, found)
     (piece,) = found
     return {
-        LOSS: [*piece.keeps(), *piece.at_loss()],
-        TOP: [*piece.keeps(len(piece.policies)), *piece.at_backward()],
+        LOSS: [*piece.saved_rows(), *piece.at_loss()],
+        TOP: [*piece.saved_rows(len(piece.policies)), *piece.at_backward()],
         # Where some waited, the lowest block has its own back while the one above works.
-        LOWEST: [*piece.keeps(2 if any(piece.offloaded) else 1), *piece.at_backward()],
+        LOWEST: [*piece.saved_rows(2 if any(piece.offloaded) else 1), *piece.at_backward()],
         END: at_end(spec, piece),
     }
 
 
-def at_end(spec: RunSpec, piece: Piece) -> list[Row]:
+def at_end(spec: RunSpec, piece: StageActivations) -> list[Row]:
     """The embedding's gradient comes last, and is added to a tied head's."""
     copies = (spec.model.tie_embeddings * piece.stage.last + (spec.accumulation > 1)) * piece.stage.first
     code = piece.net.load.software
@@ -215,43 +215,51 @@ def at_end(spec: RunSpec, piece: Piece) -> list[Row]:
 # --- pipelines ------------------------------------------------------------------------------------------
 
 
-def pipelined(spec: RunSpec, rank: int, found: list[Piece]) -> dict[str, list[Row]]:
+def pipeline_peaks(spec: RunSpec, rank: int, found: list[StageActivations]) -> dict[str, list[Row]]:
     """The highest forward and the highest backward pass of the rank's order of work, and the end."""
     layout = spec.parallel
     orders = actions(layout.schedule, layout.pp, layout.virtual_stages, spec.accumulation)
     by_index = {piece.stage.index: piece for piece in found}
-    under_way: Counter[int] = Counter()  # micro-batches whose activations a stage keeps
-    waiting: Counter[int] = Counter()  # of these, with gradients of inputs and not of weights
+    in_flight: Counter[int] = Counter()  # micro-batches whose activations a stage keeps
+    weight_pending: Counter[int] = Counter()  # of these, with gradients of inputs and not of weights
     highest: dict[str, tuple[int, list[Row]]] = {}
     begun = False
     for stage, kind, _ in orders[Grid.of(layout).coordinates(rank)["pp"]]:
         piece = by_index[stage]
-        under_way[stage] += kind == "F"
+        in_flight[stage] += kind == "F"
         if kind != "W":
-            rows = all_kept(by_index, under_way, waiting, stage if kind != "F" else None)
+            rows = in_flight_activations(by_index, in_flight, weight_pending, stage if kind != "F" else None)
             rows = merged([*rows, *(piece.at_loss() if kind == "F" else piece.at_backward())])
             moment = LOSS if kind == "F" else TOP
-            name, size = LATER[moment] if begun else moment, sum(one.bytes for one in rows)
+            name, size = IN_BACKWARD[moment] if begun else moment, sum(one.bytes for one in rows)
             highest[name] = max(highest.get(name, (-1, [])), (size, rows), key=lambda one: one[0])
         split = kind == "I" and layout.recompute == "none"  # else I is all of the backward pass
-        waiting[stage] += split - (kind == "W" and waiting[stage] > 0)
-        under_way[stage] -= kind in "BI" if not split else 0
-        under_way[stage] -= kind == "W" and layout.recompute == "none"
+        weight_pending[stage] += split - (kind == "W" and weight_pending[stage] > 0)
+        in_flight[stage] -= kind in "BI" if not split else 0
+        in_flight[stage] -= kind == "W" and layout.recompute == "none"
         begun = begun or kind != "F"
     return {moment: rows for moment, (_, rows) in highest.items()} | {END: at_end(spec, found[0])}
 
 
-def all_kept(by_index: dict[int, Piece], under_way: Counter[int], waiting: Counter[int], back: int | None) -> list[Row]:
+def in_flight_activations(
+    by_index: dict[int, StageActivations], in_flight: Counter[int], weight_pending: Counter[int], back: int | None
+) -> list[Row]:
     """Of all micro-batches of all stages; one of stage `back` is in its backward pass."""
     rows: list[Row] = []
     for index, piece in by_index.items():
-        count = under_way[index]
+        count = in_flight[index]
         if index == back:
             count -= 1
-            rows += piece.keeps(len(piece.policies))
-        rows += [Row(one.name, count * one.bytes, f"{count} × ({one.how})") for one in piece.keeps() if count]
-        if waiting[index]:
-            rows.append(row("gradients that wait", waiting[index] * piece.waiting(), "of results, for their weights'"))
+            rows += piece.saved_rows(len(piece.policies))
+        rows += [Row(one.name, count * one.bytes, f"{count} × ({one.how})") for one in piece.saved_rows() if count]
+        if weight_pending[index]:
+            rows.append(
+                row(
+                    "gradients that wait",
+                    weight_pending[index] * piece.offloaded_total(),
+                    "of results, for their weights'",
+                )
+            )
     return rows
 
 

@@ -63,12 +63,12 @@ def usable(gpu: Gpu) -> float:
     return capacity(gpu) - reserve().context
 
 
-def room(gpu: Gpu, risk: float = RISK) -> float:
+def safe_bytes(gpu: Gpu, risk: float = RISK) -> float:
     """Predicted reserved bytes at which a step runs out of memory with this probability: what fits."""
-    return room_in(capacity(gpu), risk)
+    return safe_bytes_of(capacity(gpu), risk)
 
 
-def room_in(memory: float, risk: float = RISK) -> float:
+def safe_bytes_of(memory: float, risk: float = RISK) -> float:
     """The same of a device with so many bytes."""
     return (memory - reserve().context) * math.exp(reserve().spread * NormalDist().inv_cdf(risk))
 

@@ -18,7 +18,7 @@ from ..pipelines.stages import head_cost, layer_cost
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     layers: Number  # of all stages of this rank
     first: Any  # whether it holds the embedding
     last: Any  # whether it holds the final norm and the head
@@ -26,7 +26,7 @@ class Share:
     experts: Number  # weights of one block's experts on this rank
     stem: Number  # weights before the blocks, if it holds them
     head: Number  # weights after the blocks; a tied head is the embedding, and held with it
-    under_way: Number  # micro-batches whose activations are there at once, in terms of all layers of this rank
+    in_flight: Number  # micro-batches whose activations are there at once, in terms of all layers of this rank
 
     @property
     def block(self) -> Number:
@@ -37,7 +37,7 @@ class Share:
         return self.stem + self.head
 
 
-def of_block(case: Case) -> tuple[Number, Number]:
+def block_params(case: Case) -> tuple[Number, Number]:
     """Weights of one block as tensor and expert parallelism leave them: without its experts, and these."""
     m, tp = case.model, case.tp
     keys = np.where(m.kv_heads % tp == 0, m.kv_dim // tp, m.kv_dim)  # whole where ranks outnumber the heads
@@ -53,7 +53,7 @@ def of_block(case: Case) -> tuple[Number, Number]:
     return dense, experts
 
 
-def cut_over(case: Case) -> tuple[Number, Number]:
+def shard_degrees(case: Case) -> tuple[Number, Number]:
     """Ranks that share a dense weight under ZeRO, and an expert's.
 
     Our trainer deals whole experts: of two over four ranks the first has one, not half of one.
@@ -66,17 +66,17 @@ def cut_over(case: Case) -> tuple[Number, Number]:
     return case.dp_shard * case.cp, over
 
 
-def share_of(case: Case, rank: Number) -> Share:
+def rank_share(case: Case, rank: Number) -> RankShare:
     """Of pipeline rank `rank`, from 0."""
     m, tp = case.model, case.tp
     first = np.equal(rank, 0)
     last = first if case.schedule in V_SHAPED else np.equal(rank, case.pp - 1)
     last = np.where(np.equal(case.pp, 1), True, last)
-    dense, experts = of_block(case)
+    dense, experts = block_params(case)
     table = m.vocab * m.hidden // tp
     positions = m.context * m.hidden if m.positions == "learned" else 0
     tied = m.tie_embeddings & first
-    return Share(
+    return RankShare(
         layers=layers_of(case, first, last),
         first=first,
         last=last,
@@ -84,7 +84,7 @@ def share_of(case: Case, rank: Number) -> Share:
         experts=experts,
         stem=first * (table + positions),
         head=last * (m.norm_params + np.where(tied, 0, table)),
-        under_way=under_way(case, rank),
+        in_flight=micro_batches_in_flight(case, rank),
     )
 
 
@@ -102,7 +102,7 @@ def layers_of(case: Case, first: Any, last: Any) -> Number:
     return np.where(np.equal(case.pp, 1), m.layers, found)
 
 
-def under_way(case: Case, rank: Number) -> Number:
+def micro_batches_in_flight(case: Case, rank: Number) -> Number:
     """A micro-batch in one of v stages of a rank is 1/v of one."""
     whole = case.recompute != "none"
     count = in_flight(case.schedule, case.pp, case.virtual, case.accumulation, rank, whole) / case.virtual

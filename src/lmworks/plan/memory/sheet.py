@@ -19,12 +19,12 @@ from ..exact.residency import Resident, resident
 from ..exact.shards import strategy_of, weight_bytes
 from ..network import Network, network
 from ..ops import Workload
-from ..pipelines.stages import stages_here
+from ..pipelines.stages import stages_of_rank
 from ..policies import policies
 from ..saved_activations import saved_bytes, total
-from .dp_buffers import passing
+from .dp_buffers import dp_buffers
 from .host_need import HostNeed, host_need
-from .peak_memory import Row, moments, row
+from .peak_memory import Row, candidate_peaks, row
 from .reserve import WORKSPACES
 
 MASTER = {4: "fp32 copies of what this rank updates", 2: "2 B for each weight updated, with which it is an fp32 number"}
@@ -33,11 +33,11 @@ OVERHEAD = ("allocator holes", "cuBLAS workspaces", "copy for a save")  # rows t
 
 @dataclass(frozen=True)
 class MemorySheet:
-    """Rows add up to `total`, the predicted peak; `moments` holds the sum of each moment."""
+    """Rows add up to `total`, the predicted peak; `peaks` has the sum of each moment."""
 
     moment: str
     rows: tuple[Row, ...]
-    moments: dict[str, int]
+    peaks: dict[str, int]
     notes: tuple[str, ...] = ()
     host_parts: HostNeed = HostNeed()  # what it keeps in host memory
 
@@ -65,8 +65,8 @@ def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -
     if device == "cpu":
         static.append(row("activations on the host", away.activations, "which is the device"))
         static.append(row("copy for a save", away.staging, "that is written while training goes on"))
-    work = moments(spec, rank, device, gathered)
-    beside = passing(spec, rank, state, copies or (2 if device == "cpu" else 1))
+    work = candidate_peaks(spec, rank, device, gathered)
+    beside = dp_buffers(spec, rank, state, copies or (2 if device == "cpu" else 1))
     sheets = {
         moment: tuple(one for one in (*static, *rows, *work.get(moment, [])) if one.bytes)
         for moment, rows in beside.items()
@@ -107,7 +107,9 @@ def pipeline_rows(spec: RunSpec, net: Network, rank: int) -> list[Row]:
     """PyTorch receives every micro-batch's hidden states, and their gradients, in a buffer of its own."""
     if spec.parallel.pp == 1:
         return []
-    ends = sum((not s.first) + (not s.last) for s in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]))
+    ends = sum(
+        (not s.first) + (not s.last) for s in stages_of_rank(spec, Grid.of(spec.parallel).coordinates(rank)["pp"])
+    )
     size = weight_bytes(spec) * net.load.sp_tokens * spec.model.hidden
     return [row("pipeline buffers", ends * spec.accumulation * size, f"{ends} × {spec.accumulation} hidden states")]
 
@@ -123,7 +125,7 @@ def overhead_rows(spec: RunSpec, net: Network, rank: int) -> list[Row]:
     if platform.libc_ver()[0] != "glibc":
         return []
     size = 0.0
-    for stage in stages_here(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
+    for stage in stages_of_rank(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
         for policy in policies(spec, stage.layers):
             size += max(0.0, total(net.block) + total(net.block, "transient") - saved_bytes(net, policy)[1])
     return [row("allocator holes", size, "freed by each block in its forward pass")]

@@ -27,7 +27,7 @@ from ..case import Number
 MIDWAY = 0.75
 
 
-class Pace(NamedTuple):
+class PipelineTime(NamedTuple):
     """A pipeline's step in seconds: the work of its busiest rank, and what that rank waits."""
 
     work: Number
@@ -48,7 +48,7 @@ def bubble(
     backward_weight: Number,
     costs: Costs | None = None,
     send: Number = 0.0,
-) -> Pace:
+) -> PipelineTime:
     """What `simulate` finds, in closed form; every number may be an array.
 
     The times are those of one micro-batch in a stage, the mean of those that are neither first nor last; `costs` are
@@ -57,7 +57,7 @@ def bubble(
     read off the simulation; a test bounds the difference.
     """
     p, v, m, costs = ranks, virtual, micro_batches, costs or Costs()
-    pipeline = Even(p, v, m, forward, backward_input, backward_weight, send)
+    pipeline = UniformPipeline(p, v, m, forward, backward_input, backward_weight, send)
     lengths = {"1f1b": one_f_one_b, "interleaved": interleaved, "interleaved-zero-bubble": zero_bubble}
     if schedule in V_SHAPED:
         busiest = np.maximum(2 * costs.middle, costs.first + costs.last)
@@ -66,7 +66,7 @@ def bubble(
         busiest = costs.busiest(p, v)
         seconds = lengths.get(schedule, breadth_first)(pipeline, costs)
     work = m * busiest * pipeline.whole
-    return Pace(work, np.maximum(0.0, np.where(p == 1, 0.0, seconds - work)))
+    return PipelineTime(work, np.maximum(0.0, np.where(p == 1, 0.0, seconds - work)))
 
 
 def ideal_idle(
@@ -99,10 +99,10 @@ class Costs(NamedTuple):
 
     def busiest(self, p: Number, v: Number) -> Number:
         """Of ranks whose stages lie in a loop, in stages; two ranks have none between them."""
-        return longest(np.where(p == 2, 0.0, v * self.middle), v - 1 + self.first, v - 1 + self.last)
+        return maximum(np.where(p == 2, 0.0, v * self.middle), v - 1 + self.first, v - 1 + self.last)
 
 
-class Even(NamedTuple):
+class UniformPipeline(NamedTuple):
     """A pipeline of equal stages: p ranks of v stages, m micro-batches, seconds of F, I, W and of a message."""
 
     p: Number
@@ -128,28 +128,28 @@ class Even(NamedTuple):
     def way(self, size: Number) -> Number:
         """There and back: p − 1 stages, and between two turns what a round of `size` micro-batches does not hide."""
         p, hops = self.p, (self.p - 1) * (self.whole + 2 * self.send)
-        turns = above(0, (p - size) * self.f + p * self.send) + above(0, (p - size) * self.b + p * self.send)
+        turns = excess(0, (p - size) * self.f + p * self.send) + excess(0, (p - size) * self.b + p * self.send)
         return hops + (self.v - 1) * turns
 
 
-def above(floor: Number, number: Number) -> Number:
+def excess(floor: Number, number: Number) -> Number:
     return np.maximum(floor, number)
 
 
-def longest(*lengths: Number) -> Number:
+def maximum(*lengths: Number) -> Number:
     return reduce(np.maximum, lengths)
 
 
-def breadth_first(even: Even, costs: Costs) -> Number:
+def breadth_first(even: UniformPipeline, costs: Costs) -> Number:
     """gpipe and looped-bfs: every turn moves at the pace of its own slowest stage, so two slow ends cost twice."""
     first, last = costs.first, costs.last
     alone, v = even.v == 1, even.v
-    pace = longest(costs.busiest(even.p, v), np.where(alone, 0, v - 2 + first + last))
-    way = np.where(alone, above(0, np.minimum(first, last) - 1), 0) - above(0, 1 - first) - above(0, 1 - last)
+    pace = maximum(costs.busiest(even.p, v), np.where(alone, 0, v - 2 + first + last))
+    way = np.where(alone, excess(0, np.minimum(first, last) - 1), 0) - excess(0, 1 - first) - excess(0, 1 - last)
     return (even.m * pace + way) * even.whole + even.way(even.m)
 
 
-def one_f_one_b(even: Even, costs: Costs) -> Number:
+def one_f_one_b(even: UniformPipeline, costs: Costs) -> Number:
     """1f1b, paced by its last rank, one in the middle, or the first.
 
     A rank with n others below it waits for its first backward pass, but for n forward passes of its own, and as long
@@ -159,57 +159,57 @@ def one_f_one_b(even: Even, costs: Costs) -> Number:
     first, last, middle, _ = costs
 
     def below(n: Number, cost: Number, others: Number) -> Number:
-        return above(0, others * whole - n * cost * even.f) + above(0, others * whole - n * cost * even.b)
+        return excess(0, others * whole - n * cost * even.f) + excess(0, others * whole - n * cost * even.b)
 
     rounds = 2 * (m - 2 - np.floor((m - 2) / p)) * even.send
     level = (m + first) * whole + below(p - 2, 1.0, p - 3 + last) + rounds
     busy = (m * middle + first + p - 3) * whole + below(1, middle, last)
     top = m * first * whole + below(p - 1, first, p - 2 + last)
     bottom = (m * last + first + p - 2) * whole
-    ends = longest(top, bottom)
-    return longest(np.where(p > 2, longest(level, busy), ends + rounds), ends) + 2 * (p - 1) * even.send
+    ends = maximum(top, bottom)
+    return maximum(np.where(p > 2, maximum(level, busy), ends + rounds), ends) + 2 * (p - 1) * even.send
 
 
-def interleaved(even: Even, costs: Costs) -> Number:
+def interleaved(even: UniformPipeline, costs: Costs) -> Number:
     """As 1f1b. A slow first stage holds up the others for one round of micro-batches; paced by it, others keep up."""
     p, v, m, whole = even.p, even.v, even.m, even.whole
     first, last, middle, _ = costs
-    way = even.way(m // np.maximum(1, m // p)) + (p * above(0, first - 1) - above(0, 1 - first)) * whole
-    return longest(
-        np.where(p == 2, 0, (v * m - 3 * above(0, 1 - last)) * whole + way),
+    way = even.way(m // np.maximum(1, m // p)) + (p * excess(0, first - 1) - excess(0, 1 - first)) * whole
+    return maximum(
+        np.where(p == 2, 0, (v * m - 3 * excess(0, 1 - last)) * whole + way),
         np.where(p == 2, 0, v * m * middle * whole + MIDWAY * way),
         (v - 1 + last) * m * whole + way,
-        (v - 1 + first) * m * whole + (p - 1) * above(0, even.b - first * even.f),
+        (v - 1 + first) * m * whole + (p - 1) * excess(0, even.b - first * even.f),
     )
 
 
-def zero_bubble(even: Even, costs: Costs) -> Number:
+def zero_bubble(even: UniformPipeline, costs: Costs) -> Number:
     """interleaved-zero-bubble: W fills what I leaves, until the messages of a round fill it."""
     p, v, m = even.p, even.v, even.m
-    few, d = above(0, p - m), p - 1  # few: micro-batches that lack to fill the ranks
+    few, d = excess(0, p - m), p - 1  # few: micro-batches that lack to fill the ranks
     filled = np.minimum(m, p) - 1
     turns, rounds = (v - 1) * p, np.clip(v * m * d / p + v - 2, filled, v * m - 1)
-    gap = longest(
+    gap = maximum(
         even.chain(d + (v - 1) * few, d, -filled, 4 * d + turns),
         even.chain(d + (v - 1) * few, few, 0, 3 * d + turns),
         even.chain(v * few, d, 0, 2 * d + turns),
         even.chain(d + (v - 1) * few, d + (v - 1) * few, -rounds, 2 * d + 2 * rounds),
     )
-    slow = above(0, np.minimum(costs.first, costs.last) - 1) * p * (even.f + even.i)
-    quick = (above(0, 1 - costs.first) + 2 * above(0, 1 - costs.last)) * even.f
+    slow = excess(0, np.minimum(costs.first, costs.last) - 1) * p * (even.f + even.i)
+    quick = (excess(0, 1 - costs.first) + 2 * excess(0, 1 - costs.last)) * even.f
     # The last rank's W lie p − 1 turns behind: those of its other stages go with the last stage's F and I, and while
     # it has the short ones of its last stage, it waits for the other ranks.
-    behind = (v - 1 + costs.last) * even.whole + (1 - 1 / p) * above(0, 1 - costs.late) * even.w
-    return m * longest(even.whole * costs.busiest(p, v), behind) + gap + slow - quick
+    behind = (v - 1 + costs.last) * even.whole + (1 - 1 / p) * excess(0, 1 - costs.late) * even.w
+    return m * maximum(even.whole * costs.busiest(p, v), behind) + gap + slow - quick
 
 
-def v_shaped(schedule: str, even: Even, costs: Costs) -> Number:
+def v_shaped(schedule: str, even: UniformPipeline, costs: Costs) -> Number:
     """zbv and dualpipev: both ends are on rank 0, whose own W fills its gaps where it sets the pace."""
     p, m, d = even.p, even.m, even.p - 1
     if schedule == "zbv":
-        few, extra = above(0, 2 * p - 1 - m), np.clip(m - p, 0, d)  # micro-batches that lack to fill the V; beyond p
-        gap = longest(
-            even.chain(2 * above(0, p - m), 2 * d, -2 * extra, 6 * d - 2),
+        few, extra = excess(0, 2 * p - 1 - m), np.clip(m - p, 0, d)  # micro-batches that lack to fill the V; beyond p
+        gap = maximum(
+            even.chain(2 * excess(0, p - m), 2 * d, -2 * extra, 6 * d - 2),
             even.chain(few, few, 0, 4 * d),
             even.chain(d + extra, d - 2 * extra, -extra, 4 * d),
             even.chain(0, 2 * np.minimum(few, d), 0, 5 * d),
@@ -220,7 +220,7 @@ def v_shaped(schedule: str, even: Even, costs: Costs) -> Number:
             even.chain(2 * d, 0, -2 * d - 1, 4 * d),
         )
     else:
-        gap = longest(
+        gap = maximum(
             even.chain(-1, 2 * d, -d, 6 * d),
             even.chain(-1, d, 0, 5 * d),
             even.chain(d, 0, 0, 3 * d),
@@ -228,18 +228,18 @@ def v_shaped(schedule: str, even: Even, costs: Costs) -> Number:
             even.chain(2 * d, 0, -2 * d, 4 * d),
         )
     ends = m * even.whole * (costs.first + costs.last) + top_of_v(schedule, even, costs.first, costs.last)
-    return longest(2 * m * even.whole + gap, 2 * m * costs.middle * even.whole + MIDWAY * gap, ends)
+    return maximum(2 * m * even.whole + gap, 2 * m * costs.middle * even.whole + MIDWAY * gap, ends)
 
 
-def top_of_v(schedule: str, even: Even, first: Number, last: Number) -> Number:
+def top_of_v(schedule: str, even: UniformPipeline, first: Number, last: Number) -> Number:
     """What rank 0 of a V waits where it sets the pace, as it holds both ends: what its own W leave of the ways."""
     p, d, both = even.p, even.p - 1, even.i - even.w
-    slow, quick = above(0, first - 1) * even.b, above(0, 1 - first) * (2 * even.f + even.b)
-    there, back = d * (both - slow + quick), d * (2 * both - even.f - above(0, last - 1) * even.whole - slow)
+    slow, quick = excess(0, first - 1) * even.b, excess(0, 1 - first) * (2 * even.f + even.b)
+    there, back = d * (both - slow + quick), d * (2 * both - even.f - excess(0, last - 1) * even.whole - slow)
     if schedule != "zbv":
-        return longest(0.0, there, back)
-    few = above(0, 2 * p - 1 - even.m)  # forward passes that lack until the first micro-batch is back
-    return longest(above(0, there) + few * even.f, back, (d - last) * even.w - p * slow + d * quick)
+        return maximum(0.0, there, back)
+    few = excess(0, 2 * p - 1 - even.m)  # forward passes that lack until the first micro-batch is back
+    return maximum(excess(0, there) + few * even.f, back, (d - last) * even.w - p * slow + d * quick)
 
 
 def in_flight(

@@ -48,7 +48,7 @@ def actions(schedule: str, ranks: int, virtual: int, micro_batches: int) -> list
         return [zbv(rank, ranks, micro_batches) for rank in range(ranks)]
     if schedule == "dualpipev":
         return [dualpipev(rank, ranks, micro_batches) for rank in range(ranks)]
-    return [in_a_loop(schedule, rank, ranks, virtual, micro_batches) for rank in range(ranks)]
+    return [looped_order(schedule, rank, ranks, virtual, micro_batches) for rank in range(ranks)]
 
 
 def stages_of(schedule: str, ranks: int, virtual: int, rank: int) -> list[int]:
@@ -61,7 +61,7 @@ def stages_of(schedule: str, ranks: int, virtual: int, rank: int) -> list[int]:
 # --- several stages a rank, in a loop -----------------------------------------------------------------------
 
 
-def in_a_loop(schedule: str, rank: int, ranks: int, virtual: int, micro_batches: int) -> list[Action]:
+def looped_order(schedule: str, rank: int, ranks: int, virtual: int, micro_batches: int) -> list[Action]:
     """Some forward passes ahead, then a forward and a backward pass in turn, then the backward passes that are left."""
     stages, passes = stages_of(schedule, ranks, virtual, rank), virtual * micro_batches
     if schedule in ("gpipe", "looped-bfs"):

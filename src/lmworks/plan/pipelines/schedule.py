@@ -61,7 +61,7 @@ def simulate(orders: Sequence[Sequence[Action]], stages: Sequence[Times], send: 
         order, now = orders[rank], free[rank]
         while position[rank] < len(order):
             stage, kind, i = order[position[rank]]
-            need = needed(stage, kind, i, last)
+            need = depends_on(stage, kind, i, last)
             begin = now
             if need:
                 if need not in there:
@@ -84,7 +84,7 @@ def simulate(orders: Sequence[Sequence[Action]], stages: Sequence[Times], send: 
     return spans
 
 
-def needed(stage: int, kind: str, i: int, last: int) -> tuple[int, str, int] | None:
+def depends_on(stage: int, kind: str, i: int, last: int) -> tuple[int, str, int] | None:
     """(stage, F or I, micro-batch) that must be over before an action can begin; what that one needed is over too."""
     if kind == "F":
         return (stage - 1, "F", i) if stage else None

@@ -42,7 +42,7 @@ class Stage:
         )
 
 
-def stages_here(spec: RunSpec, pp_rank: int) -> list[Stage]:
+def stages_of_rank(spec: RunSpec, pp_rank: int) -> list[Stage]:
     """Those that a rank of the pipeline holds; without a pipeline the one stage is the whole network."""
     layout = spec.parallel
     stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
@@ -71,14 +71,14 @@ def split_layers(model: ModelSpec, seq: int, stages: int) -> tuple[Stage, ...]:
     costs = [layer_cost(model, seq)] * model.layers
     costs[0] += embedding_cost(model)
     costs[-1] += head_cost(model)
-    ends = even_cut(costs, stages, limit=least_largest(costs, stages))
+    ends = most_even_split(costs, stages, limit=min_max_split(costs, stages))
     return tuple(
         Stage(index, range(begin, end), first=index == 0, last=index == stages - 1)
         for index, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
     )
 
 
-def least_largest(costs: list[float], parts: int) -> float:
+def min_max_split(costs: list[float], parts: int) -> float:
     """The smallest possible largest sum, when `costs` is cut into `parts` runs of at least one.
 
     best(n, k) = min over j of max(best(j, k − 1), costs[j] + … + costs[n − 1])
@@ -92,7 +92,7 @@ def least_largest(costs: list[float], parts: int) -> float:
     return best[-1]
 
 
-def even_cut(costs: list[float], parts: int, limit: float) -> list[int]:
+def most_even_split(costs: list[float], parts: int, limit: float) -> list[int]:
     """Where each run ends, in the cut with the least sum of squares of which no run costs more than `limit`."""
     before = prefix_sums(costs)
     allowed = limit * (1 + 1e-12)  # sums of the same numbers in another order

@@ -20,7 +20,7 @@ def chosen(front: Sequence[Found], request: Request) -> tuple[int, RunSpec]:
     """
     for place, found in enumerate(front):
         spec = spec_of(found, request)
-        if float(budget_of(spec).reserved) <= found.question.room:
+        if float(budget_of(spec).reserved) <= found.problem.safe_bytes:
             return place, spec
     raise SpecError("by the exact memory sheet no layout of the front fits; give more GPUs, or a larger --risk")
 
@@ -29,7 +29,7 @@ def spec_of(found: Found, request: Request) -> RunSpec:
     """What the spec says itself holds. Else: as many steps as the tokens take, a warm-up of a tenth of them or 2,000,
     and a checkpoint as often as the bill assumes.
     """
-    spec, tokens = found.spec(request.base), request.tokens_on(found.question)
+    spec, tokens = found.spec(request.base), request.tokens_on(found.problem)
     steps = math.ceil(tokens / spec.tokens_per_step)
     optim = {"steps": steps}
     if "optim.warmup" not in request.said:

@@ -17,8 +17,8 @@ from ...spec.load import apply_overrides, read_source
 from ...spec.precision import FP8_ALIGNED
 from ...spec.presets import PRESETS
 from ...spec.schema import merge
-from ..cluster_request import ClusterRequest, as_long, words
-from .candidates import AWAY, Question
+from ..cluster_request import ClusterRequest, given_keys, with_default_seq
+from .candidates import OFFLOAD_GIB, SearchProblem
 from .explain import Layout, refuse_nonsense
 
 TOKENS = 1e12  # to train on, where nobody says
@@ -26,7 +26,7 @@ MACHINES = ("gpu", "nodes", "gpus_per_node")
 PINS = {"data.micro_batch": "micro_batch", "parallel.virtual_stages": "virtual"}
 PINS |= {
     f"parallel.{name}": name
-    for name in ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "schedule", "recompute", "offload", AWAY)
+    for name in ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "schedule", "recompute", "offload", OFFLOAD_GIB)
 }
 ZERO = "use --fix zero=0 (ddp), 1, 2 or 3 (fsdp2)"
 DECIDED = {  # by the search; with what can be given instead
@@ -48,11 +48,11 @@ class Request:
     tokens: float | None  # to train on, as typed
     said: frozenset[str]  # dotted keys that the spec, an option or an override gives
 
-    def tokens_on(self, question: Question) -> float:
+    def tokens_on(self, problem: SearchProblem) -> float:
         """What days and dollars are for, and what the written spec trains on."""
         if self.tokens is not None:
             return self.tokens
-        return self.base.optim.steps * question.global_batch * question.seq if "optim.steps" in self.said else TOKENS
+        return self.base.optim.steps * problem.global_batch * problem.seq if "optim.steps" in self.said else TOKENS
 
 
 def read_request(
@@ -73,12 +73,12 @@ def read_request(
         raise SpecError(f"--cluster and cluster.{both[0]} both say what it runs on; give one of them")
     if tokens is not None and "steps" in typed.get("optim", {}):
         raise SpecError("--tokens and optim.steps both say how long it trains; give one of them")
-    said = merge(read_source(source), words(request))
+    said = merge(read_source(source), given_keys(request))
     if compile is not None:
         said = merge(said, {"parallel": {"compile": compile}})
     if data is not None:
         said = merge(without(said, "data.mix"), {"data": {"path": data}})
-    said = as_long(apply_overrides(said, overrides))
+    said = with_default_seq(apply_overrides(said, overrides))
     given = frozenset(key for key, _ in dotted(said))
     refuse_engine(said)
     said = merge(usual(given, source), said)

@@ -76,7 +76,7 @@ def steady(deployment: Deployment, lengths: Lengths, batch: Any) -> Point:
     return Point(batch, decode, added, prefill, tpot, deployment.attention_dp * batch / (lengths.output * tpot))
 
 
-def waiting(share: Any, service: Any, quantile: float | None = None) -> Any:
+def queueing_seconds(share: Any, service: Any, quantile: float | None = None) -> Any:
     """Seconds a prompt waits for its turn: an M/M/1 queue, its mean or a quantile of it.
 
     Prompts of equal length would wait half as long; real ones differ, and the factor 2 is the margin for it.

@@ -23,7 +23,7 @@ from ...spec import Cluster, Gpu, SpecError
 from ...spec.errors import did_you_mean
 from ..devices.links import Fabric
 from .kv import Cache
-from .served_model import WEIGHT_FORMATS, Linear, Served, compute_format
+from .served_model import WEIGHT_FORMATS, Linear, ServedModel, compute_format
 
 DIRECT = ("nvswitch", "mesh")
 OWN_KERNEL = {"all-reduce": 8 * 2**20, "all-to-all": np.inf}  # bytes up to which engines have better than NCCL's
@@ -65,7 +65,7 @@ def read_constants() -> Mapping[str, Any]:
 class Deployment:
     """One replica: a model on tp × attention_dp accelerators."""
 
-    served: Served
+    served: ServedModel
     gpu: Gpu
     rates: Rates
     tp: int = 1

@@ -8,11 +8,11 @@ from ..memory.reserve import capacity, reserve
 from .inference import Deployment
 
 UTILISATION = 0.9  # of the memory is what engines take by default; the rest is left to fragmentation and neighbours
-SAMPLED = 256  # sequences whose logits the engine makes room for at once
+SAMPLED_SEQUENCES = 256  # sequences whose logits the engine makes room for at once
 
 
 @dataclass(frozen=True)
-class Room:
+class ServingMemory:
     """Bytes on one accelerator. `cache` is what is left; below 0 the weights alone do not fit."""
 
     memory: float
@@ -26,9 +26,11 @@ class Room:
         return self.usable - self.weights - self.workspace - self.context
 
 
-def room(deployment: Deployment) -> Room:
+def serving_memory(deployment: Deployment) -> ServingMemory:
     memory = capacity(deployment.gpu)
-    return Room(memory, UTILISATION * memory, deployment.weight_bytes, workspace(deployment), reserve().context)
+    return ServingMemory(
+        memory, UTILISATION * memory, deployment.weight_bytes, workspace(deployment), reserve().context
+    )
 
 
 def workspace(deployment: Deployment) -> float:
@@ -38,5 +40,5 @@ def workspace(deployment: Deployment) -> float:
     if served.experts:  # every visit has its own copy of a token, in and out
         inner = served.experts.size / served.hidden  # gate, up and down of one expert
         widest = max(widest, served.experts.top_k * (2 * served.hidden + inner / deployment.ranks))
-    logits = 4.0 * SAMPLED * served.head.on(tp)[1]
+    logits = 4.0 * SAMPLED_SEQUENCES * served.head.on(tp)[1]
     return 2.0 * deployment.chunk * (4 * served.hidden + 1.5 * widest) + logits

@@ -5,7 +5,8 @@ times at the chosen quantile; a request rate is divided by what that yields. The
 
 Chance enters twice. Sequences in flight are Poisson-distributed around Little's mean (requests come independently),
 so the quantile of the batch is b + z·√b: that batch must fit, and its time between tokens is the promised one. Prompts
-wait for each other as in an M/M/1 queue (`batching.waiting`). Bursts beyond that, and machines that fail, need more.
+wait for each other as in an M/M/1 queue (`batching.queueing_seconds`). Bursts beyond that, and machines that fail, need
+more.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import numpy as np
 
 from ...spec import Gpu, SpecError
 from ...spec.slo import OBJECTIVES, parse_slo
-from .batching import Lengths, Point, steady, waiting
+from .batching import Lengths, Point, queueing_seconds, steady
 from .inference import Deployment, Rates, read_constants
-from .memory_fit import Room, room
-from .served_model import Served
+from .memory_fit import ServingMemory, serving_memory
+from .served_model import ServedModel
 
-IDLE = 0.01  # sequences in flight, on average, of a replica that has hardly anything to do
+UNLOADED = 0.01  # sequences in flight, on average, of a replica that has hardly anything to do
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Slo:
         """'ttft=0.5,tpot=0.05,e2e=10', in seconds; any may be left out."""
         return cls(quantile=quantile, **parse_slo(text))
 
-    def kept_by(self, at: Times) -> Any:
+    def met_by(self, at: Times) -> Any:
         return (at.ttft_quantile <= self.ttft) & (at.tpot_quantile <= self.tpot) & (at.e2e_quantile <= self.e2e)
 
 
@@ -84,7 +85,7 @@ class Plan:
 
     deployment: Deployment
     demand: Demand
-    room: Room
+    serving_memory: ServingMemory
     max_batch: int  # sequences of full length that fit at once
     max_context: int  # tokens of one sequence alone
     idle: Times  # one request at a time
@@ -125,20 +126,20 @@ class Plan:
 def plan(deployment: Deployment, demand: Demand, price_hour: float = 0.0) -> Plan:
     """Every batch is tried, in steps of less than 2%; the largest that keeps the promise says what a replica yields."""
     lengths, slo = demand.lengths, demand.slo
-    space, cache = room(deployment), deployment.cache
+    space, cache = serving_memory(deployment), deployment.cache
     most = min(demand.max_batch, cache.sequences(space.cache, lengths.total))
     context = cache.longest(space.cache, limit=deployment.served.context)
-    idle = times(deployment, demand, IDLE)
+    idle = times(deployment, demand, UNLOADED)
     price = price_hour or deployment.gpu.price_hour
     found = Plan(deployment, demand, space, most, context, idle, price_hour=price)
     if most < 1:
-        return replace(found, refused=no_room(found))
+        return replace(found, refused=why_no_memory(found))
     found = replace(found, full=steady(deployment, lengths, float(most)))
-    if not slo.kept_by(idle):
-        return replace(found, refused=f"even one request at a time takes {seen(idle, slo)}")
-    batches = np.geomspace(IDLE, most, 800)
+    if not slo.met_by(idle):
+        return replace(found, refused=f"even one request at a time takes {observed(idle, slo)}")
+    batches = np.geomspace(UNLOADED, most, 800)
     at = times(deployment, demand, batches)
-    kept = (likely(batches, slo.quantile) <= most) & slo.kept_by(at)
+    kept = (batch_quantile(batches, slo.quantile) <= most) & slo.met_by(at)
     rates = np.maximum.accumulate(steady(deployment, lengths, batches).rate)
     best = float(rates[kept].max())
     replicas = max(1, math.ceil(demand.rate / best))
@@ -147,7 +148,7 @@ def plan(deployment: Deployment, demand: Demand, price_hour: float = 0.0) -> Pla
     return replace(found, point=steady(deployment, lengths, batch), times=at, replicas=replicas)
 
 
-def likely(batch: Any, quantile: float) -> Any:
+def batch_quantile(batch: Any, quantile: float) -> Any:
     """Sequences that are in flight at the same time, at a quantile; `batch` on average."""
     return np.maximum(1.0, batch + NormalDist().inv_cdf(quantile) * np.sqrt(batch))
 
@@ -158,9 +159,9 @@ def times(deployment: Deployment, demand: Demand, batch: Any) -> Times:
     at = steady(deployment, lengths, np.maximum(1.0, batch))
     share = steady(deployment, lengths, batch).prefill_share
     own = 1e-3 * deployment.rates.request_ms + np.minimum(1.0, batch) * at.decode / 2 + at.prefill
-    mean = waiting(share, at.added)
-    ttft = own + np.maximum(mean, waiting(share, at.added, quantile))  # a rare wait can be below its mean
-    tpot = steady(deployment, lengths, likely(batch, quantile)).tpot
+    mean = queueing_seconds(share, at.added)
+    ttft = own + np.maximum(mean, queueing_seconds(share, at.added, quantile))  # a rare wait can be below its mean
+    tpot = steady(deployment, lengths, batch_quantile(batch, quantile)).tpot
     return Times(
         ttft=own + mean,
         tpot=at.tpot,
@@ -171,8 +172,8 @@ def times(deployment: Deployment, demand: Demand, batch: Any) -> Times:
     )
 
 
-def no_room(found: Plan) -> str:
-    space, d = found.room, found.deployment
+def why_no_memory(found: Plan) -> str:
+    space, d = found.serving_memory, found.deployment
     if space.cache <= 0:
         need = space.weights + space.workspace + space.context
         usable = f"the {space.usable / 1e9:.4g} GB that can be used"
@@ -184,7 +185,7 @@ def no_room(found: Plan) -> str:
     )
 
 
-def seen(at: Times, slo: Slo) -> str:
+def observed(at: Times, slo: Slo) -> str:
     whole = f", e2e {at.e2e_quantile:.3g} s" if slo.e2e != math.inf else ""
     return f"ttft {at.ttft_quantile:.3g} s, tpot {at.tpot_quantile:.3g} s{whole}"
 
@@ -192,7 +193,7 @@ def seen(at: Times, slo: Slo) -> str:
 # --- the choice -------------------------------------------------------------------------------------------
 
 
-def degrees(served: Served, gpu: Gpu) -> list[int]:
+def degrees(served: ServedModel, gpu: Gpu) -> list[int]:
     """Tensor-parallel degrees within a machine, or the rack that fast links join, that share the heads evenly."""
     joined = max(gpu.per_node, gpu.domain) if gpu.link_gbs else 1
 
@@ -204,7 +205,7 @@ def degrees(served: Served, gpu: Gpu) -> list[int]:
 
 
 def candidates(
-    served: Served, gpu: Gpu, demand: Demand, *, engine: str = "vllm", weights: str = "bf16", kv: str = "bf16",
+    served: ServedModel, gpu: Gpu, demand: Demand, *, engine: str = "vllm", weights: str = "bf16", kv: str = "bf16",
     tp: int = 0, ep: bool = False, price_hour: float = 0.0,
 ) -> list[Plan]:  # fmt: skip
     """A plan for each degree (or for `tp` alone), cheapest first, those that do not work last."""

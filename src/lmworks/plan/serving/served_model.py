@@ -1,8 +1,8 @@
 """A model as an engine serves it: its matrices, how ranks share them, and their bytes in a quantised format.
 
 Serving keeps weights and nothing else of training. What a step costs follows from a short list: the matrices that every
-token meets, the experts of which it meets a few, the head, and what attention reads. `Served.of` makes that list from a
-ModelSpec; a network that a ModelSpec cannot describe (latent attention, linear attention) is listed by hand.
+token meets, the experts of which it meets a few, the head, and what attention reads. `ServedModel.of` makes that list
+from a ModelSpec; a network that a ModelSpec cannot describe (latent attention, linear attention) is listed by hand.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     name: str
     layers: int
     hidden: int
@@ -109,7 +109,7 @@ class Served:
     context: int = 2**31
 
     @classmethod
-    def of(cls, model: ModelSpec, name: str = "") -> Served:
+    def of(cls, model: ModelSpec, name: str = "") -> ServedModel:
         m, layers = model, model.layers
         linears = [
             Linear(m.hidden, m.q_dim + 2 * m.kv_dim, layers),

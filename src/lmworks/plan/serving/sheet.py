@@ -35,7 +35,7 @@ def sheet(plans: list[Plan], engine: str) -> dict[str, Any]:
 
 
 def figures(plan: Plan) -> dict[str, Any]:
-    space, deployment = plan.room, plan.deployment
+    space, deployment = plan.serving_memory, plan.deployment
     found: dict[str, Any] = {
         "tp": deployment.tp,
         "ep": deployment.ep,

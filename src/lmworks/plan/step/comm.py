@@ -14,7 +14,7 @@ from ..case import Case, Number
 from ..devices.links import Fabric
 from ..devices.profile import profile_for
 from ..expert_load import fullest
-from ..memory.share import of_block
+from ..memory.share import block_params
 
 SHARDED_TENSORS = 4  # of a block, large enough to be sharded one by one: two of attention, two of the MLP
 
@@ -158,7 +158,7 @@ class Weights:
     @classmethod
     def of(cls, case: Case) -> Self:
         root = (case.model.params - case.model.layers * case.model.block_params) / case.tp
-        return cls(*of_block(case), root)
+        return cls(*block_params(case), root)
 
     @property
     def block(self) -> Number:

@@ -14,7 +14,7 @@ from ..case import Case, Number
 from ..devices.machine import Machine
 from ..devices.profile import profile_for
 from ..exact.optimizers import STATES
-from ..memory.share import cut_over
+from ..memory.share import shard_degrees
 from ..network import network
 from ..ops import Kernel, Workload
 from .comm import StepComm, Weights
@@ -83,7 +83,7 @@ def updated_params(case: Case, weights: Weights) -> Number:
     """Parameters that a rank updates."""
     dense = (case.model.layers * weights.dense + weights.root) / case.pp
     experts = case.model.layers * weights.experts / case.pp
-    over, over_experts = cut_over(case) if case.zero else (1, 1)
+    over, over_experts = shard_degrees(case) if case.zero else (1, 1)
     return dense / over + experts / over_experts
 
 

@@ -24,7 +24,7 @@ RESULT = re.compile(
     r"tok(en)?s?_?(per|sec|s\b|/)|tps|wps|throughput|mfu|hfu|tflop|flops|pct|percent|step_(time|ms|s\b)|sec_it|s_it|seconds|iter|time|samples_per"
     r"|seqs_per|mem|alloc|reserved|gib|_err|pred|loss|activations_|weights_opt|latency|speed|cost|price|days|util|hours"
 )
-APART = re.compile(r"source|ref|match|check|_note$|date|year|mode$|act_cpu_offload|row")
+SEPARATORS = re.compile(r"source|ref|match|check|_note$|date|year|mode$|act_cpu_offload|row")
 EMPTY = {
     "",
     "-",
@@ -99,7 +99,7 @@ def parse(text: str, name: str = "the table") -> Table:
             places.append((index, NAMES[short]))
         elif RESULT.search(short):
             results.append(title)
-        elif short and not APART.search(short):
+        elif short and not SEPARATORS.search(short):
             unknown.append(title)
     if not places:
         raise SpecError(f"{name}: no column is known; known are {', '.join(COLUMNS)}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...spec import LMWorksError
 from ..case import Case
 from ..flops import model_flops_per_token
-from ..memory.reserve import room, usable
+from ..memory.reserve import safe_bytes, usable
 from .columns import Table
 from .rows import Job, job, usual_framework
 
@@ -69,12 +69,12 @@ def forecast(given: Job, price: Pricing, budget: Budgeting) -> dict[str, Any]:
         "memory": memory.to_dict(),
         "allocated_gib": float(memory.allocated) / 2**30,
         "reserved_gib": float(memory.reserved) / 2**30,
-        "fits": bool(memory.reserved <= room(case.gpu)) if case.gpu.memory_gb else None,
+        "fits": bool(memory.reserved <= safe_bytes(case.gpu)) if case.gpu.memory_gb else None,
         "parts": {name: float(part) for name, part in answer.parts.items()},
         "tags": {**answer.tags, "memory": "modelled"},
         "assumed": list(found.assumed),
         "unknown": list(found.unknown),
-        "job": resolved(case),
+        "job": resolved_options(case),
     }
 
 
@@ -112,7 +112,7 @@ def finite(value: Any) -> float | None:
     return float(value) if math.isfinite(float(value)) else None
 
 
-def resolved(case: Case) -> dict[str, Any]:
+def resolved_options(case: Case) -> dict[str, Any]:
     """The job as it was understood."""
     model, names = case.model, ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "mlp")
     axes = (

@@ -56,12 +56,12 @@ def thresholds() -> dict[str, dict[str, float]]:
         raise LMWorksError(f"{THRESHOLDS} is missing: LMWorks is not installed as a whole; install it again") from None
 
 
-def grown(report: Report) -> list[str]:
+def regressions(report: Report) -> list[str]:
     """Errors above what was reached before, as sentences. An error may only get smaller."""
-    reached, found = thresholds(), []
+    current_errors, found = thresholds(), []
     for line in report.lines:
         for name, value in errors(line).items():
-            limit = reached.get(line.key, {}).get(name)
+            limit = current_errors.get(line.key, {}).get(name)
             if limit is None:
                 known = f"{THRESHOLDS.name} does not say what {name} error was reached for {line.key!r}"
                 raise LMWorksError(f"{known}; benchmarks/validation.py writes it")
@@ -75,7 +75,7 @@ def errors(line: Line) -> dict[str, float]:
     return {name: 100 * score.mape for name, score in scores.items() if score}
 
 
-def reached(report: Report) -> str:
+def current_errors(report: Report) -> str:
     """The thresholds of this report as TOML: each error, rounded up to a tenth of a per cent."""
     text = [
         "# Mean absolute errors that the planner reaches, in per cent, rounded up: a test fails when one grows.",
