@@ -91,7 +91,6 @@ RETIRED = {
     "sent_away": "with_offload",
     "unbeaten": "pareto_front_rows",
     "kept_by": "met_by",
-    "promise": "slo_misses",
     # bench, prove, report, diagnose
     "strike": "fault_injection",
 }

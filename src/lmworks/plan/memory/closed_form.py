@@ -181,12 +181,12 @@ def gradient_bytes(case: Case, part: RankShare, state: dict[str, Number], done: 
     whole = case.software.gradients * (part.root + part.layers * part.block)
     piped = np.greater(case.pp, 1)
     several = np.greater(case.accumulation, 1) & later
-    held_back = state["gradients"]
+    delayed = state["gradients"]
     if case.software.delayed_reduction and case.zero == 3:  # of bf16 weights as they will be sent
-        held_back = whole * max(1, case.software.reduce / case.software.gradients)
+        delayed = whole * max(1, case.software.reduce / case.software.gradients)
     if case.zero >= 2:  # PyTorch's pipelines let gradients meet at the end
-        held_back = np.where(piped, whole, held_back)
-    found = np.where(several, held_back, case.software.gradients * done)
+        delayed = np.where(piped, whole, delayed)
+    found = np.where(several, delayed, case.software.gradients * done)
     if case.zero == 0 and is_lmworks(case):
         buckets = np.greater(case.dp * case.cp, 1) & ~piped & np.equal(case.ep, 1)
         found = np.where(buckets, whole * (1 + several), found)
