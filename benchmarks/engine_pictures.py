@@ -82,7 +82,9 @@ def draw_blocks() -> None:
             say(axes, 0.2, y + 0.2, name, 9, "left")
             for place, block in enumerate(sequence.blocks):
                 x = 1.15 + 1.62 * place
-                known = sequence.tokens[place * SIZE : (place + 1) * SIZE][: max(0, sequence.computed - place * SIZE)]
+                known = sequence.tokens[place * SIZE : (place + 1) * SIZE][
+                    : max(0, sequence.num_computed_tokens - place * SIZE)
+                ]
                 shared = len(holders[block]) > 1
                 box(axes, x, y, 1.5, 0.4, colours[holders[block][0]], linewidth=2, edgecolor=INK if shared else "white")
                 say(axes, x + 0.68, y + 0.2, " ".join(str(token) for token in known) or "–", 7.5)
@@ -90,11 +92,11 @@ def draw_blocks() -> None:
         say(axes, 0.2, 3.3, "The pool", 10, "left")
         for block in range(POOL):
             x, y = 0.2 + 0.46 * block, 3.5
-            found = block in pool.hash_of
+            found = block in pool.block_hashes
             holding = holders[block]
             colour = colours[holding[0]] if holding else (PALE if found else "white")
             box(axes, x, y, 0.42, 0.42, colour, str(block), edgecolor=INK if len(holding) > 1 else "#bbbbbb")
-            say(axes, x + 0.21, y + 0.56, f"×{pool.counts[block]}" if holding else ("kept" if found else "free"), 7)
+            say(axes, x + 0.21, y + 0.56, f"×{pool.ref_counts[block]}" if holding else ("kept" if found else "free"), 7)
         say(
             axes,
             0.2,

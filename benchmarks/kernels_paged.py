@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lmworks.kernels.inference.kv_cache_write import place
-from lmworks.kernels.inference.paged_attention import LayerCache, Pages, paged_attention
+from lmworks.kernels.inference.kv_cache_write import write_kv_cache
+from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache, paged_attention
 from lmworks.kernels.swiglu import swiglu_packed
 from lmworks.kernels.training.add_norm import add_rms_norm
 
@@ -81,13 +81,13 @@ def time_attention(
 ) -> float:
     caches, tables = make_caches(lengths, kv_heads, head_dim, stored)
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
-    pages = Pages(tables, torch.tensor(lengths, dtype=torch.int32, device="cuda"), starts, max(queries))
+    metadata = AttentionMetadata(tables, torch.tensor(lengths, dtype=torch.int32, device="cuda"), starts, max(queries))
     q = torch.randn(sum(queries), heads, head_dim, device="cuda", dtype=torch.bfloat16)
-    return time_layers(lambda layer: attention(q, caches[layer], pages, **options), len(caches))
+    return time_layers(lambda layer: attention(q, caches[layer], metadata, **options), len(caches))
 
 
 def time_flash(lengths: list[int], heads: int, kv_heads: int, head_dim: int = 128) -> float:
-    """FlashAttention 2 as PyTorch carries it, over prompts that lie side by side, not in pages."""
+    """FlashAttention 2 as PyTorch carries it, over prompts that lie side by side, not in metadata."""
     q, k, v = (
         torch.randn(sum(lengths), n, head_dim, device="cuda", dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)
     )
@@ -196,7 +196,7 @@ def time_rest(tokens: int) -> list[list[Any]]:
     stream = [torch.randn(tokens, 4096, **bf16) for _ in range(layers)]
     weight = torch.rand(4096, **bf16)
     times = {
-        "place": (tokens * 48 * 128 * 4, lambda i: place(qkv[i], 32, 8, norm, norm, 1e-6, turn, cache, slots)),
+        "place": (tokens * 48 * 128 * 4, lambda i: write_kv_cache(qkv[i], 32, 8, norm, norm, 1e-6, turn, cache, slots)),
         "swiglu": (tokens * 3 * 14336 * 2, lambda i: swiglu_packed(gate_up[i])),
         "add_rms_norm": (
             tokens * 4 * 4096 * 2,

@@ -44,8 +44,8 @@ class Told:
         self.answers, self.off = answers, 0 if right else 1
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
-        done = sequence.known - sequence.prompt
-        answer = self.answers[tuple(sequence.tokens[: sequence.prompt])]
+        done = sequence.num_known_tokens - sequence.num_prompt_tokens
+        answer = self.answers[tuple(sequence.tokens[: sequence.num_prompt_tokens])]
         return [token ^ self.off for token in answer[done : done + count]]
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels.inference.paged_attention import LayerCache, Pages
+from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache
 
 NOWHERE = 2**30  # a number of a block that must never be followed
 
@@ -40,15 +40,17 @@ class Case:
 class Made:
     q: Tensor  # (tokens, heads, head_dim)
     cache: LayerCache
-    pages: Pages
+    metadata: AttentionMetadata
     keys: list[Tensor]  # of each sequence, side by side: (length, kv_heads, head_dim), as the cache holds them
     values: list[Tensor]
 
     def to(self, device: str) -> Made:
         cache = LayerCache(*(x if x is None else x.to(device) for x in vars(self.cache).values()))
-        p = self.pages
-        pages = Pages(p.tables.to(device), p.lengths.to(device), p.starts.to(device), p.longest_query)
-        return replace(self, q=self.q.to(device), cache=cache, pages=pages)
+        p = self.metadata
+        metadata = AttentionMetadata(
+            p.block_tables.to(device), p.seq_lens.to(device), p.query_start_loc.to(device), p.max_query_len
+        )
+        return replace(self, q=self.q.to(device), cache=cache, metadata=metadata)
 
 
 def make(case: Case, seed: int = 0) -> Made:
@@ -89,15 +91,15 @@ def make(case: Case, seed: int = 0) -> Made:
     starts = F.pad(torch.tensor(case.queries).cumsum(0), (1, 0)).to(torch.int32)
     q = torch.randn(int(starts[-1]), case.kv_heads * case.group, case.head_dim, generator=rng).to(case.dtype)
     cache = LayerCache(*pools, *(scales if case.stored is not None else (None, None)))
-    pages = Pages(tables, torch.tensor(case.lengths, dtype=torch.int32), starts, max(case.queries))
-    return Made(q, cache, pages, *held)
+    metadata = AttentionMetadata(tables, torch.tensor(case.lengths, dtype=torch.int32), starts, max(case.queries))
+    return Made(q, cache, metadata, *held)
 
 
 def expected(case: Case, made: Made) -> Tensor:
     """By `scaled_dot_product_attention`, in fp64, sequence by sequence, the mask spelt out."""
     out = torch.zeros(made.q.shape, dtype=torch.float64)
     slopes = case.slopes()
-    starts = made.pages.starts.tolist()
+    starts = made.metadata.query_start_loc.tolist()
     for row, (length, queries) in enumerate(zip(case.lengths, case.queries, strict=True)):
         if not length:
             continue

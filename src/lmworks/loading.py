@@ -67,27 +67,31 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
     return Loaded(trained.model.to(device), trained.tokenizer, vocab=trained.tokenizer.vocab_size)
 
 
-def load_share(source: str | Path, spec: EngineSpec, step: int | None, seed: int, ranks: TensorParallelRank) -> Loaded:
+def load_shard(
+    source: str | Path, spec: EngineSpec, step: int | None, seed: int, tp_rank: TensorParallelRank
+) -> Loaded:
     """What one of several ranks holds of it, on its device."""
-    folder, dtype = Path(source), pick_dtype(spec, ranks.device)
+    folder, dtype = Path(source), pick_dtype(spec, tp_rank.device)
     refuse_step(source, step)
     if is_preset(source):
         model = ModelSpec.from_preset(str(source))
-        drawn = ranks.load_shards(MetaModel(model), dtype, lambda name, shape: initial_weight(model, seed, name, shape))
+        drawn = tp_rank.load_shards(
+            MetaModel(model), dtype, lambda name, shape: initial_weight(model, seed, name, shape)
+        )
         return Loaded(drawn, None)
     if is_hf(folder):
         if is_quantized(folder):
-            if ranks.rank == 0:  # for all of them: each byte of the weights is read for it
+            if tp_rank.rank == 0:  # for all of them: each byte of the weights is read for it
                 check_digests(folder)
             stored = QuantizedWeights(folder)
-            part = ranks.load_shards(stored.outline, dtype, stored.tensor, stored.layer)
+            part = tp_rank.load_shards(stored.outline, dtype, stored.tensor, stored.layer)
             return Loaded(part, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
         model = described(folder)[1]
-        part = ranks.load_shards(MetaModel(model), dtype, HFWeights(folder, model).whole)
+        part = tp_rank.load_shards(MetaModel(model), dtype, HFWeights(folder, model).whole)
         return Loaded(part, hf_tokenizer(folder), hf_eos(folder))
     whole = load(source, spec.replace(device="cpu"), step, seed)
     parameters, buffers = dict(whole.model.named_parameters()), dict(whole.model.named_buffers())
-    part = ranks.load_shards(MetaModel(whole.model.spec), dtype, lambda name, _shape: parameters[name].detach())
+    part = tp_rank.load_shards(MetaModel(whole.model.spec), dtype, lambda name, _shape: parameters[name].detach())
     for name, buffer in part.named_buffers():
         buffer.copy_(buffers[name])
     return replace(whole, model=part)
@@ -191,18 +195,18 @@ def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> 
 
     if (outline := outline_of(source)) is not None:
         check_tp_divides(outline, spec.tp)  # before others are started, who would only add their own complaints
-    lead = Executor(source, spec, step, seed, pick_device(spec))
+    executor = Executor(source, spec, step, seed, pick_device(spec))
     try:
-        loaded = load_share(source, spec, step, seed, lead)
-        engine = make_engine(loaded, spec, seed, lead)
+        loaded = load_shard(source, spec, step, seed, executor)
+        engine = make_engine(loaded, spec, seed, executor)
     except LMWorksError:
-        lead.close()
+        executor.close()
         raise
     except Exception as error:
-        cause = lead.cause(error)
-        lead.close()
+        cause = executor.root_cause(error)
+        executor.close()
         raise cause from error
-    lead.listening = True
+    executor.workers_ready = True
     return loaded, engine
 
 
@@ -232,10 +236,10 @@ def outline_of(source: str | Path) -> MetaModel | None:
     return None
 
 
-def make_engine(loaded: Loaded, spec: EngineSpec, seed: int, ranks: TensorParallelRank | None = None) -> Engine:
+def make_engine(loaded: Loaded, spec: EngineSpec, seed: int, tp_rank: TensorParallelRank | None = None) -> Engine:
     """Takes the model over; with a draft, that one too."""
     draft = load_draft(spec, seed) if spec.speculate == "draft" else None
-    runner = make_runner(loaded, spec, draft, ranks)
+    runner = make_runner(loaded, spec, draft, tp_rank)
     return Engine(runner, loaded.tokenizer, loaded.eos, seed, speculator(runner.spec))
 
 
@@ -247,9 +251,9 @@ def load_draft(spec: EngineSpec, seed: int) -> DraftModel:
 
 
 def make_runner(
-    loaded: Loaded, spec: EngineSpec, draft: DraftModel | None, ranks: TensorParallelRank | None
+    loaded: Loaded, spec: EngineSpec, draft: DraftModel | None, tp_rank: TensorParallelRank | None
 ) -> ModelRunner:
-    return ModelRunner(loaded.model, spec, loaded.model.device, loaded.vocab or loaded.model.spec.vocab, draft, ranks)
+    return ModelRunner(loaded.model, spec, loaded.model.device, loaded.vocab or loaded.model.spec.vocab, draft, tp_rank)
 
 
 def speculator(spec: EngineSpec) -> Speculator | None:

@@ -15,7 +15,7 @@ from lmworks import LLM, SamplingParams
 from lmworks.cli import generate
 from lmworks.cli.main import main
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.request import Answer, OutputDelta, Result, Told
+from lmworks.engine.core.request import Answer, OutputDelta, Result, ResultCallback
 from lmworks.spec import LMWorksError, SpecError
 from lmworks.train.load_run import load_trained
 from tiny import make_spec, train, write_adapter
@@ -208,7 +208,7 @@ BAD = Answer([6, 7], "half {", "error", error="its shape cannot be followed")
 def answered(monkeypatch: pytest.MonkeyPatch, *answers: Answer) -> None:
     """Every prompt has these answers."""
 
-    def generate(self: LLM, prompts: list[object], params: object, progress: bool, told: Told) -> None:
+    def generate(self: LLM, prompts: list[object], params: object, progress: bool, told: ResultCallback) -> None:
         for place in range(len(prompts)):
             told(place, Result([1], list(answers)))
 

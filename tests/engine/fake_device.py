@@ -45,7 +45,7 @@ class Work:
     seed: int
     tokens: list[int]
     start: int
-    wanted: int
+    num_logits: int
     table: list[int]
     bad: bool
 
@@ -83,7 +83,7 @@ class FakeDevice:
 
     def admit(self, sequence: Sequence) -> None:
         assert 0 <= sequence.slot < self.spec.max_seqs
-        assert PLACEHOLDER_TOKEN not in sequence.tokens[: sequence.known]
+        assert PLACEHOLDER_TOKEN not in sequence.tokens[: sequence.num_known_tokens]
 
     def launch(self, step: Step) -> StepOutput:
         assert 0 < step.tokens <= self.spec.max_batch_tokens
@@ -94,11 +94,13 @@ class FakeDevice:
         for chunk in step.chunks:
             sequence, start, count = chunk.sequence, chunk.start, chunk.count
             tokens = sequence.tokens[start : start + count]
-            if chunk.wanted > 1:
+            if chunk.num_logits > 1:
                 tokens = [sequence.tokens[start], *sequence.draft_tokens]
             assert len(tokens) == count
             bad = sequence.seed in self.bad_seeds
-            works.append(Work(sequence.slot, sequence.seed, tokens, start, chunk.wanted, list(sequence.blocks), bad))
+            works.append(
+                Work(sequence.slot, sequence.seed, tokens, start, chunk.num_logits, list(sequence.blocks), bad)
+            )
         self.steps.append(step)
         self.queue.append(launched := StepOutput(self, works, list(step.copies)))
         return launched
@@ -106,7 +108,7 @@ class FakeDevice:
     def add_adapter(self, name: str, folder: Path) -> None:
         pass
 
-    def lost(self) -> str:
+    def failed_worker(self) -> str:
         return ""
 
     def close(self) -> None:
@@ -121,7 +123,9 @@ class FakeDevice:
             tokens = [[self.recent[w.slot] if t == PLACEHOLDER_TOKEN else t for t in w.tokens] for w in first.works]
             for work, ids in zip(first.works, tokens, strict=True):
                 self.write(work, ids)
-            first.picks = [self.pick(work, ids) for work, ids in zip(first.works, tokens, strict=True) if work.wanted]
+            first.picks = [
+                self.pick(work, ids) for work, ids in zip(first.works, tokens, strict=True) if work.num_logits
+            ]
 
     def cells(self, work: Work, length: int) -> list[int]:
         size = self.spec.block
@@ -136,10 +140,10 @@ class FakeDevice:
     def pick(self, work: Work, tokens: list[int]) -> TokenOutput:
         """The next token; with guesses, also those after each guess that was right."""
         picked: list[int] = []
-        first = work.start + len(tokens) - work.wanted + 1
-        for i in range(work.wanted):
+        first = work.start + len(tokens) - work.num_logits + 1
+        for i in range(work.num_logits):
             picked.append(mix(work.seed, *self.cells(work, first + i)) % self.valid_vocab)
-            if i + 1 < work.wanted and tokens[len(tokens) - work.wanted + 1 + i] != picked[-1]:
+            if i + 1 < work.num_logits and tokens[len(tokens) - work.num_logits + 1 + i] != picked[-1]:
                 break
         self.recent[work.slot] = picked[-1]
         logprobs = [Logprob(token, -float(token) / 10) for token in picked]

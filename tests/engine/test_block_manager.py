@@ -17,9 +17,9 @@ def sequence(tokens: list[int], tenant: str = "", adapter: str | None = None) ->
 def computed(pool: BlockPool, tokens: list[int], tenant: str = "", adapter: str | None = None) -> Sequence:
     """A sequence that runs, with all its tokens in the cache."""
     each = sequence(tokens, tenant, adapter)
-    each.blocks = pool.take(pool.blocks_for(len(tokens)))
-    each.computed = len(tokens)
-    pool.offer(each)
+    each.blocks = pool.allocate(pool.blocks_for(len(tokens)))
+    each.num_computed_tokens = len(tokens)
+    pool.cache_full_blocks(each)
     return each
 
 
@@ -27,34 +27,34 @@ def test_full_blocks_are_found_again_even_after_they_are_freed() -> None:
     pool = BlockPool(8, 4)
     first = computed(pool, list(range(10)))
     held = list(first.blocks)
-    assert pool.match(sequence(list(range(10)))) == held[:2]
-    pool.release(first)
-    assert pool.available == 8
-    assert pool.match(sequence([*range(8), 99])) == held[:2]
-    assert pool.match(sequence([*range(4), 99, 98, 97, 96, 95])) == held[:1]
-    assert pool.match(sequence([99, *range(1, 10)])) == []
+    assert pool.find_cached_prefix(sequence(list(range(10)))) == held[:2]
+    pool.free(first)
+    assert pool.num_free_blocks == 8
+    assert pool.find_cached_prefix(sequence([*range(8), 99])) == held[:2]
+    assert pool.find_cached_prefix(sequence([*range(4), 99, 98, 97, 96, 95])) == held[:1]
+    assert pool.find_cached_prefix(sequence([99, *range(1, 10)])) == []
 
 
 def test_a_later_block_is_not_found_without_those_before_it() -> None:
     pool = BlockPool(8, 2)
     computed(pool, [1, 2, 3, 4, 5])
-    assert pool.match(sequence([9, 9, 3, 4, 5])) == []
+    assert pool.find_cached_prefix(sequence([9, 9, 3, 4, 5])) == []
 
 
 def test_one_token_is_always_left_to_compute() -> None:
     pool = BlockPool(8, 4)
     held = computed(pool, list(range(8))).blocks
-    assert pool.match(sequence(list(range(8)))) == held[:1]
-    assert pool.match(sequence(list(range(9)))) == held[:2]
-    assert pool.match(sequence([0])) == []
+    assert pool.find_cached_prefix(sequence(list(range(8)))) == held[:1]
+    assert pool.find_cached_prefix(sequence(list(range(9)))) == held[:2]
+    assert pool.find_cached_prefix(sequence([0])) == []
 
 
 def test_tenants_and_adapters_do_not_share() -> None:
     pool = BlockPool(8, 2)
     computed(pool, [1, 2, 3], tenant="a", adapter="x")
-    assert pool.match(sequence([1, 2, 3], tenant="a", adapter="x"))
+    assert pool.find_cached_prefix(sequence([1, 2, 3], tenant="a", adapter="x"))
     for tenant, adapter in (("b", "x"), ("a", None), ("a", "y"), ("", "ax"), ("ax", None), ("x", "a")):
-        assert pool.match(sequence([1, 2, 3], tenant, adapter)) == []
+        assert pool.find_cached_prefix(sequence([1, 2, 3], tenant, adapter)) == []
 
 
 def test_names_that_join_alike_hash_apart() -> None:
@@ -71,46 +71,46 @@ def test_tokens_that_are_not_known_are_not_offered() -> None:
     pool = BlockPool(8, 2)
     running = computed(pool, [1, 2, 3])
     running.tokens.append(PLACEHOLDER_TOKEN)
-    running.computed = 4
-    pool.offer(running)
-    assert pool.match(sequence([1, 2, 3, PLACEHOLDER_TOKEN, 5])) == running.blocks[:1]
-    running.tokens[3], running.known = 7, 4
-    pool.offer(running)
-    assert pool.match(sequence([1, 2, 3, 7, 5])) == running.blocks[:2]
+    running.num_computed_tokens = 4
+    pool.cache_full_blocks(running)
+    assert pool.find_cached_prefix(sequence([1, 2, 3, PLACEHOLDER_TOKEN, 5])) == running.blocks[:1]
+    running.tokens[3], running.num_known_tokens = 7, 4
+    pool.cache_full_blocks(running)
+    assert pool.find_cached_prefix(sequence([1, 2, 3, 7, 5])) == running.blocks[:2]
 
 
 def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -> None:
     pool = BlockPool(6, 1)
     old, new = computed(pool, [1, 2, 3]), computed(pool, [4, 5, 6])
     first, second = list(old.blocks), list(new.blocks)
-    pool.release(old)
-    pool.release(new)
-    assert pool.take(6) == [*reversed(first), *reversed(second)]
-    assert not pool.found and not pool.hash_of
+    pool.free(old)
+    pool.free(new)
+    assert pool.allocate(6) == [*reversed(first), *reversed(second)]
+    assert not pool.cached_blocks and not pool.block_hashes
 
 
 def test_using_a_cached_block_makes_it_recent() -> None:
     pool = BlockPool(4, 1)
     old, new = computed(pool, [1, 2]), computed(pool, [3, 4])
     first, second = list(old.blocks), list(new.blocks)
-    pool.release(old)
-    pool.release(new)
+    pool.free(old)
+    pool.free(new)
     user = sequence([1, 9])
-    user.blocks = pool.match(user)
+    user.blocks = pool.find_cached_prefix(user)
     assert user.blocks == first[:1]
-    pool.hold(user.blocks)
-    pool.release(user)
-    assert pool.take(3) == [first[1], *reversed(second)]
+    pool.add_reference(user.blocks)
+    pool.free(user)
+    assert pool.allocate(3) == [first[1], *reversed(second)]
 
 
 def test_blocks_without_content_to_find_go_before_all_others() -> None:
     pool = BlockPool(4, 2)
     cached, nothing = computed(pool, [1, 2]), computed(pool, [3])
     plain = list(nothing.blocks)
-    pool.take(2)
-    pool.release(cached)
-    pool.release(nothing)
-    assert pool.take(1) == plain
+    pool.allocate(2)
+    pool.free(cached)
+    pool.free(nothing)
+    assert pool.allocate(1) == plain
 
 
 def test_a_branch_shares_full_blocks_and_copies_the_one_that_is_cut() -> None:
@@ -119,7 +119,7 @@ def test_a_branch_shares_full_blocks_and_copies_the_one_that_is_cut() -> None:
     blocks, copies = pool.fork(parent, 9)
     assert blocks[:2] == parent.blocks[:2] and blocks[2] not in parent.blocks
     assert copies == [(parent.blocks[2], blocks[2])]
-    assert [pool.counts[block] for block in parent.blocks] == [2, 2, 1]
+    assert [pool.ref_counts[block] for block in parent.blocks] == [2, 2, 1]
     assert pool.fork(parent, 8) == (parent.blocks[:2], [])
 
 
@@ -128,29 +128,29 @@ def test_a_shared_block_is_free_when_the_last_holder_lets_go() -> None:
     parent = computed(pool, list(range(8)))
     child = sequence(list(range(8)))
     child.blocks, _ = pool.fork(parent, 8)
-    child.computed = 8
-    pool.release(parent)
-    assert pool.used == 2
+    child.num_computed_tokens = 8
+    pool.free(parent)
+    assert pool.num_used_blocks == 2
     pool.check([child])
-    pool.release(child)
-    assert pool.used == 0
+    pool.free(child)
+    assert pool.num_used_blocks == 0
     pool.check([])
 
 
 def test_what_cannot_be_trusted_is_not_found() -> None:
     pool = BlockPool(8, 2)
     bad = computed(pool, [1, 2, 3, 4, 5])
-    pool.discard(bad)
-    assert pool.match(sequence([1, 2, 3])) == []
-    pool.release(bad)
-    assert pool.match(sequence([1, 2, 3])) == []
+    pool.uncache(bad)
+    assert pool.find_cached_prefix(sequence([1, 2, 3])) == []
+    pool.free(bad)
+    assert pool.find_cached_prefix(sequence([1, 2, 3])) == []
     pool.check([])
 
 
 def test_without_a_prefix_cache_nothing_is_found() -> None:
     pool = BlockPool(8, 2, prefix_cache=False)
     computed(pool, [1, 2, 3, 4])
-    assert pool.match(sequence([1, 2, 3])) == []
+    assert pool.find_cached_prefix(sequence([1, 2, 3])) == []
 
 
 def two_running() -> tuple[BlockPool, Sequence, Sequence]:
@@ -165,39 +165,39 @@ def test_the_check_names_what_is_wrong() -> None:
         pool.check([a])
 
     pool, a, b = two_running()
-    pool.counts[a.blocks[0]] = 2
-    with pytest.raises(IntegrityError, match=f"block {a.blocks[0]} is held by 1 sequences and counted 2 times"):
+    pool.ref_counts[a.blocks[0]] = 2
+    with pytest.raises(IntegrityError, match=f"block {a.blocks[0]} is held by 1 sequences and has 2 references"):
         pool.check([a, b])
 
     pool, a, b = two_running()
-    pool.free[a.blocks[1]] = None
+    pool.free_blocks[a.blocks[1]] = None
     with pytest.raises(IntegrityError, match=rf"blocks \[{a.blocks[1]}\] are both"):
         pool.check([a, b])
 
     pool, a, b = two_running()
     b.blocks[1] = a.blocks[1]
-    pool.hold([a.blocks[1]])
+    pool.add_reference([a.blocks[1]])
     with pytest.raises(IntegrityError, match=f"shares block {a.blocks[1]}, which is not full"):
         pool.check([a, b])
 
     pool, a, b = two_running()
     a.blocks[0], b.blocks[0] = b.blocks[0], a.blocks[0]
-    with pytest.raises(IntegrityError, match="is found by the hash of other tokens"):
+    with pytest.raises(IntegrityError, match="is cached under the hash of other tokens"):
         pool.check([a, b])
 
     pool, a, b = two_running()
-    del pool.found[pool.hash_of[a.blocks[0]]]
-    with pytest.raises(IntegrityError, match=f"block {a.blocks[0]} of .* is not found by its hash"):
+    del pool.cached_blocks[pool.block_hashes[a.blocks[0]]]
+    with pytest.raises(IntegrityError, match=f"block {a.blocks[0]} of .* is not cached under its hash"):
         pool.check([a, b])
 
     pool, a, b = two_running()
-    a.computed = 5
+    a.num_computed_tokens = 5
     with pytest.raises(IntegrityError, match="has 2 blocks for 5 tokens"):
         pool.check([a, b])
 
 
 def test_a_block_that_is_found_by_another_blocks_hash_is_never_used() -> None:
     pool, a, b = two_running()
-    pool.found[pool.hash_of[a.blocks[0]]] = b.blocks[0]
-    with pytest.raises(IntegrityError, match=f"block {b.blocks[0]} is found by another hash"):
-        pool.match(sequence([1, 2, 3]))
+    pool.cached_blocks[pool.block_hashes[a.blocks[0]]] = b.blocks[0]
+    with pytest.raises(IntegrityError, match=f"block {b.blocks[0]} is cached under another hash"):
+        pool.find_cached_prefix(sequence([1, 2, 3]))

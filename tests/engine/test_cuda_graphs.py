@@ -95,12 +95,12 @@ def test_frames_of_steps_with_prompts_are_few_and_hold_them(max_seqs: int, prete
             continue
         assert first == (bucket if bucket in before else None)
         found.add(bucket)
-        places, room = bucket.seqs - bucket.decoding, bucket.tokens - bucket.decoding
-        assert singles <= bucket.decoding <= max_seqs
-        assert bucket.decoding <= max(4 * singles, 8, room // 16)
-        assert len(longer) <= places <= max(4 * len(longer), 8 * room // bucket.longest)
+        places, room = bucket.seqs - bucket.num_decodes, bucket.tokens - bucket.num_decodes
+        assert singles <= bucket.num_decodes <= max_seqs
+        assert bucket.num_decodes <= max(4 * singles, 8, room // 16)
+        assert len(longer) <= places <= max(4 * len(longer), 8 * room // bucket.max_query_len)
         assert sum(longer) <= room <= max(1.5 * sum(longer) + 1, 64, 3 * places)
-        assert max(longer) <= bucket.longest <= max(256, 2 * max(longer))
+        assert max(longer) <= bucket.max_query_len <= max(256, 2 * max(longer))
         assert bucket.rows == bucket.seqs < bucket.tokens  # or every token would be taken to ask for logits
         assert bucket._replace(width=8).size <= len(graphs.buffer)
     assert 5 < len(found) <= graphs_module.MAX_MIXED_BUCKETS
@@ -138,12 +138,12 @@ def test_recorded_are_steps_that_take_the_host_longer_than_the_device() -> None:
 
     def most(name: str, **engine: Any) -> int:
         spec = EngineSpec(**{"max_batch_tokens": 8192, **engine})
-        return max(prefill_buckets(ModelSpec.from_preset(name), spec).rooms, default=0)
+        return max(prefill_buckets(ModelSpec.from_preset(name), spec).token_sizes, default=0)
 
     assert [most(name) for name in ("qwen3-0.6b", "llama3-1b", "llama3-8b", "llama3-70b")] == [8192, 3072, 768, 192]
     assert [most("tiny", max_batch_tokens=tokens) for tokens in (7, 64, 65, 1000)] == [64, 64, 96, 1024]
     assert most("tiny", graph_prompts=False) == 0
-    assert prefill_buckets(ModelSpec.from_preset("llama3-8b"), EngineSpec(max_batch_tokens=64)).most == 916
+    assert prefill_buckets(ModelSpec.from_preset("llama3-8b"), EngineSpec(max_batch_tokens=64)).max_tokens == 916
 
 
 def test_a_buffer_holds_the_largest_of_both_kinds() -> None:
@@ -166,7 +166,7 @@ def test_a_step_runs_once_and_is_replayed_then(pretended: Pretended) -> None:
     for sampling_metadata in (SamplingMetadata(), SamplingMetadata(), SamplingMetadata(logprobs=True)):
         graphs.run(*packer.dummy_decode(graphs.padded(3)), sampling_metadata)
     assert (ran, pretended.replays) == ([4, 4, 4, 4], 1)  # twice each: as it is, and recorded
-    graphs.forget()
+    graphs.reset()
     graphs.run(*packer.dummy_decode(graphs.padded(3)), SamplingMetadata())
     assert len(ran) == 6
 

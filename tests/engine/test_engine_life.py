@@ -152,7 +152,7 @@ def test_the_likeliest_of_best_of_are_given() -> None:
     params = SamplingParams(max_tokens=5, seed=3, n=2, best_of=6)
     request = Request([1, 2], params)
     result = result_of(Engine(FakeDevice(SPEC, VOCAB)), request)
-    scores = sorted((-sum(each.answer) / 10 for each in request.sequences), reverse=True)
+    scores = sorted((-sum(each.output_token_ids) / 10 for each in request.sequences), reverse=True)
     given = [answer.cumulative_logprob for answer in result.answers]
     assert given == pytest.approx(scores[:2]) and len(request.sequences) == 6
 
@@ -172,7 +172,7 @@ def test_cancelling_frees_everything_at_any_time() -> None:
         results = {piece.request.id: piece.result for piece in pieces if piece.result}
         assert [answer.finish_reason for answer in results[long.id].answers] == ["cancelled"] * 3
         assert results[other.id].token_ids == alone([2], 2, 16, VOCAB)
-        assert engine.scheduler.pool.used == 0
+        assert engine.scheduler.pool.num_used_blocks == 0
     assert not engine.cancel(12345)
 
 
@@ -236,7 +236,7 @@ def test_who_found_what_another_had_spoilt_computes_it_anew(steps: int, synchron
     assert [answer.token_ids for answer in results[good.id].answers] == [
         alone([*shared, 2, 3], seed, 9, VOCAB) for seed in seeds
     ]
-    assert good.sequences[0].alone == (steps < 3 or not synchronous)  # else it came too late to find them
+    assert good.sequences[0].skip_prefix_cache == (steps < 3 or not synchronous)  # else it came too late to find them
     engine.scheduler.pool.check([])
 
 
@@ -244,7 +244,7 @@ def test_the_books_are_checked_whenever_the_engine_is_idle() -> None:
     engine = Engine(FakeDevice(SPEC, VOCAB))
     engine.add(Request([1, 2], SamplingParams(max_tokens=3)))
     engine.step()
-    engine.scheduler.pool.take(1)  # nobody will ever give it back
+    engine.scheduler.pool.allocate(1)  # nobody will ever give it back
     with pytest.raises(IntegrityError, match="neither free nor held"):
         engine.run()
 
@@ -446,11 +446,14 @@ def test_a_consumer_that_leaves_takes_its_request_back(how: str) -> None:
             await asyncio.gather(task, return_exceptions=True)
             other = [piece async for piece in serving.stream(request(2, 3))]
             assert other[-1].result is not None
-            assert left.sequences[0].done is not None and left.sequences[0].done.finish_reason == "cancelled"
-            assert len(left.sequences[0].answer) < 50
+            assert (
+                left.sequences[0].final_answer is not None
+                and left.sequences[0].final_answer.finish_reason == "cancelled"
+            )
+            assert len(left.sequences[0].output_token_ids) < 50
 
     asyncio.run(main())
-    assert engine.scheduler.pool.used == 0
+    assert engine.scheduler.pool.num_used_blocks == 0
 
 
 class Slow(FakeDevice):
@@ -516,11 +519,11 @@ def test_one_alone_steps_an_engine() -> None:
     assert result.token_ids == alone([1, 2, 3], 3, 20, VOCAB)
     stream = offline.stream([1, 2, 3], wishes)
     next(stream)
-    with pytest.raises(LMWorksError, match="at work for somebody else: wait"):
+    with pytest.raises(LMWorksError, match="the engine is in use: wait"):
         AsyncEngine(engine)
     stream.close()
     AsyncEngine(engine).close()
-    assert engine.scheduler.pool.used == 0
+    assert engine.scheduler.pool.num_used_blocks == 0
 
 
 def test_a_request_that_cannot_be_served_raises_for_its_consumer_alone() -> None:

@@ -75,7 +75,7 @@ class Guesser:
 
     def propose(self, sequences: list[Sequence]) -> None:
         for each in sequences:
-            if each.computed == len(each.tokens) - 1 and each.known == len(each.tokens):
+            if each.num_computed_tokens == len(each.tokens) - 1 and each.num_known_tokens == len(each.tokens):
                 truth = alone(each.tokens, each.seed, self.draw.randrange(4), VOCAB)
                 each.draft_tokens = [t if self.draw.random() < 0.7 else self.draw.randrange(VOCAB) for t in truth]
 
@@ -122,12 +122,12 @@ def expected(request: Request, sequence: Sequence) -> list[int]:
 def verify(outcome: Outcome) -> None:
     engine, device = outcome.engine, outcome.engine.runner
     engine.scheduler.pool.check([])
-    assert engine.scheduler.pool.used == 0 and len(engine.scheduler.slots) == device.spec.max_seqs
+    assert engine.scheduler.pool.num_used_blocks == 0 and len(engine.scheduler.slots) == device.spec.max_seqs
     assert outcome.results.keys() == {request.id for request in outcome.requests}
     for request in outcome.requests:
         result = outcome.results[request.id]
         for sequence in request.sequences:
-            answer, right = sequence.done, expected(request, sequence)
+            answer, right = sequence.final_answer, expected(request, sequence)
             assert answer is not None
             if answer.finish_reason == "cancelled":
                 assert request.id in outcome.cancelled
@@ -140,7 +140,7 @@ def verify(outcome: Outcome) -> None:
             streamed = Counter[int]()
             for piece in (piece for piece in outcome.pieces if piece.request is request):
                 streamed[piece.index] += len(piece.token_ids)
-            assert all(streamed[each.index] == len(each.answer) for each in request.sequences)
+            assert all(streamed[each.index] == len(each.output_token_ids) for each in request.sequences)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -162,24 +162,24 @@ def test_the_worlds_are_eventful() -> None:
 def no_copy(pool: BlockPool, parent: Sequence, tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
     """A branch in the middle of a block writes to its parent's."""
     blocks = parent.blocks[: pool.blocks_for(tokens)]
-    pool.hold(blocks)
+    pool.add_reference(blocks)
     return blocks, []
 
 
 def free_shared(pool: BlockPool, sequence: Sequence) -> None:
     """Blocks that another sequence still holds go back to the pool."""
     for block in sequence.blocks:
-        pool.counts[block] = 0
-        pool.free[block] = None
+        pool.ref_counts[block] = 0
+        pool.free_blocks[block] = None
     sequence.blocks.clear()
-    sequence.offered = 0
+    sequence.num_cached_blocks = 0
 
 
 def offer_all(pool: BlockPool, sequence: Sequence) -> None:
     """A block can be found before it is full."""
-    for i, block in enumerate(sequence.blocks[: pool.blocks_for(sequence.computed)]):
-        if block not in pool.hash_of and (digest := pool.hashes(sequence, i + 1)[i]) not in pool.found:
-            pool.hash_of[block], pool.found[digest] = digest, block
+    for i, block in enumerate(sequence.blocks[: pool.blocks_for(sequence.num_computed_tokens)]):
+        if block not in pool.block_hashes and (digest := pool.hashes(sequence, i + 1)[i]) not in pool.cached_blocks:
+            pool.block_hashes[block], pool.cached_blocks[digest] = digest, block
 
 
 def no_preempting(scheduler: Scheduler, sequence: Sequence, tokens: int) -> bool:
@@ -195,7 +195,7 @@ def no_preempting(scheduler: Scheduler, sequence: Sequence, tokens: int) -> bool
     [
         (BlockPool, "fork", no_copy),
         (BlockPool, "release", free_shared),
-        (BlockPool, "offer", offer_all),
+        (BlockPool, "cache_full_blocks", offer_all),
         (Scheduler, "grow", no_preempting),
     ],
 )

@@ -36,8 +36,8 @@ def llama(tmp_path: Path) -> Path:
 def lead_of(llm: LLM) -> Executor:
     runner = llm.native.runner
     assert isinstance(runner, ModelRunner)
-    assert isinstance(runner.ranks, Executor)
-    return runner.ranks
+    assert isinstance(runner.tp_rank, Executor)
+    return runner.tp_rank
 
 
 class Behind:
@@ -118,7 +118,7 @@ SERVE = """
 import sys
 from lmworks import LLM, SamplingParams
 llm = LLM(sys.argv[1], tp=2, device="cpu", dtype="fp32", blocks=100)
-print(*[process.pid for process in llm.native.runner.ranks.followers], flush=True)
+print(*[process.pid for process in llm.native.runner.tp_rank.followers], flush=True)
 while True:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=50))
 """
@@ -127,13 +127,13 @@ while True:
 def test_nobody_is_left_when_rank_0_is_killed(llama: Path) -> None:
     """In the middle of its work, without a chance to say so."""
     command = [sys.executable, "-c", SERVE, str(llama)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as lead:
-        assert lead.stdout is not None
-        pids = [int(pid) for pid in lead.stdout.readline().split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as executor_of_rank_0:
+        assert executor_of_rank_0.stdout is not None
+        pids = [int(pid) for pid in executor_of_rank_0.stdout.readline().split()]
         assert len(pids) == 1
         assert alive(pids[0])
         time.sleep(0.2)
-        lead.send_signal(signal.SIGKILL)
+        executor_of_rank_0.send_signal(signal.SIGKILL)
     assert gone(pids)
 
 
@@ -151,18 +151,18 @@ def test_the_end_of_a_follower_is_an_error_here(how: str, tmp_path: Path) -> Non
         alone = greedy(llm)
     llm = LLM(tmp_path, tp=2, **SMALL)
     assert greedy(llm) == alone
-    lead = lead_of(llm)
-    (follower,) = lead.workers
+    executor_of_rank_0 = lead_of(llm)
+    (follower,) = executor_of_rank_0.workers
     if how == "raises":
-        lead.send(1, "a step")
+        executor_of_rank_0.send(1, "a step")
         says = "rank 1: AttributeError: 'str' object has no attribute"
     else:
-        assert not llm.native.runner.lost()
+        assert not llm.native.runner.failed_worker()
         follower.kill()
         says = "rank 1: it ended with exit code -9"
-        while not llm.native.runner.lost():  # known without another step
+        while not llm.native.runner.failed_worker():  # known without another step
             time.sleep(0.01)
-        assert llm.native.runner.lost() == says
+        assert llm.native.runner.failed_worker() == says
     with pytest.raises(LMWorksError, match=says):
         greedy(llm)
     with pytest.raises(LMWorksError, match="the engine has stopped after an error: rank 1"):
@@ -187,14 +187,16 @@ def test_the_cause_is_the_follower_that_ended_first() -> None:
     def follower(command: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
 
-    lead = Executor.__new__(Executor)
-    lead.ends = WorkerExits()
-    killed = WorkerReplies(2, follower("kill -9 $$"), lead.ends)
+    executor_of_rank_0 = Executor.__new__(Executor)
+    executor_of_rank_0.exits = WorkerExits()
+    killed = WorkerReplies(2, follower("kill -9 $$"), executor_of_rank_0.exits)
     assert killed.answers.get() == "it ended with exit code -9"
-    other = WorkerReplies(1, follower("""echo '{"error": "connection closed by peer", "last": true}'"""), lead.ends)
+    other = WorkerReplies(
+        1, follower("""echo '{"error": "connection closed by peer", "last": true}'"""), executor_of_rank_0.exits
+    )
     assert other.answers.get() == "connection closed by peer"
     for _ in range(2):
-        assert str(lead.cause(OSError("broken pipe"))) == "rank 2: it ended with exit code -9"
+        assert str(executor_of_rank_0.root_cause(OSError("broken pipe"))) == "rank 2: it ended with exit code -9"
 
 
 def test_what_ranks_cannot_share() -> None:

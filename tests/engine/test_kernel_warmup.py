@@ -15,7 +15,7 @@ from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.scheduler import Step
 from lmworks.engine.core.step_input import Packer
 from lmworks.engine.quantization.quantized_model import SCHEMES, apply_quantization, quantized_layers
-from lmworks.kernels.inference.paged_attention import LayerCache, Pages
+from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache
 from lmworks.loading import serve
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec
@@ -28,7 +28,7 @@ SPEC = EngineSpec(device="cpu", max_seqs=20, max_batch_tokens=64, context=64, sp
 def test_every_size_is_taken_once_and_the_largest_step(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts fill a step, and decoding steps have the sizes of graphs: what is left out is compiled too late."""
     sizes, launched = [], []
-    work, launch = ModelRunner.work, ModelRunner.launch
+    work, launch = ModelRunner.forward_and_sample, ModelRunner.launch
 
     def noted_work(self: ModelRunner, batch: object, sampling_metadata: object) -> object:
         sizes.append(len(batch.rows))  # type: ignore[attr-defined]
@@ -38,7 +38,7 @@ def test_every_size_is_taken_once_and_the_largest_step(preset: str, monkeypatch:
         launched.append((len(step.chunks), step.tokens, self.model.spec.layers))
         return launch(self, step)
 
-    monkeypatch.setattr(ModelRunner, "work", noted_work)
+    monkeypatch.setattr(ModelRunner, "forward_and_sample", noted_work)
     monkeypatch.setattr(ModelRunner, "launch", noted_launch)
     monkeypatch.setattr(kernel_warmup, "is_worthwhile", lambda *_: True)
     with kernel_warmup.warm_up_kernels(MetaModel(ModelSpec.from_preset(preset)), SPEC, CPU):
@@ -72,7 +72,7 @@ def test_one_who_asks_and_all_who_are_answered_attend_by_kernels_that_were_rehea
     def kernel(seqs: int, longest: int, blocks: int) -> tuple[object, ...]:
         """What a launch is compiled for."""
         tables, numbers = torch.empty(seqs, packer.width(blocks)), torch.empty(seqs)
-        found = module.choose(q, cache, Pages(tables, numbers, numbers, longest), invariant=False)
+        found = module.choose(q, cache, AttentionMetadata(tables, numbers, numbers, longest), invariant=False)
         return found.rows, found.tile, found.warps, found.stages, found.splits > 1
 
     rehearsed = {kernel(1, count, 1) for count in kernel_warmup.prompt_lengths(spec)}

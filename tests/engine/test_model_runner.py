@@ -125,14 +125,16 @@ def test_tokens_that_the_host_does_not_know_yet() -> None:
         sequence_of(runner, prompt, slot, list(range(20 * slot, 20 * slot + 20)))
         for slot, prompt in ((3, prompts[0]), (1, prompts[1]))
     ]
-    launched = [runner.launch(Step([Chunk(each, 0, each.prompt, 1) for each in sequences]))]
+    launched = [runner.launch(Step([Chunk(each, 0, each.num_prompt_tokens, 1) for each in sequences]))]
     for _ in range(10):
         for each in sequences:
             each.tokens.append(PLACEHOLDER_TOKEN)
         sequences.reverse()
         launched.append(runner.launch(Step([Chunk(each, len(each.tokens) - 1, 1, 1) for each in sequences])))
     for each in sequences:
-        expected = generate(model, torch.tensor([each.tokens[: each.prompt]]), 11)[0, each.prompt :].tolist()
+        expected = generate(model, torch.tensor([each.tokens[: each.num_prompt_tokens]]), 11)[
+            0, each.num_prompt_tokens :
+        ].tolist()
         rows = [next(i for i, chunk in enumerate(one.chunks) if chunk.sequence is each) for one in launched]
         assert [one.read()[row].tokens[0] for one, row in zip(launched, rows, strict=True)] == expected
 
@@ -141,7 +143,7 @@ class Unrecorded(CUDAGraphs[Any]):
     """What surrounds a CUDA graph, without one: padding, and one buffer that all steps are written to."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.work, self.sizes, self.mixed_buckets = runner.work, [1, 3, 8], set()
+        self.work, self.sizes, self.mixed_buckets = runner.forward_and_sample, [1, 3, 8], set()
         self.prompts = prefill_buckets(runner.model.spec, runner.spec)
         self.buffer = torch.full((8192,), -7, dtype=torch.int64)
         self.kinds: list[str] = []
@@ -371,14 +373,20 @@ def test_a_padded_step_adds_places_that_nobody_took() -> None:
     buffer, layout = packer.pack(step, decode_bucket(8))
     batch = unpack(buffer, layout)
     assert batch.tokens.tolist() == [1000, 1001, 1002, 0, 0, 0, 0, 0]
-    assert batch.slots[:3].tolist() == [1 * 16 + 4, 6 * 16 + 4, 11 * 16 + 4] and set(batch.slots[3:].tolist()) == {-1}
+    assert batch.slot_mapping[:3].tolist() == [1 * 16 + 4, 6 * 16 + 4, 11 * 16 + 4] and set(
+        batch.slot_mapping[3:].tolist()
+    ) == {-1}
     assert batch.rows.tolist() == [0, 1, 2, 8, 8, 8, 8, 8]
-    (pages,) = batch.pages
-    assert pages.lengths.tolist() == [21, 21, 21, 0, 0, 0, 0, 0] and pages.starts.tolist() == list(range(9))
-    assert batch.at is None
+    (metadata,) = batch.attention_metadata
+    assert metadata.seq_lens.tolist() == [21, 21, 21, 0, 0, 0, 0, 0] and metadata.query_start_loc.tolist() == list(
+        range(9)
+    )
+    assert batch.logits_indices is None
     dummy_decode = unpack(*packer.dummy_decode(decode_bucket(4)))
-    assert dummy_decode.slots.tolist() == [-1] * 4 and dummy_decode.rows.tolist() == [8] * 4
-    assert dummy_decode.pages[0].lengths.tolist() == [0] * 4 and dummy_decode.pages[0].starts.tolist() == list(range(5))
+    assert dummy_decode.slot_mapping.tolist() == [-1] * 4 and dummy_decode.rows.tolist() == [8] * 4
+    assert dummy_decode.attention_metadata[0].seq_lens.tolist() == [0] * 4 and dummy_decode.attention_metadata[
+        0
+    ].query_start_loc.tolist() == list(range(5))
 
 
 def test_a_frame_for_prompts_beside_answers() -> None:
@@ -389,11 +397,11 @@ def test_a_frame_for_prompts_beside_answers() -> None:
     batch = unpack(*packer.pack(Step(singles + prompts), mixed_bucket(4, 4, 12, 8)))
     assert batch.tokens.tolist() == [1000, 1001, 1002, 0, *[1] * 8, *[0] * 4]
     assert batch.positions.tolist() == [20, 20, 20, 0, 5, 6, 7, 8, 5, 6, 7, 8, 0, 0, 0, 0]
-    assert batch.at is not None and batch.at[:4].tolist() == [0, 1, 2, 11]
-    assert batch.rows.tolist() == [0, 1, 2, 4, 8, 8, 8, 8] and (batch.slots < 0).tolist() == [
+    assert batch.logits_indices is not None and batch.logits_indices[:4].tolist() == [0, 1, 2, 11]
+    assert batch.rows.tolist() == [0, 1, 2, 4, 8, 8, 8, 8] and (batch.slot_mapping < 0).tolist() == [
         *[False] * 3, True, *[False] * 8, *[True] * 4
     ]  # fmt: skip
-    few, many = batch.pages
-    assert (few.starts.tolist(), few.lengths.tolist()) == ([0, 1, 2, 3, 4], [21, 21, 21, 0])
-    assert (many.starts.tolist(), many.lengths.tolist()) == ([0, 4, 8, 8, 8], [9, 9, 0, 0])
-    assert many.longest_query == 8 and many.tables[0, :2].tolist() == [15, 16]
+    decode, prefill = batch.attention_metadata
+    assert (decode.query_start_loc.tolist(), decode.seq_lens.tolist()) == ([0, 1, 2, 3, 4], [21, 21, 21, 0])
+    assert (prefill.query_start_loc.tolist(), prefill.seq_lens.tolist()) == ([0, 4, 8, 8, 8], [9, 9, 0, 0])
+    assert prefill.max_query_len == 8 and prefill.block_tables[0, :2].tolist() == [15, 16]

@@ -28,9 +28,9 @@ VOCAB = 50
 PROMPT = [3, 4, 4, 7]
 
 
-def sequence(seed: int = 1, prompt: list[int] = PROMPT, answer: list[int] | None = None, **wishes: Any) -> Sequence:
-    ends = wishes.pop("ends", ())
-    request = Request(prompt, SamplingParams(max_tokens=1000, **wishes), ends=ends)
+def sequence(seed: int = 1, prompt: list[int] = PROMPT, answer: list[int] | None = None, **params: Any) -> Sequence:
+    ends = params.pop("ends", ())
+    request = Request(prompt, SamplingParams(max_tokens=1000, **params), end_token_ids=ends)
     return Sequence(request, 0, seed, prompt + (answer or []), len(prompt))
 
 
@@ -86,30 +86,30 @@ CUTS: list[dict[str, Any]] = [
 ]
 
 
-def theirs(logits: Tensor, tokens: list[int], wishes: dict[str, Any]) -> Tensor:
+def theirs(logits: Tensor, tokens: list[int], params: dict[str, Any]) -> Tensor:
     steps = LogitsProcessorList()
-    if "repetition_penalty" in wishes:
-        steps.append(RepetitionPenaltyLogitsProcessor(wishes["repetition_penalty"]))
-    steps.append(TemperatureLogitsWarper(wishes.get("temperature", 1.0)))
+    if "repetition_penalty" in params:
+        steps.append(RepetitionPenaltyLogitsProcessor(params["repetition_penalty"]))
+    steps.append(TemperatureLogitsWarper(params.get("temperature", 1.0)))
     for key, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
-        if key in wishes:
-            steps.append(warper(wishes[key]))
+        if key in params:
+            steps.append(warper(params[key]))
     return steps(torch.tensor([tokens]), logits).softmax(dim=1)
 
 
-@pytest.mark.parametrize("wishes", CUTS, ids=str)
-def test_probabilities_are_those_of_transformers(wishes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("params", CUTS, ids=str)
+def test_probabilities_are_those_of_transformers(params: dict[str, Any]) -> None:
     for trial in range(20):
         logits = some_logits(seed=trial)
-        sampler = sampler_of(sequence(answer=[9, 9], **wishes))
+        sampler = sampler_of(sequence(answer=[9, 9], **params))
         ours = sampler.distribution(logits, torch.tensor([0]), torch.tensor([0]))
-        expected = theirs(logits.clone(), [*PROMPT, 9, 9], wishes)
+        expected = theirs(logits.clone(), [*PROMPT, 9, 9], params)
         assert torch.equal(ours > 0, expected > 0)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_rows_of_a_batch_do_not_touch_each_other() -> None:
-    everyone = [sequence(seed, answer=[9], **wishes) for seed, wishes in enumerate(CUTS)]
+    everyone = [sequence(seed, answer=[9], **params) for seed, params in enumerate(CUTS)]
     together, logits = sampler_of(*everyone), some_logits(len(CUTS))
     slots, places = torch.arange(len(CUTS)), torch.arange(len(CUTS)) * 3
     probabilities = together.distribution(logits, slots, places)
@@ -124,10 +124,10 @@ def test_rows_of_a_batch_do_not_touch_each_other() -> None:
 # --- samples follow the distribution ---
 
 
-@pytest.mark.parametrize("wishes", [{}, {"temperature": 0.5}, {"temperature": 2.0, "top_p": 0.9, "top_k": 30}], ids=str)
-def test_samples_follow_the_distribution(wishes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"temperature": 2.0, "top_p": 0.9, "top_k": 30}], ids=str)
+def test_samples_follow_the_distribution(params: dict[str, Any]) -> None:
     logits, count = some_logits(scale=1), 20_000
-    sampler = sampler_of(sequence(seed=5, **wishes))
+    sampler = sampler_of(sequence(seed=5, **params))
     probabilities = sampler.distribution(logits, torch.tensor([0]), torch.tensor([0]))[0]
     tokens = draws(sampler, logits, count)
     assert fit(tokens, probabilities) > 1e-3
@@ -175,8 +175,8 @@ def test_a_huge_temperature_is_uniform() -> None:
 def test_ids_beyond_the_valid_are_never_picked() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 40:] = 50.0
-    for wishes in ({}, {"temperature": 0}, {"top_k": 3}, {"logit_bias": {1: 1.0}}):
-        sampler = sampler_of(sequence(**wishes), valid=40)
+    for params in ({}, {"temperature": 0}, {"top_k": 3}, {"logit_bias": {1: 1.0}}):
+        sampler = sampler_of(sequence(**params), valid=40)
         assert draws(sampler, logits, 200).max() < 40
         probabilities = sampler.distribution(logits, torch.tensor([0]), torch.tensor([0]))
         assert probabilities.shape == (1, VOCAB) and probabilities[0, 40:].sum() == 0
@@ -184,16 +184,16 @@ def test_ids_beyond_the_valid_are_never_picked() -> None:
     assert listed.top_ids is not None and listed.top_ids.max() < 40
 
 
-@pytest.mark.parametrize("wishes", [{}, {"temperature": 0}, {"top_p": 0.5, "repetition_penalty": 1.1, "logprobs": 2}])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"top_p": 0.5, "repetition_penalty": 1.1, "logprobs": 2}])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_bad_row_is_flagged_and_the_others_go_on(wishes: dict[str, Any], value: float) -> None:
+def test_a_bad_row_is_flagged_and_the_others_go_on(params: dict[str, Any], value: float) -> None:
     logits = some_logits(3)
     logits[1, 7] = value
-    sampler = sampler_of(*(sequence(i, **wishes) for i in range(3)))
+    sampler = sampler_of(*(sequence(i, **params) for i in range(3)))
     slots, places = torch.arange(3), torch.zeros(3, dtype=torch.int64)
     sampled = sampler(logits, slots, places)
     assert sampled.bad.tolist() == [False, True, False] and sampled.tokens[1] == 0
-    alone = sampler_of(sequence(2, **wishes))(logits[2:], torch.tensor([0]), torch.tensor([0]))
+    alone = sampler_of(sequence(2, **params))(logits[2:], torch.tensor([0]), torch.tensor([0]))
     assert alone.tokens[0] == sampled.tokens[2]
 
 
@@ -278,8 +278,8 @@ def test_a_mask_allows_only_its_bits() -> None:
 
 def test_logprobs_are_the_models_own() -> None:
     logits = some_logits(2, seed=8)
-    wishes = {"temperature": 0.3, "top_k": 2, "repetition_penalty": 3.0, "logit_bias": {1: 5.0}}
-    sampler = sampler_of(sequence(logprobs=3, **wishes), sequence(logprobs=0, temperature=0))
+    params = {"temperature": 0.3, "top_k": 2, "repetition_penalty": 3.0, "logit_bias": {1: 5.0}}
+    sampler = sampler_of(sequence(logprobs=3, **params), sequence(logprobs=0, temperature=0))
     sampled = sampler(logits, torch.arange(2), torch.zeros(2, dtype=torch.int64))
     expected = logits.log_softmax(dim=1)
     assert sampled.logprob is not None and sampled.top_ids is not None and sampled.top_logprobs is not None
@@ -296,7 +296,7 @@ def test_only_what_is_wanted_is_computed() -> None:
     assert sampler.sampling_metadata([0, 1]).plain and not sampler.sampling_metadata([2]).plain
     assert sampler.sampling_metadata([1, 2]) == SamplingMetadata(noise=True, truncated=True, penalties=True)
     assert one(sampler, some_logits()).logprob is None
-    assert sampler_of(sequence()).answered is None
+    assert sampler_of(sequence()).output_counts is None
     # A padded row names the spare slot, and asks for nothing.
     sampler(some_logits(), torch.tensor([4]), torch.tensor([0]), None, sampler.sampling_metadata([4]))
 

@@ -34,11 +34,11 @@ def read(scheduler: Scheduler, step: Step) -> None:
     """The tokens of a step become known; sequences that are complete end."""
     for chunk in step.chunks:
         sequence = chunk.sequence
-        if chunk.wanted and sequence.state is not SequenceStatus.FINISHED:
-            picked = [*sequence.draft_tokens[: chunk.wanted - 1], next(fresh)]
-            sequence.tokens[chunk.place :] = picked
-            sequence.known = len(sequence.tokens)
-            if sequence.known == sequence.limit:
+        if chunk.num_logits and sequence.state is not SequenceStatus.FINISHED:
+            picked = [*sequence.draft_tokens[: chunk.num_logits - 1], next(fresh)]
+            sequence.tokens[chunk.output_index :] = picked
+            sequence.num_known_tokens = len(sequence.tokens)
+            if sequence.num_known_tokens == sequence.limit:
                 scheduler.finish(sequence)
 
 
@@ -52,7 +52,7 @@ def run(scheduler: Scheduler) -> Step:
 
 def shape(step: Step, *requests: Request) -> list[tuple[int, int, int, int]]:
     """Which request's chunk computes what: (request, start, count, wanted)."""
-    return [(requests.index(c.sequence.request), c.start, c.count, c.wanted) for c in step.chunks]
+    return [(requests.index(c.sequence.request), c.start, c.count, c.num_logits) for c in step.chunks]
 
 
 def until(scheduler: Scheduler, ready: Callable[[], bool], most: int = 2000) -> int:
@@ -92,14 +92,14 @@ def test_tokens_that_are_on_their_way_are_unknown_and_nothing_is_computed_past_t
     request = add(scheduler, 4, answer=2)
     [sequence] = request.sequences
     first = scheduler.schedule()
-    assert sequence.tokens[4:] == [PLACEHOLDER_TOKEN] and sequence.computed == 4
+    assert sequence.tokens[4:] == [PLACEHOLDER_TOKEN] and sequence.num_computed_tokens == 4
     second = scheduler.schedule()
     assert shape(second, request) == [(0, 4, 1, 1)]
     assert sequence.tokens[4:] == [PLACEHOLDER_TOKEN] * 2
     assert scheduler.schedule().chunks == []
-    sequence.tokens[4], sequence.known = 77, 5
+    sequence.tokens[4], sequence.num_known_tokens = 77, 5
     assert scheduler.schedule().chunks == []
-    assert [step.chunks[0].place for step in (first, second)] == [4, 5]
+    assert [step.chunks[0].output_index for step in (first, second)] == [4, 5]
 
 
 def test_the_smaller_priority_is_let_in_first_equals_by_arrival() -> None:
@@ -120,9 +120,9 @@ def test_out_of_blocks_the_latest_gives_up_its_own_and_goes_on_later() -> None:
     step = run(scheduler)
     # Computed again from the beginning, its answer so far included.
     [chunk] = step.chunks
-    assert chunk.sequence is waiting and (chunk.start, chunk.wanted) == (0, 1) and chunk.count > 8
+    assert chunk.sequence is waiting and (chunk.start, chunk.num_logits) == (0, 1) and chunk.count > 8
     until(scheduler, lambda: done(second))
-    assert scheduler.pool.used == 0
+    assert scheduler.pool.num_used_blocks == 0
 
 
 def test_the_less_urgent_gives_way_even_if_it_came_first() -> None:
@@ -233,7 +233,7 @@ def test_answers_share_their_prompt_and_the_cut_block_is_copied() -> None:
     run(scheduler)
     step = run(scheduler)
     lead, *others = request.sequences
-    assert [(c.sequence.index, c.start, c.count, c.wanted) for c in step.chunks] == [
+    assert [(c.sequence.index, c.start, c.count, c.num_logits) for c in step.chunks] == [
         (0, 10, 1, 1),
         (1, 9, 1, 1),
         (2, 9, 1, 1),
@@ -268,7 +268,7 @@ def test_guesses_take_what_the_step_has_room_for() -> None:
     step = scheduler.schedule()
     assert shape(step, request) == [(0, 4, 4, 4)] and sequence.draft_tokens == [1, 2, 3]  # the budget
     read(scheduler, step)
-    sequence.computed = 8
+    sequence.num_computed_tokens = 8
     sequence.draft_tokens = [1, 2, 3]
     step = scheduler.schedule()
     assert shape(step, request) == [(0, 8, 3, 3)]  # of 12 tokens 9 are there: two guesses and one more token
@@ -312,5 +312,5 @@ def test_whatever_ends_leaves_nothing_behind() -> None:
         for sequence in request.sequences:
             scheduler.finish(sequence)
             scheduler.finish(sequence)
-    assert not scheduler.running and not scheduler.waiting and scheduler.pool.used == 0
+    assert not scheduler.running and not scheduler.waiting and scheduler.pool.num_used_blocks == 0
     assert sorted(scheduler.slots) == [0, 1]

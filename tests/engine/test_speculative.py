@@ -363,7 +363,7 @@ class Watched(FakeDevice):
     ahead = 0
 
     def launch(self, step: Step) -> StepOutput:
-        assert all(work.wanted <= 1 for launched in self.queue for work in launched.works)
+        assert all(work.num_logits <= 1 for launched in self.queue for work in launched.works)
         self.ahead += bool(self.queue)
         return super().launch(step)
 
@@ -423,8 +423,8 @@ class Moody:
 
     def propose(self, running: list[Sequence]) -> None:
         for sequence in running:
-            ready = self.on and sequence.known == len(sequence.tokens) == sequence.computed + 1
-            right = self.truth[sequence.seed][sequence.known - sequence.prompt :]
+            ready = self.on and sequence.num_known_tokens == len(sequence.tokens) == sequence.num_computed_tokens + 1
+            right = self.truth[sequence.seed][sequence.num_known_tokens - sequence.num_prompt_tokens :]
             wrong = [self.draw.randrange(self.vocab) for _ in range(3)]
             sequence.draft_tokens = (right[: self.draw.randrange(4)] + wrong)[:3] if ready else []
 

@@ -42,22 +42,22 @@ def chunk_of(draw: random.Random, sequence: Sequence, kind: str) -> Chunk:
 def check(batch: Batch, step: Step, bucket: Layout) -> None:
     """Every place, those that nobody took too: one token each among sequences that decode, and none behind them."""
     singles = sum(chunk.count == 1 for chunk in step.chunks)
-    gap = max(bucket.decoding - singles, 0)
+    gap = max(bucket.num_decodes - singles, 0)
     taken: list[Chunk | None] = [*step.chunks[:singles], *[None] * gap, *step.chunks[singles:]]
     places = taken + [None] * (bucket.seqs - len(taken))
     tokens, rows, at, starts = [], [], [], [0]
     tables: list[tuple[int, list[int]]] = []
     for index, chunk in enumerate(places):
         if chunk is None:
-            tokens += [(0, 0, -1)] * (index < bucket.decoding)
+            tokens += [(0, 0, -1)] * (index < bucket.num_decodes)
             tables.append((0, []))
         else:
             sequence, end = chunk.sequence, chunk.start + chunk.count
             text = [*sequence.tokens, *sequence.draft_tokens]
             for place in range(chunk.start, end):
-                if place >= end - chunk.wanted:
+                if place >= end - chunk.num_logits:
                     at.append(len(tokens))
-                    rows.append((sequence.slot, place - sequence.prompt + 1))
+                    rows.append((sequence.slot, place - sequence.num_prompt_tokens + 1))
                 token = VOCAB + sequence.slot if text[place] == PLACEHOLDER_TOKEN else text[place]
                 block, within = sequence.blocks[place // SPEC.block], place % SPEC.block
                 tokens.append((token, place, block * SPEC.block + within))
@@ -66,15 +66,17 @@ def check(batch: Batch, step: Step, bucket: Layout) -> None:
     tokens += [(0, 0, -1)] * (bucket.tokens - len(tokens))
     rows += [(SPEC.max_seqs, 0)] * (bucket.rows - len(rows))
 
-    assert list(zip(batch.tokens.tolist(), batch.positions.tolist(), batch.slots.tolist(), strict=True)) == tokens
-    assert list(zip(batch.rows.tolist(), batch.places.tolist(), strict=True)) == rows
-    assert at == (list(range(len(at))) if batch.at is None else batch.at[: len(at)].tolist())
+    assert (
+        list(zip(batch.tokens.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist(), strict=True)) == tokens
+    )
+    assert list(zip(batch.rows.tolist(), batch.output_positions.tolist(), strict=True)) == rows
+    assert at == (list(range(len(at))) if batch.logits_indices is None else batch.logits_indices[: len(at)].tolist())
     first = 0
-    for pages in batch.pages:
-        end = first + len(pages.lengths)
-        assert pages.starts.tolist() == [start - starts[first] for start in starts[first : end + 1]]
-        assert pages.lengths.tolist() == [length for length, _ in tables[first:end]]
-        for row, (_, blocks) in zip(pages.tables.tolist(), tables[first:end], strict=True):
+    for metadata in batch.attention_metadata:
+        end = first + len(metadata.seq_lens)
+        assert metadata.query_start_loc.tolist() == [start - starts[first] for start in starts[first : end + 1]]
+        assert metadata.seq_lens.tolist() == [length for length, _ in tables[first:end]]
+        for row, (_, blocks) in zip(metadata.block_tables.tolist(), tables[first:end], strict=True):
             assert row[: len(blocks)] == blocks
         first = end
     assert first == bucket.seqs

@@ -11,7 +11,7 @@ import torch
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import Request, Sequence
-from lmworks.engine.core.sampler import wishes
+from lmworks.engine.core.sampler import metadata_of
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.step_output import PromptLogprobsQuery, prompt_logprobs
 from lmworks.model import GPT
@@ -43,9 +43,9 @@ def test_ids_that_no_token_has_are_never_listed() -> None:
 
 
 def test_log_probabilities_are_computed_where_someone_uses_them() -> None:
-    assert not wishes(SamplingParams(n=2, best_of=2), ()).logprobs  # all that are made are given
-    assert wishes(SamplingParams(n=1, best_of=2), ()).logprobs
-    assert wishes(SamplingParams(logprobs=0), ()).logprobs
+    assert not metadata_of(SamplingParams(n=2, best_of=2), ()).logprobs  # all that are made are given
+    assert metadata_of(SamplingParams(n=1, best_of=2), ()).logprobs
+    assert metadata_of(SamplingParams(logprobs=0), ()).logprobs
 
 
 def test_prompts_are_scored_row_by_row_where_batches_must_not_matter() -> None:

@@ -308,10 +308,10 @@ def adapter_for(spec: ModelSpec, seed: int) -> Made:
 def test_who_holds_an_adapter_that_another_cannot_hold_lets_it_go() -> None:
     class Heard(Executor):
         def __init__(self, answers: list[str | None]) -> None:
-            self.tp, self.sent, self.words = 1 + len(answers), [], {}
+            self.tp, self.sent, self.replies = 1 + len(answers), [], {}
             for rank, answer in enumerate(answers, start=1):
-                self.words[rank] = mock.Mock(answers=SimpleQueue())
-                self.words[rank].answers.put(answer)
+                self.replies[rank] = mock.Mock(answers=SimpleQueue())
+                self.replies[rank].answers.put(answer)
 
         def send(self, rank: int, message: Any) -> None:
             self.sent.append((rank, type(message).__name__))

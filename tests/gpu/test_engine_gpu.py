@@ -68,7 +68,7 @@ def test_long_prompts_in_graphs() -> None:
     assert runner.graphs is not None
     for _ in range(3):
         assert [each.token_ids for each in answered(runner, prompts, *params)] == expected
-    assert max(layout.longest for layout, _ in runner.graphs.captured) > 1024
+    assert max(layout.max_query_len for layout, _ in runner.graphs.captured) > 1024
     runner = cuda_runner(model, **spec)
     assert runner.graphs is not None
     work, known = runner.graphs.work, len(runner.graphs.captured)
@@ -82,7 +82,7 @@ def test_long_prompts_in_graphs() -> None:
     for _ in range(3):
         assert [each.token_ids for each in answered(runner, prompts, *params)] == expected
     assert len(runner.graphs.captured) == known
-    assert not runner.graphs.prompts.rooms
+    assert not runner.graphs.prompts.token_sizes
 
 
 @pytest.mark.parametrize("source", ["ngram", "draft"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lmworks.kernels.inference.kv_cache_write import place
-from lmworks.kernels.inference.kv_cache_write import reference as place_reference
-from lmworks.kernels.inference.paged_attention import LayerCache, Pages, paged_attention
+from lmworks.kernels.inference.kv_cache_write import reference as write_reference
+from lmworks.kernels.inference.kv_cache_write import write_kv_cache
+from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache, paged_attention
 from lmworks.kernels.swiglu import swiglu_packed
 from lmworks.kernels.training.add_norm import add_rms_norm
 from lmworks.model import rope
@@ -29,7 +29,7 @@ CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 def run(case: Case, made: Made) -> torch.Tensor:
     there = made.to("cuda")
-    return paged_attention(there.q, there.cache, there.pages, **case.options("cuda"))
+    return paged_attention(there.q, there.cache, there.metadata, **case.options("cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -82,20 +82,20 @@ def test_invariant_bits(heads: tuple[int, int]) -> None:
     head_dim, group = heads
     length = 700
     made = make(Case((length, 300), (length, 300), 2, group, head_dim, dtype=torch.bfloat16)).to("cuda")
-    whole = paged_attention(made.q, made.cache, made.pages, invariant=True)[:length]
+    whole = paged_attention(made.q, made.cache, made.metadata, invariant=True)[:length]
     cuts = [0, 1, 2, 65, 66, 200, 333, 640, 641, length]
     for begin, end in itertools.pairwise(cuts):
         lengths = torch.tensor([300, end, 0], dtype=torch.int32, device="cuda")
         starts = torch.tensor([0, 1, 1 + end - begin, 2 + end - begin], dtype=torch.int32, device="cuda")
         q = torch.cat((made.q[-1:], made.q[begin:end], made.q[:1]))
-        pages = Pages(made.pages.tables[[1, 0, 0]].contiguous(), lengths, starts, end - begin)
-        chunk = paged_attention(q, made.cache, pages, invariant=True)
+        metadata = AttentionMetadata(made.metadata.block_tables[[1, 0, 0]].contiguous(), lengths, starts, end - begin)
+        chunk = paged_attention(q, made.cache, metadata, invariant=True)
         assert torch.equal(chunk[1:-1], whole[begin:end]), f"queries {begin} to {end}"
     # Decoding: every position as a sequence of its own, in one batch.
     lengths = torch.arange(1, length + 1, dtype=torch.int32, device="cuda")
     starts = torch.arange(length + 1, dtype=torch.int32, device="cuda")
-    pages = Pages(made.pages.tables[:1].expand(length, -1), lengths, starts, 1)
-    assert torch.equal(paged_attention(made.q[:length], made.cache, pages, invariant=True), whole)
+    metadata = AttentionMetadata(made.metadata.block_tables[:1].expand(length, -1), lengths, starts, 1)
+    assert torch.equal(paged_attention(made.q[:length], made.cache, metadata, invariant=True), whole)
 
 
 def test_a_graph_holds_for_other_lengths() -> None:
@@ -103,13 +103,13 @@ def test_a_graph_holds_for_other_lengths() -> None:
     full = replace(case, lengths=(513, 64, 0, 1, 1100))
     made = make(full)
     there = made.to("cuda")
-    lengths = there.pages.lengths.clamp(max=1)
-    pages = replace(there.pages, lengths=lengths)
-    paged_attention(there.q, there.cache, pages)
+    lengths = there.metadata.seq_lens.clamp(max=1)
+    metadata = replace(there.metadata, seq_lens=lengths)
+    paged_attention(there.q, there.cache, metadata)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_attention(there.q, there.cache, pages)
-    lengths.copy_(there.pages.lengths)
+        out = paged_attention(there.q, there.cache, metadata)
+    lengths.copy_(there.metadata.seq_lens)
     seen = []
     for _ in range(20):  # programs that share a sequence finish in any order
         graph.replay()
@@ -133,7 +133,7 @@ def test_place_gives_what_its_steps_give(head_dim: int, stored: torch.dtype) -> 
     slots = torch.randperm(96, generator=rng, device="cuda")[:50]
     slots[7] = -1
     results = []
-    for function in (place, place_reference):
+    for function in (write_kv_cache, write_reference):
         pools = [torch.zeros(6, 4, 16, head_dim, device="cuda").to(stored) for _ in range(2)]
         scales = [torch.zeros(6, 4, 16, device="cuda") if stored.itemsize == 1 else None for _ in range(2)]
         cache = LayerCache(*pools, *scales)

@@ -33,7 +33,9 @@ PLAIN = WISHES[:2] + WISHES[3:4]
 
 def sequence(seed: int, wishes: dict[str, Any]) -> Sequence:
     prompt = [3, 4, 5]
-    return Sequence(Request(prompt, SamplingParams(max_tokens=99, **wishes), ends=(11,)), 0, seed, list(prompt), 3)
+    return Sequence(
+        Request(prompt, SamplingParams(max_tokens=99, **wishes), end_token_ids=(11,)), 0, seed, list(prompt), 3
+    )
 
 
 def sampler_on(device: str, wishes: list[dict[str, Any]]) -> Sampler:

@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmworks.kernels.inference.gumbel_sample import Rows
-from lmworks.kernels.inference.paged_attention import LayerCache, Pages
-from lmworks.kernels.inference.top_k_top_p import Cuts
+from lmworks.kernels.inference.gumbel_sample import RowParams
+from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache
+from lmworks.kernels.inference.top_k_top_p import TruncationParams
 
 triton = pytest.importorskip("triton")
 triton_support = pytest.importorskip("lmworks.kernels.triton_support")
@@ -82,12 +82,12 @@ def attend(held: torch.dtype, head_dim: int, seqs: int, queries: int) -> None:
     pool = torch.zeros(4, 8, 16, head_dim, dtype=held)
     scales = torch.zeros(4, 8, 16) if held.itemsize == 1 else None
     numbers = torch.zeros(seqs + 1, dtype=torch.int32)
-    pages = Pages(torch.zeros(seqs, 128, dtype=torch.int32), numbers[1:], numbers, queries)
+    metadata = AttentionMetadata(torch.zeros(seqs, 128, dtype=torch.int32), numbers[1:], numbers, queries)
     q = torch.zeros(seqs * queries, 32, head_dim, dtype=BF16)
     # The interpreter's one multiprocessor never splits: cut up as on 132.
     cache = LayerCache(pool, pool, scales, scales)
-    config = replace(module.choose(q, cache, pages, invariant=False), splits=3 if queries <= 16 else 1)
-    module.launch(q, cache, pages, config=config)
+    config = replace(module.choose(q, cache, metadata, invariant=False), splits=3 if queries <= 16 else 1)
+    module.launch(q, cache, metadata, config=config)
 
 
 def store(held: torch.dtype) -> None:
@@ -121,12 +121,12 @@ def product(kind: str, rows: int, gate: bool = False, channels: int = 4096) -> N
 
 def sample() -> None:
     logits, table, slots = torch.zeros(4, 5000, dtype=BF16), torch.zeros(9, 4), torch.zeros(4, dtype=torch.int64)
-    rows = Rows(table[:, 0], torch.zeros(9, dtype=torch.int64), slots, slots)
+    rows = RowParams(table[:, 0], torch.zeros(9, dtype=torch.int64), slots, slots)
     masks = torch.zeros(4, 157, dtype=torch.int32)
     module = importlib.import_module("lmworks.kernels.inference.gumbel_sample_triton")
     module.launch(logits, logits, rows, True, torch.zeros(4), masks)
     importlib.import_module("lmworks.kernels.inference.top_k_top_p_triton").launch(
-        logits, Cuts(*table.unbind(1), slots)
+        logits, TruncationParams(*table.unbind(1), slots)
     )
 
 

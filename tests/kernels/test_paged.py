@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lmworks.kernels.inference.kv_cache_write import place
-from lmworks.kernels.inference.paged_attention import LayerCache, Pages, paged_attention
+from lmworks.kernels.inference.kv_cache_write import write_kv_cache
+from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache, paged_attention
 from lmworks.kernels.rope import rotate
 from lmworks.kernels.swiglu import swiglu_packed
 from lmworks.kernels.training.add_norm import add_rms_norm
@@ -23,7 +23,7 @@ def test_attention_over_pages_is_sdpa(name: str) -> None:
     case = NAMED[name]
     made = make(case)
     torch.testing.assert_close(
-        paged_attention(made.q, made.cache, made.pages, **case.options()).double(),
+        paged_attention(made.q, made.cache, made.metadata, **case.options()).double(),
         expected(case, made),
         rtol=0,
         atol=2e-6,
@@ -35,7 +35,7 @@ def test_attention_over_random_pages_is_sdpa(seed: int) -> None:
     case = random_case(seed)
     made = make(case, seed)
     torch.testing.assert_close(
-        paged_attention(made.q, made.cache, made.pages, **case.options()).double(),
+        paged_attention(made.q, made.cache, made.metadata, **case.options()).double(),
         expected(case, made),
         rtol=0,
         atol=4e-6,
@@ -47,24 +47,24 @@ def test_attention_over_random_pages_is_sdpa(seed: int) -> None:
 def test_in_half_precision_only_the_result_is_rounded(name: str, dtype: torch.dtype) -> None:
     case = replace(NAMED[name], dtype=dtype)
     made = make(case)
-    found = paged_attention(made.q, made.cache, made.pages, **case.options()).double()
+    found = paged_attention(made.q, made.cache, made.metadata, **case.options()).double()
     torch.testing.assert_close(found, expected(case, made), rtol=0, atol=2.5 * torch.finfo(dtype).eps)
 
 
 def test_queries_of_no_sequence_get_zero() -> None:
     made = make(Case((20, 0, 9), (5, 1, 9)))
     q = torch.cat((made.q, torch.full((3, *made.q.shape[1:]), torch.nan)))
-    out = paged_attention(q, made.cache, made.pages)
+    out = paged_attention(q, made.cache, made.metadata)
     assert not out[5].any() and not out[-3:].any() and out[:5].abs().amin(dim=(1, 2)).all()
 
 
 def test_invariant_result_does_not_depend_on_batch_or_chunks() -> None:
     """A prompt at once, or its tokens one by one, alone: the same bits."""
     made = make(Case((83, 40), (83, 40), group=4, window=50))
-    whole = paged_attention(made.q, made.cache, made.pages, window=50, invariant=True)
+    whole = paged_attention(made.q, made.cache, made.metadata, window=50, invariant=True)
     for i in range(83):
-        pages = Pages(made.pages.tables[:1], torch.tensor([i + 1]), torch.tensor([0, 1]), 1)
-        alone = paged_attention(made.q[i : i + 1], made.cache, pages, window=50, invariant=True)
+        metadata = AttentionMetadata(made.metadata.block_tables[:1], torch.tensor([i + 1]), torch.tensor([0, 1]), 1)
+        alone = paged_attention(made.q[i : i + 1], made.cache, metadata, window=50, invariant=True)
         assert torch.equal(alone[0], whole[i])
 
 
@@ -94,7 +94,7 @@ def test_place_is_norm_then_rope_then_write(stored: torch.dtype) -> None:
     turn = rope.tables(spec, torch.tensor([0, 5, 6, 7, 100, 3, 2]))
     cache = empty_cache(6, 2, 3, 64, stored)
     slots = torch.tensor([17, 0, 4, -1, 9, 10, 11])
-    q = place(qkv, 4, 2, q_norm, k_norm, 1e-6, turn, cache, slots)
+    q = write_kv_cache(qkv, 4, 2, q_norm, k_norm, 1e-6, turn, cache, slots)
 
     want_q, want_k, want_v = qkv.view(7, 8, 64).split((4, 2, 2), dim=1)
     want_q = rotate(F.rms_norm(want_q, (64,), q_norm, 1e-6), *turn)
@@ -114,7 +114,7 @@ def test_place_is_norm_then_rope_then_write(stored: torch.dtype) -> None:
 def test_place_without_norm_and_rope_only_splits() -> None:
     qkv = torch.randn(3, 6 * 16)
     cache = empty_cache(1, 1, 8, 16, torch.float32)
-    q = place(qkv, 4, 1, None, None, 0.0, None, cache, torch.tensor([2, 5, 7]))
+    q = write_kv_cache(qkv, 4, 1, None, None, 0.0, None, cache, torch.tensor([2, 5, 7]))
     assert torch.equal(q.flatten(1), qkv[:, :64])
     assert torch.equal(cache.keys[0, 0, [2, 5, 7]], qkv[:, 64:80])
     assert torch.equal(cache.values[0, 0, [2, 5, 7]], qkv[:, 80:])
@@ -122,7 +122,7 @@ def test_place_without_norm_and_rope_only_splits() -> None:
 
 def test_a_head_of_zeros_is_held_as_zeros() -> None:
     cache = empty_cache(1, 1, 2, 16, torch.int8)
-    place(torch.zeros(1, 48), 1, 1, None, None, 0.0, None, cache, torch.tensor([1]))
+    write_kv_cache(torch.zeros(1, 48), 1, 1, None, None, 0.0, None, cache, torch.tensor([1]))
     assert not read(cache.keys, cache.key_scales, torch.tensor([1])).any()
 
 

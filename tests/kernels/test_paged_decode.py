@@ -17,13 +17,13 @@ from paged_cases import Case, Made, expected, make, random_case
 @pytest.mark.parametrize("seed", range(12))
 def test_decoding_together_is_sdpa(seed: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, in groups of like length, and one by one."""
-    monkeypatch.setattr(paged_decode, "TOGETHER", together)
-    monkeypatch.setattr(paged_decode, "rooms", paged_decode.Rooms())
+    monkeypatch.setattr(paged_decode, "GROUP_ELEMENTS", together)
+    monkeypatch.setattr(paged_decode, "gather_buffers", paged_decode.GatherBuffers())
     draw = random.Random(seed)
     lengths = tuple(draw.choice((0, 1, draw.randint(2, 40), draw.randint(40, 200))) for _ in range(6))
     case: Case = dataclasses.replace(random_case(seed), lengths=lengths, queries=(1,) * 6)
     made = make(case, seed)
-    out = paged_decode.decode(made.q, made.cache, made.pages, case.window, case.slopes())
+    out = paged_decode.paged_decode(made.q, made.cache, made.metadata, case.window, case.slopes())
     torch.testing.assert_close(out.double(), expected(case, made), rtol=0, atol=4e-6)
 
 
@@ -33,7 +33,7 @@ def test_threads_gather_in_rooms_of_their_own() -> None:
 
     def decoded(made: Made) -> torch.Tensor:
         for _ in range(20):
-            out = paged_decode.decode(made.q, made.cache, made.pages)
+            out = paged_decode.paged_decode(made.q, made.cache, made.metadata)
         return out
 
     with ThreadPoolExecutor(4) as pool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lmworks.kernels.inference.kv_cache_write import reference as place_reference
-from lmworks.kernels.inference.paged_attention import LayerCache, Pages
+from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache
 from lmworks.model import rope
 from lmworks.spec import ModelSpec
 from paged_cases import NAMED, Case, expected, make, random_case
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON
 
 def check(case: Case, seed: int, **options: object) -> None:
     made = make(case, seed)
-    out = paged_attention_triton.launch(made.q, made.cache, made.pages, **case.options(), **options)
+    out = paged_attention_triton.launch(made.q, made.cache, made.metadata, **case.options(), **options)
     torch.testing.assert_close(out.double(), expected(case, made), rtol=0, atol=4e-6)
 
 
@@ -80,9 +80,9 @@ def test_how_a_launch_is_cut_up(stored: torch.dtype, monkeypatch: pytest.MonkeyP
         pool = torch.empty(1, 8, 16, 128).to(stored)
         scales = torch.empty(1, 8, 16) if eight else None
         numbers = torch.zeros(seqs + 1, dtype=torch.int32)
-        pages = Pages(torch.zeros(seqs, keys // 16, dtype=torch.int32), numbers[1:], numbers, queries)
+        metadata = AttentionMetadata(torch.zeros(seqs, keys // 16, dtype=torch.int32), numbers[1:], numbers, queries)
         q = torch.empty(seqs * queries, heads, 128, dtype=torch.bfloat16)
-        config = paged_attention_triton.choose(q, LayerCache(pool, pool, scales, scales), pages, invariant=False)
+        config = paged_attention_triton.choose(q, LayerCache(pool, pool, scales, scales), metadata, invariant=False)
         return config.rows, config.tile, config.warps, config.stages, config.splits
 
     assert cut(16, 1) == (16, 128 if eight else 64, 4, 3, 49)
@@ -96,7 +96,7 @@ def test_queries_of_no_sequence_get_0(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make(Case((5, 9), (2, 4)))
     fresh = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: fresh(x, **options).fill_(torch.nan))
-    out = paged_attention_triton.launch(torch.cat((made.q, made.q[:2])), made.cache, made.pages)
+    out = paged_attention_triton.launch(torch.cat((made.q, made.q[:2])), made.cache, made.metadata)
     assert torch.isfinite(out).all()
     assert (out[6:] == 0).all()
 
@@ -112,17 +112,19 @@ def test_invariant_bits() -> None:
     """A prompt at once, in uneven chunks beside another, or its tokens decoded one by one: the same bits."""
     made = make(Case((100, 40), (100, 40), 1, 2))
     launch = paged_attention_triton.launch
-    whole = launch(made.q, made.cache, made.pages, invariant=True)[:100]
+    whole = launch(made.q, made.cache, made.metadata, invariant=True)[:100]
     for begin, end in itertools.pairwise([0, 1, 40, 65, 66, 100]):
         lengths = torch.tensor([40, end, 0], dtype=torch.int32)
         starts = torch.tensor([0, 1, 1 + end - begin, 2 + end - begin], dtype=torch.int32)
-        pages = Pages(made.pages.tables[[1, 0, 0]], lengths, starts, end - begin)
+        metadata = AttentionMetadata(made.metadata.block_tables[[1, 0, 0]], lengths, starts, end - begin)
         q = torch.cat((made.q[-1:], made.q[begin:end], made.q[:1]))
-        assert torch.equal(launch(q, made.cache, pages, invariant=True)[1:-1], whole[begin:end]), (begin, end)
+        assert torch.equal(launch(q, made.cache, metadata, invariant=True)[1:-1], whole[begin:end]), (begin, end)
     some = torch.tensor([0, 1, 63, 64, 65, 99])
     starts = torch.arange(len(some) + 1, dtype=torch.int32)
-    pages = Pages(made.pages.tables[:1].expand(len(some), -1), (some + 1).to(torch.int32), starts, 1)
-    assert torch.equal(launch(made.q[some], made.cache, pages, invariant=True), whole[some])
+    metadata = AttentionMetadata(
+        made.metadata.block_tables[:1].expand(len(some), -1), (some + 1).to(torch.int32), starts, 1
+    )
+    assert torch.equal(launch(made.q[some], made.cache, metadata, invariant=True), whole[some])
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.int8], ids=str)

@@ -104,13 +104,13 @@ def test_gumbel_noise_has_its_distribution_and_no_infinity() -> None:
 # --- the kernel ---
 
 
-def rows_of(count: int) -> gumbel_sample.Rows:
+def rows_of(count: int) -> gumbel_sample.RowParams:
     """Greedy, tiny, usual and large temperatures."""
     draw = torch.Generator().manual_seed(1)
     temperatures = torch.tensor([0.0, 0.5, 1.0, 1e-30, 3.0]).repeat(count)[:count]
     seeds = torch.randint(0, 2**62, (count,), generator=draw)
     slots, places = torch.randperm(count, generator=draw), torch.arange(count) * 1000
-    return gumbel_sample.Rows(*(t.to(DEVICE) for t in (temperatures, seeds, slots, places)))
+    return gumbel_sample.RowParams(*(t.to(DEVICE) for t in (temperatures, seeds, slots, places)))
 
 
 def some_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -143,11 +143,12 @@ def test_the_kernel_gives_a_row_the_same_alone_and_in_a_batch() -> None:
     logits, rows = some_logits(6, 5000), rows_of(6)
     together = gumbel_sample_triton.launch(logits, logits, rows, True)
     for i in range(6):
-        row = gumbel_sample.Rows(rows.temperatures, rows.seeds, rows.slots[i : i + 1], rows.places[i : i + 1])
-        alone = gumbel_sample_triton.launch(logits[i : i + 1], logits[i : i + 1], row, True)
-        assert torch.equal(alone.tokens, together.tokens[i : i + 1])
+        one = slice(i, i + 1)
+        row = gumbel_sample.RowParams(rows.temperatures, rows.seeds, rows.slots[one], rows.output_positions[one])
+        alone = gumbel_sample_triton.launch(logits[one], logits[one], row, True)
+        assert torch.equal(alone.tokens, together.tokens[one])
         assert alone.logprobs is not None and together.logprobs is not None
-        assert torch.equal(alone.logprobs, together.logprobs[i : i + 1])
+        assert torch.equal(alone.logprobs, together.logprobs[one])
 
 
 @runs_kernels
@@ -180,7 +181,7 @@ def test_noise_is_the_same_on_both_devices() -> None:
 # --- the search for a threshold ---
 
 
-def cuts_of(vocab: int) -> top_k_top_p.Cuts:
+def cuts_of(vocab: int) -> top_k_top_p.TruncationParams:
     """Greedy, top-k, top-p, min-p, none, and all at once; more than the vocabulary, and a cut that leaves one."""
     table = [
         (0.0, 5, 0.5, 0.1),
@@ -194,7 +195,7 @@ def cuts_of(vocab: int) -> top_k_top_p.Cuts:
         (1.0, 1, 1e-6, 1.0),
     ]
     slots = torch.arange(len(table), device=DEVICE).flip(0)
-    return top_k_top_p.Cuts(*torch.tensor(table, device=DEVICE).unbind(dim=1), slots)
+    return top_k_top_p.TruncationParams(*torch.tensor(table, device=DEVICE).unbind(dim=1), slots)
 
 
 @runs_kernels

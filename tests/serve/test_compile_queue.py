@@ -41,7 +41,7 @@ def hostile(number: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    with asyncio.ModelRunner() as runner:
+    with asyncio.Runner() as runner:
         yield runner.run
 
 

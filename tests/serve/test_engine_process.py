@@ -37,7 +37,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """One event loop for all: processes are started once."""
-    with asyncio.ModelRunner() as runner:
+    with asyncio.Runner() as runner:
         yield runner.run
 
 

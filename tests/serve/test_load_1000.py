@@ -28,7 +28,7 @@ Run = Callable[[Any], Any]
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    with asyncio.ModelRunner() as runner:
+    with asyncio.Runner() as runner:
         yield runner.run
 
 

@@ -83,7 +83,7 @@ class Fragile(Engine):
         return super().step()
 
     def holds(self) -> bool:
-        begun = all(each.params.seed == HELD and each.first_token for each in self.requests.values())
+        begun = all(each.params.seed == HELD and each.first_token_time for each in self.requests.values())
         return begun and bool(self.requests.keys() - self.let_go) and not self.pending_outputs
 
     def let_all_go(self, *_: object) -> None:

@@ -129,9 +129,9 @@ class Bench:
         durations = trace.durations()
         prompts = [s for step, s in zip(trace.steps, durations, strict=True) if step.prompt_tokens]
         decode = [step for step in trace.steps if not step.prompt_tokens]
-        answers = sum(len(sequence.answer) for request in requests for sequence in request.sequences)
+        answers = sum(len(sequence.output_token_ids) for request in requests for sequence in request.sequences)
         gaps = trace.between_tokens()
-        first = sorted(request.first_token - request.arrived for request in requests)
+        first = sorted(request.first_token_time - request.arrival_time for request in requests)
         rows = statistics.fmean(step.decoding for step in decode) if decode else 0.0
         return {
             "requests": fitted.requests,

@@ -37,7 +37,7 @@ class Taken:
 
 
 def decodes(chunk: Chunk) -> bool:
-    return chunk.start >= chunk.sequence.prompt and chunk.wanted == chunk.count
+    return chunk.start >= chunk.sequence.num_prompt_tokens and chunk.num_logits == chunk.count
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Trace:
         gaps = []
         for step in self.steps:
             for chunk in step.chunks:
-                if chunk.wanted:
+                if chunk.num_logits:
                     if (before := latest.get(chunk.sequence)) is not None:
                         gaps.append(step.ended - before)
                     latest[chunk.sequence] = step.ended
@@ -90,7 +90,7 @@ class Watched:
         launched = self.inner.launch(step)
         taken = Taken(step.chunks, began, time.perf_counter() - began)
         pool = self.engine.scheduler.pool
-        taken.kv_use = pool.used / len(pool.counts)
+        taken.kv_use = pool.num_used_blocks / len(pool.ref_counts)
         self.trace.steps.append(taken)
         return WatchedStep(launched, taken)
 

@@ -9,38 +9,38 @@ import threading
 import time
 import traceback
 
-from ..loading import load_share, make_runner
+from ..loading import load_shard, make_runner
 from ..spec import EngineSpec, LMWorksError
 from .tensor_parallel.executor import WorkerConfig, describe_error, join_group, send_final_error
-from .tensor_parallel.tp_worker import follow
+from .tensor_parallel.tp_worker import run_worker
 
 
-def watch(lead: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Rank 0 may be killed while this rank waits for it in a collective, which would wait for long."""
-    while os.getppid() == lead:
+    while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 def main() -> int:
-    words = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no word to rank 0
     try:
-        assignment: WorkerConfig = pickle.load(sys.stdin.buffer)
+        config: WorkerConfig = pickle.load(sys.stdin.buffer)
     except EOFError:
         return 0  # rank 0 has thought better of it
-    threading.Thread(target=watch, args=(assignment.lead,), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(config.parent_pid,), daemon=True).start()
     try:
-        ranks = join_group(assignment, words)
-        spec = EngineSpec.from_dict(assignment.spec)
-        loaded = load_share(assignment.source, spec, assignment.step, assignment.seed, ranks)
-        follow(make_runner(loaded, spec, None, ranks), sys.stdin.buffer, words)
+        tp_rank = join_group(config, replies)
+        spec = EngineSpec.from_dict(config.spec)
+        loaded = load_shard(config.source, spec, config.step, config.seed, tp_rank)
+        run_worker(make_runner(loaded, spec, None, tp_rank), sys.stdin.buffer, replies)
     except Exception as error:
-        if os.getppid() != assignment.lead:
+        if os.getppid() != config.parent_pid:
             return 1  # it is gone, and so is the reason to say so
         if not isinstance(error, LMWorksError):
             traceback.print_exc()
-        send_final_error(words, describe_error(error))
+        send_final_error(replies, describe_error(error))
         return 1
     return 0
 

@@ -165,7 +165,7 @@ class EngineLoop:
     def run_pending(self) -> None:
         with self.changed:
             while not self.changed.wait_for(lambda: self.pending or self.engine.busy, self.wait_seconds):
-                if why := self.engine.runner.lost():  # idle: no step would notice it
+                if why := self.engine.runner.failed_worker():  # idle: no step would notice it
                     raise LMWorksError(why)
                 if self.compiling:
                     break  # report, as a heartbeat
@@ -242,7 +242,7 @@ def to_events(piece: OutputDelta) -> list[Fields]:
     final = None if result is None else usage(request, result)
     prompt_logprobs = None if result is None else result.prompt_logprobs
     if request.stream:
-        done = request.sequences[piece.index].done if piece.finish_reason is not None else None
+        done = request.sequences[piece.index].final_answer if piece.finish_reason is not None else None
         stop_reason, error = (done.stop_reason, done.error) if done is not None else (None, None)
         logprobs = piece.logprobs if request.params.logprobs is not None else None
         shown = (piece.index, piece.token_ids, piece.text, logprobs)
@@ -273,5 +273,5 @@ def event_fields(index: int, answer: Answer, request: Request) -> Fields:
 
 
 def usage(request: Request, result: Result) -> Usage:
-    made = sum(len(each.answer) for each in request.sequences)
+    made = sum(len(each.output_token_ids) for each in request.sequences)
     return Usage(len(request.prompt), made, result.cached_tokens, **result.times)

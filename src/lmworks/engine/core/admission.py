@@ -1,4 +1,4 @@
-"""Which requests are refused, and what they are told: each is looked at alone, before it takes anything."""
+"""Admission: which requests are rejected, and why, before they take any resources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_prompt(request: Request, valid_vocab: int, context: int) -> None:
 
 
 def check_kv_capacity(request: Request, limit: int, size: int, blocks: int) -> None:
-    """Alone in the pool it must fit, or it would wait for ever. The last token of an answer is never computed."""
+    """Alone in the pool it must fit, or it would wait forever. The last output token is never computed."""
     needed = -(-(limit - 1) // size)
     if needed > blocks:
         raise SpecError(

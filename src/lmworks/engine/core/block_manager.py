@@ -1,11 +1,11 @@
-"""The pool of cache blocks: who holds which, and which full blocks can be found again by what they hold.
+"""The block pool: allocation, reference counts, and the prefix cache.
 
-A block is free or held by one or more sequences (a count). Only full blocks are ever held by more than one, and
-nobody writes to a full block; an answer that branches off in the middle of a block gets a copy before it writes.
+A block is free or held by one or more sequences (a reference count). Only full blocks are shared, and full blocks are
+never written; a sequence that forks in the middle of a block gets a copy (copy on write).
 
-A full block is found by a hash over all tokens up to its end, and over the tenant and the adapter: keys and values
-depend on nothing else. The hash is a cryptographic one: with a weak one, a prompt made to collide would read another
-tenant's cache. Free blocks keep what they hold until they are needed; the least recently used goes first.
+A full block is cached under a hash over all tokens up to its end, the tenant and the adapter: keys and values depend on
+nothing else. The hash is cryptographic: with a weak one, a prompt made to collide would read another tenant's cache.
+Free blocks stay cached until they are reallocated, least recently used first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ DIGEST = 16  # bytes of a hash
 
 
 class IntegrityError(LMWorksError):
-    """The pool's books do not add up: a bug, and results can no longer be trusted."""
+    """The state of the pool is inconsistent: a bug, and results can no longer be trusted."""
 
 
 def root_hash(sequence: Sequence) -> bytes:
-    """Where the chain of a sequence begins: lengths come first, so that no two pairs of names look alike."""
+    """Start of a sequence's hash chain: lengths come first, so that no two pairs of names collide."""
     root = hashlib.blake2b(digest_size=DIGEST)
     for name in (sequence.request.tenant, sequence.params.adapter or ""):
         data = name.encode("utf-8", errors="surrogatepass")
@@ -40,158 +40,160 @@ def block_hash(parent: bytes, tokens: list[int]) -> bytes:
 
 
 class BlockPool:
-    def __init__(self, blocks: int, size: int, prefix_cache: bool = True) -> None:
-        self.size = size
+    def __init__(self, blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+        self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.counts = [0] * blocks  # how many sequences hold each
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # the first is taken first
-        self.hash_of: dict[int, bytes] = {}
-        self.found: dict[bytes, int] = {}
+        self.ref_counts = [0] * blocks  # by block
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(
+            range(blocks)
+        )  # an LRU queue: the first is allocated first
+        self.block_hashes: dict[int, bytes] = {}
+        self.cached_blocks: dict[bytes, int] = {}
 
     @property
-    def available(self) -> int:
-        return len(self.free)
+    def num_free_blocks(self) -> int:
+        return len(self.free_blocks)
 
     @property
-    def used(self) -> int:
-        return len(self.counts) - len(self.free)
+    def num_used_blocks(self) -> int:
+        return len(self.ref_counts) - len(self.free_blocks)
 
     def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.size)
+        return -(-tokens // self.block_size)
 
-    def take(self, count: int) -> list[int]:
-        """Free blocks become the caller's; what they held can no longer be found."""
+    def allocate(self, count: int) -> list[int]:
+        """Allocate free blocks, evicting what they cached."""
         taken = []
         for _ in range(count):
-            block, _ = self.free.popitem(last=False)
-            self.forget(block)
-            self.counts[block] = 1
+            block, _ = self.free_blocks.popitem(last=False)
+            self.evict(block)
+            self.ref_counts[block] = 1
             taken.append(block)
         return taken
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """One more sequence holds these."""
+    def add_reference(self, blocks: Iterable[int]) -> None:
+        """Increment the reference counts of blocks that one more sequence holds."""
         for block in blocks:
-            if not self.counts[block]:
-                del self.free[block]
-            self.counts[block] += 1
+            if not self.ref_counts[block]:
+                del self.free_blocks[block]
+            self.ref_counts[block] += 1
 
-    def release(self, sequence: Sequence) -> None:
-        """The sequence lets go of all its blocks. The beginning stays longest: more prompts share it than the end."""
-        self.offer(sequence)
+    def free(self, sequence: Sequence) -> None:
+        """Free all blocks of a sequence, last first: the beginning stays cached longest, as more prompts share it."""
+        self.cache_full_blocks(sequence)
         for block in reversed(sequence.blocks):
-            self.counts[block] -= 1
-            if not self.counts[block]:
-                self.free[block] = None
-                if block not in self.hash_of:
-                    self.free.move_to_end(block, last=False)
+            self.ref_counts[block] -= 1
+            if not self.ref_counts[block]:
+                self.free_blocks[block] = None
+                if block not in self.block_hashes:
+                    self.free_blocks.move_to_end(block, last=False)
         sequence.blocks.clear()
-        sequence.offered = 0
+        sequence.num_cached_blocks = 0
 
-    def forget(self, block: int) -> None:
-        """Nobody finds it any more."""
-        digest = self.hash_of.pop(block, None)
+    def evict(self, block: int) -> None:
+        """Remove a block from the prefix cache."""
+        digest = self.block_hashes.pop(block, None)
         if digest is not None:
-            del self.found[digest]
+            del self.cached_blocks[digest]
 
-    def discard(self, sequence: Sequence) -> None:
-        """What the sequence has computed cannot be trusted: nobody shall find it."""
+    def uncache(self, sequence: Sequence) -> None:
+        """Remove all blocks of a sequence from the prefix cache, as their content is corrupted."""
         for digest in sequence.hashes:
-            if digest in self.found:
-                self.forget(self.found[digest])
-        sequence.offered = sys.maxsize
+            if digest in self.cached_blocks:
+                self.evict(self.cached_blocks[digest])
+        sequence.num_cached_blocks = sys.maxsize
 
     def hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
-        """Hashes of its first blocks; kept, for its tokens never change."""
+        """Hashes of its first blocks; memoised, for its tokens never change."""
         known = sequence.hashes
         for i in range(len(known), blocks):
             parent = known[-1] if known else root_hash(sequence)
-            known.append(block_hash(parent, sequence.tokens[i * self.size : (i + 1) * self.size]))
+            known.append(block_hash(parent, sequence.tokens[i * self.block_size : (i + 1) * self.block_size]))
         return known[:blocks]
 
-    def match(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the beginning of its tokens already. At least one token is left to be computed."""
+    def find_cached_prefix(self, sequence: Sequence) -> list[int]:
+        """The longest cached prefix of its tokens, in blocks. At least one token is left to compute."""
         if not self.prefix_cache:
             return []
         matched = []
-        for digest in self.hashes(sequence, (sequence.known - 1) // self.size):
-            block = self.found.get(digest)
+        for digest in self.hashes(sequence, (sequence.num_known_tokens - 1) // self.block_size):
+            block = self.cached_blocks.get(digest)
             if block is None:
                 break
-            if self.hash_of.get(block) != digest:
-                raise IntegrityError(f"the pool of cache blocks is not sound: block {block} is found by another hash")
+            if self.block_hashes.get(block) != digest:
+                raise IntegrityError(f"the block pool is inconsistent: block {block} is cached under another hash")
             matched.append(block)
         return matched
 
-    def offer(self, sequence: Sequence) -> None:
-        """Full blocks whose tokens are known can be found from now on (by steps launched later)."""
-        full = min(sequence.computed, sequence.known) // self.size
-        if not self.prefix_cache or full <= sequence.offered:
+    def cache_full_blocks(self, sequence: Sequence) -> None:
+        """Register full blocks of known tokens in the prefix cache (for steps launched later)."""
+        full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // self.block_size
+        if not self.prefix_cache or full <= sequence.num_cached_blocks:
             return
         hashes = self.hashes(sequence, full)
-        for i in range(sequence.offered, full):
-            if hashes[i] not in self.found and sequence.blocks[i] not in self.hash_of:
-                self.found[hashes[i]] = sequence.blocks[i]
-                self.hash_of[sequence.blocks[i]] = hashes[i]
-        sequence.offered = full
+        for i in range(sequence.num_cached_blocks, full):
+            if hashes[i] not in self.cached_blocks and sequence.blocks[i] not in self.block_hashes:
+                self.cached_blocks[hashes[i]] = sequence.blocks[i]
+                self.block_hashes[sequence.blocks[i]] = hashes[i]
+        sequence.num_cached_blocks = full
 
     def fork(self, parent: Sequence, tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Blocks with the parent's first tokens for another answer, and what must be copied before it writes.
+        """Blocks with the parent's first tokens, and (source, target) blocks to copy.
 
-        Full blocks are held by both. The one that is cut in the middle is copied: both go on writing there.
+        Full blocks are shared. A partial one is copied, as both sequences will write to it.
         """
-        shared, cut = divmod(tokens, self.size)
+        shared, cut = divmod(tokens, self.block_size)
         blocks = parent.blocks[:shared]
-        self.hold(blocks)
+        self.add_reference(blocks)
         if not cut:
             return blocks, []
-        [copy] = self.take(1)
+        [copy] = self.allocate(1)
         return [*blocks, copy], [(parent.blocks[shared], copy)]
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raises where the books do not add up. `sequences`: all that hold blocks; it takes time only for those."""
+        """Raise IntegrityError if the pool is inconsistent. `sequences`: all that hold blocks."""
         holders = list(sequences)
-        wrong = [
+        errors = [
             *count_errors(self, Counter(block for each in holders for block in each.blocks)),
             *(error for each in holders for error in sequence_errors(self, each)),
         ]
-        if wrong:
-            more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
-            raise IntegrityError(f"the pool of cache blocks is not sound: {'; '.join(wrong[:5])}{more}")
+        if errors:
+            more = f" (and {len(errors) - 5} more)" if len(errors) > 5 else ""
+            raise IntegrityError(f"the block pool is inconsistent: {'; '.join(errors[:5])}{more}")
 
 
 def count_errors(pool: BlockPool, held: Counter[int]) -> list[str]:
-    """Every block is free or held, none is both, and counts are those of the holders."""
-    wrong = []
-    total = len(pool.counts)
-    both = [block for block in held if block in pool.free]
-    if both or len(held) + len(pool.free) != total or pool.counts.count(0) != len(pool.free):
-        lost = [block for block in range(total) if block not in pool.free and block not in held]
-        wrong.append(f"blocks {lost[:8]} are neither free nor held, blocks {both[:8]} are both")
+    """Every block is either free or held, and reference counts are right."""
+    errors = []
+    total = len(pool.ref_counts)
+    both = [block for block in held if block in pool.free_blocks]
+    if both or len(held) + len(pool.free_blocks) != total or pool.ref_counts.count(0) != len(pool.free_blocks):
+        lost = [block for block in range(total) if block not in pool.free_blocks and block not in held]
+        errors.append(f"blocks {lost[:8]} are neither free nor held, blocks {both[:8]} are both")
     for block, count in held.items():
-        if pool.counts[block] != count:
-            wrong.append(f"block {block} is held by {count} sequences and counted {pool.counts[block]} times")
-    if len(pool.found) != len(pool.hash_of):
-        wrong.append(f"{len(pool.found)} hashes are found and {len(pool.hash_of)} blocks have one")
-    return wrong
+        if pool.ref_counts[block] != count:
+            errors.append(f"block {block} is held by {count} sequences and has {pool.ref_counts[block]} references")
+    if len(pool.cached_blocks) != len(pool.block_hashes):
+        errors.append(f"{len(pool.cached_blocks)} hashes are cached and {len(pool.block_hashes)} blocks have one")
+    return errors
 
 
 def sequence_errors(pool: BlockPool, sequence: Sequence) -> list[str]:
-    """A block that others can see (held twice, or found by its hash) is full, and holds what it is found by."""
+    """A shared or cached block is full, and its hash is that of its tokens."""
     name = f"answer {sequence.index} of request {sequence.request.id}"
-    wrong = []
-    if len(sequence.blocks) < pool.blocks_for(sequence.computed):
-        wrong.append(f"{name} has {len(sequence.blocks)} blocks for {sequence.computed} tokens")
-    full = sequence.computed // pool.size
-    hashes = pool.hashes(sequence, min(sequence.computed, sequence.known) // pool.size)
+    errors = []
+    if len(sequence.blocks) < pool.blocks_for(sequence.num_computed_tokens):
+        errors.append(f"{name} has {len(sequence.blocks)} blocks for {sequence.num_computed_tokens} tokens")
+    full = sequence.num_computed_tokens // pool.block_size
+    hashes = pool.hashes(sequence, min(sequence.num_computed_tokens, sequence.num_known_tokens) // pool.block_size)
     for i, block in enumerate(sequence.blocks):
-        if pool.counts[block] > 1 and i >= full:
-            wrong.append(f"{name} shares block {block}, which is not full")
-        digest = pool.hash_of.get(block)
+        if pool.ref_counts[block] > 1 and i >= full:
+            errors.append(f"{name} shares block {block}, which is not full")
+        digest = pool.block_hashes.get(block)
         if digest is None:
             continue
         if i >= len(hashes) or hashes[i] != digest:
-            wrong.append(f"block {block} of {name} is found by the hash of other tokens")
-        if pool.found.get(digest) != block:
-            wrong.append(f"block {block} of {name} is not found by its hash")
-    return wrong
+            errors.append(f"block {block} of {name} is cached under the hash of other tokens")
+        if pool.cached_blocks.get(digest) != block:
+            errors.append(f"block {block} of {name} is not cached under its hash")
+    return errors

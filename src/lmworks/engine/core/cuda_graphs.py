@@ -1,11 +1,9 @@
-"""Steps as CUDA graphs: all launches of a step replayed by one call.
+"""CUDA graphs: all kernel launches of a step, replayed by one call.
 
-A graph is made for a frame of places (a step that takes fewer is padded), a width of the block tables, and what the
-sampler does. The first step of a kind runs as it is, which also compiles its kernels, and is then recorded; recording
-runs nothing, so it changes no state.
-
-Steps that compute prompts too are of more kinds than those that decode (`mixed_buckets`): one is recorded when its kind
-comes again.
+A graph is captured for a bucket (smaller steps are padded), a width of the block tables, and what the sampler computes.
+The first step of a bucket runs eagerly, which also compiles its kernels, and is then captured; capture runs nothing, so
+it changes no state. Mixed steps fall into more buckets than decode steps (`graph_buckets`): one is captured when its
+bucket is used for the second time.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from .sampler import SamplingMetadata
 from .scheduler import Step
 from .step_input import Batch, Layout, decode_bucket, unpack
 
-MAX_MIXED_BUCKETS = 128  # frames that are recorded, each for a few widths of tables and ways to sample
+MAX_MIXED_BUCKETS = 128  # that are captured, each for a few table widths and sampler variants
 
 Result = TypeVar("Result")
 Work = Callable[[Batch, SamplingMetadata | None], Result]
@@ -39,30 +37,32 @@ class CUDAGraphs(Generic[Result]):
         self,
         work: Work[Result],
         largest: Layout,
-        widest: int,
+        max_blocks_per_seq: int,
         device: torch.device,
         prompts: PrefillBuckets | None = None,
     ) -> None:
-        """`largest`: the bucket of decoding steps; `widest`: of a block table."""
+        """`largest`: the bucket of decoding steps; `max_blocks_per_seq`: of a block table."""
         self.work, self.sizes, self.prompts = work, capture_sizes(largest.seqs), prompts or PrefillBuckets()
-        self.buffer = torch.zeros(buffer_size(largest, widest, self.prompts), dtype=torch.int64, device=device)
-        self.mixed_buckets: set[Layout] = set()  # of mixed steps that came
-        self.logits: Tensor | None = None  # what all graphs without a sampler give: a pool keeps what a graph returns
-        self.most = largest.rows
+        self.buffer = torch.zeros(
+            buffer_size(largest, max_blocks_per_seq, self.prompts), dtype=torch.int64, device=device
+        )
+        self.mixed_buckets: set[Layout] = set()  # buckets of mixed steps that were seen
+        self.logits: Tensor | None = None  # output of all graphs without a sampler: a graph keeps its outputs alive
+        self.max_rows = largest.rows
         self.stream = torch.cuda.Stream(device)
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """All recordings, and with the last of them their memory: a pool without graphs takes no new ones."""
+    def reset(self) -> None:
+        """Drop all graphs and their memory pools: a pool without graphs cannot be reused."""
         self.captured: dict[tuple[Layout, SamplingMetadata | None], tuple[torch.cuda.CUDAGraph, Result]] = {}
         self.pool, self.mixed_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
 
-    def padded(self, sequences: int, each: int = 1) -> Layout:
-        """The frame of a decoding step: so many sequences, of up to `each` tokens."""
-        return decode_bucket(next_size(self.sizes, sequences), each)
+    def padded(self, sequences: int, tokens_per_seq: int = 1) -> Layout:
+        """The bucket of a decode step with so many sequences of up to `tokens_per_seq` tokens."""
+        return decode_bucket(next_size(self.sizes, sequences), tokens_per_seq)
 
     def mixed(self, step: Step) -> Layout | None:
-        """The frame of a step that computes prompts too; None where it is large, or the first of its kind."""
+        """The bucket of a mixed step; None where the step is too large, or the first of its bucket."""
         bucket = mixed_bucket_for(step, self.prompts, self.sizes[-1])
         if bucket is None:
             return None
@@ -72,7 +72,7 @@ class CUDAGraphs(Generic[Result]):
         return bucket if known else None
 
     def run(self, buffer: Tensor, layout: Layout, sampling_metadata: SamplingMetadata | None) -> Result:
-        """The step in `buffer`, on the host or already in ours. What it returns is overwritten by the next."""
+        """Run the step in `buffer` (on the host, or already `self.buffer`). The next run overwrites the result."""
         if buffer.data_ptr() != self.buffer.data_ptr():
             self.buffer[: layout.size].copy_(buffer, non_blocking=True)
         found = self.captured.get((layout, sampling_metadata))
@@ -83,10 +83,10 @@ class CUDAGraphs(Generic[Result]):
         batch, mixed = unpack(self.buffer, layout), layout.rows < layout.tokens
         result = self.work(batch, sampling_metadata)
         if isinstance(result, Tensor) and (self.logits is None or len(self.logits) < len(result)):
-            self.logits = result.new_empty(max(self.most, len(result)), *result.shape[1:])
+            self.logits = result.new_empty(max(self.max_rows, len(result)), *result.shape[1:])
         try:
             self.captured[layout, sampling_metadata] = self.capture(batch, sampling_metadata, mixed)
-        except torch.OutOfMemoryError:  # a graph has memory of its own
+        except torch.OutOfMemoryError:  # capturing needs memory of its own
             if not mixed:
                 raise
             self.drop_prefill_graphs()
@@ -99,7 +99,7 @@ class CUDAGraphs(Generic[Result]):
         now = torch.cuda.current_stream()
         self.stream.wait_stream(now)
         with torch.cuda.stream(self.stream):
-            # Other threads may use the device meanwhile. Graphs never run at once, so they may share memory.
+            # Other threads may use the device meanwhile. Graphs never run concurrently, so they share a pool.
             pool = self.mixed_pool if mixed else self.pool
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -115,7 +115,7 @@ class CUDAGraphs(Generic[Result]):
         return graph, result
 
     def drop_prefill_graphs(self) -> bool:
-        """From now on. What was recorded of them gives its memory back; false where there was nothing."""
+        """Free the graphs of mixed steps and capture no more; false where there were none."""
         kept = {kind: made for kind, made in self.captured.items() if kind[0].rows == kind[0].tokens}
         fewer = len(kept) < len(self.captured)
         self.prompts = PrefillBuckets()

@@ -1,10 +1,10 @@
-"""The engine: takes requests, runs steps, gives back pieces of answers.
+"""The engine: accepts requests, runs steps, returns output deltas.
 
-It works one step ahead of what it knows: step k + 1 is launched before the tokens of step k are read, so that the
-device never waits for the host. A token that is not read yet is UNKNOWN here and lies in a table of the device.
-A sequence that turns out to have ended with step k has its token of step k + 1 dropped; its blocks can be given away
-at once, for the device works in order. Where the next step depends on the tokens themselves (a grammar, guesses to
-judge or to make), they are read first; a runner that computes at once (`synchronous`) is read at once.
+It runs one step ahead of the host: step k + 1 is launched before the tokens of step k are read, so that the device
+never waits for the host. A token that is not read yet is PLACEHOLDER_TOKEN here; its value is on the device. If a
+sequence turns out to have finished with step k, its token of step k + 1 is dropped; its blocks can be reused at once,
+for the device executes in order. Where the next step depends on the tokens themselves (a grammar, draft tokens to
+propose or to verify), they are read first; the output of a `synchronous` runner is read at once.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from .sampling_params import SEEDS
 from .scheduler import Chunk, Scheduler, Step
 from .step_output import PromptLogprobs, TokenOutput
 
-DRIVEN = "an AsyncEngine drives it; ask that one, or close it first"
+DRIVEN = "an AsyncEngine runs it; send requests to that, or close it first"
 NEXT_SEED = 0x1E3779B97F4A7C15  # between the seeds of a request's answers: odd, so all differ
 
 
 class StepOutput(Protocol):
     def read(self) -> list[TokenOutput]:
-        """Waits for the step; in the order of its chunks that want logits."""
+        """Wait for the step; one output for each chunk that needs logits, in order."""
         ...
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
-        """What the step computed of prompts whose log-probabilities are asked for."""
+        """The prompt log-probabilities that the step computed."""
         ...
 
 
 class RunnerProtocol(Protocol):
-    """What the engine asks of a runner."""
+    """The model runner as the engine uses it."""
 
-    spec: EngineSpec  # zeros filled in
+    spec: EngineSpec  # resolved: no zeros
     blocks: int
     valid_vocab: int
-    synchronous: bool  # launch computes at once: there is nothing to run ahead of
-    grammars: Grammars | None  # given by the engine, where it has a tokenizer
+    synchronous: bool  # launch returns when the step is done
+    grammars: Grammars | None  # set by the engine, where it has a tokenizer
 
     def admit(self, sequence: Sequence) -> None: ...
     def launch(self, step: Step) -> StepOutput: ...
     def add_adapter(self, name: str, folder: Path) -> None: ...
-    def lost(self) -> str:
-        """Why no step can be taken any more; empty where that is not known."""
+    def failed_worker(self) -> str:
+        """Why no step can be num_taken any more; empty where that is not known."""
         ...
 
     def close(self) -> None: ...
@@ -64,21 +64,21 @@ class RunnerProtocol(Protocol):
 
 class Speculator(Protocol):
     def active(self, running: list[Sequence]) -> bool:
-        """Whether the next step should wait for tokens that are under way, for guesses to follow them."""
+        """Whether to read the tokens in flight before the next step, so that draft tokens can follow them."""
         ...
 
     def propose(self, running: list[Sequence]) -> None:
-        """Sets their guesses; those whose tokens are not all known get none."""
+        """Set their draft tokens; none for sequences with unread tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A step that is under way."""
+    """A step that was launched and not read yet."""
 
     step: Step
     launched: StepOutput
-    discarded: set[Sequence] = field(default_factory=set)  # whose tokens of this step are not taken
+    discarded: set[Sequence] = field(default_factory=set)  # whose tokens of this step are not num_taken
 
 
 class Engine:
@@ -90,7 +90,7 @@ class Engine:
         seed: int | None = None,
         speculator: Speculator | None = None,
     ) -> None:
-        """`eos`: tokens that end an answer beside the tokenizer's. `seed`: of requests that bring none."""
+        """`eos`: end-of-text tokens beside the tokenizer's. `seed`: for requests without one."""
         self.runner = runner
         self.spec = runner.spec
         self.tokenizer = tokenizer
@@ -99,65 +99,65 @@ class Engine:
         self.seeds = random.Random(seed)
         self.speculator = speculator
         self.scheduler = Scheduler(runner.spec, runner.blocks)
-        self.adapters: set[str] = set()  # names that requests may ask for
+        self.adapters: set[str] = set()  # by name
         self.metrics = Metrics()
-        self.requests: dict[int, Request] = {}  # those under way, by id
-        self.structured: set[int] = set()  # those of them that a grammar guides
+        self.requests: dict[int, Request] = {}  # unfinished, by id
+        self.structured_requests: set[int] = set()  # ids of requests with a grammar
         self.in_flight: InFlightStep | None = None
         self.pending_outputs: list[OutputDelta] = []
         self.failure: BaseException | None = None
-        self.driver: object | None = None  # who alone may step it: each piece is given out once
+        self.driver: object | None = None  # the only caller that may step it: each delta is returned once
 
     @property
     def busy(self) -> bool:
-        """Whether another step would bring something."""
+        """Whether there is work for another step."""
         return bool(self.requests or self.in_flight or self.pending_outputs)
 
     def check(self, request: Request) -> None:
-        """Raises SpecError where the request could never be served."""
+        """Raise SpecError if the request could never be served."""
         if request.id in self.requests:
-            raise SpecError(f"a request with id = {request.id} is under way already")
+            raise SpecError(f"a request with id = {request.id} is running already")
         check_prompt(request, self.runner.valid_vocab, self.spec.context)
         check_kv_capacity(request, self.limit(request), self.spec.block, self.runner.blocks)
         check_params(request, self.adapters, self.tokenizer is not None)
         sampler.check(request.params, self.runner.valid_vocab)
 
     def add_adapter(self, name: str, folder: Path) -> None:
-        """A LoRA adapter, as PEFT writes it: requests then ask for it by `name`."""
+        """Load a LoRA adapter in PEFT's format; requests select it by `name`."""
         self.runner.add_adapter(name, folder)
         self.adapters.add(name)
 
     def drive(self, driver: object) -> None:
-        """From now on `driver` alone steps it, until it sets `driver` to None."""
+        """Make `driver` the only caller that steps the engine, until it sets `driver` to None."""
         if self.driver is not None or self.requests:
-            raise LMWorksError(f"the engine is at work for somebody else: {DRIVEN if self.driver else 'wait for that'}")
+            raise LMWorksError(f"the engine is in use: {DRIVEN if self.driver else 'wait for its requests'}")
         self.driver = driver
 
     def close(self) -> None:
-        """Ends what the runner has started; nothing can be asked of it afterwards."""
+        """Stop the runner's workers. The engine cannot be used afterwards."""
         self.runner.close()
 
     def limit(self, request: Request) -> int:
         return min(len(request.prompt) + request.params.max_tokens, self.spec.context)
 
     def add(self, request: Request) -> None:
-        """Takes a request in. One that could never be served is answered with an error by the next step."""
+        """Add a request. One that could never be served gets an error delta from the next step."""
         try:
             self.check(request)
-            self.begin(request)
+            self.create_sequences(request)
         except LMWorksError as error:
             self.pending_outputs.append(refusal(request, str(error)))
             return
         self.requests[request.id] = request
         if request.params.structured:
-            self.structured.add(request.id)
+            self.structured_requests.add(request.id)
         self.scheduler.add(request.sequences)
         self.metrics.prompt_tokens += len(request.prompt)
 
-    def begin(self, request: Request) -> None:
-        """Its sequences, one for each answer."""
+    def create_sequences(self, request: Request) -> None:
+        """One sequence for each answer."""
         params = request.params
-        request.ends = tuple(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else self.eos)]))
+        request.end_token_ids = tuple(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else self.eos)]))
         seed = self.seeds.randrange(SEEDS) if params.seed is None else params.seed
         sequences = [
             Sequence(
@@ -174,10 +174,10 @@ class Engine:
             attach_detokenizer_and_grammar(sequence, self.tokenizer, self.runner.grammars)
         request.sequences = sequences
         if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None] * len(request.prompt)  # the first stays so: nothing comes before it
+            request.prompt_logprobs = [None] * len(request.prompt)  # the first token has none
 
     def cancel(self, request_id: int) -> bool:
-        """Ends a request at once; false if it is not under way (any more)."""
+        """Abort a request; false if it has finished or is unknown."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -187,7 +187,7 @@ class Engine:
         return True
 
     def step(self) -> list[OutputDelta]:
-        """Launches a step, reads the one before it, and returns what that brought."""
+        """Launch a step, read the one before it, and return the new output deltas."""
         if self.failure is not None:
             raise LMWorksError(f"the engine has stopped after an error: {self.failure}") from self.failure
         try:
@@ -219,87 +219,87 @@ class Engine:
                 self.metrics.note_start(sequence.request, now)
             self.in_flight = InFlightStep(step, self.runner.launch(step))
         elif before is None and self.scheduler.waiting:
-            raise IntegrityError(f"{len(self.scheduler.waiting)} answers wait, nothing runs, and none can be let in")
+            raise IntegrityError(f"{len(self.scheduler.waiting)} sequences wait, none runs, and none can be admitted")
         if before is not None:
-            self.take(before)
+            self.process_output(before)
         if self.runner.synchronous:
             self.read_in_flight()
         self.metrics.note_step(step, self.scheduler)
         if not self.requests and self.in_flight is None:
             self.scheduler.pool.check(self.scheduler.running)
 
-    def needs_tokens(self, under_way: Step) -> bool:
-        """Whether the next step is not made before the tokens of the one under way are known."""
-        if self.structured or self.speculator is None:
-            return bool(self.structured)
-        drafted = any(chunk.wanted > 1 for chunk in under_way.chunks)
+    def needs_tokens(self, step: Step) -> bool:
+        """Whether the tokens in flight must be read before the next step is scheduled."""
+        if self.structured_requests or self.speculator is None:
+            return bool(self.structured_requests)
+        drafted = any(chunk.num_logits > 1 for chunk in step.chunks)
         return drafted or self.speculator.active(self.scheduler.running)
 
     def read_in_flight(self) -> None:
-        """Reads the step that is under way."""
+        """Read the step in flight, if there is one."""
         in_flight, self.in_flight = self.in_flight, None
         if in_flight is not None:
-            self.take(in_flight)
+            self.process_output(in_flight)
 
-    def take(self, in_flight: InFlightStep) -> None:
-        picks = in_flight.launched.read()
+    def process_output(self, in_flight: InFlightStep) -> None:
+        token_outputs = in_flight.launched.read()
         for found in in_flight.launched.prompt_logprobs():
             self.record_prompt_logprobs(found)
         now = time.monotonic()
-        wanting = (chunk for chunk in in_flight.step.chunks if chunk.wanted)
-        for chunk, token_output in zip(wanting, picks, strict=True):
+        sampling_chunks = (chunk for chunk in in_flight.step.chunks if chunk.num_logits)
+        for chunk, token_output in zip(sampling_chunks, token_outputs, strict=True):
             if chunk.sequence.state is not SequenceStatus.FINISHED and chunk.sequence not in in_flight.discarded:
-                self.accept(chunk, token_output, now)
+                self.append_tokens(chunk, token_output, now)
 
     def record_prompt_logprobs(self, found: PromptLogprobs) -> None:
-        """A prompt that is computed again, after a preemption, gives the same ones again."""
+        """A prompt that is recomputed after a preemption gives the same values again."""
         request = found.sequence.request
         request.prompt_logprobs[found.first : found.first + len(found.logprobs)] = found.logprobs
 
-    def accept(self, chunk: Chunk, token_output: TokenOutput, now: float) -> None:
-        """Tokens of a sequence have become known."""
+    def append_tokens(self, chunk: Chunk, token_output: TokenOutput, now: float) -> None:
+        """Append the sampled tokens of a chunk to its sequence."""
         sequence = chunk.sequence
         if token_output.bad:
-            self.reject(sequence)
+            self.handle_invalid_logits(sequence)
             return
-        place = chunk.place
-        if chunk.wanted > 1:
-            # Guesses that were refused lie in the cache behind `computed`, and are written over.
-            sequence.computed = chunk.start + len(token_output.tokens)
-            sequence.tokens[place:] = [PLACEHOLDER_TOKEN] * len(token_output.tokens)
-            self.metrics.proposed_guesses += chunk.wanted - 1
+        index = chunk.output_index
+        if chunk.num_logits > 1:
+            # Rejected draft tokens lie in the cache beyond num_computed_tokens, and are overwritten.
+            sequence.num_computed_tokens = chunk.start + len(token_output.tokens)
+            sequence.tokens[index:] = [PLACEHOLDER_TOKEN] * len(token_output.tokens)
+            self.metrics.proposed_guesses += chunk.num_logits - 1
             self.metrics.accepted_guesses += len(token_output.tokens) - 1
-        shown, ending, taken = "", None, 0
+        text_delta, ending, num_taken = "", None, 0
         for token in token_output.tokens:
-            sequence.tokens[place + taken] = token
-            taken += 1
-            sequence.known = place + taken
+            sequence.tokens[index + num_taken] = token
+            num_taken += 1
+            sequence.num_known_tokens = index + num_taken
             text, ending = push(sequence, token)
-            shown += text
+            text_delta += text
             if ending is not None:
                 break
-        logprobs = (token_output.logprobs or [])[:taken]
+        logprobs = (token_output.logprobs or [])[:num_taken]
         sequence.logprobs += logprobs
-        self.metrics.note_tokens(sequence, taken, now)
+        self.metrics.note_tokens(sequence, num_taken, now)
         if ending is not None:
-            self.finish(sequence, ending, token_output.tokens[:taken], shown, logprobs)
+            self.finish(sequence, ending, token_output.tokens[:num_taken], text_delta, logprobs)
         elif sequence.request.stream:
             self.pending_outputs.append(
-                OutputDelta(sequence.request, sequence.index, token_output.tokens[:taken], shown, logprobs)
+                OutputDelta(sequence.request, sequence.index, token_output.tokens[:num_taken], text_delta, logprobs)
             )
 
-    def reject(self, sequence: Sequence) -> None:
-        """No token could be picked for it. Where that may be the fault of what others had computed, it tries once more.
+    def handle_invalid_logits(self, sequence: Sequence) -> None:
+        """No token could be sampled. If shared blocks may be the cause, recompute the sequence once without them.
 
-        A token that makes everything NaN spoils those before it, too, if they are computed in one step: a product with
-        a probability of zero is still NaN. So an answer may have found blocks that another one's token has spoilt.
+        A token whose values are NaN also corrupts those before it in the same step: NaN times a probability of zero is
+        NaN. So a sequence may have matched blocks that another one has corrupted.
         """
-        self.scheduler.pool.discard(sequence)
-        lost = sequence.matcher is not None and sequence.matcher.error is not None  # a grammar that is not followed
-        if lost or not sequence.given or sequence.alone:
+        self.scheduler.pool.uncache(sequence)
+        lost = sequence.matcher is not None and sequence.matcher.error is not None  # the grammar was violated
+        if lost or not sequence.num_shared_tokens or sequence.skip_prefix_cache:
             self.finish(sequence, no_token_error(sequence.matcher))
             return
-        self.scheduler.again(sequence)
+        self.scheduler.recompute_uncached(sequence)
         if self.in_flight is not None:
             self.in_flight.discarded.add(sequence)
 
@@ -308,21 +308,21 @@ class Engine:
         sequence: Sequence,
         ending: FinishReason,
         tokens: list[int] | None = None,
-        shown: str = "",
+        text_delta: str = "",
         logprobs: list[Logprob] | None = None,
     ) -> None:
-        """An answer has ended; with the last one, so has its request."""
+        """Finish a sequence; with the last one, its request."""
         request = sequence.request
         self.scheduler.finish(sequence)
-        shown += close(sequence, ending, self.tokenizer)
+        text_delta += close(sequence, ending, self.tokenizer)
         self.metrics.finished[ending.reason] = self.metrics.finished.get(ending.reason, 0) + 1
-        over = all(each.done is not None for each in request.sequences)
-        if over:
+        finished = all(each.final_answer is not None for each in request.sequences)
+        if finished:
             del self.requests[request.id]
-            self.structured.discard(request.id)
+            self.structured_requests.discard(request.id)
             self.metrics.note_end(request)
-        if over or request.stream:
-            outcome = result(request) if over else None
+        if finished or request.stream:
+            outcome = result(request) if finished else None
             self.pending_outputs.append(
-                OutputDelta(request, sequence.index, tokens or [], shown, logprobs or [], ending.reason, outcome)
+                OutputDelta(request, sequence.index, tokens or [], text_delta, logprobs or [], ending.reason, outcome)
             )

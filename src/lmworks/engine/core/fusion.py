@@ -50,7 +50,7 @@ class LinearMethod:
         if type(layer) is Linear:
             return self.product(x, layer.weight, layer.bias)
         if type(layer) is RowParallelLinear:
-            return layer.total(self(layer.part, x))
+            return layer.all_reduce(self(layer.part, x))
         return layer(x)
 
     def gated(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class FusedAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         qkv = self.apply_linear(self.qkv, x)
-        mixed = attend.projected(qkv, self.heads, self.kv_heads, q_norm, k_norm, eps, rotary, self.layer)
+        mixed = attend.attend_qkv(qkv, self.heads, self.kv_heads, q_norm, k_norm, eps, rotary, self.layer)
         return self.apply_linear(self.out, mixed.flatten(-2))
 
 

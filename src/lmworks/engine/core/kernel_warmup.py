@@ -91,7 +91,7 @@ def run_steps(runner: ModelRunner) -> None:
         run_dummy_step(runner, 1, count)
     for size in capture_sizes(runner.spec.max_seqs):
         buffer, layout = runner.packer.dummy_decode(decode_bucket(size))
-        runner.work(unpack(buffer.to(runner.device), layout), captured_metadata(SamplingMetadata()))
+        runner.forward_and_sample(unpack(buffer.to(runner.device), layout), captured_metadata(SamplingMetadata()))
 
 
 def prompt_lengths(spec: EngineSpec) -> list[int]:

@@ -72,29 +72,29 @@ class Metrics:
 
     def note_start(self, request: Request, now: float) -> None:
         """One of its answers was let in."""
-        if not request.started:
-            request.started = now
-            self.request_queue_time_seconds.add(now - request.arrived)
+        if not request.scheduled_time:
+            request.scheduled_time = now
+            self.request_queue_time_seconds.add(now - request.arrival_time)
 
     def note_tokens(self, sequence: Sequence, count: int, now: float) -> None:
         """Tokens of an answer became known."""
         request = sequence.request
         self.generation_tokens += count
-        if not request.first_token:
-            request.first_token = now
-            self.time_to_first_token_seconds.add(now - request.arrived)
-        if sequence.latest:
-            self.inter_token_latency_seconds.add((now - sequence.latest) / count, count)
-        sequence.latest = now
+        if not request.first_token_time:
+            request.first_token_time = now
+            self.time_to_first_token_seconds.add(now - request.arrival_time)
+        if sequence.last_token_time:
+            self.inter_token_latency_seconds.add((now - sequence.last_token_time) / count, count)
+        sequence.last_token_time = now
 
     def note_end(self, request: Request) -> None:
         """All its answers have ended."""
-        self.e2e_request_latency_seconds.add(time.monotonic() - request.arrived)
+        self.e2e_request_latency_seconds.add(time.monotonic() - request.arrival_time)
 
     def note_step(self, step: Step, scheduler: Scheduler) -> None:
         self.num_requests_running = len(scheduler.running)
         self.num_requests_waiting = len(scheduler.waiting)
-        self.kv_cache_usage_perc = scheduler.pool.used / len(scheduler.pool.counts)
+        self.kv_cache_usage_perc = scheduler.pool.num_used_blocks / len(scheduler.pool.ref_counts)
         self.kv_cache_usage_peak = max(self.kv_cache_usage_peak, self.kv_cache_usage_perc)
         self.prefix_cache_queries = scheduler.prefix_queries
         self.prefix_cache_hits = scheduler.prefix_hits

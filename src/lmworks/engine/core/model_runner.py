@@ -49,7 +49,7 @@ class ModelRunner:
         device: torch.device | str,
         valid_vocab: int,  # ids that the tokenizer has; rows of the head beyond it are never picked
         draft: DraftModel | None = None,  # a smaller model that guesses
-        ranks: TensorParallelRank | None = None,  # those that share the model, which is this one's part of it
+        tp_rank: TensorParallelRank | None = None,  # those that share the model, which is this one's part of it
     ) -> None:
         self.device = torch.device(device)
         self.spec = resolve_spec(spec, model.spec, self.device)
@@ -57,21 +57,25 @@ class ModelRunner:
         self.model, self.valid_vocab = model, valid_vocab
         dtype = DTYPES[self.spec.dtype]
         move(model, self.device, dtype)
-        self.ranks = ranks
-        kv_heads = max(1, model.spec.kv_heads // (1 if ranks is None else ranks.tp))
+        self.tp_rank = tp_rank
+        kv_heads = max(1, model.spec.kv_heads // (1 if tp_rank is None else tp_rank.tp))
         fuse(model, self.spec.context, self.spec.batch_invariant)
-        if ranks is not None:
-            model.project = ranks.gather_logits(model.project)
-        slopes = make_pattern(model.spec, heads=slice(None) if ranks is None else ranks.heads(model.spec)).slopes
+        if tp_rank is not None:
+            model.project = tp_rank.gather_logits(model.project)
+        slopes = make_pattern(
+            model.spec, heads=slice(None) if tp_rank is None else tp_rank.local_heads(model.spec)
+        ).slopes
         self.slopes = torch.tensor(slopes, device=self.device) if slopes else None
         vocab, seqs = model.spec.vocab, self.spec.max_seqs
         # Every id stands for itself, and vocab + slot for the token that was picked last for that slot.
-        self.ids = torch.cat((torch.arange(vocab), torch.zeros(seqs + 1, dtype=torch.int64))).to(self.device)
-        self.recent = self.ids[vocab:]
+        self.token_lookup = torch.cat((torch.arange(vocab), torch.zeros(seqs + 1, dtype=torch.int64))).to(self.device)
+        self.last_token_ids = self.token_lookup[vocab:]
         self.sampler = Sampler(vocab, valid_vocab, seqs, self.device)
         self.packer = Packer(self.spec, vocab, pinned=not self.synchronous)
         self.graphs: CUDAGraphs[Tensor | SamplerOutput] | None = None
-        self.each = 1 if self.spec.speculate == "none" else 1 + self.spec.guesses  # tokens of a sequence that decodes
+        self.max_decode_tokens = (
+            1 if self.spec.speculate == "none" else 1 + self.spec.guesses
+        )  # tokens of a sequence that decodes
         self.grammars: Grammars | None = None  # the engine's, where it has a tokenizer
         shape = KVCacheShape.of(model.spec, self.spec, dtype, kv_heads)
         self.adapters: Adapters | None = None
@@ -81,14 +85,16 @@ class ModelRunner:
             draft.join(self, dtype)
         if not self.spec.blocks:
             blocks = self.blocks_for(shape)
-            self.spec = self.spec.replace(blocks=blocks if ranks is None else ranks.min_over_ranks(blocks))
+            self.spec = self.spec.replace(blocks=blocks if tp_rank is None else tp_rank.min_over_ranks(blocks))
         self.blocks = self.spec.blocks
         self.cache = KVCache(shape, self.blocks, self.device)
         # Experts are run one by one, by counts that the host has to know: no graph can hold that. Nor is there one of
         # steps that several ranks take.
-        if self.device.type == "cuda" and self.spec.graphs and ranks is None and not moe_layers(model):
-            largest, prompts = decode_bucket(seqs, self.each), prefill_buckets(model.spec, self.spec)
-            self.graphs = CUDAGraphs(self.work, largest, self.packer.widest, self.device, prompts)
+        if self.device.type == "cuda" and self.spec.graphs and tp_rank is None and not moe_layers(model):
+            largest, prompts = decode_bucket(seqs, self.max_decode_tokens), prefill_buckets(model.spec, self.spec)
+            self.graphs = CUDAGraphs(
+                self.forward_and_sample, largest, self.packer.max_blocks_per_seq, self.device, prompts
+            )
             capture_graphs(self)
         if draft is not None:
             draft.allocate_cache(self.blocks, self.graphs is not None)
@@ -112,21 +118,21 @@ class ModelRunner:
     def add_adapter(self, name: str, folder: Path) -> None:
         """Hold a LoRA adapter, for sequences that ask for it by name; all ranks do, or none."""
         self.load_adapter(name, folder)
-        if self.ranks is not None:
+        if self.tp_rank is not None:
             try:
-                self.ranks.add_adapter(name, folder)
+                self.tp_rank.add_adapter(name, folder)
             except Exception:
                 self.unload_adapter(name)
                 raise
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """On this rank."""
-        tokens = max(self.spec.max_batch_tokens, self.spec.max_seqs * self.each)
-        adapters = self.adapters or Adapters(self.model, tokens, {} if self.ranks is None else self.ranks.kept)
+        tokens = max(self.spec.max_batch_tokens, self.spec.max_seqs * self.max_decode_tokens)
+        adapters = self.adapters or Adapters(self.model, tokens, {} if self.tp_rank is None else self.tp_rank.shards)
         adapters.add(name, folder)
         self.adapters = adapters
         if self.graphs is not None:
-            self.graphs.forget()  # recordings of layers without it
+            self.graphs.reset()  # captured without the adapter
 
     def unload_adapter(self, name: str) -> None:
         """On this rank, one that another could not hold."""
@@ -135,77 +141,81 @@ class ModelRunner:
 
     def watch_drift(self, folder: Path) -> DriftMonitor:
         """From now on, of a network that was read from the quantized `folder`."""
-        if self.ranks is not None:
+        if self.tp_rank is not None:
             raise SpecError(
-                f"drift is watched where a layer sees its whole input: use engine.tp = 1, not {self.ranks.tp}"
+                f"drift is watched where a layer sees its whole input: use engine.tp = 1, not {self.tp_rank.tp}"
             )
         monitor = DriftMonitor.of_folder(self.model, folder)
         monitor.attach()
         if self.graphs is not None:
-            self.graphs.forget()  # recordings of layers that nobody watched
+            self.graphs.reset()  # captured without the hooks
         return monitor
 
-    def lost(self) -> str:
+    def failed_worker(self) -> str:
         """Which of the other ranks has ended, and why."""
-        return "" if self.ranks is None else self.ranks.lost()
+        return "" if self.tp_rank is None else self.tp_rank.failed_worker()
 
     def close(self) -> None:
-        """Ends the other ranks."""
-        if self.ranks is not None:
-            self.ranks.close()
+        """Ends the other tp_rank."""
+        if self.tp_rank is not None:
+            self.tp_rank.close()
 
     @torch.no_grad()
     def launch(self, step: Step) -> AsyncStepOutput:
         try:
-            return self.queue(step)
+            return self.execute(step)
         except torch.OutOfMemoryError:
             # Graphs of prompts hold memory that a step can do without. It can be taken once more: whatever it has
             # written already is written again.
             if self.graphs is None or not self.graphs.drop_prefill_graphs():
                 raise
         except (RuntimeError, OSError) as error:
-            if self.ranks is None:
+            if self.tp_rank is None:
                 raise
-            raise self.ranks.cause(error) from error
-        return self.queue(step)
+            raise self.tp_rank.root_cause(error) from error
+        return self.execute(step)
 
-    def queue(self, step: Step) -> AsyncStepOutput:
+    def execute(self, step: Step) -> AsyncStepOutput:
         self.cache.copy(step.copies)
         adapters = None if self.adapters is None else self.adapters.adapter_indices(step.chunks)
-        self.choose(adapters)
-        picking = [chunk for chunk in step.chunks if chunk.wanted]
-        sampling_metadata = self.sampler.sampling_metadata(chunk.sequence.slot for chunk in picking)
-        mask = self.masks(picking)
+        self.set_adapter_indices(adapters)
+        sampling_chunks = [chunk for chunk in step.chunks if chunk.num_logits]
+        sampling_metadata = self.sampler.sampling_metadata(chunk.sequence.slot for chunk in sampling_chunks)
+        mask = self.grammar_masks(sampling_chunks)
         if self.draft is not None:
             self.draft.cache.copy(step.copies)
         prompt_queries = prompt_logprobs_queries(step.chunks)
         if self.graphs is not None and not prompt_queries and (bucket := self.bucket(self.graphs, step)):
             found, batch = self.replay(self.graphs, bucket, step, sampling_metadata, mask)
-            return self.launched(picking, found, [], None, draft_tokens_of(batch, picking))
+            return self.async_output(sampling_chunks, found, [], None, draft_tokens_of(batch, sampling_chunks))
         buffer, layout = self.packer.pack(step)
-        if self.ranks is not None:
-            self.ranks.tell(step, buffer, layout, prompt_queries, self.draft is not None, adapters)
+        if self.tp_rank is not None:
+            self.tp_rank.broadcast_step(step, buffer, layout, prompt_queries, self.draft is not None, adapters)
         batch = unpack(buffer.to(self.device, non_blocking=True), layout)
         drafted = None if self.draft is None else self.draft.propose(step, batch, sampling_metadata)
-        if self.ranks is not None and drafted is not None:
-            self.ranks.share(batch.tokens)
+        if self.tp_rank is not None and drafted is not None:
+            self.tp_rank.broadcast(batch.tokens)
         states = self.states(batch)
         invariant = self.spec.batch_invariant
         prompt = (
             prompt_logprobs(self.model, self.valid_vocab, states, prompt_queries, invariant) if prompt_queries else None
         )
-        sampled = self.pick(states, batch, sampling_metadata, mask, drafted) if picking else None
-        return self.launched(picking, sampled, prompt_queries, prompt, draft_tokens_of(batch, picking))
+        sampled = (
+            self.compute_logits_and_sample(states, batch, sampling_metadata, mask, drafted) if sampling_chunks else None
+        )
+        return self.async_output(
+            sampling_chunks, sampled, prompt_queries, prompt, draft_tokens_of(batch, sampling_chunks)
+        )
 
-    def choose(self, adapters: np.ndarray | None) -> None:
+    def set_adapter_indices(self, adapters: np.ndarray | None) -> None:
         """The adapter of each token of a step, where there are any."""
         if self.adapters is not None and adapters is not None:
-            self.adapters.choose(adapters)
+            self.adapters.set_adapter_indices(adapters)
 
     def bucket(self, graphs: CUDAGraphs[Tensor | SamplerOutput], step: Step) -> Layout | None:
         """That of the graph which holds such steps, if there is one."""
         if is_decode_only(step):
-            return graphs.padded(len(step.chunks), 1 if step.tokens == len(step.chunks) else self.each)
+            return graphs.padded(len(step.chunks), 1 if step.tokens == len(step.chunks) else self.max_decode_tokens)
         # Drafts and adapters go by the order of tokens, which a frame for mixed steps tears apart.
         plain = self.draft is None and self.adapters is None
         return graphs.mixed(step) if plain else None
@@ -219,7 +229,7 @@ class ModelRunner:
         mask: Tensor | None,
     ) -> tuple[SamplerOutput, Batch]:
         """The graph holds the sampler too where that makes passes over the logits alone."""
-        rows = sum(chunk.wanted for chunk in step.chunks)
+        rows = sum(chunk.num_logits for chunk in step.chunks)
         buffer, layout = self.packer.pack(step, bucket)
         buffer = graphs.buffer[: layout.size].copy_(buffer, non_blocking=True)
         batch = unpack(buffer, layout)
@@ -228,37 +238,37 @@ class ModelRunner:
         result = graphs.run(buffer, layout, captured_metadata(sampling_metadata) if whole else None)
         if isinstance(result, SamplerOutput):
             return result, batch
-        sampled = self.sample(result[:rows], batch.rows[:rows], batch.places[:rows], sampling_metadata, mask)
+        sampled = self.sample(result[:rows], batch.rows[:rows], batch.output_positions[:rows], sampling_metadata, mask)
         return self.verify(sampled, result[:rows], batch, drafted, sampling_metadata), batch
 
-    def work(self, batch: Batch, sampling_metadata: SamplingMetadata | None) -> Tensor | SamplerOutput:
+    def forward_and_sample(self, batch: Batch, sampling_metadata: SamplingMetadata | None) -> Tensor | SamplerOutput:
         """What a graph holds: up to the logits, or with `sampling_metadata` up to the tokens."""
         logits = self.logits(self.states(batch), batch)
         return (
             logits
             if sampling_metadata is None
-            else self.sample(logits, batch.rows, batch.places, sampling_metadata, None)
+            else self.sample(logits, batch.rows, batch.output_positions, sampling_metadata, None)
         )
 
     def logits(self, states: Tensor, batch: Batch) -> Tensor:
         """Of the tokens that ask for them, (rows, vocab)."""
-        return self.model.logits(states if batch.at is None else states[batch.at])
+        return self.model.logits(states if batch.logits_indices is None else states[batch.logits_indices])
 
     def states(self, batch: Batch) -> Tensor:
         """What the last block gives for every token, (tokens, hidden)."""
         spec = self.model.spec
         attend = PagedAttention(
             self.cache.layers,
-            batch.slots,
-            batch.pages,
-            batch.decoding,
+            batch.slot_mapping,
+            batch.attention_metadata,
+            batch.num_decodes,
             spec.sliding_window,
             self.slopes,
             self.spec.batch_invariant,
         )
-        return self.model.states(self.ids[batch.tokens], batch.positions, attend)
+        return self.model.states(self.token_lookup[batch.tokens], batch.positions, attend)
 
-    def pick(
+    def compute_logits_and_sample(
         self,
         states: Tensor,
         batch: Batch,
@@ -267,7 +277,7 @@ class ModelRunner:
         drafted: DraftedTokens | None,
     ) -> SamplerOutput:
         logits = self.logits(states, batch)
-        sampled = self.sample(logits, batch.rows, batch.places, sampling_metadata, mask)
+        sampled = self.sample(logits, batch.rows, batch.output_positions, sampling_metadata, mask)
         return self.verify(sampled, logits, batch, drafted, sampling_metadata)
 
     def verify(
@@ -283,27 +293,32 @@ class ModelRunner:
         return self.draft.verify(sampled, logits, batch, drafted, sampling_metadata)
 
     def sample(
-        self, logits: Tensor, rows: Tensor, places: Tensor, sampling_metadata: SamplingMetadata, mask: Tensor | None
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        output_positions: Tensor,
+        sampling_metadata: SamplingMetadata,
+        mask: Tensor | None,
     ) -> SamplerOutput:
         if self.spec.batch_invariant and self.synchronous:
-            sampled = sample_row_by_row(self.sampler, logits, rows, places, mask, sampling_metadata)
+            sampled = sample_row_by_row(self.sampler, logits, rows, output_positions, mask, sampling_metadata)
         else:
-            sampled = self.sampler(logits, rows, places, mask, sampling_metadata)
-        self.recent.index_copy_(0, rows, sampled.tokens)
-        if self.ranks is not None:
-            self.ranks.share(sampled.tokens)
+            sampled = self.sampler(logits, rows, output_positions, mask, sampling_metadata)
+        self.last_token_ids.index_copy_(0, rows, sampled.tokens)
+        if self.tp_rank is not None:
+            self.tp_rank.broadcast(sampled.tokens)
         return sampled
 
-    def masks(self, chunks: list[Chunk]) -> Tensor | None:
+    def grammar_masks(self, chunks: list[Chunk]) -> Tensor | None:
         """What grammars allow, row by row; only the first row of a chunk can have one, for they take no guesses."""
         if self.grammars is None or all(chunk.sequence.matcher is None for chunk in chunks):
             return None
-        rows = [matcher for chunk in chunks for matcher in (chunk.sequence.matcher, *[None] * (chunk.wanted - 1))]
+        rows = [matcher for chunk in chunks for matcher in (chunk.sequence.matcher, *[None] * (chunk.num_logits - 1))]
         return self.grammars.masks(rows, self.device)
 
-    def launched(
+    def async_output(
         self,
-        picking: list[Chunk],
+        sampling_chunks: list[Chunk],
         sampled: SamplerOutput | None,
         prompt_queries: list[PromptLogprobsQuery],
         prompt: tuple[Tensor, Tensor | None, Tensor | None] | None,
@@ -311,10 +326,10 @@ class ModelRunner:
     ) -> AsyncStepOutput:
         """Send the results home. Copies to page-locked memory do not wait, and come before all later steps."""
         if self.synchronous:
-            return AsyncStepOutput(picking, sampled, prompt_queries, prompt, draft_tokens, None)
+            return AsyncStepOutput(sampling_chunks, sampled, prompt_queries, prompt, draft_tokens, None)
         arrived = torch.cuda.Event()
         home = AsyncStepOutput(
-            picking, to_host(sampled), prompt_queries, to_host(prompt), to_host(draft_tokens), arrived
+            sampling_chunks, to_host(sampled), prompt_queries, to_host(prompt), to_host(draft_tokens), arrived
         )
         arrived.record()
         return home
@@ -330,18 +345,18 @@ def to_host(results: Any) -> Any:
     return SamplerOutput(*parts) if isinstance(results, SamplerOutput) else tuple(parts)
 
 
-def draft_tokens_of(batch: Batch, picking: list[Chunk]) -> Tensor | None:
+def draft_tokens_of(batch: Batch, sampling_chunks: list[Chunk]) -> Tensor | None:
     """(rows): the token behind each row's own, which is the guess that the row speaks of (or nobody's)."""
-    if batch.at is None or all(chunk.wanted == 1 for chunk in picking):
+    if batch.logits_indices is None or all(chunk.num_logits == 1 for chunk in sampling_chunks):
         return None
-    return batch.tokens[(batch.at + 1).clamp(max=len(batch.tokens) - 1)]
+    return batch.tokens[(batch.logits_indices + 1).clamp(max=len(batch.tokens) - 1)]
 
 
 def sample_row_by_row(
     sampler: Sampler,
     logits: Tensor,
     rows: Tensor,
-    places: Tensor,
+    output_positions: Tensor,
     mask: Tensor | None,
     sampling_metadata: SamplingMetadata,
 ) -> SamplerOutput:
@@ -349,7 +364,7 @@ def sample_row_by_row(
     masks = [None] * len(rows) if mask is None else mask.split(1)
     parts = [
         sampler(*each, sampling_metadata)
-        for each in zip(logits.split(1), rows.split(1), places.split(1), masks, strict=True)
+        for each in zip(logits.split(1), rows.split(1), output_positions.split(1), masks, strict=True)
     ]
     columns: Any = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
     return SamplerOutput(*columns)
@@ -357,7 +372,7 @@ def sample_row_by_row(
 
 def is_decode_only(step: Step) -> bool:
     """Whether every token of the step asks for the next one: those of answers, and guesses."""
-    return all(chunk.count == chunk.wanted for chunk in step.chunks)
+    return all(chunk.count == chunk.num_logits for chunk in step.chunks)
 
 
 def resolve_spec(spec: EngineSpec, model: ModelSpec, device: torch.device) -> EngineSpec:

@@ -30,7 +30,7 @@ def attach_detokenizer_and_grammar(sequence: Sequence, tokenizer: Tokenizer | No
     """Text is made token by token only where someone looks at it before the end."""
     params = sequence.params
     if tokenizer is not None and (params.stop or sequence.request.stream):
-        sequence.text = IncrementalDetokenizer(tokenizer, params.stop, params.include_stop, params.min_tokens)
+        sequence.detokenizer = IncrementalDetokenizer(tokenizer, params.stop, params.include_stop, params.min_tokens)
     if grammars is not None and params.structured:
         sequence.matcher = grammars.matcher(params, sequence.request.grammar)
 
@@ -38,7 +38,7 @@ def attach_detokenizer_and_grammar(sequence: Sequence, tokenizer: Tokenizer | No
 def push(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
     """The latest known token of an answer: the text that may be shown now, and whether it was the last."""
     shown, ending = read(sequence, token)
-    text = sequence.text
+    text = sequence.detokenizer
     if text is None or ending is None or ending.error is not None:
         return shown, ending
     shown += text.flush()  # the last half character is U+FFFD, and that may have been looked for
@@ -47,17 +47,17 @@ def push(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
 
 def read(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
     """The same, as far as the token itself says: text may still wait."""
-    long_enough = sequence.known - sequence.prompt >= sequence.params.min_tokens
-    if long_enough and token in sequence.request.ends and not within(sequence, token):
+    long_enough = sequence.num_known_tokens - sequence.num_prompt_tokens >= sequence.params.min_tokens
+    if long_enough and token in sequence.request.end_token_ids and not within(sequence, token):
         return "", FinishReason("stop", token)
     shown = ""
-    if sequence.text is not None:
-        shown = sequence.text.push(token)
-        if sequence.text.stopped is not None:
-            return shown, FinishReason("stop", sequence.text.stopped)
+    if sequence.detokenizer is not None:
+        shown = sequence.detokenizer.push(token)
+        if sequence.detokenizer.stopped is not None:
+            return shown, FinishReason("stop", sequence.detokenizer.stopped)
     if sequence.matcher is not None and (ending := matched(sequence.matcher, token)) is not None:
         return shown, ending
-    return shown, FinishReason("length") if sequence.known >= sequence.limit else None
+    return shown, FinishReason("length") if sequence.num_known_tokens >= sequence.limit else None
 
 
 def within(sequence: Sequence, token: int) -> bool:
@@ -87,12 +87,12 @@ def no_token_error(matcher: Matcher | None) -> FinishReason:
 
 def close(sequence: Sequence, ending: FinishReason, tokenizer: Tokenizer | None) -> str:
     """The answer is written down; text that was held back until now is returned."""
-    del sequence.tokens[sequence.known :]
-    ids = sequence.answer
+    del sequence.tokens[sequence.num_known_tokens :]
+    ids = sequence.output_token_ids
     rest = ""
-    if sequence.text is not None:
-        rest = sequence.text.flush()
-        text = sequence.text.text
+    if sequence.detokenizer is not None:
+        rest = sequence.detokenizer.flush()
+        text = sequence.detokenizer.text
     elif tokenizer is not None:
         text = decode(tokenizer, ids[:-1] if isinstance(ending.stop, int) else ids)
     else:
@@ -100,23 +100,23 @@ def close(sequence: Sequence, ending: FinishReason, tokenizer: Tokenizer | None)
     params = sequence.params
     logprobs = sequence.logprobs if params.logprobs is not None else None
     likelihood = sum(each.logprob for each in sequence.logprobs) if params.needs_logprobs else None
-    sequence.done = Answer(ids, text, ending.reason, logprobs, ending.stop, ending.error, likelihood)
+    sequence.final_answer = Answer(ids, text, ending.reason, logprobs, ending.stop, ending.error, likelihood)
     return rest
 
 
 def result(request: Request) -> Result:
     """What the request came to: its answers, or of best_of the n likeliest, the likeliest first."""
     params = request.params
-    answers = [each.done for each in request.sequences if each.done is not None]
+    answers = [each.final_answer for each in request.sequences if each.final_answer is not None]
     if params.answers > params.n:
         # One that went wrong has no likelihood; it is shown only where there are not enough others.
         answers.sort(key=lambda answer: (answer.error is not None, -(answer.cumulative_logprob or 0.0)))
     now = time.monotonic()
-    times = {"total": now - request.arrived}
-    if request.started:
-        times["queue"] = request.started - request.arrived
-    if request.first_token:
-        times["first_token"] = request.first_token - request.arrived
+    times = {"total": now - request.arrival_time}
+    if request.scheduled_time:
+        times["queue"] = request.scheduled_time - request.arrival_time
+    if request.first_token_time:
+        times["first_token"] = request.first_token_time - request.arrival_time
     prompt_logprobs = request.prompt_logprobs if params.prompt_logprobs is not None else None
     return Result(list(request.prompt), answers[: params.n], prompt_logprobs, request.cached_tokens, times)
 

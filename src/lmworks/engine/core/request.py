@@ -1,4 +1,4 @@
-"""A request as it lives in the engine: one sequence for each answer, and what comes out in the end."""
+"""A request inside the engine: one sequence for each answer, output deltas, and the result."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from ..grammars.grammar import Matcher
     from .detokenizer import IncrementalDetokenizer
 
-PLACEHOLDER_TOKEN = -1  # a token that the device has picked and the host has not read yet
+PLACEHOLDER_TOKEN = -1  # a token that is sampled on the device and not read by the host yet
 
-ResultCallback = Callable[[int, "Result"], None]  # which of many prompts, and what it came to
+ResultCallback = Callable[[int, "Result"], None]  # index of the prompt, and its result
 
 
 def ignore_result(_place: int, _result: Result) -> None: ...
 
 
 class SequenceStatus(enum.Enum):
-    WAITING = "waiting"  # holds no blocks; its tokens so far are computed (again) when it is let in
+    WAITING = "waiting"  # holds no blocks; its tokens are (re)computed after admission
     RUNNING = "running"
     FINISHED = "done"
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of the token at a place, and of the likeliest ones there."""
+    """Log-probability of a token, and of the likeliest tokens at its position."""
 
     token: int
     logprob: float
@@ -43,20 +43,20 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Answer:
-    """One finished answer. finish_reason: length, stop, cancelled, error (then `error` says what was wrong)."""
+    """One finished answer. finish_reason: length, stop, cancelled, or error (see `error`)."""
 
     token_ids: list[int]
     text: str
     finish_reason: str
     logprobs: list[Logprob] | None = None
-    stop_reason: str | int | None = None  # the string or token that ended it
+    stop_reason: str | int | None = None  # the stop string or token
     error: str | None = None
-    cumulative_logprob: float | None = None  # of all its tokens, where logprobs or best_of asked for them
+    cumulative_logprob: float | None = None  # of all its tokens, with logprobs or best_of
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a request came to. The fields of the first answer are also its own; with n > 1 see `answers`."""
+    """The result of a request. The fields of the first answer are also properties; with n > 1 see `answers`."""
 
     prompt_token_ids: list[int]
     answers: list[Answer]
@@ -87,42 +87,42 @@ class Result:
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer on its way. `tokens` is prompt and answer; the last ones may be UNKNOWN while the device picks them.
+    """One answer in progress. `tokens`: prompt and output; the last are PLACEHOLDER_TOKEN while they are in flight.
 
-    `known` counts those that the host has read; `computed` runs ahead of it by what has been launched.
+    `num_known_tokens` counts those that the host has read; `num_computed_tokens` includes launched steps.
     """
 
     request: Request
     index: int  # which of the request's answers
     seed: int
     tokens: list[int]
-    prompt: int  # tokens of the prompt
-    limit: int = sys.maxsize  # tokens it may come to, prompt included
-    known: int = field(init=False)  # of `tokens`; what follows is UNKNOWN
+    num_prompt_tokens: int  # in `tokens`
+    limit: int = sys.maxsize  # most tokens, prompt included
+    num_known_tokens: int = field(init=False)  # of `tokens`; the rest are placeholders
     state: SequenceStatus = SequenceStatus.WAITING
-    computed: int = 0  # tokens whose keys and values lie in the cache (or will, once launched steps have run)
+    num_computed_tokens: int = 0  # whose KV is in the cache (or will be, after launched steps)
     blocks: list[int] = field(default_factory=list)  # block i holds tokens [i·size, (i + 1)·size)
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, each over all tokens up to its end
-    offered: int = 0  # of its blocks, put up for others to find
+    num_cached_blocks: int = 0  # of its blocks, registered in the prefix cache
     rank: tuple[int, int, int] = (0, 0, 0)  # the scheduler's order: the smallest goes first
-    slot: int = -1  # its row in the device's tables while it runs
-    draft_tokens: list[int] = field(default_factory=list)  # tokens that speculation proposes to come next
+    slot: int = -1  # its row in the device tables while it is running
+    draft_tokens: list[int] = field(default_factory=list)  # proposed by speculation
     logprobs: list[Logprob] = field(default_factory=list)
     preempted: int = 0
-    given: int = 0  # tokens whose keys and values others had computed, when it was let in
-    alone: bool = False  # what it was given was spoilt: it computes all of its tokens itself
-    text: IncrementalDetokenizer | None = None  # of the answer so far, where someone looks at it before the end
-    done: Answer | None = None  # once it has ended
-    latest: float = 0.0  # when its last token was read
-    matcher: Matcher | None = None  # how far it has come in the shape that was asked for
-    extra: dict[str, Any] = field(default_factory=dict)  # what others remember of it: a guesser its n-grams
+    num_shared_tokens: int = 0  # whose KV came from other sequences, at admission
+    skip_prefix_cache: bool = False  # shared blocks were corrupted: recompute all tokens
+    detokenizer: IncrementalDetokenizer | None = None  # for streaming and stop strings
+    final_answer: Answer | None = None  # once finished
+    last_token_time: float = 0.0  # seconds of the monotonic clock
+    matcher: Matcher | None = None  # state of its grammar
+    extra: dict[str, Any] = field(default_factory=dict)  # state of other components, such as the n-gram index
 
     def __post_init__(self) -> None:
-        self.known = len(self.tokens)
+        self.num_known_tokens = len(self.tokens)
 
     @property
-    def answer(self) -> list[int]:
-        return self.tokens[self.prompt :]
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
 
     @property
     def params(self) -> SamplingParams:
@@ -131,32 +131,32 @@ class Sequence:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its wishes. A smaller `priority` is served first; equals in order of arrival."""
+    """A prompt and its sampling parameters. A smaller `priority` is served first; equals in order of arrival."""
 
     prompt: list[int]
     params: SamplingParams
     priority: int = 0
-    tenant: str = ""  # requests share cached prefixes only within a tenant
-    ends: tuple[int, ...] = ()  # tokens that end an answer: end of text, unless ignored, and params.stop_token_ids
-    stream: bool = False  # text is wanted token by token
-    grammar: llguidance.LLMatcher | None = None  # what `params` ask for, where it was compiled before
+    tenant: str = ""  # the prefix cache is shared only within a tenant
+    end_token_ids: tuple[int, ...] = ()  # end of text, unless ignored, and params.stop_token_ids
+    stream: bool = False  # emit a delta for every step
+    grammar: llguidance.LLMatcher | None = None  # compiled in advance
     id: int = field(default_factory=itertools.count().__next__)
-    arrived: float = field(default_factory=time.monotonic)
+    arrival_time: float = field(default_factory=time.monotonic)
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)
     cached_tokens: int = 0
-    started: float = 0.0  # when it was first let in (as `arrived`: seconds of the monotonic clock; 0: not yet)
-    first_token: float = 0.0
+    scheduled_time: float = 0.0  # when it was first admitted (monotonic clock; 0: not yet)
+    first_token_time: float = 0.0
 
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What a step brought to one answer. The last piece of a request's last answer carries the result."""
+    """New output of one answer. The last delta of a request carries the result."""
 
     request: Request
-    index: int  # which of the answers
+    index: int  # of the answer
     token_ids: list[int]
-    text: str = ""  # where the request is streamed
+    text: str = ""  # of streamed requests
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str | None = None
     result: Result | None = None

@@ -1,13 +1,13 @@
-"""A step as tensors: everything that the device must be told, packed into one buffer and sent in one copy.
+"""The inputs of a step, packed into one buffer and sent to the device in one copy.
 
-Sections of the buffer, for T tokens, S sequences, R rows of logits and tables of W blocks:
+Sections of the buffer, for T tokens, S sequences, R rows of logits and block tables of W blocks:
 
-    int64   tokens, positions, slots (T each) · at, rows, places (R each)
-    int32   lengths (S) · starts (S + 1) · late lengths (S) · late starts (S + 1) · tables (S · W)
+    int64   tokens, positions, slot_mapping (T each) · logits_indices, rows, output_positions (R each)
+    int32   seq_lens (S) · query_start_loc (S + 1) · the same two for prefills alone · block_tables (S · W)
 
-Each begins at a multiple of 128 bytes, so that kernels see one alignment whatever the sizes; "late" are those of the
-sequences behind the ones that decode, once more and counted from there. The block tables of running sequences are kept
-from step to step, and only what they grew by is written.
+Each section is aligned to 128 bytes, so that kernels see one alignment for all sizes. Decoding sequences come first;
+the sections for prefills repeat the lengths and offsets of the sequences behind them, counted from there. The block
+tables of running sequences are kept from step to step, and only new blocks are written.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.inference.paged_attention import Pages
+from ...kernels.inference.paged_attention import AttentionMetadata
 from ...spec import EngineSpec
 from .request import PLACEHOLDER_TOKEN, Sequence
 from .scheduler import Chunk, Step
 
-SLOTS, ROWS, STARTS = 2, 4, 7  # indices of sections
-WIDE = 6  # sections of int64 numbers; those behind them are of int32
+SLOT_MAPPING, ROW_SLOTS, QUERY_START_LOC = 2, 4, 7  # indices of sections
+NUM_INT64_SECTIONS = 6  # the sections after them are int32
 ALIGN = 16  # int64 numbers: 128 bytes
-NARROWEST = 2048  # tokens that the narrowest table covers; the next covers WIDER times as many, and so on
-WIDER = 4
+MIN_TABLE_TOKENS = 2048  # covered by the narrowest block table; the next is TABLE_GROWTH times as wide, and so on
+TABLE_GROWTH = 4
 
 
 class Layout(NamedTuple):
-    """The sizes of a step, and so where the sections of its buffer begin. Without its width it is a frame for steps."""
+    """The sizes of a step, which determine the sections of its buffer. A bucket is a layout without a width."""
 
     tokens: int
     seqs: int
     rows: int
     width: int
-    decoding: int  # sequences of one token; they come first
-    longest: int  # the most tokens that a sequence computes
+    num_decodes: int  # sequences of one token; they come first
+    max_query_len: int  # most tokens that a sequence computes in the step
 
     @property
     def size(self) -> int:
@@ -52,73 +52,86 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def sections(layout: Layout) -> list[tuple[int, int, int]]:
-    """Of each section: where it begins and ends, counted in int64 numbers, and how many numbers it holds."""
+    """Begin and end of each section, in int64 numbers, and how many elements it holds."""
     each = [layout.seqs, layout.seqs + 1]
     sizes = [*(3 * [layout.tokens]), *(3 * [layout.rows]), *each, *each, layout.seqs * layout.width]
-    room = [math.ceil(size / (ALIGN if i < WIDE else 2 * ALIGN)) * ALIGN for i, size in enumerate(sizes)]
+    room = [math.ceil(size / (ALIGN if i < NUM_INT64_SECTIONS else 2 * ALIGN)) * ALIGN for i, size in enumerate(sizes)]
     ends = list(accumulate(room))
     return list(zip([0, *ends], ends, sizes, strict=False))
 
 
-def cut(buffer: Any, layout: Layout, int32: Any) -> list[Any]:
+def split_sections(buffer: Any, layout: Layout, int32: Any) -> list[Any]:
     """The sections of a buffer, of numpy or of torch."""
     found, narrow = sections(layout), buffer.view(int32)
-    wide = [buffer[begin : begin + size] for begin, _, size in found[:WIDE]]
-    return wide + [narrow[2 * begin : 2 * begin + size] for begin, _, size in found[WIDE:]]
+    wide = [buffer[begin : begin + size] for begin, _, size in found[:NUM_INT64_SECTIONS]]
+    return wide + [narrow[2 * begin : 2 * begin + size] for begin, _, size in found[NUM_INT64_SECTIONS:]]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A step on the device."""
+    """The inputs of a step on the device."""
 
-    tokens: Tensor  # (tokens) int64: an id, or vocab + slot: the token that was picked last for that slot
+    tokens: Tensor  # (tokens) int64: an id, or vocab + slot: the last token sampled for that slot
     positions: Tensor  # (tokens) int64
-    slots: Tensor  # (tokens) int64: where keys and values go; −1: nowhere
-    at: Tensor | None  # (rows) int64: tokens whose logits are wanted; None: all of them
+    slot_mapping: Tensor  # (tokens) int64: KV cache slot of each token; −1: none
+    logits_indices: Tensor | None  # (rows) int64: tokens whose logits are needed; None: all
     rows: Tensor  # (rows) int64: the slot of the sequence that each row of logits belongs to
-    places: Tensor  # (rows) int64: index, in its answer, of the token that the row picks
-    pages: tuple[Pages, ...]
-    decoding: int
+    output_positions: Tensor  # (rows) int64: index, in its output, of the token that the row samples
+    attention_metadata: tuple[AttentionMetadata, ...]
+    num_decodes: int
 
 
 def unpack(buffer: Tensor, layout: Layout) -> Batch:
-    tokens, positions, slots, at, rows, places, lengths, starts, *late, tables = cut(buffer, layout, torch.int32)
-    tables, first = tables.view(layout.seqs, layout.width), layout.decoding
-    pages: tuple[Pages, ...]
+    tokens, positions, slot_mapping, logits_indices, rows, output_positions, lengths, starts, *prefill, tables = (
+        split_sections(buffer, layout, torch.int32)
+    )
+    tables, first = tables.view(layout.seqs, layout.width), layout.num_decodes
+    attention_metadata: tuple[AttentionMetadata, ...]
     if first in (0, layout.seqs):
-        pages = (Pages(tables, lengths, starts, layout.longest),)
+        attention_metadata = (AttentionMetadata(tables, lengths, starts, layout.max_query_len),)
     else:
-        few = Pages(tables[:first], lengths[:first], starts[: first + 1], 1)
+        decode_metadata = AttentionMetadata(tables[:first], lengths[:first], starts[: first + 1], 1)
         rest = layout.seqs - first
-        many = Pages(tables[first:], late[0][:rest], late[1][: rest + 1], layout.longest)
-        pages = (few, many)
-    # Every token decodes for itself: its row of logits is its own.
+        prefill_metadata = AttentionMetadata(
+            tables[first:], prefill[0][:rest], prefill[1][: rest + 1], layout.max_query_len
+        )
+        attention_metadata = (decode_metadata, prefill_metadata)
+    # A decode step: one token and one row of logits for each sequence.
     every = layout.rows == layout.tokens == layout.seqs
-    return Batch(tokens, positions, slots, None if every else at, rows, places, pages, first)
+    return Batch(
+        tokens,
+        positions,
+        slot_mapping,
+        None if every else logits_indices,
+        rows,
+        output_positions,
+        attention_metadata,
+        first,
+    )
 
 
 class Packer:
-    """Writes steps into buffers, and remembers the block tables of running sequences."""
+    """Packs steps into buffers, and keeps the block tables of running sequences."""
 
     def __init__(self, engine: EngineSpec, vocab: int, pinned: bool) -> None:
-        self.vocab, self.size, self.pinned = vocab, engine.block, pinned
-        self.unused = engine.max_seqs  # the slot of rows that nobody asked for
-        self.widest = math.ceil(engine.context / engine.block)
-        self.tables = np.zeros((engine.max_seqs + 1, self.widest), np.int32)
-        self.filled = np.zeros(engine.max_seqs + 1, np.int64)  # blocks of each table that are written
+        self.vocab, self.block_size, self.pinned = vocab, engine.block, pinned
+        self.padding_slot = engine.max_seqs  # the slot of padding rows
+        self.max_blocks_per_seq = math.ceil(engine.context / engine.block)
+        self.tables = np.zeros((engine.max_seqs + 1, self.max_blocks_per_seq), np.int32)
+        self.num_written = np.zeros(engine.max_seqs + 1, np.int64)  # blocks of each table that are written
 
     def admit(self, sequence: Sequence) -> None:
-        self.filled[sequence.slot] = 0
+        self.num_written[sequence.slot] = 0
 
     def width(self, blocks: int) -> int:
-        """Of a table for so many blocks: few different ones, as a CUDA graph and a kernel are made for each."""
-        width = max(1, NARROWEST // self.size)
+        """Block table width for so many blocks: one of a few, as each needs its own CUDA graph."""
+        width = max(1, MIN_TABLE_TOKENS // self.block_size)
         while width < blocks:
-            width *= WIDER
-        return min(width, self.widest)
+            width *= TABLE_GROWTH
+        return min(width, self.max_blocks_per_seq)
 
     def pack(self, step: Step, bucket: Layout | None = None) -> tuple[Tensor, Layout]:
-        """The buffer on the host. `bucket` has room for the step: the places that it does not take are nobody's."""
+        """The buffer on the host, padded to `bucket` if one is given."""
         chunks = step.chunks
         facts = list(zip(*map(chunk_facts, chunks), strict=True))
         _, _, counts, asked, _, held = facts
@@ -131,82 +144,98 @@ class Packer:
         else:
             layout = bucket._replace(width=width)
         buffer, parts = self.padding_buffer(layout)
-        tokens, positions, slots, at, row_slots, places, lengths, starts, *late, tables = parts
-        mine, here = np.arange(seqs), np.arange(total)  # (S), (T): the place of each chunk, and of each token
-        owner = mine.repeat(count)  # (T): the chunk of each token
+        (
+            tokens,
+            positions,
+            slot_mapping,
+            logits_indices,
+            row_slots,
+            output_positions,
+            lengths,
+            starts,
+            *prefill,
+            tables,
+        ) = parts
+        chunk_rows, token_rows = (
+            np.arange(seqs),
+            np.arange(total),
+        )  # (S), (T): row of each chunk and of each token
+        owner = chunk_rows.repeat(count)  # (T): the chunk of each token
         end = start + count
-        left = count.cumsum()[owner] - here  # (T): tokens of the chunk from this one on
+        left = count.cumsum()[owner] - token_rows  # (T): tokens of the chunk from this one on
         position = end[owner] - left
-        asking = (left <= wanted[owner]).nonzero()[0]  # (R): the token that each row belongs to
-        if layout.decoding > single:  # longer chunks lie behind all the places for those of one token
-            mine[single:] += layout.decoding - single
-            here[single:] += layout.decoding - single
+        logits_tokens = (left <= wanted[owner]).nonzero()[0]  # (R): the token of each row of logits
+        if layout.num_decodes > single:  # prefills come after the padded decodes
+            chunk_rows[single:] += layout.num_decodes - single
+            token_rows[single:] += layout.num_decodes - single
         slot_of = slot[owner]
         ids = np.array(input_token_ids(chunks), np.int64)
-        tokens[here] = np.where(ids == PLACEHOLDER_TOKEN, self.vocab + slot_of, ids)
-        positions[here] = position
-        block, within = np.divmod(position, self.size)
-        slots[here] = self.tables[slot_of, block].astype(np.int64) * self.size + within
-        at[:rows] = here[asking]
-        row_slots[:rows] = slot_of[asking]
-        places[:rows] = (position - prompt[owner])[asking] + 1
-        lengths[mine] = end
-        starts[1 : layout.decoding + 1] = 1  # nobody's: one each where one is usual
-        starts[mine + 1] = count
+        tokens[token_rows] = np.where(ids == PLACEHOLDER_TOKEN, self.vocab + slot_of, ids)
+        positions[token_rows] = position
+        block, within = np.divmod(position, self.block_size)
+        slot_mapping[token_rows] = self.tables[slot_of, block].astype(np.int64) * self.block_size + within
+        logits_indices[:rows] = token_rows[logits_tokens]
+        row_slots[:rows] = slot_of[logits_tokens]
+        output_positions[:rows] = (position - prompt[owner])[logits_tokens] + 1
+        lengths[chunk_rows] = end
+        starts[1 : layout.num_decodes + 1] = 1  # padded decodes have one token each
+        starts[chunk_rows + 1] = count
         starts.cumsum(dtype=np.int32, out=starts)
-        tables.reshape(-1, layout.width)[mine] = self.tables[slot, : layout.width]
-        if 0 < layout.decoding < layout.seqs:
-            rest = layout.seqs - layout.decoding
-            late[0][:rest] = lengths[-rest:]
-            late[1][: rest + 1] = starts[-rest - 1 :] - layout.decoding
+        tables.reshape(-1, layout.width)[chunk_rows] = self.tables[slot, : layout.width]
+        if 0 < layout.num_decodes < layout.seqs:
+            rest = layout.seqs - layout.num_decodes
+            prefill[0][:rest] = lengths[-rest:]
+            prefill[1][: rest + 1] = starts[-rest - 1 :] - layout.num_decodes
         return buffer, layout
 
     def dummy_decode(self, bucket: Layout) -> tuple[Tensor, Layout]:
-        """A decoding step in which every place is nobody's: it changes nothing."""
+        """A decode step of padding only: it changes no state."""
         layout = bucket._replace(width=self.width(1))
         buffer, parts = self.padding_buffer(layout)
-        parts[STARTS][:] = np.arange(layout.seqs + 1)
+        parts[QUERY_START_LOC][:] = np.arange(layout.seqs + 1)
         return buffer, layout
 
     def padding_buffer(self, layout: Layout) -> tuple[Tensor, list[np.ndarray]]:
-        """A buffer and its sections. Its places are nobody's: token 0, stored nowhere, of a sequence without keys."""
+        """A buffer of padding, and its sections: token 0, written to no slot, of sequences of length 0."""
         buffer = torch.zeros(layout.size, dtype=torch.int64, pin_memory=self.pinned)
-        parts = cut(buffer.numpy(), layout, np.int32)
-        parts[SLOTS][:], parts[ROWS][:] = -1, self.unused
+        parts = split_sections(buffer.numpy(), layout, np.int32)
+        parts[SLOT_MAPPING][:], parts[ROW_SLOTS][:] = -1, self.padding_slot
         return buffer, parts
 
     def update_tables(self, chunks: list[Chunk], slot: np.ndarray, blocks: np.ndarray) -> None:
-        """Write what tables grew by: blocks that a sequence was given stay its own until it is admitted again."""
-        for i in (blocks > self.filled[slot]).nonzero()[0].tolist():
+        """Write newly allocated blocks to the block tables; a sequence keeps its blocks until it is admitted again."""
+        for i in (blocks > self.num_written[slot]).nonzero()[0].tolist():
             row, end = slot[i], blocks[i]
-            begin = self.filled[row]
+            begin = self.num_written[row]
             self.tables[row, begin:end] = chunks[i].sequence.blocks[begin:end]
-            self.filled[row] = end
+            self.num_written[row] = end
 
 
-def decode_bucket(seqs: int, each: int = 1) -> Layout:
-    """For steps in which every token asks for the next: so many sequences, of up to `each` tokens."""
-    return Layout(seqs * each, seqs, seqs * each, 0, seqs if each == 1 else 0, each)
+def decode_bucket(seqs: int, tokens_per_seq: int = 1) -> Layout:
+    """For decode steps of so many sequences, with up to `tokens_per_seq` tokens each."""
+    return Layout(
+        seqs * tokens_per_seq, seqs, seqs * tokens_per_seq, 0, seqs if tokens_per_seq == 1 else 0, tokens_per_seq
+    )
 
 
-def mixed_bucket(decoding: int, prompts: int, tokens: int, longest: int) -> Layout:
-    """For steps in which so many sequences decode, and others compute so many tokens, each up to `longest`."""
-    return Layout(decoding + tokens, decoding + prompts, decoding + prompts, 0, decoding, longest)
+def mixed_bucket(num_decodes: int, prompts: int, tokens: int, max_query_len: int) -> Layout:
+    """For steps with `decoding` sequences, and `prompts` prefills of `tokens` in all, each up to `max_query_len`."""
+    return Layout(num_decodes + tokens, num_decodes + prompts, num_decodes + prompts, 0, num_decodes, max_query_len)
 
 
 def chunk_facts(chunk: Chunk) -> tuple[int, int, int, int, int, int]:
     sequence = chunk.sequence
-    return sequence.slot, chunk.start, chunk.count, chunk.wanted, sequence.prompt, len(sequence.blocks)
+    return sequence.slot, chunk.start, chunk.count, chunk.num_logits, sequence.num_prompt_tokens, len(sequence.blocks)
 
 
 def input_token_ids(chunks: list[Chunk]) -> list[int]:
-    """Of all chunks, one after another; behind the first token of one that speculates come its guesses."""
+    """Of all chunks, concatenated; a speculating chunk is its last token followed by its draft tokens."""
     ids: list[int] = []
     for chunk in chunks:
         sequence = chunk.sequence
         if chunk.count == 1:
             ids.append(sequence.tokens[chunk.start])
-        elif chunk.wanted > 1:
+        elif chunk.num_logits > 1:
             ids += [sequence.tokens[chunk.start], *sequence.draft_tokens]
         else:
             ids += sequence.tokens[chunk.start : chunk.start + chunk.count]

@@ -1,4 +1,4 @@
-"""What a step brings back: tokens of the sequences that wanted one, and log-probabilities where they were asked for."""
+"""The outputs of a step: sampled tokens, and log-probabilities where they were requested."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ LOGITS_AT_ONCE = 2**25  # elements of one chunk of a prompt's logits: 128 MiB in
 
 @dataclass(slots=True)
 class TokenOutput:
-    """What one chunk came to."""
+    """Sampled tokens of one chunk."""
 
     tokens: list[int]
     logprobs: list[Logprob] | None = None
-    bad: bool = False  # the logits were not finite, or nothing was allowed: the tokens mean nothing
+    bad: bool = False  # logits not finite, or no token allowed: the tokens are invalid
 
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities of the tokens from index `first` of a prompt on."""
+    """Log-probabilities of prompt tokens, from index `first` on."""
 
     sequence: Sequence
     first: int
@@ -36,7 +36,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class PromptLogprobsQuery:
-    """Positions of one chunk whose next token is of the prompt, and wanted: flat indices `at` … `at + count`."""
+    """Positions of one chunk whose next prompt token needs a log-probability: flat indices `at` … `at + count`."""
 
     sequence: Sequence
     first: int  # index in the prompt of the token after the first of them
@@ -56,7 +56,7 @@ def prompt_logprobs_queries(chunks: list[Chunk]) -> list[PromptLogprobsQuery]:
     prompt_queries, at = [], 0
     for chunk in chunks:
         sequence = chunk.sequence
-        count = min(chunk.count, sequence.prompt - 1 - chunk.start)
+        count = min(chunk.count, sequence.num_prompt_tokens - 1 - chunk.start)
         if sequence.params.prompt_logprobs is not None and count > 0:
             prompt_queries.append(PromptLogprobsQuery(sequence, chunk.start + 1, at, count))
         at += chunk.count
@@ -66,17 +66,19 @@ def prompt_logprobs_queries(chunks: list[Chunk]) -> list[PromptLogprobsQuery]:
 def prompt_logprobs(
     model: GPT, valid: int, states: Tensor, prompt_queries: list[PromptLogprobsQuery], invariant: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of all that is asked, one after another: (positions), and the likeliest ids (below `valid`) and theirs.
+    """Of all queries, concatenated: log-probabilities (positions), top ids (below `valid`) and their log-probabilities.
 
-    `invariant`: row by row, for the order of sums over a row of logits may depend on how many rows there are.
+    `invariant`: row by row, as the order of a reduction may depend on the number of rows.
     """
-    places = to_device_async(
-        [place for each in prompt_queries for place in range(each.at, each.at + each.count)], states.device
+    positions = to_device_async(
+        [position for each in prompt_queries for position in range(each.at, each.at + each.count)], states.device
     )
     targets = to_device_async([token for each in prompt_queries for token in each.targets], states.device)
     top = max(each.top for each in prompt_queries)
     results = []
-    for some, wanted in zip(split_by_logits_memory(places, model), split_by_logits_memory(targets, model), strict=True):
+    for some, wanted in zip(
+        split_by_logits_memory(positions, model), split_by_logits_memory(targets, model), strict=True
+    ):
         logits = model.logits(states[some]).float()
         each = 1 if invariant else len(logits)
         for part, targets_of_it in zip(logits.split(each), wanted.split(each), strict=True):
@@ -87,24 +89,24 @@ def prompt_logprobs(
 
 
 def to_device_async(numbers: list[int], device: torch.device) -> Tensor:
-    """To the device, without waiting for it."""
+    """Copy to the device without synchronising."""
     return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def split_by_logits_memory(rows: Tensor, model: GPT) -> tuple[Tensor, ...]:
-    """As many rows at once as their logits may take."""
+    """Splits whose logits fit LOGITS_AT_ONCE."""
     return rows.split(max(1, LOGITS_AT_ONCE // model.spec.vocab))
 
 
 @dataclass(frozen=True)
 class AsyncStepOutput:
-    """A step on its way. Its tensors are on the host once `arrived` has happened."""
+    """The output of a launched step. Its tensors are on the host once `arrived` is recorded."""
 
-    chunks: list[Chunk]  # those that pick tokens
+    chunks: list[Chunk]  # those that sample
     sampled: SamplerOutput | None
     prompt_queries: list[PromptLogprobsQuery]
     prompt: tuple[Tensor, Tensor | None, Tensor | None] | None
-    draft_tokens: Tensor | None  # (rows): the guess that each row speaks of, where the step has guesses
+    draft_tokens: Tensor | None  # (rows): the draft token that each row verifies, if any
     arrived: torch.cuda.Event | None
 
     def wait(self) -> None:
@@ -112,7 +114,7 @@ class AsyncStepOutput:
             self.arrived.synchronize()
 
     def read(self) -> list[TokenOutput]:
-        """One for each chunk that picks, in order. Waits for the device."""
+        """One output for each chunk that samples, in order. Waits for the device."""
         self.wait()
         if self.sampled is None:
             return []
@@ -123,19 +125,19 @@ class AsyncStepOutput:
         token_output, row = [], 0
         for chunk in self.chunks:
             end = row + 1
-            # A row speaks of the place after a guess: it counts only where the row before agreed with that guess.
-            while end < row + chunk.wanted and tokens[end - 1] == draft_tokens[end - 1] and not bad[end - 1]:
+            # A row speaks of the position after a guess: it counts only where the row before agreed with that guess.
+            while end < row + chunk.num_logits and tokens[end - 1] == draft_tokens[end - 1] and not bad[end - 1]:
                 end += 1
             params = chunk.sequence.params
             found = None
             if logprobs is not None and params.needs_logprobs:
                 found = [to_logprob(tokens[i], logprobs[i], params.logprobs or 0) for i in range(row, end)]
             token_output.append(TokenOutput(tokens[row:end], found, any(bad[row:end])))
-            row += chunk.wanted
+            row += chunk.num_logits
         return token_output
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
-        """What this step computed of prompts whose log-probabilities are asked for. Waits for the device."""
+        """The prompt log-probabilities that this step computed. Waits for the device."""
         self.wait()
         if self.prompt is None:
             return []
@@ -152,7 +154,7 @@ Row = tuple[float, list[int], list[float]]
 
 
 def logprob_rows(own: Tensor, ids: Tensor | None, others: Tensor | None) -> Iterator[Row]:
-    """Row by row: a token's log-probability, the likeliest ids, and theirs."""
+    """Row by row: a token's log-probability, the top ids, and their log-probabilities."""
     values = own.tolist()
     empty: list[list] = [[]] * len(values)
     tops = empty if ids is None or others is None else ids.tolist()

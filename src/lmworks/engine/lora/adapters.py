@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class AdapterMask:
     """Which columns each row of the batch uses: one tensor for all layers, always the same memory."""
 
-    others: Tensor  # (tokens of the largest step, Σ rank) bool: columns that are not the row's own
+    masked_columns: Tensor  # (tokens of the largest step, Σ rank) bool: columns that are not the row's own
 
 
 class LoRALinear(nn.Module):
@@ -52,10 +52,10 @@ class LoRALinear(nn.Module):
         self.down, self.up = down, up  # (parts · Σ rank, in), (out, parts · Σ rank)
 
     def forward(self, x: Tensor) -> Tensor:  # (tokens, in)
-        others = self.mask.others[: x.shape[0]].unsqueeze(1)  # (tokens, 1, Σ rank)
+        masked = self.mask.masked_columns[: x.shape[0]].unsqueeze(1)  # (tokens, 1, Σ rank)
         product = self.apply_linear.product
         narrow = product(x, self.down, None)
-        narrow.unflatten(1, (-1, others.shape[-1])).masked_fill_(others, 0)  # in place: elsewhere is a pass more
+        narrow.unflatten(1, (-1, masked.shape[-1])).masked_fill_(masked, 0)  # in target: elsewhere is a pass more
         return self.apply_linear(self.base, x) + product(narrow, self.up, None)
 
 
@@ -77,27 +77,27 @@ class LoRATarget:
 class Adapters:
     """The adapters that an engine holds. Adding one stacks all of them anew."""
 
-    def __init__(self, model: GPT, tokens: int, kept: Mapping[str, LinearShard]) -> None:
-        """`model` is fused; `tokens` are those of the largest step; `kept`: of layers that ranks share, by name."""
-        self.model, self.tokens, self.kept = model, tokens, kept
-        self.held: dict[str, Adapter] = {}
+    def __init__(self, model: GPT, tokens: int, shards: Mapping[str, LinearShard]) -> None:
+        """`model` is fused; `tokens` are those of the largest step; `shards`: of layers that ranks share, by name."""
+        self.model, self.tokens, self.shards = model, tokens, shards
+        self.adapters: dict[str, Adapter] = {}
 
     def add(self, name: str, folder: Path) -> None:
         if not name:
             raise SpecError("an adapter needs a name, by which requests ask for it")
-        if name in self.held:
+        if name in self.adapters:
             raise SpecError(f"an adapter named {name!r} is already there; give this one another name")
         adapter = read_adapter(name, folder, self.model.spec, next(self.model.parameters()).dtype)
-        reachable = {part for place in lora_targets(self.model, self.kept) for part in place.parts}
+        reachable = {part for target in lora_targets(self.model, self.shards) for part in target.parts}
         if missed := sorted(adapter.deltas.keys() - reachable):
             raise SpecError(f"{folder}: it changes {missed[0]}, and the engine applies adapters to plain layers only")
         try:
-            self.stack({**self.held, name: local_shard(adapter, self.kept)})
+            self.stack({**self.adapters, name: local_shard(adapter, self.shards)})
         except RuntimeError as error:  # no room; PyTorch says it in many ways
             raise LMWorksError(f"{folder}: the adapter does not fit the device ({error})") from None
 
     def remove(self, name: str) -> None:
-        self.stack({other: adapter for other, adapter in self.held.items() if other != name})
+        self.stack({other: adapter for other, adapter in self.adapters.items() if other != name})
 
     @torch.no_grad()
     def stack(self, adapters: dict[str, Adapter]) -> None:
@@ -112,43 +112,43 @@ class Adapters:
             columns[index, begin : begin + adapter.rank] = False
             begin += adapter.rank
         mask = AdapterMask(torch.ones(self.tokens, width, dtype=torch.bool, device=weight.device))
-        places = lora_targets(self.model, self.kept)
-        layers = [place.base for place in places]
-        for at, place in enumerate(places):
-            if any(part in adapter.deltas for adapter in adapters.values() for part in place.parts):
-                down, up = (matrix.to(weight) for matrix in stack_deltas(list(adapters.values()), place.parts, width))
-                layers[at] = LoRALinear(place.base, place.apply, mask, down, up)
-        self.columns = columns.to(weight.device)  # (1 + adapters, Σ rank): `others`, by the index of a row's adapter
-        self.held, self.indices, self.mask = adapters, indices, mask
-        for place, layer in zip(places, layers, strict=True):
-            setattr(place.owner, place.attribute, layer)
+        targets = lora_targets(self.model, self.shards)
+        layers = [target.base for target in targets]
+        for at, target in enumerate(targets):
+            if any(part in adapter.deltas for adapter in adapters.values() for part in target.parts):
+                down, up = (matrix.to(weight) for matrix in stack_deltas(list(adapters.values()), target.parts, width))
+                layers[at] = LoRALinear(target.base, target.apply, mask, down, up)
+        self.columns = columns.to(weight.device)  # (1 + adapters, Σ rank): `masked`, by the index of a row's adapter
+        self.adapters, self.indices, self.mask = adapters, indices, mask
+        for target, layer in zip(targets, layers, strict=True):
+            setattr(target.owner, target.attribute, layer)
 
     def adapter_indices(self, chunks: list[Chunk]) -> np.ndarray:
         """The index of the adapter that each token of a step goes by: that of its sequence."""
         indices = [self.indices[chunk.sequence.params.adapter] for chunk in chunks]
         return np.repeat(indices, [chunk.count for chunk in chunks])
 
-    def choose(self, indices: np.ndarray) -> None:
+    def set_adapter_indices(self, indices: np.ndarray) -> None:
         """For the forward pass of a step. Does not wait."""
         index = torch.from_numpy(indices)
         if self.columns.is_cuda:
             index = index.pin_memory()
         index = index.to(self.columns.device, non_blocking=True)
-        torch.index_select(self.columns, 0, index, out=self.mask.others[: len(index)])
+        torch.index_select(self.columns, 0, index, out=self.mask.masked_columns[: len(index)])
 
 
-def local_shard(adapter: Adapter, kept: Mapping[str, LinearShard]) -> Adapter:
+def local_shard(adapter: Adapter, shards: Mapping[str, LinearShard]) -> Adapter:
     """Of every layer that ranks share, what this one adds."""
     deltas = {
-        name: kept[layer].delta(delta) if (layer := name.removesuffix(".weight")) in kept else delta
+        name: shards[layer].delta(delta) if (layer := name.removesuffix(".weight")) in shards else delta
         for name, delta in adapter.deltas.items()
     }
     return Adapter(adapter.name, deltas)
 
 
-def lora_targets(model: GPT, kept: Mapping[str, LinearShard]) -> list[LoRATarget]:
+def lora_targets(model: GPT, shards: Mapping[str, LinearShard]) -> list[LoRATarget]:
     """Every layer that adapters can stand beside."""
-    spec, places = model.spec, []
+    spec, targets = model.spec, []
     rows = {"q": spec.q_dim, "k": spec.kv_dim, "v": spec.kv_dim, "out": spec.hidden}
     rows |= {"gate": spec.ffn, "up": spec.ffn, "down": spec.hidden}
     for layer, block in model.blocks.items():
@@ -166,13 +166,13 @@ def lora_targets(model: GPT, kept: Mapping[str, LinearShard]) -> list[LoRATarget
                 parts = {}
                 for name in names:
                     whole = f"blocks.{layer}.{part}.{name}"
-                    parts[f"{whole}.weight"] = kept[whole].outputs(rows[name]) if whole in kept else rows[name]
-                there: nn.Module = getattr(owner, attribute)
-                summed = isinstance(there, RowParallelLinear)  # over ranks, with what adapters add
-                places.append(
-                    LoRATarget(there if summed else owner, "part" if summed else attribute, owner.apply_linear, parts)
+                    parts[f"{whole}.weight"] = shards[whole].outputs(rows[name]) if whole in shards else rows[name]
+                linear: nn.Module = getattr(owner, attribute)
+                summed = isinstance(linear, RowParallelLinear)  # over ranks, with what adapters add
+                targets.append(
+                    LoRATarget(linear if summed else owner, "part" if summed else attribute, owner.apply_linear, parts)
                 )
-    return places
+    return targets
 
 
 def stack_deltas(adapters: list[Adapter], parts: dict[str, int], width: int) -> tuple[Tensor, Tensor]:

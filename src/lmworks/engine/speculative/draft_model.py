@@ -83,22 +83,28 @@ class DraftModel:
         self.cache = KVCache(self.shape, blocks, runner.device)
         if graphs and not moe_layers(self.model):
             seqs = runner.spec.max_seqs
-            self.graphs = CUDAGraphs(self.work, decode_bucket(seqs), runner.packer.widest, runner.device)
+            self.graphs = CUDAGraphs(self.work, decode_bucket(seqs), runner.packer.max_blocks_per_seq, runner.device)
 
     def states(self, batch: Batch) -> Tensor:
         spec, runner = self.model.spec, self.runner
         window, invariant = spec.sliding_window, runner.spec.batch_invariant
         attend = PagedAttention(
-            self.cache.layers, batch.slots, batch.pages, batch.decoding, window, self.slopes, invariant
+            self.cache.layers,
+            batch.slot_mapping,
+            batch.attention_metadata,
+            batch.num_decodes,
+            window,
+            self.slopes,
+            invariant,
         )
-        return self.model.states(runner.ids[batch.tokens], batch.positions, attend)
+        return self.model.states(runner.token_lookup[batch.tokens], batch.positions, attend)
 
     def work(self, batch: Batch, _wants: SamplingMetadata | None) -> Tensor:
         return self.model.logits(self.states(batch))
 
-    def follow(self, step: Step) -> None:
+    def compute_same_tokens(self, step: Step) -> None:
         """Compute the same tokens, so that the text is known when guesses are asked for."""
-        if self.graphs and all(chunk.count == chunk.wanted == 1 for chunk in step.chunks):
+        if self.graphs and all(chunk.count == chunk.num_logits == 1 for chunk in step.chunks):
             self.graphs.run(*self.runner.packer.pack(step, self.graphs.padded(len(step.chunks))), None)
             return
         buffer, layout = self.runner.packer.pack(step)
@@ -106,19 +112,19 @@ class DraftModel:
 
     def propose(self, step: Step, batch: Batch, sampling_metadata: SamplingMetadata) -> DraftedTokens | None:
         """Fill in the guesses of a step's batch; None where it has none."""
-        drafting = [chunk for chunk in step.chunks if chunk.wanted > 1]
-        if others := [chunk for chunk in step.chunks if chunk.wanted <= 1]:
-            self.follow(Step(others))
+        drafting = [chunk for chunk in step.chunks if chunk.num_logits > 1]
+        if others := [chunk for chunk in step.chunks if chunk.num_logits <= 1]:
+            self.compute_same_tokens(Step(others))
         if not drafting:
             return None
-        tokens, q = self.draft(drafting, sampling_metadata)
-        assert batch.at is not None, "a step with guesses has more tokens than sequences"
+        tokens, q = self.generate_drafts(drafting, sampling_metadata)
+        assert batch.logits_indices is not None, "a step with guesses has more tokens than sequences"
         rows, source = self.to_device(verification_rows(step.chunks))
         found = tokens.flatten()[source]
-        batch.tokens[batch.at[rows] + 1] = found
+        batch.tokens[batch.logits_indices[rows] + 1] = found
         return DraftedTokens(rows, found, None if q is None else q.flatten(0, 1)[source])
 
-    def draft(self, chunks: list[Chunk], sampling_metadata: SamplingMetadata) -> tuple[Tensor, Tensor | None]:
+    def generate_drafts(self, chunks: list[Chunk], sampling_metadata: SamplingMetadata) -> tuple[Tensor, Tensor | None]:
         """Guesses (seqs, most) and, where they are to be judged by it, what they were drawn from (seqs, most, vocab).
 
         A chunk that has room for fewer of them takes the first. The last guess is computed too, for what it leaves in
@@ -133,9 +139,9 @@ class DraftModel:
         else:
             buffer = buffer.to(runner.device, non_blocking=True)
         batch = unpack(buffer, layout)
-        (room,) = self.to_device([[chunk.wanted - 1 for chunk in chunks]])
-        most = max(chunk.wanted for chunk in chunks) - 1
-        rows, places = batch.rows[:count], batch.places[:count]
+        (room,) = self.to_device([[chunk.num_logits - 1 for chunk in chunks]])
+        most = max(chunk.num_logits for chunk in chunks) - 1
+        rows, output_positions = batch.rows[:count], batch.output_positions[:count]
         rejecting = sampling_metadata.noise and not runner.spec.batch_invariant
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
@@ -144,25 +150,29 @@ class DraftModel:
             if made == most:
                 break
             if sampling_metadata.noise:
-                q = sampler.distribution(logits[:count], rows, places, None, sampling_metadata)
-                tokens.append((sample_draft_token if rejecting else pick)(q, sampler.seeds[rows], places))
+                q = sampler.distribution(logits[:count], rows, output_positions, None, sampling_metadata)
+                tokens.append((sample_draft_token if rejecting else pick)(q, sampler.seeds[rows], output_positions))
                 drawn_from += [q] * rejecting
             else:
-                tokens.append(sampler.scores(logits[:count], rows, places, None, sampling_metadata).argmax(dim=1))
+                tokens.append(
+                    sampler.truncated_logits(logits[:count], rows, output_positions, None, sampling_metadata).argmax(
+                        dim=1
+                    )
+                )
             self.advance_batch(batch, tokens[-1], room > made)
         return torch.stack(tokens, dim=1), torch.stack(drawn_from, dim=1) if drawn_from else None
 
     def advance_batch(self, batch: Batch, tokens: Tensor, room: Tensor) -> None:
         """Make the batch that of the next token, in place; a sequence without room for it stays, and writes nothing."""
-        (pages,) = batch.pages
+        (metadata,) = batch.attention_metadata
         size, count = self.runner.spec.block, len(tokens)
         batch.tokens[:count] = tokens
-        batch.places[:count] += 1
+        batch.output_positions[:count] += 1
         batch.positions[:count] += room
-        pages.lengths[:count] += room
+        metadata.seq_lens[:count] += room
         positions = batch.positions[:count]
-        block = pages.tables[:count].gather(1, (positions // size).unsqueeze(1)).squeeze(1).long()
-        batch.slots[:count] = torch.where(room, block * size + positions % size, -1)
+        block = metadata.block_tables[:count].gather(1, (positions // size).unsqueeze(1)).squeeze(1).long()
+        batch.slot_mapping[:count] = torch.where(room, block * size + positions % size, -1)
 
     def verify(
         self,
@@ -176,9 +186,9 @@ class DraftModel:
         if drafted.q is None:
             return sampled  # a guess agrees or does not
         sampler, rows = self.runner.sampler, drafted.rows
-        slots, places = batch.rows[rows], batch.places[rows]
-        p = sampler.distribution(logits[rows], slots, places, None, sampling_metadata)
-        settled = rejection_sample(p, drafted.q, drafted.tokens, sampler.seeds[slots], places)
+        slots, output_positions = batch.rows[rows], batch.output_positions[rows]
+        p = sampler.distribution(logits[rows], slots, output_positions, None, sampling_metadata)
+        settled = rejection_sample(p, drafted.q, drafted.tokens, sampler.seeds[slots], output_positions)
         tokens = sampled.tokens.index_copy(0, rows, settled)
         logprob = sampled.logprob
         if logprob is not None:
@@ -195,13 +205,13 @@ class DraftModel:
 
 def verification_rows(chunks: list[Chunk]) -> list[list[int]]:
     """For every guess of a step, the row of logits that judges it, and its place among (seqs, most) guesses."""
-    most = max(chunk.wanted for chunk in chunks) - 1
+    most = max(chunk.num_logits for chunk in chunks) - 1
     rows, source = [], []
     row = drafting = 0
     for chunk in chunks:
-        for index in range(chunk.wanted - 1):
+        for index in range(chunk.num_logits - 1):
             rows.append(row + index)
             source.append(drafting * most + index)
-        row += chunk.wanted
-        drafting += chunk.wanted > 1
+        row += chunk.num_logits
+        drafting += chunk.num_logits > 1
     return [rows, source]

@@ -76,4 +76,4 @@ class NgramProposer:
 
     def propose(self, sequence: Sequence, count: int) -> list[int]:
         lookup: NgramIndex = sequence.extra.setdefault(KEY, NgramIndex())
-        return lookup.propose(sequence.tokens, sequence.known, count)
+        return lookup.propose(sequence.tokens, sequence.num_known_tokens, count)

@@ -80,20 +80,23 @@ def may_speculate(sequence: Sequence) -> bool:
 
 def decoding(sequence: Sequence) -> bool:
     """Its prompt is computed, and its latest token known."""
-    return sequence.state is SequenceStatus.RUNNING and sequence.computed + 1 == len(sequence.tokens) == sequence.known
+    return (
+        sequence.state is SequenceStatus.RUNNING
+        and sequence.num_computed_tokens + 1 == len(sequence.tokens) == sequence.num_known_tokens
+    )
 
 
 def under_way(sequence: Sequence) -> bool:
     """Its latest token is being picked."""
-    return sequence.known < len(sequence.tokens)
+    return sequence.num_known_tokens < len(sequence.tokens)
 
 
-def sample_draft_token(q: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
+def sample_draft_token(q: Tensor, seeds: Tensor, output_positions: Tensor) -> Tensor:
     """A token from each row of q (rows, vocab), with numbers that nothing else uses."""
-    return pick(q, seeds ^ DRAFT_STREAM, places)
+    return pick(q, seeds ^ DRAFT_STREAM, output_positions)
 
 
-def rejection_sample(p: Tensor, q: Tensor, draft_tokens: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
+def rejection_sample(p: Tensor, q: Tensor, draft_tokens: Tensor, seeds: Tensor, output_positions: Tensor) -> Tensor:
     """For each row the guess, where it is accepted, or another token: p, q (rows, vocab); the others (rows).
 
     The guess was drawn from q by `sample_draft_token`. A token that stands in for a refused one is never the same:
@@ -101,15 +104,15 @@ def rejection_sample(p: Tensor, q: Tensor, draft_tokens: Tensor, seeds: Tensor, 
     """
     of_guess = draft_tokens.unsqueeze(1)
     zero = torch.zeros(1, dtype=torch.int64, device=p.device)
-    chance = counter_rng.uniform(counter_rng.bits(seeds ^ ACCEPT_STREAM, places, zero))  # (rows, 1)
+    chance = counter_rng.uniform(counter_rng.bits(seeds ^ ACCEPT_STREAM, output_positions, zero))  # (rows, 1)
     accepted = chance * q.gather(1, of_guess) < p.gather(1, of_guess)
     rest = (p - q).clamp_(min=0)
     # p = q has no rest: every guess is accepted but for rounding, and what stands in for that one is drawn from p.
     rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, p)
-    return torch.where(accepted.squeeze(1), draft_tokens, pick(rest, seeds, places))
+    return torch.where(accepted.squeeze(1), draft_tokens, pick(rest, seeds, output_positions))
 
 
-def pick(weights: Tensor, seeds: Tensor, places: Tensor) -> Tensor:
+def pick(weights: Tensor, seeds: Tensor, output_positions: Tensor) -> Tensor:
     """A token of each row, with probabilities in proportion to `weights` (rows, vocab)."""
     ids = torch.arange(weights.shape[1], device=weights.device)
-    return (weights.log() + counter_rng.gumbel(counter_rng.bits(seeds, places, ids))).argmax(dim=1)
+    return (weights.log() + counter_rng.gumbel(counter_rng.bits(seeds, output_positions, ids))).argmax(dim=1)

@@ -6,9 +6,9 @@ Rank 0 is the engine itself: it schedules, packs batches and picks tokens. The o
     rank 0   pack ── pipe: the packed batch ──▶ layers ◀─ sums (parallel.tensor) ─▶ logits, gathered ─▶ sampler ─ tokens
     others   wait ◀────────────────────────────  layers ◀────────────────────────▶ logits             recent ◀────┘
 
-Adapters are read by every rank, told of in the same pipe; a follower answers through a second one whether it could.
-A follower ends when its pipe does: rank 0 has closed it, or is gone, however that happened. An error on a follower
-comes back through the second pipe too, and is raised on rank 0.
+Adapters are read by every rank, worker_spec of in the same pipe; a follower answers through a second one whether it
+could. A follower ends when its pipe does: rank 0 has closed it, or is gone, however that happened. An error on a
+follower comes back through the second pipe too, and is raised on rank 0.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
 from ...model.gpt import GPT
-from ...parallel.collectives import all_gather, all_reduce
+from ...parallel.collectives import all_gather
+from ...parallel.collectives import all_reduce as reduce_over_group
 from ...parallel.initial_weights import Source
 from ...parallel.mesh import Mesh
 from ...parallel.parallelize import materialise
 from ...parallel.sharding_plan import ShardingPlan
-from ...parallel.tensor_parallel import apply_tensor_parallel, local_heads
+from ...parallel.tensor_parallel import apply_tensor_parallel
+from ...parallel.tensor_parallel import local_heads as heads_of_rank
 from ...parallel.world import BACKENDS
 from ...spec import EngineSpec, Grid, LMWorksError, ModelSpec, ParallelSpec, SpecError
 from ..core.meta_model import MetaModel
@@ -58,10 +60,10 @@ SHUTDOWN_TIMEOUT_S = 5.0  # how long a follower may take to end
 
 
 class WorkerConfig(NamedTuple):
-    """All that a follower is told before the first step."""
+    """All that a follower is worker_spec before the first step."""
 
     rank: int
-    lead: int  # process of rank 0
+    parent_pid: int  # process of rank 0
     port: int
     source: str  # as `LLM` was given it
     spec: dict[str, Any]
@@ -71,7 +73,7 @@ class WorkerConfig(NamedTuple):
 
 
 class StepMessage(NamedTuple):
-    """A step, as followers are told of it."""
+    """A step, as followers are worker_spec of it."""
 
     copies: list[tuple[int, int]]
     buffer: np.ndarray
@@ -97,11 +99,11 @@ class RemoveAdapter(NamedTuple):
 class TensorParallelRank:
     """This process as one of `tp`, once it has met the others."""
 
-    listening = False  # followers wait for steps; until then all ranks do the same by themselves
+    workers_ready = False  # followers wait for steps; until then all ranks do the same by themselves
 
     def __init__(self, rank: int, spec: EngineSpec, device: torch.device, store: Store) -> None:
-        self.rank, self.tp, self.device, self.in_order = rank, spec.tp, device, spec.batch_invariant
-        self.kept: dict[str, LinearShard] = {}  # by layer, once a network is laid out
+        self.rank, self.tp, self.device, self.deterministic = rank, spec.tp, device, spec.batch_invariant
+        self.shards: dict[str, LinearShard] = {}  # by layer, once a network is laid out
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
@@ -119,31 +121,31 @@ class TensorParallelRank:
     ) -> GPT:
         """This rank's part of a network; of each weight only its share is ever kept."""
         check_tp_divides(outline, self.tp)
-        splits = ShardingPlan()
+        sharding_plan = ShardingPlan()
         with torch.device("meta"):
             model = GPT(outline.spec).to(dtype)
-        apply_tensor_parallel(model, ParallelSpec(tp=self.tp), self.mesh, splits)
-        self.kept = linear_shards(model, splits, self.rank)
+        apply_tensor_parallel(model, ParallelSpec(tp=self.tp), self.mesh, sharding_plan)
+        self.shards = linear_shards(model, sharding_plan, self.rank)
         taken = {} if quantized is None else detach_linears(model)
-        materialise(model, splits, self.mesh, self.device, weights, self.device)
+        materialise(model, sharding_plan, self.mesh, self.device, weights, self.device)
         if quantized is None:
-            make_plain(model, self.total)
+            make_plain(model, self.all_reduce)
         else:
-            attach_quantized_shards(model, taken, self.kept, quantized, self.total, self.device)
+            attach_quantized_shards(model, taken, self.shards, quantized, self.all_reduce, self.device)
         return model.eval()
 
-    def total(self, product: Tensor) -> Tensor:
+    def all_reduce(self, product: Tensor) -> Tensor:
         """The sum of all ranks' products.
 
         A library adds up in an order that it may choose by the size of the batch. Where results must not depend on
         that, products are gathered, which changes no bit, and each rank adds them up itself, in the order of ranks.
         """
-        if not self.in_order:
-            return all_reduce(product, self.group)
+        if not self.deterministic:
+            return reduce_over_group(product, self.group)
         return functools.reduce(torch.add, all_gather(product.unsqueeze(0), 0, self.group).unbind())
 
-    def heads(self, spec: ModelSpec) -> slice:
-        return local_heads(spec, self.mesh)
+    def local_heads(self, spec: ModelSpec) -> slice:
+        return heads_of_rank(spec, self.mesh)
 
     def gather_logits(self, project: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Each rank has the logits of its range of the vocabulary: give every rank all of them."""
@@ -155,13 +157,13 @@ class TensorParallelRank:
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
 
-    def share(self, numbers: Tensor) -> Tensor:
+    def broadcast(self, numbers: Tensor) -> Tensor:
         """Rank 0's, in place, on every rank."""
-        if self.listening:
+        if self.workers_ready:
             dist.broadcast(numbers, src=0)
         return numbers
 
-    def tell(
+    def broadcast_step(
         self,
         step: Step,
         buffer: Tensor,
@@ -171,22 +173,22 @@ class TensorParallelRank:
         adapters: np.ndarray | None,
     ) -> None:
         """Followers, of a step that is about to be taken."""
-        if self.listening:
+        if self.workers_ready:
             places = [place for each in prompt_queries for place in range(each.at, each.at + each.count)]
-            drafted = drafted and any(chunk.wanted > 1 for chunk in step.chunks)
+            drafted = drafted and any(chunk.num_logits > 1 for chunk in step.chunks)
             self.send_to_workers(StepMessage(step.copies, buffer.numpy(), layout, places, drafted, adapters))
 
     def send_to_workers(self, message: Any) -> None:
         """Nobody follows a follower."""
 
     def add_adapter(self, name: str, folder: Path) -> None:
-        """Nor has to be asked whether it holds one."""
+        """Nor has to be prompt_queries whether it holds one."""
 
-    def cause(self, error: Exception) -> Exception:
+    def root_cause(self, error: Exception) -> Exception:
         """Nor anybody to ask."""
         return error
 
-    def lost(self) -> str:
+    def failed_worker(self) -> str:
         """Nor anybody to lose."""
         return ""
 
@@ -210,21 +212,21 @@ class Executor(TensorParallelRank):
         server = socket.create_server((HOST, 0))
         port: int = server.getsockname()[1]
         store = TCPStore(HOST, port, is_master=True, master_listen_fd=server.detach(), wait_for_workers=False)
-        told = spec.replace(device=device.type).to_dict()
+        worker_spec = spec.replace(device=device.type).to_dict()
         threads = max(1, torch.get_num_threads() // spec.tp)
         self.workers: list[subprocess.Popen[bytes]] = []
-        self.ending = weakref.finalize(self, end, self.workers)
-        self.words: dict[int, WorkerReplies] = {}
-        self.ends = WorkerExits()
+        self.shutdown = weakref.finalize(self, shutdown_workers, self.workers)
+        self.replies: dict[int, WorkerReplies] = {}
+        self.exits = WorkerExits()
         try:
             for rank in range(1, spec.tp):
                 self.workers.append(start_worker())
-                self.words[rank] = WorkerReplies(rank, self.workers[-1], self.ends)
-                with suppress(OSError):  # it has ended: its words say more
-                    assignment = WorkerConfig(rank, os.getpid(), port, str(source), told, step, seed, threads)
-                    self.send(rank, assignment)
-            for rank, words in self.words.items():
-                if (error := words.answers.get()) is not None:
+                self.replies[rank] = WorkerReplies(rank, self.workers[-1], self.exits)
+                with suppress(OSError):  # it has ended: its replies say more
+                    config = WorkerConfig(rank, os.getpid(), port, str(source), worker_spec, step, seed, threads)
+                    self.send(rank, config)
+            for rank, replies in self.replies.items():
+                if (error := replies.answers.get()) is not None:
                     raise LMWorksError(f"rank {rank}: {error}")
             super().__init__(0, spec, rank_device(device, 0), store)
         except BaseException:
@@ -246,8 +248,8 @@ class Executor(TensorParallelRank):
         try:
             self.send_to_workers(AddAdapter(name, folder.absolute()))
         except OSError as error:
-            raise self.cause(error) from error
-        answers = {rank: words.answers.get() for rank, words in self.words.items()}
+            raise self.root_cause(error) from error
+        answers = {rank: replies.answers.get() for rank, replies in self.replies.items()}
         wrong = [f"rank {rank}: {answer}" for rank, answer in answers.items() if answer is not None]
         if wrong:
             for rank, answer in answers.items():
@@ -256,15 +258,15 @@ class Executor(TensorParallelRank):
                         self.send(rank, RemoveAdapter(name))
             raise LMWorksError(wrong[0])
 
-    def lost(self) -> str:
-        return self.ends.first
+    def failed_worker(self) -> str:
+        return self.exits.first
 
     def close(self) -> None:
-        self.ending()
+        self.shutdown()
 
-    def cause(self, error: Exception) -> Exception:
-        """What is behind an error of rank 0: where followers are gone, what the first of them said."""
-        return LMWorksError(self.ends.first) if self.ends.any.wait(WORKER_ERROR_TIMEOUT_S) else error
+    def root_cause(self, error: Exception) -> Exception:
+        """What is behind an error of rank 0: where followers are gone, what the first of them reply."""
+        return LMWorksError(self.exits.first) if self.exits.any.wait(WORKER_ERROR_TIMEOUT_S) else error
 
 
 class WorkerExits:
@@ -281,23 +283,23 @@ class WorkerExits:
 class WorkerReplies:
     """What a follower says: that it is there, whether it holds an adapter, and at the end what went wrong."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], ends: WorkerExits) -> None:
-        self.rank, self.ends = rank, ends
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], exits: WorkerExits) -> None:
+        self.rank, self.exits = rank, exits
         self.answers: SimpleQueue[str | None] = SimpleQueue()  # None: yes; else why not
         threading.Thread(target=self.listen, args=(process,), daemon=True).start()
 
     def listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            said = json.loads(line)
-            if said["last"]:
-                self.end(said["error"])
+            reply = json.loads(line)
+            if reply["last"]:
+                self.end(reply["error"])
                 return
-            self.answers.put(said["error"])
+            self.answers.put(reply["error"])
         self.end(f"it ended with exit code {process.wait()}")
 
     def end(self, error: str) -> None:
-        self.ends.note(self.rank, error)
+        self.exits.note(self.rank, error)
         self.answers.put(error)
 
 
@@ -316,7 +318,7 @@ def start_worker() -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ.copy(), start_new_session=True)
 
 
-def end(workers: list[subprocess.Popen[bytes]]) -> None:
+def shutdown_workers(workers: list[subprocess.Popen[bytes]]) -> None:
     """Close the pipes, on which followers end; whoever does not is killed."""
     for process in workers:
         with suppress(OSError):
@@ -332,27 +334,27 @@ def end(workers: list[subprocess.Popen[bytes]]) -> None:
         dist.destroy_process_group()
 
 
-def join_group(assignment: WorkerConfig, words: IO[str]) -> TensorParallelRank:
+def join_group(config: WorkerConfig, replies: IO[str]) -> TensorParallelRank:
     """A follower finds the others."""
-    torch.set_num_threads(assignment.threads)
-    spec = EngineSpec.from_dict(assignment.spec)
-    store = TCPStore(HOST, assignment.port, is_master=False)
-    answer(words, None)
-    return TensorParallelRank(assignment.rank, spec, rank_device(torch.device(spec.device), assignment.rank), store)
+    torch.set_num_threads(config.threads)
+    spec = EngineSpec.from_dict(config.spec)
+    store = TCPStore(HOST, config.port, is_master=False)
+    reply(replies, None)
+    return TensorParallelRank(config.rank, spec, rank_device(torch.device(spec.device), config.rank), store)
 
 
-def answer(words: IO[str], error: str | None) -> None:
+def reply(replies: IO[str], error: str | None) -> None:
     """To rank 0: that it is done, or what is wrong. This rank goes on."""
-    say(words, error, last=False)
+    send_reply(replies, error, last=False)
 
 
-def send_final_error(words: IO[str], error: str) -> None:
-    say(words, error, last=True)
+def send_final_error(replies: IO[str], error: str) -> None:
+    send_reply(replies, error, last=True)
 
 
-def say(words: IO[str], error: str | None, last: bool) -> None:
-    words.write(json.dumps({"error": error, "last": last}) + "\n")
-    words.flush()
+def send_reply(replies: IO[str], error: str | None, last: bool) -> None:
+    replies.write(json.dumps({"error": error, "last": last}) + "\n")
+    replies.flush()
 
 
 def describe_error(error: Exception) -> str:

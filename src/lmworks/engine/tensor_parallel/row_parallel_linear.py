@@ -10,14 +10,14 @@ from torch import Tensor, nn
 class RowParallelLinear(nn.Module):
     """`part` is all that this rank adds to the sum, adapters too; the bias comes after it."""
 
-    def __init__(self, part: nn.Module, bias: Tensor | None, over_ranks: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, part: nn.Module, bias: Tensor | None, reduce: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.part, self.over_ranks = part, over_ranks
+        self.part, self.reduce = part, reduce
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.total(self.part(x))
+        return self.all_reduce(self.part(x))
 
-    def total(self, product: Tensor) -> Tensor:
-        y = self.over_ranks(product)
+    def all_reduce(self, product: Tensor) -> Tensor:
+        y = self.reduce(product)
         return y if self.bias is None else y + self.bias

@@ -85,32 +85,32 @@ class LinearShard:
     """Which outputs, or which inputs, of a layer are this rank's."""
 
     dim: int
-    places: slice
+    indices: slice
 
     def quantized(self, whole: QuantLinear) -> QuantLinear:
         """That part of a layer; of one that is cut by input with the whole bias."""
         weight, scale = whole.weight, whole.scale
         bias: Tensor | None = whole.bias
         if self.dim == OUTPUTS:
-            weight, scale = weight[self.places], scale[self.places]
-            bias = None if bias is None else bias[self.places]
+            weight, scale = weight[self.indices], scale[self.indices]
+            bias = None if bias is None else bias[self.indices]
         elif whole.scheme.name == "int4":
-            weight, scale = int4_inputs(weight, scale, self.places)
+            weight, scale = int4_inputs(weight, scale, self.indices)
         else:
-            weight = weight[:, self.places]
+            weight = weight[:, self.indices]
         # Copies: a view would keep all of it.
         weight, scale = (each.clone(memory_format=torch.contiguous_format) for each in (weight, scale))
         return QuantLinear(whole.scheme, weight, scale, None if bias is None else bias.clone())
 
     def outputs(self, whole: int) -> int:
         """How many, of so many of the whole layer."""
-        return self.places.stop - self.places.start if self.dim == OUTPUTS else whole
+        return self.indices.stop - self.indices.start if self.dim == OUTPUTS else whole
 
     def delta(self, whole: Delta) -> Delta:
         """What this rank adds of an adapter: some outputs of the product, or what some inputs bring to all of them."""
         if self.dim == OUTPUTS:
-            return Delta(whole.down, whole.up[self.places])
-        return Delta(whole.down[:, self.places], whole.up)
+            return Delta(whole.down, whole.up[self.indices])
+        return Delta(whole.down[:, self.indices], whole.up)
 
 
 def int4_inputs(words: Tensor, scale: Tensor, inputs: slice) -> tuple[Tensor, Tensor]:
@@ -125,29 +125,29 @@ def int4_inputs(words: Tensor, scale: Tensor, inputs: slice) -> tuple[Tensor, Te
     return quantized.int4_pack(q, smaller), scales[:, inputs.start // smaller : inputs.stop // smaller]
 
 
-def linear_shards(model: GPT, splits: ShardingPlan, rank: int) -> dict[str, LinearShard]:
+def linear_shards(model: GPT, sharding_plan: ShardingPlan, rank: int) -> dict[str, LinearShard]:
     """By layer, of a network that is cut."""
-    kept = {}
+    shards = {}
     for name, layer in linears(model):
         if isinstance(layer, OneHeadLinear):
-            kept[name] = LinearShard(OUTPUTS, layer.rows)
-        elif (dim := splits.axes(f"{name}.weight").get("tp")) is not None:
+            shards[name] = LinearShard(OUTPUTS, layer.rows)
+        elif (dim := sharding_plan.axes(f"{name}.weight").get("tp")) is not None:
             size = layer.weight.shape[dim]
-            kept[name] = LinearShard(dim, slice(rank * size, (rank + 1) * size))
-    return kept
+            shards[name] = LinearShard(dim, slice(rank * size, (rank + 1) * size))
+    return shards
 
 
-def make_plain(model: GPT, total: Callable[[Tensor], Tensor]) -> None:
+def make_plain(model: GPT, all_reduce: Callable[[Tensor], Tensor]) -> None:
     """Layers that only training needs as they are become plain ones, which an engine merges and streams.
 
-    `total`: sums over ranks.
+    `all_reduce`: sums over ranks.
     """
     for name, layer in list(linears(model)):
         if isinstance(layer, OneHeadLinear):
             bias = None if layer.bias is None else layer.bias[layer.rows].clone()
             put(model, name, plain(layer.weight[layer.rows].clone(), bias))
         elif isinstance(layer, RowLinear):
-            put(model, name, RowParallelLinear(plain(layer.weight), layer.bias, total))
+            put(model, name, RowParallelLinear(plain(layer.weight), layer.bias, all_reduce))
 
 
 def plain(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -159,7 +159,7 @@ def plain(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def detach_linears(model: GPT) -> dict[str, Linear]:
-    """The layers that are quantized ones' places: they are given no memory."""
+    """The layers that are quantized ones' indices: they are given no memory."""
     taken = dict(linears(model))
     for name in taken:
         put(model, name, None)
@@ -169,15 +169,15 @@ def detach_linears(model: GPT) -> dict[str, Linear]:
 def attach_quantized_shards(
     model: GPT,
     taken: dict[str, Linear],
-    kept: dict[str, LinearShard],
+    shards: dict[str, LinearShard],
     whole: Callable[[str], QuantLinear],
-    total: Callable[[Tensor], Tensor],
+    all_reduce: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> None:
-    """This rank's parts in their places; one whole layer is in the host's memory at a time."""
+    """This rank's parts in their indices; one whole layer is in the host's memory at a time."""
     for name, was in taken.items():
-        part = kept[name].quantized(whole(name)).to(device)
+        part = shards[name].quantized(whole(name)).to(device)
         replace(model, name, part)
         if isinstance(was, RowLinear):
             bias, part.bias = part.bias, None
-            put(model, name, RowParallelLinear(part, bias, total))
+            put(model, name, RowParallelLinear(part, bias, all_reduce))

@@ -10,48 +10,48 @@ import torch
 from ..core.model_runner import ModelRunner
 from ..core.step_input import unpack
 from ..core.step_output import split_by_logits_memory
-from .executor import AddAdapter, RemoveAdapter, StepMessage, answer, describe_error
+from .executor import AddAdapter, RemoveAdapter, StepMessage, describe_error, reply
 
 
 @torch.no_grad()
-def follow(runner: ModelRunner, pipe: IO[bytes], words: IO[str]) -> None:
+def run_worker(runner: ModelRunner, pipe: IO[bytes], replies: IO[str]) -> None:
     """Until the pipe ends."""
-    assert runner.ranks is not None
-    runner.ranks.listening = True
+    assert runner.tp_rank is not None
+    runner.tp_rank.workers_ready = True
     while True:
         try:
-            told = pickle.load(pipe)
+            message = pickle.load(pipe)
         except EOFError:
             return
-        if isinstance(told, AddAdapter):
-            answer(words, hold(runner, told))
-        elif isinstance(told, RemoveAdapter):
-            runner.unload_adapter(told.name)
+        if isinstance(message, AddAdapter):
+            reply(replies, add_adapter(runner, message))
+        elif isinstance(message, RemoveAdapter):
+            runner.unload_adapter(message.name)
         else:
-            take(runner, told)
+            run_step(runner, message)
 
 
-def hold(runner: ModelRunner, told: AddAdapter) -> str | None:
+def add_adapter(runner: ModelRunner, message: AddAdapter) -> str | None:
     """What is wrong with an adapter; this rank goes on without it."""
     try:
-        runner.load_adapter(told.name, told.folder)
+        runner.load_adapter(message.name, message.folder)
     except Exception as error:
         return describe_error(error)
     return None
 
 
-def take(runner: ModelRunner, told: StepMessage) -> None:
+def run_step(runner: ModelRunner, message: StepMessage) -> None:
     """One step: all that rank 0 does up to the logits, and the tokens that it picks."""
-    assert runner.ranks is not None
-    runner.cache.copy(told.copies)
-    runner.choose(told.adapters)
-    batch = unpack(torch.from_numpy(told.buffer).to(runner.device), told.layout)
-    if told.drafted:
-        runner.ranks.share(batch.tokens)
+    assert runner.tp_rank is not None
+    runner.cache.copy(message.copies)
+    runner.set_adapter_indices(message.adapters)
+    batch = unpack(torch.from_numpy(message.buffer).to(runner.device), message.layout)
+    if message.drafted:
+        runner.tp_rank.broadcast(batch.tokens)
     states = runner.states(batch)
-    if told.prompt_queries:
-        for places in split_by_logits_memory(torch.tensor(told.prompt_queries, device=runner.device), runner.model):
+    if message.prompt_queries:
+        for places in split_by_logits_memory(torch.tensor(message.prompt_queries, device=runner.device), runner.model):
             runner.model.logits(states[places])
-    if told.layout.rows:
+    if message.layout.rows:
         runner.logits(states, batch)
-        runner.recent.index_copy_(0, batch.rows, runner.ranks.share(torch.empty_like(batch.rows)))
+        runner.last_token_ids.index_copy_(0, batch.rows, runner.tp_rank.broadcast(torch.empty_like(batch.rows)))

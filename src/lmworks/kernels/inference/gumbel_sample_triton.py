@@ -1,4 +1,4 @@
-"""`sample.draw` on a GPU: a row of logits is cut into spans, each read once; a second kernel takes the best of them.
+"""`sample.draw` on a GPU: a row of logits is cut into splits, each read once; a second kernel takes the best of them.
 
 Spans have one size whatever the batch, so a row's token and log-probability do not depend on the rows beside it.
 """
@@ -15,39 +15,45 @@ from torch import Tensor
 from .. import counter_rng
 from ..counter_rng_triton import noise_bits
 from ..triton_support import early, power_of_two, tl, triton, wait
-from .gumbel_sample import Drawn, Rows
+from .gumbel_sample import Draw, RowParams
 
-SPAN = 4096  # columns of one program: 38 programs for a row of 151,936
+SPLIT_SIZE = 4096  # columns of one program: 38 programs for a row of 151,936
 
 SMALL = tl.constexpr(counter_rng.SMALL)
 LAST = tl.constexpr(counter_rng.LAST)
 LN_2 = tl.constexpr(math.log(2))
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-PARTS = ["best", "highest", "mass", "winners", "wrong"]  # parts of a tensor: the number of rows says where each begins
+PARTS = [
+    "best",
+    "highest",
+    "mass",
+    "winners",
+    "nonfinite",
+]  # parts of a tensor: the number of rows says where each begins
 
 
 def launch(
     logits: Tensor,
     scores: Tensor,
-    rows: Rows | None,
+    rows: RowParams | None,
     logprobs: bool,
-    least: Tensor | None = None,
+    threshold: Tensor | None = None,
     mask: Tensor | None = None,
-) -> Drawn:
+) -> Draw:
     """As `sample.reference`. Never waits for the device, and can be held in a CUDA graph."""
     count, vocab = logits.shape
-    spans = triton.cdiv(vocab, SPAN)
+    splits = triton.cdiv(vocab, SPLIT_SIZE)
     same = scores.data_ptr() == logits.data_ptr() and scores.dtype == logits.dtype
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     bad = torch.empty(count, dtype=torch.bool, device=logits.device)
     found = torch.empty(count, dtype=torch.float32, device=logits.device) if logprobs else None
-    floats = torch.empty(3, count, spans, dtype=torch.float32, device=logits.device)
-    ints = torch.empty(2, count, spans, dtype=torch.int32, device=logits.device)
-    span_kernel[(count, spans)](
+    floats = torch.empty(3, count, splits, dtype=torch.float32, device=logits.device)
+    ints = torch.empty(2, count, splits, dtype=torch.int32, device=logits.device)
+    split_kernel[(count, splits)](
         logits,
         scores,
         *(rows or (None,) * 4),
-        least,
+        threshold,
         mask,
         *floats,
         *ints,
@@ -60,18 +66,18 @@ def launch(
         mask.stride(0) if mask is not None else 0,
         SAME=same,
         NOISE=rows is not None,
-        CUT=least is not None,
+        TRUNCATED=threshold is not None,
         MASKED=mask is not None,
         LOGPROBS=logprobs,
-        SPAN=SPAN,
+        SPLIT_SIZE=SPLIT_SIZE,
         num_warps=4,
         **early(logits.device),
     )
-    row_kernel[(count,)](
-        logits, *floats, *ints, tokens, bad, found, logits.stride(0), spans,
-        SPANS=power_of_two(spans), LOGPROBS=logprobs, num_warps=1, **early(logits.device),
+    reduce_kernel[(count,)](
+        logits, *floats, *ints, tokens, bad, found, logits.stride(0), splits,
+        SPLITS=power_of_two(splits), LOGPROBS=logprobs, num_warps=1, **early(logits.device),
     )  # fmt: skip
-    return Drawn(tokens, bad, found)
+    return Draw(tokens, bad, found)
 
 
 @triton.jit
@@ -93,20 +99,20 @@ def gumbel(seed, place, ids):
 
 
 @triton.jit(do_not_specialize_on_alignment=PARTS)
-def span_kernel(
+def split_kernel(
     logits,  # (rows, vocab)
     scores,  # (rows, valid)
     temperatures,  # (slots) fp32
     seeds,  # (slots) int64
     slots,  # (rows) int64
-    places,  # (rows) int64
-    leasts,  # (rows) fp32
+    output_positions,  # (rows) int64
+    thresholds,  # (rows) fp32
     masks,  # (rows, ⌈valid/32⌉) int32
-    best,  # (rows, spans) fp32: the best score of a span
-    highest,  # (rows, spans) fp32: its highest logit
-    mass,  # (rows, spans) fp32: Σ exp(logit − highest)
-    winners,  # (rows, spans) int32: the token of the best score
-    wrong,  # (rows, spans) int32: whether a logit is not finite
+    best,  # (rows, splits) fp32: the best score of a split
+    highest,  # (rows, splits) fp32: its highest logit
+    mass,  # (rows, splits) fp32: Σ exp(logit − highest)
+    winners,  # (rows, splits) int32: the token of the best score
+    nonfinite,  # (rows, splits) int32: whether a logit is not finite
     vocab,
     valid,
     logits_stride,
@@ -116,19 +122,19 @@ def span_kernel(
     masks_stride,
     SAME: tl.constexpr,
     NOISE: tl.constexpr,
-    CUT: tl.constexpr,
+    TRUNCATED: tl.constexpr,
     MASKED: tl.constexpr,
     LOGPROBS: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait(EARLY)
-    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = span * SPAN + tl.arange(0, SPAN)
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
     inside = ids < vocab
     x = tl.load(logits + row * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
-    at = row * tl.num_programs(1) + span
-    tl.store(wrong + at, tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, axis=0))
+    at = row * tl.num_programs(1) + split
+    tl.store(nonfinite + at, tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, axis=0))
     if LOGPROBS:
         top = tl.max(tl.where(inside, x, -float("inf")), axis=0)
         tl.store(highest + at, top)
@@ -138,8 +144,8 @@ def span_kernel(
     else:
         score = tl.load(scores + row * scores_stride + ids, mask=ids < valid, other=0.0).to(tl.float32)
     allowed = ids < valid
-    if CUT:
-        allowed &= score >= tl.load(leasts + row)
+    if TRUNCATED:
+        allowed &= score >= tl.load(thresholds + row)
     if MASKED:
         words = tl.load(masks + row * masks_stride + ids // 32, mask=ids < valid, other=0)
         allowed &= ((words >> (ids % 32)) & 1) > 0
@@ -147,7 +153,7 @@ def span_kernel(
         slot = tl.load(slots + row)
         temperature = tl.load(temperatures + slot * temperatures_stride)
         if temperature > 0:
-            score += temperature * gumbel(tl.load(seeds + slot * seeds_stride), tl.load(places + row), ids)
+            score += temperature * gumbel(tl.load(seeds + slot * seeds_stride), tl.load(output_positions + row), ids)
     score = tl.where(allowed, score, -float("inf"))
     peak = tl.max(score, axis=0)
     tl.store(best + at, peak)
@@ -155,32 +161,32 @@ def span_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=PARTS)
-def row_kernel(
+def reduce_kernel(
     logits,
     best,
     highest,
     mass,
     winners,
-    wrong,
+    nonfinite,
     tokens,
     bad,
     found,
     logits_stride,
-    spans,
-    SPANS: tl.constexpr,
+    splits,
+    SPLITS: tl.constexpr,
     LOGPROBS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    span = tl.arange(0, SPANS)
-    inside = span < spans
-    at = row * spans + span
+    split = tl.arange(0, SPLITS)
+    inside = split < splits
+    at = row * splits + split
     scores = tl.load(best + at, mask=inside, other=-float("inf"))
     peak = tl.max(scores, axis=0)
     ids = tl.load(winners + at, mask=inside, other=2147483647)
     winner = tl.min(tl.where(scores == peak, ids, 2147483647), axis=0)
-    failed = (tl.max(tl.load(wrong + at, mask=inside, other=0), axis=0) > 0) | (peak == -float("inf"))
+    failed = (tl.max(tl.load(nonfinite + at, mask=inside, other=0), axis=0) > 0) | (peak == -float("inf"))
     token = tl.where(failed, 0, winner).to(tl.int64)
     tl.store(tokens + row, token)
     tl.store(bad + row, failed)

@@ -15,7 +15,7 @@ from .paged_attention import LARGEST, LayerCache
 TINY = 1e-20  # the scale of a vector of zeros
 
 
-def place(
+def write_kv_cache(
     qkv: Tensor,  # (tokens, (heads + 2·kv_heads)·head_dim)
     heads: int,
     kv_heads: int,
@@ -24,14 +24,14 @@ def place(
     eps: float,
     cos_sin: tuple[Tensor, Tensor] | None,  # (cos, cos) and (−sin, sin), each (tokens, 1, head_dim)
     cache: LayerCache,
-    slots: Tensor,  # (tokens) int64: block·size + offset where a token's key goes; −1: nowhere
+    slot_mapping: Tensor,  # (tokens) int64: block·size + offset where a token's key goes; −1: nowhere
 ) -> Tensor:
     """Write keys and values to their slots, and return the queries, ready to attend: (tokens, heads, head_dim)."""
     if qkv.device.type == "cuda":
         from .kv_cache_write_triton import launch
 
-        return launch(qkv, heads, kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots)
-    return reference(qkv, heads, kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots)
+        return launch(qkv, heads, kv_heads, q_norm, k_norm, eps, cos_sin, cache, slot_mapping)
+    return reference(qkv, heads, kv_heads, q_norm, k_norm, eps, cos_sin, cache, slot_mapping)
 
 
 def reference(
@@ -43,7 +43,7 @@ def reference(
     eps: float,
     cos_sin: tuple[Tensor, Tensor] | None,
     cache: LayerCache,
-    slots: Tensor,
+    slot_mapping: Tensor,
 ) -> Tensor:
     """Step by step, in the precisions in which the model takes the same steps."""
     q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=1)
@@ -51,15 +51,15 @@ def reference(
         q, k = rms_norm.rms_norm(q, q_norm, eps), rms_norm.rms_norm(k, k_norm, eps)
     if cos_sin is not None:
         q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
-    write(cache.keys, cache.key_scales, k, slots)
-    write(cache.values, cache.value_scales, v, slots)
+    write(cache.keys, cache.key_scales, k, slot_mapping)
+    write(cache.values, cache.value_scales, v, slot_mapping)
     return q.contiguous()
 
 
-def write(pool: Tensor, scales: Tensor | None, x: Tensor, slots: Tensor) -> None:
+def write(pool: Tensor, scales: Tensor | None, x: Tensor, slot_mapping: Tensor) -> None:
     """pool[block, :, offset] = x (tokens, kv_heads, head_dim) for every slot that is not −1."""
-    x, slots = x[slots >= 0], slots[slots >= 0]
-    block, offset = slots // pool.shape[2], slots % pool.shape[2]
+    x, slot_mapping = x[slot_mapping >= 0], slot_mapping[slot_mapping >= 0]
+    block, offset = slot_mapping // pool.shape[2], slot_mapping % pool.shape[2]
     if scales is None:
         pool[block, :, offset] = x.to(pool.dtype)
         return

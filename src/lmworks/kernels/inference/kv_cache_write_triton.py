@@ -29,7 +29,7 @@ def launch(
     eps: float,
     cos_sin: tuple[Tensor, Tensor] | None,
     cache: LayerCache,
-    slots: Tensor,
+    slot_mapping: Tensor,
 ) -> Tensor:
     """As `paged_store.reference`."""
     tokens, head_dim = qkv.shape[0], cache.keys.shape[3]
@@ -37,7 +37,7 @@ def launch(
     part = math.gcd(heads, kv_heads, MOST_HEADS)
     width = power_of_two(head_dim)
     cos, sin = cos_sin or (None, None)
-    place_kernel[(tokens * ((heads + 2 * kv_heads) // part),)](
+    write_kv_cache_kernel[(tokens * ((heads + 2 * kv_heads) // part),)](
         qkv,
         q,
         cache.keys,
@@ -48,7 +48,7 @@ def launch(
         k_norm,
         cos,
         sin,
-        slots,
+        slot_mapping,
         eps,
         qkv.stride(0),
         cache.keys.stride(0),
@@ -70,7 +70,7 @@ def launch(
 
 
 @triton.jit
-def shaped(x_ptr, row, d, inside, norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM: tl.constexpr):
+def normed_and_rotated(x_ptr, row, d, inside, norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM: tl.constexpr):
     """Heads as they attend: normalised and rotated. Rounded after each step, as the model rounds."""
     given = tl.load(x_ptr + row + d[None, :], mask=inside, other=0.0)
     x = given.to(tl.float32)
@@ -125,7 +125,7 @@ def store(
 
 
 @triton.jit
-def place_kernel(
+def write_kv_cache_kernel(
     qkv_ptr,
     q_ptr,
     k_ptr,
@@ -136,7 +136,7 @@ def place_kernel(
     k_norm_ptr,
     cos_ptr,
     sin_ptr,
-    slots_ptr,
+    slot_mapping_ptr,
     eps,
     row_stride,
     block_stride,
@@ -160,14 +160,14 @@ def place_kernel(
     inside = (part >= 0)[:, None] & (d < HEAD_DIM)[None, :]
     row = (token * row_stride + (first + part) * HEAD_DIM)[:, None]
     if first < HEADS:
-        q = shaped(qkv_ptr, row, d, inside, q_norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM)
+        q = normed_and_rotated(qkv_ptr, row, d, inside, q_norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM)
         tl.store(q_ptr + (token * HEADS + first + part)[:, None] * HEAD_DIM + d[None, :], q, mask=inside)
         return
-    slot = tl.load(slots_ptr + token)
+    slot = tl.load(slot_mapping_ptr + token)
     if slot < 0:
         return
     if first < HEADS + KV_HEADS:
-        k = shaped(qkv_ptr, row, d, inside, k_norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM)
+        k = normed_and_rotated(qkv_ptr, row, d, inside, k_norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM)
         store(
             k, k_ptr, k_scale_ptr, first - HEADS + part, d, inside, slot, block_stride, head_stride, scale_stride,
             HEAD_DIM, SIZE, LARGEST, TINY, INTEGER,

@@ -1,4 +1,4 @@
-"""Attention over a KV cache that lies in pages.
+"""Attention over a KV cache that lies in metadata.
 
 The cache of a layer is a pool of blocks of `size` tokens; a sequence's keys are the blocks that its row of `tables`
 names, in order, cut at its length. Queries of all sequences lie one after another, (tokens, heads, head_dim), and those
@@ -40,21 +40,21 @@ class LayerCache:
 
 
 @dataclass(frozen=True)
-class Pages:
+class AttentionMetadata:
     """Where the keys of each sequence lie, and which queries are its own."""
 
-    tables: Tensor  # (seqs, max_blocks) int32: its blocks in order; what lies beyond its length is never read
-    lengths: (
+    block_tables: Tensor  # (seqs, max_blocks) int32: its blocks in order; what lies beyond its length is never read
+    seq_lens: (
         Tensor  # (seqs) int32: its keys, those of this batch included; 0: a place that nobody took, its result is 0
     )
-    starts: Tensor  # (seqs + 1) int32: where its queries begin among all queries
-    longest_query: int  # the most queries that a sequence has; 1: all of them are decoding
+    query_start_loc: Tensor  # (seqs + 1) int32: where its queries begin among all queries
+    max_query_len: int  # the most queries that a sequence has; 1: all of them are decoding
 
 
 def paged_attention(
     q: Tensor,  # (tokens, heads, head_dim)
     cache: LayerCache,
-    pages: Pages,
+    metadata: AttentionMetadata,
     *,
     window: int = 0,  # keys that a query sees, itself included; 0: all before it
     slopes: Tensor | None = None,  # (heads) fp32: ALiBi's
@@ -64,14 +64,14 @@ def paged_attention(
     if q.device.type == "cuda":
         from .paged_attention_triton import launch
 
-        return launch(q, cache, pages, window=window, slopes=slopes, invariant=invariant)
-    return reference(q, cache, pages, window=window, slopes=slopes, invariant=invariant)
+        return launch(q, cache, metadata, window=window, slopes=slopes, invariant=invariant)
+    return reference(q, cache, metadata, window=window, slopes=slopes, invariant=invariant)
 
 
 def reference(
     q: Tensor,
     cache: LayerCache,
-    pages: Pages,
+    metadata: AttentionMetadata,
     *,
     window: int = 0,
     slopes: Tensor | None = None,
@@ -83,12 +83,12 @@ def reference(
     is the same in every batch and however its prompt was cut.
     """
     out = torch.zeros_like(q)
-    starts, lengths = pages.starts.tolist(), pages.lengths.tolist()
+    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     for row, length in enumerate(lengths):
         begin, end = starts[row], starts[row + 1]
         if not length or begin == end:
             continue
-        table = pages.tables[row : row + 1, : math.ceil(length / cache.size)]
+        table = metadata.block_tables[row : row + 1, : math.ceil(length / cache.size)]
         k = gathered(cache.keys, cache.key_scales, table, q.dtype)[0]
         v = gathered(cache.values, cache.value_scales, table, q.dtype)[0]
         step = 1 if invariant else end - begin

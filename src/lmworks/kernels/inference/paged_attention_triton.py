@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..triton_support import early, multiprocessors, power_of_two, tickets_of, tl, triton, wait
 from .packed_8bit_triton import between_one_another, evens_and_odds, widened, words_at
-from .paged_attention import LARGEST, SHORT, LayerCache, Pages
+from .paged_attention import LARGEST, SHORT, AttentionMetadata, LayerCache
 
 MOST_SPLITS = 64
 AT_ONCE = 3  # programs that a multiprocessor holds: keys of few sequences are split to fill it once, none comes after
@@ -48,7 +48,7 @@ class Config:
     least: int = LEAST  # tiles of one of them
 
 
-def choose(q: Tensor, cache: LayerCache, pages: Pages, invariant: bool) -> Config:
+def choose(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, invariant: bool) -> Config:
     """From numbers that the host knows and that do not change when a CUDA graph is replayed."""
     kv_heads, width = cache.keys.shape[1], power_of_two(q.shape[2])
     group = power_of_two(q.shape[1] // kv_heads)
@@ -58,18 +58,18 @@ def choose(q: Tensor, cache: LayerCache, pages: Pages, invariant: bool) -> Confi
     tile = min(max(TILE_BYTES // (width * cache.keys.element_size()), 16), 32 if exact else 128)
     if invariant:
         return Config(max(few, group), min(tile, 64), warps, stages)
-    rows = max(16, power_of_two(pages.longest_query * group))
+    rows = max(16, power_of_two(metadata.max_query_len * group))
     if rows == few and quantised and not exact:
         tile, stages = min(tile, 64), 2  # of more, registers spill
     if rows <= few:
-        walks, keys = pages.lengths.shape[0] * kv_heads, pages.tables.shape[1] * cache.size
+        walks, keys = metadata.seq_lens.shape[0] * kv_heads, metadata.block_tables.shape[1] * cache.size
         splits, least = share_out(walks, triton.cdiv(keys, tile), LONG // tile, q.device)
         return Config(rows, tile, warps, stages, splits, least)
     if quantised and not exact:
         return Config(max(few, group), min(tile, 64), warps, 2)
     if exact or width > 128:
         return Config(max(few, group), tile, warps, 2)
-    if pages.longest_query <= SHORT or width <= 64:  # which lose more by wide tiles that are not full than they gain
+    if metadata.max_query_len <= SHORT or width <= 64:  # which lose more by wide tiles that are not full than they gain
         return Config(max(few, group), min(tile, 64), warps, stages)
     return Config(max(128, group), tile, 8, 3)
 
@@ -86,7 +86,7 @@ def share_out(walks: int, tiles: int, long: int, device: torch.device) -> tuple[
 def launch(
     q: Tensor,
     cache: LayerCache,
-    pages: Pages,
+    metadata: AttentionMetadata,
     *,
     window: int = 0,
     slopes: Tensor | None = None,
@@ -96,16 +96,16 @@ def launch(
     """As `paged_attention.reference`."""
     q = q.contiguous()
     tokens, heads, head_dim = q.shape
-    kv_heads, seqs = cache.keys.shape[1], pages.lengths.shape[0]
-    config = config or choose(q, cache, pages, invariant)
+    kv_heads, seqs = cache.keys.shape[1], metadata.seq_lens.shape[0]
+    config = config or choose(q, cache, metadata, invariant)
     group = heads // kv_heads
     queries = config.rows // group  # of one program
     split = config.splits > 1
     each = 1 if cache.key_scales is None else 2  # numbers that are read as one
-    out = torch.empty_like(q) if pages.longest_query == 1 else torch.zeros_like(q)  # of queries of no sequence
+    out = torch.empty_like(q) if metadata.max_query_len == 1 else torch.zeros_like(q)  # of queries of no sequence
     parts = q.new_empty((tokens, heads, config.splits, head_dim), dtype=torch.float32) if split else out
     lse = q.new_empty((tokens, heads, config.splits), dtype=torch.float32) if split else out
-    attend_kernel[(config.splits if split else triton.cdiv(pages.longest_query, queries), kv_heads, seqs)](
+    attend_kernel[(config.splits if split else triton.cdiv(metadata.max_query_len, queries), kv_heads, seqs)](
         q,
         cache.keys,
         cache.values,
@@ -115,12 +115,12 @@ def launch(
         parts,
         lse,
         tickets_of(q.device) if split else out,
-        pages.tables,
-        pages.lengths,
-        pages.starts,
+        metadata.block_tables,
+        metadata.seq_lens,
+        metadata.query_start_loc,
         slopes,
         math.log2(math.e) / math.sqrt(head_dim),
-        pages.tables.stride(0),
+        metadata.block_tables.stride(0),
         cache.keys.stride(0) // each,
         cache.keys.stride(1) // each,
         0 if cache.key_scales is None else cache.key_scales.stride(0),

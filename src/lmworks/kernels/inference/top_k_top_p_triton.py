@@ -1,6 +1,6 @@
-"""`cut.least_scores` on a GPU: a search for the bits of the threshold instead of a sort.
+"""`cut.score_thresholds` on a GPU: a search for the bits of the threshold instead of a sort.
 
-Floats are ordered like integers once the bits of negative ones are turned over. The threshold of top-k is the least
+Floats are ordered like integers once the bits of negative ones are turned over. The threshold of top-k is the threshold
 integer u with fewer than k scores above it, that of top-p the least with less than top_p of the probability above it:
 both are found two bits at a time, each time with one pass over the row for three candidates: 16 passes, or 8 over bf16
 logits, which have 16 bits to find.
@@ -16,30 +16,30 @@ import torch
 from torch import Tensor
 
 from ..triton_support import early, power_of_two, tl, triton, wait
-from .top_k_top_p import Cuts
+from .top_k_top_p import TruncationParams
 
 TILE = 4096
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOW_BITS = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 0}  # of fp32, that are 0 in each
 
 
-def launch(scores: Tensor, cuts: Cuts) -> Tensor:
+def launch(scores: Tensor, params: TruncationParams) -> Tensor:
     """As `cut.reference`. A row's result does not depend on the rows beside it."""
     rows, valid = scores.shape
-    least = torch.empty(rows, dtype=torch.float32, device=scores.device)
-    cut_kernel[(rows,)](
+    threshold = torch.empty(rows, dtype=torch.float32, device=scores.device)
+    truncation_kernel[(rows,)](
         scores,
-        *cuts,
-        least,
+        *params,
+        threshold,
         valid,
         scores.stride(0),
-        *(table.stride(0) for table in cuts[:4]),
+        *(table.stride(0) for table in params[:4]),
         TILE=min(TILE, power_of_two(valid)),
         LOW=LOW_BITS[scores.dtype],
         num_warps=8,
         **early(scores.device),
     )
-    return least
+    return threshold
 
 
 @triton.jit
@@ -95,14 +95,14 @@ def search(row, valid, target, best, scale, MASS: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def cut_kernel(
+def truncation_kernel(
     scores,  # (rows, valid)
     temperatures,  # (slots)
     top_ks,
     top_ps,
     min_ps,
     slots,  # (rows) int64
-    leasts,  # (rows)
+    thresholds,  # (rows)
     valid,
     scores_stride,
     temperatures_stride,
@@ -121,7 +121,7 @@ def cut_kernel(
     top_p = tl.load(top_ps + slot * top_ps_stride)
     min_p = tl.load(min_ps + slot * min_ps_stride)
     row = scores + at * scores_stride
-    least = tl.full((), -float("inf"), tl.float32)
+    threshold = tl.full((), -float("inf"), tl.float32)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
         highest = tl.full((TILE,), -float("inf"), tl.float32)
         for start in range(0, valid, TILE):
@@ -130,15 +130,15 @@ def cut_kernel(
         best = tl.max(highest, axis=0)
         scale = LOG2_E / temperature
         if (top_k > 0) & (top_k < valid):
-            least = search(row, valid, top_k, best, scale, False, TILE, LOW)
+            threshold = search(row, valid, top_k, best, scale, False, TILE, LOW)
         if top_p < 1:
             masses = tl.zeros((TILE,), tl.float32)
             for start in range(0, valid, TILE):
                 ids = start + tl.arange(0, TILE)
                 x = tl.load(row + ids, mask=ids < valid, other=0.0).to(tl.float32)
-                masses += weights(x, (ids < valid) & (x >= least), best, scale, True)
+                masses += weights(x, (ids < valid) & (x >= threshold), best, scale, True)
             target = top_p * tl.sum(masses, axis=0)
-            least = tl.maximum(least, search(row, valid, target, best, scale, True, TILE, LOW))
+            threshold = tl.maximum(threshold, search(row, valid, target, best, scale, True, TILE, LOW))
         if min_p > 0:
-            least = tl.maximum(least, best + tl.log(min_p) * temperature)
-    tl.store(leasts + at, least)
+            threshold = tl.maximum(threshold, best + tl.log(min_p) * temperature)
+    tl.store(thresholds + at, threshold)
