@@ -34,8 +34,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lmworks import checkpoint
-from lmworks.checkpoint.async_save import Background
-from lmworks.checkpoint.format.folders import Keep
+from lmworks.checkpoint.async_save import AsyncSaver
+from lmworks.checkpoint.format.folders import RetentionPolicy
 from lmworks.parallel.local_ranks import on_ranks
 
 TENSORS = 48  # of equal size: those of a small transformer and its moments
@@ -195,7 +195,7 @@ def stall_figures(root: Path, state: dict[str, Any], rounds: int) -> dict[str, A
     """ours/memcpy. The writer is waited for between rounds: a stall is not the wait for a save that came too soon."""
     parts = [value.to_local() if isinstance(value, DTensor) else value for value in state["model"].values()]
     room = [torch.zeros_like(part) for part in parts]
-    saves = Background(root, Keep(newest=1), state, torch.device("cpu"))
+    saves = AsyncSaver(root, RetentionPolicy(newest=1), state, torch.device("cpu"))
     times = []
     for step in range(1, rounds + 2):
         dist.barrier()

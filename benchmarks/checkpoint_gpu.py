@@ -21,8 +21,8 @@ import torch
 from common import write_result
 
 from lmworks import checkpoint
-from lmworks.checkpoint.async_save import Background
-from lmworks.checkpoint.format.folders import Keep
+from lmworks.checkpoint.async_save import AsyncSaver
+from lmworks.checkpoint.format.folders import RetentionPolicy
 
 LIMIT = 0.05
 LAYERS = 32
@@ -50,7 +50,7 @@ def measure(folder: Path, gib: float, rounds: int) -> dict[str, Any]:
     size = int(gib * 2**30 / 3 / LAYERS / 4)
     names = [f"{kind}{layer}" for layer in range(LAYERS) for kind in ("weight", "exp_avg", "exp_avg_sq")]
     state = {"model": {name: torch.randn(size, device=device) for name in names}}
-    saves = Background(folder / "async", Keep(newest=1), state, device)
+    saves = AsyncSaver(folder / "async", RetentionPolicy(newest=1), state, device)
     times = []
     for step in range(1, rounds + 2):
         shutil.rmtree(folder / "sync", ignore_errors=True)

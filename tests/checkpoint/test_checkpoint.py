@@ -231,11 +231,11 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "a missing manifest": (lambda new, old: (new / "manifest.json").unlink(), "manifest.json is missing"),
     "another step's manifest": (
         lambda new, old: shutil.copy(old / "manifest.json", new / "manifest.json"),
-        "manifest.json is not the one that COMMITTED vouches for",
+        "manifest.json does not match COMMITTED",
     ),
     "a missing marker": (lambda new, old: (new / "COMMITTED").unlink(), "COMMITTED is missing"),
-    "an empty marker": (lambda new, old: (new / "COMMITTED").write_text(""), "manifest.json is not the one"),
-    "a stale marker": (lambda new, old: shutil.copy(old / "COMMITTED", new / "COMMITTED"), "manifest.json is not"),
+    "an empty marker": (lambda new, old: (new / "COMMITTED").write_text(""), "manifest.json does not match"),
+    "a stale marker": (lambda new, old: shutil.copy(old / "COMMITTED", new / "COMMITTED"), "manifest.json does not match"),
     "another step's folder": (
         lambda new, old: (shutil.rmtree(new), shutil.copytree(old, new)),
         "manifest.json belongs to step 1, not to step-000002",
@@ -300,9 +300,9 @@ def test_keep_newest(tmp_path: Path) -> None:
 
 def test_keep_every_so_many_for_ever(tmp_path: Path) -> None:
     for step in (5, 10, 15, 20, 25, 30):
-        checkpoint.save(tmp_path, step, state_of(step), {}, checkpoint.Keep(newest=2, every=10))
+        checkpoint.save(tmp_path, step, state_of(step), {}, checkpoint.RetentionPolicy(newest=2, every=10))
     assert names(tmp_path) == [f"step-0000{step}" for step in (10, 20, 25, 30)]
-    checkpoint.prune(tmp_path, checkpoint.Keep(newest=1, every=20))
+    checkpoint.prune(tmp_path, checkpoint.RetentionPolicy(newest=1, every=20))
     assert names(tmp_path) == ["step-000020", "step-000030"]
 
 

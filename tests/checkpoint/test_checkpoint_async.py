@@ -19,14 +19,13 @@ import torch
 
 from layouts import Job, do, layout, with_meshes
 from lmworks import checkpoint
-from lmworks.checkpoint.async_save import Background, Ended
+from lmworks.checkpoint.async_save import AsyncSaver, SaveResult
 from lmworks.checkpoint.format import writer_client
 from lmworks.checkpoint.format.folders import work_folder
 from lmworks.diagnose.hang import from_life
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder, phase
-from lmworks.record.life import read_writers
-from lmworks.record.life import state_of as state_of_process
+from lmworks.record.life import process_state, read_writer_heartbeats
 from lmworks.spec import CheckpointError, RunSpec
 from lmworks.train import Trainer
 from tiny import curve, differences, events, saved
@@ -40,8 +39,8 @@ def state_of(step: int) -> dict[str, Any]:
     return {"model": {"w": torch.full((300, 70), float(step)), "half": torch.full((5,), step, dtype=torch.bfloat16)}}
 
 
-def background(root: Path, **keep: int) -> Background:
-    return Background(root, checkpoint.Keep(**keep), state_of(0), NOW)
+def background(root: Path, **keep: int) -> AsyncSaver:
+    return AsyncSaver(root, checkpoint.RetentionPolicy(**keep), state_of(0), NOW)
 
 
 def committed(root: Path) -> list[int]:
@@ -62,13 +61,13 @@ def test_what_is_saved_is_what_was_copied_though_training_goes_on(tmp_path: Path
     saves.save(1, state, {"cursor": 1})
     for value in state["model"].values():
         value.fill_(99)  # the next step changes the weights while they are being written
-    ended = saves.settle()
+    ended = saves.wait()
     assert ended is not None and (ended.step, ended.error) == (1, "")
     assert ended.bytes == sum(path.stat().st_size for path in ended.path.iterdir() if path.name[0] in "ri")
     saves.save(2, state_of(2), {})
     with pytest.raises(CheckpointError, match="step 2 is still being saved"):
         saves.save(3, state_of(3), {})
-    saves.settle()
+    saves.wait()
     saves.close()
     assert committed(tmp_path) == [2, 1]
     assert checkpoint.verify(tmp_path / "step-000001").meta == {"cursor": 1}
@@ -81,7 +80,7 @@ def test_the_writer_is_small_named_and_ends_with_its_rank(tmp_path: Path) -> Non
     if not pid:
         saves = background(tmp_path)
         saves.save(1, state_of(1), {})
-        saves.settle()
+        saves.wait()
         os.write(tell, str(saves.writer.process.pid).encode())
         time.sleep(600)
     writer = int(os.read(ready, 100))
@@ -105,7 +104,7 @@ def test_a_rank_enters_the_phases_of_its_writer(tmp_path: Path, monkeypatch: pyt
     saves = background(tmp_path)
     entered.clear()
     saves.save(2, state_of(2), {})
-    saves.settle()
+    saves.wait()
     saves.close()
     assert entered == ["save.stage", "save.write", *stages[1:]]  # handed over, and begun
     entered.clear()
@@ -118,23 +117,23 @@ def test_a_rank_enters_the_phases_of_its_writer(tmp_path: Path, monkeypatch: pyt
 
 def test_a_stopped_writer_is_given_up_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs that save alone: the next one has a new writer."""
-    monkeypatch.setattr(writer_client, "STOPPED_S", 0.5)
+    monkeypatch.setattr(writer_client, "STOPPED_TIMEOUT_S", 0.5)
     root = tmp_path / "checkpoints"
     saves = background(root)
     pid = saves.writer.process.pid
     os.kill(pid, signal.SIGSTOP)
-    while state_of_process(saves.writer.beat) != "stopped":
+    while process_state(saves.writer.heartbeat) != "stopped":
         time.sleep(0.01)
     saves.save(2, state_of(2), {})
     assert saves.poll() is None
     (writer,) = from_life(RunFolder(tmp_path), {}).writers
     assert (writer.rank, writer.pid, writer.state, writer.checkpoint) == (0, pid, "stopped", "step-000002")
-    ended = saves.settle()
+    ended = saves.wait()
     assert ended is not None
     assert ended.error == f"its writer process (pid {pid}) is stopped (by SIGSTOP or a debugger)"
-    assert not read_writers(tmp_path)
+    assert not read_writer_heartbeats(tmp_path)
     saves.save(3, state_of(3), {})
-    assert saves.settle() == Ended(3, root / "step-000003", ANY, ANY, "")
+    assert saves.wait() == SaveResult(3, root / "step-000003", ANY, ANY, "")
     saves.close()
     assert committed(root) == [3]
 
@@ -144,19 +143,19 @@ def test_a_writer_whose_file_system_hangs_is_given_up_and_told_of(
 ) -> None:
     """A pipe that nobody reads: to open it waits for ever, as a server that does not answer makes it."""
     root = tmp_path / "checkpoints"
-    saves = Background(root, checkpoint.Keep(), state_of(0), NOW, timeout_s=2.0)
+    saves = AsyncSaver(root, checkpoint.RetentionPolicy(), state_of(0), NOW, timeout_s=2.0)
     pid = saves.writer.process.pid
     work = work_folder(root / "step-000002", os.getpid(), 1)
     work.mkdir(parents=True)
     os.mkfifo(work / "rank-00000.safetensors")
     saves.save(2, state_of(2), {})
-    ended = saves.settle()
+    ended = saves.wait()
     assert ended is not None
-    assert ended.error == f"its writer process (pid {pid}) has stood still for 2 s: does the file system hang?"
+    assert ended.error == f"its writer process (pid {pid}) has made no progress for 2 s: does the file system hang?"
     said = capsys.readouterr().err
-    assert f"the writer process of rank 0 (pid {pid}) has stood still for 1 s in step-000002; it is given up" in said
+    assert f"the writer process of rank 0 (pid {pid}) has made no progress for 1 s in step-000002; it is killed" in said
     saves.save(3, state_of(3), {})
-    assert saves.settle() == Ended(3, root / "step-000003", ANY, ANY, "")
+    assert saves.wait() == SaveResult(3, root / "step-000003", ANY, ANY, "")
     saves.close()
 
 
@@ -177,11 +176,11 @@ def test_a_disk_that_refuses_costs_one_save(
     at_start(partial(failing, call, code, first, first))
     saves = background(tmp_path)
     saves.save(2, state_of(2), {})
-    ended = saves.settle()
+    ended = saves.wait()
     assert ended is not None and ended.error == os.strerror(code)
     assert committed(tmp_path) == [1]
     saves.save(3, state_of(3), {})
-    ended = saves.settle()
+    ended = saves.wait()
     assert ended is not None and not ended.error
     saves.close()
     assert committed(tmp_path) == [3, 1]
@@ -198,12 +197,12 @@ def test_a_writer_that_is_killed_while_it_commits(
     saves = background(tmp_path)
     at_start()
     saves.save(1, state_of(1), {"which": "new"})
-    ended = saves.settle()
+    ended = saves.wait()
     assert ended is not None and ended.error == ("" if kept else "its writer process was killed by signal 9")
     (folder,) = checkpoint.committed(tmp_path)
     assert checkpoint.verify(folder).meta == {"which": "new" if kept else "old"}
     saves.save(2, state_of(2), {})
-    saves.settle()
+    saves.wait()
     saves.close()
     assert committed(tmp_path) == [2, 1] and not list(tmp_path.glob(".*"))
 
@@ -217,7 +216,7 @@ def test_a_save_that_fails_is_not_taken_for_the_older_one_of_its_step(
     at_start(partial(failing, "fsync", errno.EIO, first, first))
     saves = background(tmp_path)
     saves.save(1, state_of(1), {"cursor": 5})
-    ended = saves.settle()
+    ended = saves.wait()
     saves.close()
     assert ended is not None and ended.error == "Input/output error"
     assert checkpoint.verify(tmp_path / "step-000001").meta == {"cursor": 1}
@@ -232,7 +231,7 @@ def test_files_that_another_rank_wrote_elsewhere_make_no_checkpoint(
     take = saves.mailbox.take
     monkeypatch.setattr(saves.mailbox, "take", lambda number: [*take(number), json.dumps([elsewhere, ""])])
     saves.save(1, state_of(1), {})
-    ended = saves.settle()
+    ended = saves.wait()
     saves.close()
     assert ended is not None
     assert "rank-00001.safetensors (rank 1) is missing where rank 0 looks: all ranks must save to one" in ended.error
@@ -244,7 +243,7 @@ def test_what_a_process_of_the_same_number_left_is_swept_away(tmp_path: Path) ->
     work_folder(tmp_path / "step-000007", os.getpid(), 3).mkdir()
     saves = background(tmp_path)
     saves.save(1, state_of(1), {})
-    saves.settle()
+    saves.wait()
     saves.close()
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
@@ -256,12 +255,12 @@ def test_a_writer_that_is_killed_is_replaced(tmp_path: Path, at_start: Callable[
     assert saves.poll() is None  # and training goes on
     at_start()
     saves.writer.process.kill()
-    ended = saves.settle()
+    ended = saves.wait()
     assert ended is not None and ended.error == "its writer process was killed by signal 9"
     saves.writer.process.kill()  # and again, with nothing to do
     saves.writer.process.wait()
     saves.save(2, state_of(2), {})
-    ended = saves.settle()
+    ended = saves.wait()
     assert ended is not None and not ended.error
     saves.close()
     assert committed(tmp_path) == [2] and not list(tmp_path.glob(".*"))

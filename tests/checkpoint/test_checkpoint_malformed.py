@@ -17,7 +17,7 @@ import torch
 from crafted import Change, replace_file, rewrite_index, rewrite_manifest
 from lmworks.checkpoint.format.index import ITEM_BYTES, Piece, check_coverage
 from lmworks.checkpoint.format.manifest import INDEX
-from lmworks.checkpoint.format.survey import examine
+from lmworks.checkpoint.format.survey import verify_all
 from lmworks.checkpoint.format.validation import DamagedError
 from lmworks.model.tensor_files import DTYPES
 from lmworks.spec import CheckpointError, DataError, SpecError
@@ -178,8 +178,8 @@ KINDS: dict[str, tuple[Craft, str]] = {
     "no pieces": (of_tensor(lambda one: one.update(pieces=[])), f"the pieces of {WEIGHT} have 0 elements, but 8256"),
     "half of the pieces": (halves((0, 100), (200, 258)), "elements, but 8256 belong there"),
     "pieces that overlap": (halves((0, 129), (100, 229)), f"pieces of {WEIGHT} overlap at"),
-    "pieces over one another in a file": (halves((0, 129), (129, 258)), "lie over one another in rank-00000"),
-    "tensors over one another": (in_index(over_another), "lie over one another in rank-00000.safetensors"),
+    "pieces over one another in a file": (halves((0, 129), (129, 258)), "overlap in rank-00000"),
+    "tensors over one another": (in_index(over_another), "overlap in rank-00000.safetensors"),
     "another shape": (of_tensor(lambda one: one.update(shape=[129, 64])), "is no part of"),
     "another shape of as many": (
         of_tensor(lambda one: (one.update(shape=[32, 258]), one["pieces"][0].__setitem__(3, [32, 258]))),
@@ -195,7 +195,7 @@ KINDS: dict[str, tuple[Craft, str]] = {
         of_tensor(lambda one: one.update(dtype="I32")),
         "is torch.int32 there, but torch.float",
     ),
-    "a wider type": (of_tensor(lambda one: one.update(dtype="F64")), "is not inside|lie over one another"),
+    "a wider type": (of_tensor(lambda one: one.update(dtype="F64")), "is not inside|overlap"),
     "a tensor that is no object": (in_index(add(WEIGHT, 7)), f"{WEIGHT} is 7 instead of an object"),
     "a tensor without a type": (of_tensor(lambda one: one.pop("dtype")), "dtype = None"),
     "a tensor without pieces": (of_tensor(lambda one: one.pop("pieces")), "pieces = None instead of a list"),
@@ -305,7 +305,7 @@ def test_every_reader_refuses_what_a_resume_refuses(
     assert load_trained(run).step == 2
     assert f"the pieces of {WEIGHT} have 0 elements" in capsys.readouterr().err
     assert export(run, tmp_path / "exported").step == 2
-    new, old = examine([newest(run), run / "checkpoints" / "step-000002"], lambda *_: None)
+    new, old = verify_all([newest(run), run / "checkpoints" / "step-000002"], lambda *_: None)
     assert (new.status, old.status) == ("damaged", "intact") and f"the pieces of {WEIGHT}" in new.wrong[0].reason
     with pytest.raises(CheckpointError, match=r"no usable checkpoint .* have 0 elements"):
         load_trained(run, step=4)

@@ -15,13 +15,13 @@ import torch
 
 from lmworks import checkpoint
 from lmworks.checkpoint.format import remote
-from lmworks.checkpoint.format.folders import Keep
-from lmworks.checkpoint.format.remote_copies import Copies
+from lmworks.checkpoint.format.folders import RetentionPolicy
+from lmworks.checkpoint.format.remote_copies import RemoteCopier
 from lmworks.spec import CheckpointError, SpecError
 from lmworks.train import Trainer
 from tiny import curve, differences, events, flip_a_bit, make_spec, resume, saved, train
 
-ALL = Keep()
+ALL = RetentionPolicy()
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def test_a_new_machine_goes_on_from_the_newest_copy(tmp_path: Path, url: str) -> None:
     for step in (1, 2, 10):
         remote.upload(save(tmp_path / "here", step), url, ALL)
-    assert remote.steps_there(url) == [10, 2, 1]
+    assert remote.remote_steps(url) == [10, 2, 1]
     assert load(tmp_path / "new", url) == (10, [])
     assert [folder.name for folder in checkpoint.committed(tmp_path / "new")] == ["step-000010"]  # and it is here now
     checkpoint.verify(tmp_path / "new" / "step-000010")
@@ -128,22 +128,22 @@ def test_a_copy_without_its_marker_is_none(tmp_path: Path, url: str, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             remote.upload(save(tmp_path / "here", step), url, ALL)
     assert names[-2:] == ["manifest.json", "COMMITTED"]
-    assert remote.steps_there(url) == []  # step 1 was being replaced, and lost its marker before anything else
+    assert remote.remote_steps(url) == []  # step 1 was being replaced, and lost its marker before anything else
     assert load(tmp_path / "new", url) == (None, [])
 
 
 def test_old_copies_are_removed_as_old_checkpoints_are(tmp_path: Path, url: str) -> None:
     for step in (10, 15, 20, 25, 30):
-        remote.upload(save(tmp_path / "here", step), url, Keep(newest=2, every=20))
-    assert remote.steps_there(url) == [30, 25, 20]
+        remote.upload(save(tmp_path / "here", step), url, RetentionPolicy(newest=2, every=20))
+    assert remote.remote_steps(url) == [30, 25, 20]
 
 
 @pytest.mark.parametrize("keep", [0, 1])
 def test_copies_of_a_line_that_a_rewind_gave_up_go(tmp_path: Path, url: str, keep: int) -> None:
     """Else a new machine would take them up, and the copy of the step gone back to would be the oldest."""
     for step in (10, 20, 30, 10):
-        remote.upload(save(tmp_path / "here", step), url, Keep(newest=keep))
-    assert remote.steps_there(url) == [10]
+        remote.upload(save(tmp_path / "here", step), url, RetentionPolicy(newest=keep))
+    assert remote.remote_steps(url) == [10]
 
 
 def test_a_new_run_refuses_the_place_of_another(dataset: Path, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_checkpoint_can_be_pruned_here_while_it_is_copied(tmp_path: Path, monk
 
 
 def test_copies_are_made_by_a_process_and_the_newest_waits(tmp_path: Path) -> None:
-    copies = Copies(f"file://{tmp_path}/there", ALL)
+    copies = RemoteCopier(f"file://{tmp_path}/there", ALL)
     for step in (1, 2, 3):  # before the first has ended: 3 takes the place of 2
         copies.add(save(tmp_path / "here", step))
     assert copies.writer is not None and copies.writer.process.pid
@@ -191,7 +191,7 @@ def test_copies_are_made_by_a_process_and_the_newest_waits(tmp_path: Path) -> No
     (last,) = copies.settle()
     assert (last.folder.name, last.error) == ("step-000003", "")
     copies.close()
-    assert remote.steps_there(f"file://{tmp_path}/there") == [3, 1]
+    assert remote.remote_steps(f"file://{tmp_path}/there") == [3, 1]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_copies_are_made_by_a_process_and_the_newest_waits(tmp_path: Path) -> No
 )
 def test_an_address_that_cannot_be_opened_is_named(tmp_path: Path, address: str, said: str) -> None:
     with pytest.raises(CheckpointError, match=f"checkpoint.remote = '{address}'.*{said}") as caught:
-        remote.steps_there(address)
+        remote.remote_steps(address)
     assert "\n" not in str(caught.value)
 
 

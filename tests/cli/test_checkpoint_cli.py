@@ -235,7 +235,7 @@ def test_prune_leaves_all_where_none_is_intact(lmworks: Run, run: Path) -> None:
 
 
 def test_prune_leaves_a_run_a_run_alone_that_is_being_trained(lmworks: Run, run: Path) -> None:
-    with RunFolder(run).hold():
+    with RunFolder(run).locked():
         assert "is being trained" in refusal(lmworks("checkpoint", "prune", run, "--keep", "1"), 2)
     assert "is one checkpoint" in refusal(lmworks("checkpoint", "prune", folder(run, 10), "--keep", "1"), 2)
     assert steps(run) == [30, 20, 10]
@@ -244,9 +244,11 @@ def test_prune_leaves_a_run_a_run_alone_that_is_being_trained(lmworks: Run, run:
 
 def test_nobody_takes_a_run_up_while_it_is_pruned(lmworks: Run, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[bool] = []
-    monkeypatch.setattr("lmworks.checkpoint.format.folders.discard", lambda folder: held.append(RunFolder(run).held()))
+    monkeypatch.setattr(
+        "lmworks.checkpoint.format.folders.discard", lambda folder: held.append(RunFolder(run).is_locked())
+    )
     assert "cannot remove" in refusal(lmworks("checkpoint", "prune", run, "--keep", "1"), 1)
-    assert held == [True] and not RunFolder(run).held()
+    assert held == [True] and not RunFolder(run).is_locked()
 
 
 # --- bad input --------------------------------------------------------------------------------------------
@@ -286,7 +288,7 @@ def test_places_are_known_from_within(lmworks: Run, run: Path, monkeypatch: pyte
     assert answer(lmworks("checkpoint", "show", "../step-000020", "--json"))["step"] == 20
     monkeypatch.chdir(run / "checkpoints")
     assert answer(lmworks("checkpoint", "verify", "step-000010", "--json"))["ok"]
-    with RunFolder(run).hold():
+    with RunFolder(run).locked():
         assert "is being trained" in refusal(lmworks("checkpoint", "prune", ".", "--keep", "1"), 2)
 
 

@@ -145,7 +145,7 @@ def test_resuming_a_finished_run_says_done_and_changes_nothing(lmworks: Run, fin
 
 
 def test_a_run_in_use_is_refused_before_anything_is_written(lmworks: Run, finished: Path) -> None:
-    with RunFolder(finished).hold():
+    with RunFolder(finished).locked():
         before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
         code, out, err = lmworks("resume", finished)
         assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
@@ -207,7 +207,7 @@ def test_a_damaged_checkpoint_is_named_on_stderr_and_the_result_stays_json(
     code, out, err = lmworks("resume", run_dir, "--json")
     assert code == 0 and json.loads(out)["step"] == 12
     unfinished, damaged = err.splitlines()
-    assert unfinished.startswith("passed over an unfinished checkpoint: ") and "step-000009" in unfinished
+    assert unfinished.startswith("skipped an unfinished checkpoint: ") and "step-000009" in unfinished
     assert damaged.startswith("refused a damaged checkpoint: ") and str(shard(run_dir, 8)) in damaged
     assert differences(saved(run_dir), saved(tmp_path / "straight")) == []
 

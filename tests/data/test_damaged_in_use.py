@@ -78,20 +78,20 @@ def test_where_there_are_no_locks_a_file_says_who_holds_a_run(tmp_path: Path, mo
 
     monkeypatch.setattr(folder.fcntl, "flock", unsupported)
     run, other = RunFolder(tmp_path), RunFolder(tmp_path)
-    with run.hold():
-        assert other.held()
+    with run.locked():
+        assert other.is_locked()
         with pytest.raises(SpecError, match=f"in use: process {os.getpid()} on .* no locks"), other.hold():
             pass
-    assert not other.held()
+    assert not other.is_locked()
     child = os.fork()
     if not child:
-        run.take_file()
+        run.create_lock_file()
         os._exit(0)  # as if killed: the file stays
     os.waitpid(child, 0)
-    assert run.holder_path.exists() and not run.held()
-    with run.hold():
-        assert run.held()
-    assert not run.holder_path.exists()
+    assert run.lock_file.exists() and not run.is_locked()
+    with run.locked():
+        assert run.is_locked()
+    assert not run.lock_file.exists()
 
 
 def test_a_panic_of_the_tokenizers_library_is_one_line() -> None:

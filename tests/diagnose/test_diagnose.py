@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from lmworks.cli.main import app
 from lmworks.diagnose.hang import diagnose
 from lmworks.record import RunFolder
-from lmworks.record.hang import Call, Group, Report, judge
-from lmworks.record.life import Beat, own_beat
+from lmworks.record.hang import Call, Group, Report, find_cause
+from lmworks.record.life import Heartbeat, own_heartbeat
 from lmworks.spec import RunSpec, SpecError
 
 
@@ -31,12 +31,12 @@ def hang(run: RunFolder, attempt: int, step: int) -> None:
     report = Report(0, "a", 1, "backward", step, False, (call,), groups, {1: "stopped"}, "File train.py, line 7")
     (folder / "rank-0.json").write_text(report.to_json())
     (folder / "rank-1.stacks").write_text("File model.py, line 9")
-    leave_life(run, Beat(1, "a", 2**22 + 1, 1, 1000.0, "forward", step, attempt))
-    verdict = judge(2, {0: report}, {})
+    leave_life(run, Heartbeat(1, "a", 2**22 + 1, 1, 1000.0, "forward", step, attempt))
+    verdict = find_cause(2, {0: report}, {})
     (folder / "verdict.json").write_text(json.dumps(verdict.to_dict()))
 
 
-def leave_life(run: RunFolder, beat: Beat) -> None:
+def leave_life(run: RunFolder, beat: Heartbeat) -> None:
     path = run.path / "watch" / f"rank-{beat.rank}.life"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(beat.first() + beat.second(beat.time, beat.phase, beat.step))
@@ -67,7 +67,7 @@ def test_without_a_verdict_one_is_made_from_the_reports(run: RunFolder) -> None:
 
 def test_of_a_run_without_a_hang_it_tells_where_the_ranks_are(run: RunFolder) -> None:
     assert diagnose(run).ranks == ()
-    leave_life(run, own_beat(0))
+    leave_life(run, own_heartbeat(0))
     (one,) = diagnose(run).ranks
     assert (one.state, one.host, one.waits_in) == ("running", os.uname().nodename, None)
 
@@ -85,8 +85,8 @@ def test_on_the_command_line(run: RunFolder) -> None:
 
 def test_a_run_that_was_started_again_tells_what_had_stopped_it(run: RunFolder) -> None:
     hang(run, 0, 17)
-    with run.hold():
-        leave_life(run, own_beat(0))
+    with run.locked():
+        leave_life(run, own_heartbeat(0))
         found = diagnose(run)
         told = CliRunner().invoke(app, ["diagnose", str(run.path)]).output
     assert found.verdict is None and found.ranks[0].state == "running"

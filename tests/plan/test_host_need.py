@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lmworks.checkpoint.save_plan import make
+from lmworks.checkpoint.save_plan import make_plan
 from lmworks.checkpoint.staging import Staging
 from lmworks.parallel.initial_weights import source_of
 from lmworks.parallel.local_ranks import on_ranks
@@ -43,7 +43,7 @@ def measured(_rank: int, specs: list[RunSpec]) -> list[HostNeed]:
         optimizer = make_optimizer(parallel_model.shards, spec.optim, spec.precision, spec.seed)
         state: dict[str, Any] = training_state(optimizer, parallel_model.shards, parallel_model.splits, mesh)
         state["model"] |= parallel_model.buffers()
-        staging = Staging(make({**state, "rng": rng_state()}), CPU)
+        staging = Staging(make_plan({**state, "rng": rng_state()}), CPU)
         copied = staging.buffer.numel()
         staging.close()
         tensors = [

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lmworks.record.hang import Call, Group, Report, Verdict, attempts, judge, read_reports
-from lmworks.record.life import Beat, read_beats
+from lmworks.record.hang import Call, Group, Report, Verdict, attempts, find_cause, read_reports
+from lmworks.record.life import Heartbeat, read_heartbeats
 
 ALL = Group("world", (0, 1, 2, 3))
 GROUPS = {"gloo:0": ALL, "gloo:1": Group("dp", (0, 2)), "gloo:2": Group("dp", (1, 3)), "gloo:3": Group("pp", (0, 1))}
@@ -27,8 +27,8 @@ def report(rank: int, *calls: Call, phase: str = "backward", waits: bool = False
     return Report(rank, "a", 100 + rank, phase, 17, waits, calls, GROUPS, seen, "stacks")
 
 
-def verdict(*reports: Report, world: int = 4, beats: dict[int, Beat] | None = None) -> Verdict:
-    return judge(world, {one.rank: one for one in reports}, beats or {})
+def verdict(*reports: Report, world: int = 4, beats: dict[int, Heartbeat] | None = None) -> Verdict:
+    return find_cause(world, {one.rank: one for one in reports}, beats or {})
 
 
 def test_the_one_who_never_came() -> None:
@@ -92,7 +92,7 @@ def test_uneven_messages_of_an_all_to_all_are_no_mismatch() -> None:
     ],
 )
 def test_who_does_not_report_is_told_by_its_process(state: str, kind: str, text: str) -> None:
-    beat = Beat(3, "b", 7, 1, 0.0, "optimizer", 16)
+    beat = Heartbeat(3, "b", 7, 1, 0.0, "optimizer", 16)
     found = verdict(*(report(rank, call(4), rank_3=state) for rank in range(3)), beats={3: beat})
     assert (found.kind, found.ranks) == (kind, (3,))
     assert found.text.endswith(f"; {text}: rank 3 is the cause")
@@ -127,11 +127,11 @@ def test_reports_and_signs_of_life_are_read_as_they_were_written(tmp_path: Path)
     (folder / "rank-2.json").write_text(written.to_json())
     assert attempts(tmp_path) == {12: folder}
     assert read_reports(folder) == {2: written}
-    beat = Beat(2, "b", 7, 1, 12.5, "save.write", 16, attempt=2)
+    beat = Heartbeat(2, "b", 7, 1, 12.5, "save.write", 16, attempt=2)
     (tmp_path / "watch").mkdir()
     (tmp_path / "watch" / "rank-2.life").write_bytes(beat.first() + beat.second(12.5, "save.write", 16))
     (tmp_path / "watch" / "rank-3.life").write_bytes(b'{"rank": 3')
-    old = Beat(5, "b", 9, 1, 3.0, "data", 4, attempt=0)
+    old = Heartbeat(5, "b", 9, 1, 3.0, "data", 4, attempt=0)
     (tmp_path / "watch" / "rank-5.life").write_bytes(old.first() + old.second(3.0, "data", 4))
-    assert read_beats(tmp_path) == {2: beat}  # of an attempt with more ranks, say
-    assert read_beats(tmp_path, 0) == {5: old}
+    assert read_heartbeats(tmp_path) == {2: beat}  # of an attempt with more ranks, say
+    assert read_heartbeats(tmp_path, 0) == {5: old}

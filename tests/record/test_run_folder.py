@@ -106,29 +106,29 @@ def test_an_attempt_that_hung_before_its_first_event_is_counted(tmp_path):
 
 def test_only_one_process_holds_a_run(tmp_path):
     folder = RunFolder.create(tmp_path / "run", SPEC)
-    assert not folder.held()
-    holder = "import sys; from lmworks.record import RunFolder\nwith RunFolder.open(sys.argv[1]).hold(): pass"
-    with folder.hold():
-        assert folder.held()
+    assert not folder.is_locked()
+    holder = "import sys; from lmworks.record import RunFolder\nwith RunFolder.open(sys.argv[1]).locked(): pass"
+    with folder.locked():
+        assert folder.is_locked()
         folder.event("start", 0)
-        assert folder.held()
+        assert folder.is_locked()
         other = subprocess.run([sys.executable, "-c", holder, folder.path], capture_output=True, text=True)
         assert "run is in use: another process is training this run" in other.stderr
-    assert not folder.held()
+    assert not folder.is_locked()
 
 
 def test_a_kill_lets_go_of_the_run(tmp_path):
     folder = RunFolder.create(tmp_path / "run", SPEC)
     holder = (
         "import sys, time; from lmworks.record import RunFolder\n"
-        "with RunFolder.open(sys.argv[1]).hold(): print('held', flush=True); time.sleep(60)"
+        "with RunFolder.open(sys.argv[1]).locked(): print('held', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", holder, folder.path], stdout=subprocess.PIPE)
     process.stdout.readline()
-    assert folder.held()
+    assert folder.is_locked()
     process.kill()
     process.communicate()
-    assert not folder.held()
+    assert not folder.is_locked()
 
 
 def test_recording_needs_no_torch():

@@ -37,7 +37,7 @@ def test_status(make_run):
     assert summarize(make_run("c", end="fail")).status == "failed"
     killed = make_run("d", end=None)
     assert summarize(killed).status == "interrupted"
-    with killed.hold():
+    with killed.locked():
         assert summarize(killed).status == "running"
     resumed = make_run("e", end="finish")
     resumed.event("resume", 4, attempt=1)

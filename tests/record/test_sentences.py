@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import lmworks
-from lmworks.record.sentences import SENTENCES, sentence
+from lmworks.record.sentences import DESCRIPTIONS, describe_event
 
 DATA = {"usual_bits": 4.5, "odd": [{"sample": 99, "entropy_bits": 0.5, "z": -8.0}], "sources": {"tokens": 8}}
 RAN = {"launch": "lmworks-1", "ranks": 4, "layout": {"dp": 2, "tp": 2}, "accumulation": 8}
@@ -80,7 +80,7 @@ TOLD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("event", "told"), TOLD, ids=[str(event["kind"]) for event, _ in TOLD])
 def test_an_event_in_words(event: dict[str, Any], told: str) -> None:
-    said = sentence({"time": "2026-11-15T12:00:00", "step": 3, **event})
+    said = describe_event({"time": "2026-11-15T12:00:00", "step": 3, **event})
     assert said.startswith(told)
     assert not set("{}[]'\"\n") & set(said)
 
@@ -97,11 +97,11 @@ def test_every_kind_that_is_written_has_a_sentence() -> None:
                 ]
                 written |= {kind for kind in kinds if isinstance(kind, str) and kind.isidentifier()}
     assert {"start", "save", "skip", "hang", "overflow"} <= written  # the search itself works
-    assert written - set(SENTENCES) == set()
-    assert set(SENTENCES) == {event["kind"] for event, _ in TOLD}
+    assert written - set(DESCRIPTIONS) == set()
+    assert set(DESCRIPTIONS) == {event["kind"] for event, _ in TOLD}
 
 
 def test_what_is_not_known_is_told_field_by_field() -> None:
     event = {"time": "", "kind": "landed", "step": 3, "at": {"x": 1.23456, "y": [1, 2]}, "by": None, "ok": True}
-    assert sentence(event) == "at (x 1.235, y 1, 2), ok True"
-    assert sentence({"time": "", "kind": "spike", "step": 4, "zscore": 12.34567}) == "zscore 12.35"
+    assert describe_event(event) == "at (x 1.235, y 1, 2), ok True"
+    assert describe_event({"time": "", "kind": "spike", "step": 4, "zscore": 12.34567}) == "zscore 12.35"

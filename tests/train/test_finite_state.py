@@ -218,7 +218,7 @@ def test_copies_of_what_was_given_up_go_when_the_step_has_been_copied(dataset: P
     assert "step-000006" in {path.name for path in there.iterdir()}
     trainer = Trainer.resume(tmp_path / "run", step=2, quiet=True)
     before_step(
-        trainer, 3, lambda: [trainer.checkpoints.record_copy(copied) for copied in trainer.checkpoints.copies.settle()]
+        trainer, 3, lambda: [trainer.checkpoints.record_copy(copied) for copied in trainer.checkpoints.copies.drain()]
     )  # type: ignore[union-attr]
     before_step(trainer, 4, crash)
     with pytest.raises(Crash):

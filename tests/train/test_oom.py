@@ -23,7 +23,7 @@ from lmworks.parallel.world import root_cause, run_on_all_ranks
 from lmworks.plan.memory import host
 from lmworks.plan.memory.fit import peak_rows, total
 from lmworks.record import RunFolder
-from lmworks.record.oom import OutOfMemory, as_oom, asked_bytes, is_oom
+from lmworks.record.oom import OutOfMemory, as_oom, is_oom, requested_bytes
 from lmworks.spec import LMWorksError, RunSpec
 from lmworks.train import Trainer
 from lmworks.train.oom import describe_oom
@@ -48,7 +48,7 @@ GPU = (
     ],
 )
 def test_errors_of_allocators_are_known(error: Exception, asked: int | None) -> None:
-    assert is_oom(error) and asked_bytes(error) == asked
+    assert is_oom(error) and requested_bytes(error) == asked
     cause = as_oom(error)
     assert isinstance(cause, OutOfMemory) and cause.final and cause.exit_code == 1
     assert str(cause).startswith("out of memory: ") and "\n" not in str(cause)

@@ -31,7 +31,7 @@ FSDP2 = ("parallel.dp=2", "parallel.strategy=fsdp2")
 SOON_S = 120  # on a busy machine; a collective that nobody answers would take watch.timeout_s, half an hour
 
 
-def defer_to_step_end(run: Path, step: int, process: subprocess.Popen[str] | Forked, patience_s: float = 300) -> None:
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str] | Forked, patience_s: float = 300) -> None:
     give_up = time.monotonic() + patience_s
     while True:
         ended = process.poll() is not None  # before the look: it may take this step and end in the meantime
@@ -77,7 +77,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_bitwise(dataset: Path, tmp_path: Path)
     """As a terminal sends it; ranks have sessions of their own, and the command hands it on to them."""
     run, file = tmp_path / "run", write_spec(layout(dataset, *ENDLESS), tmp_path / "spec.toml")
     process = Forked("train", file, *FSDP2, "--run-dir", run)
-    defer_to_step_end(run, 3, process)
+    wait_for_step(run, 3, process)
     code, said = stop(process, lambda: os.killpg(process.pid, signal.SIGINT))
     assert code == 130
     step = checkpoint.find(run / "checkpoints", refuse)[1].step  # type: ignore[index]
@@ -96,12 +96,12 @@ def refuse(path: Path, reason: str) -> None:
 def test_a_killed_rank_is_named_and_the_run_goes_on_under_another_layout(dataset: Path, tmp_path: Path) -> None:
     run, file = tmp_path / "run", write_spec(layout(dataset, *ENDLESS), tmp_path / "spec.toml")
     process = start("train", file, *FSDP2, "--run-dir", run)
-    defer_to_step_end(run, 3, process)
+    wait_for_step(run, 3, process)
     code, _ = stop(process, process.terminate)  # of the command alone, as a service manager does it
     assert code == 75
     step = checkpoint.find(run / "checkpoints", refuse)[1].step  # type: ignore[index]
     process = start("resume", run)
-    defer_to_step_end(run, step + 2, process)
+    wait_for_step(run, step + 2, process)
     code, said = stop(process, lambda: os.kill(rank_process(process, 1), signal.SIGKILL))
     assert code == 137
     # The other rank may say so too, if it notices before it is ended.
@@ -137,7 +137,7 @@ def test_an_error_of_one_rank_ends_the_others_with_one_line(dataset: Path, tmp_p
     file = write_spec(layout(dataset, *ENDLESS, "checkpoint.every=1"), tmp_path / "spec.toml")
     command = [script, file, "parallel.tp=1", *FSDP2, "--run-dir", run]
     process = Forked("--standalone", "--nproc-per-node", "2", *command, program=torchrun)
-    defer_to_step_end(run, 2, process)
+    wait_for_step(run, 2, process)
     code, said = stop(process, lambda: None)
     assert code == 1
     assert [line for line in said if "error: " in line] == ["lmworks: error: rank 1: tokens-00001 is damaged"]

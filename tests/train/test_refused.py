@@ -105,7 +105,7 @@ def go_on(rank: int, run: Path) -> str:
 
 def test_a_run_in_use_is_refused_on_every_rank(dataset: Path, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", make_spec(dataset, "parallel.dp=2"))
-    with folder.hold():
+    with folder.locked():
         said = on_ranks(2, go_on, folder.path)
     assert said == [f"{folder.path} is in use: another process is training this run"] * 2
 

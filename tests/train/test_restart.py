@@ -14,7 +14,7 @@ from layouts import layout, with_meshes
 from lmworks.data import Batch, Batches
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import MetricsWriter, RunFolder
-from lmworks.record.attempts import NO_WORD, Attempt, attempts, crashed_twice
+from lmworks.record.attempts import NO_ERROR_MESSAGE, Attempt, attempts, crashed_twice
 from lmworks.spec import RunSpec, SpecError
 from lmworks.train import Trainer, restart
 from lmworks.train.restart import CrashLoop, is_restart
@@ -76,9 +76,9 @@ def test_attempts_are_read_from_what_they_left(dataset: Path, tmp_path: Path) ->
     folder.event("resume", 2, attempt=3)
     folder.event("interrupt", 5, error="stopped by SIGTERM")
     assert attempts(folder) == [
-        Attempt(0, 3, "L1", cause=NO_WORD),
+        Attempt(0, 3, "L1", cause=NO_ERROR_MESSAGE),
         Attempt(1, 3, "L1", cause="rank 1 was ended by SIGKILL"),
-        Attempt(2, 2, "L1", cause=NO_WORD),
+        Attempt(2, 2, "L1", cause=NO_ERROR_MESSAGE),
         Attempt(3, 2, "", done=True),
     ]
 
@@ -124,7 +124,7 @@ def test_under_torchrun_the_cause_is_what_the_run_recorded(
         trainer.run()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     Trainer.resume(tmp_path / "run", quiet=True).run()
-    assert [(event["cause"], event["lost"]) for event in events(tmp_path / "run", "restart")] == [(NO_WORD, 1)]
+    assert [(event["cause"], event["lost"]) for event in events(tmp_path / "run", "restart")] == [(NO_ERROR_MESSAGE, 1)]
 
 
 # --- crash loops ---------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_ranks_that_are_started_again_take_up_their_own_run_only(
 
 
 def keep(path: Path, has: Any, until: Any) -> None:
-    with RunFolder(path).hold():
+    with RunFolder(path).locked():
         has.set()
         until.wait()
 
@@ -224,7 +224,7 @@ def test_the_lock_of_a_rank_that_is_ending_is_waited_for(
         until.set()  # it ends while it is waited for
         return look()
 
-    monkeypatch.setattr("lmworks.train.trainer.patience_s", patience)
+    monkeypatch.setattr("lmworks.train.trainer.lock_timeout_s", patience)
     Trainer.resume(folder.path, quiet=True).run()
     holder.join()
     assert [event["step"] for event in events(folder.path, "finish")] == [2]

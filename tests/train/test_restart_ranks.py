@@ -102,7 +102,7 @@ def test_ranks_whose_agent_is_killed_save_and_end_and_the_run_goes_on(
     wait_until(came_to(run, 7), process)
     process.kill()
     _, said = process.communicate(timeout=120)  # its pipes are closed when the ranks are gone
-    assert not RunFolder(run).held()
+    assert not RunFolder(run).is_locked()
     (stopped,) = events(run, "interrupt")
     assert stopped["error"].startswith("the agent that started the ranks was killed: stopped after step ")
     assert said.splitlines() == [f"lmworks: error: {stopped['error']}"]  # and no stack

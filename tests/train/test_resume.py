@@ -193,7 +193,7 @@ def test_other_data_under_a_run_are_refused(tmp_path: Path) -> None:
 def test_a_run_in_use_is_refused(dataset: Path, tmp_path: Path) -> None:
     crashed(make_spec(dataset, "checkpoint.every=4"), tmp_path / "run", 6)
     files = sorted((tmp_path / "run").rglob("*"))
-    with RunFolder(tmp_path / "run").hold(), pytest.raises(SpecError, match="is in use"):
+    with RunFolder(tmp_path / "run").locked(), pytest.raises(SpecError, match="is in use"):
         resume(tmp_path / "run")
     assert sorted((tmp_path / "run").rglob("*")) == files
     resume(tmp_path / "run")

@@ -7,21 +7,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .format.folders import Keep, committed, folders, intact, prune
+    from .format.folders import RetentionPolicy, committed, folders, intact, prune
     from .format.index import verify
     from .format.manifest import Manifest, commit, step_of
     from .store import find, load, save
 
 HOMES = {
-    ".format.folders": ("Keep", "committed", "folders", "intact", "prune"),
+    ".format.folders": ("RetentionPolicy", "committed", "folders", "intact", "prune"),
     ".format.index": ("verify",),
     ".format.manifest": ("Manifest", "commit", "step_of"),
     ".store": ("find", "load", "save"),
 }
 
 __all__ = [
-    "Keep",
     "Manifest",
+    "RetentionPolicy",
     "commit",
     "committed",
     "find",

@@ -1,12 +1,12 @@
-"""Saves that training does not wait for.
+"""Asynchronous saves: training waits only for a copy into staging memory.
 
-A save is a copy into staging memory; a writer process per rank brings it to the disk. No collective is needed for that:
-each rank leaves what its writer wrote, or why it could not, in the store through which the ranks once met. The lead
-looks there between steps, and when all are done its writer seals and commits. Whatever goes wrong in a writer (a full
-disk, a kill) costs that save alone: the next one finds a new writer, and older checkpoints are as they were.
+A writer process per rank writes the copy to disk. No collective is needed: each rank posts what its writer wrote, or
+its error, in the store of the process group. Rank 0 polls it between steps; when all ranks are done, its writer writes
+the manifest and commits. A failed writer (full disk, kill) costs only that save: the next save starts a new writer, and
+older checkpoints are unchanged.
 
-Where all ranks wait for a save (the last one before a run ends) they tell one another over the process group: that
-works without the store, which is gone when the agent that started the ranks was killed.
+When all ranks wait for a save (the last one of a run), they exchange results over the process group: that works without
+the store, which is lost when the agent is killed.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ..parallel.world import is_rank_zero, run_on_all_ranks, run_on_rank_zero
 from ..record import phase
 from ..spec import CheckpointError
 from .format import writer_client
-from .format.folders import Keep, sweep, work_folder
-from .format.manifest import Files, vouched
-from .format.writer_client import Writer
-from .format.writer_messages import Abandon, Answer, Failed, Seal, Setup, Write
-from .save_plan import make
+from .format.folders import RetentionPolicy, remove_leftovers, work_folder
+from .format.manifest import Files, read_committed
+from .format.writer_client import WriterClient
+from .format.writer_messages import AbandonJob, Answer, JobFailed, SealJob, WriteJob, WriterSetup
+from .save_plan import make_plan
 from .staging import Staging
 
-PATIENCE_S = 1800.0  # for the other ranks' disks
-TELL_S = 60.0  # that a writer stands still before somebody is told
+RANK_TIMEOUT_S = 1800.0  # for the other ranks to write
+STALL_WARNING_S = 60.0  # without progress of a writer, before a warning
 POLL_S = 0.01
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What became of a save. The lead alone hears of it."""
+class SaveResult:
+    """The result of a save, on rank 0."""
 
     step: int
     path: Path
@@ -51,8 +51,8 @@ class Ended:
 
 
 @dataclass
-class Flight:
-    """The save under way."""
+class PendingSave:
+    """A save in progress."""
 
     step: int
     number: int
@@ -60,184 +60,186 @@ class Flight:
     work: Path
     meta: dict[str, Any]
     began: float
-    told: bool = False  # that its writer stands still
-    files: Files | None = None  # of all ranks, once they are known: it is being sealed
+    warned: bool = False  # that its writer is stalled
+    files: Files | None = None  # of all ranks, once known: the manifest is being written
 
 
-class Background:
-    """The saves of one run, one at a time. Every rank has one and calls it at the same places."""
+class AsyncSaver:
+    """The asynchronous saves of one run, one at a time. All ranks make the same calls."""
 
     def __init__(
         self,
         root: Path,
-        keep: Keep,
+        keep: RetentionPolicy,
         state: dict[str, Any],
         device: torch.device,
         hash: str = "sha256",
-        timeout_s: float = PATIENCE_S,
+        timeout_s: float = RANK_TIMEOUT_S,
     ) -> None:
-        """Every rank together. Where everything lies is decided here; `state` must never change its layout.
+        """A collective call. It fixes the layout of the files; the layout of `state` must never change.
 
-        A writer that stands still for `timeout_s` is given up, with its save.
+        A writer without progress for `timeout_s` is killed, and its save abandoned.
         """
         self.root, self.keep, self.hash, self.timeout_s = root, keep, hash, timeout_s
-        self.plan = make(state)
+        self.plan = make_plan(state)
         self.staging = run_on_all_ranks(lambda: Staging(self.plan, device))
-        self.lead = is_rank_zero()
+        self.is_rank_zero = is_rank_zero()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        run_on_rank_zero(lambda: sweep(root))
+        run_on_rank_zero(lambda: remove_leftovers(root))
         self.process = run_on_rank_zero(os.getpid)
         self.writer = run_on_all_ranks(self.start)
         self.count = 0
-        self.flight: Flight | None = None
+        self.pending: PendingSave | None = None
         self.mailbox = StoreMailbox(
             f"save/{run_on_rank_zero(time.time_ns)}", self.rank, self.world
         )  # another for every run
 
-    def start(self) -> Writer:
-        index = self.plan.index if self.lead else b""
-        setup = Setup(self.rank, self.plan.header, self.plan.bytes, index, self.hash, tuple(writer_client.startup))
-        sign = self.root.parent / "watch" / f"writer-{self.rank}.life"
-        return Writer(setup, self.staging.descriptor, self.timeout_s, sign)
+    def start(self) -> WriterClient:
+        index = self.plan.index if self.is_rank_zero else b""
+        setup = WriterSetup(
+            self.rank, self.plan.header, self.plan.bytes, index, self.hash, tuple(writer_client.startup)
+        )
+        heartbeat_path = self.root.parent / "watch" / f"writer-{self.rank}.life"
+        return WriterClient(setup, self.staging.descriptor, self.timeout_s, heartbeat_path)
 
     def save(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Copy `state` and let it be written. The save before must have been settled: there is one buffer."""
-        if self.flight is not None:
-            raise CheckpointError(f"cannot save step {step}: step {self.flight.step} is still being saved")
-        self.make_ready()
+        """Copy `state` and start writing it. The save before must have ended: there is one buffer."""
+        if self.pending is not None:
+            raise CheckpointError(f"cannot save step {step}: step {self.pending.step} is still being saved")
+        self.wait_until_idle()
         phase.enter("save.stage")
-        self.staging.take(state)
+        self.staging.copy_from(state)
         final = self.root / f"step-{step:06d}"
         self.count += 1
         work = work_folder(final, self.process, self.count)
-        self.flight = Flight(step, self.count, final, work, meta, time.perf_counter())
+        self.pending = PendingSave(step, self.count, final, work, meta, time.perf_counter())
         phase.enter("save.write")
-        self.writer.send(Write(step, work))
+        self.writer.send(WriteJob(step, work))
 
-    def make_ready(self) -> None:
-        """The writer may still be removing a failed save, or have died while it had nothing to do."""
+    def wait_until_idle(self) -> None:
+        """The writer may still be removing a failed save, or have died while idle."""
         while self.writer.busy:
             self.writer.answer(POLL_S)
-        self.revive()
+        self.restart_if_dead()
 
-    def revive(self) -> None:
+    def restart_if_dead(self) -> None:
         if not self.writer.alive():
             self.writer.close()
             self.writer = self.start()
 
-    def poll(self) -> Ended | None:
-        """Take the save under way as far as it goes without waiting."""
-        return self.advance(0.0) if self.flight else None
+    def poll(self) -> SaveResult | None:
+        """Advance the pending save without waiting."""
+        return self.advance(0.0) if self.pending else None
 
-    def settle(self) -> Ended | None:
-        """Wait until this rank's part of the save under way has ended; the lead's is all of it."""
-        give_up = time.monotonic() + PATIENCE_S
+    def wait(self) -> SaveResult | None:
+        """Wait until this rank's part of the pending save has ended; on rank 0, all of it."""
+        deadline = time.monotonic() + RANK_TIMEOUT_S
         ended = None
-        while self.flight is not None:
+        while self.pending is not None:
             ended = self.advance(POLL_S)
-            if self.flight is not None and time.monotonic() > give_up:
-                raise CheckpointError(f"cannot save {self.flight.final}: no word of it for {PATIENCE_S:g} s")
+            if self.pending is not None and time.monotonic() > deadline:
+                raise CheckpointError(f"cannot save {self.pending.final}: no answer for {RANK_TIMEOUT_S:g} s")
         return ended
 
-    def finish(self) -> Ended | None:
-        """Every rank together: wait for the save under way, all of it. The lead hears what became of it."""
+    def finish(self) -> SaveResult | None:
+        """A collective call: wait for all of the pending save. Rank 0 gets its result."""
         answer = None
-        flight = self.flight
-        assert flight is not None, "there is no save to wait for"
+        pending = self.pending
+        assert pending is not None, "there is no save to wait for"
         while answer is None:
             answer = self.writer.answer(POLL_S)
-            self.tell_of_standstill(flight)
-        self.revive()
-        messages = gathered(as_message(answer, self.rank))
-        if not self.lead:
-            self.flight = None
+            self.warn_if_stalled(pending)
+        self.restart_if_dead()
+        messages = all_gather_messages(to_message(answer, self.rank))
+        if not self.is_rank_zero:
+            self.pending = None
             return None
-        return self.conclude(flight, messages) or self.settle()
+        return self.commit_or_abandon(pending, messages) or self.wait()
 
-    def advance(self, patience_s: float) -> Ended | None:
-        flight = self.flight
-        if flight is None:
+    def advance(self, timeout_s: float) -> SaveResult | None:
+        pending = self.pending
+        if pending is None:
             return None
         try:
-            return self.continue_after(flight, patience_s)
-        except StoreUnavailable as gone:
-            if self.lead:
-                return self.give_up(flight, str(gone))
-            self.flight = None
+            return self.step_pending(pending, timeout_s)
+        except StoreUnavailable as error:
+            if self.is_rank_zero:
+                return self.abandon(pending, str(error))
+            self.pending = None
             return None
 
-    def continue_after(self, flight: Flight, patience_s: float) -> Ended | None:
+    def step_pending(self, pending: PendingSave, timeout_s: float) -> SaveResult | None:
         if self.writer.busy:
-            answer = self.writer.answer(patience_s)
+            answer = self.writer.answer(timeout_s)
             if answer is None:
-                self.tell_of_standstill(flight)
+                self.warn_if_stalled(pending)
                 return None
-            self.revive()
-            if flight.files is not None:
-                return self.sealed(flight, answer)
-            self.mailbox.put(flight.number, as_message(answer, self.rank))
-            if not self.lead:
-                self.flight = None
+            self.restart_if_dead()
+            if pending.files is not None:
+                return self.on_committed(pending, answer)
+            self.mailbox.put(pending.number, to_message(answer, self.rank))
+            if not self.is_rank_zero:
+                self.pending = None
                 return None
-        return self.gather(flight, patience_s)
+        return self.gather(pending, timeout_s)
 
-    def tell_of_standstill(self, flight: Flight) -> None:
-        """Once, long before it is given up: whoever looks can still see what it waits for."""
-        if flight.told or self.writer.still_s < min(TELL_S, self.timeout_s / 2):
+    def warn_if_stalled(self, pending: PendingSave) -> None:
+        """Once, long before it is abandoned: its cause can still be examined."""
+        if pending.warned or self.writer.stalled_s < min(STALL_WARNING_S, self.timeout_s / 2):
             return
-        flight.told = True
-        who = f"the writer process of rank {self.rank} (pid {self.writer.process.pid})"
-        told = f"has stood still for {self.writer.still_s:.0f} s in {flight.final.name}"
-        print(f"{who} {told}; it is given up after {self.timeout_s:g} s", file=sys.stderr, flush=True)
+        pending.warned = True
+        writer = f"the writer process of rank {self.rank} (pid {self.writer.process.pid})"
+        stalled = f"has made no progress for {self.writer.stalled_s:.0f} s in {pending.final.name}"
+        print(f"{writer} {stalled}; it is killed after {self.timeout_s:g} s", file=sys.stderr, flush=True)
 
-    def gather(self, flight: Flight, patience_s: float) -> Ended | None:
-        """The lead: once every rank has said how it fared, seal, or give up."""
-        if not self.mailbox.complete(flight.number):
-            time.sleep(patience_s)
+    def gather(self, pending: PendingSave, timeout_s: float) -> SaveResult | None:
+        """Rank 0: once every rank has posted its result, commit or abandon."""
+        if not self.mailbox.complete(pending.number):
+            time.sleep(timeout_s)
             return None
-        return self.conclude(flight, self.mailbox.take(flight.number))
+        return self.commit_or_abandon(pending, self.mailbox.take(pending.number))
 
-    def conclude(self, flight: Flight, messages: list[str]) -> Ended | None:
-        """The lead, once it has the word of every rank."""
-        files, errors = understood(messages)
+    def commit_or_abandon(self, pending: PendingSave, messages: list[str]) -> SaveResult | None:
+        """Rank 0, with the results of all ranks."""
+        files, errors = parse_messages(messages)
         if errors:
-            return self.give_up(flight, "; ".join(errors))
-        flight.files = files
+            return self.abandon(pending, "; ".join(errors))
+        pending.files = files
         torch_version = str(torch.__version__)
-        content = (flight.meta, files, torch_version, self.hash)
-        self.writer.send(Seal(flight.step, flight.work, flight.final, *content, self.keep))
+        content = (pending.meta, files, torch_version, self.hash)
+        self.writer.send(SealJob(pending.step, pending.work, pending.final, *content, self.keep))
         return None
 
-    def sealed(self, flight: Flight, answer: Answer) -> Ended:
+    def on_committed(self, pending: PendingSave, answer: Answer) -> SaveResult:
         """A writer that was killed after its commit has committed: only that counts."""
-        if not isinstance(answer, Failed) or is_there(flight):
-            return self.end(flight, "")
-        return self.give_up(flight, answer.reason)
+        if not isinstance(answer, JobFailed) or is_committed(pending):
+            return self.end(pending, "")
+        return self.abandon(pending, answer.reason)
 
-    def give_up(self, flight: Flight, reason: str) -> Ended:
-        self.make_ready()
-        self.writer.send(Abandon(flight.step, flight.work))
-        return self.end(flight, reason)
+    def abandon(self, pending: PendingSave, reason: str) -> SaveResult:
+        self.wait_until_idle()
+        self.writer.send(AbandonJob(pending.step, pending.work))
+        return self.end(pending, reason)
 
-    def end(self, flight: Flight, error: str) -> Ended:
-        self.flight = None
-        size = sum(entry["bytes"] for entry in (flight.files or {}).values())
-        return Ended(flight.step, flight.final, time.perf_counter() - flight.began, size, error)
+    def end(self, pending: PendingSave, error: str) -> SaveResult:
+        self.pending = None
+        size = sum(entry["bytes"] for entry in (pending.files or {}).values())
+        return SaveResult(pending.step, pending.final, time.perf_counter() - pending.began, size, error)
 
     def close(self) -> None:
-        """What is under way is given up; whoever wants it waits for it before."""
+        """A pending save is abandoned, unless it was waited for."""
         self.writer.close()
         self.staging.close()
 
 
-def as_message(answer: Answer, rank: int) -> str:
-    """What a rank's writer wrote, or why it could not."""
+def to_message(answer: Answer, rank: int) -> str:
+    """The files that a rank's writer wrote, or its error."""
     where = f" on rank {rank}" if rank else ""
-    return json.dumps([{}, f"{answer.reason}{where}"] if isinstance(answer, Failed) else [answer.files, ""])
+    return json.dumps([{}, f"{answer.reason}{where}"] if isinstance(answer, JobFailed) else [answer.files, ""])
 
 
-def gathered(message: str) -> list[str]:
-    """Of every rank, on every rank."""
+def all_gather_messages(message: str) -> list[str]:
+    """The messages of all ranks, on every rank."""
     if not dist.is_initialized():
         return [message]
     found: list[Any] = [None] * dist.get_world_size()
@@ -245,16 +247,16 @@ def gathered(message: str) -> list[str]:
     return found
 
 
-def understood(messages: list[str]) -> tuple[Files, list[str]]:
-    """The files of all ranks, and all that went wrong."""
+def parse_messages(messages: list[str]) -> tuple[Files, list[str]]:
+    """The files of all ranks, and all errors."""
     found = [json.loads(text) for text in messages]
     return {name: entry for files, _ in found for name, entry in files.items()}, [why for _, why in found if why]
 
 
-def is_there(flight: Flight) -> bool:
-    """Whether what is committed is this save, and not an earlier one of the same step, as a rewind saves it again."""
+def is_committed(pending: PendingSave) -> bool:
+    """Whether this save is committed, and not an earlier one of the same step (a rewind saves a step again)."""
     try:
-        manifest = vouched(flight.final)
+        manifest = read_committed(pending.final)
     except CheckpointError:
         return False
-    return manifest.files == flight.files and manifest.meta == json.loads(json.dumps(flight.meta))
+    return manifest.files == pending.files and manifest.meta == json.loads(json.dumps(pending.meta))

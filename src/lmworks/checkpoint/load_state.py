@@ -1,8 +1,8 @@
-"""Filling a state, of whatever layout, from a checkpoint's files: each byte is read once, and hashed as it is read.
+"""Loads a checkpoint into a state of any layout: each byte is read once, and hashed as it is read.
 
-DCP's planner says which boxes of which saved pieces a rank needs. Files are read chunk by chunk, straight into the
-memory of the tensors where that is possible, and a chunk counts only if its digest is the manifest's. What no rank
-needs is read all the same, shared out over them: a checkpoint is taken whole or refused.
+DCP's planner says which slices of which saved pieces a rank needs. Files are read chunk by chunk, directly into the
+memory of the tensors if possible, and every chunk is compared with its digest in the manifest. Chunks that no rank
+needs are read too, divided among the ranks: a checkpoint is valid as a whole, or refused.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from ..model.tensor_files import TORCH_DTYPES
 from ..parallel.world import collective_error, is_rank_zero
 from ..spec import CheckpointError
-from .format.digest import AHEAD, digest_of, hashers, new_hash, read_all
+from .format.digest import MAX_PENDING, digest_of, hash_pool, new_hash, read_all
 from .format.index import Index, SavedTensor
 from .format.manifest import INDEX, Manifest, damaged, unreadable
 from .format.validation import DamagedError
-from .rank_errors import first_reason
+from .rank_errors import first_failure
 from .save_plan import as_bytes
 
 Chunks = set[tuple[str, int]]  # (file, number of the chunk in it)
 
 
 def read(folder: Path, manifest: Manifest, index: Index, state: dict[str, Any]) -> None:
-    """Fill `state` in place. A section that is None gets whatever was saved; one that is not there is not read."""
+    """Fill `state` in place. A section that is None is created as it was saved; a missing one is not read."""
     for section, content in state.items():
         if content is None:
-            state[section] = blank(index, section)
+            state[section] = empty_section(index, section)
     planner = StrictPlanner(folder)
     planner.set_up_planner(state, metadata_of(index), is_rank_zero())
-    here = names_everywhere(planner.state_dict)
-    wants = wants_of(planned(planner, here), planner, index)
-    chunks = needed(wants, manifest.chunk)
-    chunks |= share(chunks, manifest)
+    here = all_names(planner.state_dict)
+    wants = read_ranges(plan_load(planner, here), planner, index)
+    chunks = needed_chunks(wants, manifest.chunk)
+    chunks |= unclaimed_share(chunks, manifest)
 
     def try_to() -> str | None:
         try:
@@ -58,23 +58,23 @@ def read(folder: Path, manifest: Manifest, index: Index, state: dict[str, Any]) 
             return str(error)
         return None
 
-    if found := first_reason(try_to):
+    if found := first_failure(try_to):
         reason, rank = found
         raise DamagedError(f"{reason}, as rank {rank} found" if dist.is_initialized() else reason)
 
 
-def planned(planner: StrictPlanner, here: set[str]) -> LoadPlan:
-    """What this rank needs; a mismatch on one rank is one for all."""
+def plan_load(planner: StrictPlanner, here: set[str]) -> LoadPlan:
+    """What this rank needs; a mismatch on one rank is raised by all."""
     plans: list[LoadPlan] = []
 
     def try_to() -> str | None:
         try:
-            plans.append(planner.planned(here))
+            plans.append(planner.plan_load(here))
         except MismatchError as error:
             return str(error)
         return None
 
-    if found := first_reason(try_to):
+    if found := first_failure(try_to):
         raise collective_error(MismatchError(found[0]))
     return plans[0]
 
@@ -83,30 +83,30 @@ def planned(planner: StrictPlanner, here: set[str]) -> LoadPlan:
 
 
 @dataclass
-class Want:
-    """What a rank needs of one saved piece: a run of bytes of a file, and what becomes of it."""
+class ReadRange:
+    """A byte range of a file that a rank needs of one saved piece, and its destination."""
 
     file: str
     start: int
     stop: int
-    memory: memoryview  # where the bytes go
-    finish: Callable[[], None] | None = None  # brings them to their tensors, where they are not there already
+    memory: memoryview  # destination
+    finish: Callable[[], None] | None = None  # copies them to their tensors, if `memory` is a buffer
     left: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.left = self.stop - self.start
 
 
-def wants_of(plan: LoadPlan, planner: DefaultLoadPlanner, tensors: Index) -> list[Want]:
+def read_ranges(plan: LoadPlan, planner: DefaultLoadPlanner, tensors: Index) -> list[ReadRange]:
     by_piece: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
     for item in plan.items:
         by_piece[item.storage_index].append(item)
-    wants = [want_of(items, planner, tensors[index.fqn]) for index, items in by_piece.items()]
+    wants = [read_range(items, planner, tensors[index.fqn]) for index, items in by_piece.items()]
     return sorted(wants, key=lambda want: (want.file, want.start))
 
 
-def want_of(items: list[ReadItem], planner: DefaultLoadPlanner, tensor: SavedTensor) -> Want:
-    """The run from the first byte that any of `items` needs of their piece to the last."""
+def read_range(items: list[ReadItem], planner: DefaultLoadPlanner, tensor: SavedTensor) -> ReadRange:
+    """From the first byte that any of `items` needs of their piece to the last."""
     offsets = tuple(items[0].storage_index.offset or ())
     piece = next(piece for piece in tensor.pieces if piece.offsets == offsets)
     dtype = TORCH_DTYPES[tensor.dtype]
@@ -121,23 +121,23 @@ def want_of(items: list[ReadItem], planner: DefaultLoadPlanner, tensor: SavedTen
     target = planner.resolve_tensor(items[0]).detach()
     exact = len(items) == 1 and target.numel() == last + 1 - first and target.is_contiguous()
     if exact and target.device.type == "cpu" and target.dtype == dtype:
-        return Want(piece.file, start, stop, as_bytes(target))
-    room = torch.empty(last + 1 - first, dtype=dtype)
+        return ReadRange(piece.file, start, stop, as_bytes(target))
+    buffer = torch.empty(last + 1 - first, dtype=dtype)
 
     def finish() -> None:
         for item in items:
-            box = room.as_strided(item.lengths, strides, position(item.storage_offsets) - first)
-            planner.resolve_tensor(item).detach().copy_(box)
+            part = buffer.as_strided(item.lengths, strides, position(item.storage_offsets) - first)
+            planner.resolve_tensor(item).detach().copy_(part)
 
-    return Want(piece.file, start, stop, as_bytes(room), finish)
+    return ReadRange(piece.file, start, stop, as_bytes(buffer), finish)
 
 
-def needed(wants: list[Want], size: int) -> Chunks:
+def needed_chunks(wants: list[ReadRange], size: int) -> Chunks:
     return {(want.file, number) for want in wants for number in range(want.start // size, -(-want.stop // size))}
 
 
-def share(mine: Chunks, manifest: Manifest) -> Chunks:
-    """This rank's part of the chunks that no rank needs, so that every chunk is read by somebody."""
+def unclaimed_share(mine: Chunks, manifest: Manifest) -> Chunks:
+    """This rank's part of the chunks that no rank needs, so that every chunk is verified."""
     everyone: list[Any] = [mine]
     rank, world = 0, 1
     if dist.is_initialized():
@@ -153,16 +153,16 @@ def share(mine: Chunks, manifest: Manifest) -> Chunks:
 # --- reading ------------------------------------------------------------------------------------------
 
 
-def fill(folder: Path, manifest: Manifest, wants: list[Want], chunks: Chunks) -> None:
-    """Read `chunks`, and with them everything wanted, in the order of the files."""
+def fill(folder: Path, manifest: Manifest, wants: list[ReadRange], chunks: Chunks) -> None:
+    """Read `chunks`, and with them all ranges, in file order."""
     numbers: dict[str, list[int]] = defaultdict(list)
-    wanted: dict[str, list[Want]] = defaultdict(list)
+    wanted: dict[str, list[ReadRange]] = defaultdict(list)
     for name, number in sorted(chunks):
         numbers[name].append(number)
     for want in wants:
         wanted[want.file].append(want)
     new = new_hash(manifest.hash)
-    with hashers() as pool:
+    with hash_pool() as pool:
         checks: list[tuple[Path, int, Future[str]]] = []
         for name in numbers:
             path = folder / name
@@ -171,20 +171,20 @@ def fill(folder: Path, manifest: Manifest, wants: list[Want], chunks: Chunks) ->
                     for number in numbers[name]:
                         parts = read_chunk(file.fileno(), number, manifest, name, wanted[name])
                         checks.append((path, number, pool.submit(digest_of, parts, new)))
-                        if len(checks) > AHEAD:
-                            confirm(*checks[-AHEAD - 1], manifest)
+                        if len(checks) > MAX_PENDING:
+                            check_digest(*checks[-MAX_PENDING - 1], manifest)
             except (OSError, EOFError) as error:
                 raise unreadable(path, manifest, error) from None
-        for check in checks[-AHEAD:]:
-            confirm(*check, manifest)
+        for check in checks[-MAX_PENDING:]:
+            check_digest(*check, manifest)
 
 
-def read_chunk(descriptor: int, number: int, manifest: Manifest, name: str, wants: list[Want]) -> list[memoryview]:
-    """One chunk, into the memory of those who want parts of it and a scratch for the rest; returns it in order."""
+def read_chunk(descriptor: int, number: int, manifest: Manifest, name: str, wants: list[ReadRange]) -> list[memoryview]:
+    """One chunk, into the memory of its ranges, and scratch memory for the rest; returns all parts in order."""
     begin = position = number * manifest.chunk
     end = min(begin + manifest.chunk, manifest.files[name]["bytes"])
     parts: list[memoryview] = []
-    touched: list[tuple[Want, int]] = []
+    touched: list[tuple[ReadRange, int]] = []
     while wants and wants[0].start < end:
         want = wants[0]
         start, stop = max(begin, want.start), min(end, want.stop)
@@ -200,11 +200,11 @@ def read_chunk(descriptor: int, number: int, manifest: Manifest, name: str, want
         want.left -= count
         if not want.left and want.finish is not None:
             want.finish()
-            want.finish = None  # and with it the memory
+            want.finish = None  # frees its buffer
     return parts
 
 
-def confirm(path: Path, number: int, check: Future[str], manifest: Manifest) -> None:
+def check_digest(path: Path, number: int, check: Future[str], manifest: Manifest) -> None:
     if check.result() != manifest.files[path.name]["digests"][number]:
         raise damaged(path, manifest, number)
 
@@ -213,26 +213,26 @@ def confirm(path: Path, number: int, check: Future[str], manifest: Manifest) -> 
 
 
 class MismatchError(CheckpointError):
-    """A checkpoint of another model or optimizer than the state that it is to fill."""
+    """A checkpoint of another model or optimizer than the state to fill."""
 
 
 class StrictPlanner(DefaultLoadPlanner):
-    """Refuses a state of other names or shapes before anything is read, so that no model is half overwritten."""
+    """Refuses other names or shapes before anything is read, so that no model is half overwritten."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
 
-    def planned(self, here: set[str]) -> LoadPlan:
+    def plan_load(self, here: set[str]) -> LoadPlan:
         """`here`: the names of all ranks."""
         saved: dict[str, Any] = dict(self.metadata.state_dict_metadata) if self.metadata else {}
         sections = {path[0] for path in self.mappings.values()}
         lacking = [name for name in self.state_dict if name not in saved]
         surplus = [name for name in saved if name.split(".")[0] in sections and name not in here]
         if lacking:
-            raise MismatchError(f"{self.folder} does not have {some(lacking)}, which this run has")
+            raise MismatchError(f"{self.folder} does not have {name_list(lacking)}, which this run has")
         if surplus:
-            raise MismatchError(f"{self.folder} has {some(surplus)}, which this run does not have")
+            raise MismatchError(f"{self.folder} has {name_list(surplus)}, which this run does not have")
         for name, value in self.state_dict.items():
             there, ours = shape(saved[name]), shape(value)
             if there != ours:
@@ -243,13 +243,13 @@ class StrictPlanner(DefaultLoadPlanner):
         return self.create_local_plan()
 
 
-def names_everywhere(state: Iterable[str]) -> set[str]:
-    """Of all ranks: a pipeline rank knows only its own stages' weights."""
+def all_names(state: Iterable[str]) -> set[str]:
+    """Of all ranks: a pipeline rank has only the weights of its stages."""
     if not dist.is_initialized():
         return set(state)
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, list(state))
-    return {name for some in names for name in some}
+    return {name for rank_names in names for name in rank_names}
 
 
 def shape(value: Any) -> str:
@@ -259,12 +259,12 @@ def shape(value: Any) -> str:
     return str(tuple(size() if callable(size) else size))
 
 
-def some(names: list[str]) -> str:
+def name_list(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
 def metadata_of(index: Index) -> Metadata:
-    """The index in DCP's words."""
+    """The index as DCP metadata."""
     found: dict[str, Any] = {}
     for name, tensor in index.items():
         chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in tensor.pieces]
@@ -273,8 +273,8 @@ def metadata_of(index: Index) -> Metadata:
     return Metadata(found)
 
 
-def blank(index: Index, section: str) -> dict[str, Any]:
-    """An empty copy of a section as it was saved, to be filled."""
+def empty_section(index: Index, section: str) -> dict[str, Any]:
+    """Empty tensors of a section as it was saved."""
     tree: dict[str, Any] = {}
     for tensor in index.values():
         top, *path, last = tensor.path

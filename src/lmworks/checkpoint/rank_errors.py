@@ -1,4 +1,4 @@
-"""Why something failed, told to every rank before any of them raises: nobody waits for a rank that has left."""
+"""Exchange of failures between ranks before any of them raises, so that none hangs in a collective."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.distributed as dist
 from ..parallel.world import run_on_all_ranks
 
 
-def first_reason(work: Callable[[], str | None]) -> tuple[str, int] | None:
-    """Every rank does `work`, which returns why it failed; the first reason that any has, and whose it is."""
-    reason = run_on_all_ranks(work)  # what it raises is no reason, but an error of ours: all raise it
+def first_failure(work: Callable[[], str | None]) -> tuple[str, int] | None:
+    """Run `work` on all ranks, which returns why it failed or None; returns the first reason, and its rank."""
+    reason = run_on_all_ranks(work)  # an exception is raised by all
     if not dist.is_initialized():
         return None if reason is None else (reason, 0)
     reasons: list[Any] = [None] * dist.get_world_size()

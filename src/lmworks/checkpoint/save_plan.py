@@ -1,9 +1,8 @@
-"""Which rank writes which piece of which tensor, and where in its file: decided once, by DCP's planner.
+"""The save plan: which rank writes which piece of which tensor, and where in its file, by DCP's planner.
 
-Torch Distributed Checkpoint (DCP) knows which part of a DTensor a rank holds, and lets one rank write what several hold
-alike. Our files are safetensors: each rank's pieces as raw bytes behind a header that names them, so a whole file is
-one sequential write, every offset is known before the first byte, and anyone can read it. `index.json` says, for all
-ranks, where each piece of each tensor lies.
+Torch Distributed Checkpoint (DCP) knows which part of a DTensor a rank holds, and deduplicates replicas. Files are
+safetensors: the pieces of a rank as raw bytes behind a header, so a file is one sequential write, and every offset is
+known before the first byte. `index.json` has the location of each piece of each tensor, for all ranks.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from .format.manifest import shard_name
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor as it lies in a rank's file."""
+    """A part of a tensor in a rank's file."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
-    offsets: tuple[int, ...]  # where in it the part begins
+    offsets: tuple[int, ...]  # of the part in the whole tensor
     sizes: tuple[int, ...]
     dtype: torch.dtype
     start: int  # its first byte, after the header
@@ -45,7 +44,7 @@ class Piece:
 
     @property
     def label(self) -> str:
-        """In the file's header: the name, and for a part the slice of the whole that it is."""
+        """In the header: the name, with its slice for a part."""
         if self.sizes == self.shape:
             return self.name
         spans = (f"{start}:{start + size}" for start, size in zip(self.offsets, self.sizes, strict=True))
@@ -53,30 +52,30 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankPlan:
     """What this rank writes."""
 
     pieces: list[Piece]
     header: bytes
-    index: bytes  # index.json, on the lead
+    index: bytes  # index.json, on rank 0
 
     @property
     def bytes(self) -> int:
-        """Of the pieces; the header comes on top."""
+        """Of the pieces, without the header."""
         return self.pieces[-1].start + self.pieces[-1].bytes if self.pieces else 0
 
 
-def make(state: dict[str, Any]) -> Plan:
-    """Every rank calls this together, with what it holds."""
+def make_plan(state: dict[str, Any]) -> RankPlan:
+    """A collective call, with the local state."""
     planner = planner_of(state)
     local = run_on_all_ranks(planner.create_local_plan)
     if not dist.is_initialized():
         plans, _ = planner.create_global_plan([local])
         mine, index = plans[0], index_of(plans)
     else:
-        mine, index = spread(planner, local)
+        mine, index = plan_across_ranks(planner, local)
     pieces = run_on_all_ranks(lambda: pieces_of(mine.items))
-    return Plan(pieces, header_of(pieces), index)
+    return RankPlan(pieces, header_of(pieces), index)
 
 
 def planner_of(state: dict[str, Any]) -> DefaultSavePlanner:
@@ -85,8 +84,8 @@ def planner_of(state: dict[str, Any]) -> DefaultSavePlanner:
     return planner
 
 
-def spread(planner: DefaultSavePlanner, local: SavePlan) -> tuple[SavePlan, bytes]:
-    """The lead sees every rank's plan, and gives each back what it is to write."""
+def plan_across_ranks(planner: DefaultSavePlanner, local: SavePlan) -> tuple[SavePlan, bytes]:
+    """Rank 0 gathers the plans of all ranks, and scatters what each has to write."""
     gathered: list[Any] | None = [None] * dist.get_world_size() if is_rank_zero() else None
     dist.gather_object(local, gathered)
     plans: list[Any] = []
@@ -101,9 +100,9 @@ def spread(planner: DefaultSavePlanner, local: SavePlan) -> tuple[SavePlan, byte
 
 
 def pieces_of(items: list[WriteItem]) -> list[Piece]:
-    """In the order of the file: wide elements first, which aligns all, and small tensors before large ones.
+    """In file order: wide elements first, which aligns all, and small tensors before large ones.
 
-    Whoever needs the many small ones (step counts, norms) then finds them side by side.
+    The many small ones (step counts, norms) are then contiguous.
     """
     found = []
     for item in items:
@@ -147,23 +146,23 @@ def index_of(plans: list[SavePlan]) -> bytes:
     return json.dumps({"tensors": tensors}, separators=(",", ":")).encode()
 
 
-def finder(state: dict[str, Any]) -> Callable[[Piece], Tensor]:
-    """Gives the live part of a state that a piece stands for."""
+def tensor_lookup(state: dict[str, Any]) -> Callable[[Piece], Tensor]:
+    """A function from a piece to its live tensor in `state`."""
     planner = planner_of(state)
 
     def find(piece: Piece) -> Tensor:
         found = planner.lookup_object(MetadataIndex(piece.name, piece.offsets))
         if not isinstance(found, Tensor) or tuple(found.shape) != piece.sizes or found.dtype != piece.dtype:
-            raise CheckpointError(f"{piece.name} is not what it was when its place in the checkpoint was chosen")
+            raise CheckpointError(f"{piece.name} has changed its shape or type since the save plan was made")
         return found.detach()
 
     return find
 
 
-def contents(plan: Plan, state: dict[str, Any]) -> Iterator[memoryview]:
-    """The bytes of this rank's file. What is on a device comes to the host a chunk at a time."""
+def file_contents(plan: RankPlan, state: dict[str, Any]) -> Iterator[memoryview]:
+    """The bytes of this rank's file. Device tensors are copied to the host chunk by chunk."""
     yield memoryview(plan.header)
-    find = finder(state)
+    find = tensor_lookup(state)
     for piece in plan.pieces:
         flat = find(piece).contiguous().view(-1).view(torch.uint8)
         for part in [flat] if flat.device.type == "cpu" else flat.split(CHUNK):
@@ -171,5 +170,5 @@ def contents(plan: Plan, state: dict[str, Any]) -> Iterator[memoryview]:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, to be read or written."""
+    """The memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data

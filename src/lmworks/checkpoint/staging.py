@@ -1,7 +1,7 @@
-"""Memory for one save, made once: a copy into it is all that training waits for.
+"""Staging memory of asynchronous saves, allocated once: training waits only for the copy into it.
 
-It is a file without a name, that only the rank and its writer process have, so nothing is left behind however they end.
-On CUDA its pages are pinned, and the copies run at the speed of the bus.
+It is an anonymous file shared by the rank and its writer process, so nothing is left behind however they end. On CUDA
+its pages are pinned, and copies run at bus speed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from ..spec import CheckpointError
-from .save_plan import Plan, finder
+from .save_plan import RankPlan, tensor_lookup
 
 
 class Staging:
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: RankPlan, device: torch.device) -> None:
         self.plan, self.device = plan, device
         size = max(1, plan.bytes)
         try:
-            self.descriptor = nameless_file()
+            self.descriptor = anonymous_file()
             os.ftruncate(self.descriptor, size)
             self.memory = mmap.mmap(self.descriptor, size)
         except OSError as error:
@@ -31,19 +31,19 @@ class Staging:
                 "use checkpoint.asynchronous = false"
             ) from error
         self.buffer = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.buffer.zero_()  # so that the first save finds its pages
+        self.buffer.zero_()  # touches its pages before the first save
         if device.type == "cuda" and int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)):
             raise CheckpointError(
                 f"cannot pin the {size} bytes that an asynchronous save copies on this rank (see ulimit -l); "
                 "use checkpoint.asynchronous = false"
             )
 
-    def take(self, state: dict[str, Any]) -> None:
-        """Copy what this rank writes of `state`."""
-        find = finder(state)
+    def copy_from(self, state: dict[str, Any]) -> None:
+        """Copy this rank's pieces of `state`."""
+        find = tensor_lookup(state)
         for piece in self.plan.pieces:
-            room = self.buffer[piece.start : piece.start + piece.bytes].view(piece.dtype).view(piece.sizes)
-            room.copy_(find(piece), non_blocking=True)
+            target = self.buffer[piece.start : piece.start + piece.bytes].view(piece.dtype).view(piece.sizes)
+            target.copy_(find(piece), non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -53,7 +53,7 @@ class Staging:
         os.close(self.descriptor)
 
 
-def nameless_file() -> int:
+def anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("lmworks-staging")
     with tempfile.TemporaryFile() as file:

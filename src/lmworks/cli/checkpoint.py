@@ -18,7 +18,7 @@ from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from ..checkpoint.format.contents import Contents
-    from ..checkpoint.format.survey import Verdict
+    from ..checkpoint.format.survey import VerifyResult
     from ..data.progress import Progress
 
 app = typer.Typer(
@@ -43,11 +43,11 @@ def ls(source: Source, json: Json = False) -> None:
       lmworks checkpoint ls runs/tiny
       lmworks checkpoint ls runs/tiny/checkpoints --json
     """
-    from ..checkpoint.format.survey import locate, survey
+    from ..checkpoint.format.survey import list_checkpoints, locate
     from ..record.figures import binary_bytes
 
     place = locate(source)
-    found = survey(place.root)
+    found = list_checkpoints(place.root)
     if json:
         print_json([{**asdict(one), "folder": str(one.folder)} for one in found])
         return
@@ -100,12 +100,12 @@ def verify(source: Source, step: Step = None, json: Json = False) -> None:
       lmworks checkpoint verify runs/tiny --step 100 --json
     """
     from ..checkpoint.format.folders import folders
-    from ..checkpoint.format.survey import examine, locate
+    from ..checkpoint.format.survey import locate, verify_all
 
     place = locate(source)
     one = place.step if step is None else step
     with progress_unless(json) as progress:
-        verdicts = examine(folders(place.root) if one is None else [place.choose(one)], progress)
+        verdicts = verify_all(folders(place.root) if one is None else [place.choose(one)], progress)
     good = [verdict.step for verdict in verdicts if verdict.status == "intact"]
     damaged = [verdict for verdict in verdicts if verdict.status == "damaged"]
     if json:
@@ -172,17 +172,17 @@ def prune(
       lmworks checkpoint prune runs/tiny --keep 2 --dry-run
       lmworks checkpoint prune runs/tiny --keep 2 --keep-every 1000 --json
     """
-    from ..checkpoint.format.folders import Keep, committed, discard, surplus
+    from ..checkpoint.format.folders import RetentionPolicy, committed, discard, prunable
     from ..checkpoint.format.survey import locate, size_of
 
     place = locate(source)
     if place.step is not None:
         raise SpecError(f"{source} is one checkpoint; name the run, or the folder that holds all of them")
-    if place.run and place.run.held():
+    if place.run and place.run.is_locked():
         raise SpecError(f"{place.run.path} is being trained, and prunes by itself as checkpoint.keep says")
     # What goes is found by reading, which takes a while: nobody may take the run up meanwhile.
-    with place.run.hold() if place.run and not dry_run else nullcontext():
-        doomed = {folder: size_of(folder) for folder in surplus(place.root, Keep(keep, keep_every))}
+    with place.run.locked() if place.run and not dry_run else nullcontext():
+        doomed = {folder: size_of(folder) for folder in prunable(place.root, RetentionPolicy(keep, keep_every))}
         for folder in () if dry_run else doomed:
             discard(folder)
             if folder.exists():
@@ -216,7 +216,7 @@ def print_contents(held: Contents, tensors: bool) -> None:
         print_table("", ["tensor", "type", "shape", "pieces", "size"], rows, drop=("pieces",))
 
 
-def print_verdict(verdict: Verdict) -> None:
+def print_verdict(verdict: VerifyResult) -> None:
     from ..record.figures import binary_bytes
 
     if verdict.status == "intact":

@@ -54,14 +54,14 @@ def health(
 
 def show(found: list[Finding], done: list[dict[str, Any]], folder: RunFolder) -> None:
     """A finding takes two lines, which fit into a terminal where a table of sentences would not."""
-    from ..record.sentences import sentence
+    from ..record.sentences import describe_event
 
     for one in found:
         where = "" if one.cursor is None else f" (cursor {one.cursor})"
         typer.echo(f"step {one.step}{where}: {one.what}")
         typer.echo(f"    {one.cause}: {one.why}; done: {one.action}")
     for event in done:
-        typer.echo(f"step {event['step']}: {sentence(event)}")
+        typer.echo(f"step {event['step']}: {describe_event(event)}")
     cursors = {f.cursor for f in found if f.cause in ("data", "unclear") and f.cursor is not None}
     for cursor in sorted(cursors)[:3]:
         typer.echo(f"see its data: lmworks data window {folder.path} --cursor {cursor}")

@@ -150,7 +150,7 @@ def print_events(told: Sequence[Mapping[str, Any]], found: Account) -> None:
     from datetime import datetime
 
     from ..record.figures import clock
-    from ..record.sentences import sentence
+    from ..record.sentences import describe_event
 
     if not told:
         return
@@ -160,7 +160,7 @@ def print_events(told: Sequence[Mapping[str, Any]], found: Account) -> None:
             clock((datetime.fromisoformat(event["time"]) - began).total_seconds()),
             event["step"],
             event["kind"],
-            sentence(event),
+            describe_event(event),
         ]
         for event in told[-SHOWN:]
     ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from ..record import RunFolder
-from ..record.attempts import CAUSE, NO_WORD, RESTARTS, attempts
+from ..record.attempts import CAUSE, NO_ERROR_MESSAGE, RESTARTS, attempts
 from ..spec.errors import PREEMPTED, STOPPED, last_line
 from .ranks import Ended, new_launch, out_of_memory, preflight, ranks_here, run_ranks
 
@@ -77,7 +77,7 @@ def end_as(ended: Ended, folder: RunFolder) -> None:
 def recorded(folder: RunFolder) -> str:
     """What the run itself says of its end: a rank that was called off while it hung says nothing to its agent."""
     past = attempts(folder)
-    return past[-1].cause if past else NO_WORD
+    return past[-1].cause if past else NO_ERROR_MESSAGE
 
 
 def moved(folder: RunFolder) -> bool:
@@ -89,5 +89,5 @@ def moved(folder: RunFolder) -> bool:
 def record_end(folder: RunFolder, kind: str, error: str, **figures: Any) -> None:
     """What the ranks had no time to write, or did not know."""
     past = attempts(folder)
-    if past and not past[-1].done and not folder.held():
+    if past and not past[-1].done and not folder.is_locked():
         folder.event(kind, past[-1].step, error=error, **figures)

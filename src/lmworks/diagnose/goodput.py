@@ -141,7 +141,7 @@ def account(folder: RunFolder) -> Account:
     return Account(
         began,
         [Span(run[0].begin, run[-1].end, run[0].cause) for run in runs],
-        find_attempts(records, folder.held()),
+        find_attempts(records, folder.is_locked()),
         sum(record.fields.get("tokens") or 0 for record in counted),
     )
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..record import RunFolder
-from ..record.hang import Report, Verdict, attempts, group_name, judge, read_reports
-from ..record.life import UNSEEN, Beat, read_beats, read_writers, state_of
+from ..record.hang import Report, Verdict, attempts, find_cause, group_name, read_reports
+from ..record.life import UNKNOWN, Heartbeat, process_state, read_heartbeats, read_writer_heartbeats
 from ..spec import SpecError
 
 
@@ -58,18 +58,18 @@ def diagnose(run: RunFolder, attempt: int | None = None) -> Diagnosis:
     if attempt is not None and attempt not in known:
         has = f"it has of {', '.join(map(str, known))}" if known else "no attempt has"
         raise SpecError(f"{run.path} has no reports of a hang of attempt {attempt}; {has}")
-    if attempt is None and (not known or run.held()):
+    if attempt is None and (not known or run.is_locked()):
         return from_life(run, known)
     number = max(known) if attempt is None else attempt
     folder = known[number]
     reports = read_reports(folder)
-    beats = read_beats(run.path, number)
+    beats = read_heartbeats(run.path, number)
     world = run.spec().parallel.world
-    verdict = read_verdict(folder) or judge(world, reports, beats)
+    verdict = read_verdict(folder) or find_cause(world, reports, beats)
     ranks = [from_report(reports[rank], world) for rank in reports]
-    seen = {rank: state for one in reports.values() for rank, state in one.states.items() if state != UNSEEN}
+    seen = {rank: state for one in reports.values() for rank, state in one.states.items() if state != UNKNOWN}
     silent = [
-        replace(from_beat(beat, beat.time, folder), state=seen.get(rank, UNSEEN))
+        replace(from_beat(beat, beat.time, folder), state=seen.get(rank, UNKNOWN))
         for rank, beat in beats.items()
         if rank not in reports
     ]
@@ -85,16 +85,16 @@ def read_verdict(folder: Path) -> Verdict | None:
 
 def from_life(run: RunFolder, known: dict[int, Path]) -> Diagnosis:
     now = time.time()
-    ranks = tuple(from_beat(beat, now, None) for beat in read_beats(run.path).values())
+    ranks = tuple(from_beat(beat, now, None) for beat in read_heartbeats(run.path).values())
     verdicts = {number: read_verdict(folder) for number, folder in sorted(known.items())}
     earlier = {number: verdict.text for number, verdict in verdicts.items() if verdict is not None}
-    writers = tuple(writer_now(beat, now) for beat in read_writers(run.path).values())
+    writers = tuple(writer_now(beat, now) for beat in read_writer_heartbeats(run.path).values())
     return Diagnosis(str(run.path), None, None, None, ranks, earlier, writers, failed_saves(run))
 
 
-def writer_now(beat: Beat, now: float) -> WriterNow:
+def writer_now(beat: Heartbeat, now: float) -> WriterNow:
     name, for_s = f"step-{beat.step:06d}", round(now - beat.time, 1)
-    return WriterNow(beat.rank, beat.host, beat.pid, state_of(beat), name, for_s)
+    return WriterNow(beat.rank, beat.host, beat.pid, process_state(beat), name, for_s)
 
 
 def failed_saves(run: RunFolder) -> tuple[str, ...]:
@@ -116,9 +116,9 @@ def from_report(report: Report, world: int) -> RankNow:
     return RankNow(report.rank, report.host, "reported", report.place, waits, age, report.stacks)
 
 
-def from_beat(beat: Beat, now: float, folder: Path | None) -> RankNow:
+def from_beat(beat: Heartbeat, now: float, folder: Path | None) -> RankNow:
     """Of a rank without a report: what it last did, and the stacks that a signal brought out of it."""
     stacks = folder / f"rank-{beat.rank}.stacks" if folder else None
     text = stacks.read_text(encoding="utf-8", errors="replace") if stacks and stacks.exists() else None
     for_s = round(now - beat.time, 1) if folder is None else None
-    return RankNow(beat.rank, beat.host, state_of(beat), beat.place, None, for_s, text)
+    return RankNow(beat.rank, beat.host, process_state(beat), beat.place, None, for_s, text)

@@ -1,8 +1,7 @@
-"""The attempts at a run, read from what it has left: how far each came, and what ended it.
+"""The attempts of a run: the last step of each, and why it ended.
 
-A run that is started again by itself must know two things of the attempt before: what it lost, and whether it died in
-the same step as the one before that. Everything is read from events.jsonl and metrics.jsonl, so it is known after any
-death, and to any kind of agent.
+After an automatic restart the run needs two facts: how many steps were lost, and whether the last two attempts failed
+in the same step. Both are read from events.jsonl and metrics.jsonl, so they are known after any crash, under any agent.
 """
 
 from __future__ import annotations
@@ -14,29 +13,29 @@ from .folder import RunFolder
 from .jsonl import read_lines
 
 BEGIN = ("start", "restart", "resume")
-DONE = ("finish", "interrupt")  # ends that were meant
-RESTARTS = "LMWORKS_RESTARTS"  # in which an agent tells ranks how often it has started them over
-CAUSE = "LMWORKS_RESTART_CAUSE"  # and why, the last time
-NO_WORD = "a rank ended without a word"
+DONE = ("finish", "interrupt")  # intended ends
+RESTARTS = "LMWORKS_RESTARTS"  # environment: number of restarts by the agent
+CAUSE = "LMWORKS_RESTART_CAUSE"  # environment: cause of the last one
+NO_ERROR_MESSAGE = "a rank ended without an error message"
 
 
 @dataclass(frozen=True)
 class Attempt:
     number: int
-    step: int  # the last one it took, or where it began
-    launch: str = ""  # of the agent that started it
+    step: int  # the last one taken, or the first
+    launch: str = ""  # id of the agent that started it
     done: bool = False
-    cause: str = NO_WORD  # of its end, where that was not meant
+    cause: str = NO_ERROR_MESSAGE  # of an unintended end
     moved: bool = field(default=False, compare=False)  # whether it took a step
 
     @property
     def failed_in(self) -> int:
-        """The step that it did not get through; 0 where it ended as it should."""
+        """The step that failed; 0 after an intended end."""
         return 0 if self.done else self.step + 1
 
 
 def attempts(folder: RunFolder) -> list[Attempt]:
-    """All of them, in order. One that died before its first event has left nothing, and is not known."""
+    """In order. One that died before its first event is unknown."""
     found: dict[int, Attempt] = {}
     number = None
     for event in folder.events():
@@ -47,15 +46,15 @@ def attempts(folder: RunFolder) -> list[Attempt]:
         elif number is not None and kind in DONE:
             found[number] = replace(found[number], done=True)
         elif number is not None and kind == "fail":
-            found[number] = replace(found[number], cause=event["error"] or NO_WORD)
-    for line in read_lines(folder.metrics_path):  # the last line of an attempt counts: it may have gone back
+            found[number] = replace(found[number], cause=event["error"] or NO_ERROR_MESSAGE)
+    for line in read_lines(folder.metrics_path):  # the last line of an attempt counts: it may have rewound
         if line.get("attempt") in found:
             found[line["attempt"]] = replace(found[line["attempt"]], step=line["step"], moved=True)
     return list(found.values())
 
 
 def crashed_twice(past: Sequence[Attempt]) -> int:
-    """The step in which both of the last two attempts died; 0 where there is none."""
+    """The step in which both of the last two attempts failed; 0 otherwise."""
     if len(past) < 2 or past[-1].failed_in != past[-2].failed_in:
         return 0
     return past[-1].failed_in

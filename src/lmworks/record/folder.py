@@ -1,4 +1,4 @@
-"""The run folder: the one place where a run leaves anything, and where every tool looks.
+"""The run folder: the only place that a run writes to, and that every tool reads.
 
 Kinds of events, so that writers and readers agree:
 
@@ -45,13 +45,13 @@ from .jsonl import LineWriter, read_lines
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths and small records of one run. `create` makes a new one, `open` takes one that is there."""
+    """Paths and events of one run. `create` makes a new folder, `open` an existing one."""
 
     path: Path
 
     @classmethod
     def create(cls, path: str | Path, spec: RunSpec) -> Self:
-        """A new folder holding the resolved spec. A folder that already holds a run is left as it is."""
+        """A new folder with the resolved spec. An existing run is refused and left unchanged."""
         folder = cls(Path(path))
         try:
             folder.refuse_taken()
@@ -130,95 +130,94 @@ class RunFolder:
         return read_lines(self.events_path)
 
     def next_attempt(self) -> int:
-        """0 for a run that has recorded nothing, else one more than the highest attempt on record.
+        """One more than the highest recorded attempt; 0 for a new run.
 
-        One that hung before its first event has left reports all the same: the next must not take them for its own.
+        An attempt that hung before its first event has left reports, which the next must not mistake for its own.
         """
         records = [*read_lines(self.metrics_path), *self.events()]
         known = [record["attempt"] for record in records if isinstance(record.get("attempt"), int)]
         return 1 + max([*known, *hang.attempts(self.path)], default=-1)
 
     @contextmanager
-    def hold(self, patience_s: float = 0.0) -> Iterator[None]:
-        """Keep the run for this process: two trainers in one folder would write over each other.
+    def locked(self, timeout_s: float = 0.0) -> Iterator[None]:
+        """Lock the run for this process: two trainers in one folder would overwrite each other.
 
-        The lock is the kernel's and ends with the process, however that ends; nothing is left to clean up.
-        It lies on events.jsonl, the one file of a run that is always there and never replaced.
-        `patience_s` is for a holder that is known to be ending.
+        A kernel lock, which ends with the process; nothing is left to clean up. It is on events.jsonl, which always
+        exists and is never replaced. `timeout_s`: wait for an owner that is known to be ending.
         """
         try:
             descriptor = os.open(self.events_path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise SpecError(f"cannot write {self.events_path}: {error.strerror}") from None
-        mine = False
+        has_lock_file = False
         try:
-            give_up = time.monotonic() + patience_s
-            while not (taken := lock(descriptor, fcntl.LOCK_EX)):
-                if taken is None and (mine := self.take_file()):
+            deadline = time.monotonic() + timeout_s
+            while not (taken := try_lock(descriptor, fcntl.LOCK_EX)):
+                if taken is None and (has_lock_file := self.create_lock_file()):
                     break
-                if time.monotonic() > give_up:
-                    raise SpecError(f"{self.path} is in use: {self.holder()}")
+                if time.monotonic() > deadline:
+                    raise SpecError(f"{self.path} is in use: {self.lock_owner()}")
                 time.sleep(0.05)
             yield
         finally:
             os.close(descriptor)
-            if mine:
-                self.holder_path.unlink(missing_ok=True)
+            if has_lock_file:
+                self.lock_file.unlink(missing_ok=True)
 
-    # --- where the file system has no locks -------------------------------------------------------------
+    # --- file systems without locks ---------------------------------------------------------------------
 
     @property
-    def holder_path(self) -> Path:
+    def lock_file(self) -> Path:
         return self.path / "held.json"
 
-    def take_file(self) -> bool:
-        """A file that only one can create says who holds the run. One whose process is gone is taken over."""
-        beat = life.own_beat(0)
+    def create_lock_file(self) -> bool:
+        """Exclusively create a file that names the owner. The file of a process that has ended is replaced."""
+        heartbeat = life.own_heartbeat(0)
         for _ in range(2):
             try:
-                with open(self.holder_path, "xb") as file:
-                    file.write(beat.first())
+                with open(self.lock_file, "xb") as file:
+                    file.write(heartbeat.first())
                 return True
             except FileExistsError:
-                found = self.read_holder()
-                if found is None or life.state_of(found) != "gone":
+                found = self.read_lock_owner()
+                if found is None or life.process_state(found) != "gone":
                     return False
-                self.holder_path.unlink(missing_ok=True)
+                self.lock_file.unlink(missing_ok=True)
             except OSError as error:
-                raise SpecError(f"cannot write {self.holder_path}: {error.strerror}") from None
+                raise SpecError(f"cannot write {self.lock_file}: {error.strerror}") from None
         return False
 
-    def read_holder(self) -> life.Beat | None:
+    def read_lock_owner(self) -> life.Heartbeat | None:
         try:
-            return life.Beat.read(self.holder_path.read_bytes() + life.Beat.second(0.0, "init", 0))
+            return life.Heartbeat.read(self.lock_file.read_bytes() + life.Heartbeat.second(0.0, "init", 0))
         except (OSError, ValueError, TypeError):
             return None
 
-    def holder(self) -> str:
-        found = self.read_holder()
+    def lock_owner(self) -> str:
+        found = self.read_lock_owner()
         if found is None:
             return "another process is training this run"
         who = f"process {found.pid} on {found.host} is training this run"
-        return f"{who}; this file system has no locks, so if that is not so, remove {self.holder_path}"
+        return f"{who}; this file system has no locks, so if that is not so, remove {self.lock_file}"
 
-    def held(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether a process (this one too) is training the run now."""
         try:
             descriptor = os.open(self.events_path, os.O_RDONLY)
         except OSError:
             return False
         try:
-            free = lock(descriptor, fcntl.LOCK_SH)
+            free = try_lock(descriptor, fcntl.LOCK_SH)
             if free is not None:
                 return not free
-            holder = self.read_holder()
-            return holder is not None and life.state_of(holder) != "gone"
+            owner = self.read_lock_owner()
+            return owner is not None and life.process_state(owner) != "gone"
         finally:
             os.close(descriptor)
 
 
-def lock(descriptor: int, kind: int) -> bool | None:
-    """False where another open file has the lock; None where the file system has no locks."""
+def try_lock(descriptor: int, kind: int) -> bool | None:
+    """False if another open file has the lock; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

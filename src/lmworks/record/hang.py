@@ -1,11 +1,11 @@
-"""What ranks that wait for one another leave behind, and what follows from it: who is the cause.
+"""Reports of ranks that hang, and the ranks that caused it.
 
     hangs/attempt-0/rank-2.json     one rank: where it was, the stacks of its threads, its last collectives
     hangs/attempt-0/verdict.json    which ranks are the cause, and why
 
-A collective is known on every rank of its group by the group and its number there. Who waits in one that others have
-not entered waits for them; they may wait for yet others, in other groups. Those at the end of such a chain, who wait
-for nobody, are the cause.
+A collective is identified on every rank of its group by the group and its sequence number. A rank in a collective that
+others have not entered waits for them; they may wait for yet others, in other groups. The ranks at the end of such a
+chain, which wait for no other rank, are the cause.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..spec.grid import shorten
-from .life import UNSEEN, Beat, where
+from .life import UNKNOWN, Heartbeat, phase_text
 
 ATTEMPT = re.compile(r"attempt-([0-9]+)")
-SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")  # of these, on every rank
+SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")  # equal on every rank
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, or a message to one other rank (`peer`), as one rank has it on record."""
+    """A collective, or a message to one other rank (`peer`), as one rank has recorded it."""
 
     group: str
     op: str
-    number: int  # of its kind in the group, counted by every rank for itself
+    number: int  # sequence number in the group
     elements: int
     dtype: str
     done: bool
@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Group:
-    label: str  # the axis of the mesh that it serves
+    label: str  # its mesh axis
     ranks: tuple[int, ...]
 
 
@@ -55,7 +55,7 @@ class Report:
     pid: int
     phase: str
     step: int
-    waits: bool  # its main thread stands in a call to another rank, on record or not
+    waits: bool  # its main thread is in a communication call, recorded or not
     calls: tuple[Call, ...]
     groups: Mapping[str, Group]
     states: Mapping[int, str]  # of the processes of ranks on its host: running, stopped, gone
@@ -63,10 +63,10 @@ class Report:
 
     @property
     def place(self) -> str:
-        return where(self.phase, self.step)
+        return phase_text(self.phase, self.step)
 
     def pending(self) -> list[Call]:
-        """The first that is not done, of each group."""
+        """The first call of each group that is not done."""
         first: dict[tuple[str, bool], Call] = {}
         for call in sorted(self.calls, key=lambda call: call.number):
             if not call.done:
@@ -91,9 +91,9 @@ class Report:
 @dataclass(frozen=True)
 class Verdict:
     kind: str  # stopped, gone, silent, mismatch, late, circle, stuck
-    ranks: tuple[int, ...]  # that are the cause
+    ranks: tuple[int, ...]  # the cause
     text: str
-    waiting: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # what is waited in, and by whom
+    waiting: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # where ranks wait, and which
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,66 +104,75 @@ class Verdict:
         return cls(data["kind"], tuple(data["ranks"]), data["text"], waiting)
 
 
-def judge(
-    world: int, reports: Mapping[int, Report], beats: Mapping[int, Beat], states: Mapping[int, str] | None = None
+def find_cause(
+    world: int,
+    reports: Mapping[int, Report],
+    heartbeats: Mapping[int, Heartbeat],
+    states: Mapping[int, str] | None = None,
 ) -> Verdict:
-    """From what the ranks reported, and from those that did not. `states` of processes are newer than the reports'."""
-    waiting = waits(reports, world)
-    told = "; ".join(f"{named(ranks)} {verb(ranks, 'wait')} in {place}" for place, ranks in list(waiting.items())[:3])
-    verdict = mismatched(reports, world) or silent(world, reports, beats, states or {}) or late(reports)
+    """From the reports, and the ranks without one. `states` of processes are newer than those in the reports."""
+    waiting = waiting_ranks(reports, world)
+    waits = "; ".join(
+        f"{rank_list(ranks)} {verb(ranks, 'wait')} in {place}" for place, ranks in list(waiting.items())[:3]
+    )
+    verdict = (
+        find_mismatch(reports, world) or find_silent(world, reports, heartbeats, states or {}) or find_late(reports)
+    )
     kind, ranks, text = verdict
-    whole = f"{told}; {text}" if told and kind != "mismatch" else text
+    whole = f"{waits}; {text}" if waits and kind != "mismatch" else text
     return Verdict(kind, tuple(ranks), whole, waiting)
 
 
 Finding = tuple[str, list[int], str]
 
 
-def silent(
-    world: int, reports: Mapping[int, Report], beats: Mapping[int, Beat], states: Mapping[int, str]
+def find_silent(
+    world: int, reports: Mapping[int, Report], heartbeats: Mapping[int, Heartbeat], states: Mapping[int, str]
 ) -> Finding | None:
-    """Ranks that did not even report: their processes tell why."""
+    """Ranks without a report; the state of their processes tells why."""
     missing = [rank for rank in range(world) if rank not in reports]
     if not missing:
         return None
     told = [*(report.states for report in reports.values()), states]
-    seen = {rank: state for some in told for rank, state in some.items() if state != UNSEEN}
+    seen = {rank: state for some in told for rank, state in some.items() if state != UNKNOWN}
     kinds = {
         "stopped": ("is stopped (by SIGSTOP or a debugger)", "are stopped (by SIGSTOP or a debugger)"),
         "gone": ("is gone: its process has ended", "are gone: their processes have ended"),
         "running": ("is alive but does not answer", "are alive but do not answer"),
-        UNSEEN: ("does not answer, and neither does its host", "do not answer, and neither do their hosts"),
+        UNKNOWN: ("does not answer, and neither does its host", "do not answer, and neither do their hosts"),
     }
-    kind = next(kind for kind in kinds if any(seen.get(rank, UNSEEN) == kind for rank in missing))
-    ranks = [rank for rank in missing if seen.get(rank, UNSEEN) == kind]
-    last = {beats[rank].place for rank in ranks if rank in beats}
-    text = f"{named(ranks)} {kinds[kind][len(ranks) > 1]}" + (f", last seen in {last.pop()}" if len(last) == 1 else "")
-    return {"running": "silent", UNSEEN: "silent"}.get(kind, kind), ranks, f"{text}: {blame(ranks)}"
+    kind = next(kind for kind in kinds if any(seen.get(rank, UNKNOWN) == kind for rank in missing))
+    ranks = [rank for rank in missing if seen.get(rank, UNKNOWN) == kind]
+    last = {heartbeats[rank].place for rank in ranks if rank in heartbeats}
+    text = f"{rank_list(ranks)} {kinds[kind][len(ranks) > 1]}" + (
+        f", last seen in {last.pop()}" if len(last) == 1 else ""
+    )
+    return {"running": "silent", UNKNOWN: "silent"}.get(kind, kind), ranks, f"{text}: {cause_text(ranks)}"
 
 
-def mismatched(reports: Mapping[int, Report], world: int) -> Finding | None:
-    """The first place where ranks of a group entered different collectives, or the same with different sizes."""
+def find_mismatch(reports: Mapping[int, Report], world: int) -> Finding | None:
+    """The first sequence number at which ranks of a group entered different collectives, or other sizes."""
     by_place: dict[tuple[str, int], dict[int, Call]] = {}
     for rank, report in reports.items():
         for call in report.calls:
             if call.peer is None:
                 by_place.setdefault((call.group, call.number), {})[rank] = call
     for (group, number), calls in sorted(by_place.items(), key=lambda item: item[0][1]):
-        told = differs(calls)
+        told = find_difference(calls)
         if told:
             ranks, text = told
-            where = group_name(group, reports[ranks[0]].groups, world)
-            guilty = blame(ranks) if len(ranks) < len(calls) else "either may be the cause"
+            name = group_name(group, reports[ranks[0]].groups, world)
+            guilty = cause_text(ranks) if len(ranks) < len(calls) else "either may be the cause"
             return (
                 "mismatch",
                 ranks,
-                f"{text} (#{number} of group {where}, in {place_of(ranks, reports)}): {guilty}",
+                f"{text} (#{number} of group {name}, in {place_of(ranks, reports)}): {guilty}",
             )
     return None
 
 
-def differs(calls: Mapping[int, Call]) -> tuple[list[int], str] | None:
-    """Ranks that did something else than most, and what; all of them, where no more than half did the same."""
+def find_difference(calls: Mapping[int, Call]) -> tuple[list[int], str] | None:
+    """Ranks that differ from the majority, and how; all of them without a majority."""
     for name, values in (
         ("", {rank: call.op for rank, call in calls.items()}),
         ("elements", {r: str(c.elements) for r, c in calls.items() if c.op in SAME_SIZE}),
@@ -179,27 +188,27 @@ def differs(calls: Mapping[int, Call]) -> tuple[list[int], str] | None:
             told = " and ".join(f"rank {rank} entered {verb}{value}{unit}" for rank, value in sorted(values.items()))
             return sorted(values), told
         have = "have" if name else "entered"
-        return odd, f"{named(odd)} entered {verb}{values[odd[0]]}{unit} where the others {have} {usual}{unit}"
+        return odd, f"{rank_list(odd)} entered {verb}{values[odd[0]]}{unit} where the others {have} {usual}{unit}"
     return None
 
 
-def late(reports: Mapping[int, Report]) -> Finding:
-    """All have reported: those whom others wait for and who wait for nobody themselves."""
-    edges = {rank: waits_for(report, reports) for rank, report in reports.items()}
+def find_late(reports: Mapping[int, Report]) -> Finding:
+    """All ranks have reported: those that others wait for, and that wait for no rank themselves."""
+    edges = {rank: awaited_ranks(report, reports) for rank, report in reports.items()}
     awaited = set().union(*edges.values()) if edges else set()
     causes = sorted(rank for rank in awaited if not edges[rank] and not reports[rank].pending())
     if causes:
         return (
             "late",
             causes,
-            f"{named(causes)} {are(causes)} in {place_of(causes, reports)} and never came: {blame(causes)}",
+            f"{rank_list(causes)} {are(causes)} in {place_of(causes, reports)} and never came: {cause_text(causes)}",
         )
     if awaited:
         circle = sorted(awaited)
         return (
             "circle",
             circle,
-            f"{named(circle)} wait for one another in a circle: collectives of several groups in different orders",
+            f"{rank_list(circle)} wait for one another in a circle: collectives of several groups in different orders",
         )
     stuck = sorted(rank for rank, report in reports.items() if report.pending())
     if stuck:
@@ -207,7 +216,7 @@ def late(reports: Mapping[int, Report]) -> Finding:
     return "stuck", [], "no rank is in a collective on record; the stacks tell where each of them is"
 
 
-def waits_for(report: Report, reports: Mapping[int, Report]) -> set[int]:
+def awaited_ranks(report: Report, reports: Mapping[int, Report]) -> set[int]:
     found = set()
     for call in report.pending():
         if call.peer is not None:
@@ -215,15 +224,15 @@ def waits_for(report: Report, reports: Mapping[int, Report]) -> set[int]:
             continue
         members = report.groups[call.group].ranks if call.group in report.groups else tuple(reports)
         found |= {rank for rank in members if rank in reports and not reports[rank].entered(call)}
-    if not found and report.waits and not report.pending():  # a message that is not on record: to or from a neighbour
+    if not found and report.waits and not report.pending():  # an unrecorded message to or from a neighbour
         found = set(
             next((g.ranks for g in report.groups.values() if g.label == "pp" and len(g.ranks) > 1), tuple(reports))
         )
     return found - {report.rank}
 
 
-def waits(reports: Mapping[int, Report], world: int) -> dict[str, tuple[int, ...]]:
-    """What is waited in → by which ranks."""
+def waiting_ranks(reports: Mapping[int, Report], world: int) -> dict[str, tuple[int, ...]]:
+    """Call → ranks that wait in it."""
     places: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         told = [f"{call} of group {group_name(call.group, report.groups, world)}" for call in report.pending()[:1]]
@@ -243,7 +252,7 @@ def place_of(ranks: Iterable[int], reports: Mapping[int, Report]) -> str:
     return " or ".join(sorted({reports[rank].place for rank in ranks if rank in reports}))
 
 
-def named(ranks: Iterable[int]) -> str:
+def rank_list(ranks: Iterable[int]) -> str:
     some = sorted(ranks)
     return f"rank {some[0]}" if len(some) == 1 else f"ranks {', '.join(map(str, some))}"
 
@@ -256,14 +265,14 @@ def are(ranks: list[int]) -> str:
     return "is" if len(ranks) == 1 else "are"
 
 
-def blame(ranks: list[int]) -> str:
-    return f"{named(ranks)} {are(ranks)} the cause"
+def cause_text(ranks: list[int]) -> str:
+    return f"{rank_list(ranks)} {are(ranks)} the cause"
 
 
 def attempts(run: Path) -> dict[int, Path]:
-    """Attempts of a run that hung, and where their reports are."""
-    named = ((ATTEMPT.fullmatch(path.name), path) for path in sorted((run / "hangs").glob("attempt-*")))
-    return {int(match[1]): path for match, path in named if match}
+    """Attempts that hung, and the folders of their reports."""
+    matches = ((ATTEMPT.fullmatch(path.name), path) for path in sorted((run / "hangs").glob("attempt-*")))
+    return {int(match[1]): path for match, path in matches if match}
 
 
 def read_reports(folder: Path) -> dict[int, Report]:

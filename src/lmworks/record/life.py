@@ -1,7 +1,7 @@
-"""Signs of life: where each rank of a run is, and what its process does, for whoever has to ask.
+"""Heartbeats: the current phase of each rank, and the state of its process.
 
-A rank keeps a small file in the run's `watch` folder while it trains, mapped into its memory, and writes there at every
-phase. What it was doing when it was killed or stopped can so be read by others; the system tells the rest, in /proc.
+A rank maps a small file in the run's `watch` folder into memory, and writes its phase there. So other processes can
+read what it was doing when it was killed or stopped; the state of the process is read from /proc.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Self
 
 from . import phase
 
-UNSEEN = "unknown"  # the state of a process that nobody on its host could look at
+UNKNOWN = "unknown"  # the state of a process on another host
 STATES = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a rank wrote of itself while it was well: who it is, once, and where it is, at every phase."""
+class Heartbeat:
+    """Identity of a rank, written once, and its phase, written at every change."""
 
     rank: int
     host: str
     pid: int
-    started: int  # of the process, so that its number is not taken for another's
+    started: int  # start time of the process, to detect a reused pid
     time: float
     phase: str
     step: int
-    attempt: int = 0  # at the run: one that failed leaves its signs of life behind
+    attempt: int = 0  # failed attempts leave their heartbeats behind
 
     @property
     def place(self) -> str:
-        return where(self.phase, self.step)
+        return phase_text(self.phase, self.step)
 
     def first(self) -> bytes:
         return (
@@ -44,7 +44,7 @@ class Beat:
 
     @staticmethod
     def second(time: float, phase: str, step: int) -> bytes:
-        """Always as long, so that it can be written in place."""
+        """Of fixed length, so that it can be overwritten in place."""
         return f"{time:.3f} {step} {phase}".encode().ljust(64)
 
     @classmethod
@@ -54,36 +54,33 @@ class Beat:
         return cls(**json.loads(first), time=float(time), step=int(step), phase=phase)
 
 
-def where(phase: str, step: int) -> str:
+def phase_text(phase: str, step: int) -> str:
     return f"{phase} of step {step}" if step else phase
 
 
-def read_beats(run: Path, attempt: int | None = None) -> dict[int, Beat]:
-    """Of an attempt that is under way, or that did not end well; by default of the last one that left any.
-
-    One that is half written is passed over.
-    """
-    found: dict[int, Beat] = {}
+def read_heartbeats(run: Path, attempt: int | None = None) -> dict[int, Heartbeat]:
+    """Of a running or failed attempt; by default of the last one that left any. Torn files are ignored."""
+    found: dict[int, Heartbeat] = {}
     for path in (run / "watch").glob("rank-*.life"):
         try:
-            beat = Beat.read(path.read_bytes())
+            heartbeat = Heartbeat.read(path.read_bytes())
         except (OSError, ValueError, TypeError):
             continue
-        found[beat.rank] = beat
+        found[heartbeat.rank] = heartbeat
     if attempt is None:
-        attempt = max((beat.attempt for beat in found.values()), default=0)
-    return {rank: beat for rank, beat in sorted(found.items()) if beat.attempt == attempt}
+        attempt = max((heartbeat.attempt for heartbeat in found.values()), default=0)
+    return {rank: heartbeat for rank, heartbeat in sorted(found.items()) if heartbeat.attempt == attempt}
 
 
 def read_stat(path: str) -> list[str]:
-    """The fields of a stat file from the third on; a name in parentheses before them may hold anything."""
+    """The fields of a stat file from the third on; the process name before them may contain anything."""
     with open(path, encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(") ")[2].split()
 
 
-def own_beat(rank: int, attempt: int = 0) -> Beat:
+def own_heartbeat(rank: int, attempt: int = 0) -> Heartbeat:
     host, pid = socket.gethostname(), os.getpid()
-    return Beat(rank, host, pid, started_at(pid), time.time(), phase.name, phase.step, attempt)
+    return Heartbeat(rank, host, pid, started_at(pid), time.time(), phase.name, phase.step, attempt)
 
 
 def started_at(pid: int) -> int:
@@ -93,37 +90,37 @@ def started_at(pid: int) -> int:
         return 0
 
 
-def moved(beat: Beat) -> tuple[int, ...]:
-    """Changes whenever a process of this host computes, reads or writes; empty where that cannot be told."""
+def activity_counters(heartbeat: Heartbeat) -> tuple[int, ...]:
+    """CPU and IO counters of a local process, which change while it makes progress; empty if unknown."""
     try:
-        ticks = read_stat(f"/proc/{beat.pid}/stat")[11:13]
-        with open(f"/proc/{beat.pid}/io", encoding="utf-8") as file:
+        ticks = read_stat(f"/proc/{heartbeat.pid}/stat")[11:13]
+        with open(f"/proc/{heartbeat.pid}/io", encoding="utf-8") as file:
             counts = [line.split()[1] for line in file][:4]
     except (OSError, IndexError):
         return ()
     return tuple(map(int, (*ticks, *counts)))
 
 
-def read_writers(run: Path) -> dict[int, Beat]:
-    """Writer processes of asynchronous saves that are at one now, by rank."""
-    found: dict[int, Beat] = {}
+def read_writer_heartbeats(run: Path) -> dict[int, Heartbeat]:
+    """Of writer processes with a running save, by rank."""
+    found: dict[int, Heartbeat] = {}
     for path in sorted((run / "watch").glob("writer-*.life")):
         try:
-            beat = Beat.read(path.read_bytes())
+            heartbeat = Heartbeat.read(path.read_bytes())
         except (OSError, ValueError, TypeError):
             continue
-        found[beat.rank] = beat
+        found[heartbeat.rank] = heartbeat
     return found
 
 
-def state_of(beat: Beat) -> str:
-    """running, stopped or gone; unknown where this is another host, or no Linux."""
-    if beat.host != socket.gethostname() or not Path("/proc/self/stat").exists():
-        return UNSEEN
+def process_state(heartbeat: Heartbeat) -> str:
+    """running, stopped or gone; unknown on another host, or without /proc."""
+    if heartbeat.host != socket.gethostname() or not Path("/proc/self/stat").exists():
+        return UNKNOWN
     try:
-        fields = read_stat(f"/proc/{beat.pid}/stat")
+        fields = read_stat(f"/proc/{heartbeat.pid}/stat")
     except OSError:
         return "gone"
-    if int(fields[19]) != beat.started:  # the number was given to another process
+    if int(fields[19]) != heartbeat.started:  # the pid was reused
         return "gone"
     return STATES.get(fields[0], "running")

@@ -1,4 +1,4 @@
-"""Out of memory, as it shows from outside: in the errors of allocators, and in the resident memory of processes."""
+"""Out of memory: errors of allocators, and resident memory of processes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Self
 
 from ..spec import TrainingError
 
-# What allocators say in errors that have no type of their own: PyTorch's for CPUs, C++'s, the system's, cuBLAS's.
-SAYS = ("out of memory", "allocate memory", "not enough memory", "std::bad_alloc", "cublas_status_alloc_failed")
+# Texts of errors without a type of their own: PyTorch's CPU allocator, C++, the system, cuBLAS.
+OOM_MESSAGES = ("out of memory", "allocate memory", "not enough memory", "std::bad_alloc", "cublas_status_alloc_failed")
 ASKED = re.compile(r"(?i)tried to allocate ([\d.]+) (bytes|[KMG]iB)")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-LOOK_S = 0.1  # between two looks at the memory of processes
+POLL_S = 0.1  # between two reads of process memory
 
 
 class OutOfMemory(TrainingError):
-    """An allocation that failed. `final` where no step had been taken: the next start would end the same way."""
+    """A failed allocation. `final` if no step was taken: a restart would fail in the same way."""
 
     def __init__(
         self, message: str, predicted: int | None = None, measured: int | None = None, final: bool = True
@@ -32,28 +32,30 @@ class OutOfMemory(TrainingError):
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether memory could not be allocated; torch.OutOfMemoryError is a RuntimeError that says so."""
+    """Whether an allocation failed; torch.OutOfMemoryError is a RuntimeError with such a text."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    said = str(error).lower()
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(word in said for word in SAYS))
+    message = str(error).lower()
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in message for text in OOM_MESSAGES)
+    )
 
 
 def as_oom(error: Exception) -> Exception:
-    """The same error; one of memory as one that speaks to the user, with what the allocator said."""
+    """An out-of-memory error as `OutOfMemory` with the allocator's message; any other unchanged."""
     if not is_oom(error):
         return error
     return OutOfMemory(f"out of memory: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
 
 
-def asked_bytes(error: BaseException) -> int | None:
-    """What was to be allocated, where the allocator says it."""
+def requested_bytes(error: BaseException) -> int | None:
+    """Bytes of the failed allocation, if the message has them."""
     found = ASKED.search(str(error))
     return round(float(found[1]) * UNITS[found[2]]) if found and found[2] in UNITS else None
 
 
 def resident_peak(pid: int | str = "self") -> int | None:
-    """The highest resident memory of a process; None where it is gone, or the system does not tell."""
+    """Peak resident memory of a process; None if it has ended, or is unknown."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -62,10 +64,7 @@ def resident_peak(pid: int | str = "self") -> int | None:
 
 
 class ChildPeaks:
-    """While it is entered, the highest resident memory of every process that this one has started, by its number.
-
-    Who is killed leaves no word: this is what was last seen of it.
-    """
+    """While entered, polls the peak resident memory of every child process, by pid: the last value before a kill."""
 
     def __init__(self) -> None:
         self.bytes: dict[int, int] = {}
@@ -83,14 +82,14 @@ class ChildPeaks:
         self.thread.join()
 
     def loop(self) -> None:
-        while not self.over.wait(LOOK_S):
+        while not self.over.wait(POLL_S):
             for pid in children():
                 if peak := resident_peak(pid):
                     self.bytes[pid] = peak
 
 
 def children() -> list[int]:
-    """Of all threads of this process; none where the kernel does not list them."""
+    """Child processes of all threads; none if the kernel does not list them."""
     found: list[int] = []
     for thread in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         with suppress(OSError):

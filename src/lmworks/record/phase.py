@@ -1,7 +1,7 @@
-"""Where this process is in its work: one word and the step, kept for whoever asks.
+"""The current phase and step of this process.
 
-A watchdog that reports a hang reads it; whoever must act at one exact place (a fault that is injected, say) listens.
-Entering costs an assignment where nobody listens.
+The watchdog reads them for its reports; listeners are called at every change (fault injection uses one). Without
+listeners, entering a phase costs an assignment.
 
     init, data, forward, backward, reduce, optimizer, evaluate      of a step
     save.stage, save.write, save.seal, save.commit, save.prune      of a checkpoint

@@ -1,4 +1,4 @@
-"""One run in a few figures: the same ones in the report, in the list of runs and in a comparison."""
+"""Summary of a run: the same numbers in the report, in the list of runs and in a comparison."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def median(steps: Steps, key: str) -> float | None:
 
 
 def status(folder: RunFolder, events: Steps, has_steps: bool) -> str:
-    """How the latest attempt stands. A process that was killed had no time to say so: nobody holds its run any more."""
-    if folder.held():
+    """Of the latest attempt. A killed process writes no event, but its lock is gone."""
+    if folder.is_locked():
         return "running"
     last = next((e["kind"] for e in reversed(events) if e["kind"] in ("start", "resume", *ENDINGS)), None)
     if last is None and not has_steps:

@@ -1,4 +1,4 @@
-"""The events of a run as sentences, for reports and tables; programs read events.jsonl itself."""
+"""Events of a run as text, for reports and tables; programs read events.jsonl itself."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .figures import binary_bytes, duration
-from .triage import odd_sample, of_copies, of_rerun
+from .triage import outlier_sample, replica_finding, rerun_finding
 
 Event = Mapping[str, Any]
-HIDDEN = ("time", "kind", "step", "nonfinite")  # stand beside the sentence, or explain a null in it
+HIDDEN = ("time", "kind", "step", "nonfinite")  # shown beside the text, or explain a null in it
 ACTIONS = {
     "log": "",
     "skip": "the step was skipped",
@@ -19,14 +19,14 @@ ACTIONS = {
 }
 
 
-def sentence(event: Event) -> str:
-    """What happened, in words. An event of an unknown kind, or without its usual fields, is told field by field."""
-    tell = SENTENCES.get(event["kind"])
+def describe_event(event: Event) -> str:
+    """As text. An event of an unknown kind, or without its usual fields, is listed field by field."""
+    describe = DESCRIPTIONS.get(event["kind"])
     try:
-        told = tell(event) if tell else fields(event)
+        text = describe(event) if describe else fields(event)
     except (KeyError, TypeError):
-        told = fields(event)
-    return " ".join(told.split())  # an error may have several lines
+        text = fields(event)
+    return " ".join(text.split())  # an error may have several lines
 
 
 def fields(event: Event) -> str:
@@ -71,22 +71,22 @@ def save(event: Event) -> str:
     return f"saved {event['path']}{size}; training waited {duration(event['seconds'])}{behind}"
 
 
-def trouble(event: Event) -> str:
-    """A spike, or a number that is not finite."""
-    odd = odd_sample(event)
+def describe_bad_step(event: Event) -> str:
+    """A spike, NaN or Inf."""
+    odd = outlier_sample(event)
     parts = [event["what"], odd, ACTIONS[event["action"]]]
     return "; ".join(part for part in parts if part)
 
 
 def rerun(event: Event) -> str:
     if event["transient"]:
-        found = of_rerun(dict(event))
+        found = rerun_finding(dict(event))
         return f"{found.what}; {found.why}; {found.action}"
     return f"the step was computed again ({event['reason']}), with the same result"
 
 
 def corrupt(event: Event) -> str:
-    found = of_copies(dict(event))
+    found = replica_finding(dict(event))
     parts = [found.what, found.why, ACTIONS.get(event["action"], event["action"])]
     return "; ".join(part for part in parts if part)
 
@@ -118,7 +118,7 @@ def counted(number: int, word: str) -> str:
     return f"{number:,} {word}" + ("" if number == 1 else "es" if word.endswith("ch") else "s")
 
 
-SENTENCES: Mapping[str, Callable[[Event], str]] = {
+DESCRIPTIONS: Mapping[str, Callable[[Event], str]] = {
     "start": begin,
     "resume": begin,
     "restart": restart,
@@ -135,8 +135,8 @@ SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "overflow": lambda event: (
         f"fp16 overflow: the step was left out; loss scale {event['loss_scale']:g} → {event['next_scale']:g}"
     ),
-    "spike": trouble,
-    "fault": trouble,
+    "spike": describe_bad_step,
+    "fault": describe_bad_step,
     "rerun": rerun,
     "corrupt": corrupt,
     "skip": skip,

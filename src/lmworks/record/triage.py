@@ -1,8 +1,8 @@
-"""What the events of a run say about its health: whether data, numbers or the machine stand behind a trouble.
+"""Triage of health events: whether data, numerics or the machine caused them.
 
-data       the batch holds sequences unlike those before it
-numbers    the model's own: a rate too high, a range too small; the same again when computed again
-machine    not the same when computed again, or not the same on every copy
+data       the batch has outlier sequences
+numbers    numerics: learning rate too high, range too small; a rerun gives the same
+machine    a rerun, or another replica, gives another result
 unclear    computed once, on ordinary data
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ODD = 5.0  # robust deviations from the usual entropy that make a sequence odd
+OUTLIER_Z = 5.0  # robust z-score of the entropy from which a sequence is an outlier
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Finding:
 
 
 def findings(events: Sequence[dict[str, Any]]) -> list[Finding]:
-    """In the order in which they happened."""
+    """In order of time."""
     again = {event["step"]: event for event in events if event["kind"] == "rerun"}
     found = []
     for event in events:
         if event["kind"] in ("spike", "fault"):
-            found.append(of_step(event, again.get(event["step"])))
+            found.append(step_finding(event, again.get(event["step"])))
         elif event["kind"] == "corrupt":
-            found.append(of_copies(event))
+            found.append(replica_finding(event))
         elif event["kind"] == "rerun" and event["transient"]:
-            found.append(of_rerun(event))
+            found.append(rerun_finding(event))
     return found
 
 
-def of_step(event: dict[str, Any], again: dict[str, Any] | None) -> Finding:
+def step_finding(event: dict[str, Any], again: dict[str, Any] | None) -> Finding:
     cause, why = cause_of(event, again)
     return Finding(
         event["step"], event["cursor"], event["kind"], event.get("what", event["kind"]), cause, why, event["action"]
@@ -50,9 +50,9 @@ def of_step(event: dict[str, Any], again: dict[str, Any] | None) -> Finding:
 def cause_of(event: dict[str, Any], again: dict[str, Any] | None) -> tuple[str, str]:
     if event.get("transient"):
         return "machine", "computed again, it was finite"
-    if odd := odd_sample(event):
+    if odd := outlier_sample(event):
         return "data", odd
-    if "values" in event:  # of a tensor of the state, looked at before a save
+    if "values" in event:  # of a state tensor, checked before a save
         return "unclear", "found before a save: the update made it, or the machine"
     if event["kind"] == "fault":
         return "numbers", "the same when computed again, on ordinary data"
@@ -61,17 +61,17 @@ def cause_of(event: dict[str, Any], again: dict[str, Any] | None) -> tuple[str, 
     return "unclear", "ordinary data; with health.rerun = true it would have been computed again"
 
 
-def odd_sample(event: Mapping[str, Any]) -> str:
-    """The sequence of the batch that is least like those before it; empty where all are ordinary."""
+def outlier_sample(event: Mapping[str, Any]) -> str:
+    """The strongest outlier sequence of the batch; empty without one."""
     data = event.get("data") or {}
     for row in data.get("odd", ()):
-        if abs(row["z"]) >= ODD:
+        if abs(row["z"]) >= OUTLIER_Z:
             bits, usual = row["entropy_bits"], data["usual_bits"]
             return f"sample {row['sample']} has {bits:.2f} bits a token, usual is {usual:.2f}"
     return ""
 
 
-def of_copies(event: dict[str, Any]) -> Finding:
+def replica_finding(event: dict[str, Any]) -> Finding:
     names = event["parameters"]
     what = f"copies on ranks {', '.join(map(str, event['copies']))} differ in {names[0]}"
     what += f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -80,7 +80,7 @@ def of_copies(event: dict[str, Any]) -> Finding:
     return Finding(event["step"], None, "corrupt", what, "machine", why, event["action"])
 
 
-def of_rerun(event: dict[str, Any]) -> Finding:
+def rerun_finding(event: dict[str, Any]) -> Finding:
     if event["reason"] == "corruption":
         ranks = ", ".join(map(str, event["ranks"]))
         return Finding(
@@ -94,5 +94,5 @@ def of_rerun(event: dict[str, Any]) -> Finding:
 
 
 def shown(value: float | None, event: dict[str, Any], key: str) -> str:
-    """A number that is not finite is null in JSON, with a word beside it."""
+    """NaN and Inf are null in JSON, with a word beside it."""
     return event.get("nonfinite", {}).get(key, "unknown") if value is None else f"{value:.4g}"

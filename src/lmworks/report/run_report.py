@@ -10,7 +10,7 @@ from pathlib import Path
 from ..record import RunFolder, read_metrics
 from ..record.figures import binary_bytes, clock, duration, short
 from ..record.run_summary import Steps, Summary, summarize
-from ..record.sentences import sentence
+from ..record.sentences import describe_event
 from ..spec import LMWorksError
 from ..spec.files import write_whole
 from . import predicted_vs_measured
@@ -104,7 +104,7 @@ def marks(happened: Steps) -> list[Marks]:
     found = []
     for name, style, glyph, kinds in MARKED:
         events = {event["step"]: event for event in reversed(happened) if event["kind"] in kinds}
-        points = [(step, sentence(events[step])) for step in sorted(events)]
+        points = [(step, describe_event(events[step])) for step in sorted(events)]
         found.append(Marks(f"{name} ({len(points):,})", style, glyph, points, low=style == "save"))
     return found
 
@@ -163,7 +163,7 @@ def events(folder: RunFolder) -> str:
             event["time"][:19].replace("T", " "),
             f"{event['step']:,}",
             event["kind"].replace("_", " "),
-            sentence(event),
+            describe_event(event),
         ]
         for event in shown
     ]

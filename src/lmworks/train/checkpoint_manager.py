@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import checkpoint
-from ..checkpoint.async_save import Background, Ended
+from ..checkpoint.async_save import AsyncSaver, SaveResult
 from ..checkpoint.format.folders import set_aside
-from ..checkpoint.format.manifest import Manifest, refusal, vouched
-from ..checkpoint.format.remote_copies import Copied, Copies
+from ..checkpoint.format.manifest import Manifest, read_committed, refusal_text
+from ..checkpoint.format.remote_copies import CopyResult, RemoteCopier
 from ..checkpoint.format.validation import DamagedError
-from ..checkpoint.rank_errors import first_reason
+from ..checkpoint.rank_errors import first_failure
 from ..parallel.initial_weights import is_hf
 from ..parallel.world import collective_error, is_rank_zero, run_on_all_ranks, run_on_rank_zero
 from ..record import RunFolder
@@ -34,9 +34,9 @@ class CheckpointManager:
         self.trainer = trainer
         self.spec = trainer.spec.checkpoint
         self.root = trainer.folder.checkpoints
-        self.keep = checkpoint.Keep(self.spec.keep, self.spec.keep_every)
-        self.background: Background | None = None
-        self.copies = Copies(self.spec.remote, self.keep) if self.spec.remote and trainer.lead else None
+        self.keep = checkpoint.RetentionPolicy(self.spec.keep, self.spec.keep_every)
+        self.async_saver: AsyncSaver | None = None
+        self.copies = RemoteCopier(self.spec.remote, self.keep) if self.spec.remote and trainer.lead else None
         self.stall_s = 0.0  # training time lost to the pending save
         self.failures: list[str] = []  # of consecutive saves
 
@@ -47,11 +47,11 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         state, meta = {**self.trainer.state(), "rng": rng_state()}, self.meta()
-        if self.background is None or not self.save_async(self.background, state, meta, wait, began):
+        if self.async_saver is None or not self.save_async(self.async_saver, state, meta, wait, began):
             path = checkpoint.save(self.root, self.trainer.step, state, meta, self.keep, self.spec.hash)
-            self.record_committed(Ended(self.trainer.step, path, 0.0, bytes_of(path)), time.perf_counter() - began)
+            self.record_committed(SaveResult(self.trainer.step, path, 0.0, bytes_of(path)), time.perf_counter() - began)
         if wait and self.copies is not None:
-            for copied in self.copies.settle():
+            for copied in self.copies.drain():
                 self.record_copy(copied)
         return time.perf_counter() - began
 
@@ -62,34 +62,34 @@ class CheckpointManager:
         return meta | {"health": trainer.health.state_dict(), "spec": trainer.spec.to_dict()}
 
     def save_async(
-        self, background: Background, state: dict[str, Any], meta: dict[str, Any], wait: bool, began: float
+        self, async_saver: AsyncSaver, state: dict[str, Any], meta: dict[str, Any], wait: bool, began: float
     ) -> bool:
         """False if it was waited for and failed: the state is still here to be saved again."""
-        self.record_save(background.settle())  # one at a time
+        self.record_save(async_saver.wait())  # one at a time
         run_on_rank_zero(self.refuse_repeated_failure)
-        background.save(self.trainer.step, state, meta)
+        async_saver.save(self.trainer.step, state, meta)
         self.stall_s = time.perf_counter() - began
         if not wait:
             return True
-        ended = background.finish()
+        ended = async_saver.finish()
         self.stall_s = time.perf_counter() - began
         self.record_save(ended)
         return not run_on_rank_zero(lambda: ended.error if ended else "")
 
-    def settle(self) -> None:
+    def wait_for_pending(self) -> None:
         """Wait for the pending save: a rewind may load it, and must not depend on how fast it is written."""
-        if self.background is not None:
-            self.record_save(self.background.settle())
+        if self.async_saver is not None:
+            self.record_save(self.async_saver.wait())
             run_on_rank_zero(lambda: None)
 
     def poll(self) -> None:
         """Between steps: collect the results of finished saves and copies."""
-        if self.background is not None:
-            self.record_save(self.background.poll())
+        if self.async_saver is not None:
+            self.record_save(self.async_saver.poll())
         if self.copies is not None:
             self.record_copy(self.copies.poll())
 
-    def record_save(self, ended: Ended | None) -> None:
+    def record_save(self, ended: SaveResult | None) -> None:
         """Record the end of an asynchronous save; only rank 0 gets one."""
         if ended is None:
             return
@@ -105,14 +105,14 @@ class CheckpointManager:
         if len(self.failures) > 1:
             raise CheckpointError(f"{self.failures[-1]}; the save before failed too")
 
-    def record_committed(self, ended: Ended, stall_s: float) -> None:
+    def record_committed(self, ended: SaveResult, stall_s: float) -> None:
         self.failures = []
         times = {"seconds": round(stall_s, 4), "write_s": round(ended.seconds, 4)}
         self.trainer.event("save", ended.step, path=ended.path.name, bytes=ended.bytes, **times)
         if self.copies is not None:
             self.copies.add(ended.path)
 
-    def record_copy(self, copied: Copied | None) -> None:
+    def record_copy(self, copied: CopyResult | None) -> None:
         if copied is None:
             return
         fields = {"path": copied.folder.name, "remote": self.spec.remote, "seconds": round(copied.seconds, 4)}
@@ -125,11 +125,11 @@ class CheckpointManager:
     def close(self, error: Exception | None = None) -> None:
         """End the writers. The pending save is waited for only if all ranks are alive."""
         all_alive = isinstance(error, LMWorksError) and error.collective and not error.rank_lost
-        if self.background is not None:
+        if self.async_saver is not None:
             if all_alive:
-                self.record_save(self.background.settle())
-            self.background.close()
-            self.background = None
+                self.record_save(self.async_saver.wait())
+            self.async_saver.close()
+            self.async_saver = None
         if self.copies is not None:
             self.copies.close()
 
@@ -141,9 +141,9 @@ class CheckpointManager:
         position = self.load_checkpoint(step)
         if position is None:
             self.load_initial_weights()
-        if self.spec.asynchronous and self.background is None:
+        if self.spec.asynchronous and self.async_saver is None:
             state = {**self.trainer.state(), "rng": rng_state()}
-            self.background = Background(
+            self.async_saver = AsyncSaver(
                 self.root,
                 self.keep,
                 state,
@@ -227,7 +227,7 @@ class CheckpointManager:
 
     def record_refused(self, path: Path, reason: str) -> None:
         self.trainer.event("refused", checkpoint.step_of(path), path=path.name, reason=reason)
-        print(refusal(path, reason), file=sys.stderr, flush=True)
+        print(refusal_text(path, reason), file=sys.stderr, flush=True)
 
 
 def check_loaded(state: dict[str, Any]) -> None:
@@ -235,7 +235,7 @@ def check_loaded(state: dict[str, Any]) -> None:
     if why := wrong_rng(state["rng"]):
         raise DamagedError(f"its random states are malformed: {why}")
     sections = {key: state[key] for key in ("model", "optim")}
-    if found := first_reason(lambda: not_finite(first_nonfinite_tensor(named_tensors(sections)))):
+    if found := first_failure(lambda: not_finite(first_nonfinite_tensor(named_tensors(sections)))):
         raise DamagedError(found[0])
 
 
@@ -244,4 +244,4 @@ def not_finite(bad: tuple[str, int] | None) -> str | None:
 
 
 def bytes_of(folder: Path) -> int:
-    return sum(entry["bytes"] for entry in vouched(folder).files.values()) if is_rank_zero() else 0
+    return sum(entry["bytes"] for entry in read_committed(folder).files.values()) if is_rank_zero() else 0

@@ -20,7 +20,7 @@ from .. import checkpoint
 from ..checkpoint.format.digest import read_all
 from ..checkpoint.format.index import SavedTensor, read_index
 from ..checkpoint.format.manifest import Manifest
-from ..checkpoint.format.survey import Place, locate
+from ..checkpoint.format.survey import CheckpointLocation, locate
 from ..checkpoint.save_plan import as_bytes
 from ..data import Tokenizer, load_tokenizer, resolve
 from ..data.index import TOKENIZER_FILE
@@ -102,7 +102,7 @@ def refuse_others(out: Path) -> None:
 # --- reading ------------------------------------------------------------------------------------------
 
 
-def find(place: Place, step: int | None) -> tuple[Path, Manifest]:
+def find(place: CheckpointLocation, step: int | None) -> tuple[Path, Manifest]:
     """Every byte of a checkpoint is verified before the first is used; a damaged one is named, and the next taken."""
     refused = RefusalLog()
     found = checkpoint.find(place.root, refused, place.step if step is None else step)

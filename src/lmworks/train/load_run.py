@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from .. import checkpoint
-from ..checkpoint.format.manifest import Manifest, refusal
+from ..checkpoint.format.manifest import Manifest, refusal_text
 from ..data import Tokenizer, load_tokenizer, resolve
 from ..model import GPT
 from ..record import RunFolder
@@ -34,7 +34,7 @@ class RefusalLog:
 
     def __call__(self, folder: Path, reason: str) -> None:
         self.any = True
-        print(refusal(folder, reason), file=sys.stderr, flush=True)
+        print(refusal_text(folder, reason), file=sys.stderr, flush=True)
 
     def report_fallback(self, step: int) -> None:
         if self.any:

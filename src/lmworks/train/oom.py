@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 from ..plan.memory.fit import peak_rows, total
 from ..plan.memory.host_fit import gib
 from ..record import phase
-from ..record.life import where
-from ..record.oom import OutOfMemory, asked_bytes, is_oom
+from ..record.life import phase_text
+from ..record.oom import OutOfMemory, is_oom, requested_bytes
 from ..spec import SpecError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def describe_oom(error: Exception, trainer: Trainer) -> Exception:
     """An out-of-memory error with rank, phase and peaks; any other error unchanged."""
     if isinstance(error, OutOfMemory) or not is_oom(error):
         return error
-    place, asked = where(phase.name, phase.step), asked_bytes(error)
+    place, asked = phase_text(phase.name, phase.step), requested_bytes(error)
     traceback.clear_frames(error.__traceback__)  # its frames hold tensors, and the report needs memory too
     predicted, measured = predicted_bytes(trainer), measured_bytes(trainer)
     much = f": {gib(asked)} more could not be allocated" if asked else ""

@@ -28,7 +28,7 @@ def rewind(trainer: Trainer, issue: HealthIssue) -> None:
     # The last rewind target is sound: a new issue soon after lies in the data that followed, not further back.
     at_most = failed - 1 if corrupt else max(failed - trainer.spec.health.rewind_steps, now.rewound_to)
     root = trainer.folder.checkpoints
-    trainer.checkpoints.settle()
+    trainer.checkpoints.wait_for_pending()
     target = run_on_rank_zero(lambda: newest_intact(root, at_most, trainer.checkpoints.record_refused))
     if target is None:
         raise collective_error(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from ..checkpoint.format.digest import new_hash
-from ..checkpoint.format.remote import refuse_taken
+from ..checkpoint.format.remote import refuse_nonempty
 from ..data import Batch, Batches, console_progress
 from ..data.cache import refuse_vocabulary
 from ..data.progress import activity, silent
@@ -92,7 +92,7 @@ class Trainer(Stepper):
         self.init_ranks(spec, quiet)
         run_on_rank_zero(RunFolder(Path(run_dir)).refuse_taken)  # before data are prepared
         run_on_rank_zero(lambda: refuse_unwritable(Path(run_dir), "--run-dir"))
-        run_on_rank_zero(lambda: refuse_taken(spec.checkpoint.remote))
+        run_on_rank_zero(lambda: refuse_nonempty(spec.checkpoint.remote))
         self.preflight(force)
         run_on_rank_zero(
             lambda: create_run_folder(run_dir, with_absolute_paths(spec), machine)
@@ -222,7 +222,7 @@ class Trainer(Stepper):
 
     def lock_folder(self, stack: ExitStack) -> tuple[int, SkippedBatches]:
         """Lock the run folder; returns the number of this attempt, and the batches to skip."""
-        stack.enter_context(self.folder.hold(lock_timeout_s()))
+        stack.enter_context(self.folder.locked(lock_timeout_s()))
         attempt = self.folder.next_attempt()
         return attempt, record_restart(self.folder, attempt, self.spec.fault.crash_loop)
 

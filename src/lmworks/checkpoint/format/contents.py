@@ -1,4 +1,4 @@
-"""What one checkpoint holds, from its manifest and its index: nothing of the tensors themselves is read."""
+"""The contents of a checkpoint from its manifest and index, without reading tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .manifest import Files, read_manifest
 
 @dataclass(frozen=True)
 class Shape:
-    """A tensor, whole, as it was saved."""
+    """A whole tensor as it was saved."""
 
     name: str
     dtype: str  # as safetensors calls it: F32, BF16 …
     shape: list[int]
     bytes: int
-    pieces: int  # in so many parts, of as many ranks or fewer
+    pieces: int  # number of them
 
     @property
     def section(self) -> str:
@@ -33,7 +33,7 @@ class Contents:
     time: str
     torch: str
     format: int
-    cursor: int | None  # where the data stood
+    cursor: int | None  # data cursor
     parallel: dict[str, Any]  # the layout that it was saved under
     files: Files
     sections: dict[str, dict[str, int]]  # name → tensors, bytes
@@ -49,7 +49,7 @@ class Contents:
 
 
 def contents(folder: Path) -> Contents:
-    """Of a checkpoint that was saved to the end and has all its files; the index is verified, the tensors are not."""
+    """Of a committed checkpoint with all its files; the index is verified, the tensors are not."""
     manifest = read_manifest(folder)
     tensors = [shape_of(name, entry) for name, entry in read_index(folder, manifest).items()]
     tensors.sort(key=by_name)
@@ -64,7 +64,7 @@ def contents(folder: Path) -> Contents:
 
 
 def by_name(tensor: Shape) -> list[str]:
-    """The tenth block after the ninth."""
+    """Sort key: block 10 after block 9."""
     return [part.zfill(9) if part.isdigit() else part for part in tensor.name.split(".")]
 
 

@@ -1,9 +1,8 @@
-"""Files whose every chunk has a digest, computed by threads while the bytes are written or read.
+"""Files with a digest of every chunk, computed by threads while the bytes are written or read.
 
-One digest of a whole file would be one stream that a single core must follow. Chunks of 16 MiB are hashed by as many
-threads as are needed to keep up with the disk (hashing lets go of Python's lock), can be checked one at a time by
-whoever reads only a part of a file, and tell which part of it is wrong. Of a file of one chunk it is what `sha256sum`
-(or `xxhsum -H2`) prints.
+The digest of a whole file would be limited by one core. Chunks of 16 MiB are hashed by several threads that keep up
+with the disk (hashing releases the GIL), can be verified one at a time by partial reads, and locate damage. For a file
+of one chunk it is what `sha256sum` (or `xxhsum -H2`) prints.
 """
 
 from __future__ import annotations
@@ -19,34 +18,34 @@ from typing import Any
 from ...spec import CheckpointError
 
 CHUNK = 16 * 2**20
-HASHERS = 4  # threads; more than one only where a disk outruns a core
-AHEAD = 2 * HASHERS  # chunks that may wait to be hashed: what they hold stays in memory
-MOST_PARTS = 1000  # of one call to the system, which takes 1,024
+HASHERS = 4  # threads; several, for disks faster than one core
+MAX_PENDING = 2 * HASHERS  # chunks waiting to be hashed, in memory
+MOST_PARTS = 1000  # of one system call, which takes 1,024
 
-HEX_DIGITS = {"sha256": 64, "xxh3": 32}  # of a digest, by what `checkpoint.hash` may be
+HEX_DIGITS = {"sha256": 64, "xxh3": 32}  # of a digest, by `checkpoint.hash`
 
 Parts = list[memoryview]
 
 
 def write_file(path: Path, pieces: Iterable[memoryview], algorithm: str) -> dict[str, Any]:
-    """Write `pieces` one after the other, to the disk and not only to its cache; returns size and digests."""
+    """Write `pieces` in sequence, with fsync; returns size and digests."""
     size, digests = 0, []
     new = new_hash(algorithm)
-    with hashers() as pool, path.open("wb", buffering=0) as file:
+    with hash_pool() as pool, path.open("wb", buffering=0) as file:
         for parts in in_chunks(pieces):
             digests.append(pool.submit(digest_of, parts, new))
             write_all(file.fileno(), parts)
             length = sum(len(part) for part in parts)
             begin_writeback(file.fileno(), size, length)
             size += length
-            if len(digests) > AHEAD:
-                digests[-AHEAD - 1].result()
+            if len(digests) > MAX_PENDING:
+                digests[-MAX_PENDING - 1].result()
         os.fsync(file.fileno())
         return {"bytes": size, "digests": [digest.result() for digest in digests]}
 
 
 def new_hash(algorithm: str) -> Callable[[], Any]:
-    """What `hashlib.sha256` is, for any of the spec's `checkpoint.hash`."""
+    """The hash constructor of a `checkpoint.hash`, like `hashlib.sha256`."""
     if algorithm not in HEX_DIGITS:
         raise CheckpointError(f"checkpoint.hash = {algorithm!r} is not known; use {' or '.join(HEX_DIGITS)}")
     if algorithm == "sha256":
@@ -60,27 +59,27 @@ def new_hash(algorithm: str) -> Callable[[], Any]:
 
 
 def begin_writeback(descriptor: int, start: int, length: int) -> None:
-    """Let the disk begin with these bytes: left alone, Linux writes nothing before a tenth of its memory waits.
+    """Start writeback of these bytes: by default Linux waits until a tenth of its memory is dirty.
 
-    Advice that they will not be needed starts writing them without waiting for it; fsync waits, and hears of errors.
+    POSIX_FADV_DONTNEED starts it without waiting; fsync waits, and reports errors.
     """
     if length and hasattr(os, "posix_fadvise"):  # not on macOS
         os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
 
 
 def in_chunks(pieces: Iterable[memoryview]) -> Iterator[Parts]:
-    """Cut and joined to exactly CHUNK bytes each; only the last has fewer. An empty file has one empty chunk."""
+    """Chunks of exactly CHUNK bytes; only the last has fewer. An empty file has one empty chunk."""
     parts: Parts = []
-    room, empty = CHUNK, True
+    space, empty = CHUNK, True
     for piece in pieces:
         while len(piece):
             empty = False
-            parts.append(piece[:room])
-            room -= len(parts[-1])
+            parts.append(piece[:space])
+            space -= len(parts[-1])
             piece = piece[len(parts[-1]) :]
-            if not room:
+            if not space:
                 yield parts
-                parts, room = [], CHUNK
+                parts, space = [], CHUNK
     if parts or empty:
         yield parts
 
@@ -89,22 +88,22 @@ def write_all(descriptor: int, parts: Parts) -> None:
     waiting = [part for part in parts if len(part)]
     while waiting:
         written = os.writev(descriptor, waiting[:MOST_PARTS])
-        waiting = after(waiting, written)
+        waiting = remaining(waiting, written)
 
 
 def read_all(descriptor: int, parts: Parts, position: int) -> None:
-    """Fill `parts` from `position` on; raises EOFError where the file ends before."""
+    """Fill `parts` from `position` on; raises EOFError if the file is too short."""
     waiting = [part for part in parts if len(part)]
     while waiting:
         got = os.preadv(descriptor, waiting[:MOST_PARTS], position)
         if not got:
             raise EOFError
         position += got
-        waiting = after(waiting, got)
+        waiting = remaining(waiting, got)
 
 
-def after(parts: Parts, done: int) -> Parts:
-    """What is left of `parts` after their first `done` bytes."""
+def remaining(parts: Parts, done: int) -> Parts:
+    """`parts` without their first `done` bytes."""
     for index, part in enumerate(parts):
         if done < len(part):
             return [part[done:], *parts[index + 1 :]]
@@ -120,7 +119,7 @@ def digest_of(parts: Iterable[memoryview], new: Callable[[], Any]) -> str:
 
 
 @contextmanager
-def hashers() -> Iterator[ThreadPoolExecutor]:
+def hash_pool() -> Iterator[ThreadPoolExecutor]:
     pool = ThreadPoolExecutor(HASHERS, thread_name_prefix="lmworks-hash")
     try:
         yield pool
@@ -129,9 +128,9 @@ def hashers() -> Iterator[ThreadPoolExecutor]:
 
 
 def wrong_chunk(path: Path, size: int, digests: list[str], chunk: int, algorithm: str) -> int | None:
-    """Read all of a file, by several threads, and return the first chunk that is not what it was."""
+    """Read a whole file with several threads, and return the first chunk with another digest."""
     new = new_hash(algorithm)
-    with path.open("rb", buffering=0) as file, hashers() as pool:
+    with path.open("rb", buffering=0) as file, hash_pool() as pool:
 
         def check(index: int) -> bool:
             content = memoryview(bytearray(min(chunk, size - index * chunk)))

@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: which there are, putting one in its place, removing those that are not kept."""
+"""The checkpoint folders of a run: listing, atomic rename and commit, retention."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def work_folder(final: Path, process: int, number: int) -> Path:
     return final.with_name(f".{final.name}.tmp-{process}-{number}")
 
 
-def put_in_place(work: Path, final: Path) -> None:
-    """Rename and commit. An older checkpoint of this step keeps its marker, so it counts until it is superseded."""
+def rename_and_commit(work: Path, final: Path) -> None:
+    """An older checkpoint of this step keeps its marker, so it is valid until the new one is committed."""
     aside = None
     if (final / MARKER).exists():
         aside = final.with_name(f"{final.name}.replaced-{time.time_ns()}")
@@ -42,13 +42,13 @@ def put_in_place(work: Path, final: Path) -> None:
 
 
 def folders(root: Path) -> list[Path]:
-    """Step folders, committed or not, newest first; one set aside by a save that died comes after its successor."""
+    """Step folders, committed or not, newest first; one replaced by a save that died comes after its successor."""
     found = [path for path in root.glob("step-*") if FOLDER.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: (step_of(path), not path.suffix, path.suffix), reverse=True)
 
 
 def committed(root: Path) -> list[Path]:
-    """The folder of every step that was saved to the end, newest first. `verify` says whether it still is intact."""
+    """The folder of every committed step, newest first; `verify` checks whether it is intact."""
     by_step: dict[int, Path] = {}
     for folder in folders(root):
         if (folder / MARKER).exists():
@@ -57,24 +57,24 @@ def committed(root: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Which checkpoints stay."""
+class RetentionPolicy:
+    """Which checkpoints are kept."""
 
-    newest: int = 0  # so many of them (0: all)
-    every: int = 0  # and those of every so many steps, for ever (0: none)
+    newest: int = 0  # number of newest ones (0: all)
+    every: int = 0  # and every multiple of this step, forever (0: none)
 
 
-def prune(root: Path, keep: Keep | int, saved: Path | None = None) -> None:
-    """Remove the checkpoints that `keep` (or the newest so many) leaves out, and what crashed saves left behind."""
-    for folder in surplus(root, Keep(keep) if isinstance(keep, int) else keep, saved):
+def prune(root: Path, keep: RetentionPolicy | int, saved: Path | None = None) -> None:
+    """Delete the checkpoints that `keep` (or a number of newest) does not retain, and leftovers of crashed saves."""
+    for folder in prunable(root, RetentionPolicy(keep) if isinstance(keep, int) else keep, saved):
         discard(folder)
 
 
-def surplus(root: Path, keep: Keep, saved: Path | None = None) -> list[Path]:
-    """What `prune` removes.
+def prunable(root: Path, keep: RetentionPolicy, saved: Path | None = None) -> list[Path]:
+    """What `prune` deletes.
 
-    `saved`, just written, stays and is known to be good; without it, the newest intact checkpoint is looked for
-    and stays, however old it is. Where none is intact all of them stay: what one has lost another may still hold.
+    `saved`, just written, is good and kept; without it, the newest intact checkpoint is searched for and kept, however
+    old. If none is intact, all are kept: they may be damaged in different places.
     """
     checkpoints = committed(root)
     kept = checkpoints[: keep.newest or None]
@@ -98,9 +98,9 @@ def surplus(root: Path, keep: Keep, saved: Path | None = None) -> list[Path]:
 
 
 def set_aside(root: Path, step: int, place: Path) -> list[int]:
-    """Move every checkpoint after `step` to `place`, where no resume finds it; returns their steps.
+    """Move every checkpoint after `step` to `place`, where a resume does not look; returns their steps.
 
-    The newest first: killed in between, what is left is a run that stands earlier on the same line.
+    Newest first: a run that is killed in between is left at an earlier step of the same history.
     """
     later = [folder for folder in folders(root) if step_of(folder) > step]
     try:
@@ -114,10 +114,10 @@ def set_aside(root: Path, step: int, place: Path) -> list[int]:
     return sorted({step_of(folder) for folder in later})
 
 
-def sweep(root: Path) -> None:
-    """Remove what saves that died have left. For whoever holds the run, before its first save.
+def remove_leftovers(root: Path) -> None:
+    """Remove leftovers of crashed saves. For the process that has locked the run, before its first save.
 
-    `prune` knows them by their process, whose number may be that of another by now: in a container, every time.
+    `prune` identifies them by pid, which may have been reused; in a container it always is.
     """
     for path in root.glob(".step-*"):
         if LEFTOVER.fullmatch(path.name):
@@ -133,9 +133,9 @@ def intact(folder: Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """The marker goes first: half a folder must not look committed. What cannot be removed is tried again next time."""
+    """The marker goes first: a partial folder must not look committed. Failures are retried next time."""
     try:
-        if folder.is_symlink():  # what it points to is somebody else's
+        if folder.is_symlink():  # its target is not ours
             folder.unlink()
             return
         (folder / MARKER).unlink(missing_ok=True)
@@ -152,5 +152,5 @@ def is_other_process(number: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it lives, under another user
+        pass  # it runs under another user
     return True

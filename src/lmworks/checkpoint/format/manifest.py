@@ -1,13 +1,13 @@
-"""What makes a folder a checkpoint: a manifest of its files, and a marker that vouches for the manifest.
+"""The manifest of a checkpoint, and the marker that commits it.
 
     step-000100/
       rank-00000.safetensors …  what each rank wrote: its pieces of the tensors
-      index.json                which piece of which tensor lies where
-      manifest.json             size, writer and digests of every file above, and what the run wants to remember
+      index.json                location of each piece of each tensor
+      manifest.json             size, rank and digests of every file above, and the metadata of the run
       COMMITTED                 SHA-256 of manifest.json; written last
 
-Every byte is covered by a checksum, the checksums by the marker, and the marker by being last. A file that the manifest
-does not name is ignored: nothing ever reads it.
+Every byte is covered by a digest, the digests by the marker, and the marker is written last. Files that are not in the
+manifest are ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...spec import CheckpointError
 from ...spec.files import write_whole
 from ...spec.names import unsafe_name
 from .digest import CHUNK, HEX_DIGITS, digest_of, new_hash, wrong_chunk
-from .validation import DamagedError, expect, is_whole, json_object, shown
+from .validation import DamagedError, expect, is_int, json_object, short_repr
 
 FORMAT = 2
 INDEX = "index.json"
@@ -40,10 +40,10 @@ Files = dict[str, dict[str, Any]]  # name → {"bytes", "rank" that wrote it, "d
 @dataclass(frozen=True)
 class Manifest:
     step: int
-    meta: dict[str, Any]  # the run's own: data position, loss scale, spec … (anything JSON holds)
+    meta: dict[str, Any]  # of the run: data cursor, loss scale, spec … (any JSON)
     files: Files
-    hash: str = "sha256"  # or xxh3: what every digest of a chunk was made with
-    chunk: int = CHUNK  # bytes under each digest
+    hash: str = "sha256"  # or xxh3: of every chunk
+    chunk: int = CHUNK  # bytes per digest
     time: str = ""
     torch: str = ""
     format: int = FORMAT
@@ -53,10 +53,10 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def refusal(folder: Path, reason: str) -> str:
-    """In one line. What was never finished is no damage: a process was killed before its commit."""
+def refusal_text(folder: Path, reason: str) -> str:
+    """In one line. An unfinished save is no damage: a process was killed before its commit."""
     unfinished = folder.is_dir() and not (folder / MARKER).exists()
-    return f"{'passed over an unfinished' if unfinished else 'refused a damaged'} checkpoint: {reason}"
+    return f"{'skipped an unfinished' if unfinished else 'refused a damaged'} checkpoint: {reason}"
 
 
 def step_of(folder: Path) -> int:
@@ -66,13 +66,15 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def seal(folder: Path, step: int, meta: dict[str, Any], files: Files, torch: str, hash: str = "sha256") -> None:
-    """Write the manifest of `files`. Until `commit`, the folder is still nothing that a run would load."""
+def write_manifest(
+    folder: Path, step: int, meta: dict[str, Any], files: Files, torch: str, hash: str = "sha256"
+) -> None:
+    """Write the manifest of `files`. Before `commit`, no run loads the folder."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     manifest = Manifest(step, meta, files, hash, time=now, torch=torch)
     try:
         check_sizes(folder, manifest)
-    except DamagedError as error:  # some rank wrote to a disk of its own
+    except DamagedError as error:  # a rank wrote to a disk of its own
         raise CheckpointError(f"{error} where rank 0 looks: all ranks must save to one file system") from None
     write_whole(folder / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1))
 
@@ -82,43 +84,47 @@ def commit(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, where every file that it names is there in full. Their content is not read."""
-    manifest = vouched(folder)
+    """The manifest, if all its files exist with the right size. Their contents are not read."""
+    manifest = read_committed(folder)
     check_sizes(folder, manifest)
     return manifest
 
 
-def vouched(folder: Path) -> Manifest:
-    """The manifest, if it is the one that the marker vouches for."""
+def read_committed(folder: Path) -> Manifest:
+    """The manifest, if its digest is the one in the marker."""
     step = step_of(folder)
     marker, path = folder / MARKER, folder / MANIFEST
     digest = read(marker, "the save was never finished").decode(errors="replace").strip()
     text = read(path, "nothing says what the checkpoint should hold")
     if hashlib.sha256(text).hexdigest() != digest:
-        raise DamagedError(f"{path} is not the one that {MARKER} vouches for (checksum mismatch)")
-    manifest = parsed(text, path)
+        raise DamagedError(f"{path} does not match {MARKER} (checksum mismatch)")
+    manifest = parse_manifest(text, path)
     if manifest.step != step:
         raise DamagedError(f"{path} belongs to step {manifest.step}, not to {folder.name}")
     return manifest
 
 
-def parsed(text: bytes, path: Path | str) -> Manifest:
-    """The manifest that is written so, if every field is what it should be; `path` is where it comes from."""
+def parse_manifest(text: bytes, path: Path | str) -> Manifest:
+    """Parse and validate; `path` is for messages."""
     fields = json_object(text, path)
     if fields.get("format") != FORMAT:
-        raise DamagedError(f"{path} has format {shown(fields.get('format'))}; this version of LMWorks reads {FORMAT}")
+        raise DamagedError(
+            f"{path} has format {short_repr(fields.get('format'))}; this version of LMWorks reads {FORMAT}"
+        )
     known = {field.name for field in dataclasses.fields(Manifest)}
     for key in ("step", "meta", "files"):
         expect(key in fields, path, f"it has no '{key}'")
     for key in fields:
-        expect(key in known, path, f"it has a key {shown(key)}, which this version of LMWorks does not know")
+        expect(key in known, path, f"it has a key {short_repr(key)}, which this version of LMWorks does not know")
     manifest = Manifest(**fields)
-    expect(is_whole(manifest.step), path, f"step = {shown(manifest.step)} is not a whole number")
-    expect(isinstance(manifest.meta, dict), path, f"meta = {shown(manifest.meta)} is not an object")
-    expect(isinstance(manifest.files, dict), path, f"files = {shown(manifest.files)} is not an object")
+    expect(is_int(manifest.step), path, f"step = {short_repr(manifest.step)} is not a whole number")
+    expect(isinstance(manifest.meta, dict), path, f"meta = {short_repr(manifest.meta)} is not an object")
+    expect(isinstance(manifest.files, dict), path, f"files = {short_repr(manifest.files)} is not an object")
     hashes = " or ".join(HEX_DIGITS)
-    expect(manifest.hash in list(HEX_DIGITS), path, f"hash = {shown(manifest.hash)} is not known; it must be {hashes}")
-    expect(is_whole(manifest.chunk, 1), path, f"chunk = {shown(manifest.chunk)} is not a number of bytes")
+    expect(
+        manifest.hash in list(HEX_DIGITS), path, f"hash = {short_repr(manifest.hash)} is not known; it must be {hashes}"
+    )
+    expect(is_int(manifest.chunk, 1), path, f"chunk = {short_repr(manifest.chunk)} is not a number of bytes")
     for key in ("time", "torch"):
         expect(isinstance(getattr(manifest, key), str), path, f"{key} is not a string")
     expect(INDEX in manifest.files, path, f"files does not list {INDEX}")
@@ -128,13 +134,13 @@ def parsed(text: bytes, path: Path | str) -> Manifest:
 
 
 def check_entry(name: str, entry: Any, manifest: Manifest, path: Path | str) -> None:
-    """One file: a plain name, and as many digests as it has chunks."""
+    """One file: a plain name, and one digest per chunk."""
     if why := unsafe_name(name) or ("it is not a rank's" if name in (MANIFEST, MARKER) else ""):
-        raise DamagedError(f"{path} names a file {shown(name)}: {why}")
+        raise DamagedError(f"{path} names a file {short_repr(name)}: {why}")
     expect(isinstance(entry, dict), path, f"files['{name}'] is not an object")
     for key in ("bytes", "rank"):
         value = entry.get(key)
-        expect(is_whole(value), path, f"files['{name}'] has {key} = {shown(value)} instead of a whole number")
+        expect(is_int(value), path, f"files['{name}'] has {key} = {short_repr(value)} instead of a whole number")
     digests, digits = entry.get("digests"), HEX_DIGITS[manifest.hash]
     expect(
         isinstance(digests, list) and all(isinstance(one, str) and len(one) == digits for one in digests),
@@ -156,11 +162,11 @@ def check_size(path: Path, manifest: Manifest) -> None:
     try:
         found = path.stat().st_size
     except FileNotFoundError:
-        raise DamagedError(f"{named(path, manifest)} is missing") from None
+        raise DamagedError(f"{file_and_rank(path, manifest)} is missing") from None
     except OSError as error:
         raise unreadable(path, manifest, error) from None
     if found != size:
-        raise DamagedError(f"{named(path, manifest)} has {found} bytes instead of {size}")
+        raise DamagedError(f"{file_and_rank(path, manifest)} has {found} bytes instead of {size}")
 
 
 def check_file(path: Path, manifest: Manifest) -> None:
@@ -174,8 +180,8 @@ def check_file(path: Path, manifest: Manifest) -> None:
         raise damaged(path, manifest, wrong)
 
 
-def content_of(path: Path, manifest: Manifest) -> bytes:
-    """All of one file, verified as it is read: what is read again later may be something else."""
+def read_verified(path: Path, manifest: Manifest) -> bytes:
+    """The verified content of one file, read once: a second read may differ."""
     try:
         content, size = path.read_bytes(), manifest.chunk
     except OSError as error:
@@ -189,19 +195,21 @@ def content_of(path: Path, manifest: Manifest) -> bytes:
 
 
 def damaged(path: Path, manifest: Manifest, index: int) -> DamagedError:
-    """Its `index`-th chunk is not what was written."""
+    """For a wrong digest of chunk `index`."""
     first = index * manifest.chunk
     last = min(first + manifest.chunk, manifest.files[path.name]["bytes"])
     where = f"bytes {first} to {last}" if last else "it"
-    return DamagedError(f"{named(path, manifest)} is damaged: the checksum of {where} does not match the manifest")
+    return DamagedError(
+        f"{file_and_rank(path, manifest)} is damaged: the checksum of {where} does not match the manifest"
+    )
 
 
 def unreadable(path: Path, manifest: Manifest, error: OSError | EOFError) -> DamagedError:
     reason = error.strerror or error if isinstance(error, OSError) else "it ends before its end"
-    return DamagedError(f"cannot read {named(path, manifest)}: {reason}")
+    return DamagedError(f"cannot read {file_and_rank(path, manifest)}: {reason}")
 
 
-def named(path: Path, manifest: Manifest) -> str:
+def file_and_rank(path: Path, manifest: Manifest) -> str:
     return f"{path} (rank {manifest.files[path.name]['rank']})"
 
 

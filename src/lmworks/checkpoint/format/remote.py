@@ -1,7 +1,7 @@
-"""Committed checkpoints copied to a second place: any address that fsspec knows (s3://, gs://, file://, …).
+"""Remote copies of committed checkpoints: any URL that fsspec supports (s3://, gs://, file://, …).
 
-The copy has a manifest and a marker of its own, written after everything they vouch for, so that it too is there whole
-or not at all. Files go up as they are; what is brought back is verified like any other checkpoint.
+The manifest and the marker are uploaded last, so that a copy is complete or does not count. A download is verified like
+any other checkpoint.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from ...spec import CheckpointError, SpecError
 from ...spec.files import sync_folder
-from .folders import Keep, discard, put_in_place, work_folder
-from .manifest import FOLDER, MANIFEST, MARKER, parsed, step_of, vouched
+from .folders import RetentionPolicy, discard, rename_and_commit, work_folder
+from .manifest import FOLDER, MANIFEST, MARKER, parse_manifest, read_committed, step_of
 from .validation import DamagedError
 
-STREAMS = 4  # files that travel at once
+STREAMS = 4  # parallel transfers
 
 
 def connect(url: str) -> tuple[Any, str]:
-    """The file system of an address, and the path in it."""
+    """The file system of a URL, and the path in it."""
     try:
         import fsspec  # type: ignore[import-untyped]
     except ImportError:
@@ -31,23 +31,27 @@ def connect(url: str) -> tuple[Any, str]:
         ) from None
     try:
         system, path = fsspec.core.url_to_fs(url)
-    except ImportError as error:  # a protocol whose package is not there: fsspec says which
+    except ImportError as error:  # the package of the protocol is missing: fsspec names it
         raise CheckpointError(f"checkpoint.remote = {url!r}: {error}") from None
     except (ValueError, OSError) as error:
         raise CheckpointError(f"checkpoint.remote = {url!r} cannot be opened: {error}") from None
     return system, str(path)
 
 
-def upload(folder: Path, url: str, keep: Keep) -> None:
-    """Copy one checkpoint; then remove there what `keep` does not keep."""
+def upload(folder: Path, url: str, keep: RetentionPolicy) -> None:
+    """Copy one checkpoint; then delete remote ones that `keep` does not retain."""
     system, root = connect(url)
     target = f"{root}/{folder.name}"
     remove(system, target)
     system.makedirs(target, exist_ok=True)
-    held = hold(folder)
+    held = hard_link(folder)
     try:
         with ThreadPoolExecutor(STREAMS) as pool:
-            list(pool.map(lambda name: system.put_file(str(held / name), f"{target}/{name}"), vouched(folder).files))
+            list(
+                pool.map(
+                    lambda name: system.put_file(str(held / name), f"{target}/{name}"), read_committed(folder).files
+                )
+            )
         for name in (MANIFEST, MARKER):
             system.put_file(str(held / name), f"{target}/{name}")
     finally:
@@ -55,8 +59,8 @@ def upload(folder: Path, url: str, keep: Keep) -> None:
     prune_remote(system, root, keep, step_of(folder))
 
 
-def hold(folder: Path) -> Path:
-    """A second name for every file, so that a checkpoint can be removed here while it is still being copied."""
+def hard_link(folder: Path) -> Path:
+    """Hard links to every file, so that a checkpoint can be deleted locally while it is being copied."""
     held = work_folder(folder, os.getpid(), 1)
     discard(held)
     held.mkdir()
@@ -65,26 +69,26 @@ def hold(folder: Path) -> Path:
     return held
 
 
-def prune_remote(system: Any, root: str, keep: Keep, copied: int) -> None:
-    """As `folders.prune` does. Steps after the one just copied are those of a line that a rewind has given up."""
-    steps = sorted(committed_there(system, root), reverse=True)
-    line = [step for step in steps if step <= copied]
-    kept = {*line[: keep.newest or None], *(step for step in line if keep.every and step % keep.every == 0)}
+def prune_remote(system: Any, root: str, keep: RetentionPolicy, copied: int) -> None:
+    """Like `folders.prune`. Steps after the one just copied were discarded by a rewind."""
+    steps = sorted(list_committed(system, root), reverse=True)
+    valid = [step for step in steps if step <= copied]
+    kept = {*valid[: keep.newest or None], *(step for step in valid if keep.every and step % keep.every == 0)}
     for step in steps:
         if step not in kept:
             remove(system, f"{root}/step-{step:06d}")
 
 
 def remove(system: Any, target: str) -> None:
-    """The marker first: half a copy must not look whole."""
+    """The marker first: a partial copy must not look complete."""
     if system.exists(f"{target}/{MARKER}"):
         system.rm_file(f"{target}/{MARKER}")
     if system.exists(target):
         system.rm(target, recursive=True)
 
 
-def committed_there(system: Any, root: str) -> list[int]:
-    """Steps of which a whole copy is there."""
+def list_committed(system: Any, root: str) -> list[int]:
+    """Steps with a complete copy."""
     if not system.exists(root):
         return []
     system.invalidate_cache()
@@ -93,27 +97,27 @@ def committed_there(system: Any, root: str) -> list[int]:
     return [step for step in steps if system.exists(f"{root}/step-{step:06d}/{MARKER}")]
 
 
-def steps_there(url: str) -> list[int]:
+def remote_steps(url: str) -> list[int]:
     """Newest first."""
     system, root = connect(url)
     try:
-        return sorted(committed_there(system, root), reverse=True)
-    except Exception as error:  # each kind of store has its own
+        return sorted(list_committed(system, root), reverse=True)
+    except Exception as error:  # each backend has its own
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"checkpoint.remote = {url!r} cannot be read: {type(error).__name__}: {why}") from error
 
 
-def refuse_taken(url: str) -> None:
-    """A new run must neither go on from another's checkpoints nor keep its own among them."""
-    if url and (steps := steps_there(url)):
+def refuse_nonempty(url: str) -> None:
+    """A new run must neither resume from the checkpoints of another nor mix with them."""
+    if url and (steps := remote_steps(url)):
         raise SpecError(
             f"checkpoint.remote = {url!r} already holds the checkpoints of a run (the newest of step {steps[0]}); "
-            "go on with that run (lmworks resume), or name another place"
+            "resume that run (lmworks resume), or use another URL"
         )
 
 
 def download(url: str, final: Path) -> None:
-    """Bring the copy of one step here and commit it. Its files are verified by whoever loads them."""
+    """Download the copy of one step and commit it. Its files are verified when they are loaded."""
     system, root = connect(url)
     source, work = f"{root}/{final.name}", work_folder(final, os.getpid(), 0)
     discard(work)
@@ -121,16 +125,16 @@ def download(url: str, final: Path) -> None:
     try:
         text = system.cat_file(f"{source}/{MANIFEST}")
         if hashlib.sha256(text).hexdigest() != system.cat_file(f"{source}/{MARKER}").decode(errors="replace").strip():
-            raise DamagedError(f"{source}/{MANIFEST} is not the one that {MARKER} vouches for (checksum mismatch)")
-        files = parsed(text, f"{source}/{MANIFEST}").files  # plain names: none leads out of the folder
+            raise DamagedError(f"{source}/{MANIFEST} does not match {MARKER} (checksum mismatch)")
+        files = parse_manifest(text, f"{source}/{MANIFEST}").files  # plain names: none points outside the folder
         (work / MANIFEST).write_bytes(text)
         with ThreadPoolExecutor(STREAMS) as pool:
             list(pool.map(lambda name: system.get_file(f"{source}/{name}", str(work / name)), files))
         sync_folder(work)
-        put_in_place(work, final)
+        rename_and_commit(work, final)
     except DamagedError:
         raise
-    except Exception as error:  # each kind of store has its own
-        raise DamagedError(f"cannot bring {source} here: {type(error).__name__}: {error}") from error
+    except Exception as error:  # each backend has its own
+        raise DamagedError(f"cannot download {source}: {type(error).__name__}: {error}") from error
     finally:
         discard(work)

@@ -1,6 +1,6 @@
-"""Copying committed checkpoints to a second place while the run goes on: one at a time, the newest first.
+"""Background copies of committed checkpoints to remote storage: one at a time, the newest first.
 
-A place that is slower than the run saves gets fewer checkpoints, not a queue of them.
+Storage that is slower than the saves gets fewer checkpoints, not a queue of them.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import writer_client
-from .folders import Keep
+from .folders import RetentionPolicy
 from .manifest import step_of
-from .writer_client import Writer
-from .writer_messages import Copy, Failed, Setup
+from .writer_client import WriterClient
+from .writer_messages import CopyJob, JobFailed, WriterSetup
 
 POLL_S = 0.02
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopyResult:
     folder: Path
     seconds: float
     error: str = ""
 
 
-class Copies:
-    """Of one run, on the lead."""
+class RemoteCopier:
+    """Of one run, on rank 0."""
 
-    def __init__(self, remote: str, keep: Keep) -> None:
+    def __init__(self, remote: str, keep: RetentionPolicy) -> None:
         self.remote, self.keep = remote, keep
-        self.writer: Writer | None = None
+        self.writer: WriterClient | None = None
         self.current: Path | None = None
         self.next: Path | None = None
         self.began = 0.0
@@ -45,33 +45,33 @@ class Copies:
     def send(self, folder: Path) -> None:
         if self.writer is None or not self.writer.alive():
             self.close()
-            self.writer = Writer(Setup(0, b"", 0, b"", "", tuple(writer_client.startup)))
+            self.writer = WriterClient(WriterSetup(0, b"", 0, b"", "", tuple(writer_client.startup)))
         self.current, self.began = folder, time.perf_counter()
-        self.writer.send(Copy(step_of(folder), folder, self.remote, self.keep))
+        self.writer.send(CopyJob(step_of(folder), folder, self.remote, self.keep))
 
-    def poll(self, patience_s: float = 0.0) -> Copied | None:
-        """What became of the copy under way, once it has ended; the next one is begun."""
+    def poll(self, timeout_s: float = 0.0) -> CopyResult | None:
+        """The result of the running copy, once it has ended; starts the next one."""
         if self.writer is None or self.current is None:
             return None
-        answer = self.writer.answer(patience_s)
+        answer = self.writer.answer(timeout_s)
         if answer is None:
             return None
-        error = answer.reason if isinstance(answer, Failed) else ""
-        copied = Copied(self.current, time.perf_counter() - self.began, error)
-        self.current, following = None, self.next
+        error = answer.reason if isinstance(answer, JobFailed) else ""
+        copied = CopyResult(self.current, time.perf_counter() - self.began, error)
+        self.current, next_folder = None, self.next
         self.next = None
-        if following is not None:
-            self.send(following)
+        if next_folder is not None:
+            self.send(next_folder)
         return copied
 
-    def settle(self) -> Iterator[Copied]:
-        """Wait until nothing is left to copy."""
+    def drain(self) -> Iterator[CopyResult]:
+        """Wait until all copies are done."""
         while self.current is not None:
             if copied := self.poll(POLL_S):
                 yield copied
 
     def close(self) -> None:
-        """What is under way is given up: without its marker it is no copy."""
+        """The running copy is abandoned; without its marker it does not count."""
         if self.writer is not None:
             self.writer.close()
             self.writer = None

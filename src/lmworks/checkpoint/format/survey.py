@@ -1,6 +1,6 @@
-"""What lies among a run's checkpoints, whole or not, and which of their files are still what was written.
+"""Lists the checkpoints of a run, complete or not, and verifies their files.
 
-Nothing here writes, and nothing needs torch: looking at a checkpoint is quick.
+Read-only, and without torch: it starts quickly.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from .manifest import (
     Manifest,
     check_file,
     check_size,
+    read_committed,
     read_manifest,
     step_of,
-    vouched,
 )
 
-FILES = 2  # that are read at once, each by several threads
+FILES = 2  # read in parallel, each by several threads
 
 Progress = Callable[[str, int, int], None]
 
 
-# --- where they are ---------------------------------------------------------------------------------
+# --- location -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Place:
-    """A run's checkpoints, or a folder of them that was copied elsewhere."""
+class CheckpointLocation:
+    """The checkpoints of a run, or a copied folder of them."""
 
     root: Path
     run: RunFolder | None = None
-    step: int | None = None  # where one step's own folder was named
+    step: int | None = None  # if the folder of one step was given
 
     @property
     def name(self) -> Path:
         return self.run.path if self.run else self.root
 
     def choose(self, step: int | None) -> Path:
-        """The folder of a step, or of the newest that was saved to the end (or else begun)."""
+        """The folder of a step, or of the newest committed one (without one, the newest)."""
         found = folders(self.root)
         whole = [folder for folder in found if (folder / MARKER).exists()]
         wanted = self.step if step is None else step
@@ -67,19 +67,19 @@ class Place:
         raise NoSuchCheckpoint(f"{self.root} has no checkpoint of step {wanted}; steps there: {there}")
 
 
-def locate(path: Path) -> Place:
+def locate(path: Path) -> CheckpointLocation:
     """A run folder, a folder of step folders, or one step folder; anything else is refused."""
     path = with_name(path)
     try:
         if not path.is_dir():
             raise SpecError(f"{path} {'is a file' if path.exists() else 'does not exist'}; name a run folder")
         if FOLDER.fullmatch(path.name):
-            place = Place(path.parent, run_of(path.parent), step_of(path))
+            place = CheckpointLocation(path.parent, run_of(path.parent), step_of(path))
         elif (path / "spec.toml").is_file():
-            place = Place(path / "checkpoints", RunFolder(path))
+            place = CheckpointLocation(path / "checkpoints", RunFolder(path))
         else:
-            place = Place(path, run_of(path))
-        found = place.root.is_dir() and any(map(in_question, place.root.iterdir()))
+            place = CheckpointLocation(path, run_of(path))
+        found = place.root.is_dir() and any(map(is_checkpoint_folder, place.root.iterdir()))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if not found and place.run:
@@ -90,70 +90,72 @@ def locate(path: Path) -> Place:
 
 
 def run_of(root: Path) -> RunFolder | None:
-    """The run whose checkpoints these are, if they are where it keeps them."""
+    """The run of a checkpoints folder, if it is inside a run folder."""
     root = with_name(root)
     run = RunFolder(root.parent)
     return run if run.spec_path.is_file() and run.checkpoints.name == root.name else None
 
 
 def with_name(path: Path) -> Path:
-    """`.` and `..` by the names that they stand for."""
+    """Resolves `.` and `..`."""
     return path if path.name not in ("", "..") else Path(os.path.abspath(path))
 
 
-def in_question(path: Path) -> bool:
+def is_checkpoint_folder(path: Path) -> bool:
     return bool(FOLDER.fullmatch(path.name) or LEFTOVER.fullmatch(path.name)) and path.is_dir()
 
 
-# --- what there is ----------------------------------------------------------------------------------
+# --- listing ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointStatus:
     folder: Path
     step: int
     status: str  # committed, damaged, unfinished, replaced, leftover, writing
-    time: str  # when it was saved; of one that was not, when it was last touched
+    time: str  # of the commit; otherwise of the last modification
     bytes: int  # on the disk
     files: int
-    ranks: int  # that wrote it (0: nothing says)
-    reason: str = ""  # for which it is damaged
+    ranks: int  # that wrote it (0: unknown)
+    reason: str = ""  # why it is damaged
 
 
-def survey(root: Path) -> list[Found]:
-    """Every step folder, newest first, then what saves that died have left. Sizes are compared, contents are not."""
+def list_checkpoints(root: Path) -> list[CheckpointStatus]:
+    """Every step folder, newest first, then leftovers of failed saves. Sizes are compared, contents are not."""
     try:
         hidden = [path for path in sorted(root.glob(".step-*")) if LEFTOVER.fullmatch(path.name) and path.is_dir()]
-        return [*seen(look, folders(root)), *seen(look_at_leftover, hidden)]
+        return [*existing(inspect_folder, folders(root)), *existing(inspect_leftover, hidden)]
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename or root}: {error.strerror}") from None
 
 
-def seen(look: Callable[[Path], Found], paths: Iterable[Path]) -> Iterator[Found]:
-    """Less those that a run removes while they are looked at."""
+def existing(inspect: Callable[[Path], CheckpointStatus], paths: Iterable[Path]) -> Iterator[CheckpointStatus]:
+    """Without those that a run removes meanwhile."""
     for path in paths:
         with suppress(FileNotFoundError):
-            yield look(path)
+            yield inspect(path)
 
 
-def look(folder: Path) -> Found:
-    status, reason, ranks, when = "committed", "", 0, touched(folder)
+def inspect_folder(folder: Path) -> CheckpointStatus:
+    status, reason, ranks, when = "committed", "", 0, modified_time(folder)
     try:
-        manifest = vouched(folder)
+        manifest = read_committed(folder)
         ranks, when = len({entry["rank"] for entry in manifest.files.values()}), manifest.time
-        read_manifest(folder)  # which looks at sizes, too
+        read_manifest(folder)  # checks sizes, too
     except CheckpointError as error:
         status, reason = ("damaged", str(error)) if (folder / MARKER).exists() else ("unfinished", "")
     if status == "committed" and folder.suffix:
         status = "replaced"
-    return Found(folder, step_of(folder), status, when, size_of(folder), len(files_of(folder)), ranks, reason)
+    return CheckpointStatus(
+        folder, step_of(folder), status, when, size_of(folder), len(files_of(folder)), ranks, reason
+    )
 
 
-def look_at_leftover(path: Path) -> Found:
+def inspect_leftover(path: Path) -> CheckpointStatus:
     name = LEFTOVER.fullmatch(path.name)
     status = "writing" if name and is_other_process(int(name[1])) else "leftover"
     step = int(path.name.removeprefix(".step-").partition(".")[0])
-    return Found(path, step, status, touched(path), size_of(path), len(files_of(path)), 0)
+    return CheckpointStatus(path, step, status, modified_time(path), size_of(path), len(files_of(path)), 0)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -164,33 +166,33 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in files_of(folder))
 
 
-def touched(folder: Path) -> str:
+def modified_time(folder: Path) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(folder.stat().st_mtime))
 
 
-# --- whether it is what was written -----------------------------------------------------------------
+# --- verification -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Wrong:
+class FileError:
     file: str
     rank: int | None  # that wrote it
     reason: str
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     folder: Path
     step: int
     status: str  # intact, damaged, unfinished
     files: int = 0
     bytes: int = 0
-    wrong: tuple[Wrong, ...] = ()
+    wrong: tuple[FileError, ...] = ()
 
 
-def examine(checkpoints: Sequence[Path], progress: Progress) -> list[Verdict]:
-    """Read every byte of these checkpoints, several files at once, and tell all that is wrong."""
-    manifests: dict[Path, Manifest | Wrong] = {folder: opened(folder) for folder in checkpoints}
+def verify_all(checkpoints: Sequence[Path], progress: Progress) -> list[VerifyResult]:
+    """Read every byte of these checkpoints, several files in parallel, and list all damage."""
+    manifests: dict[Path, Manifest | FileError] = {folder: opened(folder) for folder in checkpoints}
     jobs = [
         (folder / name, manifest)
         for folder, manifest in manifests.items()
@@ -198,7 +200,7 @@ def examine(checkpoints: Sequence[Path], progress: Progress) -> list[Verdict]:
         for name in manifest.files
     ]
     sizes = [manifest.files[path.name]["bytes"] for path, manifest in jobs]
-    wrong: dict[Path, list[Wrong]] = {folder: [] for folder in checkpoints}
+    wrong: dict[Path, list[FileError]] = {folder: [] for folder in checkpoints}
     done = 0
     pool = ThreadPoolExecutor(FILES)
     try:
@@ -207,33 +209,33 @@ def examine(checkpoints: Sequence[Path], progress: Progress) -> list[Verdict]:
             done += size
             progress("verify", done, sum(sizes))
     finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for what was not begun
+        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for pending files
     return [verdict(folder, manifest, wrong[folder]) for folder, manifest in manifests.items()]
 
 
-def opened(folder: Path) -> Manifest | Wrong:
+def opened(folder: Path) -> Manifest | FileError:
     try:
-        return vouched(folder)
+        return read_committed(folder)
     except CheckpointError as error:
-        return Wrong(MANIFEST, None, str(error))
+        return FileError(MANIFEST, None, str(error))
 
 
-def check(path: Path, manifest: Manifest) -> Wrong | None:
+def check(path: Path, manifest: Manifest) -> FileError | None:
     try:
         check_size(path, manifest)
         check_file(path, manifest)
         if path.name == INDEX:
             read_index(path.parent, manifest)
     except CheckpointError as error:
-        return Wrong(path.name, manifest.files[path.name]["rank"], str(error))
+        return FileError(path.name, manifest.files[path.name]["rank"], str(error))
     return None
 
 
-def verdict(folder: Path, manifest: Manifest | Wrong, wrong: list[Wrong]) -> Verdict:
+def verdict(folder: Path, manifest: Manifest | FileError, wrong: list[FileError]) -> VerifyResult:
     step = step_of(folder)
-    if isinstance(manifest, Wrong):
+    if isinstance(manifest, FileError):
         if not (folder / MARKER).exists():
-            return Verdict(folder, step, "unfinished")
-        return Verdict(folder, step, "damaged", wrong=(manifest,))
+            return VerifyResult(folder, step, "unfinished")
+        return VerifyResult(folder, step, "damaged", wrong=(manifest,))
     size = sum(entry["bytes"] for entry in manifest.files.values())
-    return Verdict(folder, step, "damaged" if wrong else "intact", len(manifest.files), size, tuple(wrong))
+    return VerifyResult(folder, step, "damaged" if wrong else "intact", len(manifest.files), size, tuple(wrong))

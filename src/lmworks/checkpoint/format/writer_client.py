@@ -1,4 +1,4 @@
-"""A rank's end of its writer process: start it, give it jobs, hear what became of them."""
+"""The client of a writer process: start it, send it jobs, receive their results."""
 
 from __future__ import annotations
 
@@ -14,102 +14,106 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ...record import phase
-from ...record.life import Beat, moved, own_beat, started_at, state_of
-from .writer_messages import Answer, Copy, Entered, Failed, Job, Seal, Setup, Write
+from ...record.life import Heartbeat, activity_counters, own_heartbeat, process_state, started_at
+from .writer_messages import Answer, CopyJob, Job, JobFailed, PhaseEntered, SealJob, WriteJob, WriterSetup
 
 # Called in every new writer before its first job. They must be picklable: functions of modules that it can import.
 startup: list[Callable[[], None]] = []
 
-STOPPED_S = 10.0  # that a writer may be stopped while its rank runs on; a job that is suspended stops both
-LOOK_S = 0.5
-KILL_S = 5.0  # that a process has to end: a killed one that waits for a hung file system does not
+STOPPED_TIMEOUT_S = 10.0  # for which a writer may be stopped while its rank runs; suspending a job stops both
+CHECK_S = 0.5
+KILL_S = 5.0  # to wait for its end: a killed process in a hung file system does not end
 
 
-class Writer:
-    """One process. It imports no torch, is ready in a fraction of a second, and has nothing of ours but the buffer."""
+class WriterClient:
+    """One process. It does not import torch, starts in a fraction of a second, and shares only the staging buffer."""
 
-    def __init__(self, setup: Setup, buffer: int = -1, timeout_s: float = 1800.0, sign: Path | None = None) -> None:
-        """`timeout_s`: how long it may stand still in a job. `sign`: where it is told what it does, for `diagnose`."""
-        self.timeout_s, self.sign_path = timeout_s, sign
-        ours, theirs = socket.socketpair()
-        call = f"main({theirs.fileno()}, {buffer}, {os.getpid()})"
+    def __init__(
+        self, setup: WriterSetup, buffer: int = -1, timeout_s: float = 1800.0, heartbeat_path: Path | None = None
+    ) -> None:
+        """`timeout_s`: without progress in a job. `heartbeat_path`: its heartbeat, for `diagnose`."""
+        self.timeout_s, self.heartbeat_path = timeout_s, heartbeat_path
+        parent, child = socket.socketpair()
+        call = f"main({child.fileno()}, {buffer}, {os.getpid()})"
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__package__}.writer_process import main; {call}"
-        passed = [descriptor for descriptor in (theirs.fileno(), buffer) if descriptor >= 0]
-        with theirs:
+        passed = [descriptor for descriptor in (child.fileno(), buffer) if descriptor >= 0]
+        with child:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code], pass_fds=passed, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
             )
-        self.channel = Connection(ours.detach())
-        beat = own_beat(setup.rank)
-        self.beat = replace(beat, pid=self.process.pid, started=started_at(self.process.pid))
+        self.channel = Connection(parent.detach())
+        heartbeat = own_heartbeat(setup.rank)
+        self.heartbeat = replace(heartbeat, pid=self.process.pid, started=started_at(self.process.pid))
         self.busy = self.given_up = False
         self.send(setup)
         self.busy = False
 
-    def send(self, job: Job | Setup | None) -> None:
+    def send(self, job: Job | WriterSetup | None) -> None:
         self.busy = True
-        self.mark = moved(self.beat)
-        self.looked = self.moved = self.ran = time.monotonic()
-        if isinstance(job, Write | Seal | Copy):
-            self.show(job.step)
-        with suppress(OSError):  # it is gone, as `answer` will find
+        self.counters = activity_counters(self.heartbeat)
+        self.last_check = self.last_progress = self.last_running = time.monotonic()
+        if isinstance(job, WriteJob | SealJob | CopyJob):
+            self.write_heartbeat(job.step)
+        with suppress(OSError):  # the process has ended, as `answer` will find
             self.channel.send(job)
 
-    def answer(self, patience_s: float = 0.0) -> Answer | None:
-        """What became of the job, or None where it is still at work. Where it got to is entered as our phase."""
+    def answer(self, timeout_s: float = 0.0) -> Answer | None:
+        """The result of the job; None while it runs. Its phases are entered here."""
         try:
-            while self.channel.poll(patience_s):
+            while self.channel.poll(timeout_s):
                 message = self.channel.recv()
-                if not isinstance(message, Entered):
-                    self.rest()
+                if not isinstance(message, PhaseEntered):
+                    self.mark_idle()
                     return message
                 phase.enter(message.phase)
         except (EOFError, OSError):
-            self.rest()
-            return Failed(f"its writer process {self.fate()}")
-        why = self.stuck(time.monotonic()) if self.busy else ""
+            self.mark_idle()
+            return JobFailed(f"its writer process {self.exit_reason()}")
+        why = self.stall_reason(time.monotonic()) if self.busy else ""
         if why:
-            self.rest()
+            self.mark_idle()
             self.process.kill()
             self.given_up = True
-            return Failed(f"its writer process {why}")
+            return JobFailed(f"its writer process {why}")
         return None
 
     @property
-    def still_s(self) -> float:
-        """For how long it has neither computed nor written anything, in a job."""
-        return self.looked - self.moved if self.busy else 0.0
+    def stalled_s(self) -> float:
+        """Seconds without progress in a job."""
+        return self.last_check - self.last_progress if self.busy else 0.0
 
-    def stuck(self, now: float) -> str:
-        """Why it will not go on, if so: it is stopped, or has neither computed nor written anything for too long."""
-        if now - self.looked < LOOK_S:
+    def stall_reason(self, now: float) -> str:
+        """Why it is given up: stopped, or without progress for too long; empty otherwise."""
+        if now - self.last_check < CHECK_S:
             return ""
-        self.looked = now
-        mark = moved(self.beat)
-        if mark != self.mark:
-            self.mark, self.moved = mark, now
-        stopped = state_of(self.beat) == "stopped"
-        self.ran = self.ran if stopped else now
-        if stopped and now - self.ran > min(STOPPED_S, self.timeout_s):
+        self.last_check = now
+        counters = activity_counters(self.heartbeat)
+        if counters != self.counters:
+            self.counters, self.last_progress = counters, now
+        stopped = process_state(self.heartbeat) == "stopped"
+        self.last_running = self.last_running if stopped else now
+        if stopped and now - self.last_running > min(STOPPED_TIMEOUT_S, self.timeout_s):
             return f"(pid {self.process.pid}) is stopped (by SIGSTOP or a debugger)"
-        if now - self.moved > self.timeout_s:
-            return f"(pid {self.process.pid}) has stood still for {self.timeout_s:g} s: does the file system hang?"
+        if now - self.last_progress > self.timeout_s:
+            return f"(pid {self.process.pid}) has made no progress for {self.timeout_s:g} s: does the file system hang?"
         return ""
 
-    def show(self, step: int) -> None:
-        """What it is at, in the run's `watch` folder. Nobody waits for that, and a run goes on without it."""
-        if self.sign_path is not None:
+    def write_heartbeat(self, step: int) -> None:
+        """In the run's `watch` folder; errors are ignored."""
+        if self.heartbeat_path is not None:
             with suppress(OSError):
-                self.sign_path.parent.mkdir(exist_ok=True)
-                self.sign_path.write_bytes(self.beat.first() + Beat.second(time.time(), "save.write", step))
+                self.heartbeat_path.parent.mkdir(exist_ok=True)
+                self.heartbeat_path.write_bytes(
+                    self.heartbeat.first() + Heartbeat.second(time.time(), "save.write", step)
+                )
 
-    def rest(self) -> None:
+    def mark_idle(self) -> None:
         self.busy = False
-        if self.sign_path is not None:
+        if self.heartbeat_path is not None:
             with suppress(OSError):
-                self.sign_path.unlink(missing_ok=True)
+                self.heartbeat_path.unlink(missing_ok=True)
 
-    def fate(self) -> str:
+    def exit_reason(self) -> str:
         code = self.process.wait()
         return f"was killed by signal {-code}" if code < 0 else f"ended by itself with code {code}"
 
@@ -117,11 +121,11 @@ class Writer:
         return not self.given_up and self.process.poll() is None
 
     def close(self) -> None:
-        """It ends by itself where it has nothing to do; what it is in the middle of is given up."""
-        if self.busy or state_of(self.beat) == "stopped":
+        """An idle writer ends by itself; a running job is abandoned."""
+        if self.busy or process_state(self.heartbeat) == "stopped":
             self.process.kill()
-        self.send(None)  # said, since processes forked from this one may keep the channel open
-        self.rest()
+        self.send(None)  # explicit: processes forked from this one may keep the channel open
+        self.mark_idle()
         self.channel.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(KILL_S)

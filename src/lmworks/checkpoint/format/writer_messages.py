@@ -1,4 +1,4 @@
-"""What a rank asks of its writer process, and what that answers."""
+"""Messages between a rank and its writer process."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .folders import Keep
+from .folders import RetentionPolicy
 from .manifest import Files
 
 
 @dataclass(frozen=True)
-class Setup:
-    """First of all: whose writer it is, and what is the same in every save."""
+class WriterSetup:
+    """The first message: the rank, and what is the same in every save."""
 
     rank: int
     header: bytes
-    size: int  # bytes that lie in the staging buffer
-    index: bytes  # empty but for the lead's
+    size: int  # bytes in the staging buffer
+    index: bytes  # only on rank 0
     hash: str
     startup: tuple[Callable[[], None], ...]
 
 
 @dataclass(frozen=True)
-class Write:
-    """Write what lies in the staging buffer."""
+class WriteJob:
+    """Write the staging buffer."""
 
     step: int
     work: Path
 
 
 @dataclass(frozen=True)
-class Seal:
-    """Every rank's files are on the disk: make a checkpoint of them."""
+class SealJob:
+    """The files of all ranks are on disk: write the manifest and commit."""
 
     step: int
     work: Path
@@ -42,46 +42,46 @@ class Seal:
     files: Files
     torch: str
     hash: str
-    keep: Keep
+    keep: RetentionPolicy
 
 
 @dataclass(frozen=True)
-class Abandon:
-    """Some rank's files are not: remove the others'."""
+class AbandonJob:
+    """A rank has failed: remove the files of the others."""
 
     step: int
     work: Path
 
 
 @dataclass(frozen=True)
-class Copy:
-    """Copy a committed checkpoint to another place."""
+class CopyJob:
+    """Copy a committed checkpoint to remote storage."""
 
     step: int
     folder: Path
     remote: str
-    keep: Keep
+    keep: RetentionPolicy
 
 
-Job = Write | Seal | Abandon | Copy
+Job = WriteJob | SealJob | AbandonJob | CopyJob
 
 
 @dataclass(frozen=True)
-class Entered:
-    """The writer came to this phase."""
+class PhaseEntered:
+    """The writer has entered this phase."""
 
     phase: str
 
 
 @dataclass(frozen=True)
-class Done:
+class JobDone:
     files: Files
     seconds: float
 
 
 @dataclass(frozen=True)
-class Failed:
+class JobFailed:
     reason: str
 
 
-Answer = Done | Failed
+Answer = JobDone | JobFailed

@@ -1,8 +1,7 @@
-"""The process that writes a rank's checkpoints while the rank trains on.
+"""The process that writes a rank's checkpoints while the rank trains.
 
-It reads the rank's staging buffer, which both have in memory, and knows nothing of tensors or other ranks. It does one
-job after the other, and ends when the rank does: at the latest when the kernel kills it with its parent, which is no
-worse for a checkpoint than any other kill.
+It reads the rank's staging buffer from shared memory, without tensors or other ranks. It runs one job at a time, and
+ends with the rank: at the latest when the kernel kills it with its parent, which is as safe as any other kill.
 """
 
 from __future__ import annotations
@@ -18,9 +17,20 @@ from multiprocessing.connection import Connection
 from ...record import phase
 from ...spec.errors import LMWorksError
 from .digest import write_file
-from .folders import discard, prune, put_in_place
-from .manifest import INDEX, Files, seal, shard_name
-from .writer_messages import Abandon, Answer, Copy, Done, Entered, Failed, Job, Seal, Setup, Write
+from .folders import discard, prune, rename_and_commit
+from .manifest import INDEX, Files, shard_name, write_manifest
+from .writer_messages import (
+    AbandonJob,
+    Answer,
+    CopyJob,
+    Job,
+    JobDone,
+    JobFailed,
+    PhaseEntered,
+    SealJob,
+    WriteJob,
+    WriterSetup,
+)
 
 PROCESS_NAME = b"lmworks-writer"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -28,63 +38,63 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 def main(channel: int, buffer: int, parent: int) -> None:
     """`channel`: a socket to the rank; `buffer`: the staging memory (-1: none); `parent`: the rank's process."""
-    follow(parent)
+    die_with_parent(parent)
     with Connection(channel) as rank:
         setup = rank.recv()
         for act in setup.startup:
             act()
-        phase.listeners.append(lambda name, step: rank.send(Entered(name)))
+        phase.listeners.append(lambda name, step: rank.send(PhaseEntered(name)))
         staged = mmap.mmap(buffer, 0) if buffer >= 0 else None
-        with suppress(EOFError, ConnectionError):  # the rank is gone, and nobody wants to hear of it
+        with suppress(EOFError, ConnectionError):  # the rank has ended
             while (job := rank.recv()) is not None:
-                rank.send(answer(job, setup, staged))
+                rank.send(run_job(job, setup, staged))
 
 
-def follow(parent: int) -> None:
-    """End with the parent, and only with it: Ctrl-C and a preemption are the rank's to handle."""
+def die_with_parent(parent: int) -> None:
+    """End with the parent, and only with it: the rank handles Ctrl-C and preemption."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_NAME, PROCESS_NAME)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before we could ask
+    if os.getppid() != parent:  # it ended before prctl
         os._exit(1)
 
 
-def answer(job: Job, setup: Setup, staged: mmap.mmap | None) -> Answer:
+def run_job(job: Job, setup: WriterSetup, staged: mmap.mmap | None) -> Answer:
     began = time.perf_counter()
     try:
-        files = do(job, setup, staged)
+        files = execute(job, setup, staged)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        return Failed(f"{error.strerror or error}{where}")
+        return JobFailed(f"{error.strerror or error}{where}")
     except LMWorksError as error:
-        return Failed(str(error))
-    except Exception as error:  # whatever it is, the rank must hear of it
-        return Failed(f"{type(error).__name__}: {error}")
-    return Done(files, time.perf_counter() - began)
+        return JobFailed(str(error))
+    except Exception as error:  # reported to the rank
+        return JobFailed(f"{type(error).__name__}: {error}")
+    return JobDone(files, time.perf_counter() - began)
 
 
-def do(job: Job, setup: Setup, staged: mmap.mmap | None) -> Files:
-    if isinstance(job, Write):
+def execute(job: Job, setup: WriterSetup, staged: mmap.mmap | None) -> Files:
+    if isinstance(job, WriteJob):
         return write(job, setup, staged)
-    if isinstance(job, Seal):
+    if isinstance(job, SealJob):
         commit(job)
-    elif isinstance(job, Copy):
-        from .remote import upload  # fsspec is slow to import, and most runs copy nothing
+    elif isinstance(job, CopyJob):
+        from .remote import upload  # fsspec is slow to import, and rarely needed
 
         upload(job.folder, job.remote, job.keep)
-    elif isinstance(job, Abandon):
+    elif isinstance(job, AbandonJob):
         discard(job.work)
     return {}
 
 
-def write(job: Write, setup: Setup, staged: mmap.mmap | None) -> Files:
+def write(job: WriteJob, setup: WriterSetup, staged: mmap.mmap | None) -> Files:
     phase.enter("save.write", job.step)
     if staged is None:
         raise RuntimeError("there is no staging buffer to write from")
-    job.work.mkdir(parents=True, exist_ok=True)  # by whichever rank comes first
+    job.work.mkdir(parents=True, exist_ok=True)  # by the first rank
     name, data = shard_name(setup.rank), memoryview(staged)[: setup.size]
     files = {name: {**write_file(job.work / name, [memoryview(setup.header), data], setup.hash), "rank": setup.rank}}
     if setup.index:
@@ -92,12 +102,12 @@ def write(job: Write, setup: Setup, staged: mmap.mmap | None) -> Files:
     return files
 
 
-def commit(job: Seal) -> None:
+def commit(job: SealJob) -> None:
     try:
         phase.enter("save.seal", job.step)
-        seal(job.work, job.step, job.meta, job.files, job.torch, job.hash)
+        write_manifest(job.work, job.step, job.meta, job.files, job.torch, job.hash)
         phase.enter("save.commit", job.step)
-        put_in_place(job.work, job.final)
+        rename_and_commit(job.work, job.final)
     finally:
         discard(job.work)
     phase.enter("save.prune", job.step)

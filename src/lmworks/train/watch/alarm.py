@@ -25,8 +25,8 @@ from typing import NoReturn
 
 from ...parallel.mesh import Mesh
 from ...record import RunFolder, phase
-from ...record.hang import Report, Verdict, judge, read_reports
-from ...record.life import UNSEEN, Beat, read_beats, state_of
+from ...record.hang import Report, Verdict, find_cause, read_reports
+from ...record.life import UNKNOWN, Heartbeat, process_state, read_heartbeats
 from ...spec import TrainingError, WatchSpec
 from ...spec.files import write_whole
 from .flight import FlightRecorder
@@ -62,7 +62,7 @@ class Alarm:
         self.report(is_waiting)
         reports, states = self.gather()
         if min(reports) == self.rank and not self.verdict_path.exists():
-            verdict = judge(self.world, reports, read_beats(self.run.path, self.attempt), states)
+            verdict = find_cause(self.world, reports, read_heartbeats(self.run.path, self.attempt), states)
             self.copy_stacks(states)
             if self.hangs:
                 self.record_hang(verdict)
@@ -82,7 +82,10 @@ class Alarm:
             waits=is_waiting,
             calls=self.flight.calls(),
             groups=self.flight.groups(),
-            states={rank: state_of(beat) for rank, beat in read_beats(self.run.path, self.attempt).items()},
+            states={
+                rank: process_state(heartbeat)
+                for rank, heartbeat in read_heartbeats(self.run.path, self.attempt).items()
+            },
             stacks=dump_stacks(),
         )
         write_whole(self.folder / f"rank-{self.rank}.json", report.to_json())
@@ -92,10 +95,12 @@ class Alarm:
         began, asked = time.monotonic(), False
         while True:
             reports = read_reports(self.folder)
-            beats = {
-                rank: beat for rank, beat in read_beats(self.run.path, self.attempt).items() if rank not in reports
+            heartbeats = {
+                rank: heartbeat
+                for rank, heartbeat in read_heartbeats(self.run.path, self.attempt).items()
+                if rank not in reports
             }
-            states = {rank: state_of(beat) for rank, beat in beats.items()}
+            states = {rank: process_state(heartbeat) for rank, heartbeat in heartbeats.items()}
             missing = self.world - len(reports)
             waited = time.monotonic() - began
             if sum(state in ("stopped", "gone") for state in states.values()) == missing or waited > REPORT_TIMEOUT_S:
@@ -104,7 +109,7 @@ class Alarm:
                 asked = True
                 for rank, state in states.items():
                     if state == "running":
-                        send(beats[rank], STACKS_SIGNAL)
+                        send(heartbeats[rank], STACKS_SIGNAL)
             time.sleep(POLL_S)
 
     def verdict(self, patience_s: float) -> Verdict | None:
@@ -135,10 +140,10 @@ class Alarm:
 
     def terminate_stuck_ranks(self, states: dict[int, str]) -> None:
         """End ranks of this host that could not report: one that is stopped goes on, and finds the verdict itself."""
-        beats = read_beats(self.run.path, self.attempt)
+        heartbeats = read_heartbeats(self.run.path, self.attempt)
         for rank, state in states.items():
             if state in ("stopped", "running"):
-                send(beats[rank], signal.SIGCONT if state == "stopped" else signal.SIGKILL)
+                send(heartbeats[rank], signal.SIGCONT if state == "stopped" else signal.SIGKILL)
 
 
 def exit_now() -> NoReturn:
@@ -156,12 +161,14 @@ def dump_stacks() -> str:
         return file.read()
 
 
-def report_from_heartbeat(beat: Beat, states: dict[int, str]) -> Report:
+def report_from_heartbeat(heartbeat: Heartbeat, states: dict[int, str]) -> Report:
     """A rank that is well, as far as its sign of life tells."""
-    return Report(beat.rank, beat.host, beat.pid, beat.phase, beat.step, False, (), {}, states, "")
+    return Report(
+        heartbeat.rank, heartbeat.host, heartbeat.pid, heartbeat.phase, heartbeat.step, False, (), {}, states, ""
+    )
 
 
-def send(beat: Beat, number: signal.Signals) -> None:
-    if state_of(beat) not in ("gone", UNSEEN):
+def send(heartbeat: Heartbeat, number: signal.Signals) -> None:
+    if process_state(heartbeat) not in ("gone", UNKNOWN):
         with suppress(OSError):
-            os.kill(beat.pid, number)
+            os.kill(heartbeat.pid, number)

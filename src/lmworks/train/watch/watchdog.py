@@ -24,8 +24,8 @@ from ... import parallel
 from ...parallel.mesh import Mesh
 from ...parallel.world import run_on_all_ranks
 from ...record import RunFolder, phase
-from ...record.hang import judge
-from ...record.life import Beat, own_beat, read_beats, read_stat, state_of
+from ...record.hang import find_cause
+from ...record.life import Heartbeat, own_heartbeat, process_state, read_heartbeats, read_stat
 from ...spec import Grid, LMWorksError, TrainingError, WatchSpec
 from ...spec.files import write_whole
 from .alarm import STACKS_SIGNAL, Alarm, exit_now, report_from_heartbeat
@@ -78,16 +78,19 @@ class Watchdog:
         self.thread = threading.Thread(target=self.loop, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        beat = own_beat(self.rank, self.attempt)
+        heartbeat = own_heartbeat(self.rank, self.attempt)
         try:
             self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)  # NFS may not show yet what rank 0 has made
-            write_whole(self.heartbeat_path, beat.first() + beat.second(beat.time, beat.phase, beat.step))
+            write_whole(
+                self.heartbeat_path,
+                heartbeat.first() + heartbeat.second(heartbeat.time, heartbeat.phase, heartbeat.step),
+            )
             with self.heartbeat_path.open("r+b") as file:
                 self.heartbeat = mmap.mmap(file.fileno(), 0)
             self.stacks: IO[str] = self.heartbeat_path.with_suffix(".stacks").open("w")
         except OSError as error:
             raise TrainingError(f"cannot write {self.heartbeat_path}: {error.strerror}") from None
-        self.at = len(beat.first())
+        self.at = len(heartbeat.first())
         faulthandler.register(STACKS_SIGNAL, self.stacks, all_threads=True)
         phase.listeners.append(self.on_phase)
         self.thread.start()
@@ -109,7 +112,7 @@ class Watchdog:
     def on_phase(self, name: str, step: int) -> None:
         """Called at every phase: about a microsecond. Ranks of this host can read it at once."""
         self.entered += 1
-        self.heartbeat[self.at :] = Beat.second(time.time(), name, step)
+        self.heartbeat[self.at :] = Heartbeat.second(time.time(), name, step)
 
     @property
     def busy(self) -> float:
@@ -122,8 +125,8 @@ class Watchdog:
         for slow in self.skew.update(busy):
             if self.rank:
                 continue
-            beat = read_beats(self.folder.path, self.attempt).get(slow.rank)
-            host = beat.host if beat else ""
+            heartbeat = read_heartbeats(self.folder.path, self.attempt).get(slow.rank)
+            host = heartbeat.host if heartbeat else ""
             self.folder.event("straggler", step, **vars(slow), host=host)
             where = f"rank {slow.rank}" + (f" on {host}" if host else "")
             told = "keeps up again" if slow.recovered else f"is slow: busy {slow.ratio:g} × as long as the others"
@@ -181,12 +184,16 @@ class Watchdog:
         verdict = self.alarm.read_verdict()
         if verdict is not None:
             return verdict.text
-        beats = read_beats(self.folder.path, self.attempt)
-        states = {rank: state_of(beat) for rank, beat in beats.items()}
+        heartbeats = read_heartbeats(self.folder.path, self.attempt)
+        states = {rank: process_state(heartbeat) for rank, heartbeat in heartbeats.items()}
         if "gone" not in states.values():
             return None
-        here = {rank: report_from_heartbeat(beat, states) for rank, beat in beats.items() if states[rank] != "gone"}
-        return judge(self.world, here, beats, states).text
+        here = {
+            rank: report_from_heartbeat(heartbeat, states)
+            for rank, heartbeat in heartbeats.items()
+            if states[rank] != "gone"
+        }
+        return find_cause(self.world, here, heartbeats, states).text
 
     def diagnose(self) -> str | None:
         """Where nobody is gone and a collective failed all the same: what all ranks together make of it."""
