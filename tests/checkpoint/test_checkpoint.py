@@ -235,7 +235,7 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "a missing marker": (lambda new, old: (new / "COMMITTED").unlink(), "COMMITTED is missing"),
     "an empty marker": (lambda new, old: (new / "COMMITTED").write_text(""), "manifest.json does not match"),
-    "a stale marker": (lambda new, old: shutil.copy(old / "COMMITTED", new / "COMMITTED"), "manifest.json does not match"),
+    "a stale marker": (lambda new, old: shutil.copy(old / "COMMITTED", new / "COMMITTED"), "does not match COMMITTED"),
     "another step's folder": (
         lambda new, old: (shutil.rmtree(new), shutil.copytree(old, new)),
         "manifest.json belongs to step 1, not to step-000002",
