@@ -19,7 +19,7 @@ from lmworks.plan.exact.calls import RankContext
 from lmworks.plan.exact.collectives import collectives, stage_gathers
 from lmworks.plan.exact.residency import resident
 from lmworks.plan.pipelines.orders import actions
-from lmworks.prove.planner_agreement import counted, differing, planned_calls
+from lmworks.prove.planner_agreement import call_table, different_calls, planned_calls
 from lmworks.prove.simulate import Report, simulate
 from lmworks.spec import Grid, RunSpec
 from lmworks.spec.layouts import layouts
@@ -64,7 +64,7 @@ def simulated() -> dict[str, Report]:
 @pytest.mark.parametrize("name", LARGE)
 def test_a_rank_of_hundreds_sends_and_holds_what_is_simulated(simulated: dict[str, Report], name: str) -> None:
     (spec, rank), found = LARGE[name], simulated[name].simulation
-    assert not differing(planned_calls(spec, rank), counted(found.collectives, spec, rank))
+    assert not different_calls(planned_calls(spec, rank), call_table(found.collectives, spec, rank))
     held = resident(spec, rank)
     assert held.parameters + held.parameter_padding == found.resident[PARAMETERS]
     assert held.gradients + held.gradient_padding == found.resident[GRADIENTS]
@@ -134,7 +134,10 @@ def both_losses(_rank: int) -> tuple[list[str], list[int]]:
     plain = simulate(spec, 0, exact=True).simulation
     software.IN_PLACE = True
     found = simulate(spec, 0, exact=True).simulation
-    return differing(planned_calls(spec, 0), counted(found.collectives, spec, 0)), [plain.peak_bytes, found.peak_bytes]
+    return different_calls(planned_calls(spec, 0), call_table(found.collectives, spec, 0)), [
+        plain.peak_bytes,
+        found.peak_bytes,
+    ]
 
 
 def test_a_loss_in_place_is_planned_as_it_is_simulated() -> None:
@@ -147,6 +150,6 @@ def test_a_loss_in_place_is_planned_as_it_is_simulated() -> None:
 def test_axes_with_the_same_ranks_are_one_group() -> None:
     """PyTorch 2.11 has one process group for all of them, 2.13 one for each."""
     spec = large(LLAMA, 4, 8, pp=2, dp=4)
-    tables = [counted([Row("all-reduce", axis, 4, 1, 8)], spec, 0) for axis in ("dp_replicate", "dp", "dp_cp")]
+    tables = [call_table([Row("all-reduce", axis, 4, 1, 8)], spec, 0) for axis in ("dp_replicate", "dp", "dp_cp")]
     assert tables == [{("all-reduce", "dp_replicate"): (1, 8)}] * 3
-    assert counted([Row("all-reduce", "pp", 2, 1, 8)], spec, 0) == {("all-reduce", "pp"): (1, 8)}
+    assert call_table([Row("all-reduce", "pp", 2, 1, 8)], spec, 0) == {("all-reduce", "pp"): (1, 8)}

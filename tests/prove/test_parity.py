@@ -17,9 +17,9 @@ import torch
 
 from lmworks.parallel import local_ranks
 from lmworks.parallel.local_ranks import RENDEZVOUS_TIMEOUT_S, RankFailed, on_ranks
-from lmworks.prove.compare import distances, relative, worst
+from lmworks.prove.compare import abs_errors, relative_errors, worst
 from lmworks.prove.parity import Parity, parity
-from lmworks.prove.trial import Piece
+from lmworks.prove.rank_record import IndexedShard
 from lmworks.spec import SpecError
 from lmworks.spec.layouts import Layout, Tolerance, choose, layouts
 from lmworks.spec.run import RECOMPUTE, SCHEDULES
@@ -238,13 +238,13 @@ def test_table_in_the_docs_is_of_this_list() -> None:
 
 def test_every_element_of_every_copy_counts() -> None:
     truth = {"w": torch.tensor([3.0, 4.0], dtype=torch.float64)}
-    half = ([Piece("w", torch.tensor([0]))], [torch.tensor([3.0])])
-    other = ([Piece("w", torch.tensor([1]))], [torch.tensor([4.0])])
-    copy = ([Piece("w", torch.tensor([1]))], [torch.tensor([4.5])])
-    assert relative(truth, distances(truth, [half, other])) == {"w": 0.0}
-    assert relative(truth, distances(truth, [half, other, copy])) == {"w": pytest.approx(0.1)}
-    assert relative(truth, distances(truth, [half, copy, other])) == {"w": pytest.approx(0.1)}
-    assert math.isinf(relative(truth, distances(truth, [half]))["w"])
+    half = ([IndexedShard("w", torch.tensor([0]))], [torch.tensor([3.0])])
+    other = ([IndexedShard("w", torch.tensor([1]))], [torch.tensor([4.0])])
+    copy = ([IndexedShard("w", torch.tensor([1]))], [torch.tensor([4.5])])
+    assert relative_errors(truth, abs_errors(truth, [half, other])) == {"w": 0.0}
+    assert relative_errors(truth, abs_errors(truth, [half, other, copy])) == {"w": pytest.approx(0.1)}
+    assert relative_errors(truth, abs_errors(truth, [half, copy, other])) == {"w": pytest.approx(0.1)}
+    assert math.isinf(relative_errors(truth, abs_errors(truth, [half]))["w"])
     assert worst({"a": 1.0, "b": math.nan, "c": 0.5}).name == "b"
 
 

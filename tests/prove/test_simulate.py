@@ -18,8 +18,8 @@ from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.memory_ledger import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
 from lmworks.parallel.mesh import Mesh
 from lmworks.plan.pipelines.stages import stages_of_rank
-from lmworks.prove.fake_rank import Simulation, Step, account
-from lmworks.prove.planner_agreement import counted, differing, planned_calls
+from lmworks.prove.fake_rank import FakeTrainer, Simulation, measure_step
+from lmworks.prove.planner_agreement import call_table, different_calls, planned_calls
 from lmworks.prove.simulate import Report, simulate
 from lmworks.spec import Grid, RunSpec, SpecError, load_run
 from lmworks.train.trainer import Trainer
@@ -38,7 +38,7 @@ def make_run(parallel: dict[str, Any], **sections: dict[str, Any]) -> RunSpec:
     )
 
 
-class Real(Step):
+class Real(FakeTrainer):
     """The same step with numbers: what the trainer reads, it reads."""
 
     count_tokens = Trainer.count_tokens
@@ -57,7 +57,7 @@ def one_real(spec: RunSpec) -> Simulation:
     mesh = Mesh(Grid.of(spec.parallel), "cpu")
     with Ledger() as ledger:
         rank = Real(spec, mesh, stages_of_rank(spec, mesh.rank("pp")), source_of(spec))
-        return account(rank, mesh, ledger, nullcontext())
+        return measure_step(rank, mesh, ledger, nullcontext())
 
 
 def simulated(_rank: int, spec: RunSpec, rank: int) -> Report:
@@ -139,7 +139,7 @@ def test_a_simulated_rank_sends_and_holds_what_a_real_one_does(
     spec, found, known = accumulating(LAYOUTS[layout]), predictions[layout].simulation, measured[layout]
     assert found.collectives == known.collectives
     rank = spec.parallel.world - 1
-    assert not differing(planned_calls(spec, rank), counted(found.collectives, spec, rank))
+    assert not different_calls(planned_calls(spec, rank), call_table(found.collectives, spec, rank))
     assert (found.parameters, found.parameter_bytes) == (known.parameters, known.parameter_bytes)
     for category in (PARAMETERS, OPTIMIZER, GRADIENTS):
         assert found.resident[category] == known.resident[category], category

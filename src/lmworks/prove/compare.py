@@ -1,4 +1,4 @@
-"""How far a layout's ranks are from the whole that one rank computed, every element on every rank that holds it."""
+"""Errors of a layout against one rank: every element of every tensor, on every rank that holds it."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .trial import Piece, Trial
+from .rank_record import IndexedShard, RankRecord
 
-Whole = dict[str, Tensor]  # by name, flattened
+FullTensors = dict[str, Tensor]  # by name, flattened
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest difference, and whose it is."""
+    """The largest error, and the name of its tensor."""
 
     value: float = 0.0
     name: str = ""
 
 
-def whole(pieces: list[Piece], values: list[Tensor]) -> Whole:
-    """Of one rank that holds everything."""
-    return {piece.name: value.flatten().double() for piece, value in zip(pieces, values, strict=True)}
+def full_tensors(shards: list[IndexedShard], values: list[Tensor]) -> FullTensors:
+    """The tensors of one rank that holds all of them."""
+    return {shard.name: value.flatten().double() for shard, value in zip(shards, values, strict=True)}
 
 
-def distances(truth: Whole, ranks: Iterable[tuple[list[Piece], list[Tensor]]]) -> Whole:
-    """|value − truth| of every element; of several copies the one that is furthest off, and ∞ where nobody has one."""
-    found = {name: torch.full_like(value, -1) for name, value in truth.items()}
-    for pieces, values in ranks:
-        for piece, value in zip(pieces, values, strict=True):
-            off = (value.flatten().double() - truth[piece.name][piece.index]).abs()
-            before = found[piece.name]
-            before[piece.index] = torch.maximum(before[piece.index], off)
+def abs_errors(reference: FullTensors, ranks: Iterable[tuple[list[IndexedShard], list[Tensor]]]) -> FullTensors:
+    """|value − reference| of every element: the largest over replicas, ∞ for an element that no rank holds."""
+    found = {name: torch.full_like(value, -1) for name, value in reference.items()}
+    for shards, values in ranks:
+        for shard, value in zip(shards, values, strict=True):
+            off = (value.flatten().double() - reference[shard.name][shard.index]).abs()
+            before = found[shard.name]
+            before[shard.index] = torch.maximum(before[shard.index], off)
     return {name: torch.where(off < 0, torch.inf, off) for name, off in found.items()}
 
 
-def relative(truth: Whole, off: Whole, zero: tuple[str, ...] = ()) -> dict[str, float]:
-    """‖Δ‖ / ‖truth‖ of each; where the truth is `zero` but for rounding, the norm of all stands for it."""
-    everything = norm(truth.values())
-    sizes = {n: everything if zero and n.endswith(zero) else float(value.norm()) for n, value in truth.items()}
+def relative_errors(reference: FullTensors, off: FullTensors, zero: tuple[str, ...] = ()) -> dict[str, float]:
+    """‖Δ‖ / ‖reference‖ of each; those in `zero`, which are 0 but for rounding, are divided by the norm of all."""
+    everything = norm(reference.values())
+    sizes = {n: everything if zero and n.endswith(zero) else float(value.norm()) for n, value in reference.items()}
     return {name: float(value.norm()) / max(sizes[name], 1e-30) for name, value in off.items()}
 
 
@@ -54,41 +54,43 @@ def worst(ratios: dict[str, float]) -> Worst:
     return Worst(ratios[name], name)
 
 
-def gradient_errors(truth: Trial, ranks: list[Trial], zero: tuple[str, ...] = ()) -> dict[str, float]:
-    """Of every weight, √(Σ‖Δ‖² / Σ‖g‖²) over the steps: of few numbers, one batch alone may be far off by chance."""
+def gradient_errors(reference: RankRecord, ranks: list[RankRecord], zero: tuple[str, ...] = ()) -> dict[str, float]:
+    """√(Σ‖Δ‖² / Σ‖g‖²) over the steps, by weight: in a small tensor a single batch may be far off by chance."""
     off: dict[str, list[Tensor]] = {}
     size: dict[str, list[Tensor]] = {}
-    for step, gradients in enumerate(truth.gradients):
-        one = whole(truth.pieces, gradients)
-        apart = distances(one, ((rank.pieces, rank.gradients[step]) for rank in ranks))
+    for step, gradients in enumerate(reference.gradients):
+        one = full_tensors(reference.shards, gradients)
+        errors = abs_errors(one, ((rank.shards, rank.gradients[step]) for rank in ranks))
         for name in one:
             size.setdefault(name, []).append(one[name])
-            off.setdefault(name, []).append(apart[name])
-    return relative(joined(size), joined(off), zero)
+            off.setdefault(name, []).append(errors[name])
+    return relative_errors(concatenated(size), concatenated(off), zero)
 
 
-def joined(table: dict[str, list[Tensor]]) -> Whole:
+def concatenated(table: dict[str, list[Tensor]]) -> FullTensors:
     return {name: torch.cat(parts) for name, parts in table.items()}
 
 
-def weight_errors(truth: Trial, ranks: list[Trial], zero: tuple[str, ...] = ()) -> dict[str, float]:
-    """Of every weight after the last step, and of every buffer."""
-    one = whole(truth.pieces, truth.weights) | {n: value.flatten().double() for n, value in truth.buffers.items()}
-    held = []
+def weight_errors(reference: RankRecord, ranks: list[RankRecord], zero: tuple[str, ...] = ()) -> dict[str, float]:
+    """Relative errors of weights after the last step, and of buffers."""
+    one = full_tensors(reference.shards, reference.weights)
+    one |= {name: value.flatten().double() for name, value in reference.buffers.items()}
+    of_ranks = []
     for rank in ranks:
-        buffers = [(Piece(n, torch.arange(value.numel())), value) for n, value in rank.buffers.items()]
-        held.append(
-            ([*rank.pieces, *(piece for piece, _ in buffers)], [*rank.weights, *(value for _, value in buffers)])
+        buffers = [(IndexedShard(n, torch.arange(value.numel())), value) for n, value in rank.buffers.items()]
+        of_ranks.append(
+            ([*rank.shards, *(shard for shard, _ in buffers)], [*rank.weights, *(value for _, value in buffers)])
         )
-    return relative(one, distances(one, held), zero)
+    return relative_errors(one, abs_errors(one, of_ranks), zero)
 
 
-def scalar_errors(truth: list[float], ranks: list[list[float]]) -> float:
-    """The largest |Δ| / |truth| of any step on any rank."""
-    pairs = ((one, other) for values in ranks for one, other in zip(truth, values, strict=True))
-    apart = [abs(one - other) / max(abs(one), 1e-30) for one, other in pairs]
-    return float("nan") if any(value != value for value in apart) else max(apart)
+def scalar_errors(reference: list[float], ranks: list[list[float]]) -> float:
+    """The largest |Δ| / |reference| of any step on any rank."""
+    pairs = ((one, other) for values in ranks for one, other in zip(reference, values, strict=True))
+    errors = [abs(one - other) / max(abs(one), 1e-30) for one, other in pairs]
+    return float("nan") if any(value != value for value in errors) else max(errors)
 
 
-def rms_error(truth: list[float], values: list[float]) -> float:
-    return math.sqrt(sum(((one - other) / one) ** 2 for one, other in zip(truth, values, strict=True)) / len(truth))
+def rms_error(reference: list[float], values: list[float]) -> float:
+    squares = [((one - other) / one) ** 2 for one, other in zip(reference, values, strict=True)]
+    return math.sqrt(sum(squares) / len(squares))

@@ -1,7 +1,7 @@
-"""The loss as a GPU computes it, where there is none and tensors have no numbers: its chunks, and what each holds.
+"""The memory of the GPU's chunked loss, on fake tensors and without a GPU.
 
-Kernels cannot run on such tensors. Where the loss is computed in place they take nothing and leave nothing behind but
-the loss of a chunk, and that is what stands in for them; gradients are scaled by PyTorch, where the kernel would.
+Kernels cannot run on fake tensors. The in-place loss kernel allocates only the loss of a chunk, so a stub that does the
+same replaces it; gradients are scaled by PyTorch instead of the kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..plan import software
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -30,29 +30,29 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def loss_of(device: str) -> Iterator[None]:
-    """Of a "cuda" or a "cpu" device."""
-    with ExitStack() as changed:
+def fake_loss_for(device: str) -> Iterator[None]:
+    """Patch the loss to allocate as on a "cuda" or "cpu" device."""
+    with ExitStack() as patches:
         if device == "cuda" and software.IN_PLACE:
-            changed.enter_context(replaced(cross_entropy, "pick", lambda *_, **__: "triton"))
-            changed.enter_context(replaced(cross_entropy, "chunk_loss", nothing))
-            changed.enter_context(replaced(VocabLoss, "in_place", exchange))
-            changed.enter_context(replaced(cross_entropy, "scaled", scaled_by_torch))
-            changed.enter_context(replaced(OuterSum, "add", written))
+            patches.enter_context(patched(cross_entropy, "pick", lambda *_, **__: "triton"))
+            patches.enter_context(patched(cross_entropy, "chunk_loss", zero_loss))
+            patches.enter_context(patched(VocabLoss, "in_place", exchange_only))
+            patches.enter_context(patched(cross_entropy, "scaled", scaled_by_torch))
+            patches.enter_context(patched(OuterSum, "add", mark_written))
         elif device == "cuda":
-            changed.enter_context(replaced(cross_entropy, "CHUNK_LOGITS", cross_entropy.CHUNK_LOGITS_GPU))
+            patches.enter_context(patched(cross_entropy, "CHUNK_LOGITS", cross_entropy.CHUNK_LOGITS_GPU))
         yield
 
 
-def nothing(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+def zero_loss(logits: Tensor, *_: Any, **__: Any) -> Tensor:
     return logits.new_zeros((), dtype=torch.float32)
 
 
-def exchange(loss: VocabLoss, logits: Tensor, _index: Tensor, counted: Tensor, _graded: bool) -> Tensor:
+def exchange_only(loss: VocabLoss, logits: Tensor, _index: Tensor, counted: Tensor, _graded: bool) -> Tensor:
     return loss.of_all(logits.new_zeros(2, logits.shape[0], dtype=torch.float32), counted)[0]
 
 
-def written(total: OuterSum, _grad: Tensor, _hidden: Tensor) -> None:
+def mark_written(total: OuterSum, _grad: Tensor, _hidden: Tensor) -> None:
     total.empty = False
 
 

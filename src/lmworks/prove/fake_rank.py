@@ -1,10 +1,10 @@
-"""A world without others: one rank laid out and stepped in this process, with no memory behind its tensors.
+"""One rank of a large world, parallelized and stepped in this process with fake tensors and a fake process group.
 
-The model is laid out and trained for a step by the code that does so on real ranks. Only two things are not real: the
-process group, whose collectives return at once, and the tensors, which have shapes, types and storages but no numbers
-(FakeTensorMode). So counts and bytes are those of the layout, and nothing can be learnt about time or values.
+The model is parallelized and trained for a step by the code of real ranks. Only two things are fake: the process group,
+whose collectives return at once, and the tensors, which have shapes, types and storages but no values (FakeTensorMode).
+So counts and bytes are those of the layout; times and values are unknown.
 
-The step that is accounted for is not the first: optimizer states and reduction buckets come with that.
+The measured step is not the first one, which creates optimizer states and reduction buckets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.pipelining  # what its import makes would else count among a step's bytes
+import torch.distributed.pipelining  # imported early: its allocations would else count in a step's bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -46,7 +46,7 @@ from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
 from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
-from ..train import adamw as narrow
+from ..train import adamw as adamw_module
 from ..train import step as training_step
 from ..train.async_step import PassLauncher
 from ..train.health.bad_step import Health
@@ -54,21 +54,21 @@ from ..train.health.bad_step_recovery import PassResult
 from ..train.optim import make_optimizer
 from ..train.step_scalars import ScalarReader, UpdateGate
 from ..train.trainer import Trainer
-from .fake_loss import loss_of, replaced
+from .fake_loss import fake_loss_for, patched
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one step of one rank takes."""
+    """Parameters, collectives and memory of one step on one rank."""
 
     parameters: int  # elements that this rank's optimizer updates
     parameter_bytes: int
     collectives: list[Row]
     resident: Bytes  # just before the update
-    peak: Bytes  # at the highest moment
-    moment: str  # which that was
+    peak: Bytes
+    moment: str  # of the peak
 
     @property
     def peak_bytes(self) -> int:
@@ -77,40 +77,40 @@ class Simulation:
 
 @contextmanager
 def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
-    """The mesh of the spec's layout as `rank` sees it, with what cannot do without numbers replaced."""
+    """The mesh of the spec's layout on `rank`; functions that need values are patched."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise SpecError("a rank is simulated in a process of its own: this one belongs to a process group")
-    hook = sys.excepthook  # PyTorch puts one before it that names the rank, and leaves it there
+        raise SpecError("simulate needs its own process: this one already belongs to a process group")
+    hook = sys.excepthook  # PyTorch installs one that names the rank, and does not restore it
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spec.parallel.world)
     gpu = spec.cluster.device == "cuda" or spec.cluster.gpu != "auto"
     try:
         with (
             warnings.catch_warnings(),
-            loss_of("cuda" if gpu else "cpu"),
-            replaced(nn.Module, "to_empty", to_empty),
-            replaced(ddp, "mean_in", send_in),
-            replaced(ddp, "fill_in_order", partial(agreed, ddp.fill_in_order)),
-            replaced(training_step, "expert_load", lambda _part: 1.0),
-            replaced(narrow, "adamw", lambda *_slots, **_options: None),  # as a GPU's kernel: in place
-            replaced(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
+            fake_loss_for("cuda" if gpu else "cpu"),
+            patched(nn.Module, "to_empty", to_empty),
+            patched(ddp, "mean_in", all_reduce_done_in),
+            patched(ddp, "fill_in_order", partial(in_warmup_mode, ddp.fill_in_order)),
+            patched(training_step, "expert_load", lambda _part: 1.0),
+            patched(adamw_module, "adamw", lambda *_slots, **_options: None),  # in place, as the GPU's kernel
+            patched(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
         ):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # FSDP1 compares them
             yield Mesh(Grid.of(spec.parallel), "cpu")
     finally:
-        _clear_sharding_prop_cache()  # DTensor would find this mesh again for the next one of its shape
+        _clear_sharding_prop_cache()  # else DTensor reuses this mesh for the next one of its shape
         dist.destroy_process_group()
         sys.excepthook = hook
 
 
-whole_to_empty = nn.Module.to_empty
+torch_to_empty = nn.Module.to_empty
 
 
 def to_empty(model: nn.Module, *, device: torch.device, recurse: bool = True) -> nn.Module:
-    """PyTorch's own swaps tensors under their names, which those of FakeTensorMode do not allow; these are replaced."""
+    """PyTorch's version swaps tensors, which fake tensors do not allow; this one replaces them."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return whole_to_empty(model, device=device, recurse=recurse)
+        return torch_to_empty(model, device=device, recurse=recurse)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad))
@@ -119,26 +119,26 @@ def to_empty(model: nn.Module, *, device: torch.device, recurse: bool = True) ->
     return model
 
 
-def send(buffer: Tensor, group: dist.ProcessGroup) -> Future[Tensor]:
-    """DDP waits for what its reduction brings, and the fake group brings nothing."""
+def all_reduce_done(buffer: Tensor, group: dist.ProcessGroup) -> Future[Tensor]:
+    """DDP waits for the future of its all-reduce, which the fake process group never completes."""
     dist.all_reduce(buffer, group=group)
-    return arrived(buffer)
+    return completed(buffer)
 
 
-def send_in(dtype: torch.dtype, buffer: Tensor, group: dist.ProcessGroup) -> Future[Tensor]:
+def all_reduce_done_in(dtype: torch.dtype, buffer: Tensor, group: dist.ProcessGroup) -> Future[Tensor]:
     sent = buffer.to(dtype)
     dist.all_reduce(sent, group=group)
-    return arrived(buffer.copy_(sent))
+    return completed(buffer.copy_(sent))
 
 
-def arrived(result: Tensor) -> Future[Tensor]:
+def completed(result: Tensor) -> Future[Tensor]:
     future: Future[Tensor] = Future()
     future.set_result(result)
     return future
 
 
-class Step(Trainer):
-    """The trainer's own step, on tensors without numbers: nothing can be read from them."""
+class FakeTrainer(Trainer):
+    """The trainer's own step on fake tensors: values cannot be read from them."""
 
     def __init__(self, spec: RunSpec, mesh: Mesh, stages: list[Stage], weights: Source) -> None:
         self.spec, self.mesh, self.device = spec, mesh, CPU
@@ -148,7 +148,7 @@ class Step(Trainer):
         self.health, self.reader = Health(spec.health), ScalarReader(CPU)
         self.launcher = PassLauncher(self.parallel_model, self.launch_passes)
 
-    def once(self) -> None:
+    def take_step(self) -> None:
         data = self.spec.data
         shape = data.micro_batch, data.seq
         zeros = partial(torch.zeros, shape, dtype=torch.int64)
@@ -171,25 +171,25 @@ class Step(Trainer):
         return PassResult(0.0, 1.0, self.loss_scale.scale, 0, update_skipped=False)
 
 
-def visit_evenly(moe: MoE, rows: Tensor, counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """How many rows go where is read from `counts`, which here has no numbers: as many as everywhere."""
+def run_experts_evenly(moe: MoE, rows: Tensor, counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Split sizes would be read from `counts`, which is fake: rows are split evenly."""
     if group is None:
-        return run_experts(moe, rows, evenly(rows.shape[0], moe.experts))
-    shares = evenly(rows.shape[0], group.size())
-    sizes = shares, shares, evenly(rows.shape[0], moe.experts // group.size())
+        return run_experts(moe, rows, even_split(rows.shape[0], moe.experts))
+    shares = even_split(rows.shape[0], group.size())
+    sizes = shares, shares, even_split(rows.shape[0], moe.experts // group.size())
     return there_and_back(moe, rows, exchanged(counts, group), sizes, group)
 
 
-def evenly(total: int, parts: int) -> list[int]:
-    """The first ones get what does not divide."""
+def even_split(total: int, parts: int) -> list[int]:
+    """The first parts get the remainder."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-class Agreeing(TorchDispatchMode):
-    """For the first steps, in which ranks agree on things.
+class WarmupMode(TorchDispatchMode):
+    """For the warm-up step, in which ranks exchange values.
 
-    A pipeline votes on whether its stages know their shapes: whoever reads a number gets a 1. DDP tells the others the
-    order in which gradients came, as integers of 32 bits, of which there are no others: those are real.
+    A pipeline votes on whether its stages know their shapes: reading a scalar returns 1. DDP broadcasts the order of
+    its gradients as int32 tensors, the only ones of that type: those are real.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -204,36 +204,38 @@ class Agreeing(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def agreed(work: Callable[[Any], None], model: Any) -> None:
-    with Agreeing():
+def in_warmup_mode(work: Callable[[Any], None], model: Any) -> None:
+    with WarmupMode():
         work(model)
 
 
-def step(spec: RunSpec, mesh: Mesh, stages: list[Stage]) -> Simulation:
-    """Build these stages without memory, and account for a step."""
+def simulate_step(spec: RunSpec, mesh: Mesh, stages: list[Stage]) -> Simulation:
+    """Build these stages with fake tensors, and measure a step."""
     with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
-        run = Step(spec, mesh, stages, lambda _name, shape: torch.empty(shape))
+        run = FakeTrainer(spec, mesh, stages, lambda _name, shape: torch.empty(shape))
         group = mesh.group("ep") if mesh.size("ep") > 1 else None
         for layer in (layer for part in run.parallel_model.parts.values() for layer in moe_layers(part)):
-            layer.visit = partial(visit_evenly, group=group)
+            layer.visit = partial(run_experts_evenly, group=group)
         for strategy in run.parallel_model.strategies.values():
             if isinstance(strategy, ddp.DDP) and spec.precision.reduce == spec.precision.weights:
-                strategy.ddp.register_comm_hook(None, lambda _, bucket: send(bucket.buffer(), mesh.group("dp_cp")))
+                strategy.ddp.register_comm_hook(
+                    None, lambda _, bucket: all_reduce_done(bucket.buffer(), mesh.group("dp_cp"))
+                )
         try:
-            return account(run, mesh, ledger, Agreeing())
+            return measure_step(run, mesh, ledger, WarmupMode())
         except DataDependentOutputException as error:
-            raise SpecError(f"this layout cannot be simulated: it reads what only data tell ({error})") from error
+            raise SpecError(f"this layout cannot be simulated: it depends on values of tensors ({error})") from error
 
 
-def account(run: Step, mesh: Mesh, ledger: Ledger, warm: AbstractContextManager[Any]) -> Simulation:
-    """Take steps inside `warm` until all there is to agree on is agreed on, and tell of the next."""
+def measure_step(run: FakeTrainer, mesh: Mesh, ledger: Ledger, warmup: AbstractContextManager[Any]) -> Simulation:
+    """Take a step inside `warmup`, then measure the next one."""
     parts, shards, resident = list(run.parallel_model.parts.values()), run.parallel_model.shards, dict[str, int]()
     for part in parts:
         ledger.watch(part, part.layers())
         ledger.name([*part.parameters(), *part.buffers()], PARAMETERS)
     ledger.name([shard.leaf for shard in shards], PARAMETERS)
-    with warm:
-        run.once()
+    with warmup:
+        run.take_step()
     ledger.name([t for s in run.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)], OPTIMIZER)
 
     def before_update(*_: Any) -> None:
@@ -246,7 +248,7 @@ def account(run: Step, mesh: Mesh, ledger: Ledger, warm: AbstractContextManager[
     gc.collect()
     ledger.begin("forward")
     with Traffic(mesh) as seen:
-        run.once()
+        run.take_step()
     peak, moment = ledger.peak()
     count = sum(shard.leaf.numel() for shard in shards)
     size = sum(shard.leaf.nbytes for shard in shards)

@@ -1,7 +1,7 @@
-"""Every layout against one rank: the same seed, the same data, and everything that was computed compared.
+"""Parity of layouts with one rank: the same seed and data, and everything that was computed is compared.
 
-A loss that looks right proves little: a gradient may be scaled wrongly and still point downhill. So each gradient of
-each step is compared, on every rank that holds a part of it, and each weight after five steps.
+A plausible loss proves little: a wrongly scaled gradient still points downhill. So every gradient of every step is
+compared on every rank that holds a shard of it, and every weight after five steps.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ..spec.layouts import ZERO_CAUSE, Layout, zero_gradients
 from .compare import Worst, gradient_errors, scalar_errors, weight_errors, worst
 from .corpus import write_corpus
 from .planner_agreement import disagreements
-from .rounding import judged
-from .trial import STEPS, Trial, run_trials
+from .rank_record import STEPS, RankRecord, record_runs
+from .rounding import rounding_verdict
 
-RULES: dict[str, dict[str, Any]] = {"sgd": {}, "adamw": {"optimizer": "adamw", "lr": 1e-3}}
-# Bytes for each weight of a rank: gradients of five steps, the weight and its place, and both of these again of AdamW.
-KEPT = 5 * 4 + 2 * (4 + 8)
-COPIES = 3  # of that at once, measured: with its rank, on its way, with who compares
+OPTIMIZERS: dict[str, dict[str, Any]] = {"sgd": {}, "adamw": {"optimizer": "adamw", "lr": 1e-3}}
+# Gradients of five steps, the weight and its index, and both of these again for AdamW.
+BYTES_PER_WEIGHT = 5 * 4 + 2 * (4 + 8)
+COPIES = 3  # at once, measured: in the rank, in transit, in the comparing process
 
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. Differences are relative, and against one rank in the same precision."""
+    """One row of the table. Differences are relative to one rank in the same precision."""
 
     layout: str
     ranks: int
@@ -48,29 +48,29 @@ class Result:
     worst_grad_name: str = ""
     worst_param: float = float("nan")  # after five steps of SGD
     worst_param_name: str = ""
-    adamw_param: float = float("nan")  # after five steps of AdamW: reported, not judged
+    adamw_param: float = float("nan")  # after five steps of AdamW: reported, without a limit
     grad_norm_diff: float = float("nan")
     times_one_rank: float | None = None  # low precision: the error against fp32 (see `rounding`)
-    times_one_rank_limit: float | None = None  # what that may be
+    times_one_rank_limit: float | None = None  # its limit
     tokens: int = 0
-    peak_bytes: int = 0  # of the rank that needs most
+    peak_bytes: int = 0  # the largest of all ranks
     peak_bytes_by_rank: list[int] = field(default_factory=list)
-    collectives: list[dict[str, Any]] = field(default_factory=list)  # of one step, each on the rank that calls it most
-    plan_diff: str = ""  # where the planner's bytes and collectives are not those of the ranks
-    cause: str = ""  # of a tolerance wider than usual
+    collectives: list[dict[str, Any]] = field(default_factory=list)  # of one step, each from the rank with most bytes
+    plan_diff: str = ""  # differences between planned and measured bytes and collectives
+    cause: str = ""  # of a wider tolerance
     ok: bool = False
-    failure: str = ""  # what was outside, with the name of the parameter
+    failure: str = ""  # what exceeded its tolerance, with the name of the parameter
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: a number that is none is null."""
+        """For JSON: NaN becomes null."""
         return {key: None if value != value else value for key, value in asdict(self).items()}
 
 
 class Parity:
-    """Proves layouts one after another; what one rank computes is computed once for all that share it.
+    """Compares layouts one after another; runs on one rank are shared by layouts that need the same one.
 
-    `quick` only judges: no steps of AdamW, no highest memory. `timeout` is in seconds, for each training.
+    `quick`: no AdamW and no peak memory. `timeout`: seconds for each run.
     """
 
     def __init__(
@@ -82,39 +82,39 @@ class Parity:
         force: bool = False,
     ) -> None:
         self.root, self.given, self.quick, self.timeout, self.force = root, given, quick, timeout, force
-        self.rules = {"sgd": RULES["sgd"]} if quick else RULES
+        self.optimizers = {"sgd": OPTIMIZERS["sgd"]} if quick else OPTIMIZERS
         self.data = None if given is not None else write_corpus(root)
-        self.known: dict[str, dict[str, Trial]] = {}
+        self.single_rank_records: dict[str, dict[str, RankRecord]] = {}
 
     def prove(self, layout: Layout) -> Result:
         began = time.monotonic()
         spec = self.with_data(layout.run(self.given))
         if spec.parallel.engine == "deepspeed":
             raise SpecError(
-                "parallel.engine = 'deepspeed' keeps its gradients to itself; parity compares 'native' ones"
+                "parallel.engine = 'deepspeed' does not expose its gradients; parity compares 'native' ones"
             )
         if not self.force:
-            refuse_oversized(spec, torch.device("cpu"), beside=compared_rows, own_layout=False)
-        one = self.alone(layout)
+            refuse_oversized(spec, torch.device("cpu"), beside=comparison_memory, own_layout=False)
+        one = self.single_rank(layout)
         try:
             ranks = self.train(spec)
         except RankFailed as error:
             return Result(layout.name, spec.parallel.world, failure=str(error), seconds=time.monotonic() - began)
-        oracle = self.alone(layout, "fp32") if spec.precision.dtype != "fp32" else None
-        return judge(layout, spec, ranks, one, oracle, began)
+        oracle = self.single_rank(layout, "fp32") if spec.precision.dtype != "fp32" else None
+        return compare_layout(layout, spec, ranks, one, oracle, began)
 
-    def alone(self, layout: Layout, dtype: str | None = None) -> dict[str, Trial]:
+    def single_rank(self, layout: Layout, dtype: str | None = None) -> dict[str, RankRecord]:
         spec = self.with_data(layout.alone(self.given, dtype)).replace(name="one")
         key = str(spec)
-        if key not in self.known:
-            self.known[key] = self.train(spec, launched=False)[0]
-        return self.known[key]
+        if key not in self.single_rank_records:
+            self.single_rank_records[key] = self.train(spec, launched=False)[0]
+        return self.single_rank_records[key]
 
-    def train(self, spec: RunSpec, launched: bool = True) -> list[dict[str, Trial]]:
+    def train(self, spec: RunSpec, launched: bool = True) -> list[dict[str, RankRecord]]:
         folder = Path(tempfile.mkdtemp(dir=self.root))
         try:
-            what = spec, folder / "run", self.rules, not self.quick
-            return on_ranks(spec.parallel.world, run_trials, *what, launched=launched, timeout=self.timeout)
+            what = spec, folder / "run", self.optimizers, not self.quick
+            return on_ranks(spec.parallel.world, record_runs, *what, launched=launched, timeout=self.timeout)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -126,62 +126,70 @@ class Parity:
 def parity(
     given: dict[str, Any] | None = None, quick: bool = False, timeout: float = 120, force: bool = False
 ) -> Iterator[Parity]:
-    """With a folder for data and runs that lasts as long as it."""
+    """A `Parity` with a temporary folder for data and runs."""
     with tempfile.TemporaryDirectory(prefix="lmworks-parity-") as root:
         yield Parity(Path(root), given, quick, timeout, force)
 
 
-def compared_rows(spec: RunSpec, rank: int) -> list[Row]:
-    """What a rank keeps of its trials, on its way to the process that compares, and there; one rank's beside it."""
-    own = KEPT * sum(math.prod(shape) for _, shape in local_shapes(spec, rank))
-    found = [Row("gradients and weights to compare", COPIES * own, f"{KEPT} B for each weight, {COPIES} copies")]
+def comparison_memory(spec: RunSpec, rank: int) -> list[Row]:
+    """Memory of a rank's records in the rank, in transit and in the comparing process, and of the single rank's."""
+    own = BYTES_PER_WEIGHT * sum(math.prod(shape) for _, shape in local_shapes(spec, rank))
+    found = [
+        Row("gradients and weights to compare", COPIES * own, f"{BYTES_PER_WEIGHT} B for each weight, {COPIES} copies")
+    ]
     if rank == 0:
-        trials = 1 if spec.precision.dtype == "fp32" else 2  # in its own precision, and in fp32
-        found.append(Row("what one rank computed", trials * KEPT * spec.model.params, f"{trials} × {KEPT} B a weight"))
+        records = 1 if spec.precision.dtype == "fp32" else 2  # in its own precision, and in fp32
+        found.append(
+            Row(
+                "what one rank computed",
+                records * BYTES_PER_WEIGHT * spec.model.params,
+                f"{records} × {BYTES_PER_WEIGHT} B a weight",
+            )
+        )
     return found
 
 
-def judge(
+def compare_layout(
     layout: Layout,
     spec: RunSpec,
-    ranks: list[dict[str, Trial]],
-    one: dict[str, Trial],
-    oracle: dict[str, Trial] | None,
+    ranks: list[dict[str, RankRecord]],
+    one: dict[str, RankRecord],
+    oracle: dict[str, RankRecord] | None,
     began: float,
 ) -> Result:
-    limit, truth, zero = layout.tolerance, one["sgd"], zero_gradients(spec.model)
-    many = [trials["sgd"] for trials in ranks]
-    observed = [list(trials.values())[-1] for trials in ranks]
-    loss = scalar_errors(truth.losses, [trial.losses for trial in many])
-    norms = scalar_errors(truth.norms, [trial.norms for trial in many])
-    gradient = worst(gradient_errors(truth, many, zero))
-    weights = worst(weight_errors(truth, many, zero))
+    tolerance, reference, zero = layout.tolerance, one["sgd"], zero_gradients(spec.model)
+    many = [records["sgd"] for records in ranks]
+    measured = [list(records.values())[-1] for records in ranks]
+    loss = scalar_errors(reference.losses, [record.losses for record in many])
+    norms = scalar_errors(reference.norms, [record.norms for record in many])
+    gradient = worst(gradient_errors(reference, many, zero))
+    weights = worst(weight_errors(reference, many, zero))
     adamw = Worst(float("nan"))
     if "adamw" in one:
-        adamw = worst(weight_errors(one["adamw"], [trials["adamw"] for trials in ranks], zero))
+        adamw = worst(weight_errors(one["adamw"], [records["adamw"] for records in ranks], zero))
     failures = [
-        f"rank {rank} trained on {trial.tokens} tokens, one rank on {truth.tokens}"
-        for rank, trial in enumerate(many)
-        if trial.tokens != truth.tokens
+        f"rank {rank} trained on {record.tokens} tokens, one rank on {reference.tokens}"
+        for rank, record in enumerate(many)
+        if record.tokens != reference.tokens
     ]
-    furthest, cause = None, limit.cause or (ZERO_CAUSE if zero else "")
+    worst_ratio, cause = None, tolerance.cause or (ZERO_CAUSE if zero else "")
     if oracle is None:
         checks = [
-            (f"the gradient of {gradient.name}", gradient.value, limit.gradient),
-            (f"{weights.name} after {STEPS} steps", weights.value, limit.weights),
-            ("the loss", loss, limit.loss),
-            ("the gradient norm", norms, limit.gradient),
+            (f"the gradient of {gradient.name}", gradient.value, tolerance.gradient),
+            (f"{weights.name} after {STEPS} steps", weights.value, tolerance.weights),
+            ("the loss", loss, tolerance.loss),
+            ("the gradient norm", norms, tolerance.gradient),
         ]
         failures += [
-            f"{what} differs by {off:.1e}, more than {most:g}" for what, off, most in checks if not off <= most
+            f"{what} differs by {off:.1e}, more than {limit:g}" for what, off, limit in checks if not off <= limit
         ]
     else:
-        judgement = judged(truth, many, oracle["sgd"], spec)
-        furthest, cause = judgement.worst, judgement.cause or cause
-        failures += [judgement.failure] if judgement.failure else []
-    peaks = [trial.peak_bytes for trial in observed]
-    planned = spec.replace(optim=spec.optim.replace(**RULES[list(one)[-1]]))
-    plan_diff = "; ".join(disagreements(planned, observed))
+        verdict = rounding_verdict(reference, many, oracle["sgd"], spec)
+        worst_ratio, cause = verdict.worst, verdict.cause or cause
+        failures += [verdict.failure] if verdict.failure else []
+    peaks = [record.peak_bytes for record in measured]
+    planned = spec.replace(optim=spec.optim.replace(**OPTIMIZERS[list(one)[-1]]))
+    plan_diff = "; ".join(disagreements(planned, measured))
     if plan_diff:
         failures.append(f"the planner is wrong about it: {plan_diff}")
     return Result(
@@ -194,12 +202,12 @@ def judge(
         worst_param_name=weights.name,
         adamw_param=adamw.value,
         grad_norm_diff=norms,
-        times_one_rank=furthest.value if furthest else None,
-        times_one_rank_limit=furthest.most if furthest else None,
-        tokens=truth.tokens,
+        times_one_rank=worst_ratio.value if worst_ratio else None,
+        times_one_rank_limit=worst_ratio.limit if worst_ratio else None,
+        tokens=reference.tokens,
         peak_bytes=max(peaks),
         peak_bytes_by_rank=peaks,
-        collectives=busiest(observed),
+        collectives=busiest_calls(measured),
         plan_diff=plan_diff,
         cause=cause,
         ok=not failures,
@@ -208,10 +216,10 @@ def judge(
     )
 
 
-def busiest(ranks: list[Trial]) -> list[dict[str, Any]]:
-    """Each kind of collective as the rank has it that calls it most: stages of a pipeline differ."""
+def busiest_calls(ranks: list[RankRecord]) -> list[dict[str, Any]]:
+    """Each kind of collective from the rank with most bytes: stages of a pipeline differ."""
     rows: dict[tuple[str, str, int], Traffic] = {}
-    for row in (row for trial in ranks for row in trial.collectives):
+    for row in (row for record in ranks for row in record.collectives):
         key = row.kind, row.group, row.ranks
         if key not in rows or row.bytes > rows[key].bytes:
             rows[key] = row

@@ -1,7 +1,7 @@
-"""One rank of any world on one CPU: what it holds, what it sends, how high its memory goes.
+"""Simulation of one rank of any world on one CPU: its parameters, collectives and peak memory.
 
-`fake_rank` builds and steps it. Layers of a stage are alike, so a few of them tell the rest (`extrapolate`), unless
-they differ, or unless all of them are asked for.
+`fake_rank` builds and steps it. Layers of a stage are equal, so results are extrapolated from a few of them, unless
+they differ or `exact` is set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..parallel.memory_ledger import Bytes
 from ..parallel.mesh import Mesh
 from ..plan.pipelines.stages import Stage, stages_of_rank
 from ..spec import RunSpec, SpecError
-from .fake_rank import Simulation, fake_world, step
+from .fake_rank import Simulation, fake_world, simulate_step
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,27 @@ class Report:
 
 
 def simulate(spec: RunSpec, rank: int, *, layers_per_stage: int = 0, exact: bool = False) -> Report:
-    """Step rank `rank` of the spec's layout. `layers_per_stage` = 0: as few as show what one more layer adds."""
+    """Simulate rank `rank` of the spec's layout. `layers_per_stage` = 0: the fewest that show the cost of a layer."""
     began = time.perf_counter()
-    refuse(spec, rank)
+    check_supported(spec, rank)
     with fake_world(spec, rank) as mesh:
         stages = stages_of_rank(spec, mesh.rank("pp"))
-        reason = "" if exact else not_alike(spec, mesh)
+        reason = "" if exact else non_uniform_reason(spec, mesh)
         short = layers_per_stage or max(2, spec.parallel.prefetch + 1)
-        trials = [] if exact or reason else shorter(stages, short)
-        if trials and sum(map(layers_in, trials)) < layers_in(stages):  # else all of them are no more work
-            found, how = extrapolate(spec, mesh, stages, trials)
+        truncations = [] if exact or reason else truncated_stages(stages, short)
+        if truncations and sum(map(layers_in, truncations)) < layers_in(
+            stages
+        ):  # else simulating all of them costs no more
+            found, how = extrapolate(spec, mesh, stages, truncations)
         else:
-            found, how = step(spec, mesh, stages), "exact"
+            found, how = simulate_step(spec, mesh, stages), "exact"
     notes = [*assumptions(spec), *([reason] if reason else [])]
     place = {axis: mesh.rank(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
     seconds = time.perf_counter() - began
     return Report(found, spec.parallel.world, rank, place, stages, spec.accumulation, how, notes, seconds)
 
 
-def refuse(spec: RunSpec, rank: int) -> None:
+def check_supported(spec: RunSpec, rank: int) -> None:
     layout = spec.parallel
     if not 0 <= rank < layout.world:
         raise SpecError(f"--rank {rank} is not one of the layout's {layout.world} ranks: 0 to {layout.world - 1}")
@@ -104,8 +106,8 @@ def assumptions(spec: RunSpec) -> list[str]:
     return found
 
 
-def not_alike(spec: RunSpec, mesh: Mesh) -> str:
-    """Why this layout's layers cannot be told from a few of them; empty where they can."""
+def non_uniform_reason(spec: RunSpec, mesh: Mesh) -> str:
+    """Why results cannot be extrapolated from a few layers; empty if they can."""
     layout = spec.parallel
     if layout.recompute == "budget" or (layout.recompute == "full" and layout.recompute_every > 1):
         return "all layers were simulated: they differ in what they recompute"
@@ -118,18 +120,20 @@ def not_alike(spec: RunSpec, mesh: Mesh) -> str:
 # --- from a few layers to all -------------------------------------------------------------------------
 
 
-def shorter(stages: list[Stage], few: int) -> list[list[Stage]]:
-    """The stages cut to a few layers, and then with one more: all at once where they are of equal length; else each
-    alone, as a layer of an early stage may keep more micro-batches than one of a late stage.
+def truncated_stages(stages: list[Stage], few: int) -> list[list[Stage]]:
+    """The stages truncated to a few layers, then with one layer more: in all stages at once if they have equal length;
+    else in one stage at a time, because a layer of an early stage may keep more micro-batches than one of a late stage.
     """
-    base = [cut(stage, few) for stage in stages]
+    base = [truncate(stage, few) for stage in stages]
     if len({len(stage.layers) for stage in stages}) == 1:
-        return [base, [cut(stage, few + 1) for stage in stages]]
-    grown = [[cut(stage, few + (stage is longer)) for stage in stages] for longer in stages if len(longer.layers) > few]
+        return [base, [truncate(stage, few + 1) for stage in stages]]
+    grown = [
+        [truncate(stage, few + (stage is longer)) for stage in stages] for longer in stages if len(longer.layers) > few
+    ]
     return [base, *grown]
 
 
-def cut(stage: Stage, layers: int) -> Stage:
+def truncate(stage: Stage, layers: int) -> Stage:
     return replace(stage, layers=stage.layers[:layers])
 
 
@@ -137,20 +141,22 @@ def layers_in(stages: list[Stage]) -> int:
     return sum(len(stage.layers) for stage in stages)
 
 
-def extrapolate(spec: RunSpec, mesh: Mesh, stages: list[Stage], trials: list[list[Stage]]) -> tuple[Simulation, str]:
-    """Every figure is a + Σ over stages b · layers: the first trial and what the others add to it tell a and b."""
-    first, *others = trials
-    result = base = step(spec, mesh, first)
-    for trial in others:
-        missing = {len(s.layers) - len(f.layers) for s, f, t in zip(stages, first, trial, strict=True) if f != t}
-        result = combined(result, base, step(spec, mesh, trial), missing.pop())
+def extrapolate(
+    spec: RunSpec, mesh: Mesh, stages: list[Stage], truncations: list[list[Stage]]
+) -> tuple[Simulation, str]:
+    """Every figure is a + Σ over stages b · layers; the first truncation and what the others add to it give a and b."""
+    first, *others = truncations
+    result = base = simulate_step(spec, mesh, first)
+    for truncation in others:
+        missing = {len(s.layers) - len(f.layers) for s, f, t in zip(stages, first, truncation, strict=True) if f != t}
+        result = add_layers(result, base, simulate_step(spec, mesh, truncation), missing.pop())
     few = max(len(stage.layers) for stage in first)
     each = ", ".join(str(len(stage.layers)) for stage in stages)
     return result, f"extrapolated: linear in layers, from {few} and {few + 1} a stage to {each}"
 
 
-def combined(result: Simulation, base: Simulation, more: Simulation, times: int) -> Simulation:
-    """`result` and `times` × what `more` has beyond `base`."""
+def add_layers(result: Simulation, base: Simulation, more: Simulation, times: int) -> Simulation:
+    """`result` + `times` × (`more` − `base`)."""
 
     def bytes_of(first: Bytes, low: Bytes, high: Bytes) -> Bytes:
         return {key: max(0, first[key] + times * (high[key] - low[key])) for key in first}
@@ -158,14 +164,14 @@ def combined(result: Simulation, base: Simulation, more: Simulation, times: int)
     return Simulation(
         parameters=result.parameters + times * (more.parameters - base.parameters),
         parameter_bytes=result.parameter_bytes + times * (more.parameter_bytes - base.parameter_bytes),
-        collectives=rows_of_more(result.collectives, base.collectives, more.collectives, times),
+        collectives=add_layer_collectives(result.collectives, base.collectives, more.collectives, times),
         resident=bytes_of(result.resident, base.resident, more.resident),
         peak=bytes_of(result.peak, base.peak, more.peak),
         moment=more.moment,
     )
 
 
-def rows_of_more(result: list[Row], base: list[Row], more: list[Row], times: int) -> list[Row]:
+def add_layer_collectives(result: list[Row], base: list[Row], more: list[Row], times: int) -> list[Row]:
     def by_key(rows: list[Row]) -> dict[tuple[str, str, int], Row]:
         return {(row.kind, row.group, row.ranks): row for row in rows}
 

@@ -1,7 +1,7 @@
-"""A few steps of a real run, with all that it computed kept: what one rank of a layout is compared by.
+"""A record of a few training steps on one rank of a layout, for comparison: losses, gradients, weights, collectives.
 
-The trainer is the one of `lmworks train`. Each rank keeps its own pieces of gradients and weights together with where
-they lie in the whole; nothing is gathered here, so a collective that is wrong cannot hide what it did.
+The trainer is that of `lmworks train`. Each rank records its own shards of gradients and weights with their indices in
+the full tensors. Nothing is gathered, so that a wrong collective cannot hide its own error.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from ..train import Trainer
 from ..train.rank_memory import STEPS_BEFORE, ResidencyReader, train_one_step
 
 STEPS = 5
-STEPPING = "parity steps"  # from here on memory counts: what `build` does to warm up PyTorch is none of the model's
+STEPS_MARKER = "parity steps"  # peak memory counts from here on: the warm-up of PyTorch in `build` is not the model's
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rank's part of one weight."""
+class IndexedShard:
+    """The index of a rank's shard in its weight."""
 
     name: str
-    index: Tensor  # where its elements lie in the flattened whole weight
+    index: Tensor  # of its elements in the flattened full weight
 
 
 @dataclass
-class Trial:
-    """What one rank saw."""
+class RankRecord:
+    """Everything one rank computed."""
 
     losses: list[float] = field(default_factory=list)  # of the global batch, by step
     norms: list[float] = field(default_factory=list)  # of the whole gradient, by step
     tokens: int = 0  # trained on in all steps
-    pieces: list[Piece] = field(default_factory=list)
-    gradients: list[list[Tensor]] = field(default_factory=list)  # by step, of each piece; before clipping
-    weights: list[Tensor] = field(default_factory=list)  # after the last step, of each piece
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # likewise, by name: state without a gradient
+    shards: list[IndexedShard] = field(default_factory=list)
+    gradients: list[list[Tensor]] = field(default_factory=list)  # by step and shard; before clipping
+    weights: list[Tensor] = field(default_factory=list)  # after the last step, by shard
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # after the last step, by name
     loads: list[dict[str, Tensor]] = field(default_factory=list)  # by step, how often experts were chosen, by block
     collectives: list[Row] = field(default_factory=list)  # of one step
     device: Resident = Resident()  # just before an update
@@ -56,49 +56,52 @@ class Trial:
     peak_bytes: int = 0  # allocated for model, optimizer and steps, at their highest
 
 
-def run_trials(
-    rank: int, spec: RunSpec, folder: Path, rules: dict[str, dict[str, Any]], observe: bool
-) -> dict[str, Trial]:
-    """Train from the start with each of `rules` (changes to `optim`), by the same ranks; observe the last."""
-    trainer = Trainer(spec, folder, quiet=True, force=True)  # parity has counted what it keeps as well
-    *_, last = rules
-    return {rule: run_trial(trainer, spec.optim.replace(**rules[rule]), observe and rule == last) for rule in rules}
+def record_runs(
+    rank: int, spec: RunSpec, folder: Path, optimizers: dict[str, dict[str, Any]], measure_memory: bool
+) -> dict[str, RankRecord]:
+    """Train from step 0 with each of `optimizers` (changes to `optim`) on the same ranks; the last measures memory."""
+    trainer = Trainer(spec, folder, quiet=True, force=True)  # the preflight of parity has counted the records too
+    *_, last = optimizers
+    return {
+        name: record_run(trainer, spec.optim.replace(**changes), measure_memory and name == last)
+        for name, changes in optimizers.items()
+    }
 
 
-def run_trial(trainer: Trainer, optim: OptimSpec, observe: bool) -> Trial:
-    """Five steps with their gradients; with `observe` the highest memory instead, as what is kept would count.
+def record_run(trainer: Trainer, optim: OptimSpec, measure_memory: bool) -> RankRecord:
+    """Five steps with their gradients; with `measure_memory` peak memory instead, to which records would add.
 
-    The step whose bytes and traffic are read is the one by which all strategies have learnt what to send.
+    Bytes and traffic are read in the first step after the warm-up of all data-parallel strategies.
     """
-    trial = Trial()
+    record = RankRecord()
     trainer.spec = trainer.spec.replace(optim=optim)
     trainer.step = trainer.cursor = 0
-    with peak_of(trial) if observe else contextlib.nullcontext():
+    with track_peak_memory(record) if measure_memory else contextlib.nullcontext():
         trainer.build()
-        if not observe:
-            watch_gradients(trainer, trial.gradients)
-        with torch.profiler.record_function(STEPPING):
+        if not measure_memory:
+            capture_gradients(trainer, record.gradients)
+        with torch.profiler.record_function(STEPS_MARKER):
             for _ in range(STEPS_BEFORE):
-                record_step(trainer, trial)
+                record_step(trainer, record)
             reader = ResidencyReader(trainer)
             with Traffic(trainer.mesh) as traffic:
-                record_step(trainer, trial)
+                record_step(trainer, record)
     for _ in range(STEPS_BEFORE + 1, STEPS):
-        record_step(trainer, trial)
+        record_step(trainer, record)
     parallel_model = trainer.parallel_model
-    trial.collectives, trial.device, trial.host = traffic.table(), reader.device, reader.host
-    trial.pieces = [Piece(shard.name, where(shard, parallel_model)) for shard in parallel_model.shards]
-    trial.weights = [shard.leaf.detach().clone() for shard in parallel_model.shards]
-    trial.buffers = parallel_model.buffers()
-    return trial
+    record.collectives, record.device, record.host = traffic.table(), reader.device, reader.host
+    record.shards = [IndexedShard(shard.name, shard_indices(shard, parallel_model)) for shard in parallel_model.shards]
+    record.weights = [shard.leaf.detach().clone() for shard in parallel_model.shards]
+    record.buffers = parallel_model.buffers()
+    return record
 
 
-def record_step(trainer: Trainer, trial: Trial) -> None:
+def record_step(trainer: Trainer, record: RankRecord) -> None:
     values = train_one_step(trainer)
-    trial.losses.append(values["loss"])
-    trial.norms.append(values["grad_norm"])
-    trial.tokens += values["tokens"]
-    trial.loads.append(expert_loads(trainer.parallel_model))
+    record.losses.append(values["loss"])
+    record.norms.append(values["grad_norm"])
+    record.tokens += values["tokens"]
+    record.loads.append(expert_loads(trainer.parallel_model))
 
 
 def expert_loads(parallel_model: ParallelModel) -> dict[str, Tensor]:
@@ -112,17 +115,17 @@ def expert_loads(parallel_model: ParallelModel) -> dict[str, Tensor]:
     }
 
 
-def watch_gradients(trainer: Trainer, kept: list[list[Tensor]]) -> None:
-    """Keep every gradient as the optimizer would see it without clipping."""
+def capture_gradients(trainer: Trainer, kept: list[list[Tensor]]) -> None:
+    """Copy every gradient as the optimizer would see it without clipping."""
     parallel_model = trainer.parallel_model
     finish = parallel_model.finish
 
-    def finish_and_keep() -> None:
+    def finish_and_capture() -> None:
         finish()
         scale = trainer.loss_scale.scale
         kept.append([gradient_of(shard) / scale for shard in parallel_model.shards])
 
-    parallel_model.finish = finish_and_keep  # type: ignore[method-assign]
+    parallel_model.finish = finish_and_capture  # type: ignore[method-assign]
 
 
 def gradient_of(shard: Shard) -> Tensor:
@@ -130,27 +133,27 @@ def gradient_of(shard: Shard) -> Tensor:
 
 
 @contextlib.contextmanager
-def peak_of(trial: Trial) -> Iterator[None]:
-    """Bytes that PyTorch's allocator gave out inside, less those given back, at their highest.
+def track_peak_memory(record: RankRecord) -> Iterator[None]:
+    """Peak of the bytes allocated by PyTorch.
 
-    The resident set of a process would count the interpreter and its libraries, which outweigh a small model.
+    The resident set size would include the interpreter and libraries, which outweigh a small model.
     """
-    with silence(), torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
+    with suppress_stderr(), torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
         yield
     results = profiler.kineto_results
     assert results is not None
     events: list[Any] = results.events()
-    began = next(event.start_ns() for event in events if event.name() == STEPPING)
+    began = next(event.start_ns() for event in events if event.name() == STEPS_MARKER)
     live = 0
     for start, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
         live += size
         if start >= began:
-            trial.peak_bytes = max(trial.peak_bytes, live)
+            record.peak_bytes = max(record.peak_bytes, live)
 
 
 @contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """The profiler's native code talks on standard error; of a rank's own failures its parent hears another way."""
+def suppress_stderr() -> Iterator[None]:
+    """The profiler's native code prints to stderr; failures of a rank reach its parent another way."""
     with open(os.devnull, "w") as nowhere:
         kept = os.dup(2)
         os.dup2(nowhere.fileno(), 2)
@@ -161,8 +164,8 @@ def silence() -> Iterator[None]:
             os.close(kept)
 
 
-def where(shard: Shard, parallel_model: ParallelModel) -> Tensor:
-    """Cut a tensor of places as the weight was cut."""
+def shard_indices(shard: Shard, parallel_model: ParallelModel) -> Tensor:
+    """Shard a tensor of indices as the weight was sharded."""
     whole = parallel_model.sharding.shape(shard.name, shard.shape)
     index = torch.arange(whole.numel()).view(whole)
     if parallel_model.mesh is None:
