@@ -19,7 +19,7 @@ from typing import Any
 import torch._inductor.config
 from common import commit, write_result
 
-from lmworks.bench.power import power_words
+from lmworks.bench.power import power_text
 from lmworks.bench.train import bench_train
 from lmworks.kernels import dispatch
 from lmworks.spec import load_run
@@ -98,7 +98,7 @@ def main() -> None:
         first = first or facts.get("step_s")
         told = facts.get("failed") or f"{1e3 * facts['step_s']:.2f} ms, {facts['step_s'] / first:.4f} of the first"
         if power := facts.get("power"):
-            told += f", {power['clock_mhz']:,.0f} MHz {power_words(power)}"
+            told += f", {power['clock_mhz']:,.0f} MHz {power_text(power)}"
         print(f"{name}: {told} ({time.perf_counter() - began:.0f} s in all)", flush=True)
         if options.spec == GPT2:
             write_result("compile_options", {"spec": options.spec, "steps": options.steps, "found": found})

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from common import RESULTS, commit, write_result
 
-from lmworks.bench.engine import BATCHES, Bench
+from lmworks.bench.engine import BATCHES, EngineBench
 from lmworks.bench.engine_workload import Workload
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.request import Request
@@ -66,17 +66,17 @@ def engine_of(name: str, scheme: str = "", **options: Any) -> Engine:
 
 def measured(engine: Engine, work: Workload | None = None) -> dict[str, Any]:
     """What `lmworks bench offline` measures; without a workload the steps alone."""
-    bench = Bench(engine)
+    bench = EngineBench(engine)
     warm_up_s = bench.warm_up()
     times = [bench.step_time(batch) for batch in BATCHES]
     facts = bench.throughput(work) if work else {}
     facts.pop("trace", None)
     return {
-        **bench.about(),
+        **bench.describe(),
         **facts,
         "warm_up_s": warm_up_s,
         "decode_ms": {str(one.batch): 1e3 * one.seconds for one in times},
-        "floors_ms": {str(one.batch): 1e3 * one.floor for one in times},
+        "floors_ms": {str(one.batch): 1e3 * one.roofline for one in times},
     }
 
 
@@ -108,7 +108,7 @@ def prompts(name: str, _wanted: list[str]) -> Iterator[Case]:
     steps launched kernel by kernel, and replayed."""
     for graphs in (False, True):
         engine = engine_of(name, graph_prompts=graphs)
-        Bench(engine).warm_up()
+        EngineBench(engine).warm_up()
         times = {str(tokens): statistics.median(first_tokens(engine, tokens)[4:]) for tokens in ALONE}
         del engine
         yield "replayed" if graphs else "launched", times
@@ -129,7 +129,7 @@ def spec(name: str, _wanted: list[str]) -> Iterator[Case]:
     """Greedy answers of random weights: those of qwen3-0.6b repeat themselves, those of llama3-8b do not."""
     for speculate in GUESSERS:
         engine = engine_of(name, speculate=speculate)
-        Bench(engine).warm_up()
+        EngineBench(engine).warm_up()
         for batch in GUESSED:
             for _ in range(2):  # what they meet first, and then with blocks that are cached, is not timed
                 answer_greedily(engine, batch)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lmworks import LLM, SamplingParams
-from lmworks.bench.engine_trace import Trace, decodes, watched
+from lmworks.bench.engine_trace import Trace, decodes, traced
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.request import Request, Sequence
 
@@ -120,7 +120,7 @@ def lived() -> tuple[Trace, list[Request]]:
         Request([place + 1] * prompt, SamplingParams(temperature=0, max_tokens=answer))
         for place, (prompt, answer) in enumerate(lengths)
     ]
-    with watched(engine) as trace:
+    with traced(engine) as trace:
         for request in requests:
             engine.add(request)
         engine.run()

@@ -50,7 +50,7 @@ class Up:
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def between_tokens(self) -> tuple[float, float]:
+    def inter_token_totals(self) -> tuple[float, float]:
         """The engine's own count: seconds between tokens in all, and how many there were."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
@@ -127,9 +127,9 @@ class Asked:
 
 
 def asked(server: Up, load: Load) -> Asked:
-    cpu, (seconds, count) = server.cpu_seconds(), server.between_tokens()
+    cpu, (seconds, count) = server.cpu_seconds(), server.inter_token_totals()
     measured = bench_serve(server.url, load, Slo())
-    found, (seconds_after, count_after) = measured.to_dict(), server.between_tokens()
+    found, (seconds_after, count_after) = measured.to_dict(), server.inter_token_totals()
     if found["completed"] < load.requests:
         raise SystemExit(f"not all requests were answered: {found['rejected']} {found['errors']}")
     own = (seconds_after - seconds) / (count_after - count)

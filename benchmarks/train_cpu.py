@@ -126,7 +126,7 @@ class Side:
         self.process.communicate()
 
 
-def take_turns(batch: int, turns: int, flags: list[str]) -> dict[str, Any]:
+def time_interleaved_steps(batch: int, turns: int, flags: list[str]) -> dict[str, Any]:
     """Step time and peak memory of both sides, alternating."""
     spec = run_spec(batch, bool(flags))
     sides = {name: Side(name, batch, flags) for name in SIDES}
@@ -219,7 +219,7 @@ def main() -> None:
     flags = ["--compile"] if options.compile else []
     rows = []
     for batch in BATCHES:
-        row = take_turns(batch, turns, flags)
+        row = time_interleaved_steps(batch, turns, flags)
         row["gemm_limit_gflops"] = gemm_limit(batch * 256, 256)
         rows.append(row)
         print(

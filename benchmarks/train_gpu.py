@@ -29,8 +29,8 @@ from typing import Any
 
 from common import RESULTS, commit, write_result
 
-from lmworks.bench.power import power_words
-from lmworks.bench.roofline import Ceilings, floor
+from lmworks.bench.power import power_text
+from lmworks.bench.roofline import PeakRates, step_roofline
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.memory.reserve import reserved
 from lmworks.plan.memory.sheet import memory
@@ -40,7 +40,7 @@ from lmworks.spec.hardware import catalogue
 
 GPU = "H200-SXM-141GB"
 RESULT = RESULTS / "train_gpu.json"
-BEST = Ceilings("measured", {"bf16": 763e12, "fp8": 1443e12}, 4.27e12)  # of such a card: 8192³, and a copy
+BEST = PeakRates("measured", {"bf16": 763e12, "fp8": 1443e12}, 4.27e12)  # of such a card: 8192³, and a copy
 LIMIT_S = 150  # of one variant; compiling takes most of it
 COMPILE = "parallel.compile=true"
 BF16 = "precision.dtype=bf16"
@@ -192,7 +192,7 @@ def expected(row: Row, changes: list[str]) -> dict[str, Any]:
     time_s = said.time.total if said.time else None
     rate = said.time.tokens_per_s if said.time else None
     return {
-        "floor_tokens_per_s": spec.tokens_per_step / floor(spec, BEST, "cuda").seconds,
+        "floor_tokens_per_s": spec.tokens_per_step / step_roofline(spec, BEST, "cuda").seconds,
         "step_s": time_s,
         "tokens_per_s": rate,
         "allocated_gib": allocated,
@@ -250,7 +250,7 @@ def outcome(row: Row, facts: dict[str, Any]) -> str:
     gib = facts["memory"]["allocated_bytes"] / 2**30
     floors = ", ".join(f"{at['reached']:.0%} of the {name} floor" for name, at in facts["floors"].items())
     power = facts["power"]
-    clock = f"; {power['clock_mhz']:,.0f} MHz {power_words(power)}" if power else ""
+    clock = f"; {power['clock_mhz']:,.0f} MHz {power_text(power)}" if power else ""
     met = facts["tokens_per_s"] >= row.aim_tokens and (row.aim_gib is None or gib <= row.aim_gib)
     return (
         f"{facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu'] or 0:.1%}, {gib:.1f} GiB, {floors}; {row.peer} "

@@ -103,6 +103,22 @@ RETIRED = {
     "kept_by": "met_by",
     # bench, prove, report, diagnose
     "strike": "fault_injection",
+    "struck": "injected",
+    "acts": "injections",
+    "be_rank": "run_rank",
+    "broken_promise": "exit_save_problem",
+    "straight_folder": "reference_folder",
+    "take_turns": "time_interleaved_steps",
+    "Ceilings": "PeakRates",
+    "watched_power": "monitor_power",
+    "power_words": "power_text",
+    "drawn_on": "weights_on_device",
+    "foretold": "predict_here",
+    "luck": "rng",
+    "Shot": "TimedRequest",
+    "WAYS": "VARIANTS",
+    "RankNow": "RankState",
+    "busy_words": "busy_note",
 }
 # What somebody who knows the field greps for.
 SOUGHT = (

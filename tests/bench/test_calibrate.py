@@ -74,16 +74,16 @@ def test_the_groups_that_are_measured() -> None:
 
 
 def test_noise_never_makes_a_larger_message_quicker() -> None:
-    assert collectives.in_order([5.0, 900.0, 30.0, 20.0, 100.0]) == [5.0, 20.0, 20.0, 20.0, 100.0]
+    assert collectives.monotone([5.0, 900.0, 30.0, 20.0, 100.0]) == [5.0, 20.0, 20.0, 20.0, 100.0]
 
 
 def test_sizes_are_in_order_and_a_quick_form_is_smaller() -> None:
     for device in ("cpu", "cuda"):
         quick, full = QUICK[device], FULL[device]
         for sizes in (quick, full):
-            assert all(list(each) == sorted(each) for each in (sizes.passes, sizes.optimizer, sizes.messages))
+            assert all(list(each) == sorted(each) for each in (sizes.elementwise, sizes.optimizer, sizes.messages))
             assert all(size % 2**20 == 0 for size in sizes.optimizer)
-        assert len(full.products) > 2 * len(quick.products) and len(full.attentions) > 2 * len(quick.attentions)
+        assert len(full.matmuls) > 2 * len(quick.matmuls) and len(full.attentions) > 2 * len(quick.attentions)
 
 
 def test_a_failing_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,16 +102,16 @@ def test_a_number_of_ranks_that_is_not_here(ranks: int) -> None:
 
 
 def test_what_is_somebody_elses_is_not_replaced(saved: Path, tmp_path: Path) -> None:
-    calibrating.refuse_taken(saved)
-    calibrating.refuse_taken(tmp_path / "new" / "profile.toml")
+    calibrating.check_output_path(saved)
+    calibrating.check_output_path(tmp_path / "new" / "profile.toml")
     assert not (tmp_path / "new").exists()
     (tmp_path / "spec.toml").write_text("name = 'mine'\n")
-    with pytest.raises(SpecError, match=r"--out .*spec\.toml: a file of that name is there and is no profile"):
-        calibrating.refuse_taken(tmp_path / "spec.toml")
+    with pytest.raises(SpecError, match=r"--out .*spec\.toml: this file exists and is not a profile"):
+        calibrating.check_output_path(tmp_path / "spec.toml")
     with pytest.raises(SpecError, match=r"is a folder; name a file in it, e\.g\. .*profile\.toml"):
-        calibrating.refuse_taken(tmp_path)
+        calibrating.check_output_path(tmp_path)
     with pytest.raises(SpecError, match="nothing can be written in"):
-        calibrating.refuse_taken(tmp_path / "spec.toml" / "profile.toml")
+        calibrating.check_output_path(tmp_path / "spec.toml" / "profile.toml")
 
 
 def test_a_run_here_takes_the_profile_of_its_spec(profile: Profile, saved: Path) -> None:

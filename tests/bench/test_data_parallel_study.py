@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from lmworks.bench.data_parallel import STRATEGIES, Study, choose, study, with_layout
+from lmworks.bench.data_parallel import STRATEGIES, Study, select_strategies, study, with_strategy
 from lmworks.bench.data_parallel_report import as_markdown, overview_table, write_reports
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.plan.memory.sheet import memory
 from lmworks.report.bars import Bars, as_svg, as_text
-from lmworks.report.sections import open_folder
+from lmworks.report.sections import check_output_folder
 from lmworks.spec import Cluster, RunSpec, SpecError
 from lmworks.train.rank_memory import measure_rank_memory
 from tiny import make_spec, write_spec
@@ -53,12 +53,12 @@ def test_reports_have_the_figures_and_stand_alone(small: Study, tmp_path: Path) 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SpecError, match=r"--out .*file/new: Not a directory"):
-        open_folder(tmp_path / "file" / "new")
+        check_output_folder(tmp_path / "file" / "new")
 
 
 def test_ranks_are_of_the_cpu_whatever_the_cluster_is(dataset: Path) -> None:
     spec = make_spec(dataset).replace(cluster=Cluster(gpu="H200-SXM-141GB", device="auto"))
-    assert with_layout(spec, 2, STRATEGIES["DDP"]).cluster == Cluster(device="cpu")
+    assert with_strategy(spec, 2, STRATEGIES["DDP"]).cluster == Cluster(device="cpu")
 
 
 def test_a_difference_of_one_byte_is_named(small: Study) -> None:
@@ -94,7 +94,7 @@ def test_peaks_follow_the_formula(dataset: Path, tmp_path: Path, accumulate: dic
     specs = {}
     for name, times in accumulate.items():
         spec = make_spec(dataset, "model.layers=3", "model.hidden=64", f"data.global_batch={4 * times}")
-        specs[name] = with_layout(spec, 2, STRATEGIES[name])
+        specs[name] = with_strategy(spec, 2, STRATEGIES[name])
     measured = on_ranks(2, peaks, specs, tmp_path)[0]
     for name, one in specs.items():
         assert measured[name] == pytest.approx(memory(one).tensors, rel=0.05), name
@@ -103,7 +103,7 @@ def test_peaks_follow_the_formula(dataset: Path, tmp_path: Path, accumulate: dic
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"names": ["fsdp3"]}, "no strategy of this study"),
+        ({"names": ["fsdp3"]}, "is not a strategy of this study"),
         ({"overrides": ("parallel.tp=2",)}, "without parallel.tp = 2"),
         ({"overrides": ("data.global_batch=6",), "ranks": 4}, "data.global_batch = 6"),
         ({"ranks": 1}, "--ranks 1"),
@@ -116,7 +116,7 @@ def test_what_cannot_be_compared_is_refused_at_once(dataset: Path, change: dict[
 
 def test_deepspeed_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    chosen, missing = choose([])
+    chosen, missing = select_strategies([])
     assert chosen == list(STRATEGIES)
     assert missing == {f"DeepSpeed ZeRO-{stage}": "not installed" for stage in (1, 2, 3)}
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lmworks import LLM
-from lmworks.bench.decode_roofline import Floor, measure_bandwidth
-from lmworks.bench.engine import Bench, bench_offline, fitting, quantile
+from lmworks.bench.decode_roofline import DecodeRoofline, measure_bandwidth
+from lmworks.bench.engine import EngineBench, bench_offline, fit_to_context, quantile
 from lmworks.bench.engine_profile import profile_engine
 from lmworks.bench.engine_report import engine_page
-from lmworks.bench.engine_trace import watched
+from lmworks.bench.engine_trace import traced
 from lmworks.bench.engine_workload import Workload, make_workload, read_range
 from lmworks.engine.core.kv_cache import KVCacheShape
 from lmworks.engine.core.request import Request
@@ -22,11 +22,11 @@ from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec, SpecError
 
 
-def floor_of(name: str, bandwidth: float = 4.27e12, **changes: object) -> Floor:
+def floor_of(name: str, bandwidth: float = 4.27e12, **changes: object) -> DecodeRoofline:
     spec = ModelSpec.from_preset(name, **changes)
     with torch.device("meta"):
         model = GPT(spec).to(torch.bfloat16)
-    return Floor(model, KVCacheShape.of(spec, EngineSpec(), torch.bfloat16, spec.kv_heads), bandwidth)
+    return DecodeRoofline(model, KVCacheShape.of(spec, EngineSpec(), torch.bfloat16, spec.kv_heads), bandwidth)
 
 
 # --- the floor --------------------------------------------------------------------------------------------
@@ -42,14 +42,14 @@ def test_the_floors_that_are_known() -> None:
 
 def test_quantized_weights_are_read_as_they_are_stored() -> None:
     """8B: a byte for each number of blocks and head, an fp32 scale a channel, norms in bf16."""
-    floor = floor_of("llama3-8b")
-    spec = floor.model.spec
+    roofline = floor_of("llama3-8b")
+    spec = roofline.model.spec
     with torch.device("meta"):
-        empty_like_quantized(floor.model, "int8", {})
+        empty_like_quantized(roofline.model, "int8", {})
     channels = spec.layers * (spec.q_dim + 2 * spec.kv_dim + 2 * spec.hidden + 2 * spec.ffn) + spec.vocab
     norms = spec.norm_params + 2 * spec.layers * spec.hidden
     numbers = spec.params - spec.vocab * spec.hidden - norms
-    assert floor.weight_bytes(1) == numbers + 4 * channels + 2 * norms == pytest.approx(7.51e9, rel=1e-3)
+    assert roofline.weight_bytes(1) == numbers + 4 * channels + 2 * norms == pytest.approx(7.51e9, rel=1e-3)
 
 
 def test_the_cache_is_read_by_every_sequence_up_to_its_window() -> None:
@@ -125,14 +125,14 @@ def test_a_trace_accounts_for_every_token(llm: LLM) -> None:
         Request(list(range(n)), SamplingParams(temperature=0, max_tokens=m)) for n, m in ((40, 5), (7, 9), (3, 1))
     ]
     runner = llm.native.runner
-    with watched(llm.native) as trace:
+    with traced(llm.native) as trace:
         for request in requests:
             llm.native.add(request)
         llm.native.run()
     assert llm.native.runner is runner
     assert sum(step.prompt_tokens for step in trace.steps) == 50
     assert sum(step.decoding for step in trace.steps) == (5 - 1) + (9 - 1)  # the first token comes with the prompt
-    assert len(trace.between_tokens()) == 4 + 8
+    assert len(trace.inter_token_latencies()) == 4 + 8
     assert sum(trace.durations()) == pytest.approx(trace.seconds)
     assert all(seconds > 0 for seconds in trace.durations()) and 0 < trace.host_share(synchronous=True) < 1
     assert max(step.kv_use for step in trace.steps) == pytest.approx(
@@ -141,23 +141,26 @@ def test_a_trace_accounts_for_every_token(llm: LLM) -> None:
 
 
 def test_step_times_are_of_full_batches_alone(llm: LLM) -> None:
-    bench = Bench(llm.native)
+    bench = EngineBench(llm.native)
     for batch in (1, 4):
         one = bench.step_time(batch, prompt=20)  # 4 prompts of 20 take three steps of 32 tokens
-        assert one.batch == batch and 0 < one.seconds <= one.slowest
-        assert 20 < one.context < 40 and one.floor == bench.floor.seconds(batch, one.context)
+        assert one.batch == batch and 0 < one.seconds <= one.p99
+        assert 20 < one.context < 40 and one.roofline == bench.roofline.seconds(batch, one.context)
     with pytest.raises(SpecError, match="never ran at once"):
         bench.step_time(16, prompt=60)  # 64 blocks
 
 
 def test_a_request_that_is_refused_is_no_measurement() -> None:
     """A pool that holds some of the requests and not others would make a rate of the rest."""
-    with LLM("tiny", blocks=6) as small, pytest.raises(SpecError, match=r"not served: .* the pool has 6: .*blocks"):
-        Bench(small.native).throughput(Workload(requests=8, input=(1, 60), output=(1, 60)))
+    with (
+        LLM("tiny", blocks=6) as small,
+        pytest.raises(SpecError, match=r"benchmark failed: .* the pool has 6: .*blocks"),
+    ):
+        EngineBench(small.native).throughput(Workload(requests=8, input=(1, 60), output=(1, 60)))
 
 
 def test_helpers() -> None:
-    assert fitting(10, 5, 100) == (10, 5) and fitting(90, 30, 100) == (75, 25)
+    assert fit_to_context(10, 5, 100) == (10, 5) and fit_to_context(90, 30, 100) == (75, 25)
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0 and quantile([], 0.5) == 0.0 and quantile([1.0, 9.0], 0.99) == 9.0
 
 

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from lmworks.bench import kernel_ops, kernels
-from lmworks.bench.kernel_ops import BOTH, FORWARD, OPS, Case, Place, Work
+from lmworks.bench.kernel_ops import BOTH, FORWARD, OPS, Case, OpConfig, TimedCall
 from lmworks.bench.kernel_timing import Clock
-from lmworks.bench.kernels import Roof, Row, backward_rows, bench_kernels, measure, record, winners
-from lmworks.bench.roofline import Ceilings
+from lmworks.bench.kernels import DeviceRoofline, Row, backward_rows, bench_kernels, measure, record, winners
+from lmworks.bench.roofline import PeakRates
 from lmworks.cli.main import app
 from lmworks.kernels import dispatch
 from lmworks.kernels.training import cross_entropy, gelu_mlp
@@ -26,7 +26,7 @@ from lmworks.spec import ModelSpec, SpecError
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
-TINY = Place("tiny", ModelSpec.from_preset("tiny"), 2, 32, CPU, torch.float32)
+TINY = OpConfig("tiny", ModelSpec.from_preset("tiny"), 2, 32, CPU, torch.float32)
 
 
 # --- what an op must do ---------------------------------------------------------------------------------
@@ -45,12 +45,12 @@ def counted(function: Any, inputs: list[torch.Tensor]) -> tuple[int, int]:
 def test_flops_are_those_that_pytorch_counts() -> None:
     (loss,) = OPS["linear_cross_entropy"](TINY)
     targets = torch.zeros(TINY.tokens, dtype=torch.int64)
-    hidden, weight = TINY.drawn(TINY.tokens, TINY.model.hidden), TINY.drawn(TINY.model.vocab, TINY.model.hidden)
+    hidden, weight = TINY.randn(TINY.tokens, TINY.model.hidden), TINY.randn(TINY.model.vocab, TINY.model.hidden)
     _, both = counted(lambda h, w: cross_entropy.reference(h, w, targets), [hidden, weight])
     assert loss.flops == both
     cases = {case.part: case for case in OPS["attention"](TINY)}
     model = TINY.model
-    qkv = [TINY.drawn(2, 32, heads, model.head_dim) for heads in (model.heads, model.kv_heads, model.kv_heads)]
+    qkv = [TINY.randn(2, 32, heads, model.head_dim) for heads in (model.heads, model.kv_heads, model.kv_heads)]
     there, both = counted(reference, qkv)
     seen = (32 + 1) / 2 / 32  # of the scores, which the reference makes all
     assert cases[FORWARD].flops == pytest.approx(there * seen)
@@ -84,9 +84,13 @@ def test_what_fails_is_a_row_and_the_others_are_measured() -> None:
     def fail() -> None:
         raise RuntimeError("no kernel for this\nand more")
 
-    ways: Mapping[str, Work] = {"torch": lambda: torch.ones(3), "broken": fail, "near": lambda: 1.1 * torch.ones(3)}
+    ways: Mapping[str, TimedCall] = {
+        "torch": lambda: torch.ones(3),
+        "broken": fail,
+        "near": lambda: 1.1 * torch.ones(3),
+    }
     case = Case("op", FORWARD, {"n": 3}, 12.0, 30.0, lambda: ways, ("torch", "broken"))
-    rows = {row.implementation: row for row in measure(Clock(CPU, 1.0), case, "tiny", Roof(4.0, 5.0), 2)}
+    rows = {row.implementation: row for row in measure(Clock(CPU, 1.0), case, "tiny", DeviceRoofline(4.0, 5.0), 2)}
     assert rows["broken"].seconds is None
     assert rows["broken"].error == "RuntimeError: no kernel for this"
     assert rows["torch"].off == 0
@@ -99,15 +103,15 @@ def test_what_fails_is_a_row_and_the_others_are_measured() -> None:
 
 
 def test_a_case_that_cannot_be_made_is_one_row() -> None:
-    def make() -> Mapping[str, Work]:
+    def make() -> Mapping[str, TimedCall]:
         raise torch.OutOfMemoryError("too large")
 
-    (row,) = measure(Clock(CPU, 1.0), Case("op", FORWARD, {}, 1.0, 1.0, make), "tiny", Roof(1.0, 1.0), 1)
+    (row,) = measure(Clock(CPU, 1.0), Case("op", FORWARD, {}, 1.0, 1.0, make), "tiny", DeviceRoofline(1.0, 1.0), 1)
     assert row.error == "OutOfMemoryError: too large"
 
 
 def test_what_ends_a_product_is_measured_by_its_formula_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "measured_ceilings", lambda *_: Ceilings("measured", {"fp32": 1e10}, 1e9))
+    monkeypatch.setattr(kernels, "measured_peak_rates", lambda *_: PeakRates("measured", {"fp32": 1e10}, 1e9))
     facts = bench_kernels(CPU, ["gpt2-small"], ["gelu"], 1, 1, 16)
     found = {row["op"]: (row["implementation"], row["shape"], row["error"]) for row in facts["rows"]}
     assert found == {op: ("torch", {"hidden": 768, "ffn": 3072}, "") for op in gelu_mlp.OPS}
@@ -117,8 +121,8 @@ def test_what_ends_a_product_is_measured_by_its_formula_here(monkeypatch: pytest
 
 
 def test_every_op_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "measured_ceilings", lambda *_: Ceilings("measured", {"fp32": 1e10}, 1e9))
-    monkeypatch.setattr(kernel_ops, "UPDATED", 2**10)
+    monkeypatch.setattr(kernels, "measured_peak_rates", lambda *_: PeakRates("measured", {"fp32": 1e10}, 1e9))
+    monkeypatch.setattr(kernel_ops, "MAX_UPDATED", 2**10)
     stages: list[str] = []
     kept: list[dict[str, Any]] = []
     facts = bench_kernels(CPU, ["tiny"], (), 1, 1, 16, lambda stage, _done, _all: stages.append(stage), kept.append)
@@ -143,7 +147,7 @@ def row(implementation: str, seconds: float | None, part: str = BOTH, off: float
 
 def test_what_both_passes_take_beyond_the_forward_pass() -> None:
     both, forward = replace(row("torch", 5.0), bytes=10.0), replace(row("torch", 2.0, FORWARD), bytes=4.0)
-    (back,) = backward_rows([forward, both, row("triton", 4.0)], Roof(2.0, 1.0))
+    (back,) = backward_rows([forward, both, row("triton", 4.0)], DeviceRoofline(2.0, 1.0))
     assert (back.part, back.seconds, back.bytes, back.floor_s) == ("backward", 3.0, 6.0, 3.0)
 
 
@@ -202,7 +206,7 @@ def test_a_record_is_what_training_chooses_by(measured: Path) -> None:
 
 
 def test_the_command_prints_writes_and_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "measured_ceilings", lambda *_: Ceilings("measured", {"fp32": 1e10}, 1e9))
+    monkeypatch.setattr(kernels, "measured_peak_rates", lambda *_: PeakRates("measured", {"fp32": 1e10}, 1e9))
     words = ["bench", "kernels", "--device", "cpu", "--model", "tiny", "--seq", "16", "--rounds", "1"]
     out = tmp_path / "kernels.json"
     done = CliRunner().invoke(app, [*words, "--only", "rms_norm", "--json", "--out", str(out)])
@@ -213,7 +217,7 @@ def test_the_command_prints_writes_and_refuses(tmp_path: Path, monkeypatch: pyte
     assert "tiny tokens=32 ffn=192, forward + backward" in table
     none = CliRunner().invoke(app, [*words[:4], "--model", "cpu-10m", "--rounds", "1", "--only", "rope"]).stdout
     assert "nothing to time: no model that was asked for has such an op" in none
-    for more, said in ((["--only", "rmsnorm"], "did you mean 'rms_norm'"), (["--record"], "where there is a GPU")):
+    for more, said in ((["--only", "rmsnorm"], "did you mean 'rms_norm'"), (["--record"], "run it on a GPU")):
         refused = CliRunner().invoke(app, [*words, *more])
         assert isinstance(refused.exception, SpecError)
         assert said in str(refused.exception)

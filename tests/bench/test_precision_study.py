@@ -14,13 +14,26 @@ import torch
 from torch import Tensor
 
 from lmworks.bench.precision import study as module
-from lmworks.bench.precision.instrumented_run import LOOKED, kept_weight, lost, worked_out
+from lmworks.bench.precision.instrumented_run import (
+    INSPECTION_FILE,
+    expected_update,
+    full_precision_weight,
+    gradient_loss,
+)
 from lmworks.bench.precision.report import as_markdown, as_page, overview_table, write_reports
 from lmworks.bench.precision.single_run import train, train_one
-from lmworks.bench.precision.study import Stopped, Study, Training, judge, study
-from lmworks.bench.precision.tensor_formats import FORMATS, Census, count
-from lmworks.bench.precision.variants import BASE, LEAST_STEPS, SEED, WAYS, choose, spec_of, spots
-from lmworks.bench.precision.verdict import Figures, figures, noise_of, verdict
+from lmworks.bench.precision.study import Stopped, Study, Training, evaluate, study
+from lmworks.bench.precision.tensor_formats import FORMATS, RoundingStats, count
+from lmworks.bench.precision.variants import (
+    BASE,
+    MIN_STEPS,
+    SEED,
+    VARIANTS,
+    inspected_steps,
+    select_variants,
+    variant_spec,
+)
+from lmworks.bench.precision.verdict import Figures, figures, seed_noise, verdict
 from lmworks.kernels.training.adamw import split
 from lmworks.model import GPT
 from lmworks.record import RunFolder, read_metrics
@@ -72,7 +85,7 @@ def test_errors_are_those_of_a_cast() -> None:
 def test_a_census_sees_inputs_weights_and_gradients_of_every_block() -> None:
     spec = ModelSpec.from_preset("tiny")
     model, tokens = GPT(spec), torch.arange(64).view(2, 32)
-    census = Census()
+    census = RoundingStats()
     with census.largest(model):
         model(tokens, tokens)[1].backward()
     with census.counting(model):
@@ -99,7 +112,7 @@ def test_the_update_worked_out_is_that_of_pytorchs_adamw() -> None:
         weight.grad = torch.randn(50, generator=torch.Generator().manual_seed(index))
         before = weight.detach().clone()
         adamw.step()
-    due = worked_out(optim, adamw.state[weight], adamw.param_groups[0], before)
+    due = expected_update(optim, adamw.state[weight], adamw.param_groups[0], before)
     torch.testing.assert_close(before.double() + due, weight.detach().double(), rtol=0, atol=1e-6)
 
 
@@ -108,15 +121,15 @@ def test_a_master_counts_with_the_weight_it_belongs_to() -> None:
     high, low = split(wide)
     optimizer = torch.optim.SGD([torch.nn.Parameter(high)])
     (leaf,) = optimizer.param_groups[0]["params"]
-    assert not torch.equal(kept_weight(optimizer, leaf), wide)
+    assert not torch.equal(full_precision_weight(optimizer, leaf), wide)
     optimizer.state[leaf] = {"low": low}
-    assert torch.equal(kept_weight(optimizer, leaf), wide)
+    assert torch.equal(full_precision_weight(optimizer, leaf), wide)
 
 
 def test_gradients_lost_are_those_of_fp32_that_are_gone() -> None:
     exact = torch.tensor([1.0, 1e-9, 0.0, 3.0])
     own: Tensor = torch.tensor([2.0, 0.0, 0.0, torch.inf])  # of a loss that was doubled
-    assert lost(own, exact, 2.0).tolist() == [4, 1, 1, pytest.approx(1e-18), pytest.approx(10.0)]
+    assert gradient_loss(own, exact, 2.0).tolist() == [4, 1, 1, pytest.approx(1e-18), pytest.approx(10.0)]
 
 
 # --- verdicts -------------------------------------------------------------------------------------------
@@ -128,9 +141,9 @@ def run(losses: list[float]) -> list[dict[str, Any]]:
 
 def test_a_gap_is_of_the_second_half_and_noise_its_root_mean_square() -> None:
     base, seed, own = run([9.0, 9.0, 2.0, 1.0]), run([0.0, 0.0, 2.3, 0.6]), run([0.0, 0.0, 2.1, 1.3])
-    assert noise_of(base, seed) == pytest.approx((0.5 * (0.3**2 + 0.4**2)) ** 0.5)
+    assert seed_noise(base, seed) == pytest.approx((0.5 * (0.3**2 + 0.4**2)) ** 0.5)
     assert figures(own, [], base, "").gap == pytest.approx(0.2)
-    assert figures([], [], base, "it ended").gap is None and noise_of(base, []) is None
+    assert figures([], [], base, "it ended").gap is None and seed_noise(base, []) is None
 
 
 NOTHING = Figures(**dict.fromkeys(Figures.__dataclass_fields__))
@@ -142,7 +155,7 @@ NOTHING = Figures(**dict.fromkeys(Figures.__dataclass_fields__))
         ({"gap": -0.01}, [], "as fp32 within the noise (gap -0.0100)"),
         ({"gap": 0.05}, [], "worse than fp32 by 0.0500, 2.5 × the noise"),
         ({"gap": -0.05}, [], "better than fp32 by 0.0500, 2.5 × the noise"),
-        ({}, [], "no fp32 to hold it against"),
+        ({}, [], "no fp32 baseline"),
         (
             {"gap": 0.0, "kept": 0.4, "unmoved": 0.7},
             [],
@@ -158,7 +171,7 @@ NOTHING = Figures(**dict.fromkeys(Figures.__dataclass_fields__))
     ],
 )
 def test_verdicts_follow_from_figures(found: dict[str, float], overflows: list[int], said: str) -> None:
-    assert verdict(WAYS["fp16"], replace(NOTHING, **found), 0.02, "", overflows) == said
+    assert verdict(VARIANTS["fp16"], replace(NOTHING, **found), 0.02, "", overflows) == said
 
 
 # --- the study ------------------------------------------------------------------------------------------
@@ -166,12 +179,12 @@ def test_verdicts_follow_from_figures(found: dict[str, float], overflows: list[i
 
 def test_every_precision_is_a_legal_run(dataset: Path) -> None:
     spec = make_spec(dataset, "precision.dtype=bf16", "precision.weights=bf16", "precision.loss_scale=1024")
-    specs = {way.name: spec_of(spec, way) for way in choose([])}
+    specs = {variant.name: variant_spec(spec, variant) for variant in select_variants([])}
     assert specs["fp32"].precision == PrecisionSpec(loss_scale=1024)
     assert specs["fp16"].precision.loss_scale == 1024 < specs["fp16-high"].precision.loss_scale
     assert specs["fp32-seed"].seed == specs["fp32"].seed + 1
     assert len({json.dumps(one.precision.to_dict()) for one in specs.values()}) == len(specs) - 1, "but for the seed"
-    assert spots(200) == [50, 100, 150, 200] and spots(LEAST_STEPS)[0] == 2
+    assert inspected_steps(200) == [50, 100, 150, 200] and inspected_steps(MIN_STEPS)[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -192,10 +205,10 @@ def test_what_cannot_be_compared_is_refused_at_once(
 
 @pytest.fixture(scope="module")
 def small(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Study:
-    """Trained in this process, which is what `train_apart` starts another one for."""
+    """Trained in this process, which is what `train_in_subprocess` starts another one for."""
     folder = tmp_path_factory.mktemp("study")
     patch = pytest.MonkeyPatch()
-    patch.setattr(module, "train_apart", train_one)
+    patch.setattr(module, "train_in_subprocess", train_one)
     patch.setattr("lmworks.bench.precision.single_run.ROUNDS", 2)
     patch.setattr(
         "lmworks.bench.precision.single_run.write_report", lambda folder: folder
@@ -244,7 +257,7 @@ def test_reports_have_the_figures_and_stand_alone(small: Study, monkeypatch: pyt
 
 
 def test_what_is_finished_is_not_trained_again(small: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "train_apart", lambda folder, name: pytest.fail(f"{name} was trained again"))
+    monkeypatch.setattr(module, "train_in_subprocess", lambda folder, name: pytest.fail(f"{name} was trained again"))
     again = study(small.spec, small.folder, ["bf16-nearest", "bf16-master", "fp16-high"])
     assert [one.verdict for one in again.outcomes] == [one.verdict for one in small.outcomes]
     other = small.spec.replace(optim=small.spec.optim.replace(lr=1e-4))
@@ -254,8 +267,8 @@ def test_what_is_finished_is_not_trained_again(small: Study, monkeypatch: pytest
 
 def test_a_precision_that_fails_is_a_row_with_its_reason(small: Study) -> None:
     trainings = [one.training for one in small.outcomes]
-    broken = Training(WAYS["fp8-rowwise"], small.spec, error="precision.dtype = 'fp8' needs torchao")
-    found = judge(small.spec, small.folder, [*trainings, broken])
+    broken = Training(VARIANTS["fp8-rowwise"], small.spec, error="precision.dtype = 'fp8' needs torchao")
+    found = evaluate(small.spec, small.folder, [*trainings, broken])
     _, rows = overview_table(found)
     assert rows[-1] == ["fp8-rowwise", "–", "–", "–", "–", "–", "failed: precision.dtype = 'fp8' needs torchao"]
     assert "failed: precision.dtype" in as_markdown(found, []) and "failed: precision.dtype" in as_page(found)
@@ -264,21 +277,21 @@ def test_a_precision_that_fails_is_a_row_with_its_reason(small: Study) -> None:
 def test_nothing_is_said_against_an_fp32_that_failed(small: Study) -> None:
     trainings = [replace(one.training, steps=[], error="no memory") if one.name == "fp32" else one.training
                  for one in small.outcomes]  # fmt: skip
-    found = judge(small.spec, small.folder, trainings)
+    found = evaluate(small.spec, small.folder, trainings)
     assert found.noise is None and found["fp32"].verdict == "failed: no memory"
-    assert found["bf16-master"].verdict.startswith("no fp32 to hold it against")
+    assert found["bf16-master"].verdict.startswith("no fp32 baseline")
     as_markdown(found, [])
 
 
 def test_a_training_that_was_stopped_goes_on_and_stops_the_study(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = spec_of(make_spec(dataset, "optim.steps=8"), WAYS["bf16"])
+    spec = variant_spec(make_spec(dataset, "optim.steps=8"), VARIANTS["bf16"])
     write_spec(spec, tmp_path / "bf16.toml")
-    write_spec(spec_of(make_spec(dataset, "optim.steps=8"), BASE), tmp_path / "fp32.toml")
+    write_spec(variant_spec(make_spec(dataset, "optim.steps=8"), BASE), tmp_path / "fp32.toml")
     looks = iter([0, 0, 0, 15])  # a signal arrives in the fourth step
     with monkeypatch.context() as patch:
-        patch.setattr("lmworks.bench.precision.instrumented_run.Watched.asked", lambda self: next(looks))
+        patch.setattr("lmworks.bench.precision.instrumented_run.InstrumentedTrainer.asked", lambda self: next(looks))
         with pytest.raises(Interrupted):
             train_one(tmp_path, "bf16")
     assert not (tmp_path / "bf16.json").exists()
@@ -289,7 +302,7 @@ def test_a_training_that_was_stopped_goes_on_and_stops_the_study(
         "interrupt",
         "resume",
     ]
-    assert [line["step"] for line in read_metrics(run.path / LOOKED)] == spots(8)
+    assert [line["step"] for line in read_metrics(run.path / INSPECTION_FILE)] == inspected_steps(8)
 
 
 @pytest.mark.parametrize(("code", "stopped"), [(130, True), (75, True), (3, False)])
@@ -299,11 +312,11 @@ def test_how_a_training_ends_is_how_the_study_goes_on(
     monkeypatch.setattr(sys, "executable", "/bin/sh")
     monkeypatch.setattr(module, "PROGRAM", ("-c", f"exit {code}"))
     if stopped:
-        with pytest.raises(Stopped, match="the same command goes on") as error:
-            module.train_apart(tmp_path, "bf16")
+        with pytest.raises(Stopped, match="the same command continues") as error:
+            module.train_in_subprocess(tmp_path, "bf16")
         assert error.value.exit_code == code
     else:
-        module.train_apart(tmp_path, "bf16")
+        module.train_in_subprocess(tmp_path, "bf16")
         assert json.loads((tmp_path / "bf16.json").read_text()) == {"error": "its process ended with exit code 3"}
 
 
@@ -315,7 +328,7 @@ def test_the_whole_command(dataset: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     found = {one["name"]: one for one in facts["precisions"]}
-    assert list(found) == list(WAYS) and not any(one["error"] for one in found.values())
+    assert list(found) == list(VARIANTS) and not any(one["error"] for one in found.values())
     assert found["bf16-nearest"]["kept"] < found["bf16-stochastic"]["kept"] < 1.1
     errors = [found[name]["gradient_error"] for name in ("fp16", "bf16", "fp8-rowwise")]
     assert errors == sorted(errors) and errors[0] > 0, "fewer digits, larger errors"

@@ -72,7 +72,7 @@ def test_what_a_busy_machine_showed_is_believed_for_minutes(
     monkeypatch.setattr(probing, "probe", lambda _device, progress: busy)
     before = datetime.now(UTC) - timedelta(seconds=1)
     assert probing.this_machine(CPU) == busy == probing.cached_machine(CPU)
-    later = datetime.now(UTC) + probing.FRESH
+    later = datetime.now(UTC) + probing.MAX_AGE
     assert probing.cached_machine(CPU, later - timedelta(minutes=1)) == busy
     assert probing.cached_machine(CPU, later) is None
     assert probing.cached_machine(CPU, before - timedelta(hours=1)) is None  # a clock that was set back
@@ -94,7 +94,7 @@ def test_a_busy_machine_does_not_replace_what_a_quiet_one_showed(
 def test_a_cache_without_a_date_is_not_believed(
     calls: list[torch.device], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probing, "about", lambda: {"date": "lately"})
+    monkeypatch.setattr(probing, "environment_info", lambda: {"date": "lately"})
     monkeypatch.setattr(probing, "probe", lambda _device, progress: dataclasses.replace(machine, noise=2.0))
     probing.this_machine(CPU)
     assert probing.cached_machine(CPU) is None
@@ -125,5 +125,5 @@ def test_the_number_of_threads_is_part_of_the_key(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(SpecError, match=r"cluster\.device = 'cuda', but no CUDA device is here"):
+    with pytest.raises(SpecError, match=r"cluster\.device = 'cuda', but there is no CUDA device"):
         probing.this_machine(Cluster(device="cuda"))

@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from lmworks.bench import roofline, train
-from lmworks.bench.roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
+from lmworks.bench.roofline import PeakRates, datasheet_peak_rates, measured_peak_rates, step_roofline
 from lmworks.bench.train import bench_train
 from lmworks.cli.bench_train import foreseen
 from lmworks.cli.main import app
@@ -32,7 +32,7 @@ from tiny import built, make_spec, steps_of, write_spec
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FAST = 1e30  # no limit
-KNOWN = Ceilings("measured", {"fp32": 1e10, "bf16": 1e9}, 1e9)
+KNOWN = PeakRates("measured", {"fp32": 1e10, "bf16": 1e9}, 1e9)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     here = tmp_path / "temporary"
     here.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(here))
-    monkeypatch.setattr(train, "measured_ceilings", lambda *_: KNOWN)
+    monkeypatch.setattr(train, "measured_peak_rates", lambda *_: KNOWN)
     monkeypatch.setattr(train, "cached_machine", lambda _: KNOWN.machine("cpu"))
     yield here
 
@@ -54,9 +54,9 @@ def test_figures_are_of_the_trainers_own_steps(dataset: Path, tmp_path: Path, qu
     assert facts["model_tflops"] == pytest.approx(step_flops(spec).model / facts["step_s"] / 1e12)
     assert facts["mfu"] is None and facts["hfu"] is None  # of a peak that nobody knows
     reached = facts["floors"]["measured"]
-    assert reached["reached"] == pytest.approx(floor(spec, KNOWN, "cpu").seconds / facts["step_s"])
+    assert reached["reached"] == pytest.approx(step_roofline(spec, KNOWN, "cpu").seconds / facts["step_s"])
     assert reached["products_s"] == pytest.approx(step_flops(spec).model / KNOWN.flops["fp32"])
-    assert facts["predicted"]["step_s"] == pytest.approx(floor(spec, KNOWN, "cpu").seconds)
+    assert facts["predicted"]["step_s"] == pytest.approx(step_roofline(spec, KNOWN, "cpu").seconds)
     assert facts["kernels"]["rows"][0]["seconds"] > 0
     assert len(facts["losses"]) == train.WARM_UP + 2 + 1
     assert not list(quick.glob("lmworks*"))
@@ -68,7 +68,7 @@ def test_the_weights_of_a_seed_train_as_the_trainer_does(
 ) -> None:
     spec = make_spec(dataset)
     plain = built(spec, tmp_path / "plain")
-    monkeypatch.setattr(train, "drawn_on", lambda *_: plain.weights)
+    monkeypatch.setattr(train, "weights_on_device", lambda *_: plain.weights)
     facts = bench_train(spec, 1)
     assert facts is not None
     assert facts["losses"] == [values["loss"] for values in steps_of(plain, train.WARM_UP + 2)]
@@ -106,27 +106,27 @@ def test_nothing_is_saved_and_no_memory_wanted_for_it(
 def test_the_floor_is_flops_where_memory_is_fast_and_bytes_where_products_are(dataset: Path) -> None:
     spec = make_spec(dataset, "parallel.recompute=full")
     once = spec.replace(parallel=spec.parallel.replace(recompute="none"))
-    work = floor(spec, Ceilings("measured", {"fp32": 1e9}, FAST), "cpu")
+    work = step_roofline(spec, PeakRates("measured", {"fp32": 1e9}, FAST), "cpu")
     assert work.seconds * 1e9 == pytest.approx(step_flops(once).hardware, rel=1e-6)  # nothing computed again
     away = make_spec(dataset, "model.layers=3", "parallel.offload_activations=1")  # nor sent to the host
-    assert "offload" not in floor(away, KNOWN, "cpu").parts
-    moved = floor(spec, Ceilings("measured", {"fp32": FAST}, 1e9), "cpu")
+    assert "offload" not in step_roofline(away, KNOWN, "cpu").parts
+    moved = step_roofline(spec, PeakRates("measured", {"fp32": FAST}, 1e9), "cpu")
     optimizer = moved.parts["optimizer"] * 1e9  # reads weight, gradient, two moments; writes all but the gradient
     assert optimizer >= 28 * spec.model.params
-    assert floor(spec, Ceilings("measured", {"fp32": 1e9}, 1e9), "cpu").seconds == pytest.approx(
+    assert step_roofline(spec, PeakRates("measured", {"fp32": 1e9}, 1e9), "cpu").seconds == pytest.approx(
         work.seconds + moved.seconds
     )
 
 
 def test_ranks_share_the_floor(dataset: Path) -> None:
     spec = make_spec(dataset, "parallel.dp=2")
-    found = floor(spec, KNOWN, "cpu")
+    found = step_roofline(spec, KNOWN, "cpu")
     assert found.seconds == pytest.approx(step_flops(spec).model / 2 / KNOWN.flops["fp32"])
 
 
 def test_a_datasheet_has_ceilings_too() -> None:
     card = Gpu(name="card", bf16_tflops=100.0, fp8_tflops=200.0, bandwidth_gbs=1000.0)
-    sheet = datasheet_ceilings(card)
+    sheet = datasheet_peak_rates(card)
     assert sheet.flops == {"bf16": 1e14, "fp8": 2e14} and sheet.bandwidth == 1e12
     rates = sheet.machine("cuda").rates
     assert rates["gemm.fp8"][0].rate == 2e14
@@ -134,9 +134,9 @@ def test_a_datasheet_has_ceilings_too() -> None:
 
 
 def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "SIDE", {"cpu": 64})
-    monkeypatch.setattr(roofline, "COPIED", {"cpu": 2**16})
-    found = measured_ceilings(torch.device("cpu"), "fp32", seconds=0.01)
+    monkeypatch.setattr(roofline, "MATMUL_SIZE", {"cpu": 64})
+    monkeypatch.setattr(roofline, "COPY_BYTES", {"cpu": 2**16})
+    found = measured_peak_rates(torch.device("cpu"), "fp32", seconds=0.01)
     assert found.flops.keys() == {"fp32"} and found.flops["fp32"] > 1e6 and found.bandwidth > 1e6
 
 
@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_said_in_one_line(dataset: Path, quick: Path, monke
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
-    monkeypatch.setattr(train, "take_steps", full)
+    monkeypatch.setattr(train, "time_steps", full)
     with pytest.raises(
         TrainingError,
         match=r"^out of memory in .*: 20 GiB more .*; predicted \S+ GiB .* has \S+ GiB: lower data.micro_batch",
@@ -170,8 +170,8 @@ def spiking(health: Health, *_: object) -> list[HealthIssue]:
 def test_what_does_not_train_is_said_in_one_line(
     action: str, dataset: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "drawn_on", lambda *_: lambda _name, shape: torch.full(shape, torch.nan))
-    with pytest.raises(TrainingError, match=r"^step 1: loss nan.*no speed: lower optim\.lr") as said:
+    monkeypatch.setattr(train, "weights_on_device", lambda *_: lambda _name, shape: torch.full(shape, torch.nan))
+    with pytest.raises(TrainingError, match=r"^step 1: loss nan.*cannot be timed: lower optim\.lr") as said:
         bench_train(make_spec(dataset, f"health.nonfinite={action}", "checkpoint.every=4"), 1)
     assert "lmworks-bench" not in str(said.value)  # that folder is gone
 
@@ -180,7 +180,7 @@ def test_deepspeed_stays_with_what_it_can() -> None:
     given = load_run(
         "tiny", ["parallel.engine=deepspeed", "parallel.strategy=zero", "parallel.zero=1", "health.spike_grad=stop"]
     )
-    kept = train.in_good_health(given).health
+    kept = train.tolerate_bad_steps(given).health
     assert (kept.nonfinite, kept.spike_grad) == ("stop", "log")
 
 

@@ -22,7 +22,7 @@ from lmworks import checkpoint
 from lmworks.checkpoint.async_save import AsyncSaver, SaveResult
 from lmworks.checkpoint.format import writer_client
 from lmworks.checkpoint.format.folders import work_folder
-from lmworks.diagnose.hang import from_life
+from lmworks.diagnose.hang import from_heartbeats
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder, phase
 from lmworks.record.life import process_state, read_writer_heartbeats
@@ -126,7 +126,7 @@ def test_a_stopped_writer_is_given_up_and_named(tmp_path: Path, monkeypatch: pyt
         time.sleep(0.01)
     saves.save(2, state_of(2), {})
     assert saves.poll() is None
-    (writer,) = from_life(RunFolder(tmp_path), {}).writers
+    (writer,) = from_heartbeats(RunFolder(tmp_path), {}).writers
     assert (writer.rank, writer.pid, writer.state, writer.checkpoint) == (0, pid, "stopped", "step-000002")
     ended = saves.wait()
     assert ended is not None

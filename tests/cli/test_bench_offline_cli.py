@@ -49,15 +49,15 @@ def test_people_see_a_clock_and_first_times(
     power = {"watts": 650.0, "limit_watts": 700.0, "joules": 1e4, "clock_mhz": 1725.4, "max_clock_mhz": 1980}
     power |= {"celsius": 61, "held_back": {"power cap": 0.5}, "samples": 9}
     seen = SimpleNamespace(between=lambda *_: power)
-    monkeypatch.setattr(engine, "watched_power", lambda _device: nullcontext(seen))
+    monkeypatch.setattr(engine, "monitor_power", lambda _device: nullcontext(seen))
     met = {"kernels": ["forward_kernel"], "graphs": 2}
-    monkeypatch.setattr(engine.Bench, "first_times", lambda _bench: nullcontext(met))
+    monkeypatch.setattr(engine.EngineBench, "first_times", lambda _bench: nullcontext(met))
     monkeypatch.setattr(sys, "argv", ["lmworks", "bench", "offline", "--model", "tiny", "--requests", "1"])
     with pytest.raises(SystemExit) as end:
         main()
     out = " ".join(capsys.readouterr().out.split())
     assert not end.value.code
-    assert "clock 1,725 MHz of 1,980 MHz, at 650 of 700 W, 61 °C; held back by power cap in 50% of looks" in out
+    assert "clock 1,725 MHz of 1,980 MHz, at 650 of 700 W, 61 °C; held back by power cap in 50% of samples" in out
     assert "first times 3 kernels compiled or read: 1, graphs recorded: 2" in out
 
 

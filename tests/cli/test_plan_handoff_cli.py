@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks.bench.train import on_some_data
+from lmworks.bench.train import with_default_data
 from lmworks.cli import handoff
 from lmworks.data import prepare
 from lmworks.plan.cluster_request import ClusterRequest
@@ -194,8 +194,8 @@ def test_a_plan_without_data_is_not_started(
     assert (code, out) == (2, "") and len(err.splitlines()) == 1
     assert 'data.path = "" names no data' in err and "lmworks data prepare" in err
     assert [path.name for path in tmp_path.iterdir()] == ["best.toml"]
-    assert on_some_data(spec).data.path == "stdlib:bytes"  # a benchmark's figures do not depend on them
-    assert on_some_data(spec.replace(data=spec.data.replace(path="x"))).data.path == "x"
+    assert with_default_data(spec).data.path == "stdlib:bytes"  # a benchmark's figures do not depend on them
+    assert with_default_data(spec.replace(data=spec.data.replace(path="x"))).data.path == "x"
 
 
 def test_the_line_that_is_printed_works_as_printed(

@@ -123,7 +123,7 @@ def test_bad_usage(killed: RunFolder, lmworks: Lmworks) -> None:
     missing = "lmworks: error: nothing is not a run folder: it does not exist\n"
     assert lmworks("runs", "show", "nothing") == (2, "", missing)
     code, _, error = lmworks("runs", "show", "small", "--mtbf", "-1")
-    assert (code, error) == (2, "lmworks: error: --mtbf -1: give hours between two stops, more than 0\n")
+    assert (code, error) == (2, "lmworks: error: --mtbf -1: give hours between two failures, more than 0\n")
     assert lmworks("runs", "show")[0] == 2
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lmworks.diagnose.checkpoint_interval import interval
-from lmworks.diagnose.goodput import CAUSES, Account, account
+from lmworks.diagnose.goodput import CAUSES, TimeBreakdown, time_breakdown
 from lmworks.record import RunFolder, read_metrics
 from lmworks.record.jsonl import LineWriter, read_lines
 from lmworks.record.run_summary import summarize
@@ -43,8 +43,8 @@ class Log:
         with LineWriter(self.folder.metrics_path) as lines:
             lines.append({"step": step, "attempt": self.attempt, "time": clock(at), **values})
 
-    def account(self) -> Account:
-        found = account(self.folder)
+    def time_breakdown(self) -> TimeBreakdown:
+        found = time_breakdown(self.folder)
         ends = [0, *(span.end for span in found.spans)]
         assert [span.begin for span in found.spans] == ends[:-1]  # one after another, nothing between, nothing twice
         times = [line["time"] for line in [*self.folder.events(), *read_lines(self.folder.metrics_path)]]
@@ -53,7 +53,7 @@ class Log:
         return found
 
     def lost(self) -> dict[str, float]:
-        return {cause: seconds for cause, seconds in self.account().seconds.items() if seconds}
+        return {cause: seconds for cause, seconds in self.time_breakdown().seconds.items() if seconds}
 
 
 def clock(at: float) -> str:
@@ -75,7 +75,7 @@ def test_a_run_without_trouble(log: Log) -> None:
     log.event(16, "save", 3, seconds=1.5)
     log.event(16, "finish", 3)
     assert log.lost() == {"start": 3, "useful": 6, "save": 2.5, "evaluation": 3, "other": 1.5}
-    found = log.account()
+    found = log.time_breakdown()
     assert (found.wall_s, found.ettr, found.goodput) == (16, 9 / 16, 3000 / 16)
     (attempt,) = found.attempts
     assert (attempt.from_step, attempt.to_step, attempt.ended, attempt.failed) == (0, 3, "finish", False)
@@ -96,7 +96,7 @@ def test_a_killed_run_loses_the_restart_and_the_steps_since_its_save(log: Log) -
     log.event(18.5, "finish", 5)
     # restart: from the line of step 4, at 4.5, to the beginning of the next step, at 15.5
     assert log.lost() == {"useful": 5, "save": 0.5, "replay": 2, "restart": 11}
-    found = log.account()
+    found = log.time_breakdown()
     assert (found.failures, found.tokens) == (1, 5000)
     first, second = found.attempts
     assert (first.ended, first.end, first.to_step) == ("killed", 4_500_000, 4)
@@ -121,7 +121,7 @@ def test_a_failure_that_is_told_and_an_agent_that_starts_again(log: Log) -> None
     log.event(10, "resume", 1, attempt=1)
     log.step(12, 2, took=1)
     assert log.lost() == {"useful": 2, "save": 0.5, "restart": 9.5}
-    found = log.account()
+    found = log.time_breakdown()
     assert [(a.number, a.ended, a.error) for a in found.attempts] == [
         (0, "fail", "rank 1 was killed by signal 9"),
         (1, "killed", ""),
@@ -136,10 +136,10 @@ def test_a_stop_that_was_asked_for_is_a_pause(log: Log) -> None:
     log.event(3602, "resume", 1, attempt=1)
     log.step(3605, 2, took=1)
     assert log.lost() == {"useful": 2, "save": 1, "pause": 3600, "restart": 2}
-    found = log.account()
+    found = log.time_breakdown()
     assert (found.active_s, found.ettr, found.failures) == (5, 0.4, 1)
     log.event(3605, "finish", 2)
-    assert log.account().failures == 0
+    assert log.time_breakdown().failures == 0
 
 
 def test_a_hang_is_the_time_until_it_was_noticed(log: Log) -> None:
@@ -150,7 +150,7 @@ def test_a_hang_is_the_time_until_it_was_noticed(log: Log) -> None:
     log.event(40, "resume", 0, attempt=1)
     log.step(42, 1, took=1)
     assert log.lost() == {"useful": 1, "replay": 1, "hang": 30, "restart": 10}
-    first = log.account().attempts[0]
+    first = log.time_breakdown().attempts[0]
     assert (first.ended, first.error, first.failed) == ("hang", "rank 1 never came", True)
 
 
@@ -164,7 +164,7 @@ def test_a_rewind_takes_steps_back_within_one_attempt(log: Log) -> None:
     log.step(7.5, 3, took=1)
     log.step(8.5, 4, took=1)
     assert log.lost() == {"useful": 4, "rewind": 4.5}
-    assert len(log.account().attempts) == 1
+    assert len(log.time_breakdown().attempts) == 1
 
 
 def test_a_batch_that_is_passed_by_takes_no_time(log: Log) -> None:
@@ -186,7 +186,7 @@ def test_skipped_steps(log: Log) -> None:
     log.event(4.75, "overflow", 3, loss_scale=2.0, next_scale=1.0)
     log.step(5, 3, took=1)
     assert log.lost() == {"useful": 2, "save": 0.5, "skip": 2.25, "other": 0.25}
-    assert log.account().tokens == 2000
+    assert log.time_breakdown().tokens == 2000
 
 
 def test_a_background_save_counts_where_it_stalled(log: Log) -> None:
@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_cut_and_a_clock_that_was_set_back_loses_nothing(lo
 
 
 def test_a_run_that_has_nothing_to_tell(log: Log) -> None:
-    assert account(log.folder).to_dict() | {"began": ""} == {
+    assert time_breakdown(log.folder).to_dict() | {"began": ""} == {
         "began": "",
         "wall_s": 0.0,
         "active_s": 0.0,
@@ -226,7 +226,7 @@ def test_steps_without_times_are_refused(log: Log) -> None:
     with LineWriter(log.folder.metrics_path) as lines:
         lines.append({"step": 1, "attempt": 0, "step_s": 1.0})
     with pytest.raises(LMWorksError, match="has steps without a time"):
-        account(log.folder)
+        time_breakdown(log.folder)
 
 
 def steady(log: Log, steps: int = 40, at: float = 0.0, first: int = 1) -> float:
@@ -245,28 +245,28 @@ def test_the_best_interval_from_what_was_measured(log: Log) -> None:
     at = steady(log)  # 49.5 s, and the last save 0.5
     log.event(at + 10, "resume", 40, attempt=1)
     log.event(at + 10.5, "interrupt", 40)
-    found = interval(log.folder, summarize(log.folder), log.account())
+    found = interval(log.folder, summarize(log.folder), log.time_breakdown())
     assert found is not None and found.observed
     assert (found.recovery.mtbf_s, found.recovery.stall_s) == (50.0, 0.5)  # one stop; its restart does not count
     assert found.recovery.restart_s == 10.0
     assert found.best_steps == 7  # √(2 · 0.5 · 50) = 7.1, by Daly 6.7
     assert found.steps == 2
     assert found.ettr is not None and found.ettr < found.best_ettr
-    given = interval(log.folder, summarize(log.folder), log.account(), mtbf_h=1.0)
+    given = interval(log.folder, summarize(log.folder), log.time_breakdown(), mtbf_h=1.0)
     assert given is not None and not given.observed
     assert given.best_steps == 60  # √(2 · 0.5 · 3600)
-    with pytest.raises(SpecError, match="--mtbf 0: give hours between two stops"):
-        interval(log.folder, summarize(log.folder), log.account(), mtbf_h=0.0)
+    with pytest.raises(SpecError, match="--mtbf 0: give hours between two failures"):
+        interval(log.folder, summarize(log.folder), log.time_breakdown(), mtbf_h=0.0)
 
 
 def test_to_resume_what_has_finished_is_no_restart(log: Log) -> None:
     log.event(0, "start", 0, attempt=0)
     at = steady(log)
     log.event(at + 1, "finish", 40)
-    before = interval(log.folder, summarize(log.folder), log.account(), mtbf_h=1.0)
+    before = interval(log.folder, summarize(log.folder), log.time_breakdown(), mtbf_h=1.0)
     log.event(at + 60, "resume", 40, attempt=1)
     log.event(at + 60.001, "finish", 40)
-    after = interval(log.folder, summarize(log.folder), log.account(), mtbf_h=1.0)
+    after = interval(log.folder, summarize(log.folder), log.time_breakdown(), mtbf_h=1.0)
     assert before is not None and after is not None
     assert after.recovery.restart_s == before.recovery.restart_s
 
@@ -275,9 +275,9 @@ def test_no_advice_without_a_stop_or_a_save(log: Log) -> None:
     log.event(0, "start", 0, attempt=0)
     log.step(1, 1, took=1)
     log.event(1, "interrupt", 1)
-    assert interval(log.folder, summarize(log.folder), log.account(), mtbf_h=1.0) is None
+    assert interval(log.folder, summarize(log.folder), log.time_breakdown(), mtbf_h=1.0) is None
     log.event(2, "save", 1, seconds=0.1)
-    assert interval(log.folder, summarize(log.folder), log.account()) is None
+    assert interval(log.folder, summarize(log.folder), log.time_breakdown()) is None
 
 
 def killed_in_step(number: int, data: Path, run_dir: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_run_that_was_really_killed(dataset: Path, tmp_path: Path) -> None:
     assert process.exitcode == -signal.SIGKILL
     resume(tmp_path / "run")
     folder = RunFolder.open(tmp_path / "run")
-    found, events = account(folder), folder.events()
+    found, events = time_breakdown(folder), folder.events()
     first, second = found.attempts
     assert (first.from_step, first.to_step, first.ended) == (0, 5, "killed")
     assert (second.from_step, second.to_step, second.ended) == (3, 12, "finish")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.bench.train import drawn_on, one_step
+from lmworks.bench.train import one_step, weights_on_device
 from lmworks.plan.memory.sheet import memory
 from lmworks.spec import load_run
 from lmworks.train import Trainer
@@ -30,7 +30,7 @@ def run(folder: Path, *changes: str) -> tuple[list[float], int, int]:
     spec = load_run("tiny", [*SMALL, *changes])
     before = torch.cuda.memory_allocated()
     trainer = Trainer(spec, folder, quiet=True)
-    trainer.weights = drawn_on(trainer.device, 0)
+    trainer.weights = weights_on_device(trainer.device, 0)
     trainer.build()
     with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.feed:
         losses = [one_step(trainer, 6 - step) for step in range(3)]

@@ -180,7 +180,7 @@ def test_what_is_asked_must_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 2 and "parallel.ep = 2" in err
     zero = ["parallel.dp=2", "parallel.strategy=zero", "parallel.zero=1", "parallel.engine=deepspeed"]
     code, _, err = lmworks(capsys, "parity", "tiny", *zero)
-    assert code == 2 and "parallel.engine = 'deepspeed' keeps" in err
+    assert code == 2 and "parallel.engine = 'deepspeed' does not expose" in err
 
 
 # --- the list ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from lmworks.plan.search.candidates import problem_of
 from lmworks.plan.search.search import search
 from lmworks.report import plan_page
-from lmworks.report.plan_page import memory_page, own, search_page, thinned
+from lmworks.report.plan_page import memory_page, resource_text, round_times, search_page
 from lmworks.spec import load_run
 from plan_facts import GIB, layout, memory_facts, search_facts, verdict_facts
 from typed import lmworks
@@ -209,10 +209,10 @@ def test_what_is_no_number_is_left_open():
 
 
 def test_timelines_fit_into_the_page(monkeypatch):
-    monkeypatch.setattr(plan_page, "MOST_SPANS", 5)  # the second layout has 4, the third 8
+    monkeypatch.setattr(plan_page, "MAX_SPANS", 5)  # the second layout has 4, the third 8
     front = Page(search_page(search_facts())).facts["front"]
     assert [one["timeline"] and len(one["timeline"]) for one in front] == [None, 4, None, None]
-    assert thinned([[0, 0, "F", 0, 0.0, 1 / 3], [0, 0, "B", 0, 1 / 3, 20 / 3]]) == [
+    assert round_times([[0, 0, "F", 0, 0.0, 1 / 3], [0, 0, "B", 0, 1 / 3, 20 / 3]]) == [
         [0, 0, "F", 0, 0.0, 0.3333],
         [0, 0, "B", 0, 0.3333, 6.6667],
     ]
@@ -225,5 +225,5 @@ def test_a_front_without_timelines():
 
 
 def test_the_script_never_parses_html():
-    script = own("plan_charts.js") + own("plan_page.js")
+    script = resource_text("plan_charts.js") + resource_text("plan_page.js")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|Function\(|fetch\(", script)

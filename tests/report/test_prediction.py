@@ -11,7 +11,7 @@ import pytest
 
 from lmworks.cli import demo
 from lmworks.record import MetricsWriter, RunFolder, read_metrics
-from lmworks.report.predicted_vs_measured import busy_words, compare
+from lmworks.report.predicted_vs_measured import busy_note, compare
 from lmworks.report.run_report import write_report
 
 QUIET = {"step_s": 0.1, "interval": [0.085, 0.13], "tokens_per_s": 1000.0, "quiet": True, "noise": 1.0}
@@ -77,7 +77,7 @@ def test_a_busy_machine_is_said_in_the_table_and_in_the_report(
     page = write_report(folder).read_text()
     assert "runs took 8.0 × what they take alone" in page and "65 ms to 1.04 s" in page
     assert 'class="number outside"' not in page and 'class="note outside"' not in page
-    assert busy_words(QUIET) == busy_words({}) == ""
+    assert busy_note(QUIET) == busy_note({}) == ""
 
 
 def test_a_ratio_outside_its_range_is_coloured(

@@ -12,7 +12,7 @@ from lmworks.record import MetricsWriter
 from lmworks.report import run_report
 from lmworks.report.html_page import SCRIPT
 from lmworks.report.run_report import smooth, write_report
-from lmworks.report.svg import Line, Marks, average, line_chart, thin, ticks
+from lmworks.report.svg import EventMarks, Line, average, downsample, line_chart, ticks
 
 VOID = {"meta", "circle", "line", "polyline", "polygon"}
 
@@ -125,7 +125,7 @@ def test_events_are_sentences_with_their_date_on_one_line(make_run):
     assert "|save|saved step-000002 (1 MiB); training waited 500 ms|" in page.text
     rows = re.findall(r"<tr><td class=whole>(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)</td>", text)
     assert len(rows) == 6  # start, finish, and the four above
-    assert not re.search(r"[{}]|&#x27;", text[text.index("What happened") : text.index("The spec")])
+    assert not re.search(r"[{}]|&#x27;", text[text.index("<h2>Events") : text.index("<h2>Spec")])
     assert ".whole { white-space: nowrap; }" in text
 
 
@@ -148,7 +148,7 @@ def test_spikes_restarts_and_saves_are_on_the_loss(make_run):
 
 
 def test_marks_that_cannot_be_told_apart_are_one():
-    marks = Marks("save", "save", "◆", [(step, f"at {step}") for step in range(-5, 1001)], low=True)
+    marks = EventMarks("save", "save", "◆", [(step, f"at {step}") for step in range(-5, 1001)], low=True)
     chart = line_chart([Line("loss", [(0, 1.0), (1000, 2.0)], "s0")], marks=[marks])
     assert 100 < chart.count("◆") < 200
     places = [float(x) for x in re.findall(r'class="mid" x="([\d.]+)"[^>]*>◆', chart)]
@@ -180,7 +180,7 @@ def test_a_loss_that_was_not_finite_is_a_gap(make_run):
 
 
 def test_long_histories_are_cut(make_run, monkeypatch):
-    monkeypatch.setattr(run_report, "MOST_EVENTS", 3)
+    monkeypatch.setattr(run_report, "MAX_EVENTS", 3)
     folder = make_run()
     for step in range(10):
         folder.event("save", step)
@@ -216,7 +216,7 @@ def test_thinning_keeps_spikes():
     points = [(step, 1.0) for step in range(100_000)]
     points[54_321] = (54_321, 99.0)
     points[77_777] = (77_777, -5.0)
-    thinned = thin(points)
+    thinned = downsample(points)
     assert len(thinned) <= 500
     assert (54_321, 99.0) in thinned
     assert (77_777, -5.0) in thinned
@@ -225,7 +225,7 @@ def test_thinning_keeps_spikes():
 
 def test_averaging_keeps_the_mean():
     rows = [(step, [1.0, step]) for step in range(1, 801)]
-    means = average(rows, most=80)
+    means = average(rows, limit=80)
     assert len(means) == 80
     assert sum(parts[1] for _, parts in means) / 80 == pytest.approx(400.5)
 

@@ -17,7 +17,7 @@ import pytest
 from api_server import until
 
 from fake_server import FakeServer
-from lmworks.bench.http_client import Exchange, Target, exchange
+from lmworks.bench.http_client import HttpExchange, Target, exchange
 from lmworks.bench.serve import Slo, bench_serve
 from lmworks.bench.serve_workload import Arrivals, Lengths, Load, read_prefix
 from lmworks.spec import LMWorksError, SpecError
@@ -81,14 +81,14 @@ def test_lengths_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Arrivals(rate=1, concurrency=2), "cannot be asked for together"),
+        (lambda: Arrivals(rate=1, concurrency=2), "cannot be combined"),
         (lambda: Slo.parse("ttft"), "write seconds"),
         (lambda: Slo.parse("speed=1"), "write seconds"),
         (lambda: Slo.parse("ttft=nan"), "write seconds"),
         (lambda: read_prefix("12xy"), "TOKENSxGROUPS"),
         (lambda: Lengths(input=(5, 2)), "LOW:HIGH"),
         (lambda: Target.of("ftp://x"), "http://HOST:PORT"),
-        (lambda: Target.of("http://x", "a\r\nb"), "no header"),
+        (lambda: Target.of("http://x", "a\r\nb"), "not allowed in a header"),
     ],
 )
 def test_nonsense_is_refused(make, said):
@@ -102,10 +102,10 @@ def test_nonsense_is_refused(make, said):
 def parsed(data, cuts):
     """An answer that arrives in pieces."""
     loop = asyncio.new_event_loop()
-    talk = Exchange(b"", loop.create_future())
+    talk = HttpExchange(b"", loop.create_future())
     for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
         talk.data_received(data[begin:end])
-    over = talk.over.done()
+    over = talk.done_future.done()
     loop.close()
     return over, talk.reply
 
@@ -131,7 +131,7 @@ def test_any_cut_of_the_stream_reads_the_same():
 
 
 def test_what_is_no_http_is_an_error():
-    assert parsed(b"SSH-2.0-OpenSSH\r\n\r\n", [])[1].error == "what came back is not HTTP"
+    assert parsed(b"SSH-2.0-OpenSSH\r\n\r\n", [])[1].error == "the response is not HTTP"
 
 
 def test_it_reads_what_httpx_reads():
@@ -208,7 +208,7 @@ def test_a_stall_is_felt_by_those_who_would_have_come():
         with FakeServer(stalling) as server:
             measured = bench_serve(server.url, Load(25, Arrivals(rate=50), SHORT), Slo(), model="m")
         waits = [one.ttft for one in measured.outcomes]
-        assert all(one.ttft >= stall - one.meant - 0.05 for one in measured.outcomes)
+        assert all(one.ttft >= stall - one.scheduled - 0.05 for one in measured.outcomes)
         assert statistics.mean(waits) > 0.15  # one polite client would have reported 0.5 s / 25
         latest.append(max(one.late for one in measured.outcomes))
         if latest[-1] < 0.3:

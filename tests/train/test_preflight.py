@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmworks.bench import data_parallel
-from lmworks.bench.data_parallel import with_layout
+from lmworks.bench.data_parallel import with_strategy
 from lmworks.bench.precision.study import study as precision_study
 from lmworks.cli import ranks as agent
 from lmworks.parallel import memory_preflight
@@ -172,7 +172,7 @@ def test_parity_counts_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_study_counts_all_strategies_of_a_rank(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(dataset)
-    both = [with_layout(spec, 2, data_parallel.layout_of(name)) for name in (data_parallel.BASE, "FSDP2 reshard")]
+    both = [with_strategy(spec, 2, data_parallel.strategy_keys(name)) for name in (data_parallel.BASE, "FSDP2 reshard")]
     give(monkeypatch, sum(map(need, both)) - 1)
     with (
         mock.patch.object(data_parallel, "on_ranks", side_effect=AssertionError("started")),

@@ -1,4 +1,4 @@
-"""The same model under every data-parallel strategy: speed, memory, messages, start, checkpoint, death of a rank."""
+"""Comparison of data-parallel strategies: speed, memory, collectives, start-up, checkpoints, loss of a rank."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ..plan.memory.peak_memory import Row
 from ..plan.memory.sheet import MemorySheet, memory
 from ..spec import Cluster, RunSpec, SpecError
 from ..train.rank_memory import RankMemory, measure_rank_memory
-from .interleaved_steps import take_turns
+from .interleaved_steps import time_interleaved_steps
 from .train_job import Job, run_job
 
-# As people call them → changes to `parallel`.
+# Display name → changes to `parallel`.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "DDP": {"strategy": "ddp"},
     "FSDP1 full": {"strategy": "fsdp1", "reshard": True},
@@ -41,31 +41,31 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 DEEPSPEED: dict[str, dict[str, Any]] = {
     f"DeepSpeed ZeRO-{stage}": {"strategy": "zero", "zero": stage, "engine": "deepspeed"} for stage in (1, 2, 3)
 }
-BASE = "DDP"  # what the others' speed is a ratio to
+BASE = "DDP"  # the baseline of speeds
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one strategy; lists have an entry for each rank."""
+    """Results of one strategy; lists have one entry per rank."""
 
     name: str
     seconds: list[float]  # of a step, by round
     tokens_per_s: float
-    ratio: float  # of tokens/s to DDP's: the median over rounds, in each of which both took a step
+    ratio: float  # of tokens/s to DDP's: the median over rounds
     held: list[Resident]
-    worked_out: list[Resident]  # by arithmetic; empty: no formula (DeepSpeed in another precision than fp32)
+    worked_out: list[Resident]  # by formula; empty: there is none (DeepSpeed in another precision than fp32)
     dtypes: dict[str, str]
-    gradients_after: int  # bytes of gradients that the first rank still has between two steps
+    gradients_after: int  # bytes of gradients on rank 0 between two steps
     peak: list[int]
-    peak_by: dict[str, int]  # of the first rank, by category
+    peak_by: dict[str, int]  # of rank 0, by category
     peak_worked_out: list[MemorySheet]
     counted: dict[str, tuple[int, int]]  # kind → (count, bytes) of a step
-    formula: dict[str, tuple[int, int]]  # empty: none is known (DeepSpeed)
+    formula: dict[str, tuple[int, int]]  # empty: unknown (DeepSpeed)
     job: Job | None
 
     @property
     def exact(self) -> bool | None:
-        """Whether live tensors and collectives are what the arithmetic says; None: there is none."""
+        """Whether live tensors and collectives equal the formula; None: there is no formula."""
         if not self.worked_out:
             return None
         return self.held == self.worked_out and self.formula in ({}, self.counted)
@@ -82,13 +82,14 @@ class Study:
 
     def to_dict(self) -> dict[str, Any]:
         found = [
-            {**asdict(outcome), "exact": outcome.exact, "layout": layout_of(outcome.name)} for outcome in self.outcomes
+            {**asdict(outcome), "exact": outcome.exact, "layout": strategy_keys(outcome.name)}
+            for outcome in self.outcomes
         ]
         facts = {"ranks": self.ranks, "rounds": self.rounds, "machine": self.machine, "missing": self.missing}
         return {**facts, "spec": self.spec.to_dict(), "params": self.spec.model.params, "strategies": found}
 
 
-def layout_of(name: str) -> dict[str, Any]:
+def strategy_keys(name: str) -> dict[str, Any]:
     return {**STRATEGIES, **DEEPSPEED}[name]
 
 
@@ -98,58 +99,58 @@ def study(
     rounds: int,
     names: Iterable[str] = (),
     jobs: bool = True,
-    say: Callable[[str], None] = lambda _: None,
+    report_progress: Callable[[str], None] = lambda _: None,
     force: bool = False,
 ) -> Study:
-    """Compare `names` (none: all). `jobs`: also start, kill and resume a real job of each. `force`: even where they do
-    not fit into memory.
+    """Compare `names` (none: all). `jobs`: also start, kill and resume a real job of each. `force`: skip the check of
+    memory.
     """
-    chosen, missing = choose(list(names))
-    specs = {name: with_layout(spec, ranks, layout_of(name)) for name in chosen}
+    chosen, missing = select_strategies(list(names))
+    specs = {name: with_strategy(spec, ranks, strategy_keys(name)) for name in chosen}
     if not force:
-        refuse_too_many(specs, ranks)
+        check_memory(specs, ranks)
     if any(name in DEEPSPEED for name in chosen):
-        load_deepspeed("cpu")  # once: each forked rank would take seconds for it
+        load_deepspeed("cpu")  # once, before ranks are forked: the import takes seconds
     with tempfile.TemporaryDirectory(prefix="lmworks-study-") as scratch:
         work = Path(scratch)
         held = {}
         for name, one in specs.items():
-            say(f"{name}: bytes and messages of a step")
-            held[name] = on_ranks(ranks, measure_rank_memory, one, work / "observed" / typed(name), timeout=600)
-        say(f"{rounds} steps of each, in turns")
-        seconds = on_ranks(ranks, take_turns, specs, work / "turns", rounds, timeout=3600)[0]
+            report_progress(f"{name}: bytes and collectives of a step")
+            held[name] = on_ranks(ranks, measure_rank_memory, one, work / "observed" / slug(name), timeout=600)
+        report_progress(f"{rounds} steps of each, interleaved")
+        seconds = on_ranks(ranks, time_interleaved_steps, specs, work / "turns", rounds, timeout=3600)[0]
         found = []
         for name, one in specs.items():
             job = None
             if jobs:
-                say(f"{name}: a job, and the death of its last rank")
-                job = run_job(one, work / "jobs" / typed(name))
-            found.append(outcome(name, one, held[name], seconds[name], seconds[BASE], job))
+                report_progress(f"{name}: a job, and SIGKILL to its last rank")
+                job = run_job(one, work / "jobs" / slug(name))
+            found.append(make_outcome(name, one, held[name], seconds[name], seconds[BASE], job))
     return Study(spec, ranks, rounds, machine(), found, missing)
 
 
-def refuse_too_many(specs: dict[str, RunSpec], ranks: int) -> None:
-    """Every rank holds all strategies at once when it takes their steps in turns."""
+def check_memory(specs: dict[str, RunSpec], ranks: int) -> None:
+    """Interleaved steps need the memory of all strategies at once."""
 
     def others(changed: RunSpec, rank: int) -> list[Row]:
-        laid_out = [with_layout(changed, ranks, layout_of(name)) for name in specs if name != BASE]
+        laid_out = [with_strategy(changed, ranks, strategy_keys(name)) for name in specs if name != BASE]
         return [Row("other strategies", memory(one, rank=rank).total, "in the same processes") for one in laid_out]
 
     refuse_oversized(specs[BASE], torch.device("cpu"), beside=others, own_layout=False)
 
 
-def typed(name: str) -> str:
-    """A strategy's name on the command line: fsdp2-reshard."""
+def slug(name: str) -> str:
+    """The name on the command line, e.g. fsdp2-reshard."""
     return name.lower().replace(" ", "-")
 
 
-def choose(names: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Strategies to compare, DDP always among them, and why others are left out."""
-    everything = {typed(name): name for name in (*STRATEGIES, *DEEPSPEED)}
+def select_strategies(names: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Strategies to compare, always with DDP, and why others are left out."""
+    everything = {slug(name): name for name in (*STRATEGIES, *DEEPSPEED)}
     for name in names:
-        if typed(name) not in everything:
-            raise SpecError(f"{name!r} is no strategy of this study; it has {', '.join(everything)}")
-    asked = {typed(name) for name in names}
+        if slug(name) not in everything:
+            raise SpecError(f"{name!r} is not a strategy of this study; it has {', '.join(everything)}")
+    asked = {slug(name) for name in names}
     wanted = [name for key, name in everything.items() if not asked or key in asked or name == BASE]
     if importlib.util.find_spec("deepspeed"):
         return wanted, {}
@@ -158,8 +159,8 @@ def choose(names: list[str]) -> tuple[list[str], dict[str, str]]:
     }
 
 
-def with_layout(spec: RunSpec, ranks: int, layout: dict[str, Any]) -> RunSpec:
-    """The spec over `ranks` data-parallel ranks of this machine's CPU, and nothing else over any."""
+def with_strategy(spec: RunSpec, ranks: int, layout: dict[str, Any]) -> RunSpec:
+    """The spec with `ranks` data-parallel ranks on this machine's CPU, without other parallelism."""
     given = spec.parallel
     others = {axis: getattr(given, axis) for axis in ("tp", "pp", "cp", "ep") if getattr(given, axis) > 1}
     if others or given.offload != "none" or given.compile:
@@ -168,10 +169,10 @@ def with_layout(spec: RunSpec, ranks: int, layout: dict[str, Any]) -> RunSpec:
     if ranks < 2:
         raise SpecError(f"--ranks {ranks} has nothing to share: use at least 2")
     laid_out = given.replace(dp=ranks, dp_replicate=1, dp_shard=1, **layout)
-    return spec.replace(parallel=laid_out, cluster=Cluster(device="cpu"))  # ranks meet over gloo
+    return spec.replace(parallel=laid_out, cluster=Cluster(device="cpu"))  # over gloo
 
 
-def outcome(
+def make_outcome(
     name: str, spec: RunSpec, held: list[RankMemory], seconds: list[float], base: list[float], job: Job | None
 ) -> Outcome:
     native = spec.parallel.engine == "native"

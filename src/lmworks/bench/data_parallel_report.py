@@ -1,4 +1,4 @@
-"""What `lmworks bench ddp-fsdp` writes: the same sections as markdown with drawn text, and as a page with pictures."""
+"""The report of `lmworks bench ddp-fsdp`: markdown with text charts, and HTML with SVG charts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from statistics import median
 from ..plan.exact.weights import weights
 from ..record.figures import binary_bytes, short
 from ..report.bars import Bars
-from ..report.sections import Section, sections_as_markdown, sections_as_page, write_both
+from ..report.sections import Section, sections_as_markdown, sections_as_page, write_report_files
 from .data_parallel import Outcome, Study
 
 TITLE = "DDP, FSDP and ZeRO on the same model"
 
 
 def write_reports(study: Study, folder: Path) -> tuple[Path, Path]:
-    return write_both(folder, as_markdown(study), as_page(study))
+    return write_report_files(folder, as_markdown(study), as_page(study))
 
 
 def sections(study: Study) -> list[Section]:
-    found = [overview(study), resident_bytes(study), formats(study), peaks(study), messages(study)]
-    return [*found, deaths(study)] if any(outcome.job for outcome in study.outcomes) else found
+    found = [overview(study), resident_bytes(study), formats(study), peak_memory(study), collectives_section(study)]
+    return [*found, rank_failures(study)] if any(outcome.job for outcome in study.outcomes) else found
 
 
 def lead(study: Study) -> str:
@@ -36,10 +36,10 @@ def lead(study: Study) -> str:
 def overview(study: Study) -> Section:
     columns, rows = overview_table(study)
     text = (
-        f"Strategies took turns, one step each, in {study.rounds} rounds after a warm-up; tokens/s follows from the "
-        "median step. Whatever else runs on the machine moves every time given here. The ratio to DDP is the median "
-        "over rounds, of steps taken in the same round, and is what counts. State is what rank 0 holds just before the "
-        "update, peak the most that tensors of any rank held. Bytes sent are message sizes. Start is from the command "
+        f"Steps of the strategies were interleaved in {study.rounds} rounds after a warm-up; tokens/s follows from the "
+        "median step. Other load on the machine changes all times given here. The ratio to DDP is the median over "
+        "rounds, of steps in the same round, and is the figure to compare. State is what rank 0 holds just before the "
+        "update, peak the largest sum of tensors on any rank. Bytes sent are message sizes. Start is from the command "
         "to the beginning of its first step."
     )
     bars = Bars(
@@ -49,11 +49,11 @@ def overview(study: Study) -> Section:
         [[one.ratio] for one in study.outcomes],
         lambda value: f"{value:.2f}",
     )
-    return Section("In short", text, columns, rows, bars, len(columns) - 1)
+    return Section("Overview", text, columns, rows, bars, len(columns) - 1)
 
 
 def overview_table(study: Study) -> tuple[list[str], list[list[str]]]:
-    """Also what the command prints."""
+    """Also printed by the command."""
     jobs = any(one.job for one in study.outcomes)
     columns = ["strategy", "tokens/s", "to DDP", "state", "peak", "sent a step", "calls", "as worked out"]
     rows = []
@@ -101,7 +101,7 @@ def resident_bytes(study: Study) -> Section:
         ],
         binary_bytes,
     )
-    return Section("What a rank holds", text, columns, rows, bars, 7)
+    return Section("Resident memory of a rank", text, columns, rows, bars, 7)
 
 
 def uneven(study: Study) -> str:
@@ -113,7 +113,7 @@ def uneven(study: Study) -> str:
 
 
 def formats(study: Study) -> Section:
-    """Which format is resident, and what passes through in which."""
+    """Number formats of resident and of transient tensors."""
     compute, reduce = study.spec.precision.dtype, study.spec.precision.reduce
     text = (
         "Gradients exist from the backward pass to the update, and are dropped after it; what is left of them between "
@@ -141,7 +141,7 @@ def transient(one: Outcome, compute: str, reduce: str) -> str:
     return f"{casts}{'gradients while they accumulate' if one.name == 'DDP' else sent}"
 
 
-def peaks(study: Study) -> Section:
+def peak_memory(study: Study) -> Section:
     text = (
         "The most that a rank's tensors held at one moment of a step, followed storage by storage, and what the state "
         "above, activations of the same micro-batch on one rank, gathered weights and messages on their way add up to. "
@@ -167,7 +167,7 @@ def peaks(study: Study) -> Section:
     return Section("Peak memory", text, columns, rows, bars, 3)
 
 
-def messages(study: Study) -> Section:
+def collectives_section(study: Study) -> Section:
     text = (
         "Collectives of one step as they were called, beside the formula; bytes are message sizes (all-reduce: the "
         "tensor; all-gather and reduce-scatter: the whole). Of n ranks in a ring, a link carries 2·(n − 1)/n of an "
@@ -190,10 +190,10 @@ def messages(study: Study) -> Section:
         binary_bytes,
     )
     columns = ["strategy", "collective", "equal", "calls", "by formula", "bytes", "by formula"]
-    return Section("What travels", text, columns, rows, bars, 4)
+    return Section("Collectives", text, columns, rows, bars, 4)
 
 
-def deaths(study: Study) -> Section:
+def rank_failures(study: Study) -> Section:
     jobs = [(one.name, one.job) for one in study.outcomes if one.job]
     slowest = max(job.ended_s for _, job in jobs)
     half = median(job.ended_s for _, job in jobs)
@@ -211,19 +211,19 @@ def deaths(study: Study) -> Section:
         row = [name, job.said, job.resumed, binary_bytes(job.checkpoint_bytes), f"{job.checkpoint_files}"]
         row += [f"{job.start_s:.1f} s", f"{job.reached}", f"{job.committed}", code, f"{job.ended_s:.1f} s"]
         rows.append(row)
-    return Section("When a rank dies", text, columns, rows, None, 7)
+    return Section("Loss of a rank", text, columns, rows, None, 7)
 
 
 # --- two ways to write it -------------------------------------------------------------------------------
 
 
 def as_markdown(study: Study) -> str:
-    return sections_as_markdown(TITLE, [lead(study), *absent(study)], sections(study))
+    return sections_as_markdown(TITLE, [lead(study), *missing_notes(study)], sections(study))
 
 
 def as_page(study: Study) -> str:
-    return sections_as_page(TITLE, lead(study), absent(study), sections(study))
+    return sections_as_page(TITLE, lead(study), missing_notes(study), sections(study))
 
 
-def absent(study: Study) -> list[str]:
+def missing_notes(study: Study) -> list[str]:
     return [f"{name}: {why}." for name, why in study.missing.items()]

@@ -1,7 +1,7 @@
-"""The least time that a decoding step can take: the bytes that it must read, over what the memory delivers.
+"""The roofline of a decoding step: the bytes it must read over memory bandwidth.
 
-A step reads every weight once, whatever the batch, except the input embeddings, of which it looks up a row a token,
-and experts that no token visits. And it reads keys and values of every sequence.
+A step reads every weight once, whatever the batch, except input embeddings (one row per token) and experts without
+tokens, and the keys and values of every sequence.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..model import GPT
 from ..model.moe import MoE
 from ..plan.serving.served_model import ServedModel
 
-COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of the buffer that is copied to measure the memory
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # bytes of the copy that measures bandwidth
 COPIES = 10
 
 
 @dataclass(frozen=True)
-class Floor:
-    """Of one model on one device; `seconds` of a step with so many sequences of so many tokens each."""
+class DecodeRoofline:
+    """Of one model on one device; `seconds`: of a step with `batch` sequences of `context` tokens."""
 
     model: GPT
     cache: KVCacheShape
@@ -36,7 +36,7 @@ class Floor:
         routed = sum(tensor.nbytes for tensor in expert_tensors(self.model))
         seen = ServedModel.of(self.model.spec).experts
         visited = float(seen.distinct(batch)) / seen.count if seen else 1.0
-        return stored_bytes(self.model) - looked_up(self.model) - routed * (1 - visited)
+        return stored_bytes(self.model) - lookup_bytes(self.model) - routed * (1 - visited)
 
     def kv_bytes(self, batch: int, context: float) -> float:
         reach = min(context, self.model.spec.sliding_window or context)
@@ -44,13 +44,13 @@ class Floor:
 
 
 def stored_bytes(model: GPT) -> int:
-    """Tied weights once."""
+    """Tied weights count once."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def looked_up(model: GPT) -> int:
-    """Tables of which a token reads one row. Where the head is the embedding, all of it is read."""
+def lookup_bytes(model: GPT) -> int:
+    """Bytes of tables of which a token reads one row; a tied embedding is read whole, by the head."""
     tables = [model.positions]
     if not model.spec.tie_embeddings:
         tables.append(model.embed)
@@ -58,21 +58,21 @@ def looked_up(model: GPT) -> int:
 
 
 def expert_tensors(model: GPT) -> list[Tensor]:
-    """(experts, out, in) each; the router is none."""
+    """Weights of shape (experts, out, in), without the router."""
     found = [module for module in model.modules() if isinstance(module, MoE)]
     return [tensor for moe in found for tensor in moe.parameters(recurse=False) if tensor.dim() == 3]
 
 
 def measure_bandwidth(device: torch.device) -> float:
     """Bytes/s of a copy, read and written: the best of a few."""
-    source = torch.ones(COPIED[device.type], dtype=torch.uint8, device=device)
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = min(copy_seconds(source, target) for _ in range(COPIES))
     return 2 * source.nbytes / seconds
 
 
 def copy_seconds(source: Tensor, target: Tensor) -> float:
-    """On a GPU by its own clock: the host's would count a launch and a wait, some percent of it."""
+    """On a GPU by CUDA events: host time would include a launch and a synchronisation, some percent."""
     if not source.is_cuda:
         began = time.perf_counter()
         target.copy_(source)

@@ -1,4 +1,4 @@
-"""How fast an engine is, and how far that is from what the memory allows: `lmworks bench offline`."""
+"""Offline throughput and latency of an engine beside the memory roofline: `lmworks bench offline`."""
 
 from __future__ import annotations
 
@@ -18,66 +18,68 @@ from ..engine.core.request import Request
 from ..engine.core.sampling_params import SamplingParams
 from ..record.figures import binary_bytes
 from ..spec import SpecError
-from .decode_roofline import Floor, measure_bandwidth
-from .engine_trace import Trace, watched
+from .decode_roofline import DecodeRoofline, measure_bandwidth
+from .engine_trace import Trace, traced
 from .engine_workload import Workload
-from .power import watched_power
+from .power import monitor_power
 
 BATCHES = (1, 8, 64)
-PROMPT = 128  # tokens of the prompts before the steps that are timed
-STEPS = {"cuda": 56, "cpu": 10}  # of each batch size,
-SETTLE = {"cuda": 8, "cpu": 2}  # the first of which are not counted: kernels are compiled, graphs recorded
+PROMPT = 128  # tokens of the prompts before the timed steps
+STEPS = {"cuda": 56, "cpu": 10}  # of each batch size, of which
+WARMUP_STEPS = {"cuda": 8, "cpu": 2}  # are not counted: kernels are compiled, graphs captured
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Decoding steps of one batch size: `context` is the mean length of a sequence meanwhile."""
+    """Decoding steps of one batch size; `context`: mean length of a sequence."""
 
     batch: int
     context: float
     seconds: float  # the median
-    slowest: float  # 99 of 100 are no slower
-    floor: float
+    p99: float
+    roofline: float
 
     def to_dict(self) -> dict[str, float]:
         rate = self.batch / self.seconds
-        times = {"ms": 1e3 * self.seconds, "p99_ms": 1e3 * self.slowest, "floor_ms": 1e3 * self.floor}
+        times = {"ms": 1e3 * self.seconds, "p99_ms": 1e3 * self.p99, "floor_ms": 1e3 * self.roofline}
         return {"batch": self.batch, "context": self.context, **times, "tokens_per_s": rate}
 
 
-class Bench:
-    """Measures an engine that nobody else uses meanwhile."""
+class EngineBench:
+    """Benchmarks an engine that has no other load."""
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
         assert isinstance(engine.runner, ModelRunner), "an engine is measured with its own runner"
         self.engine, self.runner, self.seed = engine, engine.runner, seed
-        self.floor = Floor(self.runner.model, self.runner.cache.shape, measure_bandwidth(self.runner.device))
+        self.roofline = DecodeRoofline(
+            self.runner.model, self.runner.cache.shape, measure_bandwidth(self.runner.device)
+        )
 
     # --- single batches -----------------------------------------------------------------------------------
 
     def run(self, requests: Sequence[Request]) -> Trace:
-        with watched(self.engine) as trace:
+        with traced(self.engine) as trace:
             for request in requests:
                 self.engine.add(request)
             results = [piece.result for piece in self.engine.run()]
         if wrong := next((result.error for result in results if result is not None and result.error), None):
-            raise SpecError(f"one of the requests to measure with was not served: {wrong}")
+            raise SpecError(f"a request of the benchmark failed: {wrong}")
         return trace
 
     def requests(self, lengths: Sequence[tuple[int, int]]) -> list[Request]:
-        """Of random ids, (prompt, answer) tokens long. Another seed each time: nothing is found in the prefix cache."""
+        """Requests of random ids with (prompt, answer) tokens. Every call has another seed: no prefix cache hits."""
         self.seed += 1
-        luck = torch.Generator().manual_seed(self.seed)
+        rng = torch.Generator().manual_seed(self.seed)
         made = []
         for prompt, answer in lengths:
-            ids = torch.randint(0, self.runner.valid_vocab, (prompt,), generator=luck).tolist()
+            ids = torch.randint(0, self.runner.valid_vocab, (prompt,), generator=rng).tolist()
             params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=answer, seed=self.seed)
             made.append(Request(ids, params))
         return made
 
     def warm_up(self) -> float:
-        """Every batch size once, so that what is compiled or recorded on first use is not measured as speed; and long
-        prompts that fill two steps, in the second of which the first decode."""
+        """Every batch size once, so that compilation and graph capture are not timed; and long prompts over two steps,
+        so that prefill and decoding mix."""
         began, spec = time.perf_counter(), self.engine.spec
         gpu = self.runner.device.type == "cuda"
         short = max(1, min(8, spec.context // 2))
@@ -88,11 +90,11 @@ class Bench:
         return time.perf_counter() - began
 
     def step_time(self, batch: int, prompt: int = 0) -> StepTime:
-        """Decoding with so many sequences, whose prompts (by default as long as one step computes) come before."""
+        """Decoding of `batch` sequences; prompts are by default as long as one step can prefill."""
         kind, budget = self.runner.device.type, self.engine.spec.max_batch_tokens
         prompt = prompt or max(1, min(PROMPT, budget // batch))
-        meanwhile = math.ceil(batch * prompt / budget)  # steps in which the first decode while others begin
-        prompt, steps = fitting(prompt, meanwhile + STEPS[kind], self.engine.spec.context)
+        meanwhile = math.ceil(batch * prompt / budget)  # steps in which some sequences decode and others prefill
+        prompt, steps = fit_to_context(prompt, meanwhile + STEPS[kind], self.engine.spec.context)
         trace = self.run(self.requests([(prompt, steps)] * batch))
         full = [
             seconds
@@ -105,32 +107,32 @@ class Bench:
                 f"{self.runner.blocks} blocks of {self.engine.spec.block} tokens; raise engine.blocks, or lower "
                 "engine.max_seqs"
             )
-        counted = full[SETTLE[kind] :] or full
+        counted = full[WARMUP_STEPS[kind] :] or full
         context = prompt + steps - len(counted) / 2
-        slowest = quantile(counted, 0.99)
-        return StepTime(batch, context, statistics.median(counted), slowest, self.floor.seconds(batch, context))
+        p99 = quantile(counted, 0.99)
+        return StepTime(batch, context, statistics.median(counted), p99, self.roofline.seconds(batch, context))
 
     def prefill_rate(self, tokens: int) -> float:
-        """Tokens of prompts a second, in a step of so many."""
-        prompt, _ = fitting(tokens, 1, self.engine.spec.context)
+        """Prefill throughput in tokens/s, with `tokens` per step."""
+        prompt, _ = fit_to_context(tokens, 1, self.engine.spec.context)
         trace = self.run(self.requests([(prompt, 1)] * max(1, tokens // prompt) * 3))
         steps = [(step.prompt_tokens, s) for step, s in zip(trace.steps, trace.durations(), strict=True)]
         return max(count / seconds for count, seconds in steps)
 
-    # --- the whole ----------------------------------------------------------------------------------------
+    # --- throughput ---------------------------------------------------------------------------------------
 
     def throughput(self, workload: Workload) -> dict[str, Any]:
-        """The workload, all requests at once. `prefill_s` is the time of steps that compute any prompt."""
+        """The workload, all requests at once. `prefill_s`: time of steps with any prefill."""
         fitted = workload.within(self.engine.spec.context)
         requests = fitted.draw(self.runner.valid_vocab)
         before = self.engine.metrics.num_preemptions
-        with watched_power(self.runner.device) as power, self.first_times() as first_times:
+        with monitor_power(self.runner.device) as power, self.first_times() as first_times:
             trace = self.run(requests)
         durations = trace.durations()
         prompts = [s for step, s in zip(trace.steps, durations, strict=True) if step.prompt_tokens]
         decode = [step for step in trace.steps if not step.prompt_tokens]
         answers = sum(len(sequence.output_token_ids) for request in requests for sequence in request.sequences)
-        gaps = trace.between_tokens()
+        gaps = trace.inter_token_latencies()
         first = sorted(request.first_token_time - request.arrival_time for request in requests)
         rows = statistics.fmean(step.decoding for step in decode) if decode else 0.0
         return {
@@ -161,13 +163,13 @@ class Bench:
             "host_share": trace.host_share(self.runner.synchronous),
             "inter_token_ms": {"p50": 1e3 * quantile(gaps, 0.5), "p99": 1e3 * quantile(gaps, 0.99)},
             "first_token_ms": {"p50": 1e3 * quantile(first, 0.5), "p99": 1e3 * quantile(first, 0.99)},
-            "floor_s": self.least_seconds(trace),
+            "floor_s": self.roofline_seconds(trace),
             "trace": trace,
         }
 
     @contextmanager
     def first_times(self) -> Iterator[dict[str, Any]]:
-        """What the warm-up had not met: kernels that are compiled or read meanwhile, and graphs that are recorded."""
+        """Kernels compiled or loaded, and graphs captured, that the warm-up had missed."""
         found: dict[str, Any] = {"kernels": [], "graphs": 0}
         if self.runner.device.type == "cpu":
             yield found
@@ -180,16 +182,17 @@ class Bench:
             yield found
         found["graphs"] = 0 if graphs is None else len(graphs.captured) - before
 
-    def least_seconds(self, trace: Trace) -> float:
-        """The decoding steps of a trace, each at its floor."""
+    def roofline_seconds(self, trace: Trace) -> float:
+        """The decoding steps of a trace, each at its roofline."""
         return sum(
-            self.floor.weight_bytes(len(step.chunks)) / self.floor.bandwidth
-            + sum(self.floor.kv_bytes(1, chunk.start + chunk.count) for chunk in step.chunks) / self.floor.bandwidth
+            self.roofline.weight_bytes(len(step.chunks)) / self.roofline.bandwidth
+            + sum(self.roofline.kv_bytes(1, chunk.start + chunk.count) for chunk in step.chunks)
+            / self.roofline.bandwidth
             for step in trace.steps
             if not step.prompt_tokens
         )
 
-    def about(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         spec, device = self.engine.spec, self.runner.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return {
@@ -198,13 +201,13 @@ class Bench:
             "kv_dtype": spec.kv_dtype,
             "max_seqs": spec.max_seqs,
             "max_batch_tokens": spec.max_batch_tokens,
-            "bandwidth_gbs": self.floor.bandwidth / 1e9,
-            "weights": binary_bytes(self.floor.weight_bytes(1)),
+            "bandwidth_gbs": self.roofline.bandwidth / 1e9,
+            "weights": binary_bytes(self.roofline.weight_bytes(1)),
         }
 
 
-def fitting(prompt: int, answer: int, context: int) -> tuple[int, int]:
-    """Both shorter alike where they would not fit."""
+def fit_to_context(prompt: int, answer: int, context: int) -> tuple[int, int]:
+    """(prompt, answer), shrunk in proportion to fit in the context."""
     if prompt + answer <= context:
         return prompt, answer
     shorter = max(1, prompt * context // (prompt + answer))
@@ -212,23 +215,23 @@ def fitting(prompt: int, answer: int, context: int) -> tuple[int, int]:
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """0 where there are none."""
+    """0 for no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0
 
 
 def bench_offline(engine: Engine, workload: Workload, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
-    """Every figure of `lmworks bench offline` but the start-up, which began before there was an engine."""
-    bench = Bench(engine, workload.seed)
+    """Every figure of `lmworks bench offline` except start-up time."""
+    bench = EngineBench(engine, workload.seed)
     warm_up_s = bench.warm_up()
     times = [bench.step_time(batch) for batch in batches if batch <= engine.spec.max_seqs]
     facts = bench.throughput(workload)
     del facts["trace"]
     return {
-        **bench.about(),
+        **bench.describe(),
         **facts,
         "warm_up_s": warm_up_s,
         "decode_ms": {str(one.batch): 1e3 * one.seconds for one in times},
-        "floor_ms": 1e3 * times[0].floor,
-        "floors_ms": {str(one.batch): 1e3 * one.floor for one in times},
+        "floor_ms": 1e3 * times[0].roofline,
+        "floors_ms": {str(one.batch): 1e3 * one.roofline for one in times},
     }

@@ -1,4 +1,4 @@
-"""What every step of an engine did and when: a thin layer between the engine and its device."""
+"""A trace of every step of an engine: a thin wrapper around its model runner."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from itertools import pairwise
 from typing import Any, cast
 
 from ..engine.core.engine import Engine, RunnerProtocol
-from ..engine.core.request import Sequence as Answering
+from ..engine.core.request import Sequence as EngineSequence
 from ..engine.core.scheduler import Chunk, Step
 
 
 @dataclass
-class Taken:
+class StepRecord:
     """One step, in seconds of the performance counter."""
 
     chunks: list[Chunk]
     launched: float  # when its launch began
     launch: float  # how long that took
     waited: float = 0.0  # for its tokens
-    ended: float = 0.0  # when they were there
-    kv_use: float = 0.0  # part of the pool that is held
+    ended: float = 0.0  # when the tokens were read
+    kv_use: float = 0.0  # used share of the KV blocks
 
     @property
     def prompt_tokens(self) -> int:
-        """Those computed again after a preemption count, too."""
+        """Includes tokens recomputed after a preemption."""
         return sum(chunk.count for chunk in self.chunks if not decodes(chunk))
 
     @property
     def decoding(self) -> int:
-        """Sequences that go on by a token."""
+        """Number of decoding sequences."""
         return sum(decodes(chunk) for chunk in self.chunks)
 
 
@@ -43,10 +43,10 @@ def decodes(chunk: Chunk) -> bool:
 @dataclass
 class Trace:
     began: float = field(default_factory=time.perf_counter)
-    steps: list[Taken] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
 
     def durations(self) -> list[float]:
-        """Of each step: from the end of the one before it to its own, as the device works without a gap between."""
+        """Seconds of each step, from the end of the previous one: the device works without gaps."""
         ends = [self.began, *(step.ended for step in self.steps)]
         return [end - before for before, end in pairwise(ends)]
 
@@ -54,9 +54,9 @@ class Trace:
     def seconds(self) -> float:
         return self.steps[-1].ended - self.began if self.steps else 0.0
 
-    def between_tokens(self) -> list[float]:
-        """Seconds from each token of an answer to its next. Several tokens of one step share its time."""
-        latest: dict[Answering, float] = {}
+    def inter_token_latencies(self) -> list[float]:
+        """Seconds between consecutive tokens of an answer; several tokens of one step count once."""
+        latest: dict[EngineSequence, float] = {}
         gaps = []
         for step in self.steps:
             for chunk in step.chunks:
@@ -67,17 +67,17 @@ class Trace:
         return gaps
 
     def host_share(self, synchronous: bool) -> float:
-        """Part of the time in which nobody computed or waited for the device: scheduling, packing, launching, reading.
+        """Share of the time in which the host neither computed nor waited for the device.
 
-        Where a launch computes (CPU), the launches are the device's time; elsewhere the host's work overlaps it, and
-        a share near 1 means that the device waits for the host.
+        On a CPU a launch computes, so launches are device time. On a GPU host work overlaps with the device, and a
+        share near 1 means that the device waits for the host.
         """
         device = sum(step.launch if synchronous else step.waited for step in self.steps)
         return 1 - device / self.seconds if self.seconds else 0.0
 
 
-class Watched:
-    """A device as the engine sees it, with a clock; all else is its own."""
+class TracedRunner:
+    """A model runner with timing; everything else is delegated."""
 
     def __init__(self, inner: RunnerProtocol, engine: Engine, trace: Trace) -> None:
         self.inner, self.engine, self.trace = inner, engine, trace
@@ -88,16 +88,16 @@ class Watched:
     def launch(self, step: Step) -> Any:
         began = time.perf_counter()
         launched = self.inner.launch(step)
-        taken = Taken(step.chunks, began, time.perf_counter() - began)
+        record = StepRecord(step.chunks, began, time.perf_counter() - began)
         pool = self.engine.scheduler.pool
-        taken.kv_use = pool.num_used_blocks / len(pool.ref_counts)
-        self.trace.steps.append(taken)
-        return WatchedStep(launched, taken)
+        record.kv_use = pool.num_used_blocks / len(pool.ref_counts)
+        self.trace.steps.append(record)
+        return TracedStep(launched, record)
 
 
-class WatchedStep:
-    def __init__(self, inner: Any, taken: Taken) -> None:
-        self.inner, self.taken = inner, taken
+class TracedStep:
+    def __init__(self, inner: Any, record: StepRecord) -> None:
+        self.inner, self.record = inner, record
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -105,16 +105,16 @@ class WatchedStep:
     def read(self) -> Any:
         began = time.perf_counter()
         token_output = self.inner.read()
-        self.taken.ended = time.perf_counter()
-        self.taken.waited = self.taken.ended - began
+        self.record.ended = time.perf_counter()
+        self.record.waited = self.record.ended - began
         return token_output
 
 
 @contextmanager
-def watched(engine: Engine) -> Iterator[Trace]:
-    """All steps that the engine takes meanwhile; it must be idle before and after."""
+def traced(engine: Engine) -> Iterator[Trace]:
+    """Trace all steps of the engine in the block; it must be idle before and after."""
     trace, inner = Trace(), engine.runner
-    engine.runner = cast(RunnerProtocol, Watched(inner, engine, trace))
+    engine.runner = cast(RunnerProtocol, TracedRunner(inner, engine, trace))
     try:
         yield trace
     finally:

@@ -1,4 +1,4 @@
-"""Requests to measure an engine by: random prompts and answers of random lengths, as serving benchmarks have them."""
+"""The workload of engine benchmarks: random prompts, random input and output lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Workload:
-    """So many requests that all arrive at once; lengths are drawn evenly, both ends included."""
+    """Requests that all arrive at once; lengths are uniform, both ends included."""
 
     requests: int = 256
     input: Range = (100, 1024)
@@ -29,7 +29,7 @@ class Workload:
                 raise SpecError(f"{name} = {low}:{high}: write LOW:HIGH with 1 ≤ LOW ≤ HIGH, e.g. 100:1024")
 
     def within(self, context: int) -> Self:
-        """The same in a smaller context: both ranges shrink alike where the longest request would not fit."""
+        """The workload for a smaller context: both ranges shrink in proportion if the longest request does not fit."""
         longest = self.input[1] + self.output[1]
         if longest <= context:
             return self
@@ -42,21 +42,21 @@ class Workload:
         return replace(self, input=shrink(*self.input), output=shrink(*self.output))
 
     def draw(self, vocab: int) -> list[Request]:
-        """Ids are drawn evenly: no two prompts share a prefix worth caching. Answers do not end before their time."""
-        luck = random.Random(self.seed)
-        lengths = [luck.randint(*self.input) for _ in range(self.requests)]  # first: the same for every vocabulary
-        answers = [luck.randint(*self.output) for _ in range(self.requests)]
+        """Uniform ids, so prompts share no prefix. Answers ignore EOS."""
+        rng = random.Random(self.seed)
+        lengths = [rng.randint(*self.input) for _ in range(self.requests)]  # first: the same for every vocabulary
+        answers = [rng.randint(*self.output) for _ in range(self.requests)]
         requests = []
         for number, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
             params = SamplingParams(
                 temperature=self.temperature, ignore_eos=True, max_tokens=answer, seed=self.seed + number
             )
-            requests.append(Request([luck.randrange(vocab) for _ in range(length)], params))
+            requests.append(Request([rng.randrange(vocab) for _ in range(length)], params))
         return requests
 
 
 def read_range(text: str, name: str) -> Range:
-    """100:1024, or one number for always the same."""
+    """100:1024, or one number for a fixed length."""
     low, colon, high = text.partition(":")
     if not text.isascii() or not low.isdecimal() or (colon and not high.isdecimal()):
         raise SpecError(f"{name} = {text!r}: write LOW:HIGH, e.g. 100:1024, or one number")
@@ -64,7 +64,8 @@ def read_range(text: str, name: str) -> Range:
 
 
 def make_workload(requests: int, input: str, output: str, seed: int, quick: bool) -> Workload:
-    """From what was typed. A quick one has an eighth of the requests and of their lengths."""
+    """From command-line options. `quick`: an eighth of the requests and of their lengths."""
+
     work = Workload(requests, read_range(input, "--input"), read_range(output, "--output"), seed)
     return (
         replace(work, requests=max(1, requests // 8)).within(sum((work.input[1], work.output[1])) // 8)

@@ -1,7 +1,7 @@
-"""One HTTP request and the stream that answers it, timed where the bytes arrive.
+"""A minimal asynchronous HTTP client for streamed answers, timed as bytes arrive.
 
-Small on purpose: at thousands of tokens a second a comfortable client would measure itself. The clock is read once for
-whatever the socket holds, before anything is parsed; every request has a connection of its own. No package is needed.
+At thousands of tokens a second a full-featured client would measure itself. The clock is read once per socket read,
+before parsing; every request has its own connection. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 
 from ..spec import LMWorksError, SpecError
 
-BROKEN = "the stream broke off"
+BROKEN_STREAM = "the stream broke off"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server, looked up once."""
+    """A server address, resolved once."""
 
     host: str
     port: int
@@ -40,15 +40,15 @@ class Target:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SpecError(f"--url {url!r}: write http://HOST:PORT or https://HOST[:PORT]")
         if key is not None and not (key.isascii() and key.isprintable()):
-            raise SpecError("the API key holds characters that no header may hold")
+            raise SpecError("the API key has characters that are not allowed in a header")
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         try:
             port = parts.port or (443 if tls else 80)
             found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
         except (OSError, ValueError) as error:
             raise SpecError(f"--url {url!r}: {error}") from None
-        # A server that is bound to one address of localhost is found by whichever answers.
-        family, _, _, _, address = next((one for one in found if answers(one[0], one[4])), found[0])
+        # localhost may resolve to several addresses: take the one that accepts connections.
+        family, _, _, _, address = next((one for one in found if accepts_connections(one[0], one[4])), found[0])
         path = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port, path, str(address[0]), family, tls, key)
 
@@ -66,7 +66,7 @@ class Target:
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-def answers(family: int, address: Any) -> bool:
+def accepts_connections(family: int, address: Any) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as trial:
         trial.settimeout(2.0)
         return trial.connect_ex(address) == 0
@@ -74,24 +74,24 @@ def answers(family: int, address: Any) -> bool:
 
 @dataclass
 class Reply:
-    """What came back. Times are of `time.perf_counter`."""
+    """The response. Times are of `time.perf_counter`."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    times: list[float] = field(default_factory=list)  # of events that brought tokens
+    times: list[float] = field(default_factory=list)  # of events with tokens
     ended: float = 0.0
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
-    error: str | None = None  # in the stream, or instead of it
+    error: str | None = None  # in the stream or instead of a stream
     done: bool = False  # data: [DONE]
-    body: bytearray = field(default_factory=bytearray)  # of what is not a stream
+    body: bytearray = field(default_factory=bytearray)  # if it is not a stream
 
     @property
     def streams(self) -> bool:
         return self.headers.get("content-type", "").startswith("text/event-stream")
 
     def document(self) -> Any:
-        """The body as JSON; None where it is something else."""
+        """The body as JSON; None if it is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
@@ -113,35 +113,35 @@ class Reply:
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices") or ():
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            if brings_tokens(choice):
+            if has_tokens(choice):
                 self.times.append(now)
 
 
-def brings_tokens(choice: dict[str, Any]) -> bool:
-    """Half a character has no text yet, and counts; a greeting ("role") and a farewell ("finish_reason") do not."""
+def has_tokens(choice: dict[str, Any]) -> bool:
+    """An incomplete character counts although it has no text; events with only "role" or "finish_reason" do not."""
     delta = choice.get("delta")
     said = choice.get("text") if delta is None else [value for key, value in delta.items() if key != "role" and value]
     return bool(said) or not (choice.get("finish_reason") or (delta is not None and delta.get("role")))
 
 
 def error_text(document: Any) -> str:
-    """The message of an OpenAI error object, or what is there instead."""
+    """The message of an OpenAI error object, or the text of another document."""
     error = document.get("error", document) if isinstance(document, dict) else document
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)[:200]
 
 
-class Exchange(asyncio.Protocol):
-    """Sends a request when it is connected, and reads its answer: HTTP/1.1, by chunks, by length or to the end."""
+class HttpExchange(asyncio.Protocol):
+    """Sends a request on connect and reads the response: HTTP/1.1, chunked, with a length, or until close."""
 
-    def __init__(self, request: bytes, over: asyncio.Future[None]) -> None:
-        self.request, self.over = request, over
+    def __init__(self, request: bytes, done_future: asyncio.Future[None]) -> None:
+        self.request, self.done_future = request, done_future
         self.reply = Reply()
-        self.buffer = bytearray()  # as it came
-        self.lines = bytearray()  # of the stream, not yet ended
+        self.buffer = bytearray()  # raw bytes
+        self.lines = bytearray()  # the incomplete line of the stream
         self.body = False  # the head has been read
         self.chunked = False
-        self.left = 0  # bytes of this chunk, or of the body (−1: to the end)
+        self.remaining = 0  # bytes of this chunk, or of the body (−1: to the end)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -149,7 +149,7 @@ class Exchange(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        if self.over.done():
+        if self.done_future.done():
             return
         self.buffer += data
         try:
@@ -157,19 +157,19 @@ class Exchange(asyncio.Protocol):
                 return
             self.read_chunks(now) if self.chunked else self.read_plain(now)
         except ValueError:
-            self.reply.error = "what came back is not HTTP"
+            self.reply.error = "the response is not HTTP"
             self.finish(now)
 
     def connection_lost(self, error: Exception | None) -> None:
         now = time.perf_counter()
-        if not self.over.done() and (self.left != -1 or error is not None):
-            self.reply.error = self.reply.error or (BROKEN if self.body else "the connection was closed")
+        if not self.done_future.done() and (self.remaining != -1 or error is not None):
+            self.reply.error = self.reply.error or (BROKEN_STREAM if self.body else "the connection was closed")
         self.finish(now)
 
     def finish(self, now: float) -> None:
-        if not self.over.done():
+        if not self.done_future.done():
             self.reply.ended = now
-            self.over.set_result(None)
+            self.done_future.set_result(None)
 
     def read_head(self) -> bool:
         head, gap, rest = self.buffer.partition(b"\r\n\r\n")
@@ -180,37 +180,37 @@ class Exchange(asyncio.Protocol):
         if not version.startswith("HTTP/"):
             raise ValueError
         self.buffer = rest
-        if code.startswith("1"):  # 100 Continue: the answer is still to come
+        if code.startswith("1"):  # 100 Continue: the response follows
             return self.read_head()
         pairs = (line.partition(":") for line in lines)
         headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
         self.reply.status, self.reply.headers, self.body = int(code), headers, True
         self.chunked = headers.get("transfer-encoding", "").lower() == "chunked"
-        self.left = 0 if self.chunked else int(headers.get("content-length", -1))
+        self.remaining = 0 if self.chunked else int(headers.get("content-length", -1))
         return True
 
     def read_plain(self, now: float) -> None:
         self.take(self.buffer, now)
-        if self.left != -1:
-            self.left -= len(self.buffer)
+        if self.remaining != -1:
+            self.remaining -= len(self.buffer)
         self.buffer = bytearray()
-        if self.left == 0:
+        if self.remaining == 0:
             self.finish(now)
 
     def read_chunks(self, now: float) -> None:
-        """A chunk is its size in hex, its bytes and a line's end; one of size 0 is the last."""
+        """A chunk is its size in hex, its bytes and CRLF; a chunk of size 0 ends the body."""
         place, buffer = 0, self.buffer
         while True:
-            if self.left > 2:  # what is left of the chunk, its line's end included
-                part = buffer[place : place + self.left - 2]
+            if self.remaining > 2:  # remaining bytes of the chunk, with its CRLF
+                part = buffer[place : place + self.remaining - 2]
                 self.take(part, now)
                 place += len(part)
-                self.left -= len(part)
-            if self.left:
-                if self.left > 2 or len(buffer) - place < self.left:
+                self.remaining -= len(part)
+            if self.remaining:
+                if self.remaining > 2 or len(buffer) - place < self.remaining:
                     break
-                place += self.left
-                self.left = 0
+                place += self.remaining
+                self.remaining = 0
             end = buffer.find(b"\r\n", place)
             if end < 0:
                 break
@@ -219,7 +219,7 @@ class Exchange(asyncio.Protocol):
             if size == 0:
                 self.finish(now)
                 break
-            self.left = size + 2
+            self.remaining = size + 2
         del buffer[:place]
 
     def take(self, data: bytes | bytearray, now: float) -> None:
@@ -232,14 +232,14 @@ class Exchange(asyncio.Protocol):
             if line.startswith(b"data:"):
                 self.reply.event(bytes(line[5:].strip()), now)
         if self.reply.done:
-            self.finish(now)  # some servers keep the connection a while longer
+            self.finish(now)  # some servers keep the connection open
 
 
 async def exchange(target: Target, method: str, path: str, body: bytes = b"", timeout: float = 600.0) -> Reply:
-    """A request and its answer. Whatever goes wrong is in `error`: nothing is raised."""
+    """A request and its response. Failures are in `error`; nothing is raised."""
     loop = asyncio.get_running_loop()
-    over: asyncio.Future[None] = loop.create_future()
-    protocol = Exchange(target.head(method, path, len(body)) + body, over)
+    done_future: asyncio.Future[None] = loop.create_future()
+    protocol = HttpExchange(target.head(method, path, len(body)) + body, done_future)
     reply = protocol.reply
     transport = None
     try:
@@ -252,7 +252,7 @@ async def exchange(target: Target, method: str, path: str, body: bytes = b"", ti
                 ssl=target.tls,
                 server_hostname=target.host if target.tls else None,
             )
-            await over
+            await done_future
     except TimeoutError:
         reply.error = f"no end after {timeout:g} s"
     except OSError as error:
@@ -265,19 +265,19 @@ async def exchange(target: Target, method: str, path: str, body: bytes = b"", ti
 
 
 async def post(target: Target, path: str, body: bytes, timeout: float = 600.0) -> Reply:
-    """A streamed request. Answers that are no stream, or one that does not end as it should, are errors."""
+    """A streamed request. A response that is not a stream, or that ends early, is an error."""
     reply = await exchange(target, "POST", path, body, timeout)
     if reply.error is None and reply.status != 200:
         reply.error = error_text(reply.document() or f"status {reply.status}")
     elif reply.error is None and not reply.streams:
         reply.error = f"not a stream, but {reply.headers.get('content-type', 'nothing')!r}"
     elif reply.error is None and not (reply.done or reply.finish_reason):
-        reply.error = BROKEN
+        reply.error = BROKEN_STREAM
     return reply
 
 
 async def first_model(target: Target) -> str:
-    """What the server calls its first model; that it answers at all is known then, too."""
+    """The name of the server's first model; also checks that the server answers."""
     reply = await exchange(target, "GET", "/v1/models", timeout=10.0)
     where = f"{target.host}:{target.port}{target.path}/v1/models"
     if reply.error is None and reply.status == 200:

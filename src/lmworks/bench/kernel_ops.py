@@ -1,8 +1,7 @@
-"""The operations of a training step as `lmworks bench kernels` measures them: what each must move and compute at least,
-and who can do it.
+"""The ops of a training step for `lmworks bench kernels`: minimal bytes and FLOPs of each, and its implementations.
 
-An op is one function: it gives its cases at the shape of a model. Bytes and FLOPs are those of the best conceivable
-implementation: every input is read once, every result written once, and nothing in between touches memory.
+An op is one function that yields its cases at the shape of a model. Bytes and FLOPs are those of a perfectly fused
+implementation: every input is read once, every result written once.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from ..model.rope import tables
 from ..plan.flops import keys_per_query
 from ..spec import ModelSpec
 
-Work = Callable[[], object]
+TimedCall = Callable[[], object]
 FORWARD, BOTH = "forward", "forward + backward"
-DOCUMENT = 1024  # tokens of one, where several share a sequence
-LONGER = (2048, 8192, 32_768)  # positions at which attention is measured on a GPU beside the model's own
-UPDATED = 2**28  # weights of one update at most: beyond that its time grows with them and its rate does not
+DOCUMENT = 1024  # tokens of a document in a packed sequence
+LONG_SEQS = (2048, 8192, 32_768)  # further sequence lengths of attention on a GPU
+MAX_UPDATED = 2**28  # weights per update at most: above, the rate is constant
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where and at which shape: a model's, with so many sequences."""
+class OpConfig:
+    """A model with batch size, sequence length, device and dtype."""
 
     name: str
     model: ModelSpec
@@ -52,44 +51,46 @@ class Place:
     def tokens(self) -> int:
         return self.batch * self.seq
 
-    def drawn(self, *shape: int) -> Tensor:
+    def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
 
 @dataclass(frozen=True)
 class Case:
-    op: str  # as `kernels.dispatch` knows it
+    op: str  # the name in `kernels.dispatch`
     part: str
-    shape: dict[str, int]  # by which an implementation is chosen
+    shape: dict[str, int]  # the key of the choice of implementation
     bytes: float
     flops: float
-    make: Callable[[], Mapping[str, Work]]  # what is timed, by implementation; memory is taken here
-    choices: tuple[str, ...] = ()  # implementations that the op itself may take: the fastest is recorded
+    make: Callable[[], Mapping[str, TimedCall]]  # the timed calls by implementation; allocates memory
+    choices: tuple[str, ...] = ()  # implementations that training may use: the fastest is recorded
 
 
-def both_ways(
+def forward_backward_cases(
     op: str,
     shape: dict[str, int],
     bytes_: tuple[float, float],
     flops: tuple[float, float],
     inputs: Callable[[], list[Tensor]],
-    ways: Mapping[str, Callable[..., Any]],
+    variants: Mapping[str, Callable[..., Any]],
     choices: tuple[str, ...],
 ) -> Iterator[Case]:
-    """A differentiable op: its forward pass, and both. `bytes_` and `flops` are of either alone."""
-    yield Case(op, FORWARD, shape, bytes_[0], flops[0], partial(works, inputs, ways, FORWARD), choices)
-    yield Case(op, BOTH, shape, sum(bytes_), sum(flops), partial(works, inputs, ways, BOTH), choices)
+    """A differentiable op: forward, and forward + backward. `bytes_` and `flops`: (forward, backward)."""
+    yield Case(op, FORWARD, shape, bytes_[0], flops[0], partial(timed_calls, inputs, variants, FORWARD), choices)
+    yield Case(op, BOTH, shape, sum(bytes_), sum(flops), partial(timed_calls, inputs, variants, BOTH), choices)
 
 
-def works(inputs: Callable[[], list[Tensor]], ways: Mapping[str, Callable[..., Any]], part: str) -> dict[str, Work]:
+def timed_calls(
+    inputs: Callable[[], list[Tensor]], variants: Mapping[str, Callable[..., Any]], part: str
+) -> dict[str, TimedCall]:
     leaves = [x.requires_grad_() for x in inputs()]
-    gradients: list[Tensor] = []  # of the results, drawn by whoever runs first: all get the same
-    return {name: partial(run, way, leaves, gradients, part) for name, way in ways.items()}
+    gradients: list[Tensor] = []  # of the results, made by the first run and shared by all
+    return {name: partial(run, variant, leaves, gradients, part) for name, variant in variants.items()}
 
 
-def run(way: Callable[..., Any], leaves: list[Tensor], gradients: list[Tensor], part: str) -> object:
-    """The graph is recorded in either case, as in training."""
-    results = way(*leaves)
+def run(variant: Callable[..., Any], leaves: list[Tensor], gradients: list[Tensor], part: str) -> object:
+    """With an autograd graph in either case, as in training."""
+    results = variant(*leaves)
     if part == FORWARD:
         return results
     results = results if isinstance(results, tuple) else (results,)
@@ -99,39 +100,39 @@ def run(way: Callable[..., Any], leaves: list[Tensor], gradients: list[Tensor], 
 
 
 def with_compiled(
-    place: Place, ways: dict[str, Callable[..., Any]], formula: str = "torch"
+    config: OpConfig, variants: dict[str, Callable[..., Any]], formula: str = "torch"
 ) -> dict[str, Callable[..., Any]]:
-    """The formula by Inductor too. Not on a CPU, where it takes half a minute to build and is chosen nowhere."""
-    if place.device.type == "cpu":
-        return ways
-    way = ways[formula]
-    return {**ways, "compile": torch.compile(lambda *inputs: way(*inputs), dynamic=False)}
+    """Adds the formula compiled by Inductor; not on a CPU, where compiling takes half a minute."""
+    if config.device.type == "cpu":
+        return variants
+    variant = variants[formula]
+    return {**variants, "compile": torch.compile(lambda *inputs: variant(*inputs), dynamic=False)}
 
 
-def of_device(place: Place, names: tuple[str, ...]) -> tuple[str, ...]:
-    return names if place.device.type == "cuda" else ("torch",)
+def device_implementations(config: OpConfig, names: tuple[str, ...]) -> tuple[str, ...]:
+    return names if config.device.type == "cuda" else ("torch",)
 
 
-def implementations(place: Place, op: Callable[..., Any], names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    """An op of ours in every implementation that this device has."""
-    return {name: partial(op, implementation=name) for name in of_device(place, names)}
+def implementations(config: OpConfig, op: Callable[..., Any], names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
+    """An op of ours in every implementation for this device."""
+    return {name: partial(op, implementation=name) for name in device_implementations(config, names)}
 
 
 # --- ops ------------------------------------------------------------------------------------------------
 
 
-def attention(place: Place) -> Iterator[Case]:
-    """Causal attention: PyTorch's kernels by name, what it takes by itself, and ours."""
+def attention(config: OpConfig) -> Iterator[Case]:
+    """Causal attention: PyTorch's backends by name, PyTorch's own choice, and ours."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    ways = implementations(place, flash_attention.flash_attention, flash_attention.IMPLEMENTATIONS)
-    choices = tuple(ways)
-    if place.device.type == "cuda":
+    variants = implementations(config, flash_attention.flash_attention, flash_attention.IMPLEMENTATIONS)
+    choices = tuple(variants)
+    if config.device.type == "cuda":
         for name in ("cudnn", "flash", "efficient"):
-            ways[name] = partial(with_backend, sdpa_kernel, SDPBackend.__members__[f"{name.upper()}_ATTENTION"])
-    longer = LONGER if place.device.type == "cuda" and place.model.context >= min(LONGER) else ()
-    for seq in sorted({place.seq, *longer}):
-        yield from attention_cases("flash_attention", place, seq, keys_per_query(seq), ways, choices)
+            variants[name] = partial(with_backend, sdpa_kernel, SDPBackend.__members__[f"{name.upper()}_ATTENTION"])
+    longer = LONG_SEQS if config.device.type == "cuda" and config.model.context >= min(LONG_SEQS) else ()
+    for seq in sorted({config.seq, *longer}):
+        yield from attention_cases("flash_attention", config, seq, keys_per_query(seq), variants, choices)
 
 
 def with_backend(only: Callable[..., Any], backend: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -139,133 +140,138 @@ def with_backend(only: Callable[..., Any], backend: Any, q: Tensor, k: Tensor, v
         return flash_attention.with_sdpa(q, k, v, window=0, bounds=None)
 
 
-def sparse_attention(place: Place) -> Iterator[Case]:
-    """Documents that share a sequence: FlexAttention (on a CPU a mask), and ours."""
-    batch, seq, length = place.batch, place.seq, min(DOCUMENT, place.seq // 2)
-    documents = (torch.arange(seq, device=place.device) // length).repeat(batch, 1)
-    ways = implementations(place, partial(flash_attention.flash_attention, documents=documents),
+def sparse_attention(config: OpConfig) -> Iterator[Case]:
+    """Packed documents: FlexAttention (on a CPU a mask), and ours."""
+    batch, seq, length = config.batch, config.seq, min(DOCUMENT, config.seq // 2)
+    documents = (torch.arange(seq, device=config.device) // length).repeat(batch, 1)
+    variants = implementations(config, partial(flash_attention.flash_attention, documents=documents),
                            flash_attention.IMPLEMENTATIONS)  # fmt: skip
-    if place.device.type == "cuda":  # what PyTorch has for it, and the step takes otherwise
+    if config.device.type == "cuda":  # what PyTorch has for it, and the step takes otherwise
         pattern = Pattern(documents=documents)
-        mask = flex_block_mask(pattern, batch, seq, seq, place.device)
-        ways["torch"] = partial(flex, pattern=pattern, block_mask=mask)
+        mask = flex_block_mask(pattern, batch, seq, seq, config.device)
+        variants["torch"] = partial(flex, pattern=pattern, block_mask=mask)
     keys = keys_per_query(length)
-    yield from attention_cases("sparse_attention", place, seq, keys, ways, tuple(ways))
+    yield from attention_cases("sparse_attention", config, seq, keys, variants, tuple(variants))
 
 
 def attention_cases(
-    op: str, place: Place, seq: int, keys: float, ways: Mapping[str, Callable[..., Any]], choices: tuple[str, ...]
+    op: str,
+    config: OpConfig,
+    seq: int,
+    keys: float,
+    variants: Mapping[str, Callable[..., Any]],
+    choices: tuple[str, ...],
 ) -> Iterator[Case]:
-    """Two products forward, five backward, as scores are made again; all scores that are seen, `keys` of a query."""
-    model, batch = place.model, max(1, place.tokens // seq)
+    """Two matmuls forward, five backward (scores are recomputed), over `keys` visible keys per query."""
+    model, batch = config.model, max(1, config.tokens // seq)
     heads, kv_heads, head_dim = model.heads, model.kv_heads, model.head_dim
     flops = 4.0 * batch * seq * heads * head_dim * keys
-    read = place.dtype.itemsize * batch * seq * head_dim * 2.0 * (heads + kv_heads)  # q, k, v and the result
+    read = config.dtype.itemsize * batch * seq * head_dim * 2.0 * (heads + kv_heads)  # q, k, v and the result
 
     def inputs() -> list[Tensor]:
-        return [place.drawn(batch, seq, count, head_dim) for count in (heads, kv_heads, kv_heads)]
+        return [config.randn(batch, seq, count, head_dim) for count in (heads, kv_heads, kv_heads)]
 
     shape = {"seq": seq, "head_dim": head_dim}
-    yield from both_ways(op, shape, (read, 2 * read), (flops, 2.5 * flops), inputs, ways, choices)
+    yield from forward_backward_cases(op, shape, (read, 2 * read), (flops, 2.5 * flops), inputs, variants, choices)
 
 
-def norm(place: Place) -> Iterator[Case]:
+def rms_norm_cases(config: OpConfig) -> Iterator[Case]:
     """Forward reads x and writes y; backward reads x and a gradient and writes one."""
-    if place.model.norm != "rms":
+    if config.model.norm != "rms":
         return
-    tokens, hidden = place.tokens, place.model.hidden
-    x = place.dtype.itemsize * tokens * hidden
-    ways = implementations(place, partial(rms_norm.rms_norm, eps=1e-5), rms_norm.IMPLEMENTATIONS)
-    choices, ways = tuple(ways), with_compiled(place, ways)
-    if place.device.type == "cuda":  # beside the others, not one of the choices: it has to be built
-        ways[rms_norm.NATIVE] = partial(rms_norm.rms_norm, eps=1e-5, implementation=rms_norm.NATIVE)
+    tokens, hidden = config.tokens, config.model.hidden
+    x = config.dtype.itemsize * tokens * hidden
+    variants = implementations(config, partial(rms_norm.rms_norm, eps=1e-5), rms_norm.IMPLEMENTATIONS)
+    choices, variants = tuple(variants), with_compiled(config, variants)
+    if config.device.type == "cuda":  # beside the others, not one of the choices: it has to be built
+        variants[rms_norm.NATIVE] = partial(rms_norm.rms_norm, eps=1e-5, implementation=rms_norm.NATIVE)
 
     def inputs() -> list[Tensor]:
-        return [place.drawn(tokens, hidden), place.drawn(hidden)]
+        return [config.randn(tokens, hidden), config.randn(hidden)]
 
     shape = {"tokens": tokens, "hidden": hidden}
-    yield from both_ways("rms_norm", shape, (2 * x, 3 * x), (0, 0), inputs, ways, choices)
+    yield from forward_backward_cases("rms_norm", shape, (2 * x, 3 * x), (0, 0), inputs, variants, choices)
 
 
-def residual_norm(place: Place) -> Iterator[Case]:
+def add_norm_cases(config: OpConfig) -> Iterator[Case]:
     """Reads two and writes two; backward reads two gradients and the sum, and writes one gradient for both."""
-    if place.model.norm != "rms":
+    if config.model.norm != "rms":
         return
-    tokens, hidden = place.tokens, place.model.hidden
-    x = place.dtype.itemsize * tokens * hidden
-    ways = implementations(place, partial(add_norm.add_rms_norm, eps=1e-5), add_norm.IMPLEMENTATIONS)
-    choices, ways = tuple(ways), with_compiled(place, ways)
+    tokens, hidden = config.tokens, config.model.hidden
+    x = config.dtype.itemsize * tokens * hidden
+    variants = implementations(config, partial(add_norm.add_rms_norm, eps=1e-5), add_norm.IMPLEMENTATIONS)
+    choices, variants = tuple(variants), with_compiled(config, variants)
 
     def inputs() -> list[Tensor]:
-        return [place.drawn(tokens, hidden), place.drawn(tokens, hidden), place.drawn(hidden)]
+        return [config.randn(tokens, hidden), config.randn(tokens, hidden), config.randn(hidden)]
 
     shape = {"tokens": tokens, "hidden": hidden}
-    yield from both_ways("add_rms_norm", shape, (4 * x, 4 * x), (0, 0), inputs, ways, choices)
+    yield from forward_backward_cases("add_rms_norm", shape, (4 * x, 4 * x), (0, 0), inputs, variants, choices)
 
 
-def rotation(place: Place) -> Iterator[Case]:
+def rope_cases(config: OpConfig) -> Iterator[Case]:
     """Queries and keys in and out, and a table of cosines and sines (fp32) that all heads share."""
-    model, tokens = place.model, place.tokens
+    model, tokens = config.model, config.tokens
     if model.positions != "rope":
         return
     heads, kv_heads, head_dim = model.heads, model.kv_heads, model.head_dim
-    cos, sin = tables(model, torch.arange(place.seq, device=place.device))
-    moved = 2.0 * place.dtype.itemsize * tokens * (heads + kv_heads) * head_dim + 8.0 * place.seq * head_dim
+    cos, sin = tables(model, torch.arange(config.seq, device=config.device))
+    moved = 2.0 * config.dtype.itemsize * tokens * (heads + kv_heads) * head_dim + 8.0 * config.seq * head_dim
 
     def inputs() -> list[Tensor]:
-        return [place.drawn(place.batch, place.seq, count, head_dim) for count in (heads, kv_heads)]
+        return [config.randn(config.batch, config.seq, count, head_dim) for count in (heads, kv_heads)]
 
-    ways = implementations(place, partial(rope.rotate_both, cos=cos, sin=sin), rope.IMPLEMENTATIONS)
-    choices, ways = tuple(ways), with_compiled(place, ways)
+    variants = implementations(config, partial(rope.rotate_both, cos=cos, sin=sin), rope.IMPLEMENTATIONS)
+    choices, variants = tuple(variants), with_compiled(config, variants)
     shape = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    yield from both_ways("rope", shape, (moved, moved), (0, 0), inputs, ways, choices)
+    yield from forward_backward_cases("rope", shape, (moved, moved), (0, 0), inputs, variants, choices)
 
 
-def gated(place: Place) -> Iterator[Case]:
+def swiglu_cases(config: OpConfig) -> Iterator[Case]:
     """Reads gate and up and writes their product; backward reads three and writes two."""
-    if place.model.mlp != "swiglu":
+    if config.model.mlp != "swiglu":
         return
-    tokens, ffn = place.tokens, place.model.ffn
-    x = place.dtype.itemsize * tokens * ffn
-    ways = implementations(place, swiglu.swiglu, swiglu.IMPLEMENTATIONS)
-    choices, ways = tuple(ways), with_compiled(place, ways)
+    tokens, ffn = config.tokens, config.model.ffn
+    x = config.dtype.itemsize * tokens * ffn
+    variants = implementations(config, swiglu.swiglu, swiglu.IMPLEMENTATIONS)
+    choices, variants = tuple(variants), with_compiled(config, variants)
 
     def inputs() -> list[Tensor]:
-        return [place.drawn(tokens, ffn), place.drawn(tokens, ffn)]
+        return [config.randn(tokens, ffn), config.randn(tokens, ffn)]
 
     shape = {"tokens": tokens, "ffn": ffn}
-    yield from both_ways("swiglu", shape, (3 * x, 5 * x), (0, 0), inputs, ways, choices)
+    yield from forward_backward_cases("swiglu", shape, (3 * x, 5 * x), (0, 0), inputs, variants, choices)
 
 
-def gated_in_eight_bits(place: Place) -> Iterator[Case]:
-    """The same beside products of 8 bits, both ways: gate and up are read, their product is written, and in the
+def swiglu_fp8_cases(config: OpConfig) -> Iterator[Case]:
+    """SwiGLU next to fp8 matmuls, forward and backward: gate and up are read, their product is written, and in the
     backward pass with a gradient three are; twice, as a scale is known only then. Five are written then, three turned.
     """
-    if place.model.mlp != "swiglu":
+    if config.model.mlp != "swiglu":
         return
-    tokens, ffn = place.tokens, place.model.ffn
-    moved = (2.0 * (2 + 3) * place.dtype.itemsize + 1 + 5) * tokens * ffn
+    tokens, ffn = config.tokens, config.model.ffn
+    moved = (2.0 * (2 + 3) * config.dtype.itemsize + 1 + 5) * tokens * ffn
 
-    def make() -> Mapping[str, Work]:
-        gate, up, grad = (place.drawn(tokens, ffn) for _ in range(3))
+    def make() -> Mapping[str, TimedCall]:
+        gate, up, grad = (config.randn(tokens, ffn) for _ in range(3))
 
         def both(there: Callable[..., Any], back: Callable[..., Any]) -> object:
             values, scale = there(gate, up)
             return values, back(grad, gate, up, scale)
 
-        ours = {} if place.device.type == "cpu" else {"triton": partial(both, swiglu_fp8.forward, swiglu_fp8.backward)}
-        formulas = compiled(place, swiglu_fp8.forward_reference), compiled(place, swiglu_fp8.backward_reference)
+        ours = {} if config.device.type == "cpu" else {"triton": partial(both, swiglu_fp8.forward, swiglu_fp8.backward)}
+        formulas = compiled(config, swiglu_fp8.forward_reference), compiled(config, swiglu_fp8.backward_reference)
         return {"torch": partial(both, *formulas), **ours}
 
     shape = {"tokens": tokens, "ffn": ffn}
-    yield Case(swiglu_fp8.OP, BOTH, shape, moved, 0, make, of_device(place, swiglu_fp8.IMPLEMENTATIONS))
+    yield Case(swiglu_fp8.OP, BOTH, shape, moved, 0, make, device_implementations(config, swiglu_fp8.IMPLEMENTATIONS))
 
 
-def joined(place: Place) -> Iterator[Case]:
-    """What an MLP has beside its products, at the end of them: GELU, its gradient, and the sum that follows."""
-    if place.model.mlp != "gelu":
+def epilogue_cases(config: OpConfig) -> Iterator[Case]:
+    """Matmul epilogues of an MLP: GELU, its gradient, and the residual sum."""
+    if config.model.mlp != "gelu":
         return
-    tokens, hidden, ffn = place.tokens, place.model.hidden, place.model.ffn
+    tokens, hidden, ffn = config.tokens, config.model.hidden, config.model.ffn
     shape = {"hidden": hidden, "ffn": ffn}
     narrow, wide, weight = tokens * hidden, tokens * ffn, hidden * ffn
     ops: tuple[tuple[str, float, Callable[..., Any], tuple[tuple[int, ...] | None, ...]], ...] = (
@@ -276,54 +282,60 @@ def joined(place: Place) -> Iterator[Case]:
          ((tokens, ffn), (hidden, ffn), None, (tokens, hidden))),
     )  # fmt: skip
     for op, moved, formula, shapes in ops:
-        make = partial(joining, place, getattr(cublas, op), formula, shapes)
-        bytes_, flops = place.dtype.itemsize * (moved + weight), 2.0 * tokens * weight
-        yield Case(op, FORWARD, shape, bytes_, flops, make, of_device(place, cublas.IMPLEMENTATIONS))
+        make = partial(epilogue_calls, config, getattr(cublas, op), formula, shapes)
+        bytes_, flops = config.dtype.itemsize * (moved + weight), 2.0 * tokens * weight
+        yield Case(op, FORWARD, shape, bytes_, flops, make, device_implementations(config, cublas.IMPLEMENTATIONS))
 
 
-def joining(
-    place: Place, op: Callable[..., Any], formula: Callable[..., Any], shapes: tuple[tuple[int, ...] | None, ...]
-) -> Mapping[str, Work]:
-    given = [None if shape is None else place.drawn(*shape) for shape in shapes]
-    return by_cublas(partial(compiled(place, formula), *given), partial(op, *given), place)
+def epilogue_calls(
+    config: OpConfig, op: Callable[..., Any], formula: Callable[..., Any], shapes: tuple[tuple[int, ...] | None, ...]
+) -> Mapping[str, TimedCall]:
+    given = [None if shape is None else config.randn(*shape) for shape in shapes]
+    return cublas_calls(partial(compiled(config, formula), *given), partial(op, *given), config)
 
 
-def by_cublas(formula: Work, in_a_way: Callable[[int], object], place: Place) -> Mapping[str, Work]:
-    """By all ways that cuBLAS knows, where it is there. Beside them the formula."""
-    ways = {} if place.device.type == "cpu" else {name: partial(in_a_way, way) for way, name in enumerate(cublas.WAYS)}
-    return {"torch": formula, **ways}
+def cublas_calls(
+    formula: TimedCall, with_algorithm: Callable[[int], object], config: OpConfig
+) -> Mapping[str, TimedCall]:
+    """The formula, and every algorithm that cuBLAS offers, if it is available."""
+    variants = (
+        {}
+        if config.device.type == "cpu"
+        else {name: partial(with_algorithm, variant) for variant, name in enumerate(cublas.WAYS)}
+    )
+    return {"torch": formula, **variants}
 
 
-def compiled(place: Place, function: Callable[..., Any]) -> Callable[..., Any]:
-    """As a compiled block has it; on a CPU as it is."""
-    return function if place.device.type == "cpu" else torch.compile(function, dynamic=False)
+def compiled(config: OpConfig, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled as in a compiled block; eager on a CPU."""
+    return function if config.device.type == "cpu" else torch.compile(function, dynamic=False)
 
 
-def loss(place: Place) -> Iterator[Case]:
-    """Head and cross-entropy, forward and backward: three products; in chunks (ours), and unfused beside them."""
-    tokens, vocab, hidden = place.tokens, place.model.vocab, place.model.hidden
-    moved = place.dtype.itemsize * 2.0 * (tokens + vocab) * hidden  # states and weights, and their gradients
+def loss_cases(config: OpConfig) -> Iterator[Case]:
+    """Head and cross-entropy, forward and backward: three matmuls; in chunks (ours) and unfused."""
+    tokens, vocab, hidden = config.tokens, config.model.vocab, config.model.hidden
+    moved = config.dtype.itemsize * 2.0 * (tokens + vocab) * hidden  # states and weights, and their gradients
 
-    def make() -> Mapping[str, Work]:
-        targets = torch.randint(0, vocab, (tokens,), device=place.device)
-        ours = implementations(place, cross_entropy.linear_cross_entropy, cross_entropy.IMPLEMENTATIONS)
-        ways = with_compiled(place, {**ours, "unfused": cross_entropy.reference}, "unfused")
-        called = {name: partial(with_targets, way, targets) for name, way in ways.items()}
-        return works(lambda: [place.drawn(tokens, hidden), place.drawn(vocab, hidden)], called, BOTH)
+    def make() -> Mapping[str, TimedCall]:
+        targets = torch.randint(0, vocab, (tokens,), device=config.device)
+        ours = implementations(config, cross_entropy.linear_cross_entropy, cross_entropy.IMPLEMENTATIONS)
+        variants = with_compiled(config, {**ours, "unfused": cross_entropy.reference}, "unfused")
+        called = {name: partial(with_targets, variant, targets) for name, variant in variants.items()}
+        return timed_calls(lambda: [config.randn(tokens, hidden), config.randn(vocab, hidden)], called, BOTH)
 
     shape = {"tokens": tokens, "vocab": vocab, "hidden": hidden}
-    choices = of_device(place, cross_entropy.IMPLEMENTATIONS)
+    choices = device_implementations(config, cross_entropy.IMPLEMENTATIONS)
     yield Case("linear_cross_entropy", BOTH, shape, moved, 6.0 * tokens * vocab * hidden, make, choices)
 
 
-def with_targets(way: Callable[..., Tensor], targets: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    return way(hidden, weight, targets)
+def with_targets(variant: Callable[..., Tensor], targets: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    return variant(hidden, weight, targets)
 
 
-def eight_bits(place: Place) -> Iterator[Case]:
+def fp8_cases(config: OpConfig) -> Iterator[Case]:
     """A weight of the MLP to e4m3: with one scale everything is read twice; and back."""
-    rows, columns = place.model.ffn, place.model.hidden
-    count, wide = rows * columns, place.dtype.itemsize
+    rows, columns = config.model.ffn, config.model.hidden
+    count, wide = rows * columns, config.dtype.itemsize
     shape = {"rows": rows, "columns": columns}
     ops: tuple[tuple[str, int, dict[str, Any]], ...] = (
         ("quantize", 2 * wide + 1, {}),
@@ -331,45 +343,53 @@ def eight_bits(place: Place) -> Iterator[Case]:
         ("quantize_rows", wide + 1, {"by_row": True}),
     )
     for op, width, changes in ops:
-        make = partial(quantizing, place, rows, columns, changes)
-        choices = () if "transposed" in changes else of_device(place, float8.IMPLEMENTATIONS)
+        make = partial(quantize_calls, config, rows, columns, changes)
+        choices = () if "transposed" in changes else device_implementations(config, float8.IMPLEMENTATIONS)
         yield Case(op, FORWARD, shape, width * count, 0, make, choices)
-    back = partial(dequantizing, place, rows, columns)
-    yield Case("dequantize", FORWARD, shape, (1 + wide) * count, 0, back, of_device(place, float8.IMPLEMENTATIONS))
+    back = partial(dequantize_calls, config, rows, columns)
+    yield Case(
+        "dequantize",
+        FORWARD,
+        shape,
+        (1 + wide) * count,
+        0,
+        back,
+        device_implementations(config, float8.IMPLEMENTATIONS),
+    )
 
 
-def quantizing(place: Place, rows: int, columns: int, changes: dict[str, Any]) -> Mapping[str, Work]:
-    x = place.drawn(rows, columns)
-    ways = implementations(place, partial(float8.quantize, **changes), float8.IMPLEMENTATIONS)
+def quantize_calls(config: OpConfig, rows: int, columns: int, changes: dict[str, Any]) -> Mapping[str, TimedCall]:
+    x = config.randn(rows, columns)
+    variants = implementations(config, partial(float8.quantize, **changes), float8.IMPLEMENTATIONS)
     if not changes:
-        ways = with_compiled(place, ways)
-    return {name: partial(way, x) for name, way in ways.items()}
+        variants = with_compiled(config, variants)
+    return {name: partial(variant, x) for name, variant in variants.items()}
 
 
-def dequantizing(place: Place, rows: int, columns: int) -> Mapping[str, Work]:
-    small = float8.quantize(place.drawn(rows, columns))
-    ways = implementations(place, partial(float8.dequantize, dtype=place.dtype), float8.IMPLEMENTATIONS)
-    return {name: partial(way, small) for name, way in ways.items()}
+def dequantize_calls(config: OpConfig, rows: int, columns: int) -> Mapping[str, TimedCall]:
+    small = float8.quantize(config.randn(rows, columns))
+    variants = implementations(config, partial(float8.dequantize, dtype=config.dtype), float8.IMPLEMENTATIONS)
+    return {name: partial(variant, small) for name, variant in variants.items()}
 
 
-def update(place: Place) -> Iterator[Case]:
+def adamw_cases(config: OpConfig) -> Iterator[Case]:
     """AdamW: reads weight, gradient and two moments, writes all but the gradient. In fp32, and with bf16 weights that
     keep 16 more bits beside them."""
-    count = min(UPDATED, place.model.params)
+    count = min(MAX_UPDATED, config.model.params)
     shape = {"weights": count}
-    yield Case("adamw", "fp32", shape, 28.0 * count, 0, partial(updating, place, count, torch.float32))
-    if place.device.type == "cuda":
-        yield Case("adamw", "split master", shape, 26.0 * count, 0, partial(updating, place, count, torch.bfloat16))
+    yield Case("adamw", "fp32", shape, 28.0 * count, 0, partial(adamw_calls, config, count, torch.float32))
+    if config.device.type == "cuda":
+        yield Case("adamw", "split master", shape, 26.0 * count, 0, partial(adamw_calls, config, count, torch.bfloat16))
 
 
-def updating(place: Place, count: int, dtype: torch.dtype) -> Mapping[str, Work]:
-    weight = torch.zeros(count, dtype=dtype, device=place.device)
+def adamw_calls(config: OpConfig, count: int, dtype: torch.dtype) -> Mapping[str, TimedCall]:
+    weight = torch.zeros(count, dtype=dtype, device=config.device)
     grad = torch.ones_like(weight)
-    mean, square = torch.zeros(count, device=place.device), torch.zeros(count, device=place.device)
-    low = None if dtype == torch.float32 else torch.zeros(count, dtype=torch.int16, device=place.device)
-    slot = adamw.Slot(weight, grad, torch.ones((), device=place.device), 0, mean, square, low)
-    ours = "triton" if place.device.type == "cuda" else "torch"
-    found: dict[str, Work] = {ours: partial(adamw.adamw, [slot], adamw.Rule(1e-3), implementation=ours)}
+    mean, square = torch.zeros(count, device=config.device), torch.zeros(count, device=config.device)
+    low = None if dtype == torch.float32 else torch.zeros(count, dtype=torch.int16, device=config.device)
+    slot = adamw.Slot(weight, grad, torch.ones((), device=config.device), 0, mean, square, low)
+    ours = "triton" if config.device.type == "cuda" else "torch"
+    found: dict[str, TimedCall] = {ours: partial(adamw.adamw, [slot], adamw.Rule(1e-3), implementation=ours)}
     if dtype == torch.float32:
         parameter = torch.nn.Parameter(weight)
         parameter.grad = grad
@@ -378,16 +398,16 @@ def updating(place: Place, count: int, dtype: torch.dtype) -> Mapping[str, Work]
 
 
 # Each gives no case where a model does without it: GPT-2 has no SwiGLU.
-OPS: dict[str, Callable[[Place], Iterator[Case]]] = {
-    "linear_cross_entropy": loss,
+OPS: dict[str, Callable[[OpConfig], Iterator[Case]]] = {
+    "linear_cross_entropy": loss_cases,
     "attention": attention,
     "sparse_attention": sparse_attention,
-    "rms_norm": norm,
-    "add_rms_norm": residual_norm,
-    "rope": rotation,
-    "swiglu": gated,
-    "swiglu_fp8": gated_in_eight_bits,
-    "gelu": joined,
-    "fp8": eight_bits,
-    "adamw": update,
+    "rms_norm": rms_norm_cases,
+    "add_rms_norm": add_norm_cases,
+    "rope": rope_cases,
+    "swiglu": swiglu_cases,
+    "swiglu_fp8": swiglu_fp8_cases,
+    "gelu": epilogue_cases,
+    "fp8": fp8_cases,
+    "adamw": adamw_cases,
 }

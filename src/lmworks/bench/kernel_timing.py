@@ -1,8 +1,8 @@
-"""Seconds of the kernels that training is made of, on the device at hand.
+"""Rates of the kernels of training on this device.
 
-Each kind of kernel in `plan/ops.py` is run at some sizes, as training runs it: products in their three layouts
-(forward, gradient of the input, gradient of the weight), attention both ways, passes over memory, fused AdamW, and ops
-too small to cost anything but their launch. What each takes on a machine that is left alone is kept (`clock.py`).
+Each kind of kernel in `plan/ops.py` runs at several sizes, as in training: matmuls in their three layouts (forward,
+gradient of the input, gradient of the weight), attention forward and backward, element-wise ops, fused AdamW, and tiny
+ops that cost only their launch. Isolated times are recorded (`clock.py`).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from .calibration_sizes import Sizes
 from .clock import Clock
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LONG = 4  # an optimizer's pass takes so much longer than other points
+LONG = 4  # weight of an optimizer point in the time budget
 
 
 def measure(device: torch.device, seconds: float, sizes: Sizes, progress: Progress = silent) -> Machine:
     """All kinds of kernel, in about `seconds`."""
-    clock = Clock(device, sizes.patience, progress)
+    clock = Clock(device, sizes.max_overrun, progress)
     dtypes = supported(device)
-    products, attentions = 3 * len(sizes.products), 2 * len(sizes.attentions)
-    passes, updates = 4 * len(sizes.passes), len(sizes.optimizer)
-    each = seconds / (len(dtypes) * (products + attentions) + passes + LONG * updates + 2)
+    matmuls, attentions = 3 * len(sizes.matmuls), 2 * len(sizes.attentions)
+    elementwise, updates = 4 * len(sizes.elementwise), len(sizes.optimizer)
+    each = seconds / (len(dtypes) * (matmuls + attentions) + elementwise + LONG * updates + 2)
     rates: dict[str, tuple[Rate, ...]] = {}
     for dtype in dtypes:
-        clock.begin(f"products {dtype}", each * products, products)
-        rates[f"gemm.{dtype}"] = measure_products(clock, DTYPES[dtype], sizes)
+        clock.begin(f"products {dtype}", each * matmuls, matmuls)
+        rates[f"gemm.{dtype}"] = measure_matmuls(clock, DTYPES[dtype], sizes)
         clock.begin(f"attention {dtype}", each * attentions, attentions)
         forward, backward = measure_attention(clock, DTYPES[dtype], sizes)
         rates[f"attention.{dtype}"], rates[f"attention_backward.{dtype}"] = forward, backward
-    clock.begin("memory", each * passes, passes)
-    rates |= measure_passes(clock, sizes)
+    clock.begin("memory", each * elementwise, elementwise)
+    rates |= measure_elementwise(clock, sizes)
     clock.begin("optimizer", each * LONG * updates, updates)
     rates["optimizer"] = measure_optimizer(clock, sizes)
     clock.begin("launches", each * 2, 2)
@@ -59,16 +59,16 @@ def measure(device: torch.device, seconds: float, sizes: Sizes, progress: Progre
 
 
 def supported(device: torch.device) -> list[str]:
-    """Number formats to train with. fp16 is left out on a CPU, where nobody trains with it."""
+    """Number formats for training; fp16 is not used on CPUs."""
     if device.type == "cpu":
         return ["fp32", "bf16"]
     return ["fp32", *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []), "fp16"]
 
 
-def measure_products(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> tuple[Rate, ...]:
-    """x·Wᵀ, grad·W and gradᵀ·x of each linear layer, each a point of its own: products of other proportions."""
+def measure_matmuls(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> tuple[Rate, ...]:
+    """x·Wᵀ, grad·W and gradᵀ·x of each linear layer, each a point of its own shape."""
     points: list[Rate] = []
-    for tokens, inputs, outputs in sizes.products:
+    for tokens, inputs, outputs in sizes.matmuls:
         flops = 2 * tokens * inputs * outputs
         if points and not clock.has_time(3 * flops / fastest(points)):
             break
@@ -82,7 +82,7 @@ def measure_products(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> tuple[Ra
 
 
 def measure_attention(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> tuple[tuple[Rate, ...], tuple[Rate, ...]]:
-    """Causal attention: FLOPs over the keys that are seen, 2 products forward and 5 backward (scores again)."""
+    """Causal attention: FLOPs over visible keys, 2 matmuls forward and 5 backward (scores are recomputed)."""
     forward: list[Rate] = []
     backward: list[Rate] = []
     for batch, heads, seq, head_dim in sizes.attentions:
@@ -109,11 +109,11 @@ def measure_attention(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> tuple[t
     return tuple(forward), tuple(backward)
 
 
-def measure_passes(clock: Clock, sizes: Sizes) -> dict[str, tuple[Rate, ...]]:
-    """Element-wise ops with a fresh result, by the bytes that they read and write."""
+def measure_elementwise(clock: Clock, sizes: Sizes) -> dict[str, tuple[Rate, ...]]:
+    """Element-wise ops into new memory, by bytes read and written."""
     rates: dict[str, list[Rate]] = {"stream": [], "strided": [], "exp": [], "tanh": []}
     heads, head_dim = 8, 64
-    for elements in sizes.passes:
+    for elements in sizes.elementwise:
         a, b = torch.randn(elements, device=clock.device), torch.randn(elements, device=clock.device)
         x, table = a.view(-1, heads, head_dim), b.view(-1, heads, head_dim)[:, :1]  # a row per position
         kernels: dict[str, tuple[int, Callable[[], object]]] = {
@@ -151,18 +151,18 @@ def measure_launches(clock: Clock) -> tuple[float, float]:
             y = y * x
         return y
 
-    once = clock(forward, by_host=True) / count
-    both = clock(lambda: forward().sum().backward(), by_host=True) / count
+    once = clock(forward, host_time=True) / count
+    both = clock(lambda: forward().sum().backward(), host_time=True) / count
     return digits(once), digits(max(0.0, both - once) / 2)  # two products and a sum in each node: see plan/ops.py
 
 
 def fastest(points: list[Rate]) -> float:
-    """What a larger one is expected to reach, too."""
+    """The rate expected of larger sizes."""
     return max(point.rate for point in points)
 
 
 def digits(value: float) -> float:
-    """Five of them: more would be noise, and a profile is a file that people read."""
+    """Rounded to five significant digits: the rest is noise."""
     return float(f"{value:.5g}")
 
 
@@ -186,5 +186,5 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):  # not every system says
+    except (ValueError, OSError):  # not available on every system
         return 0

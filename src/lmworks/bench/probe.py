@@ -1,6 +1,6 @@
-"""What this machine can do, measured in a few seconds at the first plan and kept for the next ones.
+"""Quick calibration of this machine at its first plan, without collectives, cached for later plans.
 
-The quick form of `calibrate`, without collectives. A profile that the spec names is used instead.
+A profile that the spec names takes precedence.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..plan.devices.machine import FORMAT, Machine
 from ..plan.devices.profile import Profile, load_profile, profile_of
 from ..spec import Cluster, SpecError
 from ..spec.files import cache_root
-from .calibrate import QUICK_SECONDS, about, calibrate, save
+from .calibrate import QUICK_SECONDS, calibrate, environment_info, save
 from .kernel_timing import device_name
 
-VERSION = 2  # of how it is measured: 1 took what a machine did under a steady load for all it can do
-FRESH = timedelta(minutes=10)  # how long a measurement of a busy machine is believed
+VERSION = 2  # of the method: 1 did not correct for other load on the machine
+MAX_AGE = timedelta(minutes=10)  # of a measurement on a busy machine
 
 
 def cache_path(device: torch.device) -> Path:
@@ -30,10 +30,10 @@ def cache_path(device: torch.device) -> Path:
     return cache_root() / f"probe-{hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}.toml"
 
 
-def pick(cluster: Cluster) -> torch.device:
-    """The device of this machine that the spec would run on."""
+def local_device(cluster: Cluster) -> torch.device:
+    """The device of this machine that the spec runs on."""
     if cluster.device == "cuda" and not torch.cuda.is_available():
-        raise SpecError("cluster.device = 'cuda', but no CUDA device is here; use cluster.device = 'cpu'")
+        raise SpecError("cluster.device = 'cuda', but there is no CUDA device; use cluster.device = 'cpu'")
     cuda = cluster.device == "cuda" or (cluster.device == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if cuda else "cpu")
 
@@ -43,28 +43,28 @@ def probe(device: str | torch.device = "cpu", seconds: float = QUICK_SECONDS, pr
 
 
 def cached_machine(cluster: Cluster, now: datetime | None = None) -> Machine | None:
-    """What was measured earlier about this machine; None where nothing was, not by this version, or some time ago while
-    others used it."""
+    """The cached measurement; None if there is none, if another version made it, or if the machine was busy and it is
+    older than `MAX_AGE`."""
     if cluster.profile:
-        return profiled(cluster)
+        return profile_machine(cluster)
     try:
-        profile = load_profile(cache_path(pick(cluster)))
-    except SpecError:  # no cache, or not one of ours: measured again when asked
+        profile = load_profile(cache_path(local_device(cluster)))
+    except SpecError:  # no cache, or an invalid file
         return None
-    return profile.machine if profile.machine.quiet or fresh(profile, now or datetime.now(UTC)) else None
+    return profile.machine if profile.machine.quiet or is_fresh(profile, now or datetime.now(UTC)) else None
 
 
-def fresh(profile: Profile, now: datetime) -> bool:
+def is_fresh(profile: Profile, now: datetime) -> bool:
     try:
         age = now - datetime.fromisoformat((profile.made or {})["date"])
-    except (KeyError, TypeError, ValueError):  # a file that somebody edited
+    except (KeyError, TypeError, ValueError):  # an edited file
         return False
-    return timedelta(0) <= age < FRESH
+    return timedelta(0) <= age < MAX_AGE
 
 
-def profiled(cluster: Cluster) -> Machine:
-    """The machine of the spec's profile, which must be this one: a run here is predicted with it."""
-    machine, here = profile_of(cluster).machine, device_name(pick(cluster))
+def profile_machine(cluster: Cluster) -> Machine:
+    """The machine of the spec's profile, which must be this machine."""
+    machine, here = profile_of(cluster).machine, device_name(local_device(cluster))
     if machine.name != here:
         raise SpecError(
             f"cluster.profile: {cluster.profile} was measured on {machine.name!r}, and this machine is {here!r}; "
@@ -74,14 +74,13 @@ def profiled(cluster: Cluster) -> Machine:
 
 
 def this_machine(cluster: Cluster, *, refresh: bool = False, progress: Progress = silent) -> Machine:
-    """The cached measurement, or a new one. That of a busy machine is kept for some minutes, but not in the place of a
-    better one."""
+    """The cached measurement, or a new one. A measurement of a busy machine does not replace a better one."""
     before = cached_machine(cluster)
     if before and not refresh:
         return before
-    device = pick(cluster)
+    device = local_device(cluster)
     machine = probe(device, progress=progress)
     if machine.quiet or not (before and before.quiet):
-        with suppress(SpecError):  # where nothing can be written: measured again next time
-            save(Profile(machine, made=about()), cache_path(device))
+        with suppress(SpecError):  # the cache is not writable: measured again next time
+            save(Profile(machine, made=environment_info()), cache_path(device))
     return machine

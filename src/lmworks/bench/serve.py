@@ -1,7 +1,7 @@
-"""How a server holds up under a load: `lmworks bench serve`.
+"""Latency, throughput and SLO attainment of a server under load: `lmworks bench serve`.
 
-Latency counts from the moment a request was meant to leave. Whatever holds a request up, this client included, is
-part of what a user would have waited: a server that stalls cannot hide the requests that would have come meanwhile.
+Latency counts from the scheduled time of a request, so delays of any kind, of this client too, are included: a server
+that stalls cannot hide the requests that should have been sent meanwhile (no coordinated omission).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import numpy as np
 from ..spec import LMWorksError
 from ..spec.slo import parse_slo
 from .http_client import Reply, Target, first_model, post
-from .serve_workload import Endpoint, Load, Shot
+from .serve_workload import Endpoint, Load, TimedRequest
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-REJECTED = (429, 503)  # the server has no room: that is an answer, not a mistake
+REJECTED = (429, 503)  # the server is full: a rejection, not an error
 QUANTILES = {"p50": 50, "p90": 90, "p99": 99}
-HEAD_START_S = 0.05  # before the first request, so that none is late from the beginning
+START_DELAY_S = 0.05  # before the first request, so that it is not late
 
 
 @dataclass(frozen=True)
 class Slo:
-    """What every request was promised, in seconds. `tpot` is the mean time between the tokens of one request."""
+    """Limits of every request in seconds. `tpot`: the mean time between the tokens of one request."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -44,23 +44,23 @@ class Slo:
         return cls(**parse_slo(text))
 
     def met(self, one: Outcome) -> bool:
-        limits = ((self.ttft, one.ttft), (self.tpot, one.mean_gap), (self.e2e, one.e2e))
+        limits = ((self.ttft, one.ttft), (self.tpot, one.tpot), (self.e2e, one.e2e))
         return one.kind == "completed" and all(limit is None or value <= limit for limit, value in limits)
 
     @property
-    def promised(self) -> dict[str, float]:
+    def limits(self) -> dict[str, float]:
         kept = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
-        return kept | ({"itl": self.tpot} if self.tpot is not None else {})  # as readers of older results know it
+        return kept | ({"itl": self.tpot} if self.tpot is not None else {})  # the key of older results
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request."""
+    """The result of one request."""
 
-    meant: float  # when it was to leave, in seconds from the start
-    late: float  # how much later it left: this client's own doing
-    ended: float  # in seconds from the start, as all that follows
-    times: tuple[float, ...]  # when events with tokens arrived
+    scheduled: float  # seconds from the start
+    late: float  # delay of sending, caused by this client
+    ended: float  # seconds from the start
+    times: tuple[float, ...]  # of events with tokens, seconds from the start
     status: int
     error: str | None
     prompt_tokens: int
@@ -68,19 +68,19 @@ class Outcome:
     tokens: int
 
     @classmethod
-    def of(cls, reply: Reply, meant: float, sent: float, start: float) -> Outcome:
+    def of(cls, reply: Reply, scheduled: float, sent: float, start: float) -> Outcome:
         usage = reply.usage or {}
         details = usage.get("prompt_tokens_details") or {}
         return cls(
-            meant=meant - start,
-            late=sent - meant,
+            scheduled=scheduled - start,
+            late=sent - scheduled,
             ended=reply.ended - start,
             times=tuple(at - start for at in reply.times),
             status=reply.status,
             error=reply.error,
             prompt_tokens=usage.get("prompt_tokens") or 0,
             cached_tokens=details.get("cached_tokens") or 0,
-            tokens=usage.get("completion_tokens") or len(reply.times),  # of servers that do not count: events
+            tokens=usage.get("completion_tokens") or len(reply.times),  # events, if the server does not count tokens
         )
 
     @property
@@ -91,25 +91,25 @@ class Outcome:
 
     @property
     def ttft(self) -> float:
-        return (self.times[0] if self.times else self.ended) - self.meant
+        return (self.times[0] if self.times else self.ended) - self.scheduled
 
     @property
     def e2e(self) -> float:
-        return self.ended - self.meant
+        return self.ended - self.scheduled
 
     @property
-    def gaps(self) -> list[float]:
-        """Between events, as a reader sees them; an event may bring several tokens."""
+    def inter_token_latencies(self) -> list[float]:
+        """Between events; an event may have several tokens."""
         return [after - before for before, after in itertools.pairwise(self.times)]
 
     @property
-    def mean_gap(self) -> float:
+    def tpot(self) -> float:
         return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 and self.times else 0.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All outcomes of one run, in the order in which they were to leave."""
+    """All outcomes of one run, in scheduled order."""
 
     url: str
     model: str
@@ -118,20 +118,20 @@ class Measured:
     slo: Slo
     outcomes: tuple[Outcome, ...]
 
-    def those(self, kind: str) -> list[Outcome]:
+    def with_kind(self, kind: str) -> list[Outcome]:
         return [one for one in self.outcomes if one.kind == kind]
 
     @cached_property
-    def good(self) -> list[Outcome]:
+    def within_slo(self) -> list[Outcome]:
         return [one for one in self.outcomes if self.slo.met(one)]
 
     @property
     def seconds(self) -> float:
-        """From the first that was to leave to the last end."""
-        return max(one.ended for one in self.outcomes) - min(one.meant for one in self.outcomes)
+        """From the first scheduled time to the last end."""
+        return max(one.ended for one in self.outcomes) - min(one.scheduled for one in self.outcomes)
 
     def to_dict(self) -> dict[str, Any]:
-        done, rejected = self.those("completed"), self.those("rejected")
+        done, rejected = self.with_kind("completed"), self.with_kind("rejected")
         seconds = self.seconds
         tokens = sum(one.tokens for one in done)
         return {
@@ -143,21 +143,21 @@ class Measured:
             "requests": len(self.outcomes),
             "completed": len(done),
             "rejected": dict(sorted(Counter(str(one.status) for one in rejected).items())),
-            "errors": dict(Counter(str(one.error) for one in self.those("error")).most_common()),
+            "errors": dict(Counter(str(one.error) for one in self.with_kind("error")).most_common()),
             "input_tokens": sum(one.prompt_tokens for one in done),
             "cached_tokens": sum(one.cached_tokens for one in done),
             "output_tokens": tokens,
             "requests_per_s": len(done) / seconds,
             "output_tokens_per_s": tokens / seconds,
             "goodput": {
-                "slo": self.slo.promised,
-                "requests": len(self.good),
-                "requests_per_s": len(self.good) / seconds,
-                "share": len(self.good) / len(self.outcomes),
+                "slo": self.slo.limits,
+                "requests": len(self.within_slo),
+                "requests_per_s": len(self.within_slo) / seconds,
+                "share": len(self.within_slo) / len(self.outcomes),
             },
             "ttft_s": summary([one.ttft for one in done]),
-            "itl_s": summary([gap for one in done for gap in one.gaps]),
-            "request_itl_s": summary([one.mean_gap for one in done if one.tokens > 1]),
+            "itl_s": summary([gap for one in done for gap in one.inter_token_latencies]),
+            "request_itl_s": summary([one.tpot for one in done if one.tokens > 1]),
             "e2e_s": summary([one.e2e for one in done]),
             "rejected_s": summary([one.e2e for one in rejected]),
             "late_s": summary([one.late for one in self.outcomes]),
@@ -165,7 +165,7 @@ class Measured:
 
 
 def summary(values: Sequence[float]) -> dict[str, float] | None:
-    """None of nothing."""
+    """Mean, percentiles and maximum; None for no values."""
     if not values:
         return None
     marks = np.percentile(values, list(QUANTILES.values()))
@@ -175,7 +175,7 @@ def summary(values: Sequence[float]) -> dict[str, float] | None:
 
 # --- running ----------------------------------------------------------------------------------------------
 
-Tell = Callable[[Outcome], None]
+OnOutcome = Callable[[Outcome], None]
 
 
 def bench_serve(
@@ -187,66 +187,68 @@ def bench_serve(
     endpoint: Endpoint = "completions",
     key: str | None = None,
     timeout: float = 600.0,
-    tell: Tell | None = None,
+    on_outcome: OnOutcome | None = None,
 ) -> Measured:
-    """Sends the load to any OpenAI-compatible server. `tell` hears of each outcome as it comes."""
+    """Sends the load to any OpenAI-compatible server. `on_outcome` is called with each outcome."""
     target = Target.of(url, key)
-    more_files()
+    raise_open_file_limit()
 
     async def whole() -> Measured:
         named = model or await first_model(target)
-        shots = load.draw(endpoint, named)
-        outcomes = await Run(target, PATHS[endpoint], timeout, tell).run(shots, load.arrivals.concurrency)
+        requests = load.draw(endpoint, named)
+        outcomes = await LoadGenerator(target, PATHS[endpoint], timeout, on_outcome).run(
+            requests, load.arrivals.concurrency
+        )
         return Measured(url, named, endpoint, load, slo, tuple(outcomes))
 
     return asyncio.run(whole())
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadGenerator:
     target: Target
     path: str
     timeout: float = 600.0
-    tell: Tell | None = None
+    on_outcome: OnOutcome | None = None
 
-    async def run(self, shots: Sequence[Shot], concurrency: int = 0) -> list[Outcome]:
-        if not shots:
-            raise LMWorksError("there is no request to send")
+    async def run(self, requests: Sequence[TimedRequest], concurrency: int = 0) -> list[Outcome]:
+        if not requests:
+            raise LMWorksError("there are no requests to send")
         if concurrency:
-            return await self.closed(shots, concurrency)
-        return await self.open(shots)
+            return await self.closed_loop(requests, concurrency)
+        return await self.open_loop(requests)
 
-    async def open(self, shots: Sequence[Shot]) -> list[Outcome]:
-        """Each leaves when it was meant to, whatever has become of the others."""
-        start = time.perf_counter() + HEAD_START_S
+    async def open_loop(self, requests: Sequence[TimedRequest]) -> list[Outcome]:
+        """Each request is sent at its scheduled time, independent of the others."""
+        start = time.perf_counter() + START_DELAY_S
         tasks = []
-        for shot in shots:
-            if (wait := start + shot.at - time.perf_counter()) > 0:
+        for request in requests:
+            if (wait := start + request.at - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            tasks.append(asyncio.create_task(self.fire(shot, start + shot.at, start)))
+            tasks.append(asyncio.create_task(self.send(request, start + request.at, start)))
         return list(await asyncio.gather(*tasks))
 
-    async def closed(self, shots: Sequence[Shot], concurrency: int) -> list[Outcome]:
-        """Each leaves when one before it has ended."""
+    async def closed_loop(self, requests: Sequence[TimedRequest], concurrency: int) -> list[Outcome]:
+        """Each request is sent when a previous one has ended."""
         start = time.perf_counter()
-        waiting = iter(shots)
+        waiting = iter(requests)
 
-        async def one_after_another(left: Iterable[Shot]) -> list[Outcome]:
-            return [await self.fire(shot, time.perf_counter(), start) for shot in left]
+        async def one_after_another(left: Iterable[TimedRequest]) -> list[Outcome]:
+            return [await self.send(request, time.perf_counter(), start) for request in left]
 
         done = await asyncio.gather(*(one_after_another(waiting) for _ in range(concurrency)))
-        return sorted(itertools.chain(*done), key=lambda one: one.meant)
+        return sorted(itertools.chain(*done), key=lambda one: one.scheduled)
 
-    async def fire(self, shot: Shot, meant: float, start: float) -> Outcome:
+    async def send(self, request: TimedRequest, scheduled: float, start: float) -> Outcome:
         sent = time.perf_counter()
-        outcome = Outcome.of(await post(self.target, self.path, shot.body, self.timeout), meant, sent, start)
-        if self.tell is not None:
-            self.tell(outcome)
+        outcome = Outcome.of(await post(self.target, self.path, request.body, self.timeout), scheduled, sent, start)
+        if self.on_outcome is not None:
+            self.on_outcome(outcome)
         return outcome
 
 
-def more_files() -> None:
-    """A thousand streams are a thousand open files, and many systems allow 1024 unless they are asked."""
+def raise_open_file_limit() -> None:
+    """A thousand streams are a thousand open files, and the default soft limit is often 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))

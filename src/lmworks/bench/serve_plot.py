@@ -1,4 +1,4 @@
-"""A picture of a run of `lmworks bench serve`: how latencies are spread, and how they went over time."""
+"""A plot of `lmworks bench serve`: distributions of latencies, and latency over time."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def draw_bench(measured: Measured, path: Path) -> Path:
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     grid = figure.subplots(2, 2)
-    done, slo = measured.those("completed"), measured.slo
-    spread(grid[0][0], "time to first token", [one.ttft for one in done], slo.ttft)
-    spread(grid[0][1], "time between tokens, mean of a request", [one.mean_gap for one in done], slo.tpot)
-    spread(grid[1][0], "whole request", [one.e2e for one in done], slo.e2e)
+    done, slo = measured.with_kind("completed"), measured.slo
+    plot_cdf(grid[0][0], "time to first token", [one.ttft for one in done], slo.ttft)
+    plot_cdf(grid[0][1], "time between tokens, mean of a request", [one.tpot for one in done], slo.tpot)
+    plot_cdf(grid[1][0], "whole request", [one.e2e for one in done], slo.e2e)
     over_time(grid[1][1], measured)
     count = f"{len(done)} of {len(measured.outcomes)} requests completed"
     figure.suptitle(f"{measured.model}: {measured.load.arrivals.text}, {count}", fontsize=11)
     return save(figure, path)
 
 
-def spread(axes: Any, title: str, values: Sequence[float], limit: float | None) -> None:
-    """The share of requests that took no longer than so many seconds."""
+def plot_cdf(axes: Any, title: str, values: Sequence[float], limit: float | None) -> None:
+    """Cumulative distribution over requests."""
     frame(axes, title)
     axes.set(xlabel="seconds", ylabel="share of requests", ylim=(0, 1.02))
     if not values:
@@ -46,22 +46,22 @@ def spread(axes: Any, title: str, values: Sequence[float], limit: float | None) 
         axes.annotate(f"{name} {duration(float(mark))}", (mark, QUANTILES[name] / 100), xytext=(6, -10),
                       textcoords="offset points", fontsize=8, color=INK)  # fmt: skip
     if limit is not None:
-        axes.axvline(limit, color=ORANGE, linestyle="--", linewidth=1, label="promised")
+        axes.axvline(limit, color=ORANGE, linestyle="--", linewidth=1, label="SLO")
         axes.legend(frameon=False, loc="lower right")
     axes.set_xlim(left=0)
 
 
 def over_time(axes: Any, measured: Measured) -> None:
-    """Every request where it was to leave: what it waited for its first token, or that it was turned away."""
+    """Time to first token of every request at its scheduled time; rejections and errors as crosses."""
     frame(axes, "first token, over time")
     axes.set(xlabel="seconds since the start", ylabel="seconds to the first token")
-    for kind, colour, label in (("completed", BLUE, ""), ("rejected", ORANGE, "turned away"), ("error", RED, "failed")):
-        those = measured.those(kind)
-        if those:
-            heights = [one.ttft if kind == "completed" else 0.0 for one in those]
+    for kind, colour, label in (("completed", BLUE, ""), ("rejected", ORANGE, "rejected"), ("error", RED, "failed")):
+        with_kind = measured.with_kind(kind)
+        if with_kind:
+            heights = [one.ttft if kind == "completed" else 0.0 for one in with_kind]
             how = {"marker": "o", "s": 12} if kind == "completed" else {"marker": "x", "s": 18}
-            axes.scatter([one.meant for one in those], heights, color=colour, alpha=0.7, linewidths=1,
-                         label=f"{label or 'answered'} ({len(those)})", **how)  # fmt: skip
+            axes.scatter([one.scheduled for one in with_kind], heights, color=colour, alpha=0.7, linewidths=1,
+                         label=f"{label or 'answered'} ({len(with_kind)})", **how)  # fmt: skip
     axes.legend(frameon=False, fontsize=8)
     axes.set_ylim(bottom=0)
 

@@ -1,4 +1,4 @@
-"""What is sent to a server to measure it, and when: drawn before the first request leaves, the same for the same seed.
+"""The load of a server benchmark: requests and their arrival times, generated beforehand from a seed.
 
 load = Load(requests=200, arrivals=Arrivals(rate=8.0), lengths=Lengths(input=(100, 1024), output=(16, 256)))
 shots = load.draw("completions", "my-model")
@@ -18,18 +18,18 @@ from .engine_workload import Range
 
 Endpoint = Literal["completions", "chat"]
 
-# Token ids that every vocabulary has (as bytes, mostly), less the first few, which begin or end texts in some.
+# Token ids that every vocabulary has (mostly bytes), without the first few, which are often special tokens.
 FIRST_ID, LAST_ID = 3, 255
 LETTERS = "abcdefghijklmnopqrstuvwxyz"  # a letter and a space are about one token
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When requests come: `rate` a second by chance (Poisson), `burst` at a time. A burst alone comes once a second;
-    without either, all requests come at once.
+    """Arrival times: Poisson with `rate` per second, `burst` at a time. A burst alone arrives once a second; without
+    either, all requests arrive at once.
 
-    `concurrency` closes the loop: so many are under way at any time, and the next one comes when one has ended. Such
-    a client waits politely while a server stalls, so its latencies flatter the server; rates do not.
+    `concurrency`: a closed loop with that many requests in flight; the next is sent when one has ended. A closed loop
+    waits while a server stalls, so its latencies flatter the server; an open loop with a rate does not.
     """
 
     rate: float = 0.0
@@ -38,12 +38,11 @@ class Arrivals:
 
     def __post_init__(self) -> None:
         if self.concurrency and (self.rate or self.burst):
-            raise SpecError("--concurrency cannot be asked for together with --rate or --burst: either requests come "
-                            "on their own account, or each waits for another to end")  # fmt: skip
+            raise SpecError("--concurrency (closed loop) cannot be combined with --rate or --burst (open loop)")
         if min(self.rate, self.burst, self.concurrency) < 0:
             raise SpecError("--rate, --burst and --concurrency cannot be negative")
 
-    def times(self, count: int, luck: random.Random) -> list[float]:
+    def times(self, count: int, rng: random.Random) -> list[float]:
         """Seconds from the start. Gaps between bursts are exponential, their mean burst / rate."""
         if not self.rate:
             return [float(number // self.burst) if self.burst else 0.0 for number in range(count)]
@@ -51,7 +50,7 @@ class Arrivals:
         times, now = list[float](), 0.0
         while len(times) < count:
             times += [now] * burst
-            now += luck.expovariate(self.rate / burst)
+            now += rng.expovariate(self.rate / burst)
         return times[:count]
 
     @property
@@ -65,7 +64,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a prompt and of its answer, drawn evenly between two ends or from a list of pairs."""
+    """Tokens of prompts and answers, uniform in a range or from a list of pairs."""
 
     input: Range = (100, 1024)
     output: Range = (100, 1024)
@@ -78,7 +77,7 @@ class Lengths:
 
     @classmethod
     def of_file(cls, path: Path) -> Self:
-        """A line a request: {"input": 812, "output": 97}. They are drawn in no order, each as often as it may be."""
+        """One pair per line: {"input": 812, "output": 97}. Pairs are sampled with replacement."""
         pairs = []
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -94,20 +93,20 @@ class Lengths:
                 raise SpecError(f'{path}, line {number}: write {{"input": 812, "output": 97}}') from None
             pairs.append(lengths)
         if not pairs:
-            raise SpecError(f"--lengths {path}: there is no line in it")
+            raise SpecError(f"--lengths {path}: the file is empty")
         return cls(pairs=tuple(pairs))
 
-    def draw(self, luck: random.Random) -> tuple[int, int]:
+    def draw(self, rng: random.Random) -> tuple[int, int]:
         if self.pairs:
-            return luck.choice(self.pairs)
-        return luck.randint(*self.input), luck.randint(*self.output)
+            return rng.choice(self.pairs)
+        return rng.randint(*self.input), rng.randint(*self.output)
 
 
 @dataclass(frozen=True)
-class Shot:
+class TimedRequest:
     """One request, ready to be sent."""
 
-    at: float  # seconds after the start; 0 where requests wait for each other
+    at: float  # seconds after the start; 0 in a closed loop
     body: bytes
     max_tokens: int
 
@@ -117,21 +116,21 @@ class Load:
     requests: int = 256
     arrivals: Arrivals = Arrivals()
     lengths: Lengths = Lengths()
-    shared_prefix: int = 0  # tokens that all prompts of a group begin with; the drawn length comes on top
+    shared_prefix: int = 0  # tokens that all prompts of a group begin with, in addition to the sampled length
     groups: int = 1
     temperature: float = 0.6
-    ignore_eos: bool = True  # answers as long as they were drawn: servers that do not know the word refuse it
+    ignore_eos: bool = True  # answers of exactly the sampled length; some servers reject the parameter
     seed: int = 0
 
-    def draw(self, endpoint: Endpoint, model: str) -> list[Shot]:
-        luck = random.Random(self.seed)
-        times = self.arrivals.times(self.requests, luck)
-        lengths = [self.lengths.draw(luck) for _ in times]
-        prefixes = [pieces(self.shared_prefix, luck) for _ in range(self.groups)]
+    def draw(self, endpoint: Endpoint, model: str) -> list[TimedRequest]:
+        rng = random.Random(self.seed)
+        times = self.arrivals.times(self.requests, rng)
+        lengths = [self.lengths.draw(rng) for _ in times]
+        prefixes = [random_ids(self.shared_prefix, rng) for _ in range(self.groups)]
         write: Callable[[list[int]], dict[str, Any]] = as_ids if endpoint == "completions" else as_message
-        shots = []
+        requests = []
         for number, (at, (prompt, answer)) in enumerate(zip(times, lengths, strict=True)):
-            ids = luck.choice(prefixes) + pieces(prompt, luck)
+            ids = rng.choice(prefixes) + random_ids(prompt, rng)
             body = {
                 "model": model,
                 **write(ids),
@@ -142,13 +141,13 @@ class Load:
                 "stream_options": {"include_usage": True},
                 **({"ignore_eos": True} if self.ignore_eos else {}),
             }
-            shots.append(Shot(at, json.dumps(body, separators=(",", ":")).encode(), answer))
-        return shots
+            requests.append(TimedRequest(at, json.dumps(body, separators=(",", ":")).encode(), answer))
+        return requests
 
 
-def pieces(count: int, luck: random.Random) -> list[int]:
-    """Drawn evenly: beyond what they share on purpose, no two prompts begin alike for long."""
-    return [luck.randint(FIRST_ID, LAST_ID) for _ in range(count)]
+def random_ids(count: int, rng: random.Random) -> list[int]:
+    """Uniform, so that prompts share no prefix but the intended one."""
+    return [rng.randint(FIRST_ID, LAST_ID) for _ in range(count)]
 
 
 def as_ids(ids: list[int]) -> dict[str, Any]:
@@ -156,12 +155,12 @@ def as_ids(ids: list[int]) -> dict[str, Any]:
 
 
 def as_message(ids: list[int]) -> dict[str, Any]:
-    """Chats are texts, so how many tokens they have is the server's to say (`usage`); here a letter is one."""
+    """Chat messages are text, about one letter per token; the server reports the exact number in `usage`."""
     return {"messages": [{"role": "user", "content": " ".join(LETTERS[number % len(LETTERS)] for number in ids)}]}
 
 
 def read_prefix(text: str) -> tuple[int, int]:
-    """512: tokens that all prompts begin with. 512x4: four such beginnings."""
+    """512: tokens of a prefix of all prompts. 512x4: four such prefixes."""
     tokens, cross, groups = text.partition("x")
     if not text.isascii() or not tokens.isdecimal() or (cross and not (groups.isdecimal() and int(groups))):
         raise SpecError(f"--shared-prefix {text!r}: write TOKENS, e.g. 512, or TOKENSxGROUPS, e.g. 512x4")

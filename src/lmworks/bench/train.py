@@ -1,11 +1,10 @@
-"""How fast a spec trains here: the trainer's own steps on its own input, each figure beside its limit.
+"""Training throughput of a spec on this machine: the trainer's own steps, each figure beside its limit.
 
-Warm-up, then the mean of some steps, from the end of one to the end of the next: what the host does between two is in
-it, and so is every wait of the device. Not the median: a host that runs ahead of its GPU sees steps end by fits and
-starts, and only their sum tells the time. Beside it stand the floor of the work (`roofline`) and what the planner says
-of the spec without having seen it run. Weights are drawn on the device: a CPU takes minutes for billions of them.
-Nothing is saved, evaluated or left on disk. A spike is taken as any other step; where a loss is not finite there is no
-speed to tell.
+Warm-up, then the mean of some steps, from the end of one to the end of the next, so that host work between steps and
+waits of the device are included. The mean and not the median: with an asynchronous host, single steps end irregularly
+and only their sum is exact. The result has the roofline of the work (`roofline`) and the planner's prediction beside
+it. Weights are initialised on the device: a CPU takes minutes for billions of them. Nothing is saved or evaluated. A
+spike counts as any other step; a loss that is not finite is an error.
 """
 
 from __future__ import annotations
@@ -40,29 +39,29 @@ from ..train.oom import with_oom_report
 from ..train.prefetcher import Prefetcher
 from ..train.profile import recorder
 from .kernel_timing import device_name, memory_bytes
-from .power import watched_power
+from .power import monitor_power
 from .probe import cached_machine, probe
-from .roofline import Ceilings, datasheet_ceilings, floor, measured_ceilings
+from .roofline import PeakRates, datasheet_peak_rates, measured_peak_rates, step_roofline
 
 WARM_UP = 3  # steps: the first compiles and makes optimizer states, the second and third may compile again
-TOLD = 60  # kernels of a profile
+PROFILE_ROWS = 60  # kernels in the table of a profile
 
 
 def bench_train(
     spec: RunSpec, steps: int = 20, *, kernels: bool = False, force: bool = False, progress: Progress = silent
 ) -> dict[str, Any] | None:
-    """Every rank calls it, and the first gets the answer.
+    """Called on every rank; rank 0 gets the result.
 
-    `kernels`: also what a profiled step is made of. `force`: even where it does not fit into memory.
+    `kernels`: also the kernels of a profiled step. `force`: skip the check of memory.
     """
-    spec = on_some_data(unsaved(in_good_health(spec)))
+    spec = with_default_data(without_async_saves(tolerate_bad_steps(spec)))
     with tempfile.TemporaryDirectory(prefix="lmworks-bench-") as folder:
         trainer = Trainer(spec, Path(folder) / "run", quiet=True, force=force)
         device = trainer.device
         progress(f"measuring products and memory of {device_name(device)}", 0, 0)
-        ceilings = [measured_ceilings(device, spec.precision.dtype)] if trainer.lead else []
+        peak_rates = [measured_peak_rates(device, spec.precision.dtype)] if trainer.lead else []
         try:
-            measured = with_oom_report(trainer, lambda: take_steps(trainer, steps, kernels, progress))
+            measured = with_oom_report(trainer, lambda: time_steps(trainer, steps, kernels, progress))
         except OutOfMemory as error:
             error.args = (
                 f"{error}; {device_name(device)} has {gib(memory_bytes(device))}: lower data.micro_batch, or use "
@@ -72,54 +71,54 @@ def bench_train(
         except StepRejected as refused:
             raise collective_error(
                 TrainingError(
-                    f"step {trainer.step + 1}: {refused.issue.what}{refused.issue.where}; what does not train has "
-                    "no speed: lower optim.lr, or use a wider precision.dtype"
+                    f"step {trainer.step + 1}: {refused.issue.what}{refused.issue.where}; a diverged run cannot "
+                    "be timed: lower optim.lr, or use a wider precision.dtype"
                 )
             ) from None
     gpu = find_gpu(spec.cluster, device)
     if gpu is not None:
-        ceilings.append(datasheet_ceilings(gpu))
-    return facts_of(trainer, measured, ceilings) if trainer.lead else None
+        peak_rates.append(datasheet_peak_rates(gpu))
+    return results_of(trainer, measured, peak_rates) if trainer.lead else None
 
 
-def in_good_health(spec: RunSpec) -> RunSpec:
-    """Spikes are logged, and a step that is not finite is told here: there is no run to go back in or to resume."""
+def tolerate_bad_steps(spec: RunSpec) -> RunSpec:
+    """Log spikes, and report non-finite steps here: there is no run to rewind or resume."""
     actions = {"spike_loss": "log", "spike_grad": "log"}
-    if spec.parallel.engine == "native":  # DeepSpeed knows no other than to stop
+    if spec.parallel.engine == "native":  # DeepSpeed can only stop
         actions["nonfinite"] = "skip"
     return spec.replace(health=spec.health.replace(**actions))
 
 
-def unsaved(spec: RunSpec) -> RunSpec:
-    """Nothing is: no host memory is needed for copies that a save would write."""
+def without_async_saves(spec: RunSpec) -> RunSpec:
+    """No host memory for staging copies: nothing is saved."""
     return spec.replace(checkpoint=spec.checkpoint.replace(asynchronous=False))
 
 
-def on_some_data(spec: RunSpec) -> RunSpec:
-    """The embedded corpus where a plan names no data: how fast a step is does not depend on what is read."""
+def with_default_data(spec: RunSpec) -> RunSpec:
+    """The embedded corpus if the spec names no data: speed does not depend on it."""
     return spec if spec.data.named else spec.replace(data=spec.data.replace(path="stdlib:bytes"))
 
 
-def take_steps(trainer: Trainer, steps: int, kernels: bool, progress: Progress = silent) -> dict[str, Any]:
-    """Build, warm up, and time."""
+def time_steps(trainer: Trainer, steps: int, kernels: bool, progress: Progress = silent) -> dict[str, Any]:
+    """Build, warm up, time."""
     device = trainer.device
     if not trainer.spec.checkpoint.init:
-        trainer.weights = drawn_on(device, trainer.spec.seed)
+        trainer.weights = weights_on_device(device, trainer.spec.seed)
     began = time.perf_counter()
     progress(f"building {trainer.spec.model.params:,} parameters on {device_name(device)}", 0, 0)
     trainer.build()
-    total = WARM_UP + steps + 1  # a run's last step launches none ahead, and ends by as much sooner: it is not timed
+    total = WARM_UP + steps + 1  # the last step launches no next one and ends sooner, so it is not timed
     losses, ends, waits = [], [], []
     prefetcher = Prefetcher(trainer.batches, trainer.spec.data.workers, device)
-    with closing(prefetcher) as trainer.prefetcher, watched_power(device) as power:
+    with closing(prefetcher) as trainer.prefetcher, monitor_power(device) as power:
         for number in range(total):
             with ExitStack() as stack:
                 if number == WARM_UP and device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
                 recorded = None
                 if kernels and number == total - 1:
-                    trainer.launcher.discard()  # all of the step is to be recorded, and nothing else
-                    recorded = stack.enter_context(recording(device))
+                    trainer.launcher.discard()  # profile exactly one step
+                    recorded = stack.enter_context(start_profiler(device))
                 losses.append(one_step(trainer, total - number))
             ends.append(time.perf_counter())
             if number < WARM_UP:
@@ -135,12 +134,12 @@ def take_steps(trainer: Trainer, steps: int, kernels: bool, progress: Progress =
     found["allocated"] = trainer.memory.read()
     found["reserved"] = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
     if recorded is not None:
-        found["kernels"] = table_of(recorded, device, statistics.mean(seconds))
+        found["kernels"] = kernel_table(recorded, device, statistics.mean(seconds))
     return found
 
 
 def one_step(trainer: Trainer, left: int) -> float:
-    """As the training loop takes it, which leaves the passes of the next one under way; returns the loss."""
+    """One step of the training loop, which launches the passes of the next one; returns the loss."""
     assert trainer.prefetcher is not None
     values = trainer.train_step(trainer.prefetcher.take(trainer.cursor, left))
     trainer.step += 1
@@ -148,8 +147,8 @@ def one_step(trainer: Trainer, left: int) -> float:
     return float(values["loss"])
 
 
-def drawn_on(device: torch.device, seed: int) -> Source:
-    """Initial weights of the usual size, made where they stay; alike on every rank that asks for the same ones."""
+def weights_on_device(device: torch.device, seed: int) -> Source:
+    """Initial weights of the usual scale, made on the device; equal on all ranks that hold the same weight."""
     generator = torch.Generator(device)
 
     def whole(name: str, shape: torch.Size) -> Tensor:
@@ -161,10 +160,10 @@ def drawn_on(device: torch.device, seed: int) -> Source:
     return whole
 
 
-# --- what is said of it ---------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------------
 
 
-def facts_of(trainer: Trainer, measured: dict[str, Any], ceilings: list[Ceilings]) -> dict[str, Any]:
+def results_of(trainer: Trainer, measured: dict[str, Any], peak_rates: list[PeakRates]) -> dict[str, Any]:
     spec, device = trainer.spec, trainer.device
     step_s = statistics.mean(measured["seconds"])
     flops = step_flops(spec)
@@ -182,35 +181,37 @@ def facts_of(trainer: Trainer, measured: dict[str, Any], ceilings: list[Ceilings
         "host_waits": measured["waited"] / step_s if device.type == "cuda" else None,  # a share of the step
         "tokens_per_s": flops.tokens / step_s,
         "model_tflops": flops.model / step_s / spec.parallel.world / 1e12,
-        **use_of(trainer.peak_flops, flops, step_s, spec.parallel.world),
+        **utilisation(trainer.peak_flops, flops, step_s, spec.parallel.world),
         "memory": {
             "allocated_bytes": measured["allocated"],
             "reserved_bytes": measured["reserved"],
             "device_bytes": memory_bytes(device),
         },
-        "floors": {one.source: floor(spec, one, device.type).to_dict(flops.tokens, step_s) for one in ceilings},
+        "floors": {
+            one.source: step_roofline(spec, one, device.type).to_dict(flops.tokens, step_s) for one in peak_rates
+        },
         "power": measured["power"],  # of the first rank's card
-        "predicted": compared(spec, device, step_s, measured),
+        "predicted": compare_prediction(spec, device, step_s, measured),
         "losses": measured["losses"],
     }
     return facts | ({"kernels": measured["kernels"]} if "kernels" in measured else {})
 
 
-def use_of(peak: float | None, flops: StepFlops, step_s: float, world: int) -> dict[str, float | None]:
-    """MFU and HFU: what the model needs, and what is computed again too, of the datasheet's peak."""
+def utilisation(peak: float | None, flops: StepFlops, step_s: float, world: int) -> dict[str, float | None]:
+    """MFU and HFU: FLOPs of the model, and with recomputation, over the datasheet's peak."""
     shares = {"mfu": flops.model, "hfu": flops.hardware}
     return {name: done / step_s / world / peak if peak else None for name, done in shares.items()}
 
 
-def compared(spec: RunSpec, device: torch.device, step_s: float, measured: dict[str, Any]) -> dict[str, Any]:
-    """The planner's word, and by how much it is off: +0.1 is 10 % too much."""
+def compare_prediction(spec: RunSpec, device: torch.device, step_s: float, measured: dict[str, Any]) -> dict[str, Any]:
+    """The planner's prediction and its relative error: +0.1 is 10 % too much."""
     try:
-        said = foretold(spec, device)
-    except SpecError as error:  # no figure is better than one that is made up
+        said = predict_here(spec, device)
+    except SpecError as error:  # no prediction for this spec
         return {"note": str(error)}
     seconds, total = said.time.total if said.time else None, said.memory.total
     facts: dict[str, Any] = {"step_s": seconds, "step_error": seconds / step_s - 1 if seconds else None}
-    added = measured["allocated"]  # 0 on a CPU whose process had freed as much before
+    added = measured["allocated"]  # 0 on a CPU if the process had freed as much before
     facts |= {"allocated_bytes": total, "allocated_error": total / added - 1 if added else None}
     if measured["reserved"]:
         foreseen = float(reserved(total))
@@ -221,8 +222,8 @@ def compared(spec: RunSpec, device: torch.device, step_s: float, measured: dict[
     return facts | {"by": by, "parts": said.time.parts if said.time else None}
 
 
-def foretold(spec: RunSpec, device: torch.device) -> Prediction:
-    """On a GPU of the catalogue by the fitted model of its kind; else by the rates of this machine."""
+def predict_here(spec: RunSpec, device: torch.device) -> Prediction:
+    """By the fitted model of a known GPU, else by measured rates of this machine."""
     gpu = find_gpu(spec.cluster, device)
     if gpu is None:
         machine = cached_machine(spec.cluster) or probe(device)
@@ -234,14 +235,14 @@ def foretold(spec: RunSpec, device: torch.device) -> Prediction:
 # --- a profile ------------------------------------------------------------------------------------------
 
 
-def recording(device: torch.device) -> profile:
+def start_profiler(device: torch.device) -> profile:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # what was launched before does not belong to it
+        torch.cuda.synchronize(device)  # earlier launches do not belong to it
     return recorder(device)
 
 
-def table_of(recorded: profile, device: torch.device, step_s: float) -> dict[str, Any]:
-    """The kernels (on a CPU: ops) of one step by their own time, and the share of a usual step that they fill."""
+def kernel_table(recorded: profile, device: torch.device, step_s: float) -> dict[str, Any]:
+    """Kernels (on a CPU: ops) of one step by their own time, and their share of a mean step."""
     cuda = device.type == "cuda"
     rows = [
         {"name": one.key, "count": one.count, "seconds": took / 1e6}
@@ -251,4 +252,4 @@ def table_of(recorded: profile, device: torch.device, step_s: float) -> dict[str
     ]
     rows.sort(key=lambda row: row["seconds"], reverse=True)
     busy = sum(row["seconds"] for row in rows)
-    return {"busy_s": busy, "busy_share": busy / step_s, "rows": rows[:TOLD]}
+    return {"busy_s": busy, "busy_share": busy / step_s, "rows": rows[:PROFILE_ROWS]}

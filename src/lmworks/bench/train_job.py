@@ -1,4 +1,4 @@
-"""A real `lmworks train` job: how long it takes to start, what it saves, and what it does when a rank dies."""
+"""A real `lmworks train` job: start-up time, checkpoint size, and its behaviour when a rank is killed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..spec import RunSpec, TrainingError, dump_toml
 from ..train import Trainer
 from ..train.rank_memory import train_one_step
 
-SAVED_EVERY = 4  # steps
-PATIENCE_S = 300  # for a job to come so far, or to end once a rank is gone
+SAVE_EVERY = 4  # steps
+TIMEOUT_S = 300  # for each stage of a job, and for its exit after a rank is killed
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,23 @@ class Job:
     start_s: float  # from the command to the beginning of its first step
     checkpoint_bytes: int  # on disk
     checkpoint_files: int
-    killed: int  # the rank that was sent SIGKILL
-    exit_code: int | None  # of the command; None: it had not ended when we lost patience
+    killed: int  # the rank that got SIGKILL
+    exit_code: int | None  # of the command; None: it did not end within the timeout
     ended_s: float  # from the kill to the end of the command
-    said: str  # its last line of errors
+    said: str  # its last line on stderr
     reached: int  # steps it had taken
     committed: int  # the newest checkpoint's step
-    resumed: str  # "yes", or why the run could not go on
+    resumed: str  # "yes", or why the run could not be resumed
 
 
 def run_job(spec: RunSpec, folder: Path) -> Job:
-    """Start it, wait for a checkpoint, kill its last rank, see what comes of it, and take the run up again."""
+    """Start the job, wait for a checkpoint, kill its last rank, wait for its end, and resume it."""
     folder.mkdir(parents=True, exist_ok=True)
     run, file = RunFolder(folder / "run"), folder / "spec.toml"
-    # Far more steps than it will take: it must not end by itself.
+    # Far more steps than needed: the job must not end by itself.
     long = spec.replace(
         optim=spec.optim.replace(steps=1_000_000),
-        checkpoint=spec.checkpoint.replace(every=SAVED_EVERY, keep=2),
+        checkpoint=spec.checkpoint.replace(every=SAVE_EVERY, keep=2),
         log=spec.log.replace(eval_every=0, eval_batches=1),
     )
     file.write_text(dump_toml(long.to_dict()))
@@ -63,13 +63,13 @@ def run_job(spec: RunSpec, folder: Path) -> Job:
             saved = steps_taken(run)
             wait_for(lambda: steps_taken(run) > saved, process, "another step")
             dead = spec.parallel.world - 1
-            os.kill(process_of(run.path, dead), signal.SIGKILL)
+            os.kill(rank_pid(run.path, dead), signal.SIGKILL)
             killed = time.monotonic()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE_S)
+                process.wait(TIMEOUT_S)
             ended, code = time.monotonic() - killed, process.returncode
         finally:
-            end(process)
+            kill_job(process)
         errors.seek(0)
         said = [line.strip() for line in errors if line.strip()]
     newest = committed(run.checkpoints)[0]
@@ -93,27 +93,27 @@ def steps_taken(run: RunFolder) -> int:
 
 
 def wait_for(done: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not done():
         if process.poll() is not None:
             raise TrainingError(f"a job of the study ended with exit code {process.returncode} before {what}")
         if time.monotonic() > deadline:
-            raise TrainingError(f"a job of the study did not come to {what} within {PATIENCE_S} s")
+            raise TrainingError(f"a job of the study did not reach {what} within {TIMEOUT_S} s")
         time.sleep(0.02)
 
 
-def process_of(run: Path, rank: int) -> int:
-    """The process that is this rank of the job that trains `run`."""
+def rank_pid(run: Path, rank: int) -> int:
+    """The pid of a rank of the job that trains `run`."""
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             ours = os.fsencode(run) in (entry / "cmdline").read_bytes().split(b"\0")
             if ours and f"RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 return int(entry.name)
-    raise TrainingError(f"rank {rank} of the job was not found in /proc: a rank can be killed on Linux alone")
+    raise TrainingError(f"rank {rank} of the job was not found in /proc: killing a rank works on Linux only")
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Leave nothing running: the job has a session of its own."""
+def kill_job(process: subprocess.Popen[bytes]) -> None:
+    """Kill the session of the job."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -126,11 +126,11 @@ def try_resume(ranks: int, run: Path, step: int) -> str:
     except RankFailed as error:
         return str(error)
     at, loss = found[0]
-    return "yes" if at == step + 1 and math.isfinite(loss) else f"it took up step {at - 1} with a loss of {loss}"
+    return "yes" if at == step + 1 and math.isfinite(loss) else f"it resumed from step {at - 1} with a loss of {loss}"
 
 
 def resume_one_step(rank: int, run: Path) -> tuple[int, float]:
-    """For `on_ranks`: as `lmworks resume` does, for one step."""
+    """For `on_ranks`: resume as `lmworks resume` does, for one step."""
     trainer = Trainer.resume(run, quiet=True, force=True)
     trainer.build()
     trainer.load()

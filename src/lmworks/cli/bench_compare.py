@@ -52,9 +52,9 @@ def ddp_fsdp(
       lmworks bench ddp-fsdp configs/tiny.toml model.layers=8 --ranks 4 --steps 20
       lmworks bench ddp-fsdp cpu-10m --only fsdp2-reshard,zero-1 --no-jobs --json
     """
-    from ..bench.data_parallel import choose, study
+    from ..bench.data_parallel import select_strategies, study
     from ..bench.data_parallel_report import overview_table, write_reports
-    from ..report.sections import open_folder
+    from ..report.sections import check_output_folder
     from ..spec import TrainingError, load_run
 
     changes = [*([spec] if "=" in spec else []), *(overrides or ())]
@@ -62,8 +62,8 @@ def ddp_fsdp(
         spec, changes = SMALL[0], [*SMALL[1], *changes]
     names = [name.strip() for name in only.split(",") if name.strip()]
     loaded = load_run(spec, changes)
-    choose(names)  # what is not known is refused before a folder is made
-    open_folder(out)
+    select_strategies(names)  # what is not known is refused before a folder is made
+    check_output_folder(out)
     found = study(loaded, ranks, steps, names, jobs, lambda line: typer.echo(f"  {line}", err=True), force)
     markdown, html = write_reports(found, out)
     if json:

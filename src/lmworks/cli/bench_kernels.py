@@ -50,17 +50,17 @@ def kernels(
       lmworks bench kernels --device cpu --only rms_norm --model tiny
     """
     from ..bench import kernels
-    from ..bench.probe import pick
+    from ..bench.probe import local_device
     from ..data.progress import console_progress
     from ..kernels import dispatch
     from ..spec import Cluster, SpecError
 
     try:
-        place = pick(Cluster(device=device))
+        place = local_device(Cluster(device=device))
     except SpecError as error:
         raise SpecError(f"--device {device}: {error}") from None
     if record:
-        kernels.refuse_record(place)
+        kernels.check_record(place)
     if out is not None:
         refuse_unwritable(out, "--out")
 

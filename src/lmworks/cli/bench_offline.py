@@ -93,7 +93,7 @@ def process_age() -> float:
 
 
 def show(facts: dict[str, Any]) -> None:
-    from ..bench.power import power_words
+    from ..bench.power import power_text
 
     kv = facts["kv_use"]
     gaps, least = facts["inter_token_ms"], facts["floor_s"]
@@ -113,7 +113,7 @@ def show(facts: dict[str, Any]) -> None:
         ],
         ["cache", f"{kv['peak']:.1%}", f"at most, {kv['mean']:.1%} on average, of {binary_bytes(kv['bytes'])}"],
         *first_times(facts["first_times"]),
-        *([["clock", f"{power['clock_mhz']:,.0f} MHz", power_words(power)]] if (power := facts["power"]) else []),
+        *([["clock", f"{power['clock_mhz']:,.0f} MHz", power_text(power)]] if (power := facts["power"]) else []),
         ["preemptions", str(facts["preemptions"]), f"in {facts['steps']:,} steps"],
         ["between tokens", f"{gaps['p50']:.3g} ms", f"the slowest of 100: {gaps['p99']:.3g} ms"],
     ]

@@ -81,9 +81,9 @@ def serve(
         requests, Arrivals(rate, burst, concurrency), drawn, prefix, groups, ignore_eos=not early_end, seed=seed
     )
     if plot is not None:
-        from ..report.plots import refuse_plot
+        from ..report.plots import check_plot_path
 
-        refuse_plot(plot, "--plot")
+        check_plot_path(plot, "--plot")
     measured = bench_serve(url, load, promise, model=model, endpoint=endpoint.value, key=api_key, timeout=timeout)
     facts = measured.to_dict()
     if plot is not None:

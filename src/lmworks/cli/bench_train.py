@@ -59,7 +59,7 @@ def train(
 
 
 def show(facts: dict[str, Any]) -> None:
-    from ..bench.power import power_words
+    from ..bench.power import power_text
 
     memory, said = facts["memory"], facts["predicted"]
     typer.echo(
@@ -86,7 +86,7 @@ def show(facts: dict[str, Any]) -> None:
     if facts["host_waits"] is not None:
         rows.append(["host", f"{facts['host_waits']:.1%}", "of a step it waits for the device; near 0 it is too slow"])
     if power := facts["power"]:
-        rows.append(["clock", f"{power['clock_mhz']:,.0f} MHz", power_words(power)])
+        rows.append(["clock", f"{power['clock_mhz']:,.0f} MHz", power_text(power)])
         rows.append(["energy", f"{power['joules'] / facts['steps']:,.0f} J", "a step, of the card alone"])
     if memory["reserved_bytes"]:
         rows.append(["reserved", binary_bytes(memory["reserved_bytes"]), "by the allocator"])

@@ -43,9 +43,9 @@ def pipeline(
     if run.parallel.pp == 1:
         raise SpecError("parallel.pp = 1 is no pipeline: give more ranks, e.g. parallel.pp=2")
     if png:
-        from ..report.plots import refuse_plot
+        from ..report.plots import check_plot_path
 
-        refuse_plot(png, "--png")
+        check_plot_path(png, "--png")
     if measure and needs_ranks(run):
         options = [*(["--png", str(png)] if png else []), *(["--json"] if json else [])]
         start_ranks(run, ["plan", "pipeline", spec, *(overrides or ()), "--measure", *options])

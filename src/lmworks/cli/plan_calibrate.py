@@ -38,13 +38,13 @@ def calibrate(
       lmworks plan calibrate --device cpu --ranks 2 --quick
       lmworks plan cpu-10m cluster.profile=profile.toml
     """
-    from ..bench.calibrate import calibrate, refuse_taken, save
-    from ..bench.probe import pick
+    from ..bench.calibrate import calibrate, check_output_path, save
+    from ..bench.probe import local_device
     from ..data.progress import console_progress
     from ..spec import Cluster
 
-    refuse_taken(out)
-    place = pick(Cluster(device=device))
+    check_output_path(out)
+    place = local_device(Cluster(device=device))
     with console_progress() as progress:
         profile = calibrate(place, minutes and 60 * minutes, ranks, quick, progress)
     save(profile, out)

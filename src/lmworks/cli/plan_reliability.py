@@ -61,12 +61,12 @@ def reliability(
         raise SpecError("--load-s with --run: the time to load is in the restarts of a run; leave one of them out")
     stops = stops_per_gpu_hour(rate)
     storage = Storage(copy_gbs * 1e9, gpu_gbs * 1e9, storage_gbs * 1e9)
-    step_s, measured = times_of(run, step_s, restart_s) if run else (step_s, None)
+    step_s, measured_recovery = times_of(run, step_s, restart_s) if run else (step_s, None)
     found: list[Forecast] = []
     for size in gpus or (1024, 16_384):
         stall, write = storage.seconds(params * bytes_per_param / size, size)
         written = write if write_s is None else write_s
-        recovery = measured or Recovery(
+        recovery = measured_recovery or Recovery(
             mtbf_s=1.0,
             stall_s=stall if stall_s is None else stall_s,
             write_s=written,
@@ -105,15 +105,15 @@ def stops_per_gpu_hour(rate: str) -> float:
 
 def times_of(run: Path, step_s: float, restart_s: float) -> tuple[float, Recovery]:
     """A step's and a save's time, and a restart's, as that run had them; what it never did takes what was assumed."""
-    from ..diagnose.checkpoint_interval import measured
-    from ..diagnose.goodput import account
+    from ..diagnose.checkpoint_interval import measured_recovery
+    from ..diagnose.goodput import time_breakdown
     from ..record.run_summary import summarize
     from ..report.run_list import locate
     from ..spec import SpecError
 
     folder = locate(run)
-    spent = account(folder)
-    recovery = measured(folder, spent, mtbf_h=1.0)
+    spent = time_breakdown(folder)
+    recovery = measured_recovery(folder, spent, mtbf_h=1.0)
     if recovery is None:
         raise SpecError(f"--run {run}: the run has not saved yet, so nothing is known of its saves")
     if len(spent.attempts) == 1:

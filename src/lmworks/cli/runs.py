@@ -47,12 +47,12 @@ def runs(
       lmworks runs runs/sweep --json
       lmworks runs --compare runs/tiny runs/tiny-2 --plot loss.png
     """
-    from ..report.plots import overlay, refuse_plot
+    from ..report.plots import check_plot_path, overlay_losses
     from ..report.run_list import compare_runs, find_runs, list_runs, locate
     from ..spec import SpecError
 
     if plot:
-        refuse_plot(plot, "--plot")
+        check_plot_path(plot, "--plot")
     if compare:
         if len(places or ()) < 2:
             raise SpecError("--compare needs at least two runs, e.g. `lmworks runs --compare runs/a runs/b`")
@@ -62,7 +62,7 @@ def runs(
         folders = find_runs(places or ())
         listed = list_runs(folders)
     if plot:
-        overlay(folders, plot)
+        overlay_losses(folders, plot)
     if json:
         print_json(compared if compare else listed)
     elif compare:

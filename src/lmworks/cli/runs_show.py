@@ -12,7 +12,7 @@ from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from ..diagnose.checkpoint_interval import Interval
-    from ..diagnose.goodput import Account
+    from ..diagnose.goodput import TimeBreakdown
     from ..record.run_summary import Summary
 
 ROUTINE = ("start", "resume", "save", "copy", "eval", "finish")  # events that are told by the tables above theirs
@@ -36,18 +36,18 @@ def show(
       lmworks runs show runs/tiny --json
     """
     from ..diagnose.checkpoint_interval import interval
-    from ..diagnose.goodput import account
+    from ..diagnose.goodput import time_breakdown
     from ..record.run_summary import summarize
     from ..record.stats import read_stats
-    from ..report.goodput_plot import draw_time
+    from ..report.goodput_plot import draw_goodput
     from ..report.run_list import locate
 
     folder = locate(run)
-    summary, found = summarize(folder), account(folder)
+    summary, found = summarize(folder), time_breakdown(folder)
     advice = interval(folder, summary, found, mtbf)
     told = [event for event in folder.events() if event["kind"] not in ROUTINE]
     layers = read_stats(folder.stats_path)[-1:]
-    drawn = draw_time(folder, found) if plot else None
+    drawn = draw_goodput(folder, found) if plot else None
     if json:
         attempts = [vars(attempt) | seconds_of(attempt.begin, attempt.end) for attempt in found.attempts]
         result: dict[str, Any] = {
@@ -85,7 +85,7 @@ def print_run(summary: Summary) -> None:
         typer.echo(", ".join(said))
 
 
-def print_attempts(found: Account) -> None:
+def print_attempts(found: TimeBreakdown) -> None:
     from ..record.figures import clock, duration
 
     rows = [
@@ -102,7 +102,7 @@ def print_attempts(found: Account) -> None:
         print_table("Attempts", ["attempt", "began at", "lasted", "steps", "ended"], rows)
 
 
-def print_time(summary: Summary, found: Account) -> None:
+def print_time(summary: Summary, found: TimeBreakdown) -> None:
     from ..diagnose.goodput import CAUSES
     from ..record.figures import duration, short
 
@@ -121,7 +121,7 @@ def print_time(summary: Summary, found: Account) -> None:
     typer.echo(f"goodput {short(found.goodput)} tokens/s{speed}")
 
 
-def print_interval(advice: Interval | None, found: Account, given: bool) -> None:
+def print_interval(advice: Interval | None, found: TimeBreakdown, given: bool) -> None:
     from ..record.figures import duration
 
     if advice is None:
@@ -146,7 +146,7 @@ def print_interval(advice: Interval | None, found: Account, given: bool) -> None
     typer.echo(f"a stop comes every {figures['mtbf_s']} ({whose}).")
 
 
-def print_events(told: Sequence[Mapping[str, Any]], found: Account) -> None:
+def print_events(told: Sequence[Mapping[str, Any]], found: TimeBreakdown) -> None:
     from datetime import datetime
 
     from ..record.figures import clock

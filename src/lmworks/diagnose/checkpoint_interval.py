@@ -1,4 +1,4 @@
-"""How often a run saves, how often it should, and what the difference costs: Young and Daly on measured times."""
+"""The optimal checkpoint interval by Young and Daly, on measured times, beside the one in use."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..plan.reliability import Recovery, best_steps, ettr, young
 from ..record import RunFolder
 from ..record.run_summary import Summary
 from ..spec import SpecError
-from .goodput import Account
+from .goodput import TimeBreakdown
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Measured medians, and what follows from them. An ETTR here is that of a long run with such stops."""
+    """Measured medians and the intervals that follow. ETTR is that of a long run with the same failure rate."""
 
     recovery: Recovery
-    observed: bool  # whether the mean time between stops is the run's own
+    observed: bool  # whether the MTBF is the run's own
     step_s: float
-    steps: int  # between two saves, in use; 0: only after the last
+    steps: int  # between two saves, in use; 0: only after the last step
     best_steps: int
 
     @property
@@ -48,31 +48,35 @@ class Interval:
         }
 
 
-def measured(folder: RunFolder, account: Account, mtbf_h: float | None = None) -> Recovery | None:
-    """What saves and stops take of this run; `mtbf_h` hours between stops, where it has had none, or is to have others.
+def measured_recovery(folder: RunFolder, time_breakdown: TimeBreakdown, mtbf_h: float | None = None) -> Recovery | None:
+    """Times of saves and restarts of this run; `mtbf_h` replaces its own mean time between failures.
 
-    None where the run has not saved yet, or not stopped, and no hours are given.
+    None without a save, and without both a failure and `mtbf_h`.
     """
     if mtbf_h is not None and mtbf_h <= 0:
-        raise SpecError(f"--mtbf {mtbf_h:g}: give hours between two stops, more than 0")
+        raise SpecError(f"--mtbf {mtbf_h:g}: give hours between two failures, more than 0")
     saves = [event for event in folder.events() if event["kind"] == "save" and event.get("seconds")]
-    if not saves or (mtbf_h is None and not account.failures):
+    if not saves or (mtbf_h is None and not time_breakdown.failures):
         return None
-    seconds = account.seconds
-    again = sum(attempt.ended != "finish" for attempt in account.attempts[:-1])  # after that there is nothing to start
-    up = account.active_s - seconds["restart"] - seconds["hang"]
+    seconds = time_breakdown.seconds
+    restarts = sum(
+        attempt.ended != "finish" for attempt in time_breakdown.attempts[:-1]
+    )  # after that there is nothing to start
+    up = time_breakdown.active_s - seconds["restart"] - seconds["hang"]
     return Recovery(
-        mtbf_s=mtbf_h * 3600 if mtbf_h is not None else up / account.failures,
+        mtbf_s=mtbf_h * 3600 if mtbf_h is not None else up / time_breakdown.failures,
         stall_s=statistics.median(save["seconds"] for save in saves),
         write_s=statistics.median(save.get("write_s", 0.0) for save in saves),
-        restart_s=seconds["restart"] / again if again else seconds["start"],
-        detect_s=seconds["hang"] / account.failures if account.failures else 0.0,
+        restart_s=seconds["restart"] / restarts if restarts else seconds["start"],
+        detect_s=seconds["hang"] / time_breakdown.failures if time_breakdown.failures else 0.0,
     )
 
 
-def interval(folder: RunFolder, summary: Summary, account: Account, mtbf_h: float | None = None) -> Interval | None:
-    """None where too little is known: no step, no save, or no stop."""
-    recovery = measured(folder, account, mtbf_h)
+def interval(
+    folder: RunFolder, summary: Summary, time_breakdown: TimeBreakdown, mtbf_h: float | None = None
+) -> Interval | None:
+    """None without a step, a save or a failure."""
+    recovery = measured_recovery(folder, time_breakdown, mtbf_h)
     if recovery is None or not summary.step_s:
         return None
     best = best_steps(summary.step_s, recovery)

@@ -1,9 +1,9 @@
-"""Where a run's time went: every microsecond between its first record and its last, under one name.
+"""Goodput: the time of a run by cause, every microsecond from its first record to its last.
 
-metrics.jsonl and events.jsonl are laid on one line of time. A record closes the gap since the one before, and says what
-it held: a step says how long it took, how long a save had held it up and, by its event, how long an evaluation took;
-what is left of a gap was spent otherwise. A step counts once. One that a resume or a rewind went back behind was taken
-for nothing, whether it has been taken again by now or not.
+metrics.jsonl and events.jsonl are merged by time. A record closes the gap since the previous one and says what it
+contained: a step has its duration, the stall of a save and, by its event, the duration of an evaluation; the rest of
+the gap has another cause. A step counts once. A step that a resume or a rewind undid is lost, whether it has been
+repeated yet or not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..record import RunFolder
 from ..record.jsonl import read_lines
 from ..spec import LMWorksError
 
-CAUSES = {  # what a name stands for, in the order of a table
+CAUSES = {  # in the order of a table
     "useful": "steps that count",
     "evaluation": "held-out loss of steps that count",
     "start": "from the first record to the first step",
@@ -33,8 +33,8 @@ CAUSES = {  # what a name stands for, in the order of a table
 }
 MICROSECOND = timedelta(microseconds=1)
 BEGIN = ("start", "restart", "resume")
-MEANT = ("finish", "interrupt")
-MARKS = (*BEGIN, *MEANT, "fail", "hang", "rewind", "skip")  # what closes a gap, besides a step
+INTENDED_ENDS = ("finish", "interrupt")
+GAP_EVENTS = (*BEGIN, *INTENDED_ENDS, "fail", "hang", "rewind", "skip")  # that close a gap, besides steps
 
 
 @dataclass(frozen=True)
@@ -48,27 +48,27 @@ class Span:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One process's go at the run; times in microseconds since the first record."""
+    """One attempt at the run; times in microseconds since the first record."""
 
     number: int
     begin: int
-    end: int  # its last sign of life
+    end: int  # its last record
     from_step: int
     to_step: int
-    ended: str  # finish, interrupt, fail, hang; killed where nothing was said; running
+    ended: str  # finish, interrupt, fail, hang; killed if nothing was recorded; running
     error: str = ""
 
     @property
     def failed(self) -> bool:
-        return self.ended not in (*MEANT, "running")
+        return self.ended not in (*INTENDED_ENDS, "running")
 
 
 @dataclass(frozen=True)
-class Account:
-    """Of a run's time so far."""
+class TimeBreakdown:
+    """The time of a run so far, by cause."""
 
     began: str  # ISO 8601, UTC: time 0 of all spans
-    spans: list[Span]  # one after another, without a gap
+    spans: list[Span]  # contiguous
     attempts: list[Attempt]
     tokens: int  # of the steps that count
 
@@ -86,18 +86,18 @@ class Account:
 
     @property
     def active_s(self) -> float:
-        """The wall time in which the run was meant to run."""
+        """Wall time without intended pauses."""
         return self.wall_s - self.seconds["pause"]
 
     @property
     def ettr(self) -> float | None:
-        """Effective training time ratio: the share of that time in which it did what it was meant to."""
+        """Effective training time ratio: useful steps and evaluations over active time."""
         seconds = self.seconds
         return (seconds["useful"] + seconds["evaluation"]) / self.active_s if self.active_s else None
 
     @property
     def goodput(self) -> float | None:
-        """Tokens a second of that time that count."""
+        """Useful tokens per second of active time."""
         return self.tokens / self.active_s if self.active_s else None
 
     @property
@@ -120,7 +120,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Record:
-    """A line of either file, at its time."""
+    """A line of either file with its time."""
 
     at: int  # microseconds since the first record
     kind: str  # "step", or that of an event
@@ -132,13 +132,13 @@ class Record:
         return round(value * 1e6) if isinstance(value, int | float) else 0
 
 
-def account(folder: RunFolder) -> Account:
+def time_breakdown(folder: RunFolder) -> TimeBreakdown:
     began, records = read_records(folder)
-    causes = find_causes(records)
-    spans = [span for span in tile(records, causes) if span.end > span.begin]
+    causes = wasted_steps(records)
+    spans = [span for span in time_spans(records, causes) if span.end > span.begin]
     runs = [list(group) for _, group in groupby(spans, lambda span: span.cause)]
-    counted = [record for place, record in enumerate(records) if record.kind == "step" and place not in causes]
-    return Account(
+    counted = [record for index, record in enumerate(records) if record.kind == "step" and index not in causes]
+    return TimeBreakdown(
         began,
         [Span(run[0].begin, run[-1].end, run[0].cause) for run in runs],
         find_attempts(records, folder.is_locked()),
@@ -147,12 +147,12 @@ def account(folder: RunFolder) -> Account:
 
 
 def read_records(folder: RunFolder) -> tuple[str, list[Record]]:
-    """Both files in the order of their times; returns time 0 too."""
+    """Time 0, and the records of both files by time."""
     steps = read_lines(folder.metrics_path)
     if any("time" not in line for line in steps):
-        raise LMWorksError(f"{folder.metrics_path} has steps without a time, from before these were recorded")
+        raise LMWorksError(f"{folder.metrics_path} has steps without a time: it was written by an older version")
     lines = [*({**line, "kind": "step"} for line in steps), *folder.events()]
-    timed = sorted(((datetime.fromisoformat(line["time"]), line) for line in lines), key=in_order)
+    timed = sorted(((datetime.fromisoformat(line["time"]), line) for line in lines), key=sort_key)
     if not timed:
         return "", []
     first = timed[0][0]
@@ -160,64 +160,65 @@ def read_records(folder: RunFolder) -> tuple[str, list[Record]]:
     return timed[0][1]["time"], records
 
 
-def in_order(line: tuple[datetime, dict[str, Any]]) -> tuple[datetime, int]:
-    """Of the same millisecond, what comes before the line of a step comes first, then the step, then the rest."""
+def sort_key(line: tuple[datetime, dict[str, Any]]) -> tuple[datetime, int]:
+    """Within a millisecond: events that precede a step, the step, then the rest."""
     kind = line[1]["kind"]
     return line[0], 0 if kind in (*BEGIN, "eval", "overflow") else 1 if kind == "step" else 2
 
 
-def find_causes(records: Sequence[Record]) -> dict[int, str]:
-    """Why steps do not count, by their place among the records; those that do are left out."""
+def wasted_steps(records: Sequence[Record]) -> dict[int, str]:
+    """Record index → cause, for steps that do not count."""
     causes: dict[int, str] = {}
-    standing: list[int] = []  # places of the steps that no one has gone back behind
+    live_steps: list[int] = []  # indices of steps that have not been undone
     overflowed = -1
-    for place, record in enumerate(records):
+    for index, record in enumerate(records):
         if record.kind == "step":
-            standing.append(place)
+            live_steps.append(index)
             if record.step == overflowed:
-                causes[place] = "skip"
+                causes[index] = "skip"
         elif record.kind == "overflow":
             overflowed = record.step
         elif record.kind in ("start", "resume", "rewind"):
             rewound = record.kind == "rewind"
             back_to = record.fields["to_step"] if rewound else record.step
-            gone = [step for step in standing if records[step].step > back_to]
-            causes |= dict.fromkeys(gone, "rewind" if rewound else "replay")
-            standing = [step for step in standing if records[step].step <= back_to]
+            undone = [step for step in live_steps if records[step].step > back_to]
+            causes |= dict.fromkeys(undone, "rewind" if rewound else "replay")
+            live_steps = [step for step in live_steps if records[step].step <= back_to]
     return causes
 
 
-def tile(records: Sequence[Record], causes: dict[int, str]) -> Iterator[Span]:
-    """The spans in order, some of them empty."""
+def time_spans(records: Sequence[Record], causes: dict[int, str]) -> Iterator[Span]:
+    """Spans in order of time; some are empty."""
     at, step, idle = 0, -1, "start"  # reached so far; the last step; what time between records is spent on
-    evaluated = stalled = told = 0  # measured in the gap that is open: evaluations, saves; of these, told by a mark
-    for place, record in enumerate(records):
+    evaluated = stalled = 0  # microseconds of evaluations and saves in the open gap
+    counted_by_mark = 0  # of these saves, those that an event has accounted for
+    for index, record in enumerate(records):
         if record.kind == "eval":
             evaluated += record.microseconds("seconds")
-        elif record.kind == "save" and record.step == step:  # a later one, of a background write, is in a step's line
+        elif record.kind == "save" and record.step == step:  # later: of a background write, in a step's line
             stalled += record.microseconds("seconds")
         elif record.kind == "step":
-            cause = causes.get(place)
-            saved = ("save", record.microseconds("checkpoint_s") - told)
+            cause = causes.get(index)
+            saved = ("save", record.microseconds("checkpoint_s") - counted_by_mark)
             took = (cause or "useful", record.microseconds("step_s"))
-            yield from divide(at, record.at, [saved], idle, [took, (cause or "evaluation", evaluated)])
+            yield from split_gap(at, record.at, [saved], idle, [took, (cause or "evaluation", evaluated)])
             at, step, idle = record.at, record.step, "other"
-            evaluated = stalled = told = 0
-        elif record.kind in MARKS:
+            evaluated = stalled = counted_by_mark = 0
+        elif record.kind in GAP_EVENTS:
             back = [("evaluation", evaluated), ("skip", record.microseconds("seconds") if record.kind == "skip" else 0)]
-            yield from divide(at, record.at, [("save", stalled)], before(record.kind, idle), back)
-            at, idle = record.at, after(record.kind, idle)
-            evaluated, stalled, told = 0, 0, 0 if record.kind in BEGIN else told + stalled
+            yield from split_gap(at, record.at, [("save", stalled)], cause_before(record.kind, idle), back)
+            at, idle = record.at, cause_after(record.kind, idle)
+            evaluated, stalled, counted_by_mark = 0, 0, 0 if record.kind in BEGIN else counted_by_mark + stalled
     end = records[-1].at if records else 0
-    yield from divide(at, end, [("save", stalled)], idle, [("evaluation", evaluated)])
+    yield from split_gap(at, end, [("save", stalled)], idle, [("evaluation", evaluated)])
 
 
-def divide(
+def split_gap(
     begin: int, end: int, front: Sequence[tuple[str, int]], rest: str, back: Sequence[tuple[str, int]]
 ) -> Iterator[Span]:
-    """Cut a gap: what was measured at its front and at its back, (cause, microseconds) each, and the rest between.
+    """Split a gap: measured (cause, microseconds) at its front and back, and `rest` between.
 
-    What was measured on another clock may not fit: it is cut short, that at the front first.
+    Durations come from another clock and may not fit: they are truncated, those at the front first.
     """
     tail = []
     for cause, length in reversed(back):
@@ -232,18 +233,18 @@ def divide(
     yield from reversed(tail)
 
 
-def before(mark: str, idle: str) -> str:
-    """What the time before a mark was spent on, where nothing was measured."""
+def cause_before(mark: str, idle: str) -> str:
+    """The cause of unmeasured time before an event."""
     if mark in ("hang", "rewind"):
         return mark
-    if mark in (*MEANT, "start", "skip") or idle in ("restart", "pause"):
+    if mark in (*INTENDED_ENDS, "start", "skip") or idle in ("restart", "pause"):
         return idle
-    return "restart"  # it was starting, or a step was under way that never came to its line
+    return "restart"  # it was starting, or a step was not completed
 
 
-def after(mark: str, idle: str) -> str:
-    """What time is spent on from there on, until the next step."""
-    if mark in MEANT:
+def cause_after(mark: str, idle: str) -> str:
+    """The cause of time from an event to the next step."""
+    if mark in INTENDED_ENDS:
         return "pause"
     if mark == "rewind":
         return "rewind"
@@ -253,29 +254,29 @@ def after(mark: str, idle: str) -> str:
 def find_attempts(records: Sequence[Record], running: bool) -> list[Attempt]:
     groups: list[list[int]] = []  # places of each attempt's records
     number = None
-    for place, record in enumerate(records):
+    for index, record in enumerate(records):
         if record.kind in BEGIN and record.fields.get("attempt") != number:
             number = record.fields.get("attempt")
             groups.append([])
-        if groups and record.kind != "refused":  # that is told by an attempt which has yet to say that it began
-            groups[-1].append(place)
+        if groups and record.kind != "refused":  # recorded by an attempt before its own start event
+            groups[-1].append(index)
     return [
-        attempt_of([records[place] for place in group], "running" if running and group is groups[-1] else "killed")
+        make_attempt([records[index] for index in group], "running" if running and group is groups[-1] else "killed")
         for group in groups
     ]
 
 
-def attempt_of(records: Sequence[Record], unsaid: str) -> Attempt:
-    """`unsaid`: how it ended, if nothing says so."""
+def make_attempt(records: Sequence[Record], default_end: str) -> Attempt:
+    """`default_end`: how it ended, if no event says so."""
     began = [record.step for record in records if record.kind in BEGIN]
     steps = [record.step for record in records if record.kind == "step"]
-    ends = [record for record in records if record.kind in (*MEANT, "fail", "hang")]
+    ends = [record for record in records if record.kind in (*INTENDED_ENDS, "fail", "hang")]
     return Attempt(
         number=records[0].fields.get("attempt", 0),
         begin=records[0].at,
         end=records[-1].at,
-        from_step=began[-1],  # a restart comes before its resume, and knows less
+        from_step=began[-1],  # a restart precedes its resume, which has the step
         to_step=steps[-1] if steps else began[-1],
-        ended=ends[0].kind if ends else unsaid,
-        error=next((end.fields["error"] for end in ends if end.fields.get("error")), ""),  # that of a hang comes second
+        ended=ends[0].kind if ends else default_end,
+        error=next((end.fields["error"] for end in ends if end.fields.get("error")), ""),  # of a hang it comes second
     )

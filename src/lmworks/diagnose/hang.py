@@ -1,4 +1,4 @@
-"""A hang of a run, for whoever looks afterwards; or, of a run that is under way, where each of its ranks is now."""
+"""Diagnosis of a recorded hang, or of a live run: where each rank is now."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from ..spec import SpecError
 
 
 @dataclass(frozen=True)
-class RankNow:
+class RankState:
     rank: int
     host: str
     state: str  # of the process: running, stopped, gone, unknown; or reported
     place: str  # e.g. forward of step 17
     waits_in: str | None
-    for_s: float | None  # how long it has been in it, or since it was last heard of
+    for_s: float | None  # time in this state, or since its last heartbeat
     stacks: str | None  # of all its threads
 
 
 @dataclass(frozen=True)
-class WriterNow:
-    """The process that writes a rank's part of an asynchronous save that is under way."""
+class WriterState:
+    """The writer process of a rank in an asynchronous save in progress."""
 
     rank: int
     host: str
     pid: int
     state: str
     checkpoint: str
-    for_s: float  # since it was given the job
+    for_s: float  # since it got the job
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     run: str
-    attempt: int | None  # None: of a run under way, or whose ranks ended without a word
+    attempt: int | None  # None: a live run, or ranks that ended without a report
     verdict: Verdict | None
     folder: str | None
-    ranks: tuple[RankNow, ...]
-    earlier: dict[int, str] = field(default_factory=dict)  # of a run under way: what stopped its attempts before
-    writers: tuple[WriterNow, ...] = ()
-    failed_saves: tuple[str, ...] = ()  # of the last attempt, with what became of their writers
+    ranks: tuple[RankState, ...]
+    earlier: dict[int, str] = field(default_factory=dict)  # of a live run: why earlier attempts stopped
+    writers: tuple[WriterState, ...] = ()
+    failed_saves: tuple[str, ...] = ()  # of the last attempt, with errors of the writers
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def diagnose(run: RunFolder, attempt: int | None = None) -> Diagnosis:
-    """The last hang on record, or that of an attempt; without any, the signs of life that ranks have left."""
+    """The last recorded hang, or that of an attempt; without any, the heartbeats of the ranks."""
     known = attempts(run.path)
     if attempt is not None and attempt not in known:
         has = f"it has of {', '.join(map(str, known))}" if known else "no attempt has"
         raise SpecError(f"{run.path} has no reports of a hang of attempt {attempt}; {has}")
     if attempt is None and (not known or run.is_locked()):
-        return from_life(run, known)
+        return from_heartbeats(run, known)
     number = max(known) if attempt is None else attempt
     folder = known[number]
     reports = read_reports(folder)
@@ -78,23 +78,23 @@ def diagnose(run: RunFolder, attempt: int | None = None) -> Diagnosis:
 
 
 def read_verdict(folder: Path) -> Verdict | None:
-    """None where all ranks ended before one could judge."""
+    """None if all ranks ended before a verdict."""
     path = folder / "verdict.json"
     return Verdict.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def from_life(run: RunFolder, known: dict[int, Path]) -> Diagnosis:
+def from_heartbeats(run: RunFolder, known: dict[int, Path]) -> Diagnosis:
     now = time.time()
     ranks = tuple(from_beat(beat, now, None) for beat in read_heartbeats(run.path).values())
     verdicts = {number: read_verdict(folder) for number, folder in sorted(known.items())}
     earlier = {number: verdict.text for number, verdict in verdicts.items() if verdict is not None}
-    writers = tuple(writer_now(beat, now) for beat in read_writer_heartbeats(run.path).values())
+    writers = tuple(writer_state(beat, now) for beat in read_writer_heartbeats(run.path).values())
     return Diagnosis(str(run.path), None, None, None, ranks, earlier, writers, failed_saves(run))
 
 
-def writer_now(beat: Heartbeat, now: float) -> WriterNow:
+def writer_state(beat: Heartbeat, now: float) -> WriterState:
     name, for_s = f"step-{beat.step:06d}", round(now - beat.time, 1)
-    return WriterNow(beat.rank, beat.host, beat.pid, process_state(beat), name, for_s)
+    return WriterState(beat.rank, beat.host, beat.pid, process_state(beat), name, for_s)
 
 
 def failed_saves(run: RunFolder) -> tuple[str, ...]:
@@ -107,18 +107,18 @@ def failed_saves(run: RunFolder) -> tuple[str, ...]:
     return tuple(found)
 
 
-def from_report(report: Report, world: int) -> RankNow:
+def from_report(report: Report, world: int) -> RankState:
     waits, age = None, None
     for call in report.pending()[:1]:
         waits, age = f"{call} of group {group_name(call.group, report.groups, world)}", call.age_s
     if waits is None and report.waits:
         waits = "a message to or from a neighbour"
-    return RankNow(report.rank, report.host, "reported", report.place, waits, age, report.stacks)
+    return RankState(report.rank, report.host, "reported", report.place, waits, age, report.stacks)
 
 
-def from_beat(beat: Heartbeat, now: float, folder: Path | None) -> RankNow:
-    """Of a rank without a report: what it last did, and the stacks that a signal brought out of it."""
+def from_beat(beat: Heartbeat, now: float, folder: Path | None) -> RankState:
+    """Of a rank without a report: its last heartbeat, and stacks dumped by a signal."""
     stacks = folder / f"rank-{beat.rank}.stacks" if folder else None
     text = stacks.read_text(encoding="utf-8", errors="replace") if stacks and stacks.exists() else None
     for_s = round(now - beat.time, 1) if folder is None else None
-    return RankNow(beat.rank, beat.host, process_state(beat), beat.place, None, for_s, text)
+    return RankState(beat.rank, beat.host, process_state(beat), beat.place, None, for_s, text)

@@ -1,4 +1,4 @@
-"""Bars, one a row: as SVG for a page (colours are its classes s0, s1, …), and as text for markdown."""
+"""Horizontal bar charts: SVG for HTML (colours are CSS classes s0, s1, …), text for markdown."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from html import escape
 from .svg import legend
 
 WIDTH, LABEL, VALUE, ROW = 640, 150, 90, 24
-BLOCKS = "█▓▒░·"  # one for each part of a bar
-COLUMNS = 48
+BLOCKS = "█▓▒░·"  # one per part of a bar
+TEXT_WIDTH = 48
 
 
 @dataclass(frozen=True)
 class Bars:
     title: str
     names: Sequence[str]
-    parts: Sequence[str]  # what the pieces of a bar are called
+    parts: Sequence[str]  # names of the stacked parts
     values: Sequence[Sequence[float]]  # of each bar
     show: Callable[[float], str]
-    marks: Sequence[float | None] = ()  # what a formula says of each bar
-    mark: str = ""  # what the marks are called
+    marks: Sequence[float | None] = ()  # of each bar, e.g. the value by formula
+    mark: str = ""  # name of the marks
 
     @property
     def longest(self) -> float:
@@ -59,10 +59,10 @@ def as_text(bars: Bars) -> str:
         drawn, total = "", 0.0
         for part, value in enumerate(values):
             total += value
-            drawn += BLOCKS[part] * (round(total / bars.longest * COLUMNS) - len(drawn))
+            drawn += BLOCKS[part] * (round(total / bars.longest * TEXT_WIDTH) - len(drawn))
         mark = bars.marks[index] if bars.marks else None
         if mark is not None:
-            at = round(mark / bars.longest * COLUMNS)
+            at = round(mark / bars.longest * TEXT_WIDTH)
             drawn = drawn.ljust(at)
             drawn = f"{drawn[:at]}|{drawn[at:]}"
         lines.append(f"{name:<{wide}}  {drawn} {bars.show(total)}")

@@ -1,11 +1,11 @@
-"""A run's time in one picture: what it did when, and how much of everything."""
+"""A plot of goodput: a timeline of causes, and seconds by cause."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..diagnose.goodput import Account, Span
+from ..diagnose.goodput import Span, TimeBreakdown
 from ..record import RunFolder
 from ..record.figures import duration
 from ..spec import SpecError
@@ -25,7 +25,7 @@ COLORS = {
 }
 
 
-def draw_time(folder: RunFolder, account: Account) -> Path:
+def draw_goodput(folder: RunFolder, time_breakdown: TimeBreakdown) -> Path:
     """plots/goodput.png, pauses left out."""
     if not has_matplotlib():
         raise SpecError('--plot needs matplotlib: pip install "lmworks[plots]"')
@@ -33,15 +33,15 @@ def draw_time(folder: RunFolder, account: Account) -> Path:
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     when, much = figure.subplots(2, height_ratios=(1, 3))
-    spans = list(without_pauses(account.spans))
+    spans = list(without_pauses(time_breakdown.spans))
     for cause, color in COLORS.items():
         parts = [(span.begin / 1e6, (span.end - span.begin) / 1e6) for span in spans if span.cause == cause]
         when.broken_barh(parts, (0, 1), color=color, linewidth=0)
     end = spans[-1].end / 1e6 if spans else 1.0
-    when.set(xlim=(0, end), yticks=[], xlabel="seconds, pauses left out", title=f"{folder.path.name}: what it did when")
-    seconds = {cause: account.seconds[cause] for cause in COLORS if account.seconds[cause]}
+    when.set(xlim=(0, end), yticks=[], xlabel="seconds, pauses left out", title=f"{folder.path.name}: time by cause")
+    seconds = {cause: time_breakdown.seconds[cause] for cause in COLORS if time_breakdown.seconds[cause]}
     bars = much.barh(list(seconds), list(seconds.values()), color=[COLORS[cause] for cause in seconds])
-    shares = [f"{duration(part)}, {part / account.active_s:.1%}" for part in seconds.values()]
+    shares = [f"{duration(part)}, {part / time_breakdown.active_s:.1%}" for part in seconds.values()]
     much.bar_label(bars, shares, padding=4)
     much.invert_yaxis()
     much.margins(x=0.2)

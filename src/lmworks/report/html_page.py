@@ -1,10 +1,10 @@
-"""The frame of report.html: one file with its style and its script inside, readable offline, in light and in dark."""
+"""The page template: one HTML file with inline style and script, for offline use, in light and dark mode."""
 
 from __future__ import annotations
 
 from html import escape
 
-# default-src 'none' makes the promise checkable: the page cannot load anything from anywhere.
+# default-src 'none': the page cannot load external resources.
 HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy"
@@ -80,7 +80,7 @@ circle { fill: var(--c); }
 @media print { body { background: none; } .card { break-inside: avoid; } }
 """
 
-# Names the values under the pointer; everything it shows is in the chart's own data-chart attribute.
+# Shows the values under the pointer, from the chart's data-chart attribute.
 SCRIPT = """
 for (const svg of document.querySelectorAll("svg[data-chart]")) {
   const { place, x: name, lines, marks } = JSON.parse(svg.dataset.chart);
@@ -109,30 +109,30 @@ for (const svg of document.querySelectorAll("svg[data-chart]")) {
 
 
 def page(title: str, body: str, style: str = "", script: str = SCRIPT) -> str:
-    """A whole document. `body` is HTML already; `title` is not. `style` comes on top, `script` instead."""
+    """A complete document. `body` is HTML, `title` is text. `style` is added, `script` replaces the default."""
     return (
         f"{HEAD}<title>{escape(title)}</title>\n<style>{STYLE}{style}</style></head>\n"
         f"<body><main>\n{body}\n</main>\n<script>{script}</script></body></html>\n"
     )
 
 
-class Marked(str):
-    """A cell of a table with a class of its own, e.g. to be coloured by."""
+class StyledCell(str):
+    """A table cell with a CSS class."""
 
     mark: str
 
-    def __new__(cls, text: str, mark: str) -> Marked:
+    def __new__(cls, text: str, mark: str) -> StyledCell:
         cell = super().__new__(cls, text)
         cell.mark = mark
         return cell
 
 
 def table(columns: list[str], rows: list[list[str]], numeric: int = 0, whole: int = 0) -> str:
-    """Cells are text, escaped here; the last `numeric` columns are figures, the first `whole` stay on one line."""
+    """Cells are text, escaped here; the last `numeric` columns are figures, the first `whole` do not wrap."""
 
     def kind(index: int, cell: str) -> str:
         name = "number" if index >= len(columns) - numeric else "whole" if index < whole else ""
-        if isinstance(cell, Marked):
+        if isinstance(cell, StyledCell):
             return f' class="{name} {cell.mark}"'
         return f" class={name}" if name else ""
 

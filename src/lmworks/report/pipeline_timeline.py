@@ -1,4 +1,4 @@
-"""A pipeline's timeline (`plan.schedule`) as text and as a picture."""
+"""The timeline of a pipeline schedule as text and as PNG."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ KINDS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "back
 
 
 def label(span: Span, ranks: int) -> str:
-    """F3: forward of micro-batch 3. Every second stage of a rank has small letters."""
+    """F3: forward of micro-batch 3. Every second stage of a rank is lower case."""
     return (span.kind.lower() if span.stage // ranks % 2 else span.kind) + str(span.micro_batch)
 
 
 def draw_text(spans: list[Span], unit: float) -> str:
-    """One row a rank, one column a unit of time; a dot is idle. What is one column wide shows only its kind."""
+    """One row per rank, one column per time unit; a dot is idle. A span of one column shows only its kind."""
     start, end = min(span.begin for span in spans), max(span.end for span in spans)
     ranks = 1 + max(span.rank for span in spans)
     rows = [["·"] * math.ceil((end - start) / unit - 1e-6) for _ in range(ranks)]
@@ -30,9 +30,9 @@ def draw_text(spans: list[Span], unit: float) -> str:
 
 
 def draw_png(spans: list[Span], path: Path, title: str) -> Path:
-    """The same as a picture, one bar a piece of work."""
+    """The same as PNG, one bar per span."""
     if not has_matplotlib():
-        raise SpecError('a picture of the timeline needs matplotlib: pip install "lmworks[plots]"')
+        raise SpecError('a plot of the timeline needs matplotlib: pip install "lmworks[plots]"')
     from matplotlib.figure import Figure
 
     start, end = min(span.begin for span in spans), max(span.end for span in spans)

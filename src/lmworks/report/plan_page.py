@@ -1,7 +1,7 @@
-"""The planner's pages: what `lmworks plan memory` and `lmworks plan search` found, to look at and to play with.
+"""Interactive pages of `lmworks plan memory` and `lmworks plan search`.
 
-A page carries the command's `--json` output and shows nothing else. What stands still is written here; what changes
-with a choice is drawn in the browser, by plan_charts.js (the drawings) and plan_page.js (the choices).
+A page embeds the command's `--json` output and shows nothing else. Static parts are written here; interactive parts are
+rendered in the browser by plan_charts.js (charts) and plan_page.js (selection).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .html_page import page, table
 
 Facts = Mapping[str, Any]
 
-# What layouts of a front differ in, and how a reader calls it.
-CHOICES = {
+# Keys in which layouts of a front differ, and their labels.
+LAYOUT_KEYS = {
     "gpu": "GPU",
     "gpus": "GPUs",
     "tp": "tensor parallel",
@@ -37,16 +37,16 @@ CHOICES = {
     "offload": "offload",
     "offload_activations": "activations on the host, GiB",
 }
-MOST_SPANS = 100_000  # of all timelines of a page: about 3 MB
+MAX_SPANS = 100_000  # of all timelines of a page: about 3 MB
 
 
-def money(dollars: float | None, sign: str = "") -> str:
-    """None where nobody knows the price."""
+def dollars_text(dollars: float | None, sign: str = "") -> str:
+    """None: unknown price."""
     return "–" if dollars is None else f"{sign}{short(dollars)}"
 
 
 def memory_page(facts: Facts) -> str:
-    """The budget of every pipeline rank against what the GPU has."""
+    """Memory of every pipeline rank against the GPU's capacity."""
     verdict = "fits" if facts["fits"] else "does not fit"
     tiles = [
         ("reserved", binary_bytes(facts["reserved"]), "what the allocator takes on the fullest rank"),
@@ -69,31 +69,31 @@ def memory_page(facts: Facts) -> str:
 
 
 def search_page(facts: Facts) -> str:
-    """The answer and what it costs; then the Pareto front of each cluster to choose from, and all of what is predicted
-    of the layout chosen."""
+    """The best layouts and their cost; then the Pareto front of each cluster, and all predictions of the selected
+    layout."""
     front = sorted(itertools.chain(*facts["fronts"]), key=lambda one: one["step_s"]) or facts["front"]
     gpus = " or ".join(dict.fromkeys(map(cluster_of, front)))
     found = f"{facts['legal']:,} legal layouts, {facts['fitting']:,} fit, {len(front)} on the front"
     lead = f"sequences of {facts['seq']:,} tokens, {facts['global_batch']:,} a step · {found}"
     body = [heading(facts["model"], f"{gpus} · {lead}" if gpus else lead), explained(facts.get("explained"))]
     if front:
-        body += [answer(front), clusters(facts["fastest"]), choosing(front), details()]
+        body += [best_layouts(front), clusters(facts["fastest"]), layout_choice(front), details()]
     else:
         body.append('<p class="card">No layout fits.</p>')
-    return document(facts["model"], body, {**facts, "front": affordable(front), "fronts": [], "fastest": []})
+    return document(facts["model"], body, {**facts, "front": limit_timelines(front), "fronts": [], "fastest": []})
 
 
 def document(title: str, body: Sequence[str], facts: Facts) -> str:
-    # "<" is all that could end a script element early; as an escape it means the same to JSON.
-    data = json.dumps(finite(facts), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    # "<" could end the script element; its JSON escape is equivalent.
+    data = json.dumps(nonfinite_to_null(facts), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     carried = f'<script type="application/json" id="facts">{data}</script>'
     noscript = "<noscript><p>The drawings of this page need JavaScript.</p></noscript>"
-    script = own("plan_charts.js") + own("plan_page.js")
+    script = resource_text("plan_charts.js") + resource_text("plan_page.js")
     whole = [*filter(None, body), noscript, carried]
-    return page(f"{title} · LMWorks plan", "\n".join(whole), own("plan_page.css"), script)
+    return page(f"{title} · LMWorks plan", "\n".join(whole), resource_text("plan_page.css"), script)
 
 
-def own(name: str) -> str:
+def resource_text(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 
@@ -114,7 +114,7 @@ def card(title: str, inside: str) -> str:
 
 
 def explained(verdict: Facts | None) -> str:
-    """What `--explain` asked about one layout."""
+    """The answer to `--explain` for one layout."""
     if verdict is None:
         return ""
     asked = " ".join(f"{key}={value}" for key, value in verdict["layout"].items())
@@ -123,14 +123,14 @@ def explained(verdict: Facts | None) -> str:
     return f"<h2>Asked about: {escape(asked)}</h2>" + card("", f"<p>{escape(verdict['text'])}</p>{wayout}")
 
 
-def answer(front: Sequence[Facts]) -> str:
-    """In words, so that it stands there whatever is chosen later; and the tiles of what is chosen."""
+def best_layouts(front: Sequence[Facts]) -> str:
+    """Fastest and cheapest layout as sentences, and the tiles of the selected layout."""
     fastest = front[0]
-    said = [f"Fastest: {offer(fastest)}"]
+    said = [f"Fastest: {layout_offer(fastest)}"]
     priced = [one for one in front if one["bill"]["dollars"] is not None]
     cheapest = min(priced, key=lambda one: one["bill"]["dollars"], default=fastest)
     if cheapest["bill"]["dollars"] != fastest["bill"]["dollars"]:
-        said.append(f"Cheapest: {offer(cheapest)}")
+        said.append(f"Cheapest: {layout_offer(cheapest)}")
     sentences = "".join(f"<p>{escape(sentence)}.</p>" for sentence in said)
     return (
         f'<div class="card answer">{sentences}</div>'
@@ -139,15 +139,15 @@ def answer(front: Sequence[Facts]) -> str:
     )
 
 
-def offer(one: Facts) -> str:
+def layout_offer(one: Facts) -> str:
     bill, unknown = one["bill"], "a price that is not known (cluster.price_hour sets it)"
-    price = unknown if bill["dollars"] is None else money(bill["dollars"], "$")
+    price = unknown if bill["dollars"] is None else dollars_text(bill["dollars"], "$")
     took = f"{bill['hours'] / 24:.3g} days and {price} for {short(bill['tokens'])} tokens"
     return f"{took}, with {one['text']} on {cluster_of(one)}"
 
 
 def clusters(fastest: Sequence[Facts]) -> str:
-    """Side by side what each cluster does at its fastest; nothing where only one was asked about."""
+    """The fastest layout of each cluster; empty for a single cluster."""
     if len(fastest) < 2:
         return ""
     columns = ["cluster", "fastest layout", "days", "$", "tokens/s", "MFU", "GiB a GPU"]
@@ -156,7 +156,7 @@ def clusters(fastest: Sequence[Facts]) -> str:
             cluster_of(one),
             one["text"],
             f"{one['bill']['hours'] / 24:.3g}",
-            money(one["bill"]["dollars"]),
+            dollars_text(one["bill"]["dollars"]),
             short(one["tokens_per_s"]),
             "–" if one["mfu"] is None else f"{one['mfu']:.1%}",
             f"{one['memory']['reserved'] / 2**30:.1f}",
@@ -166,13 +166,13 @@ def clusters(fastest: Sequence[Facts]) -> str:
     return f"<h2>Cluster by cluster</h2>{table(columns, rows, numeric=5, whole=1)}"
 
 
-def choosing(front: Sequence[Facts]) -> str:
+def layout_choice(front: Sequence[Facts]) -> str:
     """Filters, the plot and the table of alternatives."""
-    choices = {key: values for key in CHOICES if len(values := values_of(front, key)) > 1}
+    choices = {key: values for key in LAYOUT_KEYS if len(values := values_of(front, key)) > 1}
     return (
         f"<h2>Other layouts</h2>{controls(front, choices)}"
         + card("Speed against free memory", '<div id="pareto"></div><p class="readout" id="pareto-readout"></p>')
-        + f"<h2>Alternatives</h2>{alternatives(front, list(choices))}{in_common(front)}"
+        + f"<h2>Alternatives</h2>{alternatives(front, list(choices))}{shared_settings(front)}"
     )
 
 
@@ -181,9 +181,9 @@ def controls(front: Sequence[Facts], choices: Mapping[str, Sequence[Any]]) -> st
     low, high = math.floor(min(reserved)), math.ceil(max(reserved))
     several = len({cluster_of(one) for one in front}) > 1
     colour = '<option value="cluster">cluster</option>' if several else ""
-    colour += "".join(f'<option value="{key}">{CHOICES[key]}</option>' for key in choices or ["recompute"])
+    colour += "".join(f'<option value="{key}">{LAYOUT_KEYS[key]}</option>' for key in choices or ["recompute"])
     selects = "".join(
-        f'<label>{CHOICES[key]}<select data-filter="{key}"><option value="">any</option>'
+        f'<label>{LAYOUT_KEYS[key]}<select data-filter="{key}"><option value="">any</option>'
         + "".join(f"<option>{escape(str(value))}</option>" for value in values)
         + "</select></label>"
         for key, values in choices.items()
@@ -197,14 +197,14 @@ def controls(front: Sequence[Facts], choices: Mapping[str, Sequence[Any]]) -> st
 
 
 def alternatives(front: Sequence[Facts], choices: Sequence[str]) -> str:
-    """One row a layout; its first cell chooses it."""
+    """One row per layout; its first cell selects it."""
     figures = {
         "tokens_per_s": ("tokens/s", lambda one: short(one["tokens_per_s"])),
         "step_s": ("step", lambda one: duration(one["step_s"])),
         "mfu": ("MFU", lambda one: "–" if one["mfu"] is None else f"{one['mfu']:.1%}"),
         "reserved": ("GiB", lambda one: f"{one['memory']['reserved'] / 2**30:.1f}"),
         "headroom": ("free", lambda one: f"{one['headroom']:.0%}"),
-        "dollars_per_gtoken": ("$ for 1e9 tokens", lambda one: money(one["dollars_per_gtoken"])),
+        "dollars_per_gtoken": ("$ for 1e9 tokens", lambda one: dollars_text(one["dollars_per_gtoken"])),
     }
     columns = [("text", "layout"), *((key, name) for key, (name, _) in figures.items())]
     columns += [(key, key.replace("_", " ")) for key in choices]
@@ -223,14 +223,14 @@ def alternatives(front: Sequence[Facts], choices: Sequence[str]) -> str:
     )
 
 
-def in_common(front: Sequence[Facts]) -> str:
-    same = [(key, values_of(front, key)) for key in CHOICES]
-    told = ", ".join(f"{CHOICES[key]} {values[0]}" for key, values in same if len(values) == 1)
-    return f'<p class="note">The same in all of them: {escape(told)}.</p>' if told else ""
+def shared_settings(front: Sequence[Facts]) -> str:
+    same = [(key, values_of(front, key)) for key in LAYOUT_KEYS]
+    shared = ", ".join(f"{LAYOUT_KEYS[key]} {values[0]}" for key, values in same if len(values) == 1)
+    return f'<p class="note">The same in all of them: {escape(shared)}.</p>' if shared else ""
 
 
 def details() -> str:
-    """Where the browser draws the layout that was chosen; a section that would be empty is hidden."""
+    """Containers for the charts of the selected layout; empty sections are hidden."""
     zoom = '<label>zoom<input id="zoom" type="range" min="1" max="16" step="1" value="1"></label>'
     return (
         "<h2>Memory by pipeline rank</h2>"
@@ -260,33 +260,33 @@ def value_of(one: Facts, key: str) -> Any:
 
 
 def values_of(front: Sequence[Facts], key: str) -> list[Any]:
-    """In order, numbers as numbers."""
+    """Sorted, numbers numerically."""
     found = {value_of(one, key) for one in front} - {None}
     return sorted(found, key=lambda value: (isinstance(value, str), value))
 
 
-def affordable(front: Sequence[Facts]) -> list[Facts]:
-    """Timelines with short numbers, of as many layouts as the page has room for: the fastest first."""
-    room, kept = MOST_SPANS, list[Facts]()
+def limit_timelines(front: Sequence[Facts]) -> list[Facts]:
+    """Timelines of the fastest layouts, at most `MAX_SPANS` spans in all, with rounded times."""
+    room, kept = MAX_SPANS, list[Facts]()
     for one in front:
         spans = one.get("timeline") or []
         room -= len(spans)
-        kept.append({**one, "timeline": thinned(spans) if spans and room >= 0 else None})
+        kept.append({**one, "timeline": round_times(spans) if spans and room >= 0 else None})
     return kept
 
 
-def thinned(spans: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Times to a hundred-thousandth of the whole: finer than any screen."""
+def round_times(spans: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Times rounded to 1e-5 of the total."""
     places = 5 - math.ceil(math.log10(max(span[5] for span in spans)))
     return [[*span[:4], round(span[4], places), round(span[5], places)] for span in spans]
 
 
-def finite(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity: they become null, and the page shows a dash."""
+def nonfinite_to_null(value: Any) -> Any:
+    """NaN and infinity become null in JSON; the page shows a dash."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(inside) for key, inside in value.items()}
+        return {key: nonfinite_to_null(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(inside) for inside in value]
+        return [nonfinite_to_null(inside) for inside in value]
     return value

@@ -1,4 +1,4 @@
-"""PNG curves, for slides and chat. They need matplotlib, an extra; the report draws its own without it."""
+"""PNG curves. They need matplotlib, an optional dependency; report.html does not."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ CURVES = {  # file: (keys with their label, y axis)
     "lr": ({"lr": ""}, "learning rate"),
     "throughput": ({"tokens_per_s": ""}, "tokens/s"),
 }
-PICTURES = (".png", ".svg", ".pdf")
+IMAGE_TYPES = (".png", ".svg", ".pdf")
 
 
 def draw_plots(folder: RunFolder, steps: Steps) -> list[Path]:
-    """plots/*.png; [] where matplotlib is not installed."""
+    """plots/*.png; [] without matplotlib."""
     if not has_matplotlib():
         return []
     drawn = []
     for name, (keys, label) in CURVES.items():
-        figure, axes = blank(label)
+        figure, axes = new_axes(label)
         for key, legend in keys.items():
-            curve(axes, steps, key, legend)
+            plot_curve(axes, steps, key, legend)
         if name != "loss":
             axes.set_ylim(bottom=0)
         if any(keys.values()):
@@ -36,23 +36,23 @@ def draw_plots(folder: RunFolder, steps: Steps) -> list[Path]:
     return drawn
 
 
-def overlay(folders: Sequence[RunFolder], out: Path) -> Path:
-    """The loss curves of several runs in one picture."""
+def overlay_losses(folders: Sequence[RunFolder], out: Path) -> Path:
+    """Loss curves of several runs in one plot."""
     if not has_matplotlib():
         raise SpecError('--plot needs matplotlib: pip install "lmworks[plots]"')
-    figure, axes = blank("loss")
+    figure, axes = new_axes("loss")
     for folder in folders:
-        curve(axes, read_metrics(folder.metrics_path), "loss", folder.path.name)
+        plot_curve(axes, read_metrics(folder.metrics_path), "loss", folder.path.name)
     axes.legend(frameon=False)
     return save(figure, out)
 
 
-def refuse_plot(path: Path, option: str) -> None:
-    """Before the work that is to be drawn: no matplotlib, a kind of file that it does not write, or no place for it."""
+def check_plot_path(path: Path, option: str) -> None:
+    """Checked before the work: matplotlib is installed, the file type is supported, the path is writable."""
     if not has_matplotlib():
         raise SpecError(f'{option} needs matplotlib: pip install "lmworks[plots]"')
-    if path.suffix.lower() not in PICTURES:
-        raise SpecError(f"{option} {path}: name a file that ends in {', '.join(PICTURES)}")
+    if path.suffix.lower() not in IMAGE_TYPES:
+        raise SpecError(f"{option} {path}: name a file that ends in {', '.join(IMAGE_TYPES)}")
     refuse_unwritable(path, option)
 
 
@@ -64,8 +64,8 @@ def has_matplotlib() -> bool:
     return True
 
 
-def blank(label: str) -> tuple[Any, Any]:
-    # A Figure of its own, not pyplot: no window system, no state shared with a user's notebook.
+def new_axes(label: str) -> tuple[Any, Any]:
+    # Not pyplot: no window system, no global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -76,7 +76,7 @@ def blank(label: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def curve(axes: Any, steps: Steps, key: str, label: str) -> None:
+def plot_curve(axes: Any, steps: Steps, key: str, label: str) -> None:
     known = [step for step in steps if step.get(key) is not None]
     marker = "o" if key == "val_loss" or len(known) == 1 else None
     axes.plot([s["step"] for s in known], [s[key] for s in known], label=label, marker=marker, markersize=4)

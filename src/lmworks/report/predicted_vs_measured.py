@@ -1,4 +1,4 @@
-"""Predicted against measured: prediction.json beside what metrics.jsonl says about the same thing."""
+"""Predicted against measured: prediction.json beside metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from ..record.figures import binary_bytes, duration, short
 from ..record.run_summary import Steps, column, median
 from ..spec import LMWorksError
 
-# What a run measures of the things that are predicted; the rest of prediction.json says how they follow.
+# Predicted figures that a run measures too.
 LABELS = {
     "memory_bytes": "peak memory",
     "step_s": "step time",
     "tokens_per_s": "tokens/s",
 }
-ENOUGH = 20  # steps to judge a spread by
-SPREAD = 1.5  # the slowest tenth of steps over the fastest: with more, something else ran beside them
-AGAIN = "`lmworks plan hardware --probe` measures this machine again"
+MIN_STEPS = 20  # for a spread of step times
+MAX_SPREAD = 1.5  # slowest tenth of steps over fastest tenth; above, other work shared the machine
+PROBE_HINT = "`lmworks plan hardware --probe` measures this machine again"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. `measured` is None where the run has nothing to hold against it, `range` where none was predicted."""
+    """One figure. `measured` is None if the run did not measure it, `range` if none was predicted."""
 
     name: str
     predicted: float
     measured: float | None
     range: tuple[float, float] | None = None
-    why: str = ""  # a step time is outside; tokens/s are for the same reason
+    why: str = ""  # explains a step time outside its range
 
     @property
     def label(self) -> str:
@@ -53,18 +53,21 @@ class Row:
 
     @property
     def cells(self) -> list[str]:
-        """Predicted, measured, their ratio, and where it was expected."""
+        """Predicted, measured, ratio, expected range."""
         ratio = "–" if self.ratio is None else f"{self.ratio:.2f}"
         expected = " to ".join(map(self.show, self.range)) if self.range else "–"
         return [self.show(self.predicted), self.show(self.measured), ratio, expected]
 
 
 def compare(folder: RunFolder, steps: Steps) -> list[Row]:
-    """The predicted figures that a run measures too; [] where nothing was predicted."""
-    said = read_prediction(folder)
-    known = [name for name in LABELS if isinstance(said.get(name), int | float)]
-    rows = [Row(name, said[name], measure(name, steps), range_of(name, said)) for name in known]
-    return [replace(row, why=reason(row, said, steps)) if row.outside and row.name == "step_s" else row for row in rows]
+    """Predicted figures that the run measured too; [] without a prediction."""
+    prediction = read_prediction(folder)
+    known = [name for name in LABELS if isinstance(prediction.get(name), int | float)]
+    rows = [Row(name, prediction[name], measure(name, steps), predicted_range(name, prediction)) for name in known]
+    return [
+        replace(row, why=out_of_range_reason(row, prediction, steps)) if row.outside and row.name == "step_s" else row
+        for row in rows
+    ]
 
 
 def read_prediction(folder: RunFolder) -> dict[str, Any]:
@@ -80,47 +83,47 @@ def read_prediction(folder: RunFolder) -> dict[str, Any]:
     return prediction
 
 
-def range_of(name: str, said: dict[str, Any]) -> tuple[float, float] | None:
-    """Of the step time as it was predicted; tokens/s follow."""
-    if name not in ("step_s", "tokens_per_s") or not said.get("interval") or not said.get("step_s"):
+def predicted_range(name: str, prediction: dict[str, Any]) -> tuple[float, float] | None:
+    """Of step time as predicted; tokens/s follow from it."""
+    if name not in ("step_s", "tokens_per_s") or not prediction.get("interval") or not prediction.get("step_s"):
         return None
-    low, high = said["interval"]
+    low, high = prediction["interval"]
     if name == "step_s":
         return low, high
-    return said[name] * said["step_s"] / high, said[name] * said["step_s"] / low
+    return prediction[name] * prediction["step_s"] / high, prediction[name] * prediction["step_s"] / low
 
 
 def measure(name: str, steps: Steps) -> float | None:
-    """A peak for memory, a median for what every step has anew."""
+    """The peak of memory, the median of everything else."""
     return max(column(steps, name), default=None) if name == "memory_bytes" else median(steps, name)
 
 
-def busy_words(said: dict[str, Any]) -> str:
-    """What to know of predictions by a machine that was not left alone while it was measured; else nothing."""
-    if said.get("quiet") is not False:
+def busy_note(prediction: dict[str, Any]) -> str:
+    """A note on predictions from a calibration on a busy machine; else empty."""
+    if prediction.get("quiet") is not False:
         return ""
     return (
-        f"The machine was busy while it was measured: runs took {said['noise']:.1f} × what they take alone. The "
+        f"The machine was busy while it was measured: runs took {prediction['noise']:.1f} × what they take alone. The "
         "predicted time is of the machine alone; its range reaches to one that stays as busy."
     )
 
 
-def reason(row: Row, said: dict[str, Any], steps: Steps) -> str:
-    """Why a step time may be outside its range, as far as the run tells."""
+def out_of_range_reason(row: Row, prediction: dict[str, Any], steps: Steps) -> str:
+    """Why a step time may be outside its range."""
     assert row.range and row.ratio and row.measured  # it is outside
-    times, slow, quiet = sorted(column(steps, "step_s")), row.measured > row.range[1], said.get("quiet")
-    low, high = (times[len(times) // 10], times[-1 - len(times) // 10]) if len(times) >= ENOUGH else (1.0, 1.0)
+    times, slow, quiet = sorted(column(steps, "step_s")), row.measured > row.range[1], prediction.get("quiet")
+    low, high = (times[len(times) // 10], times[-1 - len(times) // 10]) if len(times) >= MIN_STEPS else (1.0, 1.0)
     if quiet is None:
         why = "the rates are of its kind, not of this machine: `lmworks plan calibrate` measures it"
-    elif slow and high > SPREAD * low:
+    elif slow and high > MAX_SPREAD * low:
         why = f"steps took {duration(low)} to {duration(high)}: other work ran beside the training"
     elif slow and not quiet:
-        why = f"the machine was busier still than when runs took {said['noise']:.1f} × what they take alone"
+        why = f"the machine was busier still than when runs took {prediction['noise']:.1f} × what they take alone"
     elif slow:
-        why = f"the machine was slower than when it was measured, or the run does what is not modelled; {AGAIN}"
+        why = f"the machine was slower than when it was measured, or the run does what is not modelled; {PROBE_HINT}"
     elif not quiet:
-        why = f"rates that were measured on a busy machine were too low; {AGAIN}, best while it is quiet"
+        why = f"rates that were measured on a busy machine were too low; {PROBE_HINT}, best while it is quiet"
     else:
-        why = f"the machine was faster than when it was measured; {AGAIN}"
+        why = f"the machine was faster than when it was measured; {PROBE_HINT}"
     span = " to ".join(f"{end / row.predicted:.2f}" for end in row.range)
     return f"{row.label}: measured {row.ratio:.2f} × predicted, outside {span} ×: {why}"

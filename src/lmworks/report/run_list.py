@@ -1,4 +1,4 @@
-"""Several runs: find them, list them, hold them against one another."""
+"""Find, list and compare runs."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from ..record import RunFolder
 from ..record.run_summary import summarize
 from ..spec import LMWorksError, SpecError
 
-HOME = Path("runs")  # where `lmworks train` puts a run that was not told otherwise
+RUNS_DIR = Path("runs")  # the default folder of `lmworks train`
 
 
-def find_runs(places: Sequence[Path]) -> list[RunFolder]:
+def find_runs(roots: Sequence[Path]) -> list[RunFolder]:
     """The run folders at or below each place. The default place may be missing: then there are no runs yet."""
-    for place in places:
-        if not place.is_dir():
-            raise SpecError(f"no runs at {place}: " + ("it is a file" if place.exists() else "it does not exist"))
-    return [run for place in places or ([HOME] if HOME.is_dir() else []) for run in walk(place)]
+    for root in roots:
+        if not root.is_dir():
+            raise SpecError(f"no runs at {root}: " + ("it is a file" if root.exists() else "it does not exist"))
+    return [run for root in roots or ([RUNS_DIR] if RUNS_DIR.is_dir() else []) for run in walk(root)]
 
 
-def walk(place: Path) -> Iterator[RunFolder]:
-    for path, below, files in os.walk(place):
+def walk(root: Path) -> Iterator[RunFolder]:
+    for path, below, files in os.walk(root):
         if "spec.toml" in files:
-            below.clear()  # a run holds no other run, but many checkpoints
+            below.clear()  # runs are not nested; skip checkpoints
             yield RunFolder(Path(path))
         below.sort()
 
 
 def locate(run: Path) -> RunFolder:
     """A run by its folder, or by its name below runs/."""
-    return RunFolder.open(HOME / run if not run.exists() and (HOME / run).exists() else run)
+    return RunFolder.open(RUNS_DIR / run if not run.exists() and (RUNS_DIR / run).exists() else run)
 
 
 def list_runs(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """A summary each, the newest first. A run that cannot be read is listed with the reason: it hides no other."""
+    """A summary of each, newest first. An unreadable run is listed with its error."""
     rows = []
     for folder in folders:
         try:
@@ -48,7 +48,7 @@ def list_runs(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 
 def compare_runs(folders: Sequence[RunFolder]) -> dict[str, Any]:
-    """`runs`: a summary each, in the order given; `differs`: spec keys that are not the same in all, value by value."""
+    """`runs`: summaries in the given order; `differs`: spec keys with different values."""
     specs = [dict(flatten(folder.spec().to_dict())) for folder in folders]
     keys = list(dict.fromkeys(key for spec in specs for key in spec if key != "name"))
     columns = {key: [spec.get(key) for spec in specs] for key in keys}
@@ -59,7 +59,7 @@ def compare_runs(folders: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys, as an override writes them."""
+    """Dotted keys, as in overrides."""
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")

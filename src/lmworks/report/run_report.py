@@ -1,4 +1,4 @@
-"""`report.html`: what a run did, held against what was predicted."""
+"""`report.html`: curves, events and predicted-against-measured figures of a run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..record.sentences import describe_event
 from ..spec import LMWorksError
 from ..spec.files import write_whole
 from . import predicted_vs_measured
-from .html_page import Marked, page, table
+from .html_page import StyledCell, page, table
 from .plots import draw_plots
-from .svg import Line, Marks, Points, line_chart, stacked_chart
+from .svg import EventMarks, Line, Points, line_chart, stacked_chart
 
 PARTS = {
     "forward_backward_s": "forward and backward",
     "optimizer_s": "optimizer",
     "data_s": "waiting for data",
 }
-MOST_EVENTS = 200
-# What is marked on the loss: name, CSS class, glyph, and the kinds of events.
-MARKED = (
+MAX_EVENTS = 200
+# Event marks on the loss curve: name, CSS class, glyph, kinds of events.
+MARKED_EVENTS = (
     ("spike or NaN", "spike", "▼", ("spike", "fault", "corrupt")),
     ("restart or rewind", "restart", "■", ("restart", "resume", "rewind")),
     ("save", "save", "◆", ("save",)),
@@ -33,7 +33,7 @@ MARKED = (
 
 
 def write_report(folder: RunFolder) -> Path:
-    """Write report.html, and the PNG plots where matplotlib is installed. Safe to call while the run goes on."""
+    """Write report.html, and the PNG plots where matplotlib is installed. Safe to call during the run."""
     summary, steps = summarize(folder), read_metrics(folder.metrics_path)
     pngs = draw_plots(folder, steps)
     sections = [
@@ -91,25 +91,25 @@ def predicted(folder: RunFolder, steps: Steps) -> str:
     rows: list[list[str]] = []
     for row in found:
         said, measured, ratio, expected = row.cells
-        rows.append([row.label, said, measured, Marked(ratio, "outside") if row.outside else ratio, expected])
-    busy = predicted_vs_measured.busy_words(predicted_vs_measured.read_prediction(folder))
+        rows.append([row.label, said, measured, StyledCell(ratio, "outside") if row.outside else ratio, expected])
+    busy = predicted_vs_measured.busy_note(predicted_vs_measured.read_prediction(folder))
     notes = [f'<p class="note outside">{escape(row.why)}</p>' for row in found if row.why]
     notes += [f'<p class="note busy">{escape(busy)}</p>'] if busy else []
     notes.append('<p class="note">Measured: the peak for memory, the median over steps for the rest.</p>')
     return f"<h2>Predicted against measured</h2>{table(columns, rows, numeric=4)}{''.join(notes)}"
 
 
-def marks(happened: Steps) -> list[Marks]:
-    """Spikes, restarts and saves; a restart writes two events at one step, the first of which has its cause."""
+def event_marks(recorded: Steps) -> list[EventMarks]:
+    """Spikes, restarts and saves; a restart has two events at one step, the first with its cause."""
     found = []
-    for name, style, glyph, kinds in MARKED:
-        events = {event["step"]: event for event in reversed(happened) if event["kind"] in kinds}
+    for name, style, glyph, kinds in MARKED_EVENTS:
+        events = {event["step"]: event for event in reversed(recorded) if event["kind"] in kinds}
         points = [(step, describe_event(events[step])) for step in sorted(events)]
-        found.append(Marks(f"{name} ({len(points):,})", style, glyph, points, low=style == "save"))
+        found.append(EventMarks(f"{name} ({len(points):,})", style, glyph, points, low=style == "save"))
     return found
 
 
-def charts(steps: Steps, happened: Steps, pngs: Sequence[Path]) -> str:
+def charts(steps: Steps, recorded: Steps, pngs: Sequence[Path]) -> str:
     loss = points(steps, "loss")
     memory, unit = scaled(points(steps, "memory_bytes"))
     cards = {
@@ -121,28 +121,28 @@ def charts(steps: Steps, happened: Steps, pngs: Sequence[Path]) -> str:
             ],
             show="{:.4g}".format,
             y="nats a token",
-            marks=marks(happened),
+            marks=event_marks(recorded),
         ),
-        "Learning rate": one_line(steps, "lr", "learning rate", "{:.3g}".format),
-        "Throughput": one_line(steps, "tokens_per_s", "tokens/s"),
-        "Gradient norm, before clipping": one_line(steps, "grad_norm", "norm"),
+        "Learning rate": single_line_chart(steps, "lr", "learning rate", "{:.3g}".format),
+        "Throughput": single_line_chart(steps, "tokens_per_s", "tokens/s"),
+        "Gradient norm, before clipping": single_line_chart(steps, "grad_norm", "norm"),
         "Where a step's time goes": parts_chart(steps),
         "Peak memory": line_chart([Line(unit, memory, "s0")], zero=True, show="{:.4g}".format, y=unit),
     }
     figures = "".join(f'<div class="card"><h3>{title}</h3>{chart}</div>' for title, chart in cards.items())
     if pngs:
-        note = "The same as pictures: " + ", ".join(f"<code>{png.parent.name}/{png.name}</code>" for png in pngs)
+        note = "PNG files: " + ", ".join(f"<code>{png.parent.name}/{png.name}</code>" for png in pngs)
     else:
         note = 'PNG files of these plots need matplotlib: <code>pip install "lmworks[plots]"</code>'
-    return f'<h2>Over the run</h2><div class="charts">{figures}</div><p class="note">{note}</p>'
+    return f'<h2>Curves</h2><div class="charts">{figures}</div><p class="note">{note}</p>'
 
 
-def one_line(steps: Steps, key: str, name: str, show: Callable[[float], str] = short) -> str:
+def single_line_chart(steps: Steps, key: str, name: str, show: Callable[[float], str] = short) -> str:
     return line_chart([Line(name, points(steps, key), "s0")], zero=True, show=show, y=name)
 
 
 def parts_chart(steps: Steps) -> str:
-    """The parts of a step, what is left of it beside them, and on top the saves between steps."""
+    """The parts of a step, its remaining time, and the saves between steps."""
     rows: list[tuple[float, list[float]]] = []
     for step in steps:
         if step.get("step_s") is not None:
@@ -154,10 +154,10 @@ def parts_chart(steps: Steps) -> str:
 
 
 def events(folder: RunFolder) -> str:
-    happened = folder.events()
-    if not happened:
+    recorded = folder.events()
+    if not recorded:
         return ""
-    shown = happened[-MOST_EVENTS:]
+    shown = recorded[-MAX_EVENTS:]
     rows = [
         [
             event["time"][:19].replace("T", " "),
@@ -167,14 +167,14 @@ def events(folder: RunFolder) -> str:
         ]
         for event in shown
     ]
-    hidden = len(happened) - len(shown)
+    hidden = len(recorded) - len(shown)
     note = f'<p class="note">{hidden:,} earlier ones are in <code>events.jsonl</code>.</p>' if hidden else ""
-    return f"<h2>What happened</h2>{table(['time (UTC)', 'step', 'event', 'what happened'], rows, whole=3)}{note}"
+    return f"<h2>Events</h2>{table(['time (UTC)', 'step', 'event', 'what recorded'], rows, whole=3)}{note}"
 
 
 def specification(folder: RunFolder) -> str:
     text = folder.spec_path.read_text(encoding="utf-8")
-    return f'<h2>The spec</h2><details class="card"><summary>spec.toml</summary><pre>{escape(text)}</pre></details>'
+    return f'<h2>Spec</h2><details class="card"><summary>spec.toml</summary><pre>{escape(text)}</pre></details>'
 
 
 def points(steps: Steps, key: str) -> Points:
@@ -182,13 +182,13 @@ def points(steps: Steps, key: str) -> Points:
 
 
 def scaled(memory: Points) -> tuple[Points, str]:
-    """Bytes in the unit that suits the largest, so that the axis has round numbers."""
+    """Bytes in GiB or MiB, so that the axis has round numbers."""
     size, unit = (2**30, "GiB") if max((y for _, y in memory), default=0) >= 2**30 else (2**20, "MiB")
     return [(x, y / size) for x, y in memory], unit
 
 
 def smooth(line: Points) -> Points:
-    """The mean over a fiftieth of the run, centred on each step and narrower towards the ends, so it never lags."""
+    """Centred moving average over a fiftieth of the run, narrower towards the ends."""
     sums = list(itertools.accumulate((y for _, y in line), initial=0.0))
     result = []
     for index, (x, _) in enumerate(line):

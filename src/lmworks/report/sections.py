@@ -1,4 +1,4 @@
-"""The report of a study: sections of text, a picture and a table, as markdown and as a page that stands alone."""
+"""The report of a study: sections of text, charts and tables, as markdown and as a single HTML page."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def sections_as_markdown(title: str, lead: Sequence[str], sections: Sequence[Sec
 
 
 def sections_as_page(title: str, lead: str, notes: Sequence[str], sections: Sequence[Section], style: str = "") -> str:
-    said = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
-    body = [f'<header><h1>{title}</h1><p class="lead">{escape(lead)}</p></header>{said}']
+    notes_html = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+    body = [f'<header><h1>{title}</h1><p class="lead">{escape(lead)}</p></header>{notes_html}']
     for section in sections:
         body.append(f"<h2>{escape(section.title)}</h2><p>{escape(section.text)}</p>")
         if section.bars:
@@ -54,8 +54,8 @@ def sections_as_page(title: str, lead: str, notes: Sequence[str], sections: Sequ
     return page(title, "\n".join(body), style)
 
 
-def open_folder(folder: Path) -> None:
-    """Before the study: minutes of work need a place for their report."""
+def check_output_folder(folder: Path) -> None:
+    """Checked before the study: the output folder must be writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -64,9 +64,9 @@ def open_folder(folder: Path) -> None:
         raise SpecError(f"--out {folder}: {error.strerror}") from None
 
 
-def write_both(folder: Path, markdown: str, html: str) -> tuple[Path, Path]:
+def write_report_files(folder: Path, markdown: str, html: str) -> tuple[Path, Path]:
     """report.md and report.html."""
-    open_folder(folder)
+    check_output_folder(folder)
     paths = folder / "report.md", folder / "report.html"
     try:
         for path, text in zip(paths, (markdown, html), strict=True):

@@ -1,6 +1,6 @@
-"""Charts as SVG text, small enough to read: lines over steps, marks on them, and stacked shares over steps.
+"""SVG charts: lines over steps, event marks, and stacked areas over steps.
 
-Colours are CSS classes (`s0`, `s1`, …) of the page around them, so a chart follows light and dark mode.
+Colours are CSS classes (`s0`, `s1`, …) of the page, so charts follow light and dark mode.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ T = TypeVar("T")
 
 WIDTH, HEIGHT = 640, 270
 LEFT, RIGHT, TOP, BOTTOM = 88, 24, 18, 44
-MOST_POINTS = 500  # more than a chart has pixels for
+MAX_POINTS = 500  # more than a chart has pixels for
 
 
 @dataclass(frozen=True)
 class Line:
     name: str
     points: Points
-    style: str  # CSS classes: s0 … for the colour, faint for a backdrop
-    dots: bool = False  # mark each point: for values that are few
+    style: str  # CSS classes: s0 … for the colour, faint for a background line
+    dots: bool = False  # mark each point
 
 
 @dataclass(frozen=True)
-class Marks:
-    """Events of one kind on a chart; the texts are read under the pointer."""
+class EventMarks:
+    """Events of one kind on a chart; texts are tooltips."""
 
     name: str
     style: str  # CSS class, for the colour
     glyph: str
     points: Sequence[tuple[float, str]]
-    low: bool = False  # on the axis, for what happens often and is no news; else a line from top to bottom
+    low: bool = False  # on the axis, for frequent events; else a vertical line
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Where a value lies on the picture."""
+    """From values to coordinates."""
 
     low: tuple[float, float]
     high: tuple[float, float]
@@ -66,46 +66,46 @@ def line_chart(
     show: Callable[[float], str] = short,
     x: str = "step",
     y: str = "",
-    marks: Sequence[Marks] = (),
+    marks: Sequence[EventMarks] = (),
 ) -> str:
     """Lines over steps; `zero` keeps 0 in view. `show` writes a value of the y axis; `x` and `y` name the axes."""
     points = [point for line in lines for point in line.points]
     if not points:
-        return '<p class="empty">Nothing was recorded.</p>'
+        return '<p class="empty">No data.</p>'
     values = [y for _, y in points]
     axes = make_axes([x for x, _ in points], min([*values, 0.0] if zero else values), max(values))
-    marks = [replace(each, points=apart(axes, each.points)) for each in marks if each.points]
-    body = [frame(axes, show, x, y), *(draw_marks(axes, each) for each in marks)]
+    marks = [replace(each, points=spaced_out(axes, each.points)) for each in marks if each.points]
+    body = [draw_axes(axes, show, x, y), *(draw_marks(axes, each) for each in marks)]
     for line in lines:
-        thinned = thin(line.points)
+        downsampled = downsample(line.points)
         if len(line.points) > 1:
-            body.append(f'<polyline class="{line.style}" points="{axes.path(thinned)}"/>')
+            body.append(f'<polyline class="{line.style}" points="{axes.path(downsampled)}"/>')
         if line.dots or len(line.points) == 1:
-            spots = "".join(f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3"/>' for x, y in thinned)
+            spots = "".join(f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3"/>' for x, y in downsampled)
             body.append(f'<g class="{line.style}">{spots}</g>')
-    readout = [{"name": line.name, "points": [(x, show(y)) for x, y in thin(line.points)]} for line in lines]
+    readout = [{"name": line.name, "points": [(x, show(y)) for x, y in downsample(line.points)]} for line in lines]
     names = [(line.name, line.style, "") for line in lines if line.points]
     names += [(each.name, f"mark {each.style}", each.glyph) for each in marks]
-    return picture(body, axes, {"x": x, "lines": readout, "marks": marks_read(marks)}, names)
+    return svg_document(body, axes, {"x": x, "lines": readout, "marks": marks_readout(marks)}, names)
 
 
 def stacked_chart(
     names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]], show: Callable[[float], str], y: str = ""
 ) -> str:
-    """Parts that add up to a whole, over steps; each row is (step, the parts)."""
+    """Stacked areas over steps; each row is (step, parts)."""
     if len(rows) < 2:
         return '<p class="empty">Too few steps for a chart.</p>'
     sums = [sum(parts[index] for _, parts in rows) for index in range(len(names))]
     rows = average(rows)
     axes = make_axes([x for x, _ in rows], 0.0, max(sum(parts) for _, parts in rows))
-    body = [frame(axes, show, "step", y)]
-    floor = [0.0] * len(rows)
+    body = [draw_axes(axes, show, "step", y)]
+    baseline = [0.0] * len(rows)
     for index in range(len(names)):
-        top = [below + parts[index] for below, (_, parts) in zip(floor, rows, strict=True)]
+        top = [below + parts[index] for below, (_, parts) in zip(baseline, rows, strict=True)]
         xs = [x for x, _ in rows]
-        outline = [*zip(xs, top, strict=True), *reversed(list(zip(xs, floor, strict=True)))]
+        outline = [*zip(xs, top, strict=True), *reversed(list(zip(xs, baseline, strict=True)))]
         body.append(f'<polygon class="s{index}" points="{axes.path(outline)}"/>')
-        floor = top
+        baseline = top
     whole = sum(sums) or 1.0
     shares = [
         (f"{name} {part / whole:.1%}", f"s{index}", "")
@@ -114,11 +114,11 @@ def stacked_chart(
     readout = [
         {"name": name, "points": [(x, show(parts[index])) for x, parts in rows]} for index, name in enumerate(names)
     ]
-    return picture(body, axes, {"x": "step", "lines": readout, "marks": []}, shares)
+    return svg_document(body, axes, {"x": "step", "lines": readout, "marks": []}, shares)
 
 
 def make_axes(xs: Sequence[float], low: float, high: float) -> Axes:
-    """Room for the data, and some for data without any extent."""
+    """Axes around the data, padded if it has no extent."""
     left, right = min(xs), max(xs)
     if left == right:
         left, right = left - 1, right + 1
@@ -128,8 +128,8 @@ def make_axes(xs: Sequence[float], low: float, high: float) -> Axes:
     return Axes((left, low), (right, high + (high - low) * 0.04))
 
 
-def apart(axes: Axes, points: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """What can be told apart on the picture, and lies on it: of marks less than three units apart, the first."""
+def spaced_out(axes: Axes, points: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Marks clamped to the axes; of marks less than three units apart, the first."""
     kept: list[tuple[float, str]] = []
     for x, text in points:
         x = min(max(x, axes.low[0]), axes.high[0])
@@ -138,7 +138,7 @@ def apart(axes: Axes, points: Sequence[tuple[float, str]]) -> list[tuple[float, 
     return kept
 
 
-def draw_marks(axes: Axes, marks: Marks) -> str:
+def draw_marks(axes: Axes, marks: EventMarks) -> str:
     drawn = []
     for place, text in marks.points:
         x = axes.x(place)
@@ -149,12 +149,12 @@ def draw_marks(axes: Axes, marks: Marks) -> str:
     return f'<g class="mark {marks.style}">{"".join(drawn)}</g>'
 
 
-def marks_read(marks: Sequence[Marks]) -> list[dict[str, object]]:
+def marks_readout(marks: Sequence[EventMarks]) -> list[dict[str, object]]:
     return [{"name": each.name, "points": each.points} for each in marks]
 
 
-def frame(axes: Axes, show: Callable[[float], str], x_title: str, y_title: str) -> str:
-    """Grid lines with their values, steps along the bottom, and the names of both axes."""
+def draw_axes(axes: Axes, show: Callable[[float], str], x_title: str, y_title: str) -> str:
+    """Grid lines with values, ticks along the bottom, and axis titles."""
     marks = []
     for value in ticks(axes.low[1], axes.high[1], 5):
         y = axes.y(value)
@@ -171,10 +171,10 @@ def frame(axes: Axes, show: Callable[[float], str], x_title: str, y_title: str) 
     return "".join(marks)
 
 
-def picture(
+def svg_document(
     body: Sequence[str], axes: Axes, readout: Mapping[str, object], names: Sequence[tuple[str, str, str]]
 ) -> str:
-    """The drawing, with what the page's script needs to name the values under the pointer."""
+    """The SVG, with data for the tooltip script of the page."""
     place = {"left": axes.x(axes.low[0]), "right": axes.x(axes.high[0]), "low": axes.low[0], "high": axes.high[0]}
     data = escape(json.dumps({"place": place, **readout}, separators=(",", ":")))
     cursor = f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/>'
@@ -185,7 +185,7 @@ def picture(
 
 
 def legend(entries: Sequence[tuple[str, str, str]]) -> str:
-    """Of each its name, its CSS class, and what it is drawn as, if that is not a line."""
+    """Entries are (name, CSS class, glyph); without a glyph it is a line."""
     keys = "".join(
         f'<li class="{style}">{f"<b>{glyph}</b>" if glyph else "<i></i>"}{escape(name)}</li>'
         for name, style, glyph in entries
@@ -193,40 +193,40 @@ def legend(entries: Sequence[tuple[str, str, str]]) -> str:
     return f'<ul class="legend">{keys}</ul>'
 
 
-def ticks(low: float, high: float, most: int) -> list[float]:
+def ticks(low: float, high: float, limit: int) -> list[float]:
     """Round values between low and high: steps of 1, 2 or 5 times a power of ten."""
-    rough = (high - low) / most
+    rough = (high - low) / limit
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most `most` points that keep every spike: the lowest and the highest of each stretch, in order."""
-    if len(points) <= most:
+def downsample(points: Points, limit: int = MAX_POINTS) -> Points:
+    """At most `limit` points that keep every spike: the lowest and the highest of each chunk, in order."""
+    if len(points) <= limit:
         return points
     kept: list[tuple[float, float]] = []
-    for stretch in stretches(points, most // 2):
+    for chunk in chunks(points, limit // 2):
         ends = {
-            min(range(len(stretch)), key=lambda i: stretch[i][1]),
-            max(range(len(stretch)), key=lambda i: stretch[i][1]),
+            min(range(len(chunk)), key=lambda i: chunk[i][1]),
+            max(range(len(chunk)), key=lambda i: chunk[i][1]),
         }
-        kept += [stretch[index] for index in sorted(ends)]
+        kept += [chunk[index] for index in sorted(ends)]
     return kept
 
 
-def average(rows: Sequence[tuple[float, Sequence[float]]], most: int = 80) -> list[tuple[float, Sequence[float]]]:
-    """At most `most` rows, each the mean of a stretch: the parts still add up to the mean of the whole."""
+def average(rows: Sequence[tuple[float, Sequence[float]]], limit: int = 80) -> list[tuple[float, Sequence[float]]]:
+    """At most `limit` rows, each the mean of a chunk."""
     means: list[tuple[float, Sequence[float]]] = []
-    for stretch in stretches(rows, most):
-        parts = [sum(column) / len(stretch) for column in zip(*(parts for _, parts in stretch), strict=True)]
-        means.append((stretch[len(stretch) // 2][0], parts))
+    for chunk in chunks(rows, limit):
+        parts = [sum(column) / len(chunk) for column in zip(*(parts for _, parts in chunk), strict=True)]
+        means.append((chunk[len(chunk) // 2][0], parts))
     return means
 
 
-def stretches(items: Sequence[T], count: int) -> list[Sequence[T]]:
-    """`count` runs of neighbours, as equal as can be."""
+def chunks(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """`count` contiguous chunks of nearly equal length."""
     count = min(count, len(items))
     edges = [index * len(items) // count for index in range(count + 1)]
     return [items[begin:end] for begin, end in itertools.pairwise(edges)]

@@ -1,4 +1,4 @@
-"""One training of `lmworks bench precision`: see `one`."""
+"""One training of `lmworks bench precision`: see `single_run`."""
 
 import sys
 from pathlib import Path

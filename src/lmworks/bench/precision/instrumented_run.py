@@ -1,8 +1,8 @@
-"""A run that looks closely at a few of its steps; between them it is the trainer of `lmworks train`.
+"""The trainer of `lmworks train` with an inspection of a few steps.
 
-At each spot of `ways.spots` it compares the update that the optimizer made with the one that it had worked out, and
-after the step, on the next batch, its gradients with those of the same weights in fp32. What it finds is a line of
-looked.jsonl. None of it changes the run: copies are looked at, and gradients are dropped again.
+At each of `inspected_steps` it compares the optimizer's update with the exact one, and after the step, on the next
+batch, gradients with those of the same weights in fp32. Results are lines of looked.jsonl. The run itself is not
+changed: copies are inspected, and gradients are dropped again.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from ...spec import OptimSpec, PrecisionSpec
 from ...train import Trainer
 from ...train.health.stats import row_of
 from ...train.rank_memory import read_resident
-from .tensor_formats import Census
-from .variants import spots
+from .tensor_formats import RoundingStats
+from .variants import inspected_steps
 
-LOOKED = "looked.jsonl"
-LOST = ("elements", "flushed", "nonfinite", "error", "square")  # of gradients; the last two: sums of squares
+INSPECTION_FILE = "looked.jsonl"
+GRADIENT_SUMS = ("elements", "flushed", "nonfinite", "error", "square")  # sums over gradients; the last two: of squares
 
 
-class Watched(Trainer):
+class InstrumentedTrainer(Trainer):
     def build(self) -> None:
         super().build()
-        self.spots = spots(self.spec.optim.steps)
+        self.inspected_steps = inspected_steps(self.spec.optim.steps)
         self.seen: dict[str, Any] = {}
 
     def train_step(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        watch = UpdateWatch(self) if self.step + 1 in self.spots else None
-        with watch or nullcontext():
+        probe = UpdateProbe(self) if self.step + 1 in self.inspected_steps else None
+        with probe or nullcontext():
             values = super().train_step(batches)
-        self.seen = watch.found if watch else {}
+        self.seen = probe.found if probe else {}
         return values
 
     def next_batches(self) -> Sequence[Batch] | None:
-        """Gradients are looked at between this step and the next: there must be none under way."""
-        return None if self.step + 1 in self.spots else super().next_batches()
+        """No async step before an inspected one: gradients are inspected between two steps."""
+        return None if self.step + 1 in self.inspected_steps else super().next_batches()
 
     def report(self, values: dict[str, Any]) -> None:
         super().report(values)
-        if self.step in self.spots:
-            self.seen["gradients"], self.seen["formats"] = look(self)
-            with MetricsWriter(self.folder.path / LOOKED, self.attempt) as lines:
+        if self.step in self.inspected_steps:
+            self.seen["gradients"], self.seen["formats"] = compare_gradients(self)
+            with MetricsWriter(self.folder.path / INSPECTION_FILE, self.attempt) as lines:
                 lines.write(self.step, self.seen)
 
 
 # --- the update -----------------------------------------------------------------------------------------
 
 
-class UpdateWatch:
-    """`found` after the step: bytes held before the update, and how much of it the weights took up.
+class UpdateProbe:
+    """`found` after the step: bytes held before the update, and how much of the update the weights took up.
 
-    unmoved: the share of weights that should have changed and did not. kept: the update that was made, projected on
-    the one that was worked out; 1 is all of it. Rounding to the nearest loses what is below half a unit of the last
-    place. Rounding by chance leaves most weights where they are, and still keeps 1 on the mean.
+    unmoved: share of weights that should have changed and did not. kept: the actual update projected on the exact one;
+    1 is all of it. Rounding to nearest loses what is below half a unit in the last place. Stochastic rounding leaves
+    most weights unchanged, and still keeps 1 in the mean.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -75,45 +75,48 @@ class UpdateWatch:
 
     def __enter__(self) -> Self:
         optimizer = self.trainer.optimizer
-        self.handles = optimizer.register_step_pre_hook(self.look), optimizer.register_step_post_hook(self.compare)
+        self.handles = (
+            optimizer.register_step_pre_hook(self.compare_gradients),
+            optimizer.register_step_post_hook(self.compare),
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self.handles:
             handle.remove()
 
-    def look(self, *_: Any) -> None:
+    def compare_gradients(self, *_: Any) -> None:
         self.found["held"] = asdict(read_resident(self.trainer))
-        self.before = [kept_weight(self.trainer.optimizer, leaf) for leaf in self.leaves()]
+        self.before = [full_precision_weight(self.trainer.optimizer, leaf) for leaf in self.leaves()]
 
     @torch.no_grad()
     def compare(self, *_: Any) -> None:
-        if self.trainer.spec.optim.optimizer != "adamw":  # plain SGD keeps no state to work its update out from
+        if self.trainer.spec.optim.optimizer != "adamw":  # SGD has no state from which to compute the update
             return
         optimizer, sums = self.trainer.optimizer, torch.zeros(4, dtype=torch.float64)
         groups = {leaf: group for group in optimizer.param_groups for leaf in group["params"]}
         for leaf, before in zip(self.leaves(), self.before, strict=True):
-            made = kept_weight(optimizer, leaf).double() - before.double()
-            due = worked_out(self.trainer.spec.optim, optimizer.state[leaf], groups[leaf], before)
+            made = full_precision_weight(optimizer, leaf).double() - before.double()
+            due = expected_update(self.trainer.spec.optim, optimizer.state[leaf], groups[leaf], before)
             moving = due != 0
             sums += torch.stack(
                 [moving.sum(), (moving & (made == 0)).sum(), (made * due).sum(), due.square().sum()]
             ).cpu()
         moving, unmoved, along, square = sums.tolist()
-        if unmoved < moving:  # else the step was left out: a loss scale was too high
+        if unmoved < moving:  # else the step was skipped: loss scale overflow
             self.found["update"] = {"unmoved": unmoved / moving, "kept": along / square}
 
     def leaves(self) -> list[Tensor]:
         return [shard.leaf for shard in self.trainer.parallel_model.shards if shard.leaf.grad is not None]
 
 
-def kept_weight(optimizer: torch.optim.Optimizer, leaf: Tensor) -> Tensor:
-    """A copy of the weight, to all the digits that the optimizer keeps of it."""
+def full_precision_weight(optimizer: torch.optim.Optimizer, leaf: Tensor) -> Tensor:
+    """A copy of the weight with all bits that the optimizer keeps of it."""
     low = optimizer.state[leaf].get("low") if leaf in optimizer.state else None
     return leaf.detach().to(torch.float32, copy=True) if low is None else joined(leaf.detach(), low)
 
 
-def worked_out(optim: OptimSpec, state: dict[str, Any], group: dict[str, Any], before: Tensor) -> Tensor:
+def expected_update(optim: OptimSpec, state: dict[str, Any], group: dict[str, Any], before: Tensor) -> Tensor:
     """AdamW's update from its moments after the step."""
     steps, rate = float(state["step"]), float(group["lr"])
     mean = state["exp_avg"].double() / (1 - optim.beta1**steps)
@@ -124,14 +127,14 @@ def worked_out(optim: OptimSpec, state: dict[str, Any], group: dict[str, Any], b
 # --- the gradients --------------------------------------------------------------------------------------
 
 
-def look(trainer: Trainer) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Gradients of the next batch in the run's precision against fp32, by part of the model; of an fp32 run, what
-    other formats would lose of its tensors."""
+def compare_gradients(trainer: Trainer) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Gradients of the next batch in the run's precision against fp32, by part of the model; for an fp32 run, the
+    rounding errors of its tensors in other formats."""
     batches, before = trainer.batches.at(trainer.cursor), trainer.batches.at(trainer.cursor - 1)
     tokens = max(1, trainer.count_tokens(batches))
     reference = in_fp32(trainer)
     if trainer.spec.precision == reference.spec.precision:
-        census = Census()
+        census = RoundingStats()
         with census.largest(reference.parts[0]):
             reference.forward_backward(before, 1 / tokens)
         with census.counting(reference.parts[0]):
@@ -147,23 +150,25 @@ def look(trainer: Trainer) -> tuple[dict[str, list[float]], dict[str, Any]]:
         own, truth = shard.leaf.grad, exact[shard.name]
         if own is not None and truth is not None:
             part = row_of(shard.name)
-            found[part] = found.get(part, torch.zeros(len(LOST), dtype=torch.float64)) + lost(own, truth, scale)
+            found[part] = found.get(part, torch.zeros(len(GRADIENT_SUMS), dtype=torch.float64)) + gradient_loss(
+                own, truth, scale
+            )
     trainer.parallel_model.clear()
     for moe in moe_layers(trainer.model):
-        moe.visits = None  # choices of tokens that were not trained on
+        moe.visits = None  # routing of tokens that were not trained on
     return {part: sums.tolist() for part, sums in found.items()}, {}
 
 
 def in_fp32(trainer: Trainer) -> ParallelModel:
-    """The run's model as it is now, all of it in fp32."""
+    """The current model of the run, in fp32."""
     model = GPT(trainer.spec.model).to(trainer.device)
     model.load_state_dict(trainer.model.state_dict())  # copies into fp32
     return ParallelModel.whole(model, trainer.spec.replace(precision=PrecisionSpec()))
 
 
 @torch.no_grad()
-def lost(own: Tensor, exact: Tensor, scale: float) -> Tensor:
-    """LOST of one weight's gradient; `scale` is what the loss was multiplied by."""
+def gradient_loss(own: Tensor, exact: Tensor, scale: float) -> Tensor:
+    """GRADIENT_SUMS of one weight; `scale`: the loss scale."""
     finite = own.isfinite()
     off = torch.where(finite, own.double() / scale - exact.double(), 0.0)
     flushed = (own == 0) & (exact != 0)

@@ -1,4 +1,4 @@
-"""The curves of all precisions in one PNG; it needs matplotlib, an extra."""
+"""The curves of all variants in one PNG; needs matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...report.run_report import smooth
 from .study import Outcome, Study
 from .variants import BASE, SEED
 
-COLORS = {  # told apart in light and in dark
+COLORS = {  # distinguishable in light and dark mode
     "fp32": "#7d8087",
     "fp32-seed": "#b9bcc2",
     "bf16": "#2a6fd6",
@@ -43,7 +43,8 @@ def draw(study: Study, path: Path) -> Path | None:
         line(scale, outcome, outcome.training.curve("loss_scale"))
     if study.noise is not None:
         gap.axhspan(-study.noise, study.noise, color="#7d8087", alpha=0.2, linewidth=0, label="noise of two seeds")
-        gap.set_yscale("symlog", linthresh=study.noise or 1e-6)  # one that fails must not flatten the others
+        gap.set_yscale("symlog", linthresh=study.noise or 1e-6)  # one that diverges must not flatten the others
+
     scale.set_yscale("log", base=2)
     scale.set_visible(bool(scale.lines))  # of fp16 alone
     titles = {

@@ -10,13 +10,13 @@ from ...plan.exact.residency import resident
 from ...plan.memory.sheet import memory as planned_peak
 from ...record.figures import binary_bytes, short
 from ...report.run_report import smooth
-from ...report.sections import Section, sections_as_markdown, sections_as_page, write_both
+from ...report.sections import Section, sections_as_markdown, sections_as_page, write_report_files
 from ...report.svg import Line, Points, line_chart
 from ...spec import PrecisionSpec
 from .plot import COLORS, draw
 from .study import Outcome, Study
 from .tensor_formats import FORMATS, LOSS_SCALE, ROLES
-from .variants import BASE, SEED, TOO_HIGH, spots
+from .variants import BASE, OVERFLOWING_SCALE, SEED, inspected_steps
 from .verdict import THRESHOLDS, totals
 
 TITLE = "One model in every precision"
@@ -26,7 +26,7 @@ STYLE = "".join(f".{name} {{ --c: {color}; }} " for name, color in COLORS.items(
 def write_reports(study: Study) -> tuple[Path, Path]:
     picture = draw(study, study.folder / "report.png")
     shown = [f"![Loss, gap to fp32, gradient norm and loss scale]({picture.name})"] if picture else []
-    return write_both(study.folder, as_markdown(study, shown), as_page(study))
+    return write_report_files(study.folder, as_markdown(study, shown), as_page(study))
 
 
 def as_markdown(study: Study, pictures: list[str]) -> str:
@@ -49,7 +49,7 @@ def lead(study: Study) -> str:
 
 def sections(study: Study) -> list[Section]:
     found = [overview(study), curves(study), evaluations(study), gradients(study), formats(study), updates(study)]
-    found += [scales(study), norms(study), memory(study), ways(study)]
+    found += [scales(study), norms(study), memory(study), variants(study)]
     return [section for section in found if section.rows or section.charts]
 
 
@@ -211,7 +211,7 @@ def updates(study: Study) -> Section:
         "mean. Unmoved: the share of weights that should have changed and did not. Rounding by chance leaves most "
         "weights where they are in one step, and loses nothing on the mean."
     )
-    steps = spots(study.spec.optim.steps)
+    steps = inspected_steps(study.spec.optim.steps)
     columns = ["precision", *(f"{what}, step {step}" for step in steps for what in ("kept", "unmoved"))]
     rows = []
     for one in study.outcomes:
@@ -224,7 +224,7 @@ def updates(study: Study) -> Section:
 def scales(study: Study) -> Section:
     text = (
         "fp16 alone. A step whose gradient overflows is left out and halves the scale; a window of good steps doubles "
-        f"it. fp16-high begins at {TOO_HIGH:,.0f} on purpose."
+        f"it. fp16-high begins at {OVERFLOWING_SCALE:,.0f} on purpose."
     )
     rows = []
     for one in study.outcomes:
@@ -270,12 +270,12 @@ def memory(study: Study) -> Section:
     return Section("Speed and memory", text, columns, rows, numeric=7)
 
 
-def ways(study: Study) -> Section:
+def variants(study: Study) -> Section:
     text = (
         f"Each is a run of its own in `{study.folder.name}/NAME`, with its metrics, events and report: `lmworks runs` "
         "lists them."
     )
-    rows = [[one.name, one.training.way.what, keys(one)] for one in study.outcomes]
+    rows = [[one.name, one.training.variant.what, keys(one)] for one in study.outcomes]
     return Section("The precisions", text, ["precision", "what it is", "keys of [precision]"], rows)
 
 
@@ -287,5 +287,5 @@ def keys(outcome: Outcome) -> str:
 
 
 def listed(study: Study) -> str:
-    *most, last = map(str, spots(study.spec.optim.steps))
+    *most, last = map(str, inspected_steps(study.spec.optim.steps))
     return f"{', '.join(most)} and {last}"

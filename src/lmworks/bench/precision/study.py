@@ -1,4 +1,4 @@
-"""The study: one real run for each precision, one after another, and what is read from their folders."""
+"""The precision study: one real run per variant, one after another, and the results from their folders."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from ...parallel.memory_preflight import refuse_missing_gpu, refuse_oversized
 from ...plan.memory.peak_memory import Row
 from ...plan.memory.sheet import memory
 from ...record import RunFolder, read_metrics
-from ...report.sections import open_folder
+from ...report.sections import check_output_folder
 from ...spec import RunSpec, SpecError, TrainingError, dump_toml
 from ...spec.errors import STOPPED
 from ...spec.files import write_whole
 from ...spec.paths import with_absolute_paths
 from ...train.device import pick_device
-from .instrumented_run import LOOKED
-from .variants import BASE, SEED, PassCost, choose, spec_of, spots
-from .verdict import Figures, figures, noise_of, verdict
+from .instrumented_run import INSPECTION_FILE
+from .variants import BASE, SEED, Variant, inspected_steps, select_variants, variant_spec
+from .verdict import Figures, figures, seed_noise, verdict
 
 PROGRAM = ("-m", "lmworks.bench.precision")
 
 
 @dataclass(frozen=True)
 class Training:
-    """What one run left behind."""
+    """The records of one run."""
 
-    way: PassCost
+    variant: Variant
     spec: RunSpec
-    error: str = ""  # why it did not come to its end
+    error: str = ""  # why it did not finish
     facts: dict[str, Any] = field(default_factory=dict)  # NAME.json
     steps: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl
     looked: list[dict[str, Any]] = field(default_factory=list)  # looked.jsonl
-    overflows: list[int] = field(default_factory=list)  # steps left out because of the loss scale
+    overflows: list[int] = field(default_factory=list)  # steps skipped by loss scale overflow
 
     def curve(self, key: str) -> list[tuple[float, float]]:
         return [(step["step"], step[key]) for step in self.steps if step.get(key) is not None]
 
     @property
     def memory(self) -> int | None:
-        """The highest before the first close look, which needs memory of its own."""
-        first = spots(self.spec.optim.steps)[0]
+        """Peak before the first inspected step: inspections need memory too."""
+        first = inspected_steps(self.spec.optim.steps)[0]
         return max((step["memory_bytes"] for step in self.steps if step["step"] < first), default=None)
 
     @property
@@ -56,13 +56,13 @@ class Training:
 
     @property
     def speed(self) -> float | None:
-        """To fp32's: the median over rounds in which both took a step. An emulated format has none."""
+        """Relative to fp32: the median over interleaved rounds. None for an emulated format."""
         seconds = self.facts.get("seconds") or {}
-        if self.way == BASE:
+        if self.variant == BASE:
             return 1.0
         if self.facts.get("emulated") or not seconds:
             return None
-        return median(base / own for base, own in zip(seconds[BASE.name], seconds[self.way.name], strict=True))
+        return median(base / own for base, own in zip(seconds[BASE.name], seconds[self.variant.name], strict=True))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Outcome:
 
     @property
     def name(self) -> str:
-        return self.training.way.name
+        return self.training.variant.name
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class Study:
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
-    """For programs: the figures, and the curves that they follow from."""
+    """For JSON: the figures and the curves behind them."""
     training = outcome.training
     keys = ("loss", "val_loss", "grad_norm", "loss_scale")
     return {
         "name": outcome.name,
-        "what": training.way.what,
+        "what": training.variant.what,
         "run": training.spec.name,
         "verdict": outcome.verdict,
         "error": training.error,
@@ -124,43 +124,43 @@ def study(
     spec: RunSpec,
     folder: Path,
     names: Iterable[str] = (),
-    say: Callable[[str], None] = lambda _: None,
+    report_progress: Callable[[str], None] = lambda _: None,
     force: bool = False,
 ) -> Study:
-    """Train in each of `names` (none: all) under `folder`. What is finished there is not trained again.
+    """Train each of `names` (none: all) under `folder`. Finished runs are not repeated.
 
-    `force`: even where they do not fit into memory.
+    `force`: skip the check of memory.
     """
-    ways = choose(names)
-    specs = {way: spec_of(spec, way) for way in ways}
+    variants = select_variants(names)
+    specs = {variant: variant_spec(spec, variant) for variant in variants}
     refuse_missing_gpu(spec.cluster)
     if not force:
-        refuse_pair(specs[BASE])
-    for way, one in specs.items():
-        refuse_another(folder / way.name, one)
-    open_folder(folder)
-    for number, (way, one) in enumerate(specs.items(), 1):
-        head = f"{way.name} ({number} of {len(ways)})"
-        if finished(folder, way.name):
-            say(f"{head}: finished before")
+        check_memory(specs[BASE])
+    for variant, one in specs.items():
+        check_same_spec(folder / variant.name, one)
+    check_output_folder(folder)
+    for number, (variant, one) in enumerate(specs.items(), 1):
+        head = f"{variant.name} ({number} of {len(variants)})"
+        if finished(folder, variant.name):
+            report_progress(f"{head}: finished before")
             continue
-        say(f"{head}: {way.what}")
-        write_whole(folder / f"{way.name}.toml", dump_toml(with_absolute_paths(one).to_dict()))
-        train_apart(folder, way.name, force)
-    return judge(spec, folder, [read(folder, way, one) for way, one in specs.items()])
+        report_progress(f"{head}: {variant.what}")
+        write_whole(folder / f"{variant.name}.toml", dump_toml(with_absolute_paths(one).to_dict()))
+        train_in_subprocess(folder, variant.name, force)
+    return evaluate(spec, folder, [read(folder, variant, one) for variant, one in specs.items()])
 
 
-def refuse_pair(base: RunSpec) -> None:
-    """A precision takes steps in turns with fp32, which needs the most, in one process. (Each asks its GPU itself.)"""
+def check_memory(base: RunSpec) -> None:
+    """Interleaved steps hold a variant and fp32, the largest, in one process. (Each run checks its GPU itself.)"""
 
     def beside(changed: RunSpec, rank: int) -> list[Row]:
-        return [Row("another precision", memory(changed, rank=rank).total, "whose steps are taken in turns with it")]
+        return [Row("another precision", memory(changed, rank=rank).total, "whose steps are interleaved with it")]
 
     refuse_oversized(base, pick_device(base.cluster), starting=True, beside=beside, own_layout=False)
 
 
-def refuse_another(folder: Path, spec: RunSpec) -> None:
-    """A run that is there is gone on with only if it is the same one."""
+def check_same_spec(folder: Path, spec: RunSpec) -> None:
+    """An existing run is resumed only if its spec is the same."""
     run = RunFolder(folder)
     if run.spec_path.exists() and run.spec() != with_absolute_paths(spec):
         raise SpecError(f"{folder} holds a run of another spec: give --out a new folder, or remove that one")
@@ -173,19 +173,19 @@ def finished(folder: Path, name: str) -> bool:
 def result_of(folder: Path, name: str, otherwise: dict[str, Any]) -> dict[str, Any]:
     try:
         found = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there yet, or cut off: trained on
+    except (OSError, ValueError):  # missing or truncated: train again
         return otherwise
     return found if isinstance(found, dict) else otherwise
 
 
-def train_apart(folder: Path, name: str, force: bool = False) -> None:
-    """In a process of its own, which goes on where it was stopped, and talks on standard error alone."""
+def train_in_subprocess(folder: Path, name: str, force: bool = False) -> None:
+    """Train in a subprocess, which resumes where it was stopped and prints to stderr only."""
     (folder / f"{name}.json").unlink(missing_ok=True)
     process = subprocess.Popen([sys.executable, *PROGRAM, str(folder), name, *(["--force"] if force else [])], stdout=2)
     before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # which the terminal sent to the training too: it saves, and ends
+    except KeyboardInterrupt:  # the terminal also sent it to the subprocess, which saves and exits
         code = process.wait()
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -200,33 +200,33 @@ def train_apart(folder: Path, name: str, force: bool = False) -> None:
 
 class Stopped(TrainingError):
     def __init__(self, code: int) -> None:
-        super().__init__("stopped; the same command goes on where it stopped")
+        super().__init__("stopped; the same command continues where it stopped")
         self.exit_code = code
 
 
 # --- what they left -------------------------------------------------------------------------------------
 
 
-def read(folder: Path, way: PassCost, spec: RunSpec) -> Training:
-    run, facts = RunFolder(folder / way.name), result_of(folder, way.name, {})
+def read(folder: Path, variant: Variant, spec: RunSpec) -> Training:
+    run, facts = RunFolder(folder / variant.name), result_of(folder, variant.name, {})
     overflows = [event["step"] for event in run.events() if event["kind"] == "overflow"]
     return Training(
-        way=way,
+        variant=variant,
         spec=spec,
         error=facts.get("error", ""),
         facts=facts,
         steps=read_metrics(run.metrics_path),
-        looked=read_metrics(run.path / LOOKED),
-        overflows=sorted(set(overflows)),  # a step that was repeated after a stop is there twice
+        looked=read_metrics(run.path / INSPECTION_FILE),
+        overflows=sorted(set(overflows)),  # steps repeated after a stop occur twice
     )
 
 
-def judge(spec: RunSpec, folder: Path, trainings: list[Training]) -> Study:
-    found = {training.way: training for training in trainings}
-    base, noise = found[BASE], noise_of(found[BASE].steps, found[SEED].steps)
+def evaluate(spec: RunSpec, folder: Path, trainings: list[Training]) -> Study:
+    found = {training.variant: training for training in trainings}
+    base, noise = found[BASE], seed_noise(found[BASE].steps, found[SEED].steps)
     outcomes = []
     for training in trainings:
         numbers = figures(training.steps, training.looked, base.steps, training.error)
-        said = verdict(training.way, numbers, noise, training.error, training.overflows)
+        said = verdict(training.variant, numbers, noise, training.error, training.overflows)
         outcomes.append(Outcome(training, numbers, said))
     return Study(spec, folder, noise, outcomes)

@@ -1,7 +1,7 @@
-"""What a number format does to the tensors of a step: elements flushed to zero, saturated, and the error of the rest.
+"""Rounding errors of number formats on the tensors of a step: elements flushed to zero, saturated, relative error.
 
-Tensors are those of a pass in fp32, at the places where a run in 8 bits rounds: the inputs and weights of the blocks'
-linear layers, and the gradients of their outputs. So all formats are held against the same numbers.
+The tensors are those of a pass in fp32, where fp8 training rounds: inputs and weights of the blocks' linear layers, and
+gradients of their outputs. So all formats are compared on the same values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COUNTS = ("elements", "flushed", "saturated", "error", "square")  # the last two
 
 @dataclass(frozen=True)
 class Format:
-    """`scaling`: what a tensor is multiplied by before it is rounded, and divided by after.
+    """`scaling`: the factor that a tensor is multiplied by before rounding, and divided by after.
 
     tensor, row: the format's largest number over the largest element of the tensor, or of each row of it ("dynamic").
     delayed: as tensor, with the largest element of the batch before. loss: LOSS_SCALE, on gradients alone.
@@ -41,7 +41,7 @@ class Format:
 
     @property
     def limit(self) -> float:
-        """From here on the nearest number of so many digits is beyond the largest."""
+        """The smallest value that rounds beyond the largest number."""
         return self.largest + math.ldexp(torch.finfo(self.dtype).eps, math.frexp(self.largest)[1] - 2)
 
 
@@ -60,7 +60,7 @@ FORMATS = (
 
 
 def count(values: Tensor, form: Format, before: float) -> Tensor:
-    """COUNTS of fp32 `values` (…, row) in a format; `before`: the largest element of the same tensor a batch ago."""
+    """COUNTS of fp32 `values` (…, row) in a format; `before`: amax of the same tensor in the previous batch."""
     scale = scale_of(values, form, before)
     scaled = values * scale
     rounded = scaled.clamp(-form.largest, form.largest).to(form.dtype).float()
@@ -86,8 +86,8 @@ def scale_of(values: Tensor, form: Format, before: float) -> Tensor:
 Place = tuple[str, str, str]  # block, layer inside it, role
 
 
-class Census:
-    """Counts over a pass: `with census.largest(model):` the batch before, then `with census.counting(model):`."""
+class RoundingStats:
+    """Counts over a pass: `with stats.largest(model):` the previous batch, then `with stats.counting(model):`."""
 
     def __init__(self) -> None:
         self.before: dict[Place, float] = {}
@@ -95,7 +95,7 @@ class Census:
 
     @contextmanager
     def largest(self, model: GPT) -> Iterator[None]:
-        with hooked(model, self.see):
+        with hooked(model, self.record_amax):
             yield
 
     @contextmanager
@@ -105,7 +105,7 @@ class Census:
         for block, layer, module in linears(model):
             self.count((block, layer, "weights"), module.weight)
 
-    def see(self, place: Place, values: Tensor) -> None:
+    def record_amax(self, place: Place, values: Tensor) -> None:
         self.before[place] = max(self.before.get(place, 0.0), float(values.abs().amax()))
 
     @torch.no_grad()
@@ -127,7 +127,7 @@ class Census:
 
 
 def linears(model: GPT) -> Iterator[tuple[str, str, nn.Linear]]:
-    """The blocks' linear layers: what fp8 would run in 8 bits."""
+    """The blocks' linear layers: those that fp8 covers."""
     for block, part in model.blocks.items():
         for layer, module in part.named_modules():
             if isinstance(module, nn.Linear):
@@ -136,7 +136,7 @@ def linears(model: GPT) -> Iterator[tuple[str, str, nn.Linear]]:
 
 @contextmanager
 def hooked(model: GPT, look: Any) -> Iterator[None]:
-    """Call look(place, tensor) on every input of those layers, and every gradient of their outputs."""
+    """Call look(place, tensor) on every input of those layers and every gradient of their outputs."""
 
     def forward(place: Place, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         look(place, inputs[0].detach())

@@ -1,4 +1,4 @@
-"""From the figures of a run to a few words about its precision. The thresholds stand here, and in the report."""
+"""The verdict on a precision, from the figures of its run. The thresholds are also in the report."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from .variants import BASE, SEED, PassCost
+from .variants import BASE, SEED, Variant
 
 Steps = Sequence[dict[str, Any]]
 
-LOST_UPDATES = 0.05  # more of the update rounded away than this is told
-FLUSHED = 0.01  # more of the gradient's elements at zero than this, too
+LOST_UPDATES = 0.05  # share of the update rounded away, from which it is reported
+FLUSHED = 0.01  # share of gradient elements flushed to zero, from which it is reported
 THRESHOLDS = (
     "The gap is the mean over the evaluations of the run's second half of the loss on held-out data less fp32's; the "
     "noise is the root mean square of the same difference between two seeds of fp32. A gap of at most the noise is "
@@ -25,19 +25,19 @@ THRESHOLDS = (
 
 @dataclass(frozen=True)
 class Figures:
-    """None: it was not measured, or the run did not come so far."""
+    """None: not measured, or the run ended before."""
 
     loss: float | None  # of training, the mean over the last tenth of the steps
-    loss_gap: float | None  # of it to fp32's, over the same steps; the seed is the same, so the batches are
+    loss_gap: float | None  # to fp32's, over the same steps and batches
     val_loss: float | None  # at the last evaluation
     gap: float | None  # of the loss on held-out data, see THRESHOLDS
     norm: float | None  # of the gradient, the median
     norm_ratio: float | None  # to fp32's, the median over steps
-    flushed: float | None  # share of gradient elements that are 0 and in fp32 are not, at the worst spot
-    nonfinite: float | None  # share that is infinite or NaN, at the worst spot
-    gradient_error: float | None  # ‖g − g of fp32‖ / ‖g of fp32‖, the median over spots
-    unmoved: float | None  # share of weights that should have moved and did not, at the worst spot
-    kept: float | None  # of the update, at the worst spot
+    flushed: float | None  # share of gradient elements that are 0 and in fp32 are not, worst inspected step
+    nonfinite: float | None  # share that is infinite or NaN, worst inspected step
+    gradient_error: float | None  # ‖g − g of fp32‖ / ‖g of fp32‖, the median over inspected steps
+    unmoved: float | None  # share of weights that should have moved and did not, worst inspected step
+    kept: float | None  # of the update, worst inspected step
 
 
 def figures(steps: Steps, looked: Steps, base: Steps, error: str) -> Figures:
@@ -63,13 +63,13 @@ def figures(steps: Steps, looked: Steps, base: Steps, error: str) -> Figures:
     )
 
 
-def noise_of(base: Steps, seed: Steps) -> float | None:
+def seed_noise(base: Steps, seed: Steps) -> float | None:
     off = differences(seed, base)
     return math.sqrt(sum(one * one for one in off) / len(off)) if off else None
 
 
 def differences(steps: Steps, base: Steps) -> list[float]:
-    """Of the losses on held-out data, at the evaluations of the second half that both runs came to."""
+    """Differences of validation losses, at the evaluations of the second half that both runs reached."""
     own, theirs = by_step(steps, "val_loss"), by_step(base, "val_loss")
     half = max(theirs, default=0) / 2
     return [own[step] - theirs[step] for step in sorted(own.keys() & theirs.keys()) if step > half]
@@ -87,30 +87,30 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-# --- in words -------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------------
 
 
-def verdict(way: PassCost, found: Figures, noise: float | None, error: str, overflows: Sequence[int]) -> str:
+def verdict(variant: Variant, found: Figures, noise: float | None, error: str, overflows: Sequence[int]) -> str:
     if error:
         return f"failed: {error}"
-    if way == BASE:
-        return "what the others are held against"
-    if way == SEED:
+    if variant == BASE:
+        return "the baseline"
+    if variant == SEED:
         return "the noise" if noise is None else f"the noise: {noise:.4f}"
-    return "; ".join([by_loss(found.gap, noise), *beside(found, overflows)])
+    return "; ".join([by_loss(found.gap, noise), *side_effects(found, overflows)])
 
 
 def by_loss(gap: float | None, noise: float | None) -> str:
     if gap is None or noise is None:
-        return "no fp32 to hold it against"
+        return "no fp32 baseline"
     if abs(gap) <= noise:
         return f"as fp32 within the noise (gap {gap:+.4f})"
     times = f"{abs(gap) / noise:.1f} × the noise" if noise else "without any noise"
     return f"{'worse' if gap > 0 else 'better'} than fp32 by {abs(gap):.4f}, {times}"
 
 
-def beside(found: Figures, overflows: Sequence[int]) -> list[str]:
-    """What else is worth knowing."""
+def side_effects(found: Figures, overflows: Sequence[int]) -> list[str]:
+    """Lost updates, flushed gradients and overflows."""
     said = []
     if found.kept is not None and 1 - found.kept > LOST_UPDATES:
         said.append(f"lost updates: {1 - found.kept:.0%} rounded away, {found.unmoved:.0%} of the weights did not move")
