@@ -104,7 +104,6 @@ RETIRED = {
     # bench, prove, report, diagnose
     "strike": "fault_injection",
     "struck": "injected",
-    "acts": "injections",
     "be_rank": "run_rank",
     "broken_promise": "exit_save_problem",
     "straight_folder": "reference_folder",
@@ -114,9 +113,7 @@ RETIRED = {
     "power_words": "power_text",
     "drawn_on": "weights_on_device",
     "foretold": "predict_here",
-    "luck": "rng",
     "Shot": "TimedRequest",
-    "WAYS": "VARIANTS",
     "RankNow": "RankState",
     "busy_words": "busy_note",
 }
