@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -137,8 +137,15 @@ def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
         rate * model_flops_per_token(case.model, case.seq) / peak,
         rate * hardware_flops_per_token(case.model, case.seq, case.recompute) / peak,
         (step_s / margin, step_s * margin),
-        () if known else (f"no run of {case.software.name} on {case.gpu.name} was fitted: the interval is wider",),
+        tuple(notes(case, known)),
     )
+
+
+def notes(case: Case, known: bool) -> Iterator[str]:
+    if not known:
+        yield f"no run of {case.software.name} on {case.gpu.name} was fitted: the interval is wider"
+    if case.software.async_tp and case.software.name.startswith("lmworks"):
+        yield "parallel.async_tp: not measured; its overlap is that of torchtitan's runs"
 
 
 def phases(rank: SlowestRank, micro_batch: MicroBatch) -> list[tuple[Number, Number]]:
