@@ -22,7 +22,7 @@ def data_of(**keys: object) -> DataSpec:
     return DataSpec.from_dict({"seq": 24, "micro_batch": 2, "global_batch": 8, **keys})
 
 
-def test_rows_are_what_the_ranks_were_given_whoever_asks(prepared: Path) -> None:
+def test_rows_are_the_sequences_of_all_ranks(prepared: Path) -> None:
     data = data_of(path=str(prepared))
     ranks = [Batches(data, seed=3, rank=rank, world=2) for rank in range(2)]
     rows = rows_at(ranks[1], 5)
@@ -30,7 +30,10 @@ def test_rows_are_what_the_ranks_were_given_whoever_asks(prepared: Path) -> None
     seen = [list(tokens) for rank in ranks for batch in rank.at(5) for tokens in batch.tokens.tolist()]
     for row, tokens in zip(rows, seen, strict=True):
         assert list(ranks[0].sources[0].read(row.window * 24, row.window * 24 + 24)) == tokens
-        assert text_of(ranks[0], row).encode("utf-8", "replace")[:8]
+        text = ranks[0].tokenizer.decode(
+            [*tokens, int(ranks[0].sources[0].read(row.window * 24 + 24, row.window * 24 + 25)[0])]
+        )
+        assert text_of(ranks[0], row) == text and len(text) > 0
 
 
 def test_documents_are_counted_over_all_shards(prepared: Path) -> None:
@@ -90,10 +93,22 @@ def test_noise_is_as_odd_as_monotony(tmp_path: Path) -> None:
     )
 
 
-def test_what_an_event_holds_can_be_written(mixed: RunFolder) -> None:
+def test_figures_of_an_event_by_hand_and_as_json(mixed: RunFolder) -> None:
     spec = mixed.spec()
-    told = describe(Batches(spec.data, seed=spec.seed), 4)
-    json.dumps(told)
+    batches = Batches(spec.data, seed=spec.seed)
+    found = describe(batches, 4)
+    assert json.loads(json.dumps(found)) == {
+        **found,
+        "odd": [{**row, "documents": [*row["documents"]]} for row in found["odd"]],
+    }
+    rows = rows_at(batches, 4)
+    assert found["entropy_bits"] == round(sum(row.entropy_bits for row in rows) / 8, 3)
+    for row in rows:
+        number = [str(source.folder) for source in batches.sources].index(row.source)
+        tokens = list(batches.sources[number].read(row.window * 24, row.window * 24 + 25))
+        shares = [tokens.count(token) / 25 for token in set(tokens)]
+        assert row.entropy_bits == pytest.approx(-sum(share * math.log2(share) for share in shares), abs=1e-3)
+        assert row.top_share == pytest.approx(max(shares), abs=1e-4)
 
 
 def test_the_command_shows_them_oddest_first(mixed: RunFolder) -> None:

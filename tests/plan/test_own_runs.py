@@ -36,7 +36,8 @@ from lmworks.plan.software import (
     software_of,
     with_precision,
 )
-from lmworks.plan.step.constants import Constants
+from lmworks.plan.step.constants import Constants, constants
+from lmworks.plan.step.price import price
 from lmworks.plan.step.uncalibrated import sustained_machine
 from lmworks.plan.step.work import recomputed_kernels
 from lmworks.plan.tables.replay import seconds
@@ -167,9 +168,36 @@ def test_blocks_that_recompute_in_several_ways_are_the_mean_of_them() -> None:
     assert blocks_of("full=30", spec) == {"full": 30, "none": 2}
 
 
-def test_whole_runs_of_the_trainer_are_told_within_a_few_per_cent() -> None:
-    off = [abs(mean_of(run, seconds) / (run.step_s or 0) - 1) for run in whole()]
-    assert np.mean(off) < 0.04 and max(off) < 0.08
+def test_runs_that_were_in_a_fit_are_reproduced() -> None:
+    """In the fit of `fitted.toml`: all eager and compiled runs with fp32 weights (`fit_time.py` leaves out runs with a
+    GEMM slowdown). DENSE_GEMM_SLOWDOWN is the mean over profiles of the runs with bf16 weights. So this is no test of
+    prediction, only that the fit still describes what it was made of."""
+    fitted = [run for run in runs() if run.case.software.gemm_slowdown == 1.0]
+    assert (len(fitted), {run.group for run in fitted}) == (19, {"eager", "compiled"})
+    for group, mean, most in ((fitted, 0.04, 0.1), (whole(), 0.04, 0.08)):
+        off = [abs(mean_of(run, seconds) / (run.step_s or 0) - 1) for run in group]
+        assert np.mean(off) < mean and max(off) < most
+
+
+def test_runs_that_were_in_no_fit_are_predicted() -> None:
+    """Held back: the five runs of Llama 3 8B. The slowdown of GEMMs comes from profiles of GPT-2 (1.07) and of 1B and
+    1.5B models (1.10) alone; the constants of `fitted.toml` never saw a run with bf16 weights."""
+    slowdown = (1.07 + 1.10) / 2
+    held_out = [run for run in whole() if run.label.startswith("llama3-8b")]
+    assert len(held_out) == 5
+
+    def predicted(case: Case) -> float:
+        return seconds(case.replace(software=replace(case.software, gemm_slowdown=slowdown)))
+
+    off = [mean_of(run, predicted) / (run.step_s or 0) - 1 for run in held_out]
+    assert np.mean(np.abs(off)) < 0.05 and max(np.abs(off)) < 0.08
+
+
+def test_runs_of_ours_from_constants_fitted_to_others() -> None:
+    """Blind: constants that saw no run of ours. `fitted.toml` records a mean error of 12.6 %."""
+    unseen = [run for run in runs() if run.case.software.gemm_slowdown == 1.0]
+    off = [abs(float(price(run.case, constants("lmworks")).seconds) / (run.step_s or 0) - 1) for run in unseen]
+    assert 0.10 < np.mean(off) < 0.14
 
 
 def test_a_compiled_block_runs_again_as_a_whole() -> None:
