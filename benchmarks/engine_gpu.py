@@ -35,7 +35,7 @@ from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.request import Request
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.quantization.quantized_model import apply_quantization
-from lmworks.loading import Loaded, make_engine, random_model
+from lmworks.loading import LoadedModel, make_engine, random_model
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec
 
 NAME = "engine_gpu"
@@ -61,7 +61,7 @@ def engine_of(name: str, scheme: str = "", **options: Any) -> Engine:
     model = random_model(ModelSpec.from_preset(name), torch.device("cuda"), torch.bfloat16, seed=0)
     if scheme:
         apply_quantization(model, scheme)
-    return make_engine(Loaded(model, None), EngineSpec(context=CONTEXT, **options), seed=0)
+    return make_engine(LoadedModel(model, None), EngineSpec(context=CONTEXT, **options), seed=0)
 
 
 def measured(engine: Engine, work: Workload | None = None) -> dict[str, Any]:
@@ -163,18 +163,18 @@ def answer_greedily(engine: Engine, batch: int, tokens: int = 256) -> dict[str, 
 
 FIRST_TOKEN = """
 import json, sys
-from lmworks.weight_prefetch import read_ahead
-read_ahead(sys.argv[1])  # as the commands do it
+from lmworks.weight_prefetch import prefetch_weights
+prefetch_weights(sys.argv[1])  # as the commands do it
 from lmworks.cli.bench_offline import process_age
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.request import Request
 from lmworks.engine.core.kernel_warmup import rehearsal
-from lmworks.loading import load, make_engine, pick_device, outline_of
+from lmworks.loading import load, make_engine, pick_device, meta_model_of
 from lmworks.spec import EngineSpec
 import torch
 ages = {"imported": process_age()}
 spec = EngineSpec(context=2048)
-with rehearsal(outline_of(sys.argv[1]), spec, pick_device(spec)):  # as loading.serve does it
+with rehearsal(meta_model_of(sys.argv[1]), spec, pick_device(spec)):  # as loading.serve does it
     loaded = load(sys.argv[1], spec, None, 0)
     torch.cuda.synchronize()
     ages["weights there"] = process_age()

@@ -135,7 +135,7 @@ def test_a_quantised_folder_ends_and_reads_texts_as_its_source_does(folder: Path
     (tmp_path / "text.txt").write_text("def f(x): return x + 1\n" * 200)
     quantize(folder, "int8", tmp_path / "small", calibration=str(tmp_path / "text.txt"), tokens=2048, limit=10.0)
     with LLM(tmp_path / "small", dtype="fp32") as llm:
-        assert llm.empty_start() == [EOS]
+        assert llm.empty_prompt() == [EOS]
         forced = SamplingParams(temperature=0, max_tokens=5, logit_bias={EOS: 100.0})
         (result,) = llm.generate(["x"], forced)
         assert (result.prompt_token_ids[0], result.finish_reason, result.token_ids) == (256, "stop", [EOS])

@@ -31,7 +31,7 @@ ENGINES = ("native", "vllm")
 
 
 class Backend(Protocol):
-    """What serves the requests."""
+    """Our engine, or vLLM."""
 
     @property
     def context(self) -> int: ...
@@ -86,9 +86,9 @@ class LLM:
         what it keeps is not lost when the rest is interrupted.
         """
         many = as_prompts(prompts)
-        wishes = as_params(params, len(many))
-        self.refuse_closed()
-        encoded = [self.try_encode(prompt, one.n) for prompt, one in zip(many, wishes, strict=True)]
+        request_params = as_params(params, len(many))
+        self.check_open()
+        encoded = [self.try_encode(prompt, one.n) for prompt, one in zip(many, request_params, strict=True)]
         good = []
         for place, one in enumerate(encoded):
             if isinstance(one, Result):
@@ -97,7 +97,7 @@ class LLM:
                 good.append(place)
         served = self.backend.generate(
             [encoded[place] for place in good],
-            [wishes[place] for place in good],
+            [request_params[place] for place in good],
             progress,
             lambda index, result: told(good[index], result),
         )
@@ -106,7 +106,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[OutputDelta, None, None]:
         """Pieces of the answer as they come; the last one carries the result. Leaving the loop cancels the request."""
-        self.refuse_closed()
+        self.check_open()
         return self.backend.stream(self.encode(prompt), as_params(params, 1)[0])
 
     def encode(self, prompt: Prompt) -> Any:
@@ -128,8 +128,8 @@ class LLM:
         except (UnicodeEncodeError, TypeError):  # the latter is how `tokenizers` says it
             raise SpecError("the prompt is not a valid text: it holds half of a surrogate pair") from None
 
-    def empty_start(self) -> list[int]:
-        """What an answer to nothing begins with: a new document."""
+    def empty_prompt(self) -> list[int]:
+        """The prompt that replaces an empty one: end-of-text, which begins a document."""
         return [] if self.tokenizer is None else [self.tokenizer.eot]
 
     def try_encode(self, prompt: Prompt, n: int) -> Any:
@@ -141,34 +141,34 @@ class LLM:
     @property
     def context(self) -> int:
         """Longest sequence, prompt and answer together."""
-        self.refuse_closed()
+        self.check_open()
         return self.backend.context
 
     @property
-    def ours(self) -> OfflineEngine:
-        self.refuse_closed()
+    def offline(self) -> OfflineEngine:
+        self.check_open()
         if not isinstance(self.backend, OfflineEngine):
             raise SpecError("vLLM serves this model: it has an engine of its own")
         return self.backend
 
     @property
     def native(self) -> Engine:
-        """The engine itself, to measure it or to look into it."""
-        return self.ours.engine
+        """The engine itself, for benchmarks and inspection."""
+        return self.offline.engine
 
     def add_adapter(self, name: str, folder: str | Path) -> None:
         """A LoRA adapter as PEFT writes it; requests ask for it with SamplingParams(adapter=name)."""
-        self.ours.add_adapter(name, Path(folder))
+        self.offline.add_adapter(name, Path(folder))
 
     def watch_drift(self) -> DriftMonitor:
-        """Compares what the layers of a quantized model see from now on with what they saw at calibration."""
-        engine = self.ours
+        """Compares activations of a quantized model with those of its calibration."""
+        engine = self.offline
         if self.folder is None or not is_quantized(self.folder):
             raise SpecError("only a model that `lmworks quantize` made has a calibration to drift from")
         return engine.watch_drift(self.folder)
 
     def chat(self) -> Chat:
-        """How conversations become prompts of this model."""
+        """The chat template of this model."""
         if self.tokenizer is None:
             raise SpecError("to chat, a model needs a tokenizer; this one has none")
         return Chat.of(self.folder, self.tokenizer, self.encode)
@@ -176,12 +176,12 @@ class LLM:
     # --- end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Gives back the device's memory. Once is enough, and twice does no harm."""
+        """Frees the device's memory. Idempotent."""
         if not self.closed:
             self.closed = True
             self.backend.close()
 
-    def refuse_closed(self) -> None:
+    def check_open(self) -> None:
         if self.closed:
             raise LMWorksError(CLOSED)
 
@@ -192,7 +192,7 @@ class LLM:
         self.close()
 
 
-# --- what was given ---------------------------------------------------------------------------------------
+# --- arguments --------------------------------------------------------------------------------------------
 
 
 def as_prompts(prompts: Any) -> list[Any]:

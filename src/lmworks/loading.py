@@ -1,4 +1,4 @@
-"""What a name or a folder stands for, ready to be served: the network on its device, the tokenizer, the engine."""
+"""Loads models for inference: a run, a Hugging Face folder or a preset, with its tokenizer and engine."""
 
 from __future__ import annotations
 
@@ -39,38 +39,38 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     model: GPT
     tokenizer: Tokenizer | None
     eos: tuple[int, ...] = ()
     vocab: int = 0  # ids that may be picked (0: all of the model's)
 
 
-def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> Loaded:
+def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> LoadedModel:
     """On the engine's device, in its precision."""
     device, folder = pick_device(spec), Path(source)
     dtype = pick_dtype(spec, device)
     refuse_step(source, step)
     if is_preset(source):
-        return Loaded(random_model(ModelSpec.from_preset(str(source)), device, dtype, seed), None)
+        return LoadedModel(random_model(ModelSpec.from_preset(str(source)), device, dtype, seed), None)
     if is_hf(folder):
         if is_quantized(folder):
             model = load_quantized(folder, dtype=dtype, device=device)
-            return Loaded(model, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
+            return LoadedModel(model, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
         model = load_hf(GPT, folder, dtype=dtype, device=device)
-        return Loaded(model.eval(), hf_tokenizer(folder), hf_eos(folder))
-    refuse_nothing(folder)
-    from .train.load_run import load_trained  # not above: the trainer takes seconds to load, and others do without it
+        return LoadedModel(model.eval(), hf_tokenizer(folder), hf_eos(folder))
+    refuse_unknown_source(folder)
+    from .train.load_run import load_trained  # imported here: the trainer takes seconds to load
 
     trained = load_trained(folder, step)
-    # It lies where the run would go on training, which need not be where it is served.
-    return Loaded(trained.model.to(device), trained.tokenizer, vocab=trained.tokenizer.vocab_size)
+    # It is on the device of training, which may not be that of serving.
+    return LoadedModel(trained.model.to(device), trained.tokenizer, vocab=trained.tokenizer.vocab_size)
 
 
 def load_shard(
     source: str | Path, spec: EngineSpec, step: int | None, seed: int, tp_rank: TensorParallelRank
-) -> Loaded:
-    """What one of several ranks holds of it, on its device."""
+) -> LoadedModel:
+    """The shards of one tensor-parallel rank, on its device."""
     folder, dtype = Path(source), pick_dtype(spec, tp_rank.device)
     refuse_step(source, step)
     if is_preset(source):
@@ -78,17 +78,17 @@ def load_shard(
         drawn = tp_rank.load_shards(
             MetaModel(model), dtype, lambda name, shape: initial_weight(model, seed, name, shape)
         )
-        return Loaded(drawn, None)
+        return LoadedModel(drawn, None)
     if is_hf(folder):
         if is_quantized(folder):
-            if tp_rank.rank == 0:  # for all of them: each byte of the weights is read for it
+            if tp_rank.rank == 0:  # once for all ranks: it reads every byte
                 check_digests(folder)
             stored = QuantizedWeights(folder)
             part = tp_rank.load_shards(stored.outline, dtype, stored.tensor, stored.layer)
-            return Loaded(part, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
+            return LoadedModel(part, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
         model = described(folder)[1]
         part = tp_rank.load_shards(MetaModel(model), dtype, HFWeights(folder, model).whole)
-        return Loaded(part, hf_tokenizer(folder), hf_eos(folder))
+        return LoadedModel(part, hf_tokenizer(folder), hf_eos(folder))
     whole = load(source, spec.replace(device="cpu"), step, seed)
     parameters, buffers = dict(whole.model.named_parameters()), dict(whole.model.named_buffers())
     part = tp_rank.load_shards(MetaModel(whole.model.spec), dtype, lambda name, _shape: parameters[name].detach())
@@ -98,13 +98,13 @@ def load_shard(
 
 
 def refuse_step(source: str | Path, step: int | None) -> None:
-    """Only a run has several."""
+    """Only runs have checkpoints of several steps."""
     if step is not None and (is_preset(source) or is_hf(Path(source))):
         raise SpecError(f"{source} is no run folder: it has no steps to choose from")
 
 
-def refuse_nothing(folder: Path) -> None:
-    """What is no model at all: a name that nothing has, a folder of something else."""
+def refuse_unknown_source(folder: Path) -> None:
+    """Neither a preset nor a folder with a model."""
     if len(folder.parts) == 1 and not folder.exists():
         raise SpecError(f"{folder} is neither a folder nor a preset{did_you_mean(str(folder), PRESETS)}")
     if folder.is_dir() and not (folder / "spec.toml").exists():
@@ -144,15 +144,15 @@ def pick_dtype(spec: EngineSpec, device: torch.device) -> torch.dtype:
 
 @torch.no_grad()
 def random_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
-    """On a CPU the weights that training begins with; on a GPU drawn there, in a fraction of the time."""
+    """Initial weights of training on a CPU; on a GPU drawn there, which is faster."""
     model = MetaModel(spec).blank(device, dtype)
     if device.type == "cpu":
         model.init_weights(seed)
         return model.eval()
-    luck = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            parameter.normal_(0.0, spec.init_std, generator=luck)
+            parameter.normal_(0.0, spec.init_std, generator=generator)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     for buffer in model.buffers():
@@ -183,18 +183,18 @@ def hf_tokenizer(folder: Path) -> Tokenizer | None:
     return read_tokenizer(folder / "tokenizer.json", eos[0]) if eos else load_tokenizer(folder)
 
 
-def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> tuple[Loaded, Engine]:
-    """A source and the engine that serves it; with engine.tp > 1, over as many processes."""
+def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> tuple[LoadedModel, Engine]:
+    """A source and its engine; with engine.tp > 1, one process a rank."""
     refuse_too_large(source, spec)
     if spec.tp == 1:
-        with warm_up_kernels(outline_of(source), spec, pick_device(spec)):
+        with warm_up_kernels(meta_model_of(source), spec, pick_device(spec)):
             loaded = load(source, spec, step, seed)
         return loaded, make_engine(loaded, spec, seed)
     from .engine.tensor_parallel.executor import Executor  # not above: PyTorch's distributed parts take seconds to load
     from .engine.tensor_parallel.tp_shards import check_tp_divides
 
-    if (outline := outline_of(source)) is not None:
-        check_tp_divides(outline, spec.tp)  # before others are started, who would only add their own complaints
+    if (meta_model := meta_model_of(source)) is not None:
+        check_tp_divides(meta_model, spec.tp)  # before ranks are started, each of which would fail
     executor = Executor(source, spec, step, seed, pick_device(spec))
     try:
         loaded = load_shard(source, spec, step, seed, executor)
@@ -211,11 +211,11 @@ def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> 
 
 
 def refuse_too_large(source: str | Path, spec: EngineSpec) -> None:
-    """On a CPU, where a system gives out more memory than it has, and ends later whoever uses it."""
+    """On a CPU, where memory is overcommitted and the OOM killer would end the process."""
     device, there = pick_device(spec), available_bytes()
-    if device.type != "cpu" or there is None or (outline := outline_of(source)) is None:
+    if device.type != "cpu" or there is None or (meta_model := meta_model_of(source)) is None:
         return
-    model, width = outline.shape(), pick_dtype(spec, device).itemsize
+    model, width = meta_model.shape(), pick_dtype(spec, device).itemsize
     need = sum(width * p.numel() for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     if need > there:
         smaller = ", engine.dtype = 'bf16' takes half" if width == 4 else ""
@@ -225,22 +225,22 @@ def refuse_too_large(source: str | Path, spec: EngineSpec) -> None:
         )
 
 
-def outline_of(source: str | Path) -> MetaModel | None:
-    """Where it can be told without opening a checkpoint."""
+def meta_model_of(source: str | Path) -> MetaModel | None:
+    """None for a run: its shape is in a checkpoint."""
     folder = Path(source)
     if is_preset(source):
         return MetaModel(ModelSpec.from_preset(str(source)))
     if is_hf(folder):
         return quantized_outline(folder) if is_quantized(folder) else MetaModel(described(folder)[1])
-    refuse_nothing(folder)
+    refuse_unknown_source(folder)
     return None
 
 
-def make_engine(loaded: Loaded, spec: EngineSpec, seed: int, tp_rank: TensorParallelRank | None = None) -> Engine:
-    """Takes the model over; with a draft, that one too."""
+def make_engine(loaded: LoadedModel, spec: EngineSpec, seed: int, tp_rank: TensorParallelRank | None = None) -> Engine:
+    """Takes ownership of the model, and loads the draft model."""
     draft = load_draft(spec, seed) if spec.speculate == "draft" else None
     runner = make_runner(loaded, spec, draft, tp_rank)
-    return Engine(runner, loaded.tokenizer, loaded.eos, seed, speculator(runner.spec))
+    return Engine(runner, loaded.tokenizer, loaded.eos, seed, make_speculator(runner.spec))
 
 
 def load_draft(spec: EngineSpec, seed: int) -> DraftModel:
@@ -251,12 +251,12 @@ def load_draft(spec: EngineSpec, seed: int) -> DraftModel:
 
 
 def make_runner(
-    loaded: Loaded, spec: EngineSpec, draft: DraftModel | None, tp_rank: TensorParallelRank | None
+    loaded: LoadedModel, spec: EngineSpec, draft: DraftModel | None, tp_rank: TensorParallelRank | None
 ) -> ModelRunner:
     return ModelRunner(loaded.model, spec, loaded.model.device, loaded.vocab or loaded.model.spec.vocab, draft, tp_rank)
 
 
-def speculator(spec: EngineSpec) -> Speculator | None:
+def make_speculator(spec: EngineSpec) -> Speculator | None:
     if spec.speculate == "none":
         return None
     return Speculator(spec, DraftModelProposer() if spec.speculate == "draft" else NgramProposer())

@@ -1,4 +1,4 @@
-"""What can begin before torch is loaded, which takes seconds: weights are read from the disk into memory."""
+"""Reads weights into the page cache in threads, while torch is being imported."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ THREADS = 4
 PIECE = 8 * 2**20  # bytes asked for at once
 
 
-def read_ahead(source: str | Path) -> list[Thread]:
-    """Begin to read the weights of a folder, so that whoever loads them finds them in the page cache.
+def prefetch_weights(source: str | Path) -> list[Thread]:
+    """Starts threads that read the weights of a folder into the page cache.
 
-    No thread where there are none, or where they would push others, or one another, out of memory. Nothing fails here:
-    what is wrong with a file is told by who reads it in earnest.
+    None where there are no weights, or where they take more than half of the free memory. Errors are ignored: loading
+    reports them.
     """
     try:
         files = weight_files(Path(source))
@@ -27,14 +27,14 @@ def read_ahead(source: str | Path) -> list[Thread]:
         return []
     if not pieces or 2 * PIECE * len(pieces) > (available_bytes() or 0):
         return []
-    threads = [Thread(target=skim, args=(pieces[first::THREADS],), daemon=True) for first in range(THREADS)]
+    threads = [Thread(target=read_pieces, args=(pieces[first::THREADS],), daemon=True) for first in range(THREADS)]
     for thread in threads:
         thread.start()
     return threads
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those that are loaded: some folders hold their weights twice, in another layout."""
+    """The files that will be loaded: some folders hold their weights twice."""
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
@@ -44,8 +44,8 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder / name for name in names if not unsafe_name(name))
 
 
-def skim(pieces: list[tuple[Path, int]]) -> None:
-    """Have the system read them; what they say is thrown away."""
+def read_pieces(pieces: list[tuple[Path, int]]) -> None:
+    """Reads the pieces into a buffer that is discarded."""
     room = bytearray(PIECE)
     for file, start in pieces:
         try:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lmworks import LLM, SamplingParams
-from lmworks.cli.chat import Talk
+from lmworks.cli.chat import ChatSession
 from lmworks.cli.main import main
 from lmworks.engine.chat_template import plain
 from lmworks.spec import SpecError
@@ -37,7 +37,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6)
 
 def talk(
     llm: LLM, lines: list[str], monkeypatch: pytest.MonkeyPatch, system: str = "", params: SamplingParams = PARAMS
-) -> tuple[Talk, list[str]]:
+) -> tuple[ChatSession, list[str]]:
     """The conversation, and every prompt that the engine got."""
     prompts: list[str] = []
     stream = LLM.stream
@@ -48,7 +48,7 @@ def talk(
 
     monkeypatch.setattr(LLM, "stream", noted)
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    talked = Talk(llm, params, system)
+    talked = ChatSession(llm, params, system)
     talked.run()
     return talked, prompts
 
@@ -114,7 +114,7 @@ def test_a_message_that_the_template_refuses_ends_no_talk(
 def test_what_is_no_text_is_said_to_be_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     with pytest.raises(SpecError, match="not valid UTF-8"):
-        Talk(llm, PARAMS, "").run()
+        ChatSession(llm, PARAMS, "").run()
 
 
 def test_an_interrupt_stops_the_answer_not_the_talk(
@@ -149,8 +149,8 @@ def test_at_a_terminal_control_d_leaves(
         return str(line)
 
     monkeypatch.setattr("builtins.input", typing)
-    talked = Talk(llm, PARAMS, "")
-    talked.live = True
+    talked = ChatSession(llm, PARAMS, "")
+    talked.interactive = True
     talked.run()
     out = capsys.readouterr().out
     assert out.startswith("/reset begins anew") and len(talked.messages) == 2

@@ -373,6 +373,6 @@ def test_a_line_too_deep_is_named_wherever_it_is_found_out() -> None:
     """At some depth it can just be read, and no longer be quoted."""
     for depth in range(800, 1100):
         with pytest.raises(SpecError, match=r"^p\.jsonl:3: "):
-            generate.read_wish(
+            generate.read_request(
                 f'{{"prompt": "x", "top_p": {"[" * depth}1{"]" * depth}}}', "p.jsonl:3", SamplingParams()
             )

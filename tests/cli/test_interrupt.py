@@ -15,7 +15,7 @@ import pytest
 
 from forked import Forked
 from lmworks.cli import generate, main
-from lmworks.cli.output import last_words, write
+from lmworks.cli.output import uninterrupted_output, write
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.request import Answer
 from lmworks.engine.offline import OfflineEngine
@@ -158,7 +158,7 @@ def test_last_words_are_not_cut_off() -> None:
     signals: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:
-        with last_words():
+        with uninterrupted_output():
             os.kill(os.getpid(), signal.SIGINT)
         assert not signals
         os.kill(os.getpid(), signal.SIGINT)
@@ -215,7 +215,7 @@ def test_nobody_is_left_to_read_it() -> None:
 
 def again_when_it_is_said() -> None:
     """Ctrl-C when the command has said how it ended, and tells those who wait for it."""
-    main.leave_word = lambda error, said: os.kill(os.getpid(), signal.SIGINT)
+    main.write_error_file = lambda error, said: os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_another_one_during_the_last_words_is_no_other_end() -> None:

@@ -90,11 +90,11 @@ def test_a_rehearsal_leaves_no_kernel_to_compile(scheme: str, folder: Path, tmp_
 import sys
 from pathlib import Path
 from lmworks.engine.core.kernel_warmup import rehearsal
-from lmworks.loading import load, make_engine, pick_device, outline_of
+from lmworks.loading import load, make_engine, pick_device, meta_model_of
 from lmworks.spec import EngineSpec
 spec = EngineSpec(blocks=512)
 kernels = lambda: {path.name for path in Path(sys.argv[2]).rglob("*.cubin")}
-with rehearsal(outline_of(sys.argv[1]), spec, pick_device(spec)):
+with rehearsal(meta_model_of(sys.argv[1]), spec, pick_device(spec)):
     loaded = load(sys.argv[1], spec, None, 0)
 before = kernels()
 make_engine(loaded, spec, 0)

@@ -221,7 +221,7 @@ def test_after_steps_the_ranks_are_started_again(dataset: Path, tmp_path: Path) 
     folder = RunFolder.create(tmp_path / "run", spec)
     folder.event("start", 0, attempt=0)
     folder.metrics_path.write_text('{"step": 1, "attempt": 0, "loss": 1.0}\n')
-    killed = ranks.Ended(-9, "rank 1 was ended by SIGKILL", rank=1, oom=True)
+    killed = ranks.RanksExit(-9, "rank 1 was ended by SIGKILL", rank=1, oom=True)
     with mock.patch.object(supervise, "run_ranks", return_value=killed) as start:
         supervised(spec, folder, ["x"], 2)
     assert start.call_count == 3

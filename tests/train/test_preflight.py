@@ -78,7 +78,7 @@ def test_all_ranks_are_counted_before_one_is_started(
     words = ("train", str(spec_file), "parallel.dp=2", "--run-dir", str(tmp_path / "run"))
     given = make_spec(Path("x"), "parallel.dp=2", "optim.steps=2")
     enough = need(given) + 2 * memory_preflight.RUNTIME
-    with mock.patch("lmworks.cli.supervise.run_ranks", return_value=agent.Ended()) as start:
+    with mock.patch("lmworks.cli.supervise.run_ranks", return_value=agent.RanksExit()) as start:
         give(monkeypatch, enough - 1)
         code, _, err = lmworks(capsys, *words)
         assert code == 2 and "for the 2 ranks on this machine" in err and "runtime 0.293 GiB" in err
@@ -88,7 +88,7 @@ def test_all_ranks_are_counted_before_one_is_started(
         give(monkeypatch, enough)
         assert lmworks(capsys, *words)[0] == 0
         assert "--force" not in start.call_args.args[1]
-    with mock.patch("lmworks.cli.ranks.run_ranks", return_value=agent.Ended()) as start:
+    with mock.patch("lmworks.cli.ranks.run_ranks", return_value=agent.RanksExit()) as start:
         give(monkeypatch, enough - 1)
         assert lmworks(capsys, "bench", "train", str(spec_file), "parallel.dp=2")[0] == 2
         start.assert_not_called()

@@ -11,7 +11,7 @@ import typer
 
 from ..data.progress import activity
 from ..record.figures import binary_bytes, duration
-from ..weight_prefetch import read_ahead
+from ..weight_prefetch import prefetch_weights
 from . import complete
 from .generate import EngineOverrides, engine_options
 from .loading_text import loading
@@ -59,7 +59,7 @@ def offline(
     from ..bench.engine_workload import make_workload
 
     work = make_workload(requests, input, output, seed, quick)
-    llm, startup_s = started(model, overrides, seed)
+    llm, startup_s = start_llm(model, overrides, seed)
     with llm, activity() as doing:
         doing(f"serving {work.requests} requests", 0, 0)
         facts = {"model": model, **bench_offline(llm.native, work), "startup_s": startup_s}
@@ -69,9 +69,9 @@ def offline(
         show(facts)
 
 
-def started(model: str, overrides: list[str] | None, seed: int) -> tuple[LLM, float]:
+def start_llm(model: str, overrides: list[str] | None, seed: int) -> tuple[LLM, float]:
     """The model after its first token, and the seconds from the start of this process to it."""
-    read_ahead(model)
+    prefetch_weights(model)
     with activity() as doing:
         doing(loading(model), 0, 0)
         from ..engine.core.sampling_params import SamplingParams
@@ -112,7 +112,7 @@ def show(facts: dict[str, Any]) -> None:
             f"sequences in a decoding step: {facts['occupancy']:.0%} of the possible",
         ],
         ["cache", f"{kv['peak']:.1%}", f"at most, {kv['mean']:.1%} on average, of {binary_bytes(kv['bytes'])}"],
-        *first_times(facts["first_times"]),
+        *compile_rows(facts["first_times"]),
         *([["clock", f"{power['clock_mhz']:,.0f} MHz", power_text(power)]] if (power := facts["power"]) else []),
         ["preemptions", str(facts["preemptions"]), f"in {facts['steps']:,} steps"],
         ["between tokens", f"{gaps['p50']:.3g} ms", f"the slowest of 100: {gaps['p99']:.3g} ms"],
@@ -126,8 +126,8 @@ def show(facts: dict[str, Any]) -> None:
     print_table(f"A decoding step ({floor})", ["batch", "ms", "floor, ms", "of the floor's pace"], steps)
 
 
-def first_times(met: dict[str, Any]) -> list[list[str]]:
-    """What made a few steps longer than they will be the next time."""
+def compile_rows(met: dict[str, Any]) -> list[list[str]]:
+    """Kernels compiled and graphs captured for the first time."""
     kernels, graphs = len(met["kernels"]), met["graphs"]
     if not kernels and not graphs:
         return []

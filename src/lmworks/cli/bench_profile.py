@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..record.figures import duration, short
-from .bench_offline import Input, Model, Output, Quick, Requests, Seed, started
+from .bench_offline import Input, Model, Output, Quick, Requests, Seed, start_llm
 from .generate import EngineOverrides
 from .groups import CommandGroup
 from .output import Json, print_json, print_table, write_file
@@ -45,7 +45,7 @@ def engine(
     from ..bench.engine_workload import make_workload
 
     work = make_workload(requests, input, output, seed, quick)
-    llm, startup_s = started(model, overrides, seed)
+    llm, startup_s = start_llm(model, overrides, seed)
     with llm:
         facts = {"model": model, "startup_s": startup_s, **profile_engine(llm.native, work)}
     if json:

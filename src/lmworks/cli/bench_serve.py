@@ -32,7 +32,7 @@ LengthsFile = Annotated[
 Prefix = Annotated[
     str, typer.Option("--shared-prefix", metavar="TOKENS[xGROUPS]", help="What all prompts (of a group) begin with.")
 ]
-Promise = Annotated[str, typer.Option("--slo", help="Seconds promised to each request: ttft=0.5,tpot=0.05,e2e=10.")]
+SLO = Annotated[str, typer.Option("--slo", help="Seconds promised to each request: ttft=0.5,tpot=0.05,e2e=10.")]
 EarlyEnd = Annotated[bool, typer.Option("--early-end", help="Let answers end early: not every server can forbid it.")]
 Key = Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="Sent as a bearer token.")]
 Seconds = Annotated[float, typer.Option("--timeout", min=0.001, help="Longest time for one request.")]
@@ -52,7 +52,7 @@ def serve(
     output: Output = "100:1024",
     lengths: LengthsFile = None,
     shared_prefix: Prefix = "0",
-    slo: Promise = "",
+    slo: SLO = "",
     early_end: EarlyEnd = False,
     api_key: Key = None,
     timeout: Seconds = 600.0,

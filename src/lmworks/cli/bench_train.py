@@ -8,7 +8,7 @@ import typer
 
 from ..data.progress import activity
 from ..record.figures import binary_bytes, duration, short
-from .job import Force, OnDevice, asked, on_device
+from .job import Force, OnDevice, device_options, on_device
 from .output import Json, Overrides, Spec, print_json, print_table
 from .ranks import needs_ranks, start_ranks
 
@@ -42,7 +42,9 @@ def train(
     loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     if needs_ranks(loaded):
         options = ["--steps", str(steps), *(["--profile"] if profile else []), *(["--json"] if json else [])]
-        start_ranks(loaded, ["bench", "train", spec, *(overrides or ()), *options, *asked(device, force)], force)
+        start_ranks(
+            loaded, ["bench", "train", spec, *(overrides or ()), *options, *device_options(device, force)], force
+        )
         return
     from ..bench.train import bench_train
     from ..parallel.world import distributed_shutdown
@@ -61,7 +63,7 @@ def train(
 def show(facts: dict[str, Any]) -> None:
     from ..bench.power import power_text
 
-    memory, said = facts["memory"], facts["predicted"]
+    memory, predicted = facts["memory"], facts["predicted"]
     typer.echo(
         f"{facts['name']} on {facts['ranks']} × {facts['device']}, {facts['dtype']}: {facts['tokens_per_s']:,.0f} "
         f"tokens/s ({short(facts['params'])} parameters, {facts['tokens_per_step']:,} tokens a step)"
@@ -70,10 +72,7 @@ def show(facts: dict[str, Any]) -> None:
     products = facts["floors"]["measured"]
     rows = [
         ["step", duration(facts["step_s"]), f"{duration(low)} to {duration(high)} in {facts['steps']} steps"],
-        *(
-            [f"of the {source} floor", f"{at['reached']:.1%}", floor_words(at)]
-            for source, at in facts["floors"].items()
-        ),
+        *([f"of the {source} floor", f"{at['reached']:.1%}", floor_text(at)] for source, at in facts["floors"].items()),
         [
             "of one product's pace",
             f"{products['products_reached']:.1%}",
@@ -90,33 +89,46 @@ def show(facts: dict[str, Any]) -> None:
         rows.append(["energy", f"{power['joules'] / facts['steps']:,.0f} J", "a step, of the card alone"])
     if memory["reserved_bytes"]:
         rows.append(["reserved", binary_bytes(memory["reserved_bytes"]), "by the allocator"])
-    rows += [["warm-up", duration(facts["warm_up_s"]), "building the model and compiling too"], *foreseen(said)]
+    rows += [
+        ["warm-up", duration(facts["warm_up_s"]), "building the model and compiling too"],
+        *prediction_rows(predicted),
+    ]
     print_table("", ["", "measured", ""], rows)
     parts_table(facts)
     if "kernels" in facts:
         kernels_table(facts["kernels"])
 
 
-def floor_words(floor: dict[str, Any]) -> str:
+def floor_text(floor: dict[str, Any]) -> str:
     rates = f"{floor['matmul_tflops']:.4g} TFLOP/s, {floor['bandwidth_gbs']:,.0f} GB/s"
     return f"{duration(floor['step_s'])}, {floor['tokens_per_s']:,.0f} tokens/s at {rates}"
 
 
-def foreseen(said: dict[str, Any]) -> list[list[str]]:
+def prediction_rows(predicted: dict[str, Any]) -> list[list[str]]:
     """What the planner said, and how far off it is."""
-    if "note" in said:
-        return [["planned", "-", said["note"]]]
+    if "note" in predicted:
+        return [["planned", "-", predicted["note"]]]
     rows = []
-    if said["step_s"]:
-        rows.append(["step, planned", duration(said["step_s"]), f"{said['step_error']:+.1%} ({said['by']} rates)"])
-        if said.get("interval"):  # older results have none
-            busy = said.get("quiet") is False
-            load = f"the machine was busy: runs took {said['noise']:.1f} × what they take alone" if busy else ""
-            rows.append(["step, expected", " to ".join(map(duration, said["interval"])), load])
-    off = said["allocated_error"]
-    rows.append(["allocated, planned", binary_bytes(said["allocated_bytes"]), "" if off is None else f"{off:+.1%}"])
-    if "reserved_bytes" in said:
-        rows.append(["reserved, planned", binary_bytes(said["reserved_bytes"]), f"{said['reserved_error']:+.1%}"])
+    if predicted["step_s"]:
+        rows.append(
+            [
+                "step, planned",
+                duration(predicted["step_s"]),
+                f"{predicted['step_error']:+.1%} ({predicted['by']} rates)",
+            ]
+        )
+        if predicted.get("interval"):  # older results have none
+            busy = predicted.get("quiet") is False
+            load = f"the machine was busy: runs took {predicted['noise']:.1f} × what they take alone" if busy else ""
+            rows.append(["step, expected", " to ".join(map(duration, predicted["interval"])), load])
+    off = predicted["allocated_error"]
+    rows.append(
+        ["allocated, planned", binary_bytes(predicted["allocated_bytes"]), "" if off is None else f"{off:+.1%}"]
+    )
+    if "reserved_bytes" in predicted:
+        rows.append(
+            ["reserved, planned", binary_bytes(predicted["reserved_bytes"]), f"{predicted['reserved_error']:+.1%}"]
+        )
     return rows
 
 

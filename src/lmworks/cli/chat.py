@@ -20,8 +20,8 @@ from .generate import (
     Temperature,
     TopK,
     TopP,
-    adapters_of,
     open_llm,
+    parse_adapters,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def chat(
     """
     from ..engine.core.sampling_params import SamplingParams
 
-    adapters = adapters_of(adapter)
+    adapters = parse_adapters(adapter)
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -66,11 +66,11 @@ def chat(
         adapter=next(iter(adapters), None),
     )
     with open_llm(model, overrides, step, engine, seed, adapters) as llm:
-        Talk(llm, params, system).run()
+        ChatSession(llm, params, system).run()
 
 
-class Talk:
-    """One conversation: reads lines until there are no more, and writes answers as they come."""
+class ChatSession:
+    """One conversation: reads messages line by line, streams the answers."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str) -> None:
         self.llm = llm
@@ -80,10 +80,10 @@ class Talk:
         self.params = replace(params, max_tokens=longest, stop=self.chat.stop)
         self.start: list[Message] = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.start)
-        self.live = sys.stdin.isatty()
+        self.interactive = sys.stdin.isatty()
 
     def run(self) -> None:
-        if self.live:
+        if self.interactive:
             typer.echo(HELP)
         while (line := self.read()) is not None:
             if line == "/quit":
@@ -99,45 +99,45 @@ class Talk:
     def read(self) -> str | None:
         """The next line; None at the end. Ctrl-C at the prompt leaves, as Ctrl-D does."""
         try:
-            if self.live:
+            if self.interactive:
                 return input("> ").strip()
             line = sys.stdin.readline()
             return line.strip() if line else None
         except UnicodeDecodeError:
             raise SpecError("what was said is not valid UTF-8") from None
         except (EOFError, KeyboardInterrupt):
-            if not self.live:
+            if not self.interactive:
                 raise
             typer.echo("")
             return None
 
     def reply(self, line: str) -> None:
-        """A message that cannot be answered is told so, and forgotten: the next one may be."""
-        asked: list[Message] = [*self.messages, {"role": "user", "content": line}]
+        """A message that cannot be answered prints an error and is dropped from the conversation."""
+        messages: list[Message] = [*self.messages, {"role": "user", "content": line}]
         try:
-            ids, kept = self.chat.prompt(asked, self.llm.context - self.params.max_tokens)
-            if len(kept) < len(asked):
+            ids, kept = self.chat.prompt(messages, self.llm.context - self.params.max_tokens)
+            if len(kept) < len(messages):
                 full = f"the context of {self.llm.context} tokens is full: the oldest messages are forgotten"
                 typer.echo(f"({full})", err=True)
-            said = self.answer(ids)
+            answer_text = self.answer(ids)
         except SpecError as error:
             typer.echo(f"({error})", err=True)
             return
         typer.echo("")
-        self.messages = [*kept, {"role": "assistant", "content": said}]
+        self.messages = [*kept, {"role": "assistant", "content": answer_text}]
 
     def answer(self, ids: list[int]) -> str:
-        """Written as it comes; what was said until Ctrl-C is said."""
-        said = ""
+        """Streams the answer; Ctrl-C ends it and keeps what was printed."""
+        answer_text = ""
         pieces = self.llm.stream(ids, self.params)
         try:
             for piece in pieces:
                 if piece.result is not None and piece.result.error:
                     raise SpecError(piece.result.error)
-                said += piece.text
+                answer_text += piece.text
                 typer.echo(piece.text, nl=False)
         except KeyboardInterrupt:
             typer.echo(" (stopped)", nl=False)
         finally:
             pieces.close()
-        return said.strip()
+        return answer_text.strip()

@@ -37,9 +37,9 @@ def demo(
     from ..spec.files import refuse_unwritable
     from ..train import Trainer
     from .plan import find_machine, print_memory, print_time
-    from .train import free_folder
+    from .train import unused_run_folder
 
-    target = run_dir or free_folder("demo")
+    target = run_dir or unused_run_folder("demo")
     RunFolder(target).refuse_taken()
     refuse_unwritable(target, "--run-dir")
     heading(1, "Data: the standard library of this Python, as tokens")

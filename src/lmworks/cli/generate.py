@@ -1,4 +1,4 @@
-"""`lmworks generate`: continue texts with a trained run or a Hugging Face folder."""
+"""`lmworks generate`: generate text with a run or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import typer
 
 from ..data.progress import activity
 from ..spec.errors import LMWorksError, SpecError, near_keys, suggestion
-from ..weight_prefetch import read_ahead
+from ..weight_prefetch import prefetch_weights
 from . import complete
 from .loading_text import loading
-from .output import Json, as_json, last_words, write
+from .output import Json, as_json, uninterrupted_output, write
 
 if TYPE_CHECKING:
     from ..engine.core.request import Answer, Result
@@ -85,8 +85,8 @@ def generate(
     """
     from ..engine.core.sampling_params import SamplingParams
 
-    adapters = adapters_of(adapter)
-    usual = SamplingParams(
+    adapters = parse_adapters(adapter)
+    defaults = SamplingParams(
         temperature=0.0 if greedy else temperature,
         top_k=top_k,
         top_p=top_p,
@@ -96,28 +96,28 @@ def generate(
         stop=tuple(stop or ()),
         adapter=next(iter(adapters), None),
     )
-    requests: list[PromptRequest] = [(text, usual) for text in prompt or ()]
-    requests += read_prompts(prompts, usual) if prompts else []
+    requests: list[PromptRequest] = [(text, defaults) for text in prompt or ()]
+    requests += read_prompts(prompts, defaults) if prompts else []
     if not requests:
         empty = f"--prompts {prompts} holds no prompts" if prompts else "give --prompt TEXT or --prompts FILE"
         raise SpecError(f"nothing to continue: {empty}")
     refuse_broken_text(prompt or ())
     with open_llm(model, overrides, step, engine, seed, adapters) as llm:
-        starts = [text if text else llm.empty_start() for text, _ in requests]
+        starts = [text if text else llm.empty_prompt() for text, _ in requests]
         if len(requests) == 1:
             params = requests[0][1]
             refuse_too_long(llm, starts[0], params.max_tokens)
             if params.answers == 1 and llm.tokenizer is not None and not json:
-                write_as_it_comes(llm, requests[0][0], starts[0], params)
+                stream_answer(llm, requests[0][0], starts[0], params)
                 return
-        answer_all(llm, requests, starts, json)
+        generate_all(llm, requests, starts, json)
 
 
 def open_llm(
     model: str, overrides: Sequence[str] | None, step: int | None, engine: str, seed: int, adapters: Mapping[str, str]
 ) -> LLM:
-    """The model with its engine, from what was typed."""
-    read_ahead(model)
+    """The model with its engine, from the command's options."""
+    prefetch_weights(model)
     with activity() as doing:
         doing(loading(model, step), 0, 0)
         from ..llm import LLM
@@ -132,7 +132,7 @@ def open_llm(
     return llm
 
 
-def adapters_of(given: Sequence[str] | None) -> dict[str, str]:
+def parse_adapters(given: Sequence[str] | None) -> dict[str, str]:
     """Folders by name."""
     folders: dict[str, str] = {}
     for one in given or ():
@@ -170,7 +170,7 @@ def refuse_broken_text(texts: Sequence[str]) -> None:
             raise SpecError("--prompt is not valid UTF-8")
 
 
-def read_prompts(path: Path, usual: SamplingParams) -> list[PromptRequest]:
+def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRequest]:
     suffix = path.suffix.lower()
     if suffix == ".json":
         raise SpecError(f"--prompts {path}: write one JSON value a line, and name it {path.stem}.jsonl")
@@ -180,12 +180,12 @@ def read_prompts(path: Path, usual: SamplingParams) -> list[PromptRequest]:
     except (OSError, ValueError) as error:
         raise SpecError(f"--prompts {path}: {getattr(error, 'strerror', None) or 'not valid UTF-8'}") from None
     if suffix != ".jsonl":
-        return [(line, usual) for line in lines if line.strip()]
-    return [read_request(line, f"{path}:{number}", usual) for number, line in enumerate(lines, 1) if line.strip()]
+        return [(line, defaults) for line in lines if line.strip()]
+    return [read_request(line, f"{path}:{number}", defaults) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def read_request(line: str, where: str, usual: SamplingParams) -> PromptRequest:
-    """A string, a list of ids, or an object with `prompt` and wishes of its own: {"prompt": …, "max_tokens": 5}."""
+def read_request(line: str, where: str, defaults: SamplingParams) -> PromptRequest:
+    """A string, a list of ids, or an object with `prompt` and sampling parameters: {"prompt": …, "max_tokens": 5}."""
     try:
         value = json.loads(line)
     except ValueError as error:
@@ -197,17 +197,17 @@ def read_request(line: str, where: str, usual: SamplingParams) -> PromptRequest:
     ids = isinstance(prompt, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in prompt)
     if not isinstance(prompt, str) and not ids:
         raise SpecError(f"{where}: expected a string, a list of token ids, or an object with such a 'prompt'")
-    known = {field.name for field in fields(usual)}
+    known = {field.name for field in fields(defaults)}
     if unknown := sorted(requests.keys() - known):
         raise SpecError(f"{where}: unknown key '{unknown[0]}'; SamplingParams has {', '.join(sorted(known))}")
     try:
-        return prompt, replace(usual, **requests)
+        return prompt, replace(defaults, **requests)
     except (SpecError, TypeError, RecursionError) as error:
         raise SpecError(f"{where}: {error}") from None
 
 
 def refuse_too_long(llm: LLM, prompt: Prompt, max_tokens: int) -> None:
-    """The engine would end the answer where the context ends; who asked for more by name should know."""
+    """The engine would cut the answer at the end of the context; an explicit --max-tokens is refused instead."""
     ids = llm.encode(prompt)
     room = llm.context - len(ids)
     if isinstance(ids, list) and 0 < room < max_tokens:
@@ -220,31 +220,31 @@ def refuse_too_long(llm: LLM, prompt: Prompt, max_tokens: int) -> None:
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-def write_as_it_comes(llm: LLM, prompt: Prompt, start: Prompt, params: SamplingParams) -> None:
+def stream_answer(llm: LLM, prompt: Prompt, start: Prompt, params: SamplingParams) -> None:
     begun = False
     for piece in llm.stream(start, params):
         if piece.result is not None and piece.result.error:
             raise SpecError(piece.result.error)
-        if not begun:  # not before: a prompt that is too long is refused by now
+        if not begun:  # after the first piece: a prompt that is too long has been refused by then
             write(prompt if isinstance(prompt, str) else "", nl=False)
             begun = True
         write(piece.text, nl=False)
     write("")
 
 
-def answer_all(llm: LLM, requests: Sequence[PromptRequest], starts: Sequence[Prompt], for_programs: bool) -> None:
-    """Whatever ends this early, what is done is shown. Before the model is closed, too: with ranks that takes seconds,
-    and Ctrl-C may come in them.
+def generate_all(llm: LLM, requests: Sequence[PromptRequest], starts: Sequence[Prompt], for_programs: bool) -> None:
+    """Finished results are shown even after an error or Ctrl-C, before the model is closed: with ranks that takes
+    seconds.
     """
-    tell = programs_text if for_programs else peoples_text
+    format_results = json_text if for_programs else plain_text
     results: dict[int, Result] = {}
     try:
         llm.generate(starts, [params for _, params in requests], not for_programs, results.__setitem__)
-        text = tell(requests, results)
+        text = format_results(requests, results)
     except BaseException as error:
         if results:
-            with last_words():
-                write(tell(requests, results, error))
+            with uninterrupted_output():
+                write(format_results(requests, results, error))
         raise
     errors = [answer.error for result in results.values() for answer in result.answers]
     if len(requests) == 1 and all(errors):
@@ -254,21 +254,21 @@ def answer_all(llm: LLM, requests: Sequence[PromptRequest], starts: Sequence[Pro
         raise typer.Exit(1)
 
 
-def programs_text(
+def json_text(
     requests: Sequence[PromptRequest], results: Mapping[int, Result], end: BaseException | None = None
 ) -> str:
     """JSON: a list with an entry for each prompt, in order, and the same keys in all of them (docs/engine.md)."""
     from ..engine.quantization.quantize import finite
 
     shown = [
-        entry(prompt, results[place]) if place in results else unfinished(prompt, end)
+        entry(prompt, results[place]) if place in results else unfinished_entry(prompt, end)
         for place, (prompt, _) in enumerate(requests)
     ]
     return as_json(finite(shown))  # a log-probability may be NaN
 
 
-def unfinished(prompt: Prompt, end: BaseException | None) -> dict[str, Any]:
-    """What stands in the place of a prompt that was not answered: what ended it."""
+def unfinished_entry(prompt: Prompt, end: BaseException | None) -> dict[str, Any]:
+    """The entry of a prompt without a result: why there is none."""
     reason, error = "cancelled", "interrupted"
     if isinstance(end, Exception):
         reason, error = "error", str(end) or type(end).__name__
@@ -277,8 +277,8 @@ def unfinished(prompt: Prompt, end: BaseException | None) -> dict[str, Any]:
 
 
 def entry(prompt: Prompt, result: Result) -> dict[str, Any]:
-    """One prompt and its answers; the first of them stands on top as well."""
-    answers, known = [of_answer(one) for one in result.answers], result.prompt_logprobs
+    """One prompt and its answers; the fields of the first are repeated at the top level."""
+    answers, known = [answer_fields(one) for one in result.answers], result.prompt_logprobs
     return {
         "prompt": prompt,
         **answers[0],
@@ -288,8 +288,8 @@ def entry(prompt: Prompt, result: Result) -> dict[str, Any]:
     }
 
 
-def of_answer(answer: Answer) -> dict[str, Any]:
-    """Its tokens without the one that ended it, as its text is."""
+def answer_fields(answer: Answer) -> dict[str, Any]:
+    """Without the stop token, as in its text."""
     tokens = answer.token_ids[:-1] if isinstance(answer.stop_reason, int) else answer.token_ids
     return {
         "text": answer.text,
@@ -300,18 +300,18 @@ def of_answer(answer: Answer) -> dict[str, Any]:
     }
 
 
-def peoples_text(
+def plain_text(
     requests: Sequence[PromptRequest], results: Mapping[int, Result], _end: BaseException | None = None
 ) -> str:
-    """By place, those that are there. Token ids where there is no text: the model has no tokenizer."""
+    """Results in the order of prompts; token ids where the model has no tokenizer."""
     lines: list[str] = []
     for place, result in sorted(results.items()):
-        prompt, answers = requests[place][0], [of_answer(one) for one in result.answers]
+        prompt, answers = requests[place][0], [answer_fields(one) for one in result.answers]
         start = prompt if isinstance(prompt, str) else ""
-        told = [
+        texts = [
             f"error: {one['error']}" if one["error"] else start + one["text"] or " ".join(map(str, one["tokens"]))
             for one in answers
         ]
-        refused = all(one["error"] for one in answers)  # as a whole: once is enough
-        lines += [f"── {place + 1} ──", *(dict.fromkeys(told) if refused else told)]
+        refused = all(one["error"] for one in answers)  # all alike: shown once
+        lines += [f"── {place + 1} ──", *(dict.fromkeys(texts) if refused else texts)]
     return "\n".join(lines)

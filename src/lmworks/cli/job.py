@@ -30,8 +30,8 @@ Dtype = Annotated[str | None, typer.Option("--dtype", help="Precision of product
 UNKNOWN = "what a machine has is not in the catalogue, and a run is refused where there is no room"
 
 
-def print_host(each: float, whole: float, ranks: int, parts: HostNeed | None, there: int | None = None) -> None:
-    """What a rank, and all of its machine, keep in host memory, and what for; nothing where that is none."""
+def print_host_memory(each: float, whole: float, ranks: int, parts: HostNeed | None, there: int | None = None) -> None:
+    """Prints the host memory of a rank and of its machine, by use; nothing where there is none."""
     if not whole:
         return
     known = f"{there / 2**30:.1f} GiB are free here" if there is not None else UNKNOWN
@@ -42,8 +42,8 @@ def print_host(each: float, whole: float, ranks: int, parts: HostNeed | None, th
         typer.echo(f"of a machine: {', '.join(found)}")
 
 
-def asked(device: str, force: bool) -> list[str]:
-    """The same two options, for the ranks that are started."""
+def device_options(device: str, force: bool) -> list[str]:
+    """--device and --force, for the ranks that are started."""
     return [*(["--device", device] if device else []), *(["--force"] if force else [])]
 
 

@@ -16,7 +16,7 @@ from ..spec.errors import LMWorksError, last_line
 from . import bench, chat, checkpoint, data, demo, generate, launch, plan, prove, quantize, runs, serve, train, use
 from .groups import RootGroup
 from .override_hints import refuse_key_as_option
-from .ranks import leave_word, stop_with_starter
+from .ranks import die_with_parent, write_error_file
 
 # Panel of the help → word → command. What comes next has its panel already: `finetune`, `sweep` (data and training);
 # `scaling`, `tune` (plan); `evals`, `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
@@ -105,7 +105,7 @@ def root(
 
 def main() -> None:
     """Exit codes: 0 done, 1 the job failed, 2 bad usage, 75 SIGTERM (start it again), 130 interrupted."""
-    stop_with_starter()
+    die_with_parent()
     try:
         app(prog_name="lmworks")
     except LMWorksError as error:
@@ -129,5 +129,5 @@ def fail(error: LMWorksError) -> NoReturn:
     if mine and not error.reported:
         who = "" if rank == "0" or str(error).startswith(f"rank {rank}: ") else f"rank {rank}: "
         typer.echo(last_line(f"{who}{error}", error.exit_code), err=True)
-    leave_word(error, said=mine or error.reported)
+    write_error_file(error, reported=mine or error.reported)
     sys.exit(error.exit_code)

@@ -1,4 +1,4 @@
-"""What every command shares: a spec with its overrides, the `--json` option, tables for people, JSON for programs."""
+"""Shared by all commands: spec and overrides, `--json`, tables, writing results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def as_json(result: Any) -> str:
 
 
 def write(text: str, nl: bool = True) -> None:
-    """What a command was asked for. A full disk is one line; a pipe whose reader is gone is nothing to speak of."""
+    """Writes a command's result. A full disk is a one-line error; a closed pipe is none."""
     try:
         typer.echo(text, nl=nl)
     except BrokenPipeError:
@@ -55,14 +55,14 @@ def write(text: str, nl: bool = True) -> None:
 
 
 def close_output() -> None:
-    """What could not be written is not tried once more when the process ends."""
+    """Redirects stdout to /dev/null, so that the interpreter does not flush again at exit."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @contextmanager
-def last_words() -> Iterator[None]:
-    """After Ctrl-C: a second one does not cut them off, and whoever was to read them may be gone."""
+def uninterrupted_output() -> Iterator[None]:
+    """For output after Ctrl-C: a second Ctrl-C is ignored, and the reader may be gone."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -90,7 +90,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
 
 
 def write_file(path: Path, text: str, option: str) -> None:
-    """What an option asked to be written; `option` names it in the error."""
+    """Writes the file of an option; `option` is named in errors."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ def refuse_key_as_option(error: Exception, words: Sequence[str]) -> None:
     unknown = hasattr(error, "possibilities") and option.startswith("--") and command is not None
     if not unknown or misspelt(option, command):
         return
-    keys, name = keys_taken(command), option.lstrip("-").replace("-", "_")
+    keys, name = accepted_keys(command), option.lstrip("-").replace("-", "_")
     near = [name] if name in keys else near_keys(name.rpartition(".")[2], keys)
     if near:
         typed = suggestion([f"{key}={value_of(option, words)}" for key in near])
@@ -28,7 +28,7 @@ def misspelt(option: str, command: Any) -> bool:
     return bool(difflib.get_close_matches(option, own, n=1, cutoff=0.8))
 
 
-def keys_taken(command: Any) -> Iterable[str]:
+def accepted_keys(command: Any) -> Iterable[str]:
     """Keys of the spec that a command takes overrides of; none where it takes none."""
     from ..spec import EngineSpec, RunSpec
 

@@ -8,7 +8,7 @@ import typer
 
 from .groups import DefaultCommandGroup
 from .hardware import hardware, print_busy
-from .job import print_host
+from .job import print_host_memory
 from .mesh import mesh
 from .models import models
 from .output import Json, Overrides, Spec, print_json, print_table
@@ -89,7 +89,7 @@ def run(
         return
     typer.echo(f"{job.name}: {job.model.params:,} parameters, {job.tokens_per_step:,} tokens a step")
     print_memory(prediction)
-    print_host(prediction.memory.host, shared.total, ranks, shared, there)
+    print_host_memory(prediction.memory.host, shared.total, ranks, shared, there)
     if refused:
         typer.echo(f"it would be refused here: {refused}")
     print_calls(job)

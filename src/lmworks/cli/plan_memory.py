@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .job import Dtype, GlobalBatch, MicroBatch, OnCluster, Seq, print_host
+from .job import Dtype, GlobalBatch, MicroBatch, OnCluster, Seq, print_host_memory
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def memory(
         f"{verdict}: {float(found.reserved) / 2**30:.1f} GiB reserved of {room / 2**30:.1f} GiB usable; "
         f"out of memory with a probability of {chance:.0%}"
     )
-    print_host(float(found.host), facts["host_per_machine"], ranks, shared)
+    print_host_memory(float(found.host), facts["host_per_machine"], ranks, shared)
     if html:
         typer.echo(f"page: {html}")
 

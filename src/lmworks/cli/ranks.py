@@ -1,4 +1,4 @@
-"""Starting the ranks of a layout on this machine: torchrun's own agent, called directly so that errors stay short."""
+"""Starts the ranks of a layout on this machine with torchrun's elastic agent, called directly for short errors."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from ..spec import LMWorksError, RunSpec
 
 PROGRAM = ("-m", "lmworks")  # what Python runs as a rank
-AFTER_DEADLINE_S = 10  # what a rank has to end by itself after fault.deadline_s, before the agent kills it
-STARTED_BY = "LMWORKS_STARTED_BY"  # what tells a rank the process that started it
+KILL_GRACE_S = 10  # beyond fault.deadline_s, before the agent kills a rank
+PARENT_PID_VARIABLE = "LMWORKS_STARTED_BY"  # environment variable: the process that started a rank
 PR_SET_PDEATHSIG = 1  # of Linux, <sys/prctl.h>
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How the ranks of one start ended, and which of them is the cause."""
+class RanksExit:
+    """How the ranks of one launch ended, and which of them is the root cause."""
 
     code: int = 0  # of the rank, negative for a signal
-    cause: str = ""  # as far as it is known outside of the run's own records
-    final: bool = False  # to start them again would end the same way
-    said: bool = True  # by a rank, on standard error
-    rank: int = field(default=0, compare=False)  # which of them
-    oom: bool = False  # the kernel killed it, for want of memory
-    resident: int | None = None  # bytes: the highest that was seen of it
+    cause: str = ""  # as far as it is known outside of the run folder
+    final: bool = False  # a restart would fail the same way
+    reported: bool = True  # printed by a rank on standard error
+    rank: int = field(default=0, compare=False)  # the root cause
+    oom: bool = False  # killed by the kernel's OOM killer
+    resident: int | None = None  # bytes: its highest resident memory
 
     @property
     def exit_code(self) -> int:
@@ -48,25 +48,25 @@ class Ended:
 
 
 def needs_ranks(spec: RunSpec) -> bool:
-    """Whether this process must start others: nobody has started them yet, and there are several, or one that offloads
-    its parameters, which FSDP2 does as a rank among ranks."""
+    """Whether this process must start ranks: it is none itself, and there are several, or one that offloads its
+    parameters, for which FSDP2 needs a process group."""
     return (spec.parallel.world > 1 or spec.parallel.offload == "full") and "RANK" not in os.environ
 
 
 def start_ranks(spec: RunSpec, arguments: list[str], force: bool = False) -> None:
-    """Run `lmworks …arguments` on every rank, and end as they ended."""
+    """Runs `lmworks …arguments` on every rank, and exits as they did."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    preflight(spec, ranks_here(spec), force)
+    preflight(spec, local_ranks(spec), force)
     try:
-        ranks = ranks_here(spec)
-        ended = out_of_memory(run_ranks(ranks, arguments, spec.fault.deadline_s), spec, ranks)
+        ranks = local_ranks(spec)
+        ranks_exit = explain_oom(run_ranks(ranks, arguments, spec.fault.deadline_s), spec, ranks)
     except SignalException as stopped:
         raise typer.Exit(128 + stopped.sigval) from None
-    if ended.code < 0 or not ended.said:
-        typer.echo(last_line(ended.cause, ended.code), err=True)
-    if ended.code:
-        raise typer.Exit(ended.exit_code)
+    if ranks_exit.code < 0 or not ranks_exit.reported:
+        typer.echo(last_line(ranks_exit.cause, ranks_exit.code), err=True)
+    if ranks_exit.code:
+        raise typer.Exit(ranks_exit.exit_code)
 
 
 def run_ranks(
@@ -75,30 +75,30 @@ def run_ranks(
     deadline_s: float,
     launch: str = "",
     variables: Mapping[str, str] | None = None,
-) -> Ended:
-    """Start `world` ranks once, and wait for their end. A signal to this process is handed on to them, then raised."""
+) -> RanksExit:
+    """Starts `world` ranks once and waits for them. A signal to this process is forwarded to them, then raised."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(deadline_s) + AFTER_DEADLINE_S))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(deadline_s) + KILL_GRACE_S))
     os.environ.setdefault("TORCHELASTIC_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a C++ stack for every call to a store that is gone
-    quieten()
-    passed = {STARTED_BY: str(os.getpid()), **(variables or {})}
+    silence_agent_logs()
+    passed = {PARENT_PID_VARIABLE: str(os.getpid()), **(variables or {})}
     os.environ.update(passed)
-    with TemporaryDirectory(prefix="lmworks-ranks-") as logs:  # of the agent, which else leaves them behind
+    with TemporaryDirectory(prefix="lmworks-ranks-") as logs:  # of the agent, which does not remove them
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=world,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
-            run_id=launch or new_launch(),
+            run_id=launch or new_launch_id(),
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             rdzv_configs={"timeout": 120},
-            max_restarts=0,  # the agent would start anything again; `supervise` looks at the cause
+            max_restarts=0,  # the agent restarts whatever the cause; `supervise` looks at it
             monitor_interval=0.1,
         )
         kills = oom_kills()
@@ -106,63 +106,75 @@ def run_ranks(
             with ChildPeaks() as peaks:
                 elastic_launch(config, sys.executable)(*PROGRAM, *arguments)
         except ChildFailedError as error:
-            ended = judge(error.failures, Path(logs))
-            return by_oom_killer(ended, error.failures, peaks, kills) if ended.code == -signal.SIGKILL else ended
+            ranks_exit = find_root_cause(error.failures, Path(logs))
+            return (
+                mark_oom_kill(ranks_exit, error.failures, peaks, kills)
+                if ranks_exit.code == -signal.SIGKILL
+                else ranks_exit
+            )
         finally:
             for name in passed:
                 os.environ.pop(name, None)
-    return Ended()
+    return RanksExit()
 
 
-def new_launch() -> str:
+def new_launch_id() -> str:
     return f"lmworks-{uuid.uuid4().hex[:12]}"
 
 
-def judge(failures: Mapping[int, Any], logs: Path) -> Ended:
-    """The cause among the ends of several ranks, and whether any of them said that it is no use to try again."""
-    rank, first = min(failures.items(), key=lambda item: (blame(item[1].exitcode), item[1].timestamp))
-    words = [word for path in logs.rglob("error.json") if (word := read_word(path))]
-    final = any(word["final"] for word in words)
+def find_root_cause(failures: Mapping[int, Any], logs: Path) -> RanksExit:
+    """The root cause among several failed ranks, and whether any of them reported that a restart is of no use."""
+    rank, first = min(failures.items(), key=lambda item: (root_cause_order(item[1].exitcode), item[1].timestamp))
+    error_records = [error_record for path in logs.rglob("error.json") if (error_record := read_error_file(path))]
+    final = any(each["final"] for each in error_records)
     code = first.exitcode
     if code < 0:
-        return Ended(code, f"rank {rank} was ended by {signal.Signals(-code).name}", final, rank=rank)
-    own = read_word(Path(first.error_file))
-    # What all ranks know the first one says, unless the agent, which saw another end, stopped it before it could.
-    return Ended(code, own["message"] if own else "", final, not own or any(word["said"] for word in words), rank)
+        return RanksExit(code, f"rank {rank} was ended by {signal.Signals(-code).name}", final, rank=rank)
+    own = read_error_file(Path(first.error_file))
+    # What all ranks know rank 0 reports, unless the agent stopped it before it could.
+    return RanksExit(
+        code,
+        own["message"] if own else "",
+        final,
+        not own or any(each["reported"] for each in error_records),
+        rank,
+    )
 
 
-def by_oom_killer(ended: Ended, failures: Mapping[int, Any], peaks: ChildPeaks, before: int | None) -> Ended:
-    """Whether the kernel's OOM killer sent the SIGKILL: it has ended somebody since, of this group or machine."""
+def mark_oom_kill(
+    ranks_exit: RanksExit, failures: Mapping[int, Any], peaks: ChildPeaks, before: int | None
+) -> RanksExit:
+    """Marks a SIGKILL as the OOM killer's where its counter (of the cgroup or machine) has grown."""
     after = oom_kills()
     if before is None or after is None or after <= before:
-        return ended
-    return replace(ended, oom=True, resident=peaks.bytes.get(failures[ended.rank].pid))
+        return ranks_exit
+    return replace(ranks_exit, oom=True, resident=peaks.bytes.get(failures[ranks_exit.rank].pid))
 
 
-def out_of_memory(ended: Ended, spec: RunSpec, ranks: int) -> Ended:
-    """With what was predicted for the rank that was killed, and what it was last seen with."""
+def explain_oom(ranks_exit: RanksExit, spec: RunSpec, ranks: int) -> RanksExit:
+    """Adds the predicted and the last measured memory of a rank that the OOM killer ended."""
     from ..plan.memory.fit import peak_rows, total
     from ..plan.memory.host_fit import gib
     from ..plan.memory.host_need import host_need
     from ..spec import SpecError
 
-    if not ended.oom:
-        return ended
+    if not ranks_exit.oom:
+        return ranks_exit
     predicted = "predicted for it: unknown"
     with suppress(SpecError):
-        if devices(spec) is None:
-            peak = total(peak_rows(spec, ended.rank, "cpu"))
+        if gpu_count(spec) is None:
+            peak = total(peak_rows(spec, ranks_exit.rank, "cpu"))
             predicted = f"predicted {gib(peak)} a rank beside its runtime, {ranks} ranks on this machine"
         else:
-            host = host_need(spec, ended.rank, "cuda").total
+            host = host_need(spec, ranks_exit.rank, "cuda").total
             predicted = f"predicted {gib(host)} of host memory beside its runtime, {ranks} ranks on this machine"
-    seen = f"last seen with {gib(ended.resident)} resident" if ended.resident else "its memory was not seen"
-    cause = f"rank {ended.rank} ran out of memory: the kernel's OOM killer ended it (SIGKILL); {predicted}; {seen}"
-    return replace(ended, cause=cause)
+    seen = f"last seen with {gib(ranks_exit.resident)} resident" if ranks_exit.resident else "its memory was not seen"
+    cause = f"rank {ranks_exit.rank} ran out of memory: the kernel's OOM killer ended it (SIGKILL); {predicted}; {seen}"
+    return replace(ranks_exit, cause=cause)
 
 
-def blame(code: int) -> int:
-    """Which end is the cause, 0 first: a signal from outside, then a rank that failed and said why.
+def root_cause_order(code: int) -> int:
+    """Which exit is the root cause, 0 first: a signal from outside, then a rank that failed with an error.
 
     Those that a SIGTERM ended did not fail: torchrun's agent sends it to the ranks that are left.
     """
@@ -172,48 +184,52 @@ def blame(code: int) -> int:
 # --- in a rank ------------------------------------------------------------------------------------------
 
 
-def leave_word(error: LMWorksError, said: bool) -> None:
-    """Tell the agent why this rank ends, and if that was said, in the file that torchrun gives every rank for it."""
+def write_error_file(error: LMWorksError, reported: bool) -> None:
+    """Reports to the agent why this rank fails, in the error file that torchrun gives every rank."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)
     if path == os.devnull:
         return
-    word = {"message": str(error), "timestamp": int(time.time()), "final": error.final, "said": said}
+    error_record = {"message": str(error), "timestamp": int(time.time()), "final": error.final, "reported": reported}
     half = Path(f"{path}.half")
     with suppress(OSError):  # the run ends anyway
-        half.write_text(json.dumps(word))
+        half.write_text(json.dumps(error_record))
         half.replace(path)
 
 
-def read_word(path: Path) -> dict[str, Any] | None:
+def read_error_file(path: Path) -> dict[str, Any] | None:
     try:
-        word = json.loads(path.read_text())
+        error_record = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return word if isinstance(word, dict) and {"message", "final", "said"} <= word.keys() else None
+    return (
+        error_record
+        if isinstance(error_record, dict) and {"message", "final", "reported"} <= error_record.keys()
+        else None
+    )
 
 
-def stop_with_starter() -> None:
-    """Ask the kernel to stop this rank when the agent that started it is killed: nobody else would then.
+def die_with_parent() -> None:
+    """Asks the kernel to stop this rank when the agent that started it is killed.
 
     The rank saves and ends, as after any SIGTERM. Linux alone has this.
     """
-    starter = os.environ.pop(STARTED_BY, None)  # what a rank starts in its turn is not meant
-    if (starter is None and "TORCHELASTIC_RUN_ID" not in os.environ) or sys.platform != "linux":
+    parent = os.environ.pop(PARENT_PID_VARIABLE, None)  # not for processes that a rank starts
+    if (parent is None and "TORCHELASTIC_RUN_ID" not in os.environ) or sys.platform != "linux":
         return
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if starter is not None and os.getppid() != int(starter):  # it was killed before the kernel was asked
+    if parent is not None and os.getppid() != int(parent):  # it was killed before prctl
         sys.exit(128 + signal.SIGTERM)
 
 
 # --- this machine ---------------------------------------------------------------------------------------
 
 
-def ranks_here(spec: RunSpec, wanted: int | None = None) -> int:
-    """How many ranks to start: those of the layout, or as many as are wanted or left where `fault.elastic` allows it.
+def local_ranks(spec: RunSpec, wanted: int | None = None) -> int:
+    """How many ranks to start: those of the layout, or `wanted`, or as many as there are GPUs with `fault.elastic`.
 
-    What takes several machines is not started on one.
+    A run on several machines is refused.
     """
     from ..spec import SpecError
     from ..spec.elastic import fitted, sizes
@@ -225,7 +241,7 @@ def ranks_here(spec: RunSpec, wanted: int | None = None) -> int:
             f"cluster.nodes = {spec.cluster.nodes}: start the run on every machine with torchrun, "
             "or write a job for all of them with `lmworks launch`"
         )
-    ranks, here = wanted or spec.parallel.world, devices(spec)
+    ranks, here = wanted or spec.parallel.world, gpu_count(spec)
     if here is None or ranks <= here:
         return ranks
     fewer = sizes(spec, at_most=here) if wanted is None else []
@@ -246,19 +262,19 @@ def preflight(spec: RunSpec, ranks: int, force: bool) -> None:
 
     refuse_missing_gpu(spec.cluster)
     if not force:
-        device = "cpu" if devices(spec) is None else "cuda"
+        device = "cpu" if gpu_count(spec) is None else "cuda"
         refuse_oversized(fitted(spec, ranks), torch.device(device), starting=True)
 
 
-def devices(spec: RunSpec) -> int | None:
-    """GPUs that are there now; None where ranks run on the CPU."""
+def gpu_count(spec: RunSpec) -> int | None:
+    """Available GPUs; None where ranks run on the CPU."""
     import torch
 
     return None if spec.cluster.device == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
 
 
-def quieten() -> None:
-    """The agent's own reports of a failure repeat what the rank has said, at length."""
+def silence_agent_logs() -> None:
+    """The agent's own reports of a failure repeat what the rank has printed, at length."""
     import logging
 
     for name in list(logging.root.manager.loggerDict):  # each of its modules has a level of its own

@@ -1,4 +1,4 @@
-"""`lmworks serve`: models behind an API that OpenAI's clients know."""
+"""`lmworks serve`: an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import typer
 
 from ..spec.errors import LMWorksError, SpecError, did_you_mean
 from ..spec.presets import PRESETS
-from ..weight_prefetch import read_ahead
+from ..weight_prefetch import prefetch_weights
 from . import complete
-from .generate import adapters_of, engine_options
+from .generate import engine_options, parse_adapters
 from .loading_text import loading
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..serve.serving import Serving
 
 KEY, UPSTREAM_KEY = "LMWORKS_API_KEY", "LMWORKS_UPSTREAM_KEY"
-ANYWHERE = ("0.0.0.0", "::")
+ALL_INTERFACES = ("0.0.0.0", "::")
 
 
 def serve(
@@ -80,7 +80,7 @@ def serve(
       curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"model": "demo", "prompt": "def add(a, b):", "max_tokens": 32}'
     """
-    names, options = split(sources or [])
+    names, options = parse_sources(sources or [])
     if not names and not upstream:
         raise SpecError("nothing to serve: name a run folder, a Hugging Face folder, or --upstream URL")
     if adapter and len(names) != 1:
@@ -88,7 +88,7 @@ def serve(
     if (tls_cert is None) != (tls_key is None):
         raise SpecError("--tls-cert and --tls-key go together")
     check_files(config, tls_cert, tls_key)
-    templates = templates_of(chat_template or [], names)
+    templates = read_templates(chat_template or [], names)
     import_server()
     from ..serve.app import make_app
     from ..serve.engine_host import APIProcessConfig, EngineHost
@@ -98,9 +98,9 @@ def serve(
     from ..serve.tracing import tracing_from_environment
 
     keys = [*(api_key or ()), *filter(None, [os.environ.get(KEY)])]
-    behind = [] if api_processes > 1 else upstream or []  # of several API processes each has them itself
-    serving = assemble(names, options, step, seed, adapter or [], templates, behind, config, keys)
-    if host in ANYWHERE and not serving.settings.current().keys:
+    upstream_urls = [] if api_processes > 1 else upstream or []  # several API processes have their own
+    serving = make_serving(names, options, step, seed, adapter or [], templates, upstream_urls, config, keys)
+    if host in ALL_INTERFACES and not serving.settings.current().keys:
         typer.echo(
             "lmworks: warning: anyone who can reach this machine can use these models: no keys are set", err=True
         )
@@ -148,8 +148,8 @@ def check_files(*paths: Path | None) -> None:
             raise SpecError(f"{path}: there is no such file")
 
 
-def split(given: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Sources by the names that clients use, and options of the engine."""
+def parse_sources(given: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Sources by model name, and engine options."""
     overrides = [one for one in given if one.startswith("engine.") and "=" in one]
     names: dict[str, str] = {}
     for one in given:
@@ -165,8 +165,8 @@ def split(given: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
     return names, engine_options(overrides)
 
 
-def templates_of(given: list[str], names: dict[str, str]) -> dict[str, str]:
-    """Texts of chat templates, by the model's name. What is wrong with one is said now, not by its first request."""
+def read_templates(given: list[str], names: dict[str, str]) -> dict[str, str]:
+    """Chat templates by model name, compiled once so that errors are reported at startup."""
     from ..engine.chat_template import compile_template
 
     found: dict[str, str] = {}
@@ -191,7 +191,7 @@ def templates_of(given: list[str], names: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def assemble(
+def make_serving(
     names: dict[str, str],
     options: dict[str, Any],
     step: int | None,
@@ -208,15 +208,17 @@ def assemble(
     from ..serve.upstream import Upstream
     from ..spec import EngineSpec
 
-    EngineSpec.from_dict(options)  # what is wrong is said now, not by a process that ends
+    EngineSpec.from_dict(options)  # validated here, not by a process that fails
     settings = Settings(config, keys)
     limits = settings.current().limits
     stall_timeouts = StallTimeouts(limits.stuck_seconds, limits.kill_seconds)
-    folders = adapters_of(adapters)
+    folders = parse_adapters(adapters)
     models = [
         LocalModel(
             EngineProcess(
-                name, partial(made, source, options, step, seed, folders, templates.get(name)), stall_timeouts
+                name,
+                partial(load_engine_process, source, options, step, seed, folders, templates.get(name)),
+                stall_timeouts,
             )
         )
         for name, source in names.items()
@@ -224,7 +226,7 @@ def assemble(
     return Serving(settings, models, [Upstream(url, os.environ.get(UPSTREAM_KEY)) for url in upstreams])
 
 
-def made(
+def load_engine_process(
     source: str,
     options: dict[str, Any],
     step: int | None,
@@ -232,8 +234,8 @@ def made(
     adapters: dict[str, str],
     chat_template: str | None = None,
 ) -> LoadedEngine:
-    """In the engine's own process."""
-    read_ahead(source)
+    """The factory of EngineProcess: runs in the engine process."""
+    prefetch_weights(source)
     from ..loading import is_hf, is_preset
     from ..loading import serve as load_engine
     from ..serve.channel import LoadedEngine

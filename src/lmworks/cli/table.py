@@ -37,14 +37,14 @@ class Column:
 
     @cached_property
     def widest(self) -> int:
-        return max(len_of(Text(self.name)), *map(len_of, self.cells), 0)
+        return max(text_width(Text(self.name)), *map(text_width, self.cells), 0)
 
     @cached_property
     def least(self) -> int:
         """How narrow it may become: headings and prose wrap between words, figures and names do not."""
         heading = longest_word(Text(self.name))
         if self.right:
-            return max(heading, *map(len_of, self.cells), 0)
+            return max(heading, *map(text_width, self.cells), 0)
         return max(heading, *map(longest_word, self.cells), min(self.widest, PROSE) if self.wraps else 0)
 
     @cached_property
@@ -67,14 +67,14 @@ def render_table(
     for count in range(len(drop) + 1):
         gone = drop[:count]
         kept = [column for column in table if column.name not in gone]
-        sizes = fitting(kept, width)
+        sizes = fit_columns(kept, width)
         if sizes is not None:
             note = f"not shown in {width} columns: {'; '.join(gone)} (a wider terminal has them, and --json)"
             return [*heading, Text(), *grid(kept, sizes), *(wrap(Text(note), width) if gone else []), Text()]
-    return [*heading, Text(), *turned(table, width)]
+    return [*heading, Text(), *as_blocks(table, width)]
 
 
-def fitting(columns: Sequence[Column], width: int | None) -> list[int] | None:
+def fit_columns(columns: Sequence[Column], width: int | None) -> list[int] | None:
     """How wide each column is, the widest giving way first; None where figures would have to be cut."""
     sizes = [column.widest for column in columns]
     if width is None:
@@ -106,16 +106,16 @@ def side_by_side(columns: Sequence[Column], sizes: Sequence[int], cells: Sequenc
         for index, (column, size) in enumerate(zip(columns, sizes, strict=True)):
             piece = wrapped[index][number] if number < len(wrapped[index]) else Text()
             line.append(" " * (GAP if index else 1))
-            padding = " " * (size - len_of(piece))
+            padding = " " * (size - text_width(piece))
             line.append_text(Text(padding) + piece if column.right else piece + Text(padding))
         line.rstrip()
         lines.append(line)
     return lines
 
 
-def turned(columns: Sequence[Column], width: int | None) -> list[Text]:
+def as_blocks(columns: Sequence[Column], width: int | None) -> list[Text]:
     """A block a row, headed by its first cell, and a line for each of the others that says something."""
-    indent = 2 + max((len_of(Text(column.name)) for column in columns[1:]), default=0) + 2
+    indent = 2 + max((text_width(Text(column.name)) for column in columns[1:]), default=0) + 2
     lines = []
     for row in zip(*(column.cells for column in columns), strict=True):
         for index, (column, cell) in enumerate(zip(columns, row, strict=True)):
@@ -123,9 +123,11 @@ def turned(columns: Sequence[Column], width: int | None) -> list[Text]:
                 continue
             name = f"{column.name}: " if column.name else ""
             start = Text(("  " if index else "") + name, style="bold")
-            start = start if not index else start + Text(" " * (indent - len_of(start)))
-            for number, piece in enumerate(wrap(cell, None if width is None else max(width - len_of(start), PROSE))):
-                lines.append((Text(" " * len_of(start)) if number else start) + piece)
+            start = start if not index else start + Text(" " * (indent - text_width(start)))
+            for number, piece in enumerate(
+                wrap(cell, None if width is None else max(width - text_width(start), PROSE))
+            ):
+                lines.append((Text(" " * text_width(start)) if number else start) + piece)
         lines.append(Text())
     return lines
 
@@ -135,7 +137,7 @@ def as_text(cell: Any) -> Text:
     return cell if isinstance(cell, Text) else Text(str(cell))
 
 
-def len_of(text: Text) -> int:
+def text_width(text: Text) -> int:
     return max((line.cell_len for line in text.split("\n")), default=0)
 
 

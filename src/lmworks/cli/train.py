@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .job import Force, OnDevice, asked, on_device
+from .job import Force, OnDevice, device_options, on_device
 from .output import Json, Overrides, Spec, print_json
 from .ranks import needs_ranks
 from .supervise import supervise
@@ -56,13 +56,13 @@ def train(
 
     loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     loaded.data.refuse_unnamed()
-    target = run_dir or own_folder(loaded)
-    again = ["resume", str(target), *asked(device, force), *(["--json"] if json else [])]
-    if supervised(loaded, max_restarts):
+    target = run_dir or default_run_folder(loaded)
+    again = ["resume", str(target), *device_options(device, force), *(["--json"] if json else [])]
+    if needs_supervisor(loaded, max_restarts):
         RunFolder(target).refuse_taken()
-        options = ["--run-dir", str(target), *asked(device, force), *(["--json"] if json else [])]
+        options = ["--run-dir", str(target), *device_options(device, force), *(["--json"] if json else [])]
         first = ["train", spec, *(overrides or ()), *options]
-        supervise(loaded, RunFolder(target), first, again, restarts_of(loaded, max_restarts), force=force)
+        supervise(loaded, RunFolder(target), first, again, restart_limit(loaded, max_restarts), force=force)
         return
     from ..bench.probe import cached_machine
     from ..parallel.world import distributed_shutdown, is_rank_zero
@@ -75,7 +75,7 @@ def train(
         return
     machine = cached_machine(loaded.cluster) if is_rank_zero() else None  # rank 0 writes what is predicted
     with distributed_shutdown():
-        run_to_the_end(Trainer(loaded, target, machine=machine, quiet=json, force=force), json)
+        run_trainer(Trainer(loaded, target, machine=machine, quiet=json, force=force), json)
 
 
 def resume(
@@ -107,29 +107,29 @@ def resume(
 
     folder = RunFolder.open(run)
     spec = load_run(run, on_device(device))
-    if supervised(spec, max_restarts) or (ranks is not None and "RANK" not in os.environ):
+    if needs_supervisor(spec, max_restarts) or (ranks is not None and "RANK" not in os.environ):
         chosen = ["--step", str(step)] if step is not None else []
-        again = ["resume", str(run), *chosen, *asked(device, force), *(["--json"] if json else [])]
-        supervise(spec, folder, again, again, restarts_of(spec, max_restarts), ranks, force)
+        again = ["resume", str(run), *chosen, *device_options(device, force), *(["--json"] if json else [])]
+        supervise(spec, folder, again, again, restart_limit(spec, max_restarts), ranks, force)
         return
     from ..parallel.world import distributed_shutdown
     from ..train import Trainer
 
     with distributed_shutdown():
-        run_to_the_end(Trainer.resume(run, step=step, quiet=json, device=device, force=force), json)
+        run_trainer(Trainer.resume(run, step=step, quiet=json, device=device, force=force), json)
 
 
-def supervised(spec: RunSpec, max_restarts: int | None) -> bool:
-    """Whether this process starts the ranks: there are several, or one that is started again when it fails."""
-    return needs_ranks(spec) or (restarts_of(spec, max_restarts) > 0 and "RANK" not in os.environ)
+def needs_supervisor(spec: RunSpec, max_restarts: int | None) -> bool:
+    """Whether this process starts the ranks: there are several, or restarts are enabled."""
+    return needs_ranks(spec) or (restart_limit(spec, max_restarts) > 0 and "RANK" not in os.environ)
 
 
-def restarts_of(spec: RunSpec, max_restarts: int | None) -> int:
+def restart_limit(spec: RunSpec, max_restarts: int | None) -> int:
     return spec.fault.max_restarts if max_restarts is None else max_restarts
 
 
-def run_to_the_end(trainer: Trainer, json: bool) -> None:
-    """Run, write the report whatever came of it, and say where everything is."""
+def run_trainer(trainer: Trainer, json: bool) -> None:
+    """Runs the trainer, writes the report even after a failure, and prints the paths."""
     from ..report.run_report import write_report
     from ..spec import LMWorksError, SpecError
 
@@ -158,17 +158,17 @@ def run_to_the_end(trainer: Trainer, json: bool) -> None:
         typer.echo(f"run: {folder.path}   report: {folder.report_path}")
 
 
-def own_folder(spec: RunSpec) -> Path:
-    """A folder for a run that was given none. Where ranks may be started again, they have to be told where to look."""
+def default_run_folder(spec: RunSpec) -> Path:
+    """The default folder of a run. Refused where torchrun may restart ranks: they would not find it again."""
     from ..spec import SpecError
 
     again = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
     if "TORCHELASTIC_RUN_ID" in os.environ and (again or spec.fault.elastic):
         raise SpecError("torchrun may start these ranks again: say with --run-dir where they find their run")
-    return free_folder(spec.name)
+    return unused_run_folder(spec.name)
 
 
-def free_folder(name: str) -> Path:
+def unused_run_folder(name: str) -> Path:
     """runs/NAME, or runs/NAME-2, -3 … where that is taken."""
     first = Path("runs") / name
     path, number = first, 2

@@ -1,4 +1,4 @@
-"""A run and the machines it starts on: the part that all launchers share."""
+"""A run and its nodes: what all launchers share."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ class Job:
         per_node: int | None = None,
         run_dir: str = "",
     ) -> Self:
-        """Lay the spec's ranks over machines: those of the options, or else those of `cluster`."""
+        """Distributes the spec's ranks over nodes: those of the options, or else of `cluster`."""
         spec.data.refuse_unnamed()
-        nodes, per_node = machines(spec, nodes, per_node)
+        nodes, per_node = nodes_and_ranks(spec, nodes, per_node)
         cluster = spec.cluster.replace(nodes=nodes, gpus_per_node=per_node)
-        said = (f"cluster.nodes={nodes}", f"cluster.gpus_per_node={per_node}") if cluster != spec.cluster else ()
-        return cls(spec.replace(cluster=cluster), source, (*overrides, *said), run_dir or f"runs/{spec.name}")
+        cluster_overrides = (
+            (f"cluster.nodes={nodes}", f"cluster.gpus_per_node={per_node}") if cluster != spec.cluster else ()
+        )
+        return cls(
+            spec.replace(cluster=cluster), source, (*overrides, *cluster_overrides), run_dir or f"runs/{spec.name}"
+        )
 
     @property
     def nodes(self) -> int:
@@ -57,7 +61,7 @@ class Job:
         return (plain if plain[:1].isalpha() else f"run-{plain}")[:40].rstrip("-")
 
 
-def machines(spec: RunSpec, nodes: int | None, per_node: int | None) -> tuple[int, int]:
+def nodes_and_ranks(spec: RunSpec, nodes: int | None, per_node: int | None) -> tuple[int, int]:
     """(nodes, ranks on each); where an option gives one, the other follows from the number of ranks."""
     world = spec.parallel.world
     if nodes is None and per_node is None:
@@ -75,15 +79,15 @@ def machines(spec: RunSpec, nodes: int | None, per_node: int | None) -> tuple[in
     return given
 
 
-def handing_on(signal: str, child: str) -> list[str]:
-    """Bash, before a process is started: what to do at a signal. The process, once there, is `$child`."""
+def trap_signal(signal: str, child: str) -> list[str]:
+    """Bash: a trap that forwards a signal to the process `$child`, before that is started."""
     return ["stopped=0", f"{child}=", f"""trap 'stopped=1; [[ -z ${child} ]] || kill -TERM "${child}"' {signal}"""]
 
 
-def waiting_for(child: str) -> list[str]:
-    """Bash, after it was started in the background: wait for its end, and know how it ended.
+def wait_for_child(child: str) -> list[str]:
+    """Bash: waits for the background process `$child`, and sets `status`.
 
-    torchrun ends with 1 whatever happened. A run that was asked to stop, and was not done, ends with 75: start it.
+    torchrun exits with 1 whatever happened. A run that was asked to stop and has not finished exits with 75.
     """
     return [
         f"{child}=$!",
@@ -97,7 +101,7 @@ def waiting_for(child: str) -> list[str]:
     ]
 
 
-def one_word(option: str, value: str) -> str:
+def check_no_spaces(option: str, value: str) -> str:
     if not value or any(c.isspace() for c in value):
         raise SpecError(f"{option} {value!r} must be one word without spaces")
     return value

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..spec import SpecError, dump_toml
 from ..spec.errors import PREEMPTED
-from .job import Job, handing_on, one_word, waiting_for
+from .job import Job, check_no_spaces, trap_signal, wait_for_child
 
 Manifest = dict[str, Any]
 FILES = "/etc/lmworks"  # the spec and start.sh, from a ConfigMap
@@ -34,8 +34,8 @@ class Pods:
 
 def manifests(job: Job, pods: Pods, kind: str) -> list[Manifest]:
     """What to apply, in order."""
-    one_word("--image", pods.image)
-    one_word("--claim", pods.claim)
+    check_no_spaces("--image", pods.image)
+    check_no_spaces("--claim", pods.claim)
     return [config_map(job), *KINDS[kind](job, pods)]
 
 
@@ -49,7 +49,7 @@ def config_map(job: Job) -> Manifest:
 
 def start_script(job: Job) -> str:
     run = shlex.quote(job.run_dir)
-    before, after = "\n".join(handing_on("TERM", "agent")), "\n".join(waiting_for("agent"))
+    before, after = "\n".join(trap_signal("TERM", "agent")), "\n".join(wait_for_child("agent"))
     return f"""\
 # Every node looks before it meets the others, and the run folder is made after they met: all see the same.
 if [[ -e {run}/spec.toml ]]; then

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..spec import SpecError
 from ..spec.errors import PREEMPTED
-from .job import Job, handing_on, one_word, waiting_for
+from .job import Job, check_no_spaces, trap_signal, wait_for_child
 
 FIXED = ("nodes", "N", "ntasks", "n", "ntasks-per-node", "gpus-per-node", "signal")  # what the script rests on
 TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}")  # minutes, or [days-]hours:minutes:seconds
@@ -45,9 +45,9 @@ def header(job: Job, ask: Allocation) -> list[str]:
         "gpus-per-node": str(job.per_node) if job.on_gpus else "",
         "cpus-per-task": str(ask.cpus_per_node) if ask.cpus_per_node else "",
         "time": ask.time,
-        "partition": ask.partition and one_word("--partition", ask.partition),
-        "account": ask.account and one_word("--account", ask.account),
-        "qos": ask.qos and one_word("--qos", ask.qos),
+        "partition": ask.partition and check_no_spaces("--partition", ask.partition),
+        "account": ask.account and check_no_spaces("--account", ask.account),
+        "qos": ask.qos and check_no_spaces("--qos", ask.qos),
         "output": "%x-%j.log",
         "open-mode": "append",
         "signal": f"B:USR1@{ask.grace}",
@@ -88,7 +88,7 @@ def environment(ask: Allocation) -> list[str]:
     modules = [
         "# What sets modules up may read variables that are not set.",
         "set +u",
-        *(f"module load {shlex.quote(one_word('--module', module))}" for module in ask.modules),
+        *(f"module load {shlex.quote(check_no_spaces('--module', module))}" for module in ask.modules),
         "set -u",
         "",
     ]
@@ -137,7 +137,7 @@ def start(job: Job, ask: Allocation) -> list[str]:
         "",
         f"# {ask.grace} s before the limit Slurm sends USR1 to this script. It asks all ranks to save and stop:",
         "# srun hands SIGTERM on to its tasks.",
-        *handing_on("USR1", "step"),
+        *trap_signal("USR1", "step"),
         "",
         "# Once a node has ended, the others have two minutes: to end too, or to finish writing.",
         "srun --kill-on-bad-exit=0 --wait=120 --cpu-bind=none --open-mode=append \\",
@@ -159,7 +159,7 @@ def finish(ask: Allocation) -> list[str]:
         "fi",
     ]
     return [
-        *waiting_for("step"),
+        *wait_for_child("step"),
         *(again if ask.requeue else []),
         'exit "$status"',
     ]
