@@ -168,13 +168,13 @@ prefetch_weights(sys.argv[1])  # as the commands do it
 from lmworks.cli.bench_offline import process_age
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.request import Request
-from lmworks.engine.core.kernel_warmup import rehearsal
+from lmworks.engine.core.kernel_warmup import warm_up_kernels
 from lmworks.loading import load, make_engine, pick_device, meta_model_of
 from lmworks.spec import EngineSpec
 import torch
 ages = {"imported": process_age()}
 spec = EngineSpec(context=2048)
-with rehearsal(meta_model_of(sys.argv[1]), spec, pick_device(spec)):  # as loading.serve does it
+with warm_up_kernels(meta_model_of(sys.argv[1]), spec, pick_device(spec)):  # as loading.serve does it
     loaded = load(sys.argv[1], spec, None, 0)
     torch.cuda.synchronize()
     ages["weights there"] = process_age()

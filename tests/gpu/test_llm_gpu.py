@@ -89,12 +89,12 @@ def test_a_rehearsal_leaves_no_kernel_to_compile(scheme: str, folder: Path, tmp_
     script = """
 import sys
 from pathlib import Path
-from lmworks.engine.core.kernel_warmup import rehearsal
+from lmworks.engine.core.kernel_warmup import warm_up_kernels
 from lmworks.loading import load, make_engine, pick_device, meta_model_of
 from lmworks.spec import EngineSpec
 spec = EngineSpec(blocks=512)
 kernels = lambda: {path.name for path in Path(sys.argv[2]).rglob("*.cubin")}
-with rehearsal(meta_model_of(sys.argv[1]), spec, pick_device(spec)):
+with warm_up_kernels(meta_model_of(sys.argv[1]), spec, pick_device(spec)):
     loaded = load(sys.argv[1], spec, None, 0)
 before = kernels()
 make_engine(loaded, spec, 0)
